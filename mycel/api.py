@@ -1,0 +1,154 @@
+"""The pipeline in the open: capture, a plain list of passes, code.
+
+    program = mycel.capture(fn, *args)     what the code is, as a Program
+    fast    = mycel.jit(fn)                captured once for each signature, simplified, generated, run
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from mycel import transform
+from mycel.capture import MISS, Captured, bind
+from mycel.capture import capture as capture_call
+from mycel.errors import RunError
+from mycel.ir import Program, type_of
+from mycel.run import interpret, load
+
+MODES = ("graph", "eager")
+
+
+def capture(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Program:
+    """The program of one call, as written: no pass has touched it."""
+    return capture_call(_unjit(fn), args, kwargs).program
+
+
+def jit(fn: Any = None, *, mode: str = "graph") -> Any:
+    """A function, module or Program that runs as generated code (mode="eager": equation by equation), with the same call signature."""
+    if mode not in MODES:
+        raise ValueError(f"mode={mode!r}: use one of {', '.join(map(repr, MODES))}")
+    if fn is None:
+        return functools.partial(jit, mode=mode)
+    if isinstance(fn, Program):
+        return _program_function(fn, mode)
+    if not callable(fn):
+        raise TypeError(f"mycel.jit takes a function, a module or a Program, not {type(fn).__name__}")
+    return Jit(_unjit(fn), mode)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One captured signature: what it became, and the guarded call."""
+
+    captured: Captured
+    program: Program
+    source: str
+    call: Callable[[tuple[Any, ...], dict[str, Any]], Any]
+
+
+class Jit:
+    """A callable that captures once for each signature: shapes, dtypes, device, static values, train mode."""
+
+    def __init__(self, fn: Callable[..., Any], mode: str) -> None:
+        self.fn, self.mode = fn, mode
+        self.entries: list[Entry] = []
+        self._last: Callable[[tuple[Any, ...], dict[str, Any]], Any] = lambda args, kwargs: MISS
+        functools.update_wrapper(self, fn, updated=())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        out = self._last(args, kwargs)
+        return self._other(args, kwargs) if out is MISS else out
+
+    def _other(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        for entry in self.entries:
+            out = entry.call(args, kwargs)
+            if out is not MISS:
+                self._last = entry.call
+                return out
+        entry = self._entry(args, kwargs)
+        self._last = entry.call
+        return entry.call(args, kwargs)
+
+    def _entry(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
+        entry = compile_call(self.fn, args, kwargs, self.mode)
+        self.entries.append(entry)
+        return entry
+
+    def program(self, *args: Any, **kwargs: Any) -> Program:
+        """The program that runs for these arguments."""
+        return self._find(args, kwargs).program
+
+    def source(self, *args: Any, **kwargs: Any) -> str:
+        """The Python that runs for these arguments."""
+        return self._find(args, kwargs).source
+
+    def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
+        return compile_call(self.fn, args, kwargs, self.mode)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["fn"], name)
+
+    def __repr__(self) -> str:
+        return f"mycel.jit({self.fn!r})"
+
+
+def compile_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], mode: str) -> Entry:
+    """capture -> simplify -> fuse -> generate -> bind: the whole way of one call."""
+    captured = capture_call(fn, args, kwargs)
+    program = transform.simplify(captured.program)
+    run, source = _runner(program, captured.device, mode)
+    captured = replace(captured, program=program)
+    return Entry(captured, program, source, bind(captured, run))
+
+
+def _runner(program: Program, device: torch.device, mode: str) -> tuple[Callable[..., Any], str]:
+    if mode == "eager":
+        _, source = load(program, device)
+        return lambda *inputs: interpret(program, inputs), source
+    return load(program, device)
+
+
+def _program_function(program: Program, mode: str) -> Callable[..., Any]:
+    """A program as a function of its inputs, in order or by name; returns a tuple of its results and updates inputs in place."""
+    loaded: dict[torch.device, Callable[..., Any]] = {}
+    ready = transform.simplify(program)
+
+    def run(*args: torch.Tensor, **named: torch.Tensor) -> tuple[Any, ...]:
+        inputs = _match_inputs(program, args, named)
+        device = inputs[0].device if inputs else torch.device("cpu")
+        if device not in loaded:
+            loaded[device], _ = _runner(ready, device, mode)
+        outs = loaded[device](*inputs)
+        n = len(outs) - len(program.updates)
+        by_name = {v.name: x for v, x in zip(program.inputs, inputs, strict=True)}
+        with torch.no_grad():
+            for name, new in zip(program.updates, outs[n:], strict=True):
+                by_name[name].copy_(new)
+        return tuple(outs[:n])
+
+    return run
+
+
+def _match_inputs(program: Program, args: tuple[torch.Tensor, ...], named: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    rest = [v for v in program.inputs[len(args) :] if v.name not in named]
+    unknown = named.keys() - {v.name for v in program.inputs[len(args) :]}
+    if rest or unknown or len(args) > len(program.inputs):
+        lacking = ", ".join(map(repr, rest)) or "none"
+        raise RunError(
+            f"the program takes {len(program.inputs)} inputs, was given {len(args)} in order and {len(named)} by name\n"
+            f"  missing   {lacking}\n  unknown   {', '.join(sorted(unknown)) or 'none'}"
+        )
+    inputs = [*args, *(named[v.name] for v in program.inputs[len(args) :])]
+    for var, x in zip(program.inputs, inputs, strict=True):
+        if not isinstance(x, torch.Tensor) or type_of(x) != var.type:
+            raise RunError(f"input {var.name} is {type_of(x) if isinstance(x, torch.Tensor) else type(x).__name__}, the program takes {var.type}")
+    return inputs
+
+
+def _unjit(fn: Any) -> Any:
+    return fn.fn if isinstance(fn, Jit) else fn

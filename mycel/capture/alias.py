@@ -1,0 +1,80 @@
+"""In-place updates and views, made functional.
+
+Every tensor the user's code holds has a `Cell`: the Var that is its value now.  A view's cell knows its parent's cell and the equation that
+made it.  Writing into a view writes into its parent through the operator's `write` rule; reading a view after its parent changed
+replays the equation.  So `x[0] += 1; y = x.sum()` becomes select, add, select_update, sum.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mycel.capture.fence import refuse
+from mycel.ir import BUILDERS, Eqn, Var
+
+
+class Cell:
+    """The current value of one tensor object; `version` counts its writes."""
+
+    __slots__ = ("at", "eqn", "parent", "place", "seen", "var", "version")
+
+    def __init__(self, var: Var, parent: Cell | None = None, eqn: Eqn | None = None, at: int = 0) -> None:
+        self.var, self.parent, self.eqn, self.at = var, parent, eqn, at
+        self.version = 0
+        self.seen = parent.version if parent else 0
+        self.place: Any = None  # where a lifted tensor lives, or None
+
+    def read(self) -> Var:
+        """The value now."""
+        if self.parent is not None:
+            value = self.parent.read()
+            if self.seen != self.parent.version:
+                self.var = _outputs(self.eqn, value)[self.at]  # type: ignore[arg-type]
+                self.seen = self.parent.version
+                self.version += 1
+        return self.var
+
+    def write(self, value: Var) -> None:
+        """Make `value` the value, for this tensor and for everything it shares memory with."""
+        if self.parent is not None:
+            eqn = self.eqn
+            if eqn is None or eqn.op.write is None:
+                raise refuse(
+                    f"in-place update of a view made by {eqn.op.name if eqn else 'an operator without a write rule'}",
+                    "clone() the view first and update the clone",
+                )
+            whole = self.parent.read()
+            parts = _outputs(eqn, whole) if len(eqn.outputs) > 1 else [None]
+            parts[self.at] = value
+            try:
+                whole = eqn.op.write(whole, tuple(parts), **eqn.params)
+            except ValueError as e:
+                raise refuse(str(e), "clone() the view first and update the clone") from e
+            self.parent.write(whole)
+            self.seen = self.parent.version
+        elif self.place is not None and not self.place.mutable:
+            raise refuse(
+                f"in-place update of {self.place.name}, a tensor captured from outside the function",
+                "pass it as an argument and return the new value, or make it a buffer of a module",
+            )
+        self.var = value
+        self.version += 1
+
+
+def _outputs(eqn: Eqn, value: Var) -> list[Any]:
+    """The outputs of a view equation on another value."""
+    if value is eqn.inputs[0]:
+        return list(eqn.outputs)
+    outs = BUILDERS[-1].emit(eqn.op, (value, *eqn.inputs[1:]), dict(eqn.params))
+    return list(outs) if isinstance(outs, tuple) else [outs]
+
+
+def view_cells(parent: Cell, source: Var, eqns: list[Eqn], outs: list[Var]) -> list[Cell]:
+    """Cells for the results of a view: one for each equation on the way from `source` to each result."""
+    made: dict[Var, Cell] = {source: parent}
+    for eqn in eqns:
+        start = eqn.inputs[0] if eqn.inputs else None
+        if isinstance(start, Var) and start in made:
+            for i, out in enumerate(eqn.outputs):
+                made[out] = Cell(out, made[start], eqn, i)
+    return [made.get(out) or Cell(out, parent, None) for out in outs]

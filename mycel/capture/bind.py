@@ -1,0 +1,232 @@
+"""The call of a captured function: check that the arguments are those it was captured for, read the state, run, build the result.
+
+All of it is one generated Python function, so that a call costs a few microseconds:
+
+    def call(args, kwargs):
+        if len(args) != 1 or kwargs: return MISS
+        (t0,) = args
+        if type(t0) not in TENSORS or t0.dtype is not D0 or t0.shape != S0 or t0.device != DEVICE: return MISS
+        if m0['training'] is not True: return MISS
+        s0 = c0['weight']
+        if s0.dtype is not D1 or s0.shape != S1: return MISS
+        y0, = run(t0, s0)
+        return y0
+
+MISS means: capture again, for these arguments.
+"""
+
+from __future__ import annotations
+
+import enum
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from mycel.capture.function import Captured
+from mycel.capture.state import Place
+from mycel.capture.tree import Tree
+
+MISS = object()
+Call = Callable[[tuple[Any, ...], dict[str, Any]], Any]
+
+
+def bind(captured: Captured, run: Callable[..., Any]) -> Call:
+    """The guarded call around `run`, which takes the program's inputs and returns a tuple of its outputs."""
+    return _Writer(captured, run).function()
+
+
+class _Writer:
+    def __init__(self, captured: Captured, run: Callable[..., Any]) -> None:
+        self.c = captured
+        self.lines: list[str] = []
+        self.env: dict[str, Any] = {"run": run, "MISS": MISS, "TENSORS": _TENSORS, "Tensor": torch.Tensor, "draw_key": draw_key}
+        self.names: dict[int, str] = {}
+        self.leaves = 0
+        self.anchors: list[Any] = []  # keeps objects alive whose ids are in `names`
+
+    def function(self) -> Call:
+        c = self.c
+        self.env["DEVICE"] = c.device
+        args, kwargs = c.arguments.children
+        self.guard(f"len(args) != {len(args.children)} or len(kwargs) != {len(kwargs.children)}")
+        for i, child in enumerate(args.children):
+            self.unpack(child, f"args[{i}]")
+        if kwargs.children:
+            keys = kwargs.key[1]
+            self.guard(" or ".join(f"{k!r} not in kwargs" for k in keys))
+            for key, child in zip(keys, kwargs.children, strict=True):
+                self.unpack(child, f"kwargs[{key!r}]")
+        self.modules()
+        inputs = self.inputs()
+        self.results(inputs)
+        body = "\n".join("    " + line for line in self.lines)
+        source = f"def call(args, kwargs):\n{body}\n"
+        exec(compile(source, "<mycel call>", "exec"), self.env)
+        return self.env["call"]
+
+    def constant(self, value: Any, hint: str) -> str:
+        """A name for an object in the generated function."""
+        if id(value) not in self.names:
+            self.names[id(value)] = f"{hint}{len(self.names)}"
+            self.env[self.names[id(value)]] = value
+            self.anchors.append(value)
+        return self.names[id(value)]
+
+    def guard(self, miss: str) -> None:
+        self.lines.append(f"if {miss}: return MISS")
+
+    # -- arguments --------------------------------------------------------------------------------------------
+
+    def unpack(self, tree: Tree, expr: str) -> None:
+        """Guards for one argument; its tensors become t0, t1, …"""
+        name = f"a{len(self.lines)}"
+        match tree.kind:
+            case "leaf":
+                return self.tensor(expr)
+            case "static":
+                self.lines.append(f"{name} = {expr}")
+                return self.static(tree.key, name)
+            case "tuple" | "list" | "named":
+                cls = {"tuple": "tuple", "list": "list"}.get(tree.kind) or self.constant(tree.key, "cls")
+                self.lines.append(f"{name} = {expr}")
+                self.guard(f"type({name}) is not {cls} or len({name}) != {len(tree.children)}")
+                for i, child in enumerate(tree.children):
+                    self.unpack(child, f"{name}[{i}]")
+            case "dict":
+                made, keys = tree.key
+                self.lines.append(f"{name} = {expr}")
+                self.guard(f"type({name}) is not {self.constant(made, 'cls')} or len({name}) != {len(keys)}")
+                for key, child in zip(keys, tree.children, strict=True):
+                    k = repr(key) if isinstance(key, (str, int)) else self.constant(key, "key")
+                    self.guard(f"{k} not in {name}")
+                    self.unpack(child, f"{name}[{k}]")
+            case "data":
+                cls, fields = tree.key
+                self.lines.append(f"{name} = {expr}")
+                self.guard(f"type({name}) is not {self.constant(cls, 'cls')}")
+                if issubclass(cls, dict):
+                    self.guard(f"tuple({name}.keys()) != {fields!r}")
+                for f, child in zip(fields, tree.children, strict=True):
+                    self.unpack(child, f"{name}.{f}")
+
+    def tensor(self, expr: str) -> None:
+        at = self.leaves
+        self.leaves += 1
+        slot = self.c.leaves[at]
+        if slot in self.c.leaves[:at]:  # the same tensor was passed twice
+            return self.guard(f"{expr} is not t{slot}")
+        self.lines.append(f"t{slot} = {expr}")
+        self.typed(f"t{slot}", slot, check_class=True)
+
+    def typed(self, name: str, slot: int, check_class: bool = False) -> None:
+        t = self.c.program.inputs[slot].type
+        wrong = f"{name}.dtype is not {self.constant(t.dtype, 'D')} or {name}.shape != {t.shape!r} or {name}.device != DEVICE"
+        self.guard(f"type({name}) not in TENSORS and not isinstance({name}, Tensor) or {wrong}" if check_class else wrong)
+
+    def static(self, value: Any, name: str) -> None:
+        if value is None or isinstance(value, bool):
+            self.guard(f"{name} is not {value!r}")
+        elif isinstance(value, (int, float, complex, str, bytes)):
+            self.guard(f"type({name}) is not {type(value).__name__} or {name} != {self.constant(value, 'V')}")
+        elif isinstance(value, (torch.dtype, torch.device, torch.Size, slice, range, enum.Enum)):
+            self.guard(f"{name} != {self.constant(value, 'V')}")
+        else:
+            self.guard(f"{name} is not {self.constant(value, 'V')}")
+
+    # -- modules and state -----------------------------------------------------------------------------------------
+
+    def modules(self) -> None:
+        """Train mode and submodules as they were."""
+        for module in self.c.modules:
+            slots = self.constant(vars(module), "m")
+            self.guard(f"{slots}['training'] is not {module.training!r}")
+            if module._modules:
+                children = self.constant(module._modules, "n")
+                wrong = [f"len({children}) != {len(module._modules)}"]
+                wrong += [f"{children}.get({k!r}) is not {self.constant(m, 'sub')}" for k, m in module._modules.items()]
+                self.guard(" or ".join(wrong))
+
+    def inputs(self) -> list[str]:
+        """Names of the program's inputs; state is read here."""
+        n_args = len(set(self.c.leaves))
+        names = [f"t{i}" for i in range(n_args)]
+        for i, places in enumerate(self.c.state):
+            name = f"s{i}"
+            self.lines.append(f"{name} = {self.read(places[0])}")
+            self.typed(name, n_args + i, check_class=places[0].kind not in ("parameter", "held"))
+            for other in places[1:]:
+                self.guard(f"{self.read(other)} is not {name}")
+            names.append(name)
+        if self.c.draws:
+            names.append("draw_key(DEVICE)")
+        return names
+
+    def read(self, place: Place) -> str:
+        box = self.constant(place.container, "c")
+        if isinstance(place.container, types.CellType):
+            return f"{box}.cell_contents"
+        return f"{box}[{place.key!r}]"
+
+    # -- results ----------------------------------------------------------------------------------------------
+
+    def results(self, inputs: list[str]) -> None:
+        program = self.c.program
+        n = len(program.main.outputs)
+        outs = [f"y{i}" for i in range(n)]
+        call = f"run({', '.join(inputs)})"
+        n_updates, n_effects = len(program.updates), len(self.c.effects)
+        n_results = n - n_updates - n_effects
+        if n == 1 and n_results == 1 and self.c.out.kind == "leaf":
+            self.lines.append(f"return {call}[0]")
+            return
+        self.lines.append(f"{''.join(o + ', ' for o in outs)}= {call}" if outs else call)
+        by_name = {v.name: x for v, x in zip(program.inputs, inputs, strict=True)}
+        if n_updates:
+            self.lines.append("with no_grad():")
+            self.env["no_grad"] = torch.no_grad
+            self.lines += [f"    {by_name[k]}.copy_({y})" for k, y in zip(program.updates, outs[n - n_updates :], strict=True)]
+        for place, y in zip(self.c.effects, outs[n_results:], strict=False):
+            self.lines.append(f"{self.read(place)} = {y}")
+        self.lines.append(f"return {self.build(self.c.out, iter(outs[:n_results]))}")
+
+    def build(self, tree: Tree, outs: Any) -> str:
+        """An expression for the result."""
+        if tree.kind == "leaf":
+            return next(outs)
+        if tree.kind == "static":
+            return self.constant(tree.key, "V")
+        parts = [self.build(c, outs) for c in tree.children]
+        match tree.kind:
+            case "tuple":
+                return "(" + "".join(p + ", " for p in parts) + ")"
+            case "list":
+                return "[" + ", ".join(parts) + "]"
+            case "named":
+                return f"{self.constant(tree.key, 'cls')}({', '.join(parts)})"
+        cls, keys = tree.key
+        pairs = ", ".join(f"{k!r}: {p}" if isinstance(k, (str, int)) else f"{self.constant(k, 'key')}: {p}" for k, p in zip(keys, parts, strict=True))
+        if tree.kind == "dict" and cls is dict:
+            return f"{{{pairs}}}"
+        if tree.kind == "dict":
+            return f"{self.constant(cls, 'cls')}({{{pairs}}})"
+        if tree.kind == "data":
+            return f"{self.constant(cls, 'cls')}(**{{{pairs}}})"
+        self.env["rebuild"] = _rebuild
+        return f"rebuild({self.constant(cls, 'cls')}, {{{pairs}}})"
+
+
+_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
+
+
+def _rebuild(cls: type, fields: dict[str, Any]) -> Any:
+    """An object of a class we know nothing about, with these attributes."""
+    thing = cls.__new__(cls)
+    thing.__dict__.update(fields)
+    return thing
+
+
+def draw_key(device: torch.device) -> torch.Tensor:
+    """A fresh key from torch's default generator, so that torch.manual_seed decides what is drawn."""
+    return torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=device)

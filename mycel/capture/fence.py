@@ -1,0 +1,104 @@
+"""The fence around capture: where the user's code is, and how what cannot be captured is refused."""
+
+from __future__ import annotations
+
+import functools
+import linecache
+import os
+import site
+import sys
+import sysconfig
+from types import CodeType, FrameType
+
+import torch
+
+import mycel
+from mycel.errors import CaptureError
+
+_OURS = tuple(os.path.dirname(os.path.abspath(m.__file__)) + os.sep for m in (torch, mycel) if m.__file__)
+_STDLIB = sysconfig.get_paths()["stdlib"]
+_PACKAGES = sorted({sysconfig.get_paths()["purelib"], *site.getsitepackages()}, key=len, reverse=True)
+
+
+@functools.cache
+def _is_user(code: CodeType) -> bool:
+    """Not torch's, not ours, not the standard library's, not generated for a frozen import."""
+    path = code.co_filename
+    if path.startswith(_OURS) or path.startswith("<frozen"):
+        return False
+    return not path.startswith(_STDLIB + os.sep) or path.startswith(tuple(_PACKAGES))
+
+
+def user_frame() -> FrameType | None:
+    """The innermost frame of user code (a model library counts as user code)."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not _is_user(frame.f_code):
+        frame = frame.f_back
+    return frame
+
+
+def here() -> tuple[str, int]:
+    """The user's file and line, as equations show it, and which frame it is."""
+    frame = user_frame()
+    if frame is None:
+        return "", 0
+    place = (frame.f_code.co_filename, frame.f_lineno)
+    text = _TEXTS.get(place)
+    if text is None:
+        text = _TEXTS[place] = f"{short_path(place[0])}:{place[1]}"
+        SOURCES[text] = place
+    return text, id(frame)
+
+
+SOURCES: dict[str, tuple[str, int]] = {}  # "model.py:31" -> the file's path and the line
+_TEXTS: dict[tuple[str, int], str] = {}
+
+
+@functools.cache
+def short_path(path: str) -> str:
+    """Relative to the package folder or the working directory, so that text does not depend on the machine."""
+    for root in (*_PACKAGES, os.getcwd()):
+        if path.startswith(root + os.sep):
+            return path[len(root) + 1 :]
+    return os.path.basename(path)
+
+
+def refuse(what: str, hint: str = "") -> CaptureError:
+    """A CaptureError for the user's current line."""
+    frame = user_frame()
+    if frame is None:
+        return CaptureError(what, hint=hint)
+    file, line = frame.f_code.co_filename, frame.f_lineno
+    return CaptureError(what, file=file, line=line, text=linecache.getline(file, line).strip(), hint=hint)
+
+
+READS = {
+    "item": "a Python number was asked of",
+    "tolist": "a Python list was asked of",
+    "numpy": "a NumPy array was asked of",
+    "__array__": "a NumPy array was asked of",
+    "__bool__": "a Python decision (if, while, and, or, not, assert) was asked of",
+    "__int__": "a Python int was asked of",
+    "__float__": "a Python float was asked of",
+    "__complex__": "a Python complex was asked of",
+    "__index__": "a Python index was asked of",
+    "__contains__": "membership was asked of",
+    "data_ptr": "the address was asked of",
+}
+
+
+def refuse_read(name: str) -> CaptureError:
+    """Reading the value of a traced tensor."""
+    if name == "__bool__":
+        hint = "torch.where, or move the decision out of the captured function"
+    else:
+        hint = "keep it a tensor (0-dim tensors index, compare and multiply), or compute it outside and pass it as an argument"
+    return refuse(f"{READS[name]} a traced tensor, whose value is not known while the program is captured", hint)
+
+
+def refuse_dynamic(name: str) -> CaptureError:
+    """An operator whose output shape depends on values."""
+    return refuse(
+        f"{name} has a shape that depends on the values of its input; a program has static shapes",
+        "torch.where(mask, x, 0) or masked_fill instead of x[mask]; topk instead of nonzero",
+    )

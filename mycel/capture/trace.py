@@ -1,0 +1,537 @@
+"""Tracing: the user's code runs once on tensors without data, and what it does becomes equations.
+
+Two modes catch what it does.  A torch-function mode sees calls as the user wrote them and keeps meaningful ones whole (linear, attention, layer norm,
+dropout …).  A dispatch mode sees everything else as ATen operators, after torch has taken its composites apart.  Both look up a rule in
+`ops.RULES`; an ATen operator without a rule becomes an `opaque` equation.  Autograd is off: dispatch starts below it.
+
+    Traced      a tensor with shape, dtype, device and strides but no data; its `cell` holds its value, a Var
+    Tracer      a Builder that turns torch calls into equations, and knows inputs, regions (module calls) and random draws
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import types
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from mycel.capture.alias import Cell, view_cells
+from mycel.capture.fence import READS, here, refuse, refuse_dynamic, refuse_read
+from mycel.capture.state import Place, Places
+from mycel.errors import CaptureError, IRError
+from mycel.ir import OPS, Atom, Builder, Op, Type, Var, type_of
+from mycel.ops import RULES, o
+from mycel.ops.capture_rules import resolve
+from mycel.ops.opaque import encode
+
+KEY = Var("key", Type(torch.int64, ()))
+
+
+class Traced(torch.Tensor):
+    """A tensor without data; its cell holds the Var that is its value."""
+
+    cell: Cell
+    tracer: Tracer
+
+    @staticmethod
+    def make(cell: Cell, tracer: Tracer, strides: Sequence[int] | None = None) -> Traced:
+        t = cell.var.type
+        made = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            Traced, t.shape, strides=strides, dtype=t.dtype, device=tracer.device
+        )
+        made.cell, made.tracer = cell, tracer
+        return made
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise CaptureError(
+            f"{func} met a tensor of a capture that is over",
+            hint="do not keep tensors in globals or lists across calls of a captured function; return them",
+        )
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"Traced({self.cell.var})"
+
+
+@dataclass
+class Region:
+    """One call of a module: its equations are [start, end); `site` is its place among the draws and calls of its parent."""
+
+    name: str
+    path: str
+    start: int
+    site: int = 0
+    end: int = 0
+    sites: int = 0
+    children: list[Region] = field(default_factory=list)
+
+
+class Tracer(Builder):
+    """Collects what traced code does."""
+
+    def __init__(self, device: torch.device, places: Places) -> None:
+        super().__init__()
+        self.device, self.places = device, places
+        self.lifted: dict[int, tuple[torch.Tensor, Cell]] = {}
+        self.state: list[tuple[Var, list[Place]]] = []
+        self.consts: dict[str, torch.Tensor] = {}
+        self.regions = [Region("main", "", 0)]
+        self.draws = False
+        self.frozen: set[int] = set()  # equations recorded under torch.no_grad()
+        self.lines: list[tuple[int, str]] = []  # for each equation, the user's frame and line
+        self.frame = 0
+        self._arguments: list[torch.Tensor] = []
+        self.mode = DispatchMode(self)
+
+    # -- values ---------------------------------------------------------------------------------------------
+
+    def name(self, hint: str) -> str:
+        """Names are numbers while tracing; readable ones are given at the end."""
+        self._names["v"] = n = self._names.get("v", 0) + 1
+        return f"v{n}"
+
+    def append(self, op: Op, inputs: tuple[Atom, ...], params: dict[str, Any], types: Sequence[Type]) -> Any:
+        if not torch.is_grad_enabled():
+            self.frozen.add(len(self.eqns))
+        self.lines.append((self.frame, self.source))
+        return super().append(op, inputs, params, types)
+
+    def here(self) -> None:
+        """The equations that follow are the user's current line."""
+        self.source, self.frame = here()
+
+    def undo(self, length: int) -> None:
+        """Forget the equations from `length` on."""
+        del self.eqns[length:], self.lines[length:]
+        self.frozen -= {i for i in self.frozen if i >= length}
+
+    def argument(self, name: str, tensor: torch.Tensor) -> Traced:
+        """A tensor argument becomes an input."""
+        var = Var(name, type_of(tensor))
+        self.inputs.append(var)
+        cell = Cell(var)
+        cell.place = Place(name, "argument", None, None)
+        self.lifted[id(tensor)] = (tensor, cell)
+        return Traced.make(cell, self, tensor.stride() if tensor.layout == torch.strided else None)
+
+    def cell(self, tensor: torch.Tensor) -> Cell:
+        """The cell of a traced tensor, or of a real one the code reached: that becomes an input."""
+        if type(tensor) is Traced:
+            if tensor.tracer is not self:
+                raise refuse("a tensor of another capture was used", "do not keep tensors across calls of captured functions")
+            return tensor.cell
+        found = self.lifted.get(id(tensor))
+        if found is None:
+            found = self.lifted[id(tensor)] = (tensor, self._lift(tensor))
+        return found[1]
+
+    def _lift(self, tensor: torch.Tensor) -> Cell:
+        if tensor.device.type not in (self.device.type, "meta") and tensor.ndim:
+            raise refuse(
+                f"a tensor on {tensor.device} was used in a program on {self.device}", "move model and arguments to one device"
+            )
+        places = self.places.find(tensor)
+        taken = {v.name for v in self.inputs}
+        base = name = places[0].name or "held"
+        for i in range(1, 1_000_000):
+            if name not in taken:
+                break
+            name = f"{base}_{i}"
+        var = Var(name, type_of(tensor))
+        self.inputs.append(var)
+        self.state.append((var, places))
+        cell = Cell(var)
+        cell.place = places[0]
+        return cell
+
+    def value(self, x: Any) -> Any:
+        """What a rule sees for an argument: Vars for tensors, containers opened."""
+        if isinstance(x, torch.Tensor):
+            return self.cell(x).read()
+        if isinstance(x, (list, tuple)) and x and not isinstance(x, torch.Size):
+            return type(x)(map(self.value, x)) if type(x) in (list, tuple) else [self.value(v) for v in x]
+        if isinstance(x, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            raise refuse("symbolic sizes are not supported; a program has static shapes")
+        return x
+
+    def wrap(self, out: Any) -> Any:
+        """What user code gets for a rule's result."""
+        if isinstance(out, Var):
+            return Traced.make(Cell(out), self)
+        if isinstance(out, (list, tuple)):
+            return type(out)(map(self.wrap, out))
+        return out
+
+    def constant(self, tensor: torch.Tensor) -> Var:
+        """A literal tensor in the user's code."""
+        data = tensor.detach().cpu().contiguous()
+        digest = hashlib.sha256(repr((data.dtype, tuple(data.shape))).encode())
+        digest.update(data.reshape(-1).view(torch.uint8).numpy().tobytes() if data.numel() else b"")
+        name = f"c{digest.hexdigest()[:12]}"
+        self.consts[name] = data
+        return self.emit(OPS["const"], (), {"name": name, "shape": tuple(data.shape), "dtype": data.dtype})
+
+    # -- what operators' capture rules ask of their builder ------------------------------------------------------
+
+    def draw(self) -> tuple[Var, int]:
+        """The key and a site for one random equation; `repeats` passes each region its own key."""
+        self.draws = True
+        region = self.regions[-1]
+        region.sites += 1
+        return KEY, region.sites - 1
+
+    def assign(self, target: Var, value: Var) -> None:
+        """An in-place update made by a rule: of the tensor whose value is `target`."""
+        for tensor in self._arguments:
+            cell = self.cell(tensor)
+            if cell.var is target or cell.var == target:
+                return cell.write(value)
+        raise IRError(f"assign: {target} is no argument of the rule")
+
+    # -- calls ----------------------------------------------------------------------------------------------
+
+    def apply(self, rule: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Run a rule on Vars; ValueErrors are the user's shapes that do not fit."""
+        self.here()
+        self._arguments = [t for t in _tensors((*args, *kwargs.values()))]
+        with self:
+            try:
+                vars_ = [self.value(a) for a in args]
+                out = rule(*vars_, **{k: self.value(v) for k, v in kwargs.items()})
+            except (ValueError, TypeError, IndexError, KeyError, IRError) as e:
+                raise refuse(f"{getattr(rule, '__name__', rule)}: {e}", "the shapes and dtypes of the operands") from e
+        return out
+
+    def function(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """A torch function as the user called it; NotImplemented leaves it to torch and the dispatch mode."""
+        rule = RULES.get(func)
+        if rule is None or torch.is_autocast_enabled(self.device.type) or _wrapped_by_functorch(args):
+            return NotImplemented
+        before = len(self.eqns)
+        out = self.apply(rule, args, kwargs)
+        if out is NotImplemented:
+            self.undo(before)
+            return NotImplemented
+        return self.wrap(out)
+
+    def dispatch(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """An ATen operator."""
+        known = _schema(func)
+        if known.rule is None and known.functional is None and func in _SPECIAL:
+            return _SPECIAL[func](self, *args, **kwargs)
+        if known.composite:
+            with self.mode:
+                return func.decompose(*args, **kwargs)
+        if known.dynamic:
+            raise refuse_dynamic(func._schema.name.split("::")[-1])
+        if known.written:
+            return self._write(func, known, args, kwargs)
+        if (device := kwargs.get("device")) is not None:
+            self._check_device(torch.device(device))
+        before = len(self.eqns)
+        out = NotImplemented if known.rule is None else self.apply(known.rule, args, kwargs)
+        if out is NotImplemented:
+            self.undo(before)
+            if known.mask_index and any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1]):
+                raise refuse_dynamic("indexing with a boolean mask")
+            out = self._opaque(func, args, kwargs)
+        if known.view_of is None:
+            return self.wrap(out)
+        return self._view(func, args, kwargs, before, out)
+
+    def _view(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], before: int, out: Any) -> Any:
+        base = self.cell(args[0])
+        outs = list(out) if isinstance(out, (list, tuple)) else [out]
+        cells = view_cells(base, self.value(args[0]), self.eqns[before:], outs)
+        metas = func(_meta(args[0]), *args[1:], **kwargs)
+        metas = metas if isinstance(metas, (list, tuple)) else [metas]
+        made = [Traced.make(c, self, m.stride()) for c, m in zip(cells, metas, strict=True)]
+        return type(out)(made) if isinstance(out, (list, tuple)) else made[0]
+
+    def _write(self, func: Any, known: _Schema, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """`x.add_(y)`: the functional operator, then its result becomes the value of x (in x's dtype and shape)."""
+        if known.functional is None:
+            raise refuse(f"{func} updates a tensor in place and has no functional form", "the out-of-place operator")
+        targets = [args[i] if i < len(args) else kwargs[n] for i, n in known.written]
+        kwargs = {k: v for k, v in kwargs.items() if k not in known.outs}
+        out = self._functional(known.functional, args, kwargs)
+        values = list(out) if isinstance(out, (list, tuple)) else [out]
+        self.here()
+        for target, value in zip(targets, values, strict=False):
+            with self:
+                cell = self.cell(target)
+                new = value
+                if new.dtype != cell.var.dtype:
+                    new = o.cast(new, dtype=cell.var.dtype)
+                if new.shape != cell.var.shape:
+                    new = o.expand(new, shape=cell.var.shape)
+                cell.write(new)
+        return targets[0] if len(targets) == 1 else tuple(targets)
+
+    def _functional(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        known = _schema(func)
+        before = len(self.eqns)
+        out = NotImplemented if known.rule is None else self.apply(known.rule, args, kwargs)
+        if out is NotImplemented:
+            self.undo(before)
+            out = self._opaque(func, args, kwargs)
+        return out
+
+    def _opaque(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        if any(isinstance(x, torch.Generator) for x in (*args, *kwargs.values())):
+            raise refuse("a torch.Generator was passed to a random operator", "leave generator out: jit draws from torch's default generator")
+        self.here()
+        with self:
+            inputs: list[Any] = []
+            coded = tuple(encode(self.value(a), inputs) for a in args)
+            named = tuple((k, encode(self.value(v), inputs)) for k, v in kwargs.items() if v is not None)
+            params = {"target": str(func), "args": coded, "kwargs": named}
+            try:
+                if torch.Tag.nondeterministic_seeded in func.tags:
+                    key, site = self.draw()
+                    out = self.emit(OPS["opaque_random"], (key, *inputs), {**params, "site": site})
+                else:
+                    out = self.emit(OPS["opaque"], inputs, params)
+            except (ValueError, IRError) as e:
+                raise refuse(f"{func}: {e}", "a different operator, or computing it outside of the captured function") from e
+        return _nest(func, out)
+
+    def _check_device(self, device: torch.device) -> None:
+        if device.type != self.device.type and device.type != "meta":
+            raise refuse(
+                f"a tensor is moved to or made on {device} in a program on {self.device}", "one device for model, arguments and new tensors"
+            )
+
+    # -- modules --------------------------------------------------------------------------------------------
+
+    def module_call(self, call: Callable[..., Any], module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+        """A module's __call__: what it does is one region."""
+        parent = self.regions[-1]
+        path = self.places.modules.get(id(module), ("", None))[0]
+        region = Region(type(module).__name__, path, len(self.eqns), parent.sites)
+        parent.sites += 1
+        parent.children.append(region)
+        self.regions.append(region)
+        try:
+            return call(module, *args, **kwargs)
+        finally:
+            self.regions.pop()
+            region.end = len(self.eqns)
+
+
+# -- what a schema says ---------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Schema:
+    """Facts of an ATen overload: its rule, the arguments it writes, its functional form, the argument it views."""
+
+    rule: Callable[..., Any] | None
+    written: list[tuple[int, str]]
+    outs: set[str]
+    functional: Any
+    view_of: int | None
+    dynamic: bool
+    mask_index: bool
+    composite: bool  # torch has only its meaning in other operators, and we have no rule
+
+
+_BY_ATEN: dict[Any, Callable[..., Any]] = {}
+
+
+def _aten_rules() -> dict[Any, Callable[..., Any]]:
+    """ATen overloads named by operators' `aten` fields."""
+    if not _BY_ATEN:
+        for op in OPS.values():
+            for name in op.aten:
+                _BY_ATEN[resolve(f"aten.{name}")] = op
+    return _BY_ATEN
+
+
+@functools.cache
+def _schema(func: Any) -> _Schema:
+    schema = func._schema
+    written, outs, view_of = [], set(), None
+    for i, arg in enumerate(schema.arguments):
+        if arg.alias_info is not None and arg.alias_info.is_write:
+            written.append((i, arg.name))
+            if arg.kwarg_only:
+                outs.add(arg.name)
+    if not written:
+        for i, arg in enumerate(schema.arguments):
+            if arg.alias_info is not None and any(r.alias_info is not None for r in schema.returns):
+                view_of = i
+                break
+    rule = RULES.get(func) or _aten_rules().get(func)
+    functional = _functional_form(func) if written else None
+    dynamic = torch.Tag.dynamic_output_shape in func.tags and rule is None
+    composite = rule is None and (functional is None or _schema(functional).composite) and _is_composite(func)
+    return _Schema(rule, written, outs, functional, view_of, dynamic, func is torch.ops.aten.index.Tensor, composite)
+
+
+def _is_composite(func: Any) -> bool:
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"))
+
+
+def _functional_form(func: Any) -> Any:
+    """aten.add_.Tensor and aten.add.out -> aten.add.Tensor: same namespace, same arguments, nothing written."""
+    namespace, name = func._schema.name.split("::")
+    outs = {a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write and a.kwarg_only}
+    want = [a.name for a in func._schema.arguments if a.name not in outs]
+    exact, others = [], []
+    for base in (name[:-1] if name.endswith("_") else name, name, name + "functional"):
+        packet = getattr(getattr(torch.ops, namespace), base, None)
+        if packet is None:
+            continue
+        for overload in packet.overloads():
+            other = getattr(packet, overload)
+            args = other._schema.arguments
+            if [a.name for a in args] == want and not any(a.alias_info is not None and a.alias_info.is_write for a in args):
+                same = overload == func._overloadname or outs or overload.replace("_functional", "") == func._overloadname
+                if _types_match(func, other, outs):
+                    (exact if same else others).append(other)
+    return next(iter((*exact, *others)), None)  # an overload of another name (bernoulli_.float, bernoulli.p) where none has the same
+
+
+def _types_match(func: Any, other: Any, outs: set[str]) -> bool:
+    mine = [str(a.type) for a in func._schema.arguments if a.name not in outs]
+    return mine == [str(a.type) for a in other._schema.arguments]
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    for v in values:
+        if isinstance(v, torch.Tensor):
+            found.append(v)
+        elif isinstance(v, (list, tuple)):
+            found.extend(_tensors(v))
+    return found
+
+
+def _meta(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+
+
+def _nest(func: Any, out: Any) -> Any:
+    """Flat outputs of an opaque operator -> torch's result structure (one list return stays a list)."""
+    returns = func._schema.returns
+    if len(returns) == 1 and "List" in str(returns[0].type):
+        return list(out) if isinstance(out, tuple) else [out]
+    return out
+
+
+def _wrapped_by_functorch(args: Sequence[Any]) -> bool:
+    return torch._C._functorch.maybe_current_level() is not None and any(
+        torch._C._functorch.is_functorch_wrapped_tensor(x) for x in args if isinstance(x, torch.Tensor)
+    )
+
+
+# -- the two modes ----------------------------------------------------------------------------------------------------
+
+
+class DispatchMode(TorchDispatchMode):
+    """Sends ATen operators to the tracer."""
+
+    def __init__(self, tracer: Tracer) -> None:
+        super().__init__()
+        self.tracer = tracer
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else torch imports its compiler, seconds, to wrap this class
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.tracer.dispatch(func, args, kwargs or {})
+
+
+class FunctionMode(TorchFunctionMode):
+    """Sends torch functions to the tracer; opens those written in Python, so that what they call is seen too."""
+
+    def __init__(self, tracer: Tracer) -> None:
+        super().__init__()
+        self.tracer = tracer
+
+    def __torch_function__(self, func: Any, types_: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name == "__get__":
+            return args[0].detach() if func.__self__ is torch.Tensor.data else func(*args, **kwargs)
+        if name in READS and isinstance(args[0] if args else None, torch.Tensor):
+            self.tracer.cell(args[0])
+            raise refuse_read(name)
+        special = _FUNCTIONS.get(name)
+        if special is not None and getattr(func, "__module__", None) in _TORCH_MODULES:
+            return special(self, func, *args, **kwargs)
+        out = self.tracer.function(func, args, kwargs)
+        if out is not NotImplemented:
+            return out
+        if isinstance(func, types.FunctionType) and func.__module__.startswith("torch.") and "has_torch_function" in str(func.__code__.co_names):
+            with self:
+                return _opened(func)(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+@functools.cache
+def _opened(func: types.FunctionType) -> Callable[..., Any]:
+    """A Python-written torch function whose own torch-function check is off, so that its body runs under the mode."""
+    blind = {n: _no for n in ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")}
+    made = types.FunctionType(func.__code__, {**func.__globals__, **blind}, func.__name__, func.__defaults__, func.__closure__)
+    made.__kwdefaults__ = func.__kwdefaults__
+    return made
+
+
+def _no(*_: Any) -> bool:
+    return False
+
+
+_TORCH_MODULES = ("torch", "torch._C", "torch._tensor", None, "torch.functional")
+
+
+def _make_constant(mode: FunctionMode, func: Any, *args: Any, **kwargs: Any) -> Any:
+    """torch.tensor(data) and its like: a constant of the program, unless data is already a tensor."""
+    data = args[0] if args else kwargs.get("data")
+    if isinstance(data, torch.Tensor):
+        if kwargs.get("dtype") is not None:
+            return data.to(kwargs["dtype"])
+        return data.clone() if func is torch.tensor else data
+    if _tensors(data if isinstance(data, (list, tuple)) else ()):
+        raise refuse("a tensor is made from traced values by torch.tensor", "torch.stack([...])")
+    kwargs = {k: v for k, v in kwargs.items() if k not in ("device", "requires_grad")}
+    tracer = mode.tracer
+    tracer.here()
+    with _disable_current_modes(), tracer:
+        return tracer.wrap(tracer.constant(func(*args, **kwargs)))
+
+
+_FUNCTIONS = {"tensor": _make_constant, "as_tensor": _make_constant, "from_numpy": _make_constant}
+
+
+def _lift_fresh(tracer: Tracer, x: torch.Tensor) -> Any:
+    tracer.here()
+    if type(x) is Traced:
+        return x
+    with tracer:
+        return tracer.wrap(tracer.constant(x))
+
+
+def _scalar(tracer: Tracer, x: torch.Tensor) -> Any:
+    tracer.cell(x)
+    raise refuse_read("item")
+
+
+_SPECIAL = {
+    torch.ops.aten.lift_fresh.default: _lift_fresh,
+    torch.ops.aten._local_scalar_dense.default: _scalar,
+    torch.ops.aten.is_nonzero.default: lambda tracer, x: (_ for _ in ()).throw(refuse_read("__bool__")),
+    torch.ops.aten.equal.default: lambda tracer, x, y: (_ for _ in ()).throw(refuse_read("__bool__")),
+}
+
+__all__ = ["KEY", "DispatchMode", "FunctionMode", "Region", "Traced", "Tracer"]

@@ -1,0 +1,52 @@
+"""What can go wrong, and whose side it is on.
+
+The user's side: `CaptureError` (code that cannot become a program), `TextError` (program text that does not parse),
+`LoadError` (a saved program that is damaged), `PlanError`, `RunError`.  Our side: `IRError`, an inconsistent program.
+Every message says what, where in the user's code, and what to try.
+"""
+
+from __future__ import annotations
+
+
+class MycelError(Exception):
+    """The root of all errors Mycel raises on purpose."""
+
+
+class IRError(MycelError):
+    """A program that breaks the rules of the IR: a bug of Mycel's, unless the program was written by hand."""
+
+
+class PlanError(MycelError):
+    """No plan fits the program and the cluster."""
+
+
+class RunError(MycelError):
+    """A program was run with inputs it was not made for."""
+
+
+class LoadError(MycelError):
+    """A saved program is damaged, truncated or not one of ours."""
+
+
+class TextError(MycelError):
+    """Program text that does not parse: `line` and `column` are 1-based."""
+
+    def __init__(self, what: str, line: int, column: int, source: str = "") -> None:
+        self.line, self.column = line, column
+        shown = f"\n  {source}\n  {' ' * (column - 1)}^" if source else ""
+        super().__init__(f"line {line}, column {column}: {what}{shown}")
+
+
+class CaptureError(MycelError):
+    """User code that cannot be captured: what, the user's file, line and source text, and what to try."""
+
+    def __init__(self, what: str, *, file: str = "", line: int = 0, text: str = "", hint: str = "") -> None:
+        self.what, self.file, self.line, self.text, self.hint = what, file, line, text, hint
+        parts = [what]
+        if file:
+            parts.append(f"  at        {file}:{line}")
+        if text:
+            parts.append(f"            {text}")
+        if hint:
+            parts.append(f"  try       {hint}")
+        super().__init__("\n".join(parts))

@@ -1,0 +1,15 @@
+"""The IR: five records, the dims language, the checker, text, and one walker.  Imports nothing of ours but errors."""
+
+from mycel.ir.build import Builder
+from mycel.ir.check import check
+from mycel.ir.control import CONTROL, atom_type, call, cond, loop, scan
+from mycel.ir.op import BUILDERS, OPS, Cost, Op, op
+from mycel.ir.program import Atom, Block, Eqn, Params, Program, Ref, Var
+from mycel.ir.types import DTYPES, NAMES, Type, is_float, promote, type_of
+from mycel.ir.walk import Chain, chains, lifetimes, lookup, order, prune, rewrite, substitute, walk
+
+__all__ = [
+    "BUILDERS", "CONTROL", "DTYPES", "NAMES", "OPS", "Atom", "Block", "Builder", "Chain", "Cost", "Eqn", "Op", "Params",
+    "Program", "Ref", "Type", "Var", "atom_type", "call", "chains", "check", "cond", "is_float", "lifetimes", "lookup", "loop", "op",
+    "order", "promote", "prune", "rewrite", "scan", "substitute", "type_of", "walk",
+]  # fmt: skip

@@ -1,0 +1,94 @@
+"""The checker: re-derives every type of a program.  Runs after every pass; names the equation and the user's line."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from mycel.errors import IRError
+from mycel.ir.control import CONTROL, outputs_of
+from mycel.ir.program import Atom, Block, Eqn, Program, Var
+from mycel.ir.walk import order
+
+
+def check(program: Program) -> Program:
+    """The program itself, or IRError."""
+    if program.entry not in program.blocks:
+        raise IRError(f"no block named {program.entry}, the entry")
+    order(program)  # refuses recursion and missing blocks
+    for name, block in program.blocks.items():
+        _check_block(program, name, block)
+    _check_updates(program)
+    return program
+
+
+def _check_block(program: Program, name: str, block: Block) -> None:
+    known: dict[str, Var] = {}
+    for var in block.inputs:
+        if var.name in known:
+            raise IRError(f"block {name}: input {var.name} is there twice")
+        known[var.name] = var
+    for eqn in block.eqns:
+        try:
+            _check_eqn(program, eqn, known)
+        except Exception as e:  # type rules see operands they were not written for
+            raise IRError(f"block {name}: {_headline(eqn)}\n  {type(e).__name__}: {e}" + (f"\n  at {eqn.source}" if eqn.source else "")) from e
+    for x in block.outputs:
+        _check_defined(x, known, f"output of block {name}")
+
+
+def _check_eqn(program: Program, eqn: Eqn, known: dict[str, Var]) -> None:
+    for x in eqn.inputs:
+        _check_defined(x, known, "input")
+    _check_arguments(eqn)
+    types = outputs_of(eqn, program.blocks) if eqn.op in CONTROL else eqn.op.infer(eqn.input_types, eqn.params)
+    stated = tuple(v.type for v in eqn.outputs)
+    if types != stated:
+        raise IRError(f"gives ({', '.join(map(str, types))}), stated as ({', '.join(map(str, stated))})")
+    if eqn.op.name == "const" and eqn.params["name"] not in program.consts:
+        raise IRError(f"the program has no constant named {eqn.params['name']}")
+    for var in eqn.outputs:
+        if var.name in known:
+            raise IRError(f"{var.name} is defined twice")
+        known[var.name] = var
+
+
+def _check_arguments(eqn: Eqn) -> None:
+    """The inputs and params are ones the kernel takes (a C function without a signature takes no params)."""
+    signature = _signature(eqn.op.kernel)
+    if signature is not None:
+        signature.bind(*eqn.inputs, **eqn.params)
+    elif eqn.params:
+        raise IRError(f"takes no params, was given {', '.join(eqn.params)}")
+
+
+@functools.cache
+def _signature(kernel: Callable[..., Any]) -> inspect.Signature | None:
+    try:
+        return inspect.signature(kernel)
+    except ValueError:
+        return None
+
+
+def _check_defined(x: Atom, known: dict[str, Var], role: str) -> None:
+    if isinstance(x, Var) and known.get(x.name) != x:
+        seen = known.get(x.name)
+        raise IRError(f"{role} {x.name} is {seen.type if seen else 'not defined'}" + (f", used as {x.type}" if seen else ""))
+
+
+def _check_updates(program: Program) -> None:
+    inputs = {v.name: v for v in program.inputs}
+    n = len(program.updates)
+    if n > len(program.main.outputs) or len(set(program.updates)) != n:
+        raise IRError(f"updates {program.updates} do not match the outputs")
+    for name, new in zip(program.updates, program.main.outputs[len(program.main.outputs) - n :], strict=True):
+        if name not in inputs:
+            raise IRError(f"update of {name}, which is no input")
+        if not isinstance(new, Var) or new.type != inputs[name].type:
+            raise IRError(f"update of {inputs[name]} with {new}")
+
+
+def _headline(eqn: Eqn) -> str:
+    return f"{', '.join(v.name for v in eqn.outputs)} = {eqn.op.name}({', '.join(str(t) for t in eqn.input_types)})"

@@ -1,0 +1,144 @@
+"""An operator is one paragraph: kernel, types, dims, gradient, cost, meaning in smaller operators, examples.
+
+    @op("... k+, n k+ -> ... n", vjp=linear_vjp, flops=lambda d: 2 * d.rows * d.k * d.n, examples=["f[2,3,8], f[5,8]"])
+    def linear(x, w):
+        "x @ w.T"
+        return torch.nn.functional.linear(x, w)
+
+The decorated function is the kernel; its positional parameters are the inputs, its keyword-only parameters the static params.
+Called with tensors an operator computes; called with `Var`s it writes an equation into the current `Builder`: so gradient
+rules and expansions, written with operators, work on both.
+
+What the fields mean
+  dims      the shape and sharding rule (see `dims.py`), or a function (*types, **params) -> dims text or (text, sizes)
+  dtype     of the outputs: "promote" | "float" (integers become the default float) | "first" | a dtype | a function of the types;
+            one of these, or a tuple of them for several outputs
+  types     the whole type rule, where shapes cannot be read from dims: (*types, **params) -> Type or tuple of Types
+  vjp       (g, y, *inputs, **params) -> one cotangent for each input (None: no gradient)
+  flops     a function of the dim sizes (`d.k`, `d.rows` = product of "..."); default: one for each output element
+  expand    the meaning in smaller operators, on the same arguments: its reference, and its gradient if there is no vjp
+  write     marks a view; (x, new_outputs, **params) -> x with the viewed part replaced
+  aten      ATen overloads that mean exactly this, with the same arguments in the same order ("exp.default")
+  examples  argument lists the laws run on, e.g. "f[2,3], i64[3]<5, dim=1" (grammar in tests/examples.py)
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from mycel.ir import dims as dims_language
+from mycel.ir.types import Type, is_float, promote
+
+OPS: dict[str, Op] = {}
+
+
+@dataclass(frozen=True, eq=False)
+class Op:
+    """One operator: everything Mycel knows about it."""
+
+    name: str
+    kernel: Callable[..., Any]
+    dims: str | Callable[..., Any] | None = None
+    dtype: Any = "promote"
+    types: Callable[..., Any] | None = None
+    vjp: Callable[..., Any] | None = None
+    flops: Callable[[SimpleNamespace], float] | None = None
+    expand: Callable[..., Any] | None = None
+    write: Callable[..., Any] | None = None
+    examples: Sequence[str] = ()
+    aten: Sequence[str] = ()
+    defaults: dict[str, Any] = field(default_factory=dict)
+
+    def __call__(self, *inputs: Any, **params: Any) -> Any:
+        builder = BUILDERS[-1] if BUILDERS else None
+        if builder is not None and not any(isinstance(x, torch.Tensor) for x in inputs):
+            return builder.emit(self, inputs, params)
+        return self.kernel(*inputs, **params)
+
+    def __repr__(self) -> str:
+        return self.name
+
+    def infer(self, inputs: Sequence[Any], params: dict[str, Any]) -> tuple[Type, ...]:
+        """Types (and literals) of the inputs -> types of the outputs."""
+        if self.types is not None:
+            out = self.types(*inputs, **params)
+            return out if isinstance(out, tuple) else (out,)
+        shapes = self.fit(inputs, params).out_shapes
+        dtypes = self.dtype if isinstance(self.dtype, tuple) else (self.dtype,) * len(shapes)
+        return tuple(Type(resolve_dtype(d, inputs), s) for d, s in zip(dtypes, shapes, strict=True))
+
+    def fit(self, inputs: Sequence[Any], params: dict[str, Any]) -> dims_language.Fit:
+        """The dims of this operator laid over actual input types: letters with sizes."""
+        rule, sizes = self.dims, {}
+        if callable(rule):
+            rule = rule(*inputs, **params)
+            if isinstance(rule, tuple):
+                rule, sizes = rule
+        assert isinstance(rule, str), f"{self.name} has no dims"
+        shapes = [x.shape if isinstance(x, Type) else None if x is None else () for x in inputs]
+        return dims_language.fit(rule, shapes, sizes)
+
+    def cost(self, inputs: Sequence[Any], params: dict[str, Any]) -> Cost:
+        """Floating-point operations and bytes moved, from types alone; a view costs nothing."""
+        if self.write is not None:
+            return Cost(0, 0)
+        outs = self.infer(inputs, params)
+        moved = sum(t.bytes for t in (*inputs, *outs) if isinstance(t, Type))
+        if self.flops is None:
+            return Cost(sum(t.numel for t in outs), moved)
+        return Cost(self.flops(self.fit(inputs, params).namespace()), moved)
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What one execution takes."""
+
+    flops: float
+    bytes: float
+
+
+def op(
+    dims: str | Callable[..., Any] | None = None, *, name: str | None = None, **facts: Any
+) -> Callable[[Callable[..., Any]], Op]:
+    """Make the decorated kernel an operator and enter it in the one table."""
+
+    def enter(kernel: Callable[..., Any]) -> Op:
+        made = Op(name or kernel.__name__, kernel, dims, defaults=_defaults(kernel), **facts)
+        if made.name in OPS:
+            raise ValueError(f"operator {made.name} is defined twice")
+        OPS[made.name] = made
+        return made
+
+    return enter
+
+
+def resolve_dtype(rule: Any, inputs: Sequence[Any]) -> torch.dtype:
+    """A dtype policy of a paragraph -> the dtype for these inputs."""
+    if isinstance(rule, torch.dtype):
+        return rule
+    if rule == "first":
+        return next(x.dtype for x in inputs if isinstance(x, Type))
+    if rule == "promote":
+        return promote(*inputs)
+    if rule == "float":
+        dtype = promote(*inputs)
+        return dtype if is_float(dtype) else torch.get_default_dtype()
+    return rule(*inputs)
+
+
+def _defaults(kernel: Callable[..., Any]) -> dict[str, Any]:
+    try:
+        parameters = inspect.signature(kernel).parameters.values()
+    except ValueError:  # a C function without a signature has no keyword params of ours
+        return {}
+    return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is not p.empty}
+
+
+# The stack of open builders; the innermost receives equations.  Owned by `build.Builder`.
+BUILDERS: list[Any] = []

@@ -1,0 +1,101 @@
+"""The one walker over nested blocks, and what passes ask of a block: use-def chains, lifetimes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from mycel.errors import IRError
+from mycel.ir.program import Atom, Block, Eqn, Program, Var
+
+
+def order(program: Program) -> list[str]:
+    """Names of the blocks the entry reaches, each after all blocks it holds; refuses recursion."""
+    done: list[str] = []
+    open_: list[str] = []
+
+    def visit(name: str) -> None:
+        if name in done:
+            return
+        if name in open_:
+            raise IRError(f"block {name} calls itself: {' -> '.join([*open_, name])}")
+        if name not in program.blocks:
+            raise IRError(f"no block named {name}")
+        open_.append(name)
+        for eqn in program.blocks[name].eqns:
+            for ref in eqn.refs:
+                visit(ref)
+        open_.pop()
+        done.append(name)
+
+    visit(program.entry)
+    return done
+
+
+def walk(program: Program) -> Iterator[tuple[str, Eqn]]:
+    """Every equation of every distinct block once, inner blocks first: (block name, equation)."""
+    for name in order(program):
+        for eqn in program.blocks[name].eqns:
+            yield name, eqn
+
+
+def rewrite(program: Program, change: Callable[[Block], Block]) -> Program:
+    """The program with each distinct block changed, inner blocks first; blocks no longer reached are left out."""
+    return prune(replace(program, blocks={name: change(program.blocks[name]) for name in order(program)}))
+
+
+def prune(program: Program) -> Program:
+    """The program without blocks and constants that nothing reaches."""
+    reached = order(program)
+    used = {e.params["name"] for n in reached for e in program.blocks[n].eqns if e.op.name == "const"}
+    return replace(
+        program,
+        blocks={n: program.blocks[n] for n in reached},
+        consts={k: c for k, c in program.consts.items() if k in used},
+    )
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Where a value comes from and where it goes: equation indices; `defined` is -1 for a block input."""
+
+    defined: int
+    uses: tuple[int, ...]
+    is_output: bool
+
+    @property
+    def last(self) -> int:
+        """The index after which the value may be freed (one past the last equation for an output)."""
+        return self.uses[-1] if self.uses else self.defined
+
+
+def chains(block: Block) -> dict[Var, Chain]:
+    """The use-def chain of every value of a block."""
+    defined = {v: -1 for v in block.inputs}
+    uses: dict[Var, list[int]] = {v: [] for v in block.inputs}
+    for i, eqn in enumerate(block.eqns):
+        for v in eqn.vars:
+            if not uses[v] or uses[v][-1] != i:
+                uses[v].append(i)
+        for v in eqn.outputs:
+            defined[v], uses[v] = i, []
+    outputs = {v for v in block.outputs if isinstance(v, Var)}
+    return {v: Chain(defined[v], tuple(uses[v]), v in outputs) for v in defined}
+
+
+def lifetimes(block: Block) -> dict[Var, tuple[int, int]]:
+    """(first, last) equation index at which each value is alive; outputs live to the end."""
+    end = len(block.eqns)
+    return {v: (c.defined, end if c.is_output else c.last) for v, c in chains(block).items()}
+
+
+def substitute(eqn: Eqn, values: dict[Var, Atom]) -> Eqn:
+    """The equation with its inputs replaced."""
+    if not any(v in values for v in eqn.vars):
+        return eqn
+    return replace(eqn, inputs=tuple(lookup(x, values) for x in eqn.inputs))
+
+
+def lookup(x: Atom, values: dict[Var, Atom]) -> Atom:
+    """What stands for x."""
+    return values.get(x, x) if isinstance(x, Var) else x

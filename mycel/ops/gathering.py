@@ -1,0 +1,337 @@
+"""Elements chosen along one dim: by an index for each element, by a vector of indices, by ids into a table."""
+
+from __future__ import annotations
+
+import torch
+
+from mycel.ir import Type, op
+from mycel.ops.capture_rules import captures
+from mycel.ops.rules import cast_like, letters, normal_dim, o
+from mycel.ops.shape import reshaped
+from mycel.ops.slicing import along, zeros
+
+# -- gather and scatter -----------------------------------------------------------------------------------------
+
+
+def lanes(dim, *operands):
+    """A letter for each dim but `dim` that all operands have in full; own whole letters where sizes differ."""
+    rows = [[] for _ in operands]
+    for d, (name, sizes) in enumerate(zip(letters(len(operands[0])), zip(*operands, strict=True), strict=True)):
+        for i, row in enumerate(rows):
+            row.append(f"{name}{i}^" if d == dim or len(set(sizes)) > 1 else name)
+    return rows
+
+
+def free(names, dim, flag=""):
+    """Letters with another flag on `dim`."""
+    return [name.rstrip("^") + flag if d == dim else name for d, name in enumerate(names)]
+
+
+def gather_dims(x, index, *, dim):
+    """The dim of x is whole, that of the index free."""
+    a, b = lanes(dim, x.shape, index.shape)
+    b = free(b, dim)
+    return f"{' '.join(a)}, {' '.join(b)} -> {' '.join(b)}"
+
+
+@op(
+    gather_dims,
+    vjp=lambda g, y, x, index, *, dim: (o.gather_grad(g, index, shape=tuple(x.shape), dim=dim), None),
+    dtype="first",
+    examples=["a[2,6,4], i64[2,3,4]<6, dim=1", "f[4,6], i64[2,3]<6, dim=1", "f[4], i64[6]<4, dim=0"],
+)
+def gather(x, index, *, dim):
+    """y[i, j, k] = x[i, index[i, j, k], k] for dim 1"""
+    return torch.gather(x, dim, index)
+
+
+@captures("aten.gather.default")
+def _gather(x, dim, index, *, sparse_grad=False):
+    return gather(x, index, dim=normal_dim(dim, x.ndim))
+
+
+def gather_grad_dims(g, index, *, shape, dim):
+    """A split dim of the index leaves a sum owed."""
+    a, b = lanes(dim, shape, index.shape)
+    b, sizes = free(b, dim, "+"), {name.rstrip("^"): n for name, n in zip(a, shape, strict=True)}
+    return f"{' '.join(b)}, {' '.join(b)} -> {' '.join(a)}", {k: n for k, n in sizes.items() if len(k) > 1}
+
+
+@op(
+    gather_grad_dims,
+    vjp=lambda g, y, x, index, *, shape, dim: (gather(g, index, dim=dim), None),
+    dtype="first",
+    examples=["f[2,3,4], i64[2,3,4]<6, shape=(2,6,4), dim=1", "f[2,3], i64[2,3]<6, shape=(4,6), dim=1"],
+)
+def gather_grad(g, index, *, shape, dim):
+    """Zeros with g added where `gather` would choose: the gradient of gather."""
+    return torch.zeros(shape, dtype=g.dtype, device=g.device).scatter_add(dim, index, g)
+
+
+def scatter_dims(x, index, src, *, dim, **_):
+    """The dim is whole in all operands; where the index is smaller than x or src, so is that dim."""
+    literal = not isinstance(src, Type)
+    rows = lanes(dim, x.shape, index.shape, index.shape if literal else src.shape)
+    a, b, c = (" ".join(row) for row in rows)
+    return f"{a}, {b}, {'' if literal else c} -> {a}"
+
+
+def gather_src(g, index, src, dim):
+    """The cotangent of what was scattered; zero for what of src the index does not reach."""
+    if getattr(src, "shape", None) is None:
+        return None
+    part = gather(g, index, dim=dim)
+    widths = tuple((0, n - m) for n, m in zip(src.shape, part.shape, strict=True))
+    return cast_like(o.pad(part, widths=widths) if any(hi for _, hi in widths) else part, src)
+
+
+@op(
+    scatter_dims,
+    vjp=lambda g, y, x, index, src, *, dim: (scatter(g, index, 0.0, dim=dim), None, gather_src(g, index, src, dim)),
+    dtype="first",
+    examples=[
+        "a[2,6,4], i64[2,1,4]<6, a[2,1,4], dim=1", "f[4,6], i64[2,1]<6, f[2,1], dim=1",
+        "f[4,6], i64[4,3]<6, 1.5, dim=1",
+    ],
+)  # fmt: skip
+def scatter(x, index, src, *, dim):
+    """x with y[i, index[i, j, k], k] = src[i, j, k] for dim 1; src may be a number"""
+    return torch.scatter(x, dim, index, src)
+
+
+@captures("aten.scatter.src", "aten.scatter.value")
+def _scatter(x, dim, index, src):
+    src = cast_like(src, x) if hasattr(src, "dtype") else src
+    return scatter(x, index, src, dim=normal_dim(dim, x.ndim))
+
+
+@op(
+    scatter_dims,
+    vjp=lambda g, y, x, index, src, *, dim: (g, None, gather_src(g, index, src, dim)),
+    dtype="first",
+    examples=["n[2,6,4], i64[2,3,4]<6, n[2,3,4], dim=1", "f[4,6], i64[2,3]<6, f[2,3], dim=1"],
+)
+def scatter_add(x, index, src, *, dim):
+    """x with src[i, j, k] added to y[i, index[i, j, k], k] for dim 1"""
+    return torch.scatter_add(x, dim, index, src)
+
+
+@captures("aten.scatter_add.default")
+def _scatter_add(x, dim, index, src):
+    return scatter_add(x, index, src, dim=normal_dim(dim, x.ndim))
+
+
+def scatter_reduce_vjp(g, y, x, index, src, *, dim, reduce, include_self=True):
+    """As torch does: products divide out what was multiplied, extremes share among ties, means divide by the count."""
+    at = {"dim": dim}
+    if reduce == "sum":
+        gx, gsrc = g, gather(g, index, **at)
+    elif reduce == "mean":
+        ones = o.full(1, shape=tuple(src.shape), dtype=g.dtype)
+        count = o.scatter_add(o.full(int(include_self), shape=tuple(g.shape), dtype=g.dtype), index, ones, **at)
+        gx = o.div(g, o.clamp(count, 1.0, None))
+        gsrc = gather(gx, index, **at)
+    elif reduce == "prod":
+        gx, gsrc = _product_vjp(g, y, x, index, src, dim, include_self)
+    else:
+        mine, theirs = o.cast(o.eq(x, y), dtype=g.dtype), o.cast(o.eq(src, gather(y, index, **at)), dtype=g.dtype)
+        share = o.div(g, o.scatter_add(mine, index, theirs, **at))
+        gx, gsrc = o.mul(mine, share), o.mul(theirs, gather(share, index, **at))
+    return gx if include_self else scatter(gx, index, 0.0, **at), None, gsrc
+
+
+def _product_vjp(g, y, x, index, src, dim, include_self):
+    """The product without one factor: divided out, or taken again without the one zero."""
+
+    def product(x, src):
+        return o.scatter_reduce(x, index, src, dim=dim, reduce="prod", include_self=include_self)
+
+    x1 = o.where(o.eq(x, 0), 1.0, x)
+    zero = o.eq(src, 0)
+    zeros_at = o.scatter_add(zeros(x.shape, g), index, o.cast(zero, dtype=g.dtype), dim=dim)
+    alone = o.logical_and(zero, o.eq(gather(zeros_at, index, dim=dim), 1))
+    without = product(x, o.where(alone, 1.0, src))
+    divided = o.div(gather(o.mul(g, y), index, dim=dim), o.where(zero, 1.0, src))
+    return o.div(o.mul(g, product(x1, src)), x1), o.where(alone, gather(o.mul(g, without), index, dim=dim), divided)
+
+
+@op(
+    scatter_dims,
+    vjp=scatter_reduce_vjp,
+    dtype="first",
+    examples=[
+        'n[2,6,4], i64[2,3,4]<6, n[2,3,4], dim=1, reduce="sum"', 'f[4,3], i64[2,3]<4, f[2,3], dim=0, reduce="mean"',
+        'f[3,4], i64[3,6]<4, f[3,6], dim=1, reduce="mean", include_self=False',
+        'f[4], i64[6]<4, f[6], dim=0, reduce="prod"', 'f[4], i64[6]<4, f[6], dim=0, reduce="amax"',
+        'f[4], i64[6]<4, f[6], dim=0, reduce="amin", include_self=False',
+    ],
+)  # fmt: skip
+def scatter_reduce(x, index, src, *, dim, reduce, include_self=True):
+    """x with src reduced into y[i, index[i, j, k], k] for dim 1: reduce is sum, prod, mean, amax or amin"""
+    return torch.scatter_reduce(x, dim, index, src, reduce, include_self=include_self)
+
+
+@captures("aten.scatter_reduce.two")
+def _scatter_reduce(x, dim, index, src, reduce, *, include_self=True):
+    dim = normal_dim(dim, x.ndim)
+    if reduce == "sum" and include_self:
+        return scatter_add(x, index, src, dim=dim)
+    if tuple(src.shape) != tuple(index.shape):
+        for d, n in enumerate(index.shape):
+            src = o.slice(src, dim=d, start=0, stop=n)
+    return scatter_reduce(x, index, src, dim=dim, reduce=reduce, include_self=include_self)
+
+
+@captures("aten.scatter.reduce", "aten.scatter.value_reduce")
+def _scatter_with(x, dim, index, src, *, reduce):
+    src = src if hasattr(src, "dtype") else o.full(src, shape=tuple(index.shape), dtype=x.dtype)
+    return _scatter_reduce(x, dim, index, src, {"add": "sum", "multiply": "prod"}[reduce])
+
+
+# -- by an index vector -----------------------------------------------------------------------------------------
+
+
+def index_select_dims(x, index, *, dim):
+    """The dim of x is whole, the index free."""
+    names = letters(x.ndim, "np")
+    return f"{along(names, dim, 'n^')}, p -> {along(names, dim, 'p')}"
+
+
+@op(
+    index_select_dims,
+    vjp=lambda g, y, x, index, *, dim: (o.index_grad(g, index, shape=tuple(x.shape), at=(dim,)), None),
+    dtype="first",
+    examples=["a[2,6,4], i64[3]<6, dim=1", "f[4], i32[6]<4, dim=0"],
+)
+def index_select(x, index, *, dim):
+    """x[index] along a dim, for a vector of integers"""
+    return torch.index_select(x, dim, index)
+
+
+@captures("aten.index_select.default")
+def _index_select(x, dim, index):
+    if not x.ndim:
+        return x
+    return index_select(x, index if index.ndim else reshaped(index, (1,)), dim=normal_dim(dim, x.ndim))
+
+
+def index_add_dims(x, index, src, *, dim):
+    """The dim is whole in all operands."""
+    names = letters(x.ndim, "np")
+    return f"{along(names, dim, 'n^')}, p^, {along(names, dim, 'p^')} -> {along(names, dim, 'n')}"
+
+
+@op(
+    index_add_dims,
+    vjp=lambda g, y, x, index, src, *, dim: (g, None, cast_like(index_select(g, index, dim=dim), src)),
+    dtype="first",
+    examples=["n[2,6,4], i64[3]<6, n[2,3,4], dim=1", "f[4], i32[6]<4, f[6], dim=0"],
+)
+def index_add(x, index, src, *, dim):
+    """x with the slices of src added at index along a dim"""
+    return torch.index_add(x, dim, index, src)
+
+
+@captures("aten.index_add.default")
+def _index_add(x, dim, index, source, *, alpha=1):
+    source = source if alpha == 1 else o.mul(source, alpha)
+    index = index if index.ndim else reshaped(index, (1,))
+    shape = (*x.shape[:dim], *index.shape, *x.shape[dim + 1 :]) if dim >= 0 else source.shape
+    return index_add(x, index, reshaped(source, shape), dim=normal_dim(dim, x.ndim))
+
+
+def index_copy_vjp(g, y, x, index, src, *, dim):
+    """x is not seen where src is."""
+    return index_copy(g, index, zeros(src.shape, g), dim=dim), None, cast_like(index_select(g, index, dim=dim), src)
+
+
+@op(
+    index_add_dims,
+    vjp=index_copy_vjp,
+    dtype="first",
+    examples=["a[2,6,4], i64[3]!, a[2,3,4], dim=1", "f[4], i64[3]!, f[3], dim=0"],
+)
+def index_copy(x, index, src, *, dim):
+    """x with the slices at index along a dim replaced by those of src"""
+    return torch.index_copy(x, dim, index, src)
+
+
+@captures("aten.index_copy.default")
+def _index_copy(x, dim, index, source):
+    return index_copy(x, index if index.ndim else reshaped(index, (1,)), source, dim=normal_dim(dim, x.ndim))
+
+
+# -- tables -----------------------------------------------------------------------------------------------------
+
+
+def embedding_vjp(g, y, w, ids, *, padding=-1):
+    """Rows of g added up by id."""
+    return o.embedding_grad(g, ids, shape=tuple(w.shape), padding=padding), None
+
+
+@op(
+    "v^ d, ... -> ... d",
+    vjp=embedding_vjp,
+    dtype="first",
+    flops=lambda d: 0,
+    examples=["f[6,4], i64[2,3]<6", "f[6,4], i64[]<6", "f[6,4], i32[4]<2, padding=2", "i64[6,4], i64[4]<6"],
+)
+def embedding(w, ids, *, padding=-1):
+    """The rows of a table by id; the row `padding`, if it is not -1, learns nothing"""
+    return torch.embedding(w, ids, padding)
+
+
+@captures("aten.embedding.default")
+def _embedding(w, ids, padding_idx=-1, scale_grad_by_freq=False, sparse=False):
+    if scale_grad_by_freq:
+        return NotImplemented
+    return embedding(w, ids, padding=max(padding_idx, -1))
+
+
+def embedding_grad_dims(g, ids, *, shape, padding=-1):
+    """The dims of ids are summed over; the features may be split."""
+    rows = " ".join(f"{name}+" for name in letters(ids.ndim, "dv"))
+    return f"{rows} d, {rows} -> v d", {"v": shape[0]}
+
+
+def embedding_grad_vjp(g, y, x, ids, *, shape, padding=-1):
+    """The rows by id again, without the padding."""
+    rows = embedding(g, ids)
+    if padding >= 0:
+        rows = o.where(reshaped(o.eq(ids, padding), (*ids.shape, 1)), 0.0, rows)
+    return rows, None
+
+
+@op(
+    embedding_grad_dims,
+    vjp=embedding_grad_vjp,
+    dtype="first",
+    examples=[
+        "f[2,3,4], i64[2,3]<6, shape=(6,4)", "f[4], i64[]<6, shape=(6,4)", "f[4,2], i64[4]<6, shape=(6,2), padding=1",
+    ],
+)  # fmt: skip
+def embedding_grad(g, ids, *, shape, padding=-1):
+    """A table of zeros with each row of g added to the row of its id: the gradient of embedding"""
+    return torch.ops.aten.embedding_dense_backward(g, ids, shape[0], padding, False)
+
+
+@captures("aten.embedding_dense_backward.default")
+def _embedding_dense_backward(g, ids, num_weights, padding_idx, scale_grad_by_freq):
+    if scale_grad_by_freq:
+        return NotImplemented
+    return embedding_grad(g, ids, shape=(num_weights, g.shape[-1]), padding=max(padding_idx, -1))
+
+
+@op(
+    lambda ids, *, classes: ("... -> ... c^", {"c": classes}),
+    dtype=torch.int64,
+    examples=["i64[2,3]<4, classes=4", "i64[]<4, classes=4"],
+)
+def one_hot(ids, *, classes):
+    """1 at each id along a new last dim, else 0"""
+    return (ids.unsqueeze(-1) == torch.arange(classes, device=ids.device)).long()
+
+
+@captures(torch.nn.functional.one_hot)
+def _one_hot(tensor, num_classes=-1):
+    return one_hot(tensor, classes=num_classes) if num_classes > 0 else NotImplemented

@@ -1,0 +1,91 @@
+"""Eager mode: a program run equation by equation, each value freed after its last use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from mycel.errors import RunError
+from mycel.ir import Atom, Block, Eqn, Program, Var, call, cond, lifetimes, loop, scan
+
+Hook = Callable[[Eqn, list[Any]], None]
+
+
+def interpret(program: Program, inputs: Sequence[torch.Tensor], hook: Hook | None = None) -> list[Any]:
+    """Outputs of the entry (results, then updates) for these inputs; `hook(eqn, outputs)` is called after each equation."""
+    if len(inputs) != len(program.inputs):
+        raise RunError(f"the program takes {len(program.inputs)} inputs, was given {len(inputs)}")
+    device = next((x.device for x in inputs if isinstance(x, torch.Tensor)), torch.device("cpu"))
+    return _Run(program, device, hook).block(program.main, list(inputs))
+
+
+class _Run:
+    def __init__(self, program: Program, device: torch.device, hook: Hook | None) -> None:
+        self.program, self.device, self.hook = program, device, hook
+        self.consts = {name: c.to(device) for name, c in program.consts.items()}
+        self.deaths: dict[int, list[list[Var]]] = {}
+
+    def named(self, name: str, inputs: list[Any]) -> list[Any]:
+        return self.block(self.program.blocks[name], inputs)
+
+    def block(self, block: Block, inputs: list[Any]) -> list[Any]:
+        values: dict[Var, Any] = dict(zip(block.inputs, inputs, strict=True))
+        deaths = self.deaths.setdefault(id(block), _deaths(block))
+        for eqn, dead in zip(block.eqns, deaths, strict=True):
+            outs = self.eqn(eqn, [_value(x, values) for x in eqn.inputs])
+            if self.hook is not None:
+                self.hook(eqn, outs)
+            values.update(zip(eqn.outputs, outs, strict=True))
+            for var in dead:
+                del values[var]
+        return [_value(x, values) for x in block.outputs]
+
+    def eqn(self, eqn: Eqn, args: list[Any]) -> list[Any]:
+        p: Mapping[str, Any] = eqn.params
+        if eqn.op is call:
+            return self.named(p["block"], args)
+        if eqn.op is cond:
+            return self.named(p["then" if args[0] else "orelse"], args[1:])
+        n = p.get("consts", 0)
+        if eqn.op is loop:
+            held, state = args[:n], args[n:]
+            while self.named(p["test"], held + state)[0]:
+                state = self.named(p["body"], held + state)
+            return state
+        if eqn.op is scan:
+            return self.scan(p, args, n, n + p.get("carry", 0))
+        if eqn.op.name == "const":
+            return [self.consts[p["name"]]]
+        extra = {"device": self.device} if "device" in eqn.op.defaults else {}
+        outs = eqn.op.kernel(*args, **p, **extra)
+        return list(outs) if isinstance(outs, (tuple, list)) else [outs]
+
+    def scan(self, p: Mapping[str, Any], args: list[Any], n: int, m: int) -> list[Any]:
+        held, state, xs = args[:n], args[n:m], args[m:]
+        turns = range(p["length"])
+        rows: list[list[Any]] = []
+        for i in reversed(turns) if p.get("reverse") else turns:
+            outs = self.named(p["body"], held + state + [x[i] for x in xs])
+            state = outs[: m - n]
+            rows.append(outs[m - n :])
+        if p.get("reverse"):
+            rows.reverse()
+        if rows:
+            return state + [torch.stack(column) for column in zip(*rows, strict=True)]
+        body = self.program.blocks[p["body"]].outputs[m - n :]
+        return state + [torch.empty((0, *v.shape), dtype=v.dtype, device=self.device) for v in body if isinstance(v, Var)]
+
+
+def _value(x: Atom, values: dict[Var, Any]) -> Any:
+    return values[x] if isinstance(x, Var) else x
+
+
+def _deaths(block: Block) -> list[list[Var]]:
+    """For each equation, the values nobody needs after it."""
+    dead: list[list[Var]] = [[] for _ in block.eqns]
+    for var, (_, last) in lifetimes(block).items():
+        if 0 <= last < len(block.eqns):
+            dead[last].append(var)
+    return dead

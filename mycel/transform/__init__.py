@@ -1,0 +1,29 @@
+"""Program -> Program, its meaning kept.  Each pass is one pure function in the file of its name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from mycel.ir import Program, check
+from mycel.transform.algebra import algebra
+from mycel.transform.causal import causal
+from mycel.transform.cse import cse
+from mycel.transform.dce import dce
+from mycel.transform.fold import fold
+from mycel.transform.fuse import fuse
+from mycel.transform.inline import inline
+
+Pass = Callable[[Program], Program]
+
+# Equal blocks meet before single calls are inlined; causal masks are found before folding makes small ones constants.
+SIMPLIFY: list[Pass] = [dce, cse, inline, algebra, causal, fold, algebra, cse, dce]
+
+
+def simplify(program: Program) -> Program:
+    """The passes of SIMPLIFY in order, each checked."""
+    for change in SIMPLIFY:
+        program = check(change(program))
+    return program
+
+
+__all__ = ["SIMPLIFY", "Pass", "algebra", "causal", "cse", "dce", "fold", "fuse", "inline", "simplify"]

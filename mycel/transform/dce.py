@@ -1,0 +1,139 @@
+"""Dead code.  A value is kept if the entry's outputs need it; what nobody needs goes, also across blocks.
+
+    def f(x: f32[2], w: f32[2]):                def f(x: f32[2]):
+      a: f32[2] = exp(x)                          a: f32[2] = exp(x)
+      b: f32[2] = mul(x, w)                       return a
+      return a, b                        =>     def main(x: f32[2], w: f32[2]):
+    def main(x: f32[2], w: f32[2]):               y: f32[2] = call(x, block=@f)
+      y: f32[2], z: f32[2] = call(x, w, block=@f) return y
+      return y
+
+Liveness is one worklist over *slots*: the inputs and outputs of blocks, the operands and results of control-flow equations.  An equation that
+holds blocks ties slots together (operand k of a call and input k of its block; state k of a loop, of its test and of its body …): tied slots are
+kept or dropped together.  The entry's inputs always stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from mycel.ir import CONTROL, Atom, Block, Eqn, Params, Program, Var, call, cond, loop, order, prune
+
+Slot = tuple[str, str, int]  # ("in" | "out", block, k); ("operand" | "result", equation id, k)
+
+
+def dce(program: Program) -> Program:
+    """Equations, block inputs, block outputs, blocks and constants that nobody needs => nothing."""
+    live = _Live(program)
+    return prune(replace(program, blocks={n: live.rest(n, b) for n, b in live.blocks.items()}))
+
+
+class _Live:
+    """What is needed: values of blocks, equations (by id) and slots."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.blocks = {name: program.blocks[name] for name in order(program)}
+        self.made = {n: {v: e for e in b.eqns for v in e.outputs} for n, b in self.blocks.items()}
+        self.taken = {n: {v: i for i, v in enumerate(b.inputs)} for n, b in self.blocks.items()}
+        self.values: set[tuple[str, Var]] = set()
+        self.eqns: set[int] = set()
+        self.slots: set[Slot] = set()
+        self.ties: dict[Slot, list[list[Slot]]] = {}
+        self.homes: dict[str, tuple[str, Eqn]] = {}
+        self.todo: list[tuple[str, Atom]] = [(program.entry, x) for x in program.main.outputs]
+        while self.todo:
+            self._value(*self.todo.pop())
+
+    def _value(self, block: str, x: Atom) -> None:
+        if not isinstance(x, Var) or (block, x) in self.values:
+            return
+        self.values.add((block, x))
+        eqn = self.made[block].get(x)
+        if eqn is None:
+            self._slot(("in", block, self.taken[block][x]))
+            return
+        if eqn.op not in CONTROL:
+            self.todo.extend((block, v) for v in eqn.vars)
+            self.eqns.add(id(eqn))
+            return
+        if id(eqn) not in self.eqns:
+            self._hold(block, eqn)
+        self._slot(("result", str(id(eqn)), eqn.outputs.index(x)))
+
+    def _hold(self, block: str, eqn: Eqn) -> None:
+        """A control-flow equation becomes needed: tie its slots, keep what decides where control goes."""
+        self.eqns.add(id(eqn))
+        self.homes[str(id(eqn))] = (block, eqn)
+        for tie in _ties(eqn):
+            for slot in tie:
+                self.ties.setdefault(slot, []).append(tie)
+            if any(slot in self.slots for slot in tie):
+                for slot in tie:
+                    self._slot(slot)
+        if eqn.op is cond:
+            self.todo.append((block, eqn.inputs[0]))
+        if eqn.op is loop:
+            self._slot(("out", str(eqn.params["test"]), 0))
+
+    def _slot(self, slot: Slot) -> None:
+        if slot in self.slots:
+            return
+        self.slots.add(slot)
+        kind, where, k = slot
+        if kind == "out":
+            self.todo.append((where, self.blocks[where].outputs[k]))
+        elif kind == "operand":
+            block, eqn = self.homes[where]
+            self.todo.append((block, eqn.inputs[k]))
+        for tie in self.ties.get(slot, ()):
+            for other in tie:
+                self._slot(other)
+
+    def rest(self, name: str, block: Block) -> Block:
+        """What is left of a block."""
+        eqns = tuple(self._left(e) for e in block.eqns if id(e) in self.eqns)
+        if name == self.program.entry:
+            return Block(block.inputs, eqns, block.outputs)
+        inputs = tuple(v for i, v in enumerate(block.inputs) if ("in", name, i) in self.slots)
+        outputs = tuple(x for i, x in enumerate(block.outputs) if ("out", name, i) in self.slots)
+        return Block(inputs, eqns, outputs)
+
+    def _left(self, eqn: Eqn) -> Eqn:
+        if eqn.op not in CONTROL:
+            return eqn
+        me = str(id(eqn))
+        keep = [("operand", me, k) in self.slots or (eqn.op is cond and k == 0) for k in range(len(eqn.inputs))]
+        inputs = tuple(x for x, kept in zip(eqn.inputs, keep, strict=True) if kept)
+        outputs = tuple(v for k, v in enumerate(eqn.outputs) if ("result", me, k) in self.slots)
+        params, n = dict(eqn.params), eqn.params.get("consts", 0)
+        m = n + eqn.params.get("carry", 0)
+        for key, count in (("consts", sum(keep[:n])), ("carry", sum(keep[n:m]))):
+            if key in params and (count or key not in eqn.op.defaults):
+                params[key] = count
+            else:
+                params.pop(key, None)
+        return replace(eqn, inputs=inputs, outputs=outputs, params=Params(params))
+
+
+def _ties(eqn: Eqn) -> Iterator[list[Slot]]:
+    """The slots that a control-flow equation keeps or drops together."""
+    p, me = eqn.params, str(id(eqn))
+    operands, results = range(len(eqn.inputs)), range(len(eqn.outputs))
+    if eqn.op is call:
+        yield from ([("operand", me, k), ("in", p["block"], k)] for k in operands)
+        yield from ([("result", me, k), ("out", p["block"], k)] for k in results)
+    elif eqn.op is cond:
+        yield from ([("operand", me, k), ("in", p["then"], k - 1), ("in", p["orelse"], k - 1)] for k in operands if k)
+        yield from ([("result", me, k), ("out", p["then"], k), ("out", p["orelse"], k)] for k in results)
+    else:
+        n = p.get("consts", 0)
+        state = len(eqn.outputs) if eqn.op is loop else p.get("carry", 0)
+        held = [p["test"], p["body"]] if eqn.op is loop else [p["body"]]
+        for k in operands:
+            tie = [("operand", me, k), *(("in", b, k) for b in held)]
+            if n <= k < n + state:
+                tie += [("result", me, k - n), ("out", p["body"], k - n)]
+            yield tie
+        yield from ([("result", me, k), ("out", p["body"], k)] for k in results if k >= state)

@@ -1,0 +1,67 @@
+"""Choice of kernels, last before running: two equations that one kernel does better.
+
+    h: f32[4,8] = linear(x, w)
+    y: f32[4,8] = add(h, b)                                         =>  y: f32[4,8] = linear_bias(x, w, b)
+
+    c: f32[2,8,5,5] = conv(x, w, …)
+    y: f32[2,8,5,5] = add(c, reshape(b, shape=(8,1,1)))             =>  y: f32[2,8,5,5] = conv_bias(x, w, b, …)
+
+    y: f32[2,4,8,16], lse: f32[2,4,8] = attention(q, k, v, mask)    =>  y: f32[2,4,8,16] = sdpa(q, k, v, mask)      if lse is not used
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from mycel.ir import OPS, Block, Chain, Eqn, Program, Var, chains, rewrite
+
+
+def fuse(program: Program) -> Program:
+    """add(linear) => linear_bias, add(conv) => conv_bias, attention without lse => sdpa."""
+    return rewrite(program, _fuse)
+
+
+def _fuse(block: Block) -> Block:
+    uses = chains(block)
+    made = {v: eqn for eqn in block.eqns for v in eqn.outputs}
+    gone: set[int] = set()
+    eqns = []
+    for eqn in block.eqns:
+        new = eqn
+        if eqn.op.name == "attention" and _unused(uses[eqn.outputs[1]]):
+            new = replace(eqn, op=OPS["sdpa"], outputs=eqn.outputs[:1])
+        elif eqn.op.name == "add":
+            for product, other in (eqn.inputs, eqn.inputs[::-1]):
+                inner = made.get(product) if isinstance(product, Var) else None
+                if inner is None or not isinstance(other, Var) or id(inner) in gone:
+                    continue
+                bias = _bias(inner, other, made)
+                if bias is None or len(uses[product].uses) != 1 or uses[product].is_output or product == other:
+                    continue
+                fused = replace(inner, op=OPS[f"{inner.op.name}_bias"], inputs=(*inner.inputs, bias), outputs=eqn.outputs)
+                if fused.op.infer(fused.input_types, fused.params) == (eqn.outputs[0].type,):
+                    gone.add(id(inner))
+                    new = replace(fused, source=inner.source or eqn.source)
+                    break
+        eqns.append((eqn, new))
+    kept = tuple(new for old, new in eqns if id(old) not in gone)
+    return Block(block.inputs, kept, block.outputs)
+
+
+def _bias(product: Eqn, other: Var, made: dict[Var, Eqn]) -> Var | None:
+    """The 1-D bias that `other` adds to every row of a linear, or to every channel of a conv."""
+    out = product.outputs[0]
+    if product.op.name == "linear" and out.ndim > 1 and other.shape == out.shape[-1:] and other.dtype == out.dtype:
+        return other
+    if product.op.name == "conv" and "conv_bias" in OPS:
+        view = made.get(other)
+        channels = out.shape[1:2] + (1,) * (out.ndim - 2)
+        if view is not None and view.op.name == "reshape" and other.shape in (channels, (1, *channels)):
+            (bias,) = view.inputs
+            if isinstance(bias, Var) and bias.shape == out.shape[1:2] and bias.dtype == out.dtype:
+                return bias
+    return None
+
+
+def _unused(chain: Chain) -> bool:
+    return not chain.uses and not chain.is_output

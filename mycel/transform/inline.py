@@ -1,0 +1,97 @@
+"""Calls of blocks that are called once, or are small, become the block's equations; a cond that is decided, its taken branch.
+
+    def f(x: f32[2]):                           def main(x: f32[2]):
+      a: f32[2] = exp(x)                          a: f32[2] = exp(x)
+      b: f32[2] = neg(a)                 =>       y: f32[2] = neg(a)
+      return b                                    return y
+    def main(x: f32[2]):
+      y: f32[2] = call(x, block=@f)
+      return y
+
+The results keep the names they have at the call; other names stay unless they are taken, and then get a number.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+
+from mycel.ir import OPS, Atom, Block, Eqn, Params, Program, Var, atom_type, call, cond, lookup, order, prune, substitute, walk
+
+
+def inline(program: Program, small: int = 8) -> Program:
+    """call(x…, block=@b) => the equations of b, where b is called once or has at most `small` equations."""
+    changed = True
+    while changed:  # a branch that is dropped may leave another block with a single call
+        program, changed = _once(program, small)
+    return program
+
+
+def _once(program: Program, small: int) -> tuple[Program, bool]:
+    """One round, inner blocks first; was there anything to inline?"""
+    counts = Counter(ref for _, eqn in walk(program) for ref in eqn.refs)
+    blocks: dict[str, Block] = {}
+    changed = False
+    for name in order(program):
+        blocks[name] = _inlined(program.blocks[name], blocks, counts, small)
+        changed |= blocks[name] is not program.blocks[name]
+    return prune(replace(program, blocks=blocks)), changed
+
+
+def _inlined(block: Block, blocks: Mapping[str, Block], counts: Mapping[str, int], small: int) -> Block:
+    """One block with its calls inlined; itself if there is nothing to inline."""
+    taken = {v.name for v in block.inputs} | {v.name for e in block.eqns for v in e.outputs}
+    decided: dict[Var, bool] = {}
+    values: dict[Var, Atom] = {}
+    eqns: list[Eqn] = []
+    changed = False
+    for eqn in block.eqns:
+        if eqn.op.name == "full" and eqn.outputs[0].shape == () and isinstance(eqn.inputs[0], bool):
+            decided[eqn.outputs[0]] = eqn.inputs[0]
+        eqn = substitute(eqn, values)
+        if eqn.op is call and (counts[eqn.params["block"]] == 1 or len(blocks[eqn.params["block"]].eqns) <= small):
+            eqns += _spliced(eqn, eqn.inputs, blocks[eqn.params["block"]], taken, values)
+            changed = True
+        elif eqn.op is cond and eqn.inputs[0] in decided:
+            branch = eqn.params["then" if decided[eqn.inputs[0]] else "orelse"]
+            eqns += _spliced(eqn, eqn.inputs[1:], blocks[branch], taken, values)
+            changed = True
+        else:
+            eqns.append(eqn)
+    if not changed:
+        return block
+    return Block(block.inputs, tuple(eqns), tuple(lookup(x, values) for x in block.outputs))
+
+
+def _spliced(
+    at: Eqn, operands: tuple[Atom, ...], block: Block, taken: set[str], values: dict[Var, Atom]
+) -> list[Eqn]:
+    """The equations of a block in place of the equation `at`; what its results are instead goes into `values`."""
+    inner: dict[Var, Atom] = dict(zip(block.inputs, operands, strict=True))
+    mine = {v for eqn in block.eqns for v in eqn.outputs}
+    eqns: list[Eqn] = []
+    for out, x in zip(at.outputs, block.outputs, strict=True):
+        if isinstance(x, Var) and x in mine and x not in inner:
+            inner[x] = out
+    for eqn in block.eqns:
+        for v in eqn.outputs:
+            if v not in inner:
+                inner[v] = Var(_fresh(v.name, taken), v.type)
+        outputs = tuple(inner[v] for v in eqn.outputs)
+        eqns.append(replace(substitute(eqn, inner), outputs=outputs, source=eqn.source or at.source))
+    for out, x in zip(at.outputs, block.outputs, strict=True):
+        if not isinstance(x, Var):  # a literal result is a 0-dim tensor
+            eqns.append(Eqn(OPS["full"], (x,), Params(shape=(), dtype=atom_type(x).dtype), (out,), at.source))
+        elif inner[x] != out:
+            values[out] = inner[x]
+    return eqns
+
+
+def _fresh(name: str, taken: set[str]) -> str:
+    """The name, with a number if it is taken."""
+    fresh, count = name, 1
+    while fresh in taken:
+        fresh, count = f"{name}_{count}", count + 1
+    taken.add(fresh)
+    return fresh

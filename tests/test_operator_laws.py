@@ -1,0 +1,180 @@
+"""The laws every operator keeps, in one loop over the table: nothing here knows an operator by name."""
+
+from __future__ import annotations
+
+import inspect
+import math
+
+import pytest
+import torch
+from examples import parse_example
+
+import mycel.ops  # noqa: F401  fills the table
+from mycel.ir import CONTROL, OPS, is_float, type_of
+
+CASES = [
+    pytest.param(op, parse_example(text), id=f"{op.name}({text})")
+    for op in OPS.values()
+    if op not in CONTROL
+    for text in op.examples
+]
+
+
+def as_tuple(x):
+    return tuple(x) if isinstance(x, (tuple, list)) else (x,)
+
+
+def types_of(inputs):
+    return [type_of(x) if isinstance(x, torch.Tensor) else x for x in inputs]
+
+
+def close(a, b, tol):
+    return torch.allclose(a, b, rtol=tol, atol=tol, equal_nan=True)
+
+
+def wide(x):
+    return x.to(torch.complex128 if x.is_complex() else torch.float64)
+
+
+def test_every_operator_has_examples():
+    assert [op.name for op in OPS.values() if op not in CONTROL and not op.examples] == []
+
+
+def test_every_operator_is_documented():
+    assert [op.name for op in OPS.values() if not (op.kernel.__doc__ or "").strip()] == []
+
+
+@pytest.mark.parametrize("op, example", CASES)
+def test_type_rule_is_the_kernels(op, example):
+    ran = 0
+    for free in example.dtypes():
+        inputs = example.make(free or "f32")
+        try:
+            outs = as_tuple(op.kernel(*inputs, **example.params))
+        except (RuntimeError, NotImplementedError) as e:
+            assert "not implemented for" in str(e) or "not support" in str(e), e  # torch has no kernel for this dtype
+            continue
+        ran += 1
+        assert op.infer(types_of(inputs), example.params) == tuple(type_of(y) for y in outs)
+    assert ran, "no dtype of the example ran"
+
+
+@pytest.mark.parametrize("op, example", [c for c in CASES if c.values[0].expand])
+def test_expand_is_the_kernel(op, example):
+    inputs = example.make("f64")
+    want, got = (as_tuple(f(*inputs, **example.params)) for f in (op.kernel, op.expand))
+    assert len(want) == len(got)
+    for a, b in zip(want, got, strict=True):
+        assert a.dtype == b.dtype and close(a, b, 1e-9)
+
+
+def leaves(inputs):
+    """Inputs with fresh leaves for the differentiable ones."""
+    return [
+        x.detach().clone().requires_grad_() if isinstance(x, torch.Tensor) and is_float(x.dtype) else x for x in inputs
+    ]
+
+
+@pytest.mark.parametrize("op, example", [c for c in CASES if c.values[0].vjp])
+def test_gradient_is_autograds_and_finite_differences(op, example):
+    inputs = leaves(example.make("f64"))
+    if any(isinstance(x, torch.Tensor) and x.dtype in (torch.float32, torch.float16, torch.bfloat16) for x in inputs):
+        return  # a dtype example: gradients are checked where numbers are exact enough to tell
+    outs = as_tuple(op.kernel(*inputs, **example.params))
+    diff = [y for y in outs if is_float(y.dtype) and y.requires_grad]
+    if not diff:
+        return
+    gs = {id(y): torch.randn_like(y) for y in diff}
+    plain = [x.detach() if isinstance(x, torch.Tensor) else x for x in inputs]
+    ys = tuple(y.detach() for y in outs)
+    cotangents = tuple(gs.get(id(y)) for y in outs)
+    single = len(outs) == 1
+    got = as_tuple(op.vjp(cotangents[0] if single else cotangents, ys[0] if single else ys, *plain, **example.params))
+    assert len(got) == len(inputs), f"{len(got)} cotangents for {len(inputs)} inputs"
+
+    wanted = [x for x in inputs if isinstance(x, torch.Tensor) and x.requires_grad]
+    auto = torch.autograd.grad(diff, wanted, [gs[id(y)] for y in diff], allow_unused=True)
+    by_input = {id(x): a for x, a in zip(wanted, auto, strict=True)}
+    for x, ours in zip(inputs, got, strict=True):
+        if not (isinstance(x, torch.Tensor) and x.requires_grad):
+            continue
+        theirs = by_input[id(x)]
+        theirs = torch.zeros_like(x) if theirs is None else theirs
+        ours = torch.zeros_like(x) if ours is None else ours
+        assert ours.shape == x.shape and ours.dtype == x.dtype, (ours.shape, x.shape, ours.dtype)
+        assert close(ours, theirs, 1e-8), (ours, theirs)
+        if not x.dtype.is_complex and all(y.dtype in (torch.float64, torch.complex128) for y in diff):
+            _finite_difference(op, example, plain, next(i for i, v in enumerate(inputs) if v is x), ours, cotangents)
+
+
+def _finite_difference(op, example, plain, at, ours, cotangents, eps=1e-6):
+    """d/dt <g, op(x + t v)> = <vjp, v>"""
+    v = torch.randn_like(plain[at])
+
+    def value(t):
+        moved = [*plain]
+        moved[at] = plain[at] + t * v
+        outs = as_tuple(op.kernel(*moved, **example.params))
+        return sum((g.conj() * y.detach()).sum().real for g, y in zip(cotangents, outs, strict=True) if g is not None)
+
+    numeric = float(value(eps) - value(-eps)) / (2 * eps)
+    exact = float((ours * v).sum())
+    assert math.isclose(numeric, exact, rel_tol=2e-4, abs_tol=2e-6), (numeric, exact)
+
+
+@pytest.mark.parametrize("op, example", [c for c in CASES if c.values[0].dims is not None])
+def test_shard_law(op, example):
+    """Split the inputs along a letter, run the parts, join or reduce, and get the whole."""
+    inputs = example.make("f64" if "f64" in example.dtypes() else example.dtypes()[0] or "f64")
+    fit = op.fit(types_of(inputs), example.params)
+    whole = as_tuple(op.kernel(*inputs, **example.params))
+    assert fit.out_shapes == [tuple(y.shape) for y in whole], "dims disagree with the kernel"
+    for letter in fit.splits():
+        n = next((n for n in (2, 3, 5, 7) if fit.sizes[letter] % n == 0), None)
+        if n is None:
+            continue
+        parts = []
+        for k in range(n):
+            local = [_piece(x, item, letter, n, k, fit) for x, item in zip(inputs, fit.ins, strict=True)]
+            params = local_params(op, example.params, fit, letter, n, k)
+            local, params = local_draw(op, local, params, fit, letter, n, k)
+            parts.append(as_tuple(op.kernel(*local, **params)))
+        for i, (want, item) in enumerate(zip(whole, fit.outs, strict=True)):
+            got = _join([p[i] for p in parts], item, letter, fit.flags.get(letter))
+            assert got.shape == want.shape and close(wide(got), wide(want), 1e-9), f"split over {letter} of {example.text}"
+
+
+def _piece(x, item, letter, n, k, fit):
+    if not isinstance(x, torch.Tensor) or item is None:
+        return x
+    for d, dim in enumerate(item):
+        if letter in dim:
+            x = x.chunk(n, d)[k]
+    return x
+
+
+def _join(parts, item, letter, flag):
+    for d, dim in enumerate(item):
+        if letter in dim:
+            return torch.cat(parts, d)
+    assert flag in ("+", ">", "<"), f"{letter} is in no output and has no flag"
+    stacked = torch.stack(parts)
+    return {"+": lambda: stacked.sum(0), ">": lambda: stacked.amax(0), "<": lambda: stacked.amin(0)}[flag]()
+
+
+def local_params(op, params, fit, letter, n, k):
+    """Static params as one part sees them: `shape` is by convention the shape of the first output."""
+    if "shape" not in params or not fit.outs:
+        return params
+    shape = [fit.size(dim) // (n if letter in dim else 1) for dim in fit.outs[0]]
+    return {**params, "shape": tuple(shape)}
+
+
+def local_draw(op, inputs, params, fit, letter, n, k):
+    """A part of a random draw: an operator with an input `offset` and a param `strides` gets the strides of the whole, and where it starts."""
+    if "strides" not in op.defaults or "offset" not in (names := list(inspect.signature(op.kernel).parameters)):
+        return inputs, params
+    shape, at = fit.out_shapes[0], names.index("offset")
+    strides = params.get("strides") or tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
+    step = sum(s * (fit.size(dim) // n) for dim, s in zip(fit.outs[0], strides, strict=True) if letter in dim)
+    return [*inputs[:at], inputs[at] + k * step, *inputs[at + 1 :]], {**params, "strides": strides}

@@ -1,0 +1,160 @@
+"""What torch's products and attention become, and what the laws do not see of attention: low precision, lse, rows that see nothing."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import mycel
+from mycel.ops import o
+
+
+def tensors(*shapes, dtype=torch.float64):
+    gen = torch.Generator().manual_seed(0)
+    return [torch.randn(s, generator=gen, dtype=torch.float64).to(dtype) for s in shapes]
+
+
+A, B, W, V = (2, 3, 4), (2, 4, 5), (6, 4), (4,)
+
+PRODUCTS = {
+    "linear": (lambda x, w: F.linear(x, w, w[:, 0]), A, W),
+    "linear vector": (lambda x, w: F.linear(x, w) + F.linear(w[:3], x).sum(), V, W),
+    "module": (lambda x, w: torch.nn.functional.linear(x, w).sigmoid(), A, W),
+    "matmul": (lambda x, y: x @ y + torch.matmul(x, y) + x.matmul(y) + torch.bmm(x, y), A, B),
+    "matmul vectors": (lambda x, y: (x @ y) + (y @ y) + torch.dot(y, y) + torch.mv(x[0], y).sum(), A, V),
+    "addmm": (lambda x, y: torch.addmm(x[0, :, :1], x[0], y[0], beta=2, alpha=3) + torch.baddbmm(x[:, :, :1], x, y, beta=0), A, B),
+    "addbmm": (lambda x, y: torch.addbmm(x[0, :, :1], x, y) + torch.addmv(x[0, :, :1, None][..., 0, 0], x[0], y[0, :, 0])[:, None], A, B),
+    "outer": (lambda x, y: torch.outer(x, y) + torch.addr(y, x, y, alpha=2) + torch.ger(x, y) + torch.vdot(x, y), V, V),
+    "einsum": (lambda x, y: torch.einsum("bij,bjk->bik", x, y) + torch.einsum("...ij, ...jk", x, y), A, B),
+    "einsum implicit": (lambda x, y: torch.einsum("bij,bjk", x, y) + torch.einsum("ba", y[:, :, 0]).sum(), A, B),
+    "einsum ellipsis": (lambda x, y: torch.einsum("...ij,kj->...ki", x, y) + torch.einsum("i...,j->", x, y[0]), A, W),
+    "einsum diagonal": (lambda x, y: torch.einsum("iij,ji->ij", x, y) + torch.einsum("aab->ab", x), (3, 3, 4), (4, 3)),
+    "einsum broadcast": (lambda x, y: torch.einsum("bij,bij->bj", x, y), (2, 1, 4), (1, 3, 4)),
+    "einsum three": (lambda x, y: torch.einsum("bij,bjk,bk->bi", [x, y, y[:, 0]]), A, B),
+    "einsum one": (lambda x, y: torch.einsum("bij->jbi", x) + torch.einsum("bij->j", x)[:, None, None] + torch.einsum("bij->bij", x).sum(), A, B),
+    "tensordot": (lambda x, y: torch.tensordot(x, y, dims=([0, -1], [0, 1])) + torch.tensordot(x[0], y[0], 1), A, B),
+    "bilinear": (lambda x, y: F.bilinear(x, x[..., :3], y.reshape(2, 4, 5)[:, :, :3]), A, B),
+    "chain": (lambda x, y: torch.linalg.multi_dot([x[0], y[0], y[0].T]) + torch.chain_matmul(x[0], y[0]).sum(), A, B),
+    "kron": (lambda x, y: torch.kron(x[0], y[0]) + torch.cdist(x, x).sum(), A, B),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_products_are_captured_whole(name):
+    f, *shapes = PRODUCTS[name]
+    args = tensors(*shapes)
+    fast = mycel.jit(f)
+    torch.testing.assert_close(fast(*args), f(*args), rtol=1e-10, atol=1e-10)
+    assert name == "kron" or "opaque" not in str(fast.program(*args))
+
+
+ATTENTION = {
+    "plain": (dict(), (2, 4, 6, 8), (2, 4, 3, 8)),
+    "causal": (dict(is_causal=True), (2, 4, 6, 8), (2, 4, 3, 8)),
+    "grouped": (dict(enable_gqa=True, scale=0.2), (2, 4, 6, 8), (2, 2, 3, 8)),
+    "three dims": (dict(is_causal=True), (2, 6, 8), (2, 6, 8)),
+    "two dims": (dict(), (6, 8), (3, 8)),
+    "five dims": (dict(), (2, 3, 4, 6, 8), (2, 3, 4, 3, 8)),
+    "broadcast": (dict(), (2, 4, 6, 8), (1, 1, 3, 8)),
+    "three dims, mask": (dict(mask=(2, 6, 3)), (2, 6, 8), (2, 3, 8)),
+    "mask of rows": (dict(mask=(6, 1)), (2, 4, 6, 8), (2, 4, 3, 8)),
+    "five dims, mask": (dict(mask=(2, 1, 4, 6, 3)), (2, 3, 4, 6, 8), (2, 3, 4, 3, 8)),
+    "five dims, one mask": (dict(mask=(1, 1, 1, 6, 3)), (2, 3, 4, 6, 8), (2, 3, 4, 3, 8)),
+}
+
+
+@pytest.mark.parametrize("kind", ["bool", "added"])
+@pytest.mark.parametrize("name", ATTENTION)
+def test_attention_is_torchs(name, kind):
+    options, q, k = ATTENTION[name]
+    args = tensors(q, k, k)
+    options = dict(options)
+    if shape := options.pop("mask", None):
+        (mask,) = tensors(shape)
+        options["attn_mask"] = mask > -0.5 if kind == "bool" else mask
+    f = lambda q, k, v: F.scaled_dot_product_attention(q, k, v, **options)  # noqa: E731
+    fast = mycel.jit(f)
+    torch.testing.assert_close(fast(*args), f(*args), rtol=1e-10, atol=1e-10)
+    text = str(mycel.capture(f, *args))
+    assert "attention(" in text and "opaque" not in text
+
+
+def test_causal_with_a_mask_is_both():
+    q, k, v, mask = tensors((2, 2, 6, 8), (2, 2, 6, 8), (2, 2, 6, 8), (6, 6))
+    for m in (mask, mask > 0):
+        both = m & torch.ones(6, 6, dtype=torch.bool).tril() if m.dtype == torch.bool else m + torch.full((6, 6), -math.inf).triu(1)
+        got = mycel.jit(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=m, is_causal=True))(q, k, v)  # noqa: B023
+        torch.testing.assert_close(got, F.scaled_dot_product_attention(q, k, v, attn_mask=both))
+
+
+def test_dropout_in_attention_keeps_the_mean():
+    q, k, v = tensors((1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4, 8))
+    fast = mycel.jit(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, dropout_p=0.3))
+    mean = fast(*(x.expand(4000, -1, -1, -1) for x in (q, k, v))).mean(0, keepdim=True)
+    torch.testing.assert_close(mean, F.scaled_dot_product_attention(q, k, v), rtol=0, atol=0.05)
+
+
+def reference(q, k, v, mask, causal, scale=None):
+    """Attention in f64, differentiable."""
+    q, k, v = q.double(), (k.double().repeat_interleave(q.shape[1] // k.shape[1], 1)), v.double().repeat_interleave(q.shape[1] // v.shape[1], 1)
+    s = q @ k.mT * (scale or q.shape[-1] ** -0.5)
+    if causal:
+        s = s.masked_fill(~torch.ones(s.shape[-2:], dtype=torch.bool, device=s.device).tril(), -math.inf)
+    if mask is not None:
+        s = s.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else s + mask.double()
+    lse = torch.logsumexp(s, -1)
+    return torch.exp(s - torch.where(lse == -math.inf, 0, lse)[..., None]) @ v, lse
+
+
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+KERNELS = [
+    ((2, 4, 70, 64), (2, 4, 70, 64), None, True), ((2, 4, 64, 64), (2, 2, 96, 64), None, False), ((2, 4, 40, 64), (2, 2, 70, 64), None, True),
+    ((2, 4, 33, 64), (2, 4, 45, 64), "bool", False), ((2, 4, 33, 64), (2, 2, 45, 64), "added", False), ((2, 4, 33, 12), (2, 2, 45, 12), None, True),
+    ((2, 4, 33, 16), (2, 1, 45, 16), "column", False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("q, k, kind, causal", KERNELS)
+def test_attention_kernels_and_gradients_are_close_to_f64(q, k, kind, causal, dtype, device):
+    rows, columns = q[2], k[2]
+    q, k, v, g = (x.to(device) for x in tensors(q, k, k, q, dtype=dtype))
+    (mask,) = tensors((2, 1, rows, columns))
+    mask = {None: None, "bool": mask > 0, "added": mask.to(dtype), "column": mask[:, :, :, :1].to(dtype)}[kind]
+    if kind == "bool":
+        mask[0, 0, 5] = False
+    mask = mask if mask is None else mask.to(device)
+    y, lse = o.attention(q, k, v, mask, causal=causal)
+    assert lse.dtype == torch.float32 and y.dtype == dtype
+    wide = [x.double().requires_grad_() for x in (q, k, v)]
+    want, want_lse = reference(*wide, mask, causal)
+    grads = torch.autograd.grad(want, wide, g.double())
+    tol = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}[dtype]
+    torch.testing.assert_close(y.double(), want, rtol=tol, atol=tol)
+    torch.testing.assert_close(lse.double(), want_lse, rtol=tol, atol=tol)
+    for got, exact in zip(o.attention_grad(g, q, k, v, mask, y, lse, causal=causal), grads, strict=True):
+        assert got.dtype == dtype and got.shape == exact.shape
+        assert (got.double() - exact).norm() <= tol * exact.norm()
+
+
+@pytest.mark.parametrize("mask", [None, torch.randn(1, 2, 6, 6, dtype=torch.float64), torch.ones(6, 6, dtype=torch.bool).tril(-1)])
+def test_cotangents_of_lse(mask):
+    inputs = [x.requires_grad_() for x in tensors((2, 2, 6, 8), (2, 1, 6, 8), (2, 1, 6, 8))]
+    if mask is not None and mask.dtype != torch.bool:
+        mask = mask.clone().requires_grad_()
+    want = reference(*inputs, mask, causal=False)
+    keep = torch.isfinite(want[1])
+    gy, g_lse = tensors(want[0].shape, want[1].shape)
+    learned = [x for x in (*inputs, mask) if x is not None and x.requires_grad]
+    plain = [None if x is None else x.detach() for x in (*inputs, mask)]
+    outs = tuple(x.detach() for x in want)
+    for gs in ((gy, torch.where(keep, g_lse, 0)), (None, torch.where(keep, g_lse, 0))):
+        loss = torch.where(keep, want[1], 0).mul(gs[1]).sum() + (0 if gs[0] is None else (want[0] * gs[0]).sum())
+        exact = torch.autograd.grad(loss, learned, retain_graph=True, allow_unused=True)
+        got = [d for d, x in zip(o.attention.vjp(gs, outs, *plain), (*inputs, mask), strict=True) if x is not None and x.requires_grad]
+        for a, b in zip(got, exact, strict=True):
+            assert (a is None and b is None) or torch.allclose(a, torch.zeros_like(a) if b is None else b, atol=1e-9)

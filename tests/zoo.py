@@ -1,0 +1,585 @@
+"""A zoo of small programs that every pass and every runner must treat well, inputs for them, and a strategy for random ones.
+
+    ZOO        name -> Program: control flow, repeated blocks, constants, updates, dtypes, masks
+    inputs     seeded tensors of the types of a program's inputs
+    programs   hypothesis strategy: well-typed programs of pointwise operators, reductions, reshapes, matmuls, calls, constants, masks
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from hypothesis import strategies as st
+
+import mycel.ops  # noqa: F401  fills the table
+from mycel.ir import OPS, Block, Builder, Eqn, Params, Program, Ref, Type, Var, check
+
+TEXTS = {
+    "arithmetic": """
+def main(x: f64[2,3], y: f64[3]):
+  a: f64[2,3] = add(x, y)
+  b: f64[2,3] = mul(a, 2.5)
+  c: f64[2,3] = sub(b, x)
+  d: f64[2,3] = mul(c, 1)
+  e: f64[2,3] = add(d, 0)
+  return e, a
+""",
+    "identities": """
+def main(x: f64[2,3], n: i64[4], p: bool[4]):
+  a: f64[6] = reshape(x, shape=(6,))
+  b: f64[3,2] = reshape(a, shape=(3, 2))
+  c: f64[2,3] = permute(b, dims=(1, 0))
+  d: f64[3,2] = permute(c, dims=(1, 0))
+  e: f64[3,2] = neg(d)
+  f: f64[3,2] = neg(e)
+  g: f64[3,2] = pow(f, 2)
+  h: f64[3,2] = add(g, e)
+  i: f64[3,2] = expand(h, shape=(3, 2))
+  j: f64[3,2] = slice(i, dim=0, start=0, stop=3)
+  k: f64[2,2] = slice(j, dim=0, start=1, stop=3)
+  l: f64[1,2] = slice(k, dim=0, start=1, stop=2)
+  m: i64[4] = mul(n, -1)
+  o: i64[4] = stop_gradient(m)
+  q: bool[4] = full(True, dtype=bool, shape=(4,))
+  r: bool[4] = logical_and(p, q)
+  s: i64[4] = where(q, o, n)
+  t: f64[2,3] = sum(x, dims=())
+  u: f64[3,2], v: f64[3,2] = split(h, dim=0, sizes=(3, 3))
+  return j, l, s, r, t
+""".replace("  u: f64[3,2], v: f64[3,2] = split(h, dim=0, sizes=(3, 3))\n", ""),
+    "casts": """
+def main(x: f32[4], i: i32[4], h: bf16[4], b: bool[4]):
+  a: f64[4] = cast(x, dtype=f64)
+  c: f32[4] = cast(a, dtype=f32)
+  d: i64[4] = cast(i, dtype=i64)
+  e: f64[4] = cast(d, dtype=f64)
+  f: f32[4] = cast(h, dtype=f32)
+  g: bf16[4] = cast(f, dtype=bf16)
+  j: i8[4] = cast(i, dtype=i8)
+  k: i32[4] = cast(j, dtype=i32)
+  l: f32[4] = cast(b, dtype=f32)
+  m: bool[4] = cast(l, dtype=bool)
+  return c, e, g, k, m
+""",
+    "promotion": """
+def main(h: f16[3], x: f32[3], i: i64[3], u: u8[3]):
+  a: f32[] = full(0.1, dtype=f32, shape=())
+  b: f64[] = full(2.0, dtype=f64, shape=())
+  c: f16[3] = mul(h, a)
+  d: f32[3] = mul(x, b)
+  e: f64[] = add(a, b)
+  f: f64[3] = mul(i, b)
+  g: i64[] = full(300, dtype=i64, shape=())
+  j: u8[3] = add(u, g)
+  k: i64[3] = add(i, g)
+  return c, d, e, f, j, k
+""",
+    "complex_numbers": """
+def main(x: f64[3], y: f64[3]):
+  complex_1: c128[3] = complex(x, y)
+  z: c128[3] = mul(complex_1, complex(0.0, 1.0))
+  w: c128[3] = conj(z)
+  v: c128[3] = conj(w)
+  r: f64[3] = real(v)
+  return r, w
+""",
+    "constants": """
+def main(x: f64[4]):
+  n: i64[4] = iota(dim=0, dtype=i64, shape=(4,))
+  m: i64[4] = add(n, 1)
+  o: i64[4,1] = reshape(m, shape=(4, 1))
+  p: bool[4,4] = ge(o, m)
+  q: f64[4,4] = where(p, 0.0, -inf)
+  t: f64[4] = const(dtype=f64, name="table", shape=(4,))
+  u: f64[4] = mul(t, 2.0)
+  v: f64[4] = add(x, u)
+  big: f64[100,100] = full(1.0, dtype=f64, shape=(100, 100))
+  two: f64[100,100] = add(big, big)
+  s: f64[] = sum(two, dims=(0, 1))
+  w: f64[4] = mul(v, s)
+  return w, q, m
+""",
+    "equal_constants": """
+def main(x: f64[4]):
+  a: f64[4] = const(dtype=f64, name="table", shape=(4,))
+  b: f64[4] = const(dtype=f64, name="copy", shape=(4,))
+  c: f64[4] = add(x, a)
+  d: f64[4] = mul(c, b)
+  return d
+""",
+    "odd_numbers": """
+def main(x: f64[3]):
+  a: f64[3] = full(nan, dtype=f64, shape=(3,))
+  b: f64[3] = full(-0.0, dtype=f64, shape=(3,))
+  c: f64[3] = full(0.0, dtype=f64, shape=(3,))
+  d: f64[3] = div(1.0, b)
+  e: f64[3] = div(1.0, c)
+  f: f64[3] = minimum(d, e)
+  g: f64[3] = where(True, x, a)
+  h: f64[3] = full(nan, dtype=f64, shape=(3,))
+  i: f64[3] = add(a, h)
+  return f, i, g
+""".replace("  g: f64[3] = where(True, x, a)\n", "").replace("return f, i, g", "return f, i"),
+    "empty": """
+def main(x: f64[0,3], y: f64[]):
+  a: f64[0,3] = mul(x, y)
+  b: f64[3,0] = permute(a, dims=(1, 0))
+  c: f64[0] = reshape(b, shape=(0,))
+  d: f64[] = sum(c, dims=(0,))
+  e: f64[] = add(d, y)
+  n: i64[0] = iota(dim=0, dtype=i64, shape=(0,))
+  m: i64[0] = add(n, 1)
+  return e, m
+""",
+    "dead_code": """
+def unused(x: f64[2]):
+  y: f64[2] = exp(x)
+  return y
+def f(x: f64[2], w: f64[2], v: f64[2]):
+  a: f64[2] = mul(x, w)
+  b: f64[2] = exp(x)
+  c: f64[2] = mul(v, v)
+  return a, b, c
+def main(x: f64[2], w: f64[2], v: f64[2]):
+  y: f64[2], z: f64[2], u: f64[2] = call(x, w, v, block=@f)
+  t: f64[2], s: f64[2], r: f64[2] = call(y, w, v, block=@f)
+  q: f64[2] = call(x, block=@unused)
+  return t
+""",
+    "equal_calls": """
+def f(x: f64[2]):
+  a: f64[2] = exp(x)
+  return a
+def g(y: f64[2]):
+  b: f64[2] = exp(y)
+  return b
+def main(x: f64[2]):
+  a: f64[2] = call(x, block=@f)
+  b: f64[2] = call(x, block=@g)
+  c: f64[2] = call(x, block=@f)
+  d: f64[2] = add(a, b)
+  e: f64[2] = add(d, c)
+  f: f64[2] = add(c, d)
+  g: f64[2] = sub(e, f)
+  return g, e
+""",
+    "layers": """
+def layer(x: f64[4,8], w: f64[8,8], b: f64[8]):
+  h: f64[4,8] = linear(x, w)              # model.py:3
+  a: f64[4,8] = add(h, b)                 # model.py:3
+  t: f64[4,8] = tanh(a)                   # model.py:4
+  y: f64[4,8] = add(x, t)                 # model.py:4
+  m: f64[4,1] = mean(y, dims=(1,), keepdim=True)
+  c: f64[4,8] = sub(y, m)
+  d: f64[4,8] = mul(c, c)
+  v: f64[4,1] = mean(d, dims=(1,), keepdim=True)
+  r: f64[4,1] = rsqrt(v)
+  z: f64[4,8] = mul(c, r)
+  return z
+def main(x: f64[4,8], layers.0.w: f64[8,8], layers.0.b: f64[8], layers.1.w: f64[8,8], layers.1.b: f64[8]):
+  h0: f64[4,8] = call(x, layers.0.w, layers.0.b, block=@layer)
+  h1: f64[4,8] = call(h0, layers.1.w, layers.1.b, block=@layer)
+  s: f64[] = sum(h1, dims=(0, 1))
+  return s
+""",
+    "nested_calls": """
+def inner(x: f64[3]):
+  a: f64[3] = exp(x)
+  return a, x
+def middle(x: f64[3], y: f64[3]):
+  a: f64[3], b: f64[3] = call(x, block=@inner)
+  c: f64[3], d: f64[3] = call(y, block=@inner)
+  e: f64[3] = add(a, c)
+  return e, d, 2.0
+def main(x: f64[3], y: f64[3]):
+  a: f64[3], b: f64[3], c: f32[] = call(x, y, block=@middle)
+  d: f64[3] = mul(a, c)
+  return d, b
+""",
+    "conditional": """
+def double(x: f64[3], w: f64[3]):
+  y: f64[3] = mul(x, 2.0)
+  z: f64[3] = mul(x, w)
+  return y, z
+def negative(x: f64[3], w: f64[3]):
+  y: f64[3] = neg(x)
+  return y, w
+def main(x: f64[3], w: f64[3]):
+  s: f64[] = sum(x, dims=(0,))
+  p: bool[] = gt(s, 0.0)
+  y: f64[3], z: f64[3] = cond(p, x, w, orelse=@negative, then=@double)
+  return y
+""",
+    "decided": """
+def yes(x: f64[3]):
+  y: f64[3] = exp(x)
+  return y
+def no(x: f64[3]):
+  y: f64[3] = neg(x)
+  return y
+def main(x: f64[3]):
+  p: bool[] = full(True, dtype=bool, shape=())
+  q: bool[] = logical_not(p)
+  a: f64[3] = cond(p, x, orelse=@no, then=@yes)
+  b: f64[3] = cond(q, a, orelse=@no, then=@yes)
+  return b
+""",
+    "while_loop": """
+def test(c: f64[], i: i64[], x: f64[], unused: f64[]):
+  p: bool[] = lt(i, 5)
+  return p
+def body(c: f64[], i: i64[], x: f64[], unused: f64[]):
+  j: i64[] = add(i, 1)
+  y: f64[] = mul(x, c)
+  z: f64[] = exp(unused)
+  return j, y, z
+def main(c: f64[], x: f64[]):
+  i: i64[] = full(0, dtype=i64, shape=())
+  n: i64[], y: f64[], z: f64[] = loop(c, i, x, x, body=@body, consts=1, test=@test)
+  return y
+""",
+    "loop_needs_state": """
+def test(i: i64[], x: f64[]):
+  p: bool[] = lt(x, 100.0)
+  return p
+def body(i: i64[], x: f64[]):
+  j: i64[] = add(i, 1)
+  y: f64[] = mul(x, 2.0)
+  return j, y
+def main(x: f64[]):
+  a: f64[] = abs(x)
+  s: f64[] = add(a, 1.0)
+  i: i64[] = full(0, dtype=i64, shape=())
+  n: i64[], y: f64[] = loop(i, s, body=@body, test=@test)
+  return n
+""",
+    "scan": """
+def body(w: f64[3], d: f64[3], s: f64[3], t: f64[3], x: f64[3], u: f64[3]):
+  a: f64[3] = mul(s, w)
+  b: f64[3] = add(a, x)
+  c: f64[3] = exp(t)
+  e: f64[3] = sub(b, x)
+  f: f64[3] = mul(u, d)
+  return b, c, e, f
+def main(w: f64[3], s: f64[3], xs: f64[4,3]):
+  a: f64[3], b: f64[3], c: f64[4,3], d: f64[4,3] = scan(w, w, s, s, xs, xs, body=@body, carry=2, consts=2, length=4)
+  return a, c
+""",
+    "reverse_scan": """
+def body(s: f64[], x: f64[]):
+  y: f64[] = add(s, x)
+  return y, y
+def main(s: f64[], xs: f64[5]):
+  t: f64[], ys: f64[5] = scan(s, xs, body=@body, carry=1, length=5, reverse=True)
+  return ys, t
+""",
+    "shared_by_call_and_scan": """
+def step(s: f64[2], x: f64[2]):
+  y: f64[2] = add(s, x)
+  z: f64[2] = mul(s, x)
+  return y, z
+def main(s: f64[2], xs: f64[3,2]):
+  a: f64[2], b: f64[3,2] = scan(s, xs, body=@step, carry=1, length=3)
+  c: f64[2], d: f64[2] = call(s, a, block=@step)
+  return a, d
+""",
+    "updates": """
+def main(model.w: f64[3], model.count: i64[], x: f64[3]):
+  g: f64[3] = mul(x, 2.0)
+  d: f64[3] = mul(g, 0.1)
+  w: f64[3] = sub(model.w, d)
+  n: i64[] = add(model.count, 1)
+  l: f64[] = sum(g, dims=(0,))
+  return l, model.w=w, model.count=n
+""",
+    "update_with_itself": """
+def main(w: f64[3], x: f64[3]):
+  a: f64[3] = mul(w, 1)
+  b: f64[3] = add(w, x)
+  return b, w=a
+""",
+    "matmuls": """
+def main(x: f64[2,3,4], w: f64[5,4], v: f64[4,5], b: f64[5]):
+  t: f64[4,5] = permute(w, dims=(1, 0))
+  a: f64[2,3,5] = matmul(x, t)
+  c: f64[2,3,5] = add(a, b)
+  u: f64[5,4] = permute(v, dims=(1, 0))
+  d: f64[2,3,5] = linear(x, u)
+  e: f64[2,3,5] = add(b, d)
+  f: f64[2,3,5] = add(c, e)
+  return f, d
+""",
+    "convolution": """
+def main(x: f64[2,3,5,5], w: f64[4,3,3,3], b: f64[4]):
+  y: f64[2,4,5,5] = conv(x, w, dilation=(1, 1), groups=1, padding=(1, 1), stride=(1, 1))
+  c: f64[4,1,1] = reshape(b, shape=(4, 1, 1))
+  z: f64[2,4,5,5] = add(y, c)
+  return z
+""",
+    "causal_attention": """
+def main(q: f64[2,2,6,4], k: f64[2,2,6,4], v: f64[2,2,6,4]):
+  n: i64[6] = iota(dim=0, dtype=i64, shape=(6,))
+  r: i64[1,1,6,1] = reshape(n, shape=(1, 1, 6, 1))
+  c: i64[1,1,1,6] = reshape(n, shape=(1, 1, 1, 6))
+  m: bool[1,1,6,6] = le(c, r)
+  e: bool[2,1,6,6] = expand(m, shape=(2, 1, 6, 6))
+  y: f64[2,2,6,4], l: f64[2,2,6] = attention(q, k, v, e)
+  return y
+""",
+    "attention_layers": """
+def layer(q: f64[1,2,4,4], k: f64[1,2,4,4], v: f64[1,2,4,4], mask: f64[1,1,4,4]):
+  y: f64[1,2,4,4], l: f64[1,2,4] = attention(q, k, v, mask, scale=0.5)
+  a: f64[1,2,4,4] = add(q, y)
+  b: f64[1,2,4,4] = tanh(a)
+  c: f64[1,2,4,4] = mul(b, 2.0)
+  d: f64[1,2,4,4] = exp(c)
+  e: f64[1,2,4,4] = log(d)
+  f: f64[1,2,4,4] = sin(e)
+  g: f64[1,2,4,4] = cos(f)
+  h: f64[1,2,4,4] = add(g, y)
+  return h
+def main(q: f64[1,2,4,4], k: f64[1,2,4,4], v: f64[1,2,4,4]):
+  low: f64[4,4] = full(-1.7976931348623157e+308, dtype=f64, shape=(4, 4))
+  up: f64[4,4] = triu(low, diagonal=1)
+  n: i64[4] = iota(dim=0, dtype=i64, shape=(4,))
+  r: i64[4,1] = reshape(n, shape=(4, 1))
+  p: bool[4,4] = gt(n, r)
+  m: f64[4,4] = mul(up, p)
+  e: f64[1,1,4,4] = expand(m, shape=(1, 1, 4, 4))
+  a: f64[1,2,4,4] = call(q, k, v, e, block=@layer)
+  b: f64[1,2,4,4] = call(a, k, v, e, block=@layer)
+  return b
+""",
+    "windowed_attention": """
+def main(q: f64[1,2,6,4], k: f64[1,2,6,4], v: f64[1,2,6,4]):
+  r: i64[6,1] = iota(dim=0, dtype=i64, shape=(6, 1))
+  c: i64[1,6] = iota(dim=1, dtype=i64, shape=(1, 6))
+  a: bool[6,6] = le(c, r)
+  w: i64[6,1] = sub(r, 3)
+  b: bool[6,6] = gt(c, w)
+  m: bool[6,6] = bitwise_and(a, b)
+  y: f64[1,2,6,4], l: f64[1,2,6] = attention(q, k, v, m)
+  return y, l
+""",
+    "random": """
+def main(x: f64[4,3], key: i64[]):
+  a: i64[] = fold_in(key, data=1)
+  b: i64[] = fold_in(key, data=1)
+  c: f64[4,3] = dropout(x, a, 0, p=0.5)
+  d: f64[4,3] = dropout(x, b, 0, p=0.5)
+  e: f64[4,3] = sub(c, d)
+  f: f64[4,3] = dropout(x, key, 0, p=0.0)
+  g: f64[4,3] = add(e, f)
+  return g
+""",
+    "indexing": """
+def main(w: f64[6,4], ids: i64[2,3]):
+  e: f64[2,3,4] = embedding(w, ids)
+  n: i64[3] = iota(dim=0, dtype=i64, shape=(3,))
+  s: f64[2,3,4] = index_select(e, n, dim=1)
+  a: f64[2,1,4], b: f64[2,2,4] = split(s, dim=1, sizes=(1, 2))
+  c: f64[2,3,4] = cat(a, b, dim=1)
+  d: f64[2,3,4], i: i64[2,3,4] = sort(c, dim=1)
+  x: f64[3,4], y: f64[3,4] = unbind(d, dim=0)
+  z: f64[2,3,4] = stack(x, y, dim=0)
+  return z
+""",
+    "text_oddities": """
+def main(x: f32[4,4], blocks.0.weight: f32[4,4]):
+  y: f32[4,4] = opaque(x, args=(("x", 0),), kwargs=(), target="aten.matrix_exp.default")   # a "quoted" # source: 3
+  z: f32[4,4] = clamp(y, None, 0.5)
+  w: f32[4,4] = add(z, blocks.0.weight)
+  return w
+""",
+}  # fmt: skip
+
+CONSTS = {
+    "table": torch.tensor([1.0, -0.0, math.nan, 0.5], dtype=torch.float64),
+    "copy": torch.tensor([1.0, -0.0, math.nan, 0.5], dtype=torch.float64),
+}
+
+
+def read(text: str) -> Program:
+    """The program of a text, with those constants of the zoo that it names."""
+    return Program.parse(text, {k: c for k, c in CONSTS.items() if f'"{k}"' in text})
+
+
+ZOO = {name: read(text) for name, text in TEXTS.items()}
+
+
+def inputs(program: Program, seed: int = 0) -> list[torch.Tensor]:
+    """Tensors of the types of the program's inputs."""
+    gen = torch.Generator().manual_seed(seed)
+    return [_tensor(v.type, gen) for v in program.inputs]
+
+
+def _tensor(type: Type, gen: torch.Generator) -> torch.Tensor:
+    if type.dtype == torch.bool:
+        return torch.rand(type.shape, generator=gen) < 0.5
+    if type.dtype.is_floating_point:
+        return torch.randn(type.shape, generator=gen, dtype=torch.float64).to(type.dtype)
+    if type.dtype.is_complex:
+        return torch.complex(*(torch.randn(type.shape, generator=gen, dtype=torch.float64) for _ in "ab")).to(type.dtype)
+    return torch.randint(0, 4, type.shape, generator=gen).to(type.dtype)
+
+
+# -- random programs ----------------------------------------------------------------------------------------
+
+SHAPES = [(), (3,), (2, 3), (3, 3), (1, 3), (6,), (2, 3, 3)]
+UNARY = ["neg", "abs", "tanh", "sin", "relu", "square", "sigmoid"]
+BINARY = ["add", "sub", "mul", "maximum", "minimum"]
+COMPARE = ["le", "lt", "gt", "ge", "eq", "ne"]
+LITERALS = [0, 1, 2, -1, 0.5, 1.0, 2.0, -0.0]
+F64, I64 = torch.float64, torch.int64
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> Program:
+    """A well-typed program: a few blocks, each of which may call the earlier ones, and an entry."""
+    blocks: dict[str, Block] = {}
+    for i in range(draw(st.integers(0, 2))):
+        blocks[f"f{i}"] = _block(draw, blocks, draw(st.integers(1, 6)))
+    blocks["main"] = _block(draw, blocks, draw(st.integers(3, 14)))
+    return check(Program(blocks))
+
+
+def _block(draw: st.DrawFn, blocks: dict[str, Block], size: int) -> Block:
+    b = Builder()
+    values = [b.input(f"x{i}", Type(F64, draw(st.sampled_from(SHAPES)))) for i in range(draw(st.integers(1, 3)))]
+    with b:
+        for i in range(size):
+            b.source = f"model.py:{i}"
+            kind = draw(st.sampled_from(sorted(STEPS)))
+            made = _call(draw, b, values, blocks) if kind == "call" else STEPS[kind](draw, values)
+            values += made if isinstance(made, (list, tuple)) else [made] if made is not None else []
+    outputs = draw(st.lists(st.sampled_from(values), min_size=1, max_size=3))
+    return b.block(outputs)
+
+
+def _pick(draw: st.DrawFn, values: list[Var], want) -> Var | None:
+    fit = [v for v in values if want(v)]
+    return draw(st.sampled_from(fit)) if fit else None
+
+
+def _real(v: Var) -> bool:
+    return v.dtype == F64
+
+
+def _unary(draw, values):
+    x = _pick(draw, values, _real)
+    return OPS[draw(st.sampled_from(UNARY))](x) if x else None
+
+
+def _binary(draw, values):
+    x = _pick(draw, values, _real)
+    y = _pick(draw, values, lambda v: _real(v) and v.shape in ((), x.shape, x.shape[1:])) if x else None
+    return None if y is None else OPS[draw(st.sampled_from(BINARY))](*draw(st.permutations([x, y])))
+
+
+def _scalar(draw, values):
+    x = _pick(draw, values, lambda v: v.dtype in (F64, I64))
+    if x is None:
+        return None
+    name = draw(st.sampled_from(["add", "sub", "mul", "pow"]))
+    return OPS[name](x, draw(st.sampled_from([1, 2] if name == "pow" else LITERALS)))
+
+
+def _reduce(draw, values):
+    x = _pick(draw, values, lambda v: _real(v) and v.ndim > 0)
+    if x is None:
+        return None
+    dim = draw(st.integers(0, x.ndim - 1))
+    return OPS[draw(st.sampled_from(["sum", "mean", "amax"]))](x, dims=(dim,), keepdim=draw(st.booleans()))
+
+
+def _reshape(draw, values):
+    x = _pick(draw, values, lambda v: True)
+    shapes = [s for s in SHAPES if math.prod(s) == x.type.numel]
+    shapes += [(*x.shape, 1), (1, *x.shape)] if x.ndim < 3 else []
+    return OPS["reshape"](x, shape=draw(st.sampled_from(shapes))) if shapes else None
+
+
+def _permute(draw, values):
+    x = _pick(draw, values, lambda v: v.ndim > 1)
+    return OPS["permute"](x, dims=tuple(draw(st.permutations(range(x.ndim))))) if x else None
+
+
+def _slice(draw, values):
+    x = _pick(draw, values, lambda v: v.ndim > 0)
+    if x is None:
+        return None
+    dim = draw(st.integers(0, x.ndim - 1))
+    start = draw(st.integers(0, x.shape[dim]))
+    stop = draw(st.integers(start, x.shape[dim]))
+    return OPS["slice"](x, dim=dim, start=start, stop=stop, step=draw(st.integers(1, 2)))
+
+
+def _matmul(draw, values):
+    x = _pick(draw, values, lambda v: _real(v) and v.ndim > 1)
+    w = _pick(draw, values, lambda v: _real(v) and v.ndim == 2 and v.shape[1] == x.shape[-1]) if x else None
+    if w is None:
+        return None
+    turned = OPS["permute"](w, dims=(1, 0))
+    return OPS["linear"](x, w) if draw(st.booleans()) else [turned, OPS["matmul"](x, turned)]
+
+
+def _constant(draw, values):
+    shape = draw(st.sampled_from(SHAPES))
+    if shape and draw(st.booleans()):
+        start, step = draw(st.integers(-2, 2)), draw(st.integers(-1, 2))
+        return OPS["iota"](shape=shape, dim=draw(st.integers(0, len(shape) - 1)), dtype=I64, start=start, step=step)
+    dtype, numbers = draw(st.sampled_from([(F64, LITERALS), (I64, [0, 1, -1]), (torch.bool, [True, False])]))
+    return OPS["full"](draw(st.sampled_from(numbers)), shape=shape, dtype=dtype)
+
+
+def _mask(draw, values):
+    x = _pick(draw, values, lambda v: v.dtype in (F64, I64))
+    y = _pick(draw, values, lambda v: x.dtype == v.dtype and v.shape in ((), x.shape)) if x else None
+    if y is None:
+        return None
+    p = OPS[draw(st.sampled_from(COMPARE))](x, y)
+    q = draw(st.sampled_from([p, *[v for v in values if v.type == p.type]]))
+    c = OPS[draw(st.sampled_from(["logical_and", "logical_or", "bitwise_xor"]))](p, q)
+    return [p, c, OPS["where"](c, x, draw(st.sampled_from([x, y, 0])))]
+
+
+def _cast(draw, values):
+    x = _pick(draw, values, lambda v: True)
+    return OPS["cast"](x, dtype=draw(st.sampled_from([F64, I64, torch.bool]))) if x.dtype != F64 else OPS["stop_gradient"](x)
+
+
+def _attend(draw, values):
+    """Attention of a tiny sequence on itself under a random mask of half planes."""
+    x = _pick(draw, values, lambda v: _real(v) and v.shape == (2, 3, 3))
+    if x is None:
+        return None
+    q = OPS["reshape"](x, shape=(1, 2, 3, 3))
+    rows, columns = OPS["iota"](shape=(3, 1), dim=0, dtype=I64), OPS["iota"](shape=(1, 3), dim=1, dtype=I64)
+    shifted = OPS["add"](rows, draw(st.integers(-1, 2)))
+    allowed = OPS[draw(st.sampled_from(["le", "lt"]))](columns, shifted)
+    if draw(st.booleans()):
+        window = OPS["gt"](columns, OPS["sub"](rows, draw(st.integers(1, 4))))
+        allowed = OPS[draw(st.sampled_from(["logical_and", "logical_or"]))](allowed, window)
+    allowed = OPS["logical_or"](allowed, OPS["eq"](columns, 0))
+    mask = OPS["where"](allowed, 0.0, -math.inf) if draw(st.booleans()) else allowed
+    mask = OPS["cast"](mask, dtype=F64) if mask.dtype != torch.bool else mask
+    y, lse = OPS["attention"](q, q, q, mask)
+    return [OPS["reshape"](y, shape=(2, 3, 3)), lse]
+
+
+def _call(draw, b: Builder, values, blocks: dict[str, Block]):
+    """A call of an earlier block on values of the right types."""
+    for name, block in blocks.items():
+        operands = [_pick(draw, values, lambda v, want=want: v.type == want.type) for want in block.inputs]
+        if all(x is not None for x in operands) and draw(st.booleans()):
+            outs = tuple(Var(b.name("y"), x.type) for x in block.outputs)
+            b.eqns.append(Eqn(OPS["call"], tuple(operands), Params(block=Ref(name)), outs, b.source))
+            return list(outs)
+    return None
+
+
+STEPS = {
+    "attend": _attend, "binary": _binary, "call": None, "cast": _cast, "constant": _constant, "mask": _mask, "matmul": _matmul,
+    "permute": _permute, "reduce": _reduce, "reshape": _reshape, "scalar": _scalar, "slice": _slice, "unary": _unary,
+}  # fmt: skip
