@@ -17,7 +17,7 @@ from mycel import transform
 from mycel.capture import MISS, Captured, bind
 from mycel.capture import capture as capture_call
 from mycel.errors import RunError
-from mycel.ir import Program, type_of
+from mycel.ir import Program, check, type_of
 from mycel.run import interpret, load
 
 MODES = ("graph", "eager")
@@ -43,12 +43,13 @@ def jit(fn: Any = None, *, mode: str = "graph") -> Any:
 
 @dataclass(frozen=True)
 class Entry:
-    """One captured signature: what it became, and the guarded call."""
+    """One captured signature: what it became, the guarded call, and the guards alone."""
 
     captured: Captured
     program: Program
     source: str
     call: Callable[[tuple[Any, ...], dict[str, Any]], Any]
+    fits: Callable[[tuple[Any, ...], dict[str, Any]], Any]
 
 
 class Jit:
@@ -88,7 +89,10 @@ class Jit:
         return self._find(args, kwargs).source
 
     def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
-        return compile_call(self.fn, args, kwargs, self.mode)
+        for entry in self.entries:
+            if entry.fits(args, kwargs) is not MISS:
+                return entry
+        return self._entry(args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["fn"], name)
@@ -100,10 +104,10 @@ class Jit:
 def compile_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], mode: str) -> Entry:
     """capture -> simplify -> fuse -> generate -> bind: the whole way of one call."""
     captured = capture_call(fn, args, kwargs)
-    program = transform.simplify(captured.program)
+    program = check(transform.fuse(transform.simplify(captured.program)))
     run, source = _runner(program, captured.device, mode)
     captured = replace(captured, program=program)
-    return Entry(captured, program, source, bind(captured, run))
+    return Entry(captured, program, source, *bind(captured, run))
 
 
 def _runner(program: Program, device: torch.device, mode: str) -> tuple[Callable[..., Any], str]:
@@ -116,7 +120,7 @@ def _runner(program: Program, device: torch.device, mode: str) -> tuple[Callable
 def _program_function(program: Program, mode: str) -> Callable[..., Any]:
     """A program as a function of its inputs, in order or by name; returns a tuple of its results and updates inputs in place."""
     loaded: dict[torch.device, Callable[..., Any]] = {}
-    ready = transform.simplify(program)
+    ready = check(transform.fuse(transform.simplify(program)))
 
     def run(*args: torch.Tensor, **named: torch.Tensor) -> tuple[Any, ...]:
         inputs = _match_inputs(program, args, named)

@@ -37,7 +37,8 @@ def wide(x):
 
 
 def test_every_operator_has_examples():
-    assert [op.name for op in OPS.values() if op not in CONTROL and not op.examples] == []
+    held = (*CONTROL, OPS["const"])  # no kernel: the runner has blocks or data for them
+    assert [op.name for op in OPS.values() if op not in held and not op.examples] == []
 
 
 def test_every_operator_is_documented():
@@ -171,7 +172,7 @@ def local_params(op, params, fit, letter, n, k):
 
 
 def local_draw(op, inputs, params, fit, letter, n, k):
-    """A part of a random draw: an operator with an input `offset` and a param `strides` gets the strides of the whole, and where it starts."""
+    """A part of a random draw: an input `offset` and a param `strides` say where it starts, and how the whole lies."""
     if "strides" not in op.defaults or "offset" not in (names := list(inspect.signature(op.kernel).parameters)):
         return inputs, params
     shape, at = fit.out_shapes[0], names.index("offset")

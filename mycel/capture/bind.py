@@ -32,9 +32,9 @@ MISS = object()
 Call = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 
 
-def bind(captured: Captured, run: Callable[..., Any]) -> Call:
-    """The guarded call around `run`, which takes the program's inputs and returns a tuple of its outputs."""
-    return _Writer(captured, run).function()
+def bind(captured: Captured, run: Callable[..., Any]) -> tuple[Call, Call]:
+    """The guarded call around `run`, which takes the program's inputs and returns a tuple of its outputs; and the guards alone (None or MISS)."""
+    return _Writer(captured, run).functions()
 
 
 class _Writer:
@@ -46,7 +46,7 @@ class _Writer:
         self.leaves = 0
         self.anchors: list[Any] = []  # keeps objects alive whose ids are in `names`
 
-    def function(self) -> Call:
+    def functions(self) -> tuple[Call, Call]:
         c = self.c
         self.env["DEVICE"] = c.device
         args, kwargs = c.arguments.children
@@ -60,11 +60,11 @@ class _Writer:
                 self.unpack(child, f"kwargs[{key!r}]")
         self.modules()
         inputs = self.inputs()
+        guards = [*self.lines]
         self.results(inputs)
-        body = "\n".join("    " + line for line in self.lines)
-        source = f"def call(args, kwargs):\n{body}\n"
+        source = _define("call", self.lines) + _define("fits", guards)
         exec(compile(source, "<mycel call>", "exec"), self.env)
-        return self.env["call"]
+        return self.env["call"], self.env["fits"]
 
     def constant(self, value: Any, hint: str) -> str:
         """A name for an object in the generated function."""
@@ -215,6 +215,10 @@ class _Writer:
             return f"{self.constant(cls, 'cls')}(**{{{pairs}}})"
         self.env["rebuild"] = _rebuild
         return f"rebuild({self.constant(cls, 'cls')}, {{{pairs}}})"
+
+
+def _define(name: str, lines: list[str]) -> str:
+    return f"def {name}(args, kwargs):\n" + "".join(f"    {line}\n" for line in lines)
 
 
 _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})

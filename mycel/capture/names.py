@@ -47,9 +47,9 @@ def rename(block: Block, known: dict[str, str], path: str) -> Block:
 
 def clean(name: str) -> str:
     """A name the text can hold."""
-    name = re.sub(r"[^\w.]", "_", name)
+    name = re.sub(r"[^\w.]", "_", name, flags=re.ASCII)
     name = ".".join(part or "_" for part in name.split("."))
-    if not re.match(r"[A-Za-z_]", name):
+    if not re.match(r"[A-Za-z_]|\d+(\.\w+)*\.[A-Za-z_]", name):
         name = f"_{name}"
     return f"{name}_" if name in _RESERVED else name
 

@@ -8,6 +8,7 @@ folded from its parent's by its place among the parent's calls: so a block draws
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
 import re
 from collections import Counter
@@ -188,10 +189,10 @@ def _with_key(eqn: Eqn, key: Var) -> Eqn:
 
 def _snake(name: str) -> str:
     """LlamaDecoderLayer -> llama_decoder_layer"""
-    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
+    return re.sub(r"(?<=[a-z0-9]{2})(?=[A-Z])|(?<=[A-Z0-9])(?=[A-Z][a-z])", "_", name).lower()
 
 
 def _unique(name: str, taken: set[str]) -> str:
-    made = next(n for n in (name, *(f"{name}_{i}" for i in range(2, 1_000_000))) if n not in taken)
+    made = next(n for n in itertools.chain([name], (f"{name}_{i}" for i in itertools.count(2))) if n not in taken)
     taken.add(made)
     return made

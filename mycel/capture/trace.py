@@ -25,11 +25,12 @@ from mycel.capture.alias import Cell, view_cells
 from mycel.capture.fence import READS, here, refuse, refuse_dynamic, refuse_read
 from mycel.capture.state import Place, Places
 from mycel.errors import CaptureError, IRError
-from mycel.ir import OPS, Atom, Builder, Op, Type, Var, type_of
+from mycel.ir import OPS, Atom, Builder, Eqn, Op, Type, Var, type_of
 from mycel.ops import RULES, o
 from mycel.ops.capture_rules import resolve
 from mycel.ops.opaque import encode
 
+LARGEST_CONCRETE = 1 << 20  # elements of a constant computed while tracing
 KEY = Var("key", Type(torch.int64, ()))
 
 
@@ -88,6 +89,7 @@ class Tracer(Builder):
         self.frozen: set[int] = set()  # equations recorded under torch.no_grad()
         self.lines: list[tuple[int, str]] = []  # for each equation, the user's frame and line
         self.frame = 0
+        self.made: dict[Var, Eqn] = {}
         self._arguments: list[torch.Tensor] = []
         self.mode = DispatchMode(self)
 
@@ -102,7 +104,31 @@ class Tracer(Builder):
         if not torch.is_grad_enabled():
             self.frozen.add(len(self.eqns))
         self.lines.append((self.frame, self.source))
-        return super().append(op, inputs, params, types)
+        out = super().append(op, inputs, params, types)
+        self.made.update((v, self.eqns[-1]) for v in self.eqns[-1].outputs)
+        return out
+
+    def concrete(self, x: torch.Tensor) -> torch.Tensor | None:
+        """The actual value of a traced tensor that depends on no input: computed now.  None if it does depend on one."""
+        known: dict[Var, torch.Tensor] = {}
+
+        def compute(var: Var) -> bool:
+            if var in known:
+                return True
+            eqn = self.made.get(var)
+            if eqn is None or var.type.numel > LARGEST_CONCRETE or not all(map(compute, eqn.vars)):
+                return False
+            if eqn.op.name == "const":
+                known[var] = self.consts[eqn.params["name"]]
+                return True
+            args = [known[a] if isinstance(a, Var) else a for a in eqn.inputs]
+            outs = eqn.op.kernel(*args, **eqn.params)
+            known.update(zip(eqn.outputs, outs if isinstance(outs, (tuple, list)) else [outs], strict=True))
+            return True
+
+        var = self.cell(x).read()
+        with _disable_current_modes():
+            return known[var] if compute(var) else None
 
     def here(self) -> None:
         """The equations that follow are the user's current line."""
@@ -213,7 +239,7 @@ class Tracer(Builder):
     def function(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """A torch function as the user called it; NotImplemented leaves it to torch and the dispatch mode."""
         rule = RULES.get(func)
-        if rule is None or torch.is_autocast_enabled(self.device.type) or _wrapped_by_functorch(args):
+        if rule is None or self._autocast() or _wrapped_by_functorch(args):
             return NotImplemented
         before = len(self.eqns)
         out = self.apply(rule, args, kwargs)
@@ -221,6 +247,10 @@ class Tracer(Builder):
             self.undo(before)
             return NotImplemented
         return self.wrap(out)
+
+    def _autocast(self) -> bool:
+        """Under autocast torch itself must choose dtypes: functions go to the dispatch mode, after the casts."""
+        return self.device.type != "meta" and torch.is_autocast_enabled(self.device.type)
 
     def dispatch(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """An ATen operator."""
@@ -231,7 +261,7 @@ class Tracer(Builder):
             with self.mode:
                 return func.decompose(*args, **kwargs)
         if known.dynamic:
-            raise refuse_dynamic(func._schema.name.split("::")[-1])
+            return self._dynamic(func, args, kwargs)
         if known.written:
             return self._write(func, known, args, kwargs)
         if (device := kwargs.get("device")) is not None:
@@ -241,11 +271,30 @@ class Tracer(Builder):
         if out is NotImplemented:
             self.undo(before)
             if known.mask_index and any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1]):
-                raise refuse_dynamic("indexing with a boolean mask")
+                return self._dynamic(func, args, kwargs)
             out = self._opaque(func, args, kwargs)
         if known.view_of is None:
             return self.wrap(out)
         return self._view(func, args, kwargs, before, out)
+
+    def _dynamic(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """An operator whose shape depends on values: computed now if they are constants, else refused."""
+        values = torch.utils._pytree.tree_map(self._concrete_or_refuse(func), list(args))
+        self.here()
+        outs = func(*values, **kwargs)
+        with self:
+            return self.wrap(self.constant(outs) if isinstance(outs, torch.Tensor) else tuple(map(self.constant, outs)))
+
+    def _concrete_or_refuse(self, func: Any) -> Callable[[Any], Any]:
+        name = "indexing with a boolean mask" if func is torch.ops.aten.index.Tensor else func._schema.name.split("::")[-1]
+
+        def value(x: Any) -> Any:
+            known = self.concrete(x) if isinstance(x, torch.Tensor) else x
+            if known is None and x is not None:
+                raise refuse_dynamic(name)
+            return known
+
+        return value
 
     def _view(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], before: int, out: Any) -> Any:
         base = self.cell(args[0])
@@ -465,8 +514,7 @@ class FunctionMode(TorchFunctionMode):
         if name == "__get__":
             return args[0].detach() if func.__self__ is torch.Tensor.data else func(*args, **kwargs)
         if name in READS and isinstance(args[0] if args else None, torch.Tensor):
-            self.tracer.cell(args[0])
-            raise refuse_read(name)
+            return _read(self.tracer, name, *args, **kwargs)
         special = _FUNCTIONS.get(name)
         if special is not None and getattr(func, "__module__", None) in _TORCH_MODULES:
             return special(self, func, *args, **kwargs)
@@ -522,16 +570,27 @@ def _lift_fresh(tracer: Tracer, x: torch.Tensor) -> Any:
         return tracer.wrap(tracer.constant(x))
 
 
-def _scalar(tracer: Tracer, x: torch.Tensor) -> Any:
-    tracer.cell(x)
-    raise refuse_read("item")
+def _read(tracer: Tracer, name: str, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """A Python value asked of a tensor: known for constants, refused for all that depends on inputs."""
+    value = tracer.concrete(x)
+    if value is None:
+        raise refuse_read(name)
+    with _disable_current_modes():
+        return getattr(torch.Tensor, name)(value, *args, **kwargs)
+
+
+def _equal(tracer: Tracer, x: torch.Tensor, y: torch.Tensor) -> bool:
+    a, b = tracer.concrete(x), tracer.concrete(y)
+    if a is None or b is None:
+        raise refuse_read("__bool__")
+    return torch.equal(a, b)
 
 
 _SPECIAL = {
     torch.ops.aten.lift_fresh.default: _lift_fresh,
-    torch.ops.aten._local_scalar_dense.default: _scalar,
-    torch.ops.aten.is_nonzero.default: lambda tracer, x: (_ for _ in ()).throw(refuse_read("__bool__")),
-    torch.ops.aten.equal.default: lambda tracer, x, y: (_ for _ in ()).throw(refuse_read("__bool__")),
+    torch.ops.aten._local_scalar_dense.default: lambda tracer, x: _read(tracer, "item", x),
+    torch.ops.aten.is_nonzero.default: lambda tracer, x: _read(tracer, "__bool__", x),
+    torch.ops.aten.equal.default: _equal,
 }
 
 __all__ = ["KEY", "DispatchMode", "FunctionMode", "Region", "Traced", "Tracer"]

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -83,7 +84,7 @@ def static(value: Any) -> Any:
 
 def _atom(value: Any) -> Any:
     """Every nan is the one nan."""
-    return NAN if isinstance(value, float) and value != value else value
+    return NAN if isinstance(value, float) and math.isnan(value) else value
 
 
 def _same(a: Any, b: Any) -> bool:

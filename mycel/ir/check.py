@@ -34,7 +34,8 @@ def _check_block(program: Program, name: str, block: Block) -> None:
         try:
             _check_eqn(program, eqn, known)
         except Exception as e:  # type rules see operands they were not written for
-            raise IRError(f"block {name}: {_headline(eqn)}\n  {type(e).__name__}: {e}" + (f"\n  at {eqn.source}" if eqn.source else "")) from e
+            where = f"\n  at {eqn.source}" if eqn.source else ""
+            raise IRError(f"block {name}: {_headline(eqn)}\n  {type(e).__name__}: {e}{where}") from e
     for x in block.outputs:
         _check_defined(x, known, f"output of block {name}")
 

@@ -54,6 +54,7 @@ class Op:
     examples: Sequence[str] = ()
     aten: Sequence[str] = ()
     defaults: dict[str, Any] = field(default_factory=dict)
+    _inferred: dict[Any, tuple[Type, ...]] = field(default_factory=dict)
 
     def __call__(self, *inputs: Any, **params: Any) -> Any:
         builder = BUILDERS[-1] if BUILDERS else None
@@ -65,7 +66,14 @@ class Op:
         return self.name
 
     def infer(self, inputs: Sequence[Any], params: dict[str, Any]) -> tuple[Type, ...]:
-        """Types (and literals) of the inputs -> types of the outputs."""
+        """Types (and literals) of the inputs -> types of the outputs.  Remembered: layers repeat."""
+        key = (tuple(x if isinstance(x, Type) else (type(x), x) for x in inputs), tuple(params.items()), torch.get_default_dtype())
+        found = self._inferred.get(key)
+        if found is None:
+            found = self._inferred[key] = self._infer(inputs, params)
+        return found
+
+    def _infer(self, inputs: Sequence[Any], params: dict[str, Any]) -> tuple[Type, ...]:
         if self.types is not None:
             out = self.types(*inputs, **params)
             return out if isinstance(out, tuple) else (out,)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -21,6 +21,7 @@ from mycel.ir.types import DTYPES, Type
 
 _TOKEN = re.compile(
     r"""(?P<space>[ \t]+)|(?P<newline>\n)|(?P<comment>\#[^\n]*)
+    |(?P<dotted>\d+(?:\.\w+)*\.[A-Za-z_]\w*(?:\.\w+)*)
     |(?P<number>-?(?:\d+\.\d*(?:[eE][-+]?\d+)?|\d+[eE][-+]?\d+|\d+|inf\b|nan\b))
     |(?P<string>"(?:[^"\\\n]|\\.)*")
     |(?P<ref>@[A-Za-z_]\w*(?:\.\w+)*)
@@ -51,17 +52,17 @@ def parse(text: str, consts: Mapping[str, torch.Tensor]) -> Program:
 class _Parser:
     def __init__(self, text: str) -> None:
         self.lines = text.split("\n")
-        self.tokens = list(self._scan(text))
+        self.tokens: list[_Token] = list(self._scan(text))
         self.at = 0
 
-    def _scan(self, text: str) -> Any:
+    def _scan(self, text: str) -> Iterator[_Token]:
         line, start, at = 1, 0, 0
         while at < len(text):
             m = _TOKEN.match(text, at)
             if m is None:
                 column = at - start + 1
                 raise TextError(f"cannot read {text[at]!r}", line, column, self.lines[line - 1])
-            kind = m.lastgroup or ""
+            kind = "name" if m.lastgroup == "dotted" else m.lastgroup or ""  # "0.weight" is a name, as in a state dict
             if kind == "newline":
                 line, start = line + 1, m.end()
             elif kind != "space":

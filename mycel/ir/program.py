@@ -6,8 +6,9 @@
     Var       a name and a type; defined once in its block
     Type      dtype and shape
 
-An equation's input is a Var, a Python scalar, or None (an optional operand left out).  Control flow is structured: `call`, `cond`, `loop` and `scan` hold blocks by
-reference (`Ref`) to the program's table, so a layer called 32 times is in memory, in text and in every pass once.
+An equation's input is a Var, a Python scalar, or None (an optional operand left out).  Control flow is structured: `call`, `cond`,
+`loop` and `scan` hold blocks by reference (`Ref`) to the program's table, so a layer called 32 times is in memory, in text and in
+every pass once.
 """
 
 from __future__ import annotations

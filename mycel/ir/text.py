@@ -57,7 +57,7 @@ def value_text(value: Atom | Any) -> str:
         case Var():
             return value.name
         case Ref():
-            return f"@{str(value)}"
+            return "@" + value
         case torch.dtype():
             return NAMES[value]
         case tuple():

@@ -11,7 +11,7 @@ from mycel.ir.program import Atom, Block, Eqn, Program, Var
 
 def order(program: Program) -> list[str]:
     """Names of the blocks the entry reaches, each after all blocks it holds; refuses recursion."""
-    done: list[str] = []
+    done: dict[str, None] = {}
     open_: list[str] = []
 
     def visit(name: str) -> None:
@@ -26,10 +26,10 @@ def order(program: Program) -> list[str]:
             for ref in eqn.refs:
                 visit(ref)
         open_.pop()
-        done.append(name)
+        done[name] = None
 
     visit(program.entry)
-    return done
+    return list(done)
 
 
 def walk(program: Program) -> Iterator[tuple[str, Eqn]]:
@@ -71,7 +71,7 @@ class Chain:
 
 def chains(block: Block) -> dict[Var, Chain]:
     """The use-def chain of every value of a block."""
-    defined = {v: -1 for v in block.inputs}
+    defined = dict.fromkeys(block.inputs, -1)
     uses: dict[Var, list[int]] = {v: [] for v in block.inputs}
     for i, eqn in enumerate(block.eqns):
         for v in eqn.vars:

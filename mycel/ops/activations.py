@@ -59,7 +59,7 @@ def tanh(x):
 
 @op(
     "..., ... -> ...",
-    vjp=lambda g, y, dy, x, *, threshold: (threshold_grad(g, x, threshold=threshold), None),
+    vjp=lambda g, y, dy, x, *, threshold: (o.threshold_grad(g, x, threshold=threshold), None),
     expand=lambda g, x, *, threshold: where(o.le(x, threshold), 0, g),
     examples=["f[2,3], f[2,3], threshold=0", "f[2,3], f[2,3], threshold=0.3"],
 )

@@ -1,10 +1,11 @@
-"""Attention: softmax(q kᵀ · scale + mask) v, with the log-sum-exp of each row of scores, from which the gradient redraws the weights.
+"""Attention: softmax(q kᵀ · scale + mask) v, and the log-sum-exp of each row, from which the gradient redraws the weights.
 
     s = q kᵀ · scale + mask          lse = log Σ exp(s)          p = exp(s - lse)          y = p v
     dv = pᵀ g          ds = p (g vᵀ - Σ g y)          dq = ds k · scale          dk = dsᵀ q · scale
 
-Shapes are (batch, heads, length, width); k and v may have fewer heads, each shared by a group of q's.  A mask is bool (True: attend)
-or added, and broadcasts.  `causal` lets row i see columns 0 … i, and excludes a mask.  A row that sees nothing has y = 0 and lse = -inf.
+Shapes are (batch, heads, length, width); k and v may have fewer heads, each shared by a group of q's.  A mask is bool
+(True: attend) or added, and broadcasts.  `causal` lets row i see columns 0 … i, and excludes a mask.  A row that sees
+nothing has y = 0 and lse = -inf.
 Each kernel takes torch's fused one where its limits allow, else plain products.
 """
 
@@ -20,23 +21,21 @@ from mycel.ops.matmul import swap
 from mycel.ops.rules import o, unbroadcast
 
 
-def _mask_dims(q, k, mask):
+def _mask_dims(mask):
     """The dims of a mask as it broadcasts over scores."""
     if mask is None:
         return ""
-    sizes = (*q.shape[:3], k.shape[2])
-    names = ["b", "(g n)", "q", "k"]
     if mask.ndim > 4:
         raise ValueError(f"attention: a mask of {mask.ndim} dims")
-    pairs = zip(mask.shape, sizes[4 - mask.ndim :], names[4 - mask.ndim :], strict=True)
-    return " ".join("1" if n == 1 else name for n, _, name in pairs)
+    names = ["b", "(g n)", "q", "k"][4 - mask.ndim :]
+    return " ".join("1" if n == 1 else name for n, name in zip(mask.shape, names, strict=True))
 
 
 def _attention_dims(q, k, v, mask, *, causal=False, scale=None):
     if causal and mask is not None:
         raise ValueError("attention: causal excludes a mask")
     rows = "q^" if causal else "q"
-    return f"b (g n) {rows} d^, b g k^ d^, b g k^ e^, {_mask_dims(q, k, mask)} -> b (g n) q e, b (g n) q"
+    return f"b (g n) {rows} d^, b g k^ d^, b g k^ e^, {_mask_dims(mask)} -> b (g n) q e, b (g n) q"
 
 
 def _sdpa_dims(*types, **params):
@@ -46,13 +45,13 @@ def _sdpa_dims(*types, **params):
 def _grad_dims(g, q, k, v, mask, y, lse, *, causal=False, scale=None):
     flag = "^" if causal else "+"
     return (
-        f"b (g n+) q{flag} e^, b (g n) q d^, b g k{flag} d, b g k e, {_mask_dims(q, k, mask)}, b (g n) q e, b (g n) q"
+        f"b (g n+) q{flag} e^, b (g n) q d^, b g k{flag} d, b g k e, {_mask_dims(mask)}, b (g n) q e, b (g n) q"
         " -> b (g n) q d, b g k d, b g k e"
     )
 
 
 def _mask_grad_dims(g, q, k, v, mask, y, lse, *, scale=None):
-    dims = _mask_dims(q, k, mask)
+    dims = _mask_dims(mask)
     return f"b+ (g+ n+) q+ e^, b (g n) q d^, b g k+ d, b g k e, {dims}, b (g n) q e, b (g n) q -> {dims}"
 
 
@@ -74,10 +73,6 @@ def wide(dtype):
 
 def _cast(x, dtype):
     return x if x.dtype == dtype else o.cast(x, dtype=dtype)
-
-
-def _column(x):
-    return o.reshape(x, shape=(*x.shape, 1))
 
 
 def _repeated(x, heads):
@@ -113,7 +108,7 @@ def _scores_in_operators(q, k, mask, causal, scale):
 def _weights_in_operators(s, lse, mask):
     """exp(s - lse); a row that sees nothing has weights 0"""
     lse = lse if mask is None else o.where(o.eq(lse, -math.inf), 0.0, lse)
-    return o.exp(o.sub(s, _column(lse)))
+    return o.exp(o.sub(s, o.reshape(lse, shape=(*lse.shape, 1))))
 
 
 def _attention_in_operators(q, k, v, mask, *, causal=False, scale=None):
@@ -127,7 +122,7 @@ def _score_cotangent(g, g_lse, q, k, v, mask, y, lse, causal, scale):
     """(weights, cotangent of the scores)"""
     s = _scores_in_operators(q, k, mask, causal, scale)
     p = _weights_in_operators(s, lse, mask)
-    owed = None if g_lse is None else _column(g_lse)
+    owed = None if g_lse is None else o.reshape(g_lse, shape=(*g_lse.shape, 1))
     if g is not None:
         g = _cast(g, s.dtype)
         dp = o.matmul(g, swap(_repeated(_cast(v, s.dtype), q.shape[1])))
@@ -194,7 +189,7 @@ def _sum_groups(dx, like):
 
 
 def _bias(mask, q, k, route):
-    """The mask as a fused kernel wants it: added, four dims, and for `efficient` full and with rows of aligned length."""
+    """The mask as a fused kernel wants it: added, four dims; for `efficient` full, with rows of aligned length."""
     if mask is None:
         return None
     bias = torch.where(mask, 0.0, -math.inf).to(q.dtype) if mask.dtype == torch.bool else mask.to(q.dtype)
@@ -352,7 +347,8 @@ def sdpa(q, k, v, mask, *, causal=False, scale=None):
 @captures(torch.nn.functional.scaled_dot_product_attention, "aten.scaled_dot_product_attention.default")
 def _sdpa(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False):
     """Leading dims broadcast and become batch and heads; causal together with a mask becomes a mask."""
-    *lead, rows, _ = torch.broadcast_shapes(query.shape[:-2], *(() if enable_gqa else (key.shape[:-2], value.shape[:-2]))) + query.shape[-2:]
+    rows, operands = query.shape[-2], [query] if enable_gqa else [query, key, value]
+    lead = torch.broadcast_shapes(*(x.shape[:-2] for x in operands))
     q, k, v = (_four_dims(x, lead, enable_gqa) for x in (query, key, value))
     mask = None if attn_mask is None else _mask_of_four(attn_mask, lead)
     if is_causal and mask is not None:
@@ -377,7 +373,7 @@ def _attention_with_dropout(q, k, v, mask, causal, scale, p):
 
 def _four_dims(x, lead, grouped):
     """x with its leading dims broadcast to `lead` and made two, batch and heads; grouped heads keep their number."""
-    lead = [*lead[:-1], x.shape[-3]] if grouped and x.ndim > 3 else lead
+    lead = (*lead[:-1], x.shape[-3]) if grouped and x.ndim > 3 else tuple(lead)
     shape = (*lead, *x.shape[-2:])
     x = x if tuple(x.shape) == shape else o.expand(x, shape=shape)
     flat = (math.prod(lead[:-1]), lead[-1]) if len(lead) > 1 else (*lead, 1) if lead else (1, 1)

@@ -62,12 +62,17 @@ def batch_norm_vjp(g, y, x, w, b, *, eps):
     ],
 )
 def batch_norm(x, w, b, *, eps):
-    """Standardised over all dims but the second, scaled by w and shifted by b; also the mean and biased variance used."""
+    """Standardised over all dims but the second, scaled by w, shifted by b; also the mean and biased variance used."""
     dtype = x.dtype
     if x.device.type == "cpu" and dtype.itemsize == 2:
         x, w, b = (None if v is None else v.float() for v in (x, w, b))
     y, mean, rstd = torch.native_batch_norm(x, w, b, None, None, True, 0.0, eps)
     return y.to(dtype), mean, (rstd.pow(-2) - eps).clamp_min(0)
+
+
+def batch_norm_grad_dims(g, x, mean, var, w, *, eps):
+    full = full_dims(x, "^")
+    return f"{full}, {full}, c, c, c -> {full}" + ("" if w is None else ", c, c")
 
 
 def batch_norm_grad_expand(g, x, mean, var, w, *, eps):
@@ -80,7 +85,7 @@ def batch_norm_grad_expand(g, x, mean, var, w, *, eps):
 
 
 @op(
-    lambda g, x, mean, var, w, *, eps: "{0}, {0}, c, c, c -> {0}".format(full_dims(x, "^")) + ("" if w is None else ", c, c"),
+    batch_norm_grad_dims,
     types=lambda g, x, mean, var, w, *, eps: x if w is None else (x, w, w),
     expand=batch_norm_grad_expand,
     flops=lambda d: 12 * math.prod(vars(d).values()),

@@ -152,7 +152,7 @@ def shift_right(a, b):
 
 @op(
     "..., ..., ... -> ...",
-    vjp=partials(None, lambda g, y, c, a, b: where(c, g, 0), lambda g, y, c, a, b: where(c, 0, g)),
+    vjp=partials(None, lambda g, y, c, a, b: o.where(c, g, 0), lambda g, y, c, a, b: o.where(c, 0, g)),
     dtype=lambda c, a, b: promote(a, b),
     examples=[
         "bool[2,3], n[2,3], n[2,3]", "bool[2,1], f[3], 0.5", "bool[3], 1.0, 0.0", "bool[2,3], i64[3], 1.5",

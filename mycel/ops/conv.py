@@ -4,7 +4,8 @@ conv is bilinear, and so are its two gradients; with <a, b> the sum of products
 
     <g, conv(x, w)>  =  <conv_transpose(g, w), x>  =  <conv_weight(g, x), w>
 
-so each of the three is differentiated by the other two.  Taking patches (im2col) and adding them back (col2im) are each other's gradients too.
+so each of the three is differentiated by the other two.  Taking patches (im2col) and adding them back (col2im)
+are each other's gradients too.
 """
 
 from __future__ import annotations
@@ -138,7 +139,8 @@ def conv_transpose_vjp(g, y, x, w, *, output_padding, **params):
     examples=[
         "f[2,4,3], f[4,6,3], stride=(2,), padding=(1,), dilation=(1,), groups=1, output_padding=(1,)",
         "f[2,4,3,4], f[4,3,2,2], stride=(1,2), padding=(0,1), dilation=(2,1), groups=2, output_padding=(0,0)",
-        "f[2,2,2,2,2], f[2,4,2,1,2], stride=(1,1,2), padding=(0,0,0), dilation=(1,1,1), groups=1, output_padding=(0,0,1)",
+        "f[2,2,2,2,2], f[2,4,2,1,2], stride=(1,1,2), padding=(0,0,0), dilation=(1,1,1), groups=1, "
+        "output_padding=(0,0,1)",
     ],
 )
 def conv_transpose(x, w, *, stride, padding, dilation, groups, output_padding):

@@ -72,8 +72,8 @@ def stop_gradient(x):
 
 @op(
     "... -> ...",
-    vjp=lambda g, y, x: (conj(g),),
-    write=lambda x, new: conj(new[0]),
+    vjp=lambda g, y, x: (o.conj(g),),
+    write=lambda x, new: o.conj(new[0]),
     examples=["c128[2,3]", "c64[2,3]"],
 )
 def conj(x):
@@ -99,7 +99,7 @@ def _(x):
 @op(
     "... -> ...",
     vjp=lambda g, y, x: (o.cast(g, dtype=x.dtype),),
-    write=lambda x, new: complex(new[0], imag(x)),
+    write=lambda x, new: o.complex(new[0], o.imag(x)),
     dtype=part_dtype,
     examples=["c128[2,3]", "c64[2,3]"],
 )
@@ -116,7 +116,7 @@ def _(x):
 @op(
     "... -> ...",
     vjp=lambda g, y, x: (o.mul(g, 1j),),
-    write=lambda x, new: complex(real(x), new[0]),
+    write=lambda x, new: o.complex(real(x), new[0]),
     dtype=part_dtype,
     aten=["imag.default"],
     examples=["c128[2,3]", "c64[2,3]"],
@@ -145,8 +145,8 @@ def _(size, angle):
 
 @op(
     lambda x: ("... -> ... t", {"t": 2}),
-    vjp=lambda g, y, x: (view_as_complex(g),),
-    write=lambda x, new: view_as_complex(new[0]),
+    vjp=lambda g, y, x: (o.view_as_complex(g),),
+    write=lambda x, new: o.view_as_complex(new[0]),
     dtype=part_dtype,
     aten=["view_as_real.default", "view_as_real_copy.default"],
     examples=["c128[2,3]", "c64[4]"],

@@ -34,7 +34,7 @@ EXAMPLES = ["f[2,3,4], dim=1", "f[2,3], dim=0", "f[], dim=0"]
 
 @op(
     along(),
-    vjp=lambda g, y, x, *, dim: (backwards(cumsum, g, dim),),
+    vjp=lambda g, y, x, *, dim: (backwards(o.cumsum, g, dim),),
     dtype=total_dtype,
     examples=["n[2,3,4], dim=1", "bool[6], dim=0", *EXAMPLES, "c128[2,3], dim=1"],
 )

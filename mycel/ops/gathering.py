@@ -132,7 +132,7 @@ def scatter_reduce_vjp(g, y, x, index, src, *, dim, reduce, include_self=True):
         gx = o.div(g, o.clamp(count, 1.0, None))
         gsrc = gather(gx, index, **at)
     elif reduce == "prod":
-        gx, gsrc = _product_vjp(g, y, x, index, src, dim, include_self)
+        gx, gsrc = _product_vjp(g, y, x, index, src, dim=dim, include_self=include_self)
     else:
         mine, theirs = o.cast(o.eq(x, y), dtype=g.dtype), o.cast(o.eq(src, gather(y, index, **at)), dtype=g.dtype)
         share = o.div(g, o.scatter_add(mine, index, theirs, **at))
@@ -140,7 +140,7 @@ def scatter_reduce_vjp(g, y, x, index, src, *, dim, reduce, include_self=True):
     return gx if include_self else scatter(gx, index, 0.0, **at), None, gsrc
 
 
-def _product_vjp(g, y, x, index, src, dim, include_self):
+def _product_vjp(g, y, x, index, src, *, dim, include_self):
     """The product without one factor: divided out, or taken again without the one zero."""
 
     def product(x, src):

@@ -67,7 +67,8 @@ def index_vjp(g, y, x, *indices, at):
 )  # fmt: skip
 def index(x, *indices, at):
     """x[..., i, ..., j, ...] with integer tensors at dims `at`"""
-    return torch.ops.aten.index(x, [indices[at.index(d)] if d in at else None for d in range(x.ndim)])
+    places = [indices[at.index(d)] if d in at else None for d in range(x.ndim)]
+    return torch.ops.aten.index(x, places)
 
 
 def placed(x, indices):

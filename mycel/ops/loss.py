@@ -1,7 +1,7 @@
-"""Losses.  Cross entropy and the negative log likelihood are operators, for the sake of their big class dim; the rest are rules.
+"""Losses.  Cross entropy and the negative log likelihood are operators, for their big class dim; the rest are rules.
 
-Logits are [n, classes, ...] and targets class indices [n, ...] or probabilities [n, classes, ...].  A mean is captured as a sum over
-a count, each of which may be split over the batch; the operators' own `mean` may not.
+Logits are [n, classes, ...] and targets class indices [n, ...] or probabilities [n, classes, ...].  A mean is captured
+as a sum over a count, each of which may be split over the batch; the operators' own `mean` may not.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ def _cross_entropy(
 
 
 def rows_of(loss, x, target, weight, reduction, ignore_index, **params):
-    """loss(x, target), a mean as a sum over its count; in 32 bits from rows to mean, where a 16-bit sum might overflow."""
+    """loss(x, target), a mean as a sum over its count: in 32 bits, for a 16-bit sum might overflow."""
     if reduction != "mean":
         return loss(x, target, weight, reduction=reduction, ignore_index=ignore_index, **params)
     if is_float(target.dtype):
@@ -270,8 +270,7 @@ def _nll_loss_forward(x, target, weight, reduction, ignore_index):
 
 def bce_vjp(g, y, x, target):
     slope = o.div(o.sub(x, target), o.clamp(o.mul(x, o.sub(1, x)), 1e-12, None))
-    odds = o.sub(o.clamp(o.log1p(o.neg(x)), -100.0, None), o.clamp(o.log(x), -100.0, None))
-    return o.mul(g, slope), o.mul(g, odds)
+    return o.mul(g, slope), o.mul(g, o.sub(o.log1p(o.neg(x)), o.log(x)))
 
 
 @op("..., ... -> ...", vjp=bce_vjp, flops=lambda d: 8 * d.rows, examples=["f32[2,3]~0, f32[2,3]~0"])
@@ -335,7 +334,7 @@ def _multi_margin_loss(x, target, p=1, margin=1, weight=None, reduction=1):
 
 @captures("aten.multilabel_margin_loss_forward.default")
 def _multilabel_margin_loss(x, target, reduction):
-    """max(0, 1 - x[t] + x[j]) summed over targets t (those before the first -1) and other classes j, divided by the classes"""
+    """max(0, 1 - x[t] + x[j]) over targets t (those before the first -1) and other classes j, summed, by class"""
     shape, x = tuple(target.shape), x if x.ndim == 2 else o.reshape(x, shape=(1, math.prod(x.shape)))
     target, (n, classes) = o.reshape(target, shape=tuple(x.shape)), x.shape
     listed = o.cumprod(o.cast(o.ge(target, 0), dtype=x.dtype), dim=1)

@@ -116,8 +116,8 @@ def matmul(a, b):
 
 
 @captures(
-    torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, "aten.matmul.default", "aten.mm.default", "aten.bmm.default",
-    "aten.mv.default", "aten.dot.default",
+    torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, "aten.matmul.default", "aten.mm.default",
+    "aten.bmm.default", "aten.mv.default", "aten.dot.default",
 )  # fmt: skip
 def _matmul(input, other):
     return matmul(input, other)
@@ -224,7 +224,8 @@ def _einsum_cotangent(terms, names, x, subscript):
     examples=[
         'f[2,3,4], f[2,4,6], equation="bij,bjk->bik"', 'f[2,3], f[4,3,6], f[2,6], equation="bi,oij,bj->bo"',
         'f[2,3,4], equation="abc->cb"', 'f[2,3], equation="ab->"', 'f[2,3], f[3,4], equation="ab,bc->c"',
-        'f[2,3], f[4,2], equation="ab,cd->bd"', 'c128[2,3], c128[3,4], equation="ab,bc->ca"', 'f[], f[2], equation=",a->a"',
+        'f[2,3], f[4,2], equation="ab,cd->bd"', 'c128[2,3], c128[3,4], equation="ab,bc->ca"',
+        'f[], f[2], equation=",a->a"',
     ],
 )  # fmt: skip
 def einsum(*xs, equation):
@@ -247,7 +248,8 @@ def _einsum(*args):
     dots = "".join(letters(max(ranks, default=0), skip=equation))
     names = [s.replace("...", dots[len(dots) - r :]) for s, r in zip(names, ranks, strict=True)]
     used = "".join(names)
-    out = out.replace("...", dots) if arrow else dots + "".join(c for c in sorted(set(used) - set(dots)) if used.count(c) == 1)
+    once = sorted(c for c in set(used) - set(dots) if used.count(c) == 1)
+    out = out.replace("...", dots) if arrow else dots + "".join(once)
     return _plain_einsum(equation, xs, names, out)
 
 

@@ -1,6 +1,6 @@
-"""Normalisation: y = (x - mean) * rstd * w + b, with statistics of x's last dims, of groups of channels, or of the batch.
+"""Normalisation: y = (x - mean) * rstd * w + b, with statistics of x's last dims or of groups of channels.
 
-Each operator that measures x has a `_grad` twin over torch's fused backward kernel, whose `expand` is the textbook formula
+Each operator has a `_grad` twin over torch's fused backward kernel, whose `expand` is the textbook formula
 
     dx = rstd * (g - mean(g) - x^ * mean(g * x^)),   x^ = (x - mean) * rstd,   g already times w
 
@@ -125,7 +125,8 @@ def layer_norm_grad_dims(g, x, mean, rstd, w, *, ndim=1):
     lead = " ".join(f"r{i}+" for i in range(x.ndim - ndim))
     tail, ones = " ".join(f"d{i}^" for i in range(ndim)), " 1" * ndim
     full = f"{lead} {tail}"
-    return f"{full}, {full}, {lead}{ones}, {lead}{ones}, {tail} -> {full}" + (f", {tail}, {tail}" if w is not None else "")
+    outs = full if w is None else f"{full}, {tail}, {tail}"
+    return f"{full}, {full}, {lead}{ones}, {lead}{ones}, {tail} -> {outs}"
 
 
 def layer_norm_grad_expand(g, x, mean, rstd, w, *, ndim=1):
@@ -205,7 +206,7 @@ def _fused_rms_norm(x, shape, weight, eps):
 
 
 def rms_norm_grad_dims(g, x, w, *, ndim=1, eps=None):
-    lead, tail = (" ".join(f"{k}{i}{flag}" for i in range(n)) for k, n, flag in (("r", x.ndim - ndim, "+"), ("d", ndim, "^")))
+    lead, tail = " ".join(f"r{i}+" for i in range(x.ndim - ndim)), " ".join(f"d{i}^" for i in range(ndim))
     return f"{lead} {tail}, {lead} {tail}, {tail} -> {lead} {tail}" + ("" if w is None else f", {tail}")
 
 
@@ -237,7 +238,7 @@ def rms_norm_grad(g, x, w, *, ndim=1, eps=None):
     eps = torch.finfo(dtype).eps if eps is None else eps
     norm = torch.linalg.vector_norm(x, dim=dims, keepdim=True, dtype=dtype)
     rstd = torch.rsqrt(norm * norm / math.prod(shape) + eps)
-    if x.is_cuda:
+    if x.is_cuda and (w is None or w.dtype == x.dtype):
         grads = torch.ops.aten._fused_rms_norm_backward(g, x, shape, rstd, w, [True, w is not None])
         return grads[0] if w is None else grads
     xhat = x * rstd
@@ -306,7 +307,7 @@ def group_norm_vjp(g, y, x, w, b, *, groups, eps):
     ],
 )
 def group_norm(x, w, b, *, groups, eps):
-    """Standardised over each of `groups` groups of channels, scaled and shifted by channel; also the mean and 1/std used."""
+    """Standardised over each group of channels, scaled and shifted by channel; also the mean and 1/std used."""
     n, c, size = x.shape[0], x.shape[1], math.prod(x.shape[2:])
     y, mean, rstd = torch.native_group_norm(x.contiguous(), w, b, n, c, size, groups, eps)
     dtype = torch.promote_types(x.dtype, torch.float32)

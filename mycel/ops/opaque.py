@@ -71,8 +71,16 @@ def _opaque_types(*inputs, target, args, kwargs=()):
 
 
 def _opaque_dims(*inputs, target, args, kwargs=()):
-    """Kept whole: every dim of every operand is its own `^` letter."""
-    outs = _opaque_types(*inputs, target=target, args=args, kwargs=kwargs)
+    """Kept whole."""
+    return whole(inputs, _opaque_types(*inputs, target=target, args=args, kwargs=kwargs))
+
+
+def _random_dims(key, *inputs, site=0, **params):
+    return whole((key, *inputs), _opaque_types(*inputs, **params))
+
+
+def whole(inputs, outs):
+    """Dims that keep everything whole: every dim of every operand is its own `^` letter."""
     count = 0
     sides, sizes = [], {}
     for group in (inputs, outs):
@@ -100,7 +108,7 @@ def opaque(*inputs, target, args, kwargs=()):
 
 
 @op(
-    lambda key, *inputs, **p: _opaque_dims(key, *inputs, **p),
+    _random_dims,
     types=lambda key, *inputs, site=0, **p: _opaque_types(*inputs, **p),
     examples=['i64[], f[2,3]>0, target="aten.poisson.default", args=(("x", 0),)'],
 )

@@ -73,7 +73,7 @@ def _(x, y, alpha=1):
 
 @op(
     "..., ... -> ...",
-    vjp=partials(lambda g, y, a, b: mul(g, conj(b)), lambda g, y, a, b: mul(g, conj(a))),
+    vjp=partials(lambda g, y, a, b: o.mul(g, conj(b)), lambda g, y, a, b: o.mul(g, conj(a))),
     aten=["mul.Tensor", "mul.Scalar"],
     examples=[
         "n[2,3], n[2,3]",
@@ -96,7 +96,7 @@ def _(x, a, b, value=1):
 
 @op(
     "..., ... -> ...",
-    vjp=partials(lambda g, y, a, b: div(g, conj(b)), lambda g, y, a, b: o.neg(mul(g, conj(div(y, b))))),
+    vjp=partials(lambda g, y, a, b: o.div(g, conj(b)), lambda g, y, a, b: o.neg(mul(g, conj(o.div(y, b))))),
     dtype="float",
     aten=["div.Scalar", "true_divide.Tensor", "true_divide.Scalar"],
     examples=["f[2,3], f[2,3]>0", "n[4,3], f[3]>0", "f[2,3], 2", "3.0, f[2]>0", "i64[3], i64[3]<9", "c128[2], c128[2]"],
@@ -294,7 +294,7 @@ def xlogy(a, b):
 @op(
     "..., ..., ... -> ...",
     vjp=partials(
-        lambda g, y, a, b, w: mul(g, sub(1, conj(w))),
+        lambda g, y, a, b, w: sub(g, mul(g, conj(w))),
         lambda g, y, a, b, w: mul(g, conj(w)),
         lambda g, y, a, b, w: mul(g, conj(sub(b, a))),
     ),

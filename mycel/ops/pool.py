@@ -1,7 +1,8 @@
 """Pooling of [n, c, ...] in two or three spatial dims (torch pools one dim as two, the first of size one).
 
-Average pooling is linear: its gradient is an operator whose gradient is the pooling again.  Maximum pooling picks elements, by their
-index in the flattened spatial dims: its gradient puts them back (`put_back`), whose gradient picks again (gather).
+Average pooling is linear: its gradient is an operator whose gradient is the pooling again.  Maximum pooling picks
+elements, by their index in the flattened spatial dims: its gradient puts them back (`put_back`), whose gradient picks
+again (gather).
 """
 
 from __future__ import annotations
@@ -178,9 +179,9 @@ captures("aten.avg_pool3d.default")(avg_pool_rule(3))
 )
 def avg_pool_grad(g, *, shape, kernel, stride, padding, ceil=False, count_padding=True, divisor=None):
     """Each mean's share given back to its window: the gradient of avg_pool on `shape`"""
-    return (
-        torch.ops.aten.avg_pool2d_backward if len(kernel) == 2 else torch.ops.aten.avg_pool3d_backward
-    )(g, g.new_empty(1).expand(shape), kernel, stride, padding, ceil, count_padding, divisor)  # fmt: skip
+    return getattr(torch.ops.aten, f"avg_pool{len(kernel)}d_backward")(
+        g, g.new_empty(shape), kernel, stride, padding, ceil, count_padding, divisor
+    )
 
 
 @op(
@@ -207,9 +208,7 @@ def _adaptive_avg_pool(x, output_size):
 )
 def adaptive_avg_pool_grad(g, *, shape):
     """Each mean's share given back to its window: the gradient of adaptive_avg_pool on `shape`"""
-    return (
-        torch.ops.aten._adaptive_avg_pool2d_backward if len(shape) == 4 else torch.ops.aten._adaptive_avg_pool3d_backward
-    )(g, g.new_empty(1).expand(shape))  # fmt: skip
+    return getattr(torch.ops.aten, f"_adaptive_avg_pool{len(shape) - 2}d_backward")(g, g.new_empty(shape))
 
 
 @op(

@@ -1,10 +1,10 @@
-"""Random numbers without state: hash(key, site, global index of the element), so parts of a tensor draw what the whole would.
+"""Random numbers without state: hash(key, site, global index), so parts of a tensor draw what the whole would.
 
     x = key + site * M + (offset + sum of coordinate * stride) * G          a lattice: neighbours are far apart
     x = (x ^ x >> 32) * C1,  x = (x ^ x >> 32) * C2                         two murmur3 rounds: the high bits are random
 
-`strides` (default: contiguous) and `offset` place a part within the whole: a split of the tensor keeps the strides of the whole
-and starts at the offset of its first element.  A gradient redraws with the same key and site instead of keeping a mask.
+`strides` (default: contiguous) and `offset` place a part within the whole: a split of the tensor keeps the strides of the
+whole and starts at the offset of its first element.  A gradient redraws with the same key and site and keeps no mask.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ def _wrap(n):
 
 
 def _mix(x):
-    """Two murmur3 rounds; every bit of x reaches the high bits of the result evenly."""
-    x = x.bitwise_xor(x >> 32).mul_(-0xAE502812AA7333)
-    return x.bitwise_xor(x >> 32).mul_(-0x3B314601E57A13AD)
+    """Two murmur3 rounds, in place; every bit of x reaches the high bits of the result evenly."""
+    x.bitwise_xor_(x >> 32).mul_(-0xAE502812AA7333)
+    return x.bitwise_xor_(x >> 32).mul_(-0x3B314601E57A13AD)
 
 
 def _hash(key, offset, shape, strides, site):
@@ -35,7 +35,7 @@ def _hash(key, offset, shape, strides, site):
     x = key + _wrap(site * 0xD1B54A32D192ED03)
     x = torch.add(x, offset, alpha=_wrap(golden)) if isinstance(offset, torch.Tensor) else x + _wrap(offset * golden)
     strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))] if strides is None else strides
-    for n, stride in zip(shape, strides):
+    for n, stride in zip(shape, strides, strict=True):
         x = x.unsqueeze(-1)
         if n != 1:
             x = torch.add(x, torch.arange(n, device=key.device), alpha=_wrap(stride * golden))
@@ -85,13 +85,20 @@ def fold_in(key, *, data):
     return x ^ ((x >> 32) & 0xFFFFFFFF)
 
 
-@drawn(torch.int64, examples=["0, shape=(2,3,4)", "i64[], shape=(4,6), site=2", "7, shape=()", "3, shape=(2,3), strides=(8,2)"])
+@drawn(
+    torch.int64,
+    examples=["0, shape=(2,3,4)", "i64[], shape=(4,6), site=2", "7, shape=()", "3, shape=(2,3), strides=(8,2)"],
+)
 def bits(key, offset, *, shape, strides=None, site=0):
     """64 random bits as an i64."""
     return _bits(key, offset, shape, strides, site)
 
 
-@drawn(examples=["0, shape=(2,3,4)", "5, shape=(4,6), dtype=f64, site=1", "0, shape=(4,), dtype=bf16", "0, shape=(4,), dtype=f16"])
+@drawn(
+    examples=[
+        "0, shape=(2,3,4)", "5, shape=(4,6), dtype=f64, site=1", "0, shape=(4,), dtype=bf16", "0, shape=(4,), dtype=f16",
+    ]
+)  # fmt: skip
 def uniform(key, offset, *, shape, dtype=torch.float32, strides=None, site=0):
     """Evenly from [0, 1)."""
     return _unit(key, offset, shape, strides, site, dtype)
@@ -123,7 +130,13 @@ def bernoulli(key, offset, p, *, shape, dtype=torch.float32, strides=None, site=
     return (_unit(key, offset, shape, strides, site, torch.float32) < p).to(dtype)
 
 
-@drawn(torch.int64, examples=["0, low=0, high=5, shape=(2,3)", "0, low=-3, high=4, shape=(6,), dtype=f32", "0, low=0, high=2, shape=(4,), dtype=u8"])
+@drawn(
+    torch.int64,
+    examples=[
+        "0, low=0, high=5, shape=(2,3)", "0, low=-3, high=4, shape=(6,), dtype=f32",
+        "0, low=0, high=2, shape=(4,), dtype=u8",
+    ],
+)  # fmt: skip
 def randint(key, offset, *, low, high, shape, dtype=torch.int64, strides=None, site=0):
     """Evenly from the integers low, …, high - 1."""
     return (torch.remainder(_bits(key, offset, shape, strides, site), high - low) + low).to(dtype)
@@ -148,15 +161,15 @@ def _dropout_vjp(g, y, x, key, offset, **params):
     dtype="first",
     vjp=_dropout_vjp,
     examples=[
-        "f[2,3,4], i64[], 0, p=0.25", "f[4,6], i64[], i64[], p=0.5, site=2", "f[6], i64[], 0, p=0.0", "f[2,3], i64[], 0, p=1.0",
-        "c128[2,3], i64[], 0, p=0.5", "f[], i64[], 0, p=0.5",
+        "f[2,3,4], i64[], 0, p=0.25", "f[4,6], i64[], i64[], p=0.5, site=2", "f[6], i64[], 0, p=0.0",
+        "f[2,3], i64[], 0, p=1.0", "c128[2,3], i64[], 0, p=0.5", "f[], i64[], 0, p=0.5",
     ],
 )  # fmt: skip
 def dropout(x, key, offset, *, p, strides=None, site=0):
     """x with elements set to 0 with probability p, the rest scaled by 1 / (1 - p)."""
     bound = min(int(p * 2.0**64), 2**64 - 1) - 2**63
     keep = _hash(key, offset, x.shape, strides, site) >= bound
-    return torch.where(keep, x, 0.0) * (1.0 / (1.0 - p) if p < 1 else 0.0)
+    return x * keep * (1.0 / (1.0 - p) if p < 1 else 0.0)
 
 
 # What torch's random functions mean.  A rule draws its key and site with `draw`; explicit generators are declined.

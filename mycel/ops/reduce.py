@@ -170,12 +170,15 @@ def var_vjp(g, y, x, *, dims, correction=1, keepdim=False):
     return (o.mul(per_freedom(o.mul(kept(g, x, dims, keepdim), 2), x, dims, correction), deviations(x, dims)),)
 
 
+def var_expand(x, *, dims, correction=1, keepdim=False):
+    """sum (x - mean)**2 / freedom"""
+    return per_freedom(sum(o.square(deviations(x, dims)), dims=dims, keepdim=keepdim), x, dims, correction)
+
+
 @op(
     over("^"),
     vjp=var_vjp,
-    expand=lambda x, *, dims, correction=1, keepdim=False: per_freedom(
-        sum(o.square(deviations(x, dims)), dims=dims, keepdim=keepdim), x, dims, correction
-    ),
+    expand=var_expand,
     flops=lambda d: 4 * elements(d),
     examples=[
         "f[2,3,4], dims=(1,)",
@@ -212,7 +215,7 @@ def std_vjp(g, y, x, *, dims, correction=1, keepdim=False):
     over("^"),
     vjp=std_vjp,
     expand=lambda x, *, dims, correction=1, keepdim=False: o.sqrt(
-        var.expand(x, dims=dims, correction=correction, keepdim=keepdim)
+        var_expand(x, dims=dims, correction=correction, keepdim=keepdim)
     ),
     flops=lambda d: 4 * elements(d),
     examples=["f[2,3,4], dims=(1,)", "f[2,3,4], dims=(0,2), correction=0, keepdim=True", "f[4,6], dims=(0,1)"],

@@ -1,6 +1,7 @@
 """Changing the spatial size of [n, c, ...]: interpolation, and moving channels into space.
 
-Interpolation is linear: its gradient is an operator whose gradient is the interpolation again.  `mode` is the name of torch's kernel.
+Interpolation is linear: its gradient is an operator whose gradient is the interpolation again.  `mode` is the name
+of torch's kernel.
 """
 
 from __future__ import annotations
@@ -74,7 +75,10 @@ def upsample_rule(mode):
         scales += (None,) * (len(output_size) - len(scales))
         return upsample(x, size=tuple(output_size), mode=mode, scales=scales, align=bool(align_corners))
 
-    return (lambda x, output_size, *scales, **named: rule(x, output_size, False, *scales, **named)) if "nearest" in mode else rule
+    def unaligned(x, output_size, *scales, **named):
+        return rule(x, output_size, False, *scales, **named)
+
+    return unaligned if "nearest" in mode else rule
 
 
 def upsample_vec_rule(mode):

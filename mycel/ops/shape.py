@@ -9,6 +9,7 @@ A reshape keeps the flat order, so its dims are the common factors of both shape
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -50,6 +51,7 @@ def common_factors(old, new):
     return before, after, sizes, whole
 
 
+@functools.lru_cache(4096)
 def reshape_dims(x, *, shape):
     """The common factors of both shapes; an empty tensor is whole."""
     if math.prod(shape) != x.numel or any(n < 0 for n in shape):

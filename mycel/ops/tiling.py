@@ -33,7 +33,8 @@ def pad_dims(x, *, widths, **_):
 )  # fmt: skip
 def pad(x, *, widths, value=0.0):
     """(lo, hi) more elements of one value at the ends of each dim; fewer, where negative"""
-    return torch.constant_pad_nd(x, [n for width in reversed(widths) for n in width], value)
+    last_first = [n for width in reversed(widths) for n in width]
+    return torch.constant_pad_nd(x, last_first, value)
 
 
 def pad_widths(ndim, flat):

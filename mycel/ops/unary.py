@@ -31,7 +31,7 @@ def slope(rule):
     return lambda g, y, x: (o.mul(g, conj(rule(y, x))),)
 
 
-@op("... -> ...", vjp=lambda g, y, x: (neg(g),), aten=["neg.default"], examples=["n[2,3]", "c128[3]"])
+@op("... -> ...", vjp=lambda g, y, x: (o.neg(g),), aten=["neg.default"], examples=["n[2,3]", "c128[3]"])
 def neg(x):
     """-x"""
     return -x
@@ -59,9 +59,9 @@ log1p = unary("log1p", lambda g, y, x: (o.div(g, o.add(conj(x), 1)),), examples=
 
 sqrt = unary("sqrt", lambda g, y, x: (o.div(g, o.mul(conj(y), 2)),), examples=["f[2,3]>0", "i64[3]<9", "c128[3]"])
 rsqrt = unary(
-    "rsqrt", lambda g, y, x: (o.mul(o.mul(g, -0.5), conj(o.mul(square(y), y))),), examples=["f[2,3]>0", "c128[3]"]
+    "rsqrt", lambda g, y, x: (o.mul(o.mul(g, -0.5), conj(o.mul(o.square(y), y))),), examples=["f[2,3]>0", "c128[3]"]
 )
-reciprocal = unary("reciprocal", slope(lambda y, x: neg(square(y))), examples=["f[2,3]>0", "i64[3]>0", "c128[3]"])
+reciprocal = unary("reciprocal", slope(lambda y, x: neg(o.square(y))), examples=["f[2,3]>0", "i64[3]>0", "c128[3]"])
 
 
 @op(
@@ -75,13 +75,13 @@ def square(x):
     return x * x
 
 
-sin = unary("sin", slope(lambda y, x: cos(x)), examples=["f[2,3]", "c128[3]"])
+sin = unary("sin", slope(lambda y, x: o.cos(x)), examples=["f[2,3]", "c128[3]"])
 cos = unary("cos", slope(lambda y, x: neg(sin(x))), examples=["f[2,3]", "c128[3]"])
 tan = unary("tan", slope(lambda y, x: o.add(square(y), 1)), examples=["f[2,3]~1.2", "c128[3]"])
 asin = unary("asin", slope(lambda y, x: rsqrt(o.sub(1, square(x)))), examples=["f[2,3]~0.9", "c128[3]"])
 acos = unary("acos", slope(lambda y, x: neg(rsqrt(o.sub(1, square(x))))), examples=["f[2,3]~0.9", "c128[3]"])
 atan = unary("atan", slope(lambda y, x: reciprocal(o.add(square(x), 1))), examples=["f[2,3]", "c128[3]"])
-sinh = unary("sinh", slope(lambda y, x: cosh(x)), examples=["f[2,3]", "c128[3]"])
+sinh = unary("sinh", slope(lambda y, x: o.cosh(x)), examples=["f[2,3]", "c128[3]"])
 cosh = unary("cosh", slope(lambda y, x: sinh(x)), examples=["f[2,3]", "c128[3]"])
 asinh = unary("asinh", slope(lambda y, x: rsqrt(o.add(square(x), 1))), examples=["f[2,3]", "c128[3]"])
 acosh = unary("acosh", slope(lambda y, x: rsqrt(o.sub(square(x), 1))), examples=["f[2,3]>1"])
@@ -90,13 +90,13 @@ atanh = unary("atanh", slope(lambda y, x: reciprocal(o.sub(1, square(x)))), exam
 erf = unary("erf", slope(lambda y, x: o.mul(exp(neg(square(x))), 2 / math.sqrt(math.pi))))
 erfc = unary("erfc", slope(lambda y, x: o.mul(exp(neg(square(x))), -2 / math.sqrt(math.pi))))
 erfinv = unary("erfinv", slope(lambda y, x: o.mul(exp(square(y)), math.sqrt(math.pi) / 2)), examples=["f[2,3]~0.9"])
-lgamma = unary("lgamma", slope(lambda y, x: digamma(x)), examples=["f[2,3]>0"])
-digamma = unary("digamma", slope(lambda y, x: polygamma(x, n=1)), examples=["f[2,3]>0"])
+lgamma = unary("lgamma", slope(lambda y, x: o.digamma(x)), examples=["f[2,3]>0"])
+digamma = unary("digamma", slope(lambda y, x: o.polygamma(x, n=1)), examples=["f[2,3]>0"])
 
 
 @op(
     "... -> ...",
-    vjp=lambda g, y, x, *, n: (o.mul(g, polygamma(x, n=n + 1)),),
+    vjp=lambda g, y, x, *, n: (o.mul(g, o.polygamma(x, n=n + 1)),),
     dtype="float",
     examples=["f[2,3]>0, n=1", "f[2,3]>0, n=0", "f[3]>0, n=2"],
 )

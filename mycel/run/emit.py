@@ -79,7 +79,8 @@ class _Function:
         return f"def {self.name}({', '.join(args)}):\n{body}"
 
     def named(self, var: Var) -> str:
-        base = re.sub(r"\W", "_", var.name)
+        base = re.sub(r"\W", "_", var.name, flags=re.ASCII)
+        base = f"_{base}" if base[0].isdigit() else base
         name, i = base, 0
         while name in self.taken:
             i += 1

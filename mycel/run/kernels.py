@@ -127,7 +127,7 @@ def _dependencies(fn: types.FunctionType, node: ast.AST) -> dict[str, str]:
     found: dict[str, str] = {}
     for name in sorted({n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}):
         value = fn.__globals__.get(name)
-        if name in ("torch", "math", fn.__name__) or name not in fn.__globals__:
+        if name in ("torch", "math", fn.__name__, *fn.__code__.co_varnames) or name not in fn.__globals__:
             continue
         if isinstance(value, types.FunctionType):
             found.update(_function_source(value))

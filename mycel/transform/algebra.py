@@ -4,9 +4,10 @@
     b: f32[3,2] = reshape(a, shape=(3, 2))       =>     b: f32[3,2] = reshape(x, shape=(3, 2))
     y: f32[3,2] = mul(b, 1)                             (y is b)
 
-Only what is exact in floating point (the sign of zero apart) and keeps the type: a rewrite whose result has another type is not made.  Rules look
-at operands only, which are already rewritten, so one pass over a block ends with nothing left to rewrite.  A scalar in a rule stands for a literal or
-for a `full` of it.  A rule returns a value (or one for each output), a new equation `(op, inputs, params)`, or None where it does not apply.
+Only what is exact in floating point (the sign of zero apart) and keeps the type: a rewrite whose result has another type is
+not made.  Rules look at operands only, which are already rewritten, so one pass over a block leaves nothing to rewrite.  A
+scalar in a rule stands for a literal or for a `full` of it.  A rule returns a value (or one for each output), a new equation
+`(op, inputs, params)`, or None where it does not apply.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ class Made:
 
 
 def _rewritten(block: Block) -> Block:
-    made, values = Made(), {}
+    made = Made()
+    values: dict[Var, Atom] = {}
     eqns = []
     for eqn in block.eqns:
         new: Eqn | None = substitute(eqn, values)
@@ -294,6 +296,15 @@ def linear_transposed(e: Eqn, m: Made) -> Any:
     return ("matmul", (e.inputs[0], w.inputs[0]), {}) if w and tuple(w.params["dims"]) == (1, 0) else None
 
 
+def attention_of_repeated(e: Eqn, m: Made) -> Any:
+    """attention(q, repeat_each(k, times=n, dim=1), repeat_each(v, times=n, dim=1), …) => attention(q, k, v, …)"""
+    q, k, v, *mask = e.inputs
+    repeated_k, repeated_v = _repeated(m, k), _repeated(m, v)
+    if repeated_k is None or repeated_v is None or repeated_k.shape[1] != repeated_v.shape[1]:
+        return None
+    return e.op.name, (q, repeated_k, repeated_v, *mask), dict(e.params)
+
+
 # -- what the rules ask -------------------------------------------------------------------------------------
 
 
@@ -301,6 +312,23 @@ def _is(m: Made, x: Atom, number: float) -> bool:
     """Is x the number everywhere?"""
     known = m.scalar(x)
     return known is not None and known == number
+
+
+def _repeated(m: Made, x: Atom) -> Var | None:
+    """The value whose dim 1 was repeated element by element to make x: by repeat_each, or by reshape, expand, reshape."""
+    if each := m.by(x, "repeat_each"):
+        source = each.inputs[0]
+        return source if each.params["dim"] == 1 and isinstance(source, Var) else None
+    outer = m.by(x, "reshape")
+    wide = m.by(outer.inputs[0], "expand") if outer else None
+    inner = m.by(wide.inputs[0], "reshape") if wide else None
+    source = inner.inputs[0] if inner else None
+    if not wide or not isinstance(source, Var) or source.ndim < 2 or not isinstance(x, Var):
+        return None
+    b, g, *rest = source.shape
+    n = wide.outputs[0].shape[2] if wide.outputs[0].ndim > 2 else 0
+    steps = [(b, g, 1, *rest), (b, g, n, *rest), (b, g * n, *rest)]
+    return source if steps == [wide.input_types[0].shape, wide.outputs[0].shape, x.shape] else None
 
 
 def _exact_neg(neg: Eqn, e: Eqn) -> bool:
@@ -316,20 +344,19 @@ def _without(e: Eqn, m: Made, neutral: float) -> Any:
 
 def _holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
     """Is every value of `narrow` a value of `wide`?"""
-    if wide == narrow or narrow == torch.bool:
+    if narrow in (wide, torch.bool):
         return True
     if wide == torch.bool or wide.is_complex or narrow.is_complex:
         return False
     if narrow.is_floating_point:
         if not wide.is_floating_point:
             return False
-        a, b = torch.finfo(wide), torch.finfo(narrow)
-        return a.eps <= b.eps and a.max >= b.max and a.tiny * a.eps <= b.tiny * b.eps
-    b = torch.iinfo(narrow)
+        w, n = torch.finfo(wide), torch.finfo(narrow)
+        return w.eps <= n.eps and w.max >= n.max and w.tiny * w.eps <= n.tiny * n.eps
+    low, high = torch.iinfo(narrow).min, torch.iinfo(narrow).max
     if wide.is_floating_point:
-        return max(-b.min, b.max + 1) <= 1 / torch.finfo(wide).eps and b.max + 1 <= torch.finfo(wide).max
-    a = torch.iinfo(wide)
-    return a.min <= b.min and b.max <= a.max
+        return max(-low, high + 1) <= min(1 / torch.finfo(wide).eps, torch.finfo(wide).max)
+    return torch.iinfo(wide).min <= low and high <= torch.iinfo(wide).max
 
 
 TABLE: dict[str, tuple[Rule, ...]] = {
@@ -337,6 +364,7 @@ TABLE: dict[str, tuple[Rule, ...]] = {
     "add": (add_zero, add_neg),
     "amax": (reduce_nothing,),
     "amin": (reduce_nothing,),
+    "attention": (attention_of_repeated,),
     "bitwise_and": (and_true, same_operands),
     "bitwise_not": (twice_is_none,),
     "bitwise_or": (or_false, same_operands),

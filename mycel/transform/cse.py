@@ -4,8 +4,8 @@
     b: f32[2] = exp(x)                   =>     c: f32[2] = add(a, a)
     c: f32[2] = add(a, b)
 
-Two blocks that differ in names and source lines only become one, and two constants of the same bits become one, so that calls and uses of them
-meet here too.
+Two blocks that differ in names and source lines only become one, and two constants of the same bits become one, so that calls
+and uses of them meet here too.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _merge(block: Block, refs: Mapping[str, str], consts: Mapping[str, str]) -> 
 
 
 def _renamed(eqn: Eqn, refs: Mapping[str, str], consts: Mapping[str, str]) -> Eqn:
-    changed = {k: Ref(refs[v]) for k, v in eqn.params.items() if isinstance(v, Ref) and refs[v] != v}
+    changed: dict[str, Any] = {k: Ref(refs[v]) for k, v in eqn.params.items() if isinstance(v, Ref) and refs[v] != v}
     if eqn.op.name == "const" and consts.get(eqn.params["name"], eqn.params["name"]) != eqn.params["name"]:
         changed["name"] = consts[eqn.params["name"]]
     return replace(eqn, params=Params(eqn.params | changed)) if changed else eqn

@@ -5,10 +5,10 @@
     c: f32[]  = full(2.0, dtype=f32, shape=())
     y: f32[4] = mul(x, c)                                  y: f32[4] = mul(x, 2.0)
 
-A result is written as `full` if it is one number, as `iota` if it counts, else as `const` up to `LIMIT` elements; larger ones stay as they are.
-One number everywhere folds at any size, through operators on elements and through those that only move elements.  A 0-dim constant becomes a literal
-operand where the operator's type does not change by it (a Python scalar promotes less than a 0-dim tensor) and the promoted dtype holds its value.
-Random operators are left alone.
+A result is written as `full` if it is one number, as `iota` if it counts, else as `const` up to `LIMIT` elements; larger ones
+stay as they are, and so do views of constants.  One number everywhere folds at any size, through operators on elements and
+through those that only move elements.  A 0-dim constant becomes a literal operand where the operator's type does not change by it
+(a Python scalar promotes less than a 0-dim tensor) and the promoted dtype holds its value.  Random operators are left alone.
 """
 
 from __future__ import annotations
@@ -56,10 +56,9 @@ def _folded(block: Block, consts: dict[str, torch.Tensor]) -> Block:
             eqns.append(eqn)
             continue
         known.update(zip(eqn.outputs, values, strict=True))
-        if eqn.op.name in ("full", "iota"):
-            eqns.append(eqn)
-        else:
-            eqns += [_constant(eqn, var, value, consts) for var, value in zip(eqn.outputs, values, strict=True)]
+        new = [_constant(eqn, var, value, consts) for var, value in zip(eqn.outputs, values, strict=True)]
+        view = eqn.op.write is not None and any(e.op.name == "const" for e in new)  # costs nothing as it is
+        eqns += [eqn] if view or eqn.op.name in ("full", "iota") else new
     return Block(block.inputs, tuple(eqns), block.outputs)
 
 
@@ -76,19 +75,22 @@ def _values(eqn: Eqn, known: Mapping[Var, torch.Tensor], consts: Mapping[str, to
     if eqn.op.name == "const":
         value = consts[eqn.params["name"]].cpu()
         return [value] if value.numel() <= LIMIT else None
-    if eqn.op.name == "full":
-        value = _run(eqn.op, inputs, {**eqn.params, "shape": ()}, [Type(types[0].dtype, ())])
-    elif tensors and all(map(_is_one_number, tensors)) and (eqn.op.name in MOVE or is_pointwise(eqn.op)):
-        small = [x[(slice(0, 1),) * x.ndim] if isinstance(x, torch.Tensor) else x for x in inputs]
-        if eqn.op.name in MOVE:
-            value = [small[0].reshape(()) for _ in types]
-        else:
-            value = _run(eqn.op, small, eqn.params, [Type(t.dtype, (1,) * t.ndim) for t in types])
-    elif (tensors or eqn.op.name == "iota") and all(n <= LIMIT for n in _numels(tensors, types)):
+    if eqn.op.name == "full" or (tensors and all(map(_is_one_number, tensors)) and (eqn.op.name in MOVE or is_pointwise(eqn.op))):
+        numbers = _one_number(eqn, inputs, types)
+        return None if numbers is None else [x.reshape(()).expand(t.shape) for x, t in zip(numbers, types, strict=True)]
+    if (tensors or eqn.op.name == "iota") and all(n <= LIMIT for n in _numels(tensors, types)):
         return _run(eqn.op, inputs, eqn.params, types)
-    else:
-        return None
-    return None if value is None else [x.reshape(()).expand(t.shape) for x, t in zip(value, types, strict=True)]
+    return None
+
+
+def _one_number(eqn: Eqn, inputs: list[Any], types: list[Type]) -> list[torch.Tensor] | None:
+    """The one number that each output is everywhere."""
+    if eqn.op.name == "full":
+        return _run(eqn.op, inputs, {**eqn.params, "shape": ()}, [Type(types[0].dtype, ())])
+    small = [x[(slice(0, 1),) * x.ndim] if isinstance(x, torch.Tensor) else x for x in inputs]
+    if eqn.op.name in MOVE:
+        return small[:1] * len(types)
+    return _run(eqn.op, small, eqn.params, [Type(t.dtype, (1,) * t.ndim) for t in types])
 
 
 def _run(op: Op, inputs: list[Any], params: Mapping[str, Any], types: list[Type]) -> list[torch.Tensor] | None:
@@ -163,7 +165,7 @@ def _counts(value: torch.Tensor) -> tuple[int, int, int] | None:
         return None
     wide = value.to(torch.float64) if value.is_floating_point() else value.to(torch.int64)
     lines = [d for d, n in enumerate(value.shape) if n > 1 and not bool((wide == wide.narrow(d, 0, 1)).all())]
-    if len(lines) != 1 or value.is_floating_point() and not (bool((wide.abs() < 2**53).all()) and bool((wide == wide.round()).all())):
+    if len(lines) != 1 or not bool(((wide.abs() < 2**53) & (wide == wide.round())).all()):
         return None
     (dim,) = lines
     ends = wide.select(dim, 0).reshape(-1)[0], wide.select(dim, 1).reshape(-1)[0]
@@ -195,4 +197,4 @@ def _with_literals(eqn: Eqn, known: Mapping[Var, torch.Tensor]) -> Eqn:
 def _survives(value: torch.Tensor, dtype: torch.dtype) -> bool:
     """Is the value one of this dtype?"""
     there = value.to(dtype)
-    return bool((there.to(value.dtype) == value) | (value != value))
+    return bool((there.to(value.dtype) == value) | value.isnan())

@@ -32,8 +32,10 @@ def _fuse(block: Block) -> Block:
             new = replace(eqn, op=OPS["sdpa"], outputs=eqn.outputs[:1])
         elif eqn.op.name == "add":
             for product, other in (eqn.inputs, eqn.inputs[::-1]):
-                inner = made.get(product) if isinstance(product, Var) else None
-                if inner is None or not isinstance(other, Var) or id(inner) in gone:
+                if not isinstance(product, Var) or not isinstance(other, Var):
+                    continue
+                inner = made.get(product)
+                if inner is None or id(inner) in gone:
                     continue
                 bias = _bias(inner, other, made)
                 if bias is None or len(uses[product].uses) != 1 or uses[product].is_output or product == other:

@@ -30,7 +30,7 @@ def inline(program: Program, small: int = 8) -> Program:
 
 def _once(program: Program, small: int) -> tuple[Program, bool]:
     """One round, inner blocks first; was there anything to inline?"""
-    counts = Counter(ref for _, eqn in walk(program) for ref in eqn.refs)
+    counts = Counter(str(ref) for _, eqn in walk(program) for ref in eqn.refs)
     blocks: dict[str, Block] = {}
     changed = False
     for name in order(program):
@@ -70,16 +70,15 @@ def _spliced(
     """The equations of a block in place of the equation `at`; what its results are instead goes into `values`."""
     inner: dict[Var, Atom] = dict(zip(block.inputs, operands, strict=True))
     mine = {v for eqn in block.eqns for v in eqn.outputs}
-    eqns: list[Eqn] = []
+    named: dict[Var, Var] = {}
     for out, x in zip(at.outputs, block.outputs, strict=True):
-        if isinstance(x, Var) and x in mine and x not in inner:
-            inner[x] = out
+        if isinstance(x, Var) and x in mine:
+            named.setdefault(x, out)
+    eqns: list[Eqn] = []
     for eqn in block.eqns:
-        for v in eqn.outputs:
-            if v not in inner:
-                inner[v] = Var(_fresh(v.name, taken), v.type)
-        outputs = tuple(inner[v] for v in eqn.outputs)
+        outputs = tuple(named.get(v) or Var(_fresh(v.name, taken), v.type) for v in eqn.outputs)
         eqns.append(replace(substitute(eqn, inner), outputs=outputs, source=eqn.source or at.source))
+        inner.update(zip(eqn.outputs, outputs, strict=True))
     for out, x in zip(at.outputs, block.outputs, strict=True):
         if not isinstance(x, Var):  # a literal result is a 0-dim tensor
             eqns.append(Eqn(OPS["full"], (x,), Params(shape=(), dtype=atom_type(x).dtype), (out,), at.source))

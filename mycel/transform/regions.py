@@ -71,7 +71,7 @@ def meet(a: Region, b: Region, shape: Shape) -> Region | None:
     """The elements in both."""
     if NONE in (a, b):
         return NONE
-    if a == ALL or a == b:
+    if a in (ALL, b):
         return b
     if b == ALL:
         return a

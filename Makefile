@@ -1,0 +1,36 @@
+# `make setup` once on a fresh machine; every other target does it by itself.
+PYTHON ?= python3
+TORCH  ?= torch==2.13.0
+VENV   := .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+
+.PHONY: setup test check accept bench clean
+
+setup: $(READY)
+
+$(READY): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --upgrade pip setuptools
+	$(BIN)/python -m pip install -q "$(TORCH)"
+	$(BIN)/python -m pip install -q -e ".[dev]"
+	touch $(READY)
+
+test: setup            ## everything
+	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+check: setup           ## lint, types, fast tests
+	$(BIN)/ruff check mycel tests bench docs
+	$(BIN)/ruff format --check mycel tests bench docs
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
+
+accept: setup          ## rewrite golden texts; read the diff before committing
+	MYCEL_ACCEPT=1 $(BIN)/python -m pytest tests/test_passes.py tests/test_golden.py
+
+bench: setup           ## ours and the peers in the same run
+	$(BIN)/python bench/dispatch.py
+	$(BIN)/python bench/capture.py
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

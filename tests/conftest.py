@@ -1,0 +1,11 @@
+"""Tests run on one thread each, on the CPU, and do not talk."""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+import torch
+
+torch.set_num_threads(1)

@@ -1,0 +1,52 @@
+"""Who may look into whom: `errors < ir < ops < {capture | transform} < api` and `ops < run < api`; read from the imports themselves."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent / "mycel"
+
+MAY_IMPORT = {
+    "errors": set(),
+    "ir": {"errors"},
+    "ops": {"errors", "ir"},
+    "capture": {"errors", "ir", "ops"},
+    "transform": {"errors", "ir", "ops"},
+    "run": {"errors", "ir", "ops"},
+    "api": {"errors", "ir", "ops", "capture", "transform", "run"},
+    "__init__": {"errors", "ir", "api"},
+}
+
+
+def room(path: Path) -> str:
+    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+
+
+def imported(path: Path) -> set[str]:
+    """Rooms of ours that a file imports, at any depth of its code."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            if node.module == "mycel":
+                found |= {a.name for a in node.names}
+            elif node.module and node.module.startswith("mycel."):
+                found.add(node.module.split(".")[1])
+        elif isinstance(node, ast.Import):
+            found |= {a.name.split(".")[1] for a in node.names if a.name.startswith("mycel.")}
+    return found
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_follow_the_layers(path):
+    mine = room(path)
+    assert mine in MAY_IMPORT, f"{mine} is a new room: give it a place in the layers"
+    assert imported(path) - {mine} <= MAY_IMPORT[mine]
+
+
+def test_ir_runs_without_the_rest():
+    """The law above can fail: it sees the imports that are there."""
+    assert imported(ROOT / "api.py") >= {"ir", "capture", "run"}

@@ -1,0 +1,444 @@
+"""The laws of passes, over the zoo and over random programs; one golden text for each pass; what the causal pass must and must not see."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from golden import golden
+from hypothesis import given, settings
+from zoo import ZOO, inputs, programs, read
+
+from mycel.ir import Program, check
+from mycel.run.interpret import interpret
+from mycel.transform import SIMPLIFY, algebra, causal, cse, dce, fold, fuse, inline, simplify
+
+PASSES = [algebra, causal, cse, dce, fold, fuse, inline, simplify]
+steady = settings(derandomize=True, deadline=None, max_examples=100, database=None)
+
+
+def same(a, b) -> bool:
+    if not isinstance(a, torch.Tensor):
+        return repr(a) == repr(b)
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    tol = 1e-12 if a.dtype in (torch.float64, torch.complex128) else 1e-6
+    return torch.allclose(a, b, rtol=tol, atol=tol, equal_nan=True)
+
+
+def assert_law(change, program: Program) -> None:
+    """The pass keeps signature, types and results, and has nothing to do on its own result."""
+    changed = check(change(program))
+    assert (changed.inputs, changed.updates) == (program.inputs, program.updates)
+    for seed in (0, 1):
+        args = inputs(program, seed)
+        for was, now in zip(interpret(program, args), interpret(changed, args), strict=True):
+            assert same(was, now), f"{change.__name__}: {program}\n=>\n{changed}\n{was}\n{now}"
+    assert Program.parse(str(changed), changed.consts) == changed
+    if change is not simplify:
+        assert change(changed) == changed, f"{change.__name__}: {changed}\n=>\n{change(changed)}"
+
+
+@pytest.mark.parametrize("change", PASSES, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("name", ZOO)
+def test_passes_keep_the_zoo(change, name):
+    assert_law(change, ZOO[name])
+
+
+@given(programs())
+@steady
+def test_passes_keep_random_programs(program):
+    for change in PASSES:
+        assert_law(change, program)
+
+
+@given(programs())
+@steady
+def test_passes_compose_in_any_order(program):
+    args = inputs(program)
+    want = interpret(program, args)
+    for order in (PASSES, PASSES[::-1]):
+        changed = program
+        for change in order:
+            changed = check(change(changed))
+        assert all(same(a, b) for a, b in zip(want, interpret(changed, args), strict=True)), f"{program}\n=>\n{changed}"
+
+
+def test_simplify_is_the_list():
+    program = ZOO["constants"]
+    for change in SIMPLIFY:
+        program = check(change(program))
+    assert program == simplify(ZOO["constants"])
+
+
+# -- golden texts -------------------------------------------------------------------------------------------
+
+BEFORE = {
+    "algebra": """
+def main(x: f32[2,6], w: f32[5,6], n: i32[3]):
+  a: f32[12] = reshape(x, shape=(12,))
+  b: f32[2,6] = reshape(a, shape=(2, 6))
+  c: f32[2,6] = mul(b, 1)
+  d: f32[6,5] = permute(w, dims=(1, 0))
+  e: f32[2,5] = matmul(c, d)                     # model.py:7
+  f: f32[2,5] = pow(e, 2)                        # model.py:8
+  g: f32[2,5] = neg(f)
+  h: f32[2,5] = add(e, g)                        # model.py:9
+  i: f64[2,5] = cast(h, dtype=f64)
+  j: f32[2,5] = cast(i, dtype=f32)
+  k: i8[3] = cast(n, dtype=i8)
+  l: i32[3] = cast(k, dtype=i32)
+  z: f32[2,5] = mul(j, 0)
+  return j, l, z
+""",
+    "causal": """
+def layer(q: f32[2,4,2048,64], k: f32[2,4,2048,64], v: f32[2,4,2048,64], mask: f32[2,1,2048,2048]):
+  y: f32[2,4,2048,64], lse: f32[2,4,2048] = attention(q, k, v, mask)           # model.py:12
+  return y
+def main(q: f32[2,4,2048,64], k: f32[2,4,2048,64], v: f32[2,4,2048,64]):
+  n: i64[2048] = iota(dim=0, dtype=i64, shape=(2048,))
+  row: i64[1,1,2048,1] = reshape(n, shape=(1, 1, 2048, 1))
+  column: i64[1,1,1,2048] = reshape(n, shape=(1, 1, 1, 2048))
+  yes: bool[] = full(True, dtype=bool, shape=())
+  below: bool[1,1,2048,2048] = le(column, row)
+  both: bool[1,1,2048,2048] = bitwise_and(yes, below)
+  each: bool[2,1,2048,2048] = expand(both, shape=(2, 1, 2048, 2048))
+  zero: f32[] = full(0.0, dtype=f32, shape=())
+  mask: f32[2,1,2048,2048] = where(each, zero, -3.4028234663852886e+38)
+  y: f32[2,4,2048,64] = call(q, k, v, mask, block=@layer)
+  z: f32[2,4,2048,64] = call(y, k, v, mask, block=@layer)
+  return z
+""",
+    "cse": """
+def f(x: f32[2]):
+  y: f32[2] = exp(x)
+  return y
+def g(a: f32[2]):
+  b: f32[2] = exp(a)
+  return b
+def main(x: f32[2], w: f32[2]):
+  a: f32[2] = call(x, block=@f)
+  b: f32[2] = call(x, block=@g)
+  c: f32[2] = mul(a, w)
+  d: f32[2] = mul(w, b)
+  e: f32[2] = add(c, 1)
+  f: f32[2] = add(d, 1.0)
+  g: f32[2] = sub(c, d)
+  return e, f, g
+""",
+    "dce": """
+def step(c: f32[], i: i64[], x: f32[], y: f32[]):
+  j: i64[] = add(i, 1)
+  a: f32[] = mul(x, c)
+  b: f32[] = exp(y)
+  return j, a, b
+def more(c: f32[], i: i64[], x: f32[], y: f32[]):
+  p: bool[] = lt(i, 5)
+  return p
+def f(x: f32[], w: f32[]):
+  a: f32[] = exp(x)
+  b: f32[] = mul(x, w)
+  return a, b
+def main(x: f32[], w: f32[]):
+  zero: i64[] = full(0, dtype=i64, shape=())
+  n: i64[], s: f32[], t: f32[] = loop(w, zero, x, x, body=@step, consts=1, test=@more)
+  y: f32[], z: f32[] = call(s, w, block=@f)
+  return y
+""",
+    "fold": """
+def main(x: f32[4], h: f16[4]):
+  n: i64[4] = iota(dim=0, dtype=i64, shape=(4,))
+  m: i64[4] = add(n, 1)
+  sq: i64[4] = mul(m, m)
+  ones: f32[500,500] = full(1.0, dtype=f32, shape=(500, 500))
+  twos: f32[500,500] = add(ones, ones)
+  two: f32[] = full(2.0, dtype=f32, shape=())
+  tenth: f32[] = full(0.1, dtype=f32, shape=())
+  y: f32[4] = mul(x, two)
+  z: f16[4] = mul(h, tenth)
+  return y, z, twos, m, sq
+""",
+    "fuse": """
+def main(x: f32[4,8], w: f32[6,8], b: f32[6], q: f32[1,2,4,8], u: f32[2,3,5,5], k: f32[4,3,3,3], c: f32[4]):
+  h: f32[4,6] = linear(x, w)                                                     # model.py:3
+  y: f32[4,6] = add(b, h)                                                        # model.py:3
+  g: f32[4,6] = linear(x, w)
+  z: f32[4,6] = add(g, y)
+  o: f32[1,2,4,8], lse: f32[1,2,4] = attention(q, q, q, None, causal=True)
+  s: f32[2,4,5,5] = conv(u, k, dilation=(1, 1), groups=1, padding=(1, 1), stride=(1, 1))
+  d: f32[4,1,1] = reshape(c, shape=(4, 1, 1))
+  t: f32[2,4,5,5] = add(s, d)
+  return z, o, t
+""",
+    "inline": """
+def twice(x: f32[2]):
+  a: f32[2] = add(x, x)                          # model.py:2
+  return a, x
+def yes(x: f32[2]):
+  a: f32[2] = exp(x)
+  return a
+def no(x: f32[2]):
+  a: f32[2] = log(x)
+  return a
+def main(x: f32[2]):
+  a: f32[2], b: f32[2] = call(x, block=@twice)   # model.py:9
+  c: f32[2], d: f32[2] = call(a, block=@twice)
+  p: bool[] = full(False, dtype=bool, shape=())
+  e: f32[2] = cond(p, c, orelse=@no, then=@yes)
+  return e, d
+""",
+}
+
+
+@pytest.mark.parametrize("change", [f for f in PASSES if f is not simplify], ids=lambda f: f.__name__)
+def test_golden(change):
+    program = read(BEFORE[change.__name__])
+    golden(change.__name__, f"# before\n\n{program}\n# after\n\n{check(change(program))}")
+
+
+# -- particular cases ---------------------------------------------------------------------------------------
+
+
+def attention_with(mask: str, q: int = 6, k: int = 6) -> Program:
+    """Attention of q rows on k columns; `mask` is the text of the equations that make `m`, a semicolon between two."""
+    mask = "\n  ".join(mask.split("; "))
+    heads = f"q: f32[2,2,{q},4], k: f32[2,2,{k},4], v: f32[2,2,{k},4]"
+    return read(f"""
+def main({heads}, given: bool[2,{k}]):
+  i: i64[{q},1] = iota(dim=0, dtype=i64, shape=({q}, 1))
+  j: i64[1,{k}] = iota(dim=1, dtype=i64, shape=(1, {k}))
+  {mask}
+  y: f32[2,2,{q},4], l: f32[2,2,{q}] = attention(q, k, v, m)
+  return y
+""")
+
+
+def became(program: Program) -> str:
+    """What a pass over it makes of the attention: "causal", "free", or "masked"."""
+    (eqn,) = [e for e in causal(program).main.eqns if e.op.name == "attention"]
+    if eqn.inputs[3] is not None:
+        return "masked"
+    return "causal" if eqn.params.get("causal") else "free"
+
+
+F32_MIN = torch.finfo(torch.float32).min
+CASES = {
+    "below or on": ("causal", "m: bool[6,6] = le(j, i)"),
+    "turned around": ("causal", "m: bool[6,6] = ge(i, j)"),
+    "less than the next": ("causal", "a: i64[6,1] = add(i, 1); m: bool[6,6] = lt(j, a)"),
+    "not above": ("causal", "a: bool[6,6] = gt(j, i); m: bool[6,6] = logical_not(a)"),
+    "twice the index": ("causal", "a: i64[6,1] = mul(i, 2); b: i64[1,6] = mul(j, 2); c: i64[6,1] = add(a, 1); m: bool[6,6] = le(b, c)"),
+    "difference": ("causal", "a: i64[6,6] = sub(i, j); m: bool[6,6] = ge(a, 0)"),
+    "float index": ("causal", "a: f32[6,1] = cast(i, dtype=f32); m: bool[6,6] = ge(a, j)"),
+    "ones below": ("causal", "a: bool[6,6] = full(True, dtype=bool, shape=(6, 6)); m: bool[6,6] = tril(a)"),
+    "ones not above": (
+        "causal",
+        "a: f32[6,6] = full(1.0, dtype=f32, shape=(6, 6)); b: f32[6,6] = triu(a, diagonal=1); "
+        "c: bool[6,6] = cast(b, dtype=bool); m: bool[6,6] = bitwise_not(c)",
+    ),
+    "minus infinity above": (
+        "causal", "a: f32[6,6] = full(-inf, dtype=f32, shape=(6, 6)); m: f32[6,6] = triu(a, diagonal=1)"
+    ),
+    "older Hugging Face": (
+        "causal",
+        f"a: f32[6,6] = full({F32_MIN}, dtype=f32, shape=(6, 6)); b: f32[6,6] = triu(a, diagonal=1); "
+        "c: bool[6,6] = gt(j, i); d: f32[6,6] = mul(b, c); m: f32[2,1,6,6] = expand(d, shape=(2, 1, 6, 6))",
+    ),
+    "inverted times minimum": (
+        "causal",
+        f"a: bool[6,6] = le(j, i); b: f32[6,6] = cast(a, dtype=f32); c: f32[6,6] = sub(1.0, b); m: f32[6,6] = mul(c, {F32_MIN})",
+    ),
+    "window as wide as the sequence": (
+        "causal", "a: bool[6,6] = le(j, i); b: i64[6,1] = sub(i, 6); c: bool[6,6] = gt(j, b); m: bool[6,6] = logical_and(a, c)"
+    ),
+    "slice of a larger one": (
+        "causal",
+        "a: bool[9,9] = full(True, dtype=bool, shape=(9, 9)); b: bool[9,9] = tril(a); "
+        "c: bool[6,9] = slice(b, dim=0, start=0, stop=6); m: bool[6,6] = slice(c, dim=1, start=0, stop=6)",
+    ),
+    "one sequence, not packed": (
+        "causal",
+        "p: i64[1,6] = add(j, 3); f: i64[1,1] = slice(p, dim=1, start=0, stop=1); g: i64[1,1] = sub(f, 1); "
+        "h: i64[1,7] = cat(g, p, dim=1); n: i64[1,6] = slice(h, dim=1, start=1, stop=7); o: i64[1,6] = slice(h, dim=1, start=0, stop=6); "
+        "d: i64[1,6] = sub(n, o); e: bool[1,6] = ne(d, 1); s: i64[1,6] = cumsum(e, dim=1); b: i64[1] = iota(dim=0, dtype=i64, shape=(1,)); "
+        "r: i64[6,1] = index(s, b, i, at=(0, 1)); c: i64[1,6] = index(s, b, j, at=(0, 1)); u: bool[6,6] = eq(r, c); "
+        "a: bool[6,6] = le(j, i); m: bool[6,6] = bitwise_and(a, u)",
+    ),
+    "all true": ("free", "m: bool[6,6] = full(True, dtype=bool, shape=(6, 6))"),
+    "all zero": ("free", "m: f32[6,6] = full(0.0, dtype=f32, shape=(6, 6))"),
+    "index not negative": ("free", "m: bool[6,1] = ge(i, 0)"),
+    "either side": ("free", "a: bool[6,6] = le(j, i); b: bool[6,6] = gt(j, i); m: bool[6,6] = bitwise_or(a, b)"),
+    "strictly below": ("masked", "m: bool[6,6] = lt(j, i)"),
+    "above": ("masked", "m: bool[6,6] = ge(j, i)"),
+    "one too many": ("masked", "a: i64[6,1] = add(i, 1); m: bool[6,6] = le(j, a)"),
+    "window": ("masked", "a: bool[6,6] = le(j, i); b: i64[6,1] = sub(i, 3); c: bool[6,6] = gt(j, b); m: bool[6,6] = logical_and(a, c)"),
+    "padding": (
+        "masked", "a: bool[6,6] = le(j, i); g: bool[2,1,1,6] = reshape(given, shape=(2, 1, 1, 6)); m: bool[2,1,6,6] = bitwise_and(a, g)"
+    ),
+    "only somewhat low": (
+        "masked", "a: bool[6,6] = le(j, i); z: f32[] = full(0.0, dtype=f32, shape=()); m: f32[6,6] = where(a, z, -10000.0)"
+    ),
+    "not zero below": (
+        "masked", "a: bool[6,6] = le(j, i); z: f32[] = full(1.0, dtype=f32, shape=()); m: f32[6,6] = where(a, z, -inf)"
+    ),
+    "nan above": ("masked", "a: f32[6,6] = full(-inf, dtype=f32, shape=(6, 6)); b: bool[6,6] = gt(j, i); m: f32[6,6] = mul(a, b)"),
+    "all false": ("masked", "m: bool[6,6] = full(False, dtype=bool, shape=(6, 6))"),
+    "index overflows": (
+        "masked",
+        "a: i8[6,1] = full(127, dtype=i8, shape=(6, 1)); b: i8[6,1] = cast(i, dtype=i8); c: i8[6,1] = add(a, b); "
+        "m: bool[6,6] = le(j, c)",
+    ),
+    "index too coarse": (
+        "masked", "a: i64[6,1] = add(i, 1000); b: bf16[6,1] = cast(a, dtype=bf16); c: i64[1,6] = add(j, 1000); m: bool[6,6] = le(c, b)"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_causal_masks_are_seen(name):
+    want, mask = CASES[name]
+    program = attention_with(mask)
+    assert became(program) == want
+    assert_same_results(program, causal(program))
+
+
+def assert_same_results(before: Program, after: Program) -> None:
+    args = inputs(before)
+    for a, b in zip(interpret(before, args), interpret(after, args), strict=True):
+        assert torch.allclose(a, b, atol=1e-6, equal_nan=True)
+
+
+@pytest.mark.parametrize("q, k", [(3, 6), (6, 3), (1, 6), (6, 1), (1, 1)])
+def test_causal_is_aligned_at_the_top_left(q, k):
+    shift = k - q
+    left = attention_with(f"m: bool[{q},{k}] = le(j, i)", q, k)
+    right = attention_with(f"a: i64[{q},1] = add(i, {shift}); m: bool[{q},{k}] = le(j, a)", q, k)
+    assert became(left) == ("free" if k == 1 else "causal")
+    assert became(right) == ("free" if q == 1 else "masked")
+    for program in (left, right):
+        assert_same_results(program, causal(program))
+
+
+def test_causal_needs_all_calls_to_agree():
+    text = """
+def layer(q: f64[1,2,4,4], mask: bool[4,4]):
+  y: f64[1,2,4,4], l: f64[1,2,4] = attention(q, q, q, mask)
+  return y
+def main(q: f64[1,2,4,4]):
+  i: i64[4,1] = iota(dim=0, dtype=i64, shape=(4, 1))
+  j: i64[1,4] = iota(dim=1, dtype=i64, shape=(1, 4))
+  a: bool[4,4] = le(j, i)
+  b: bool[4,4] = ge(j, i)
+  y: f64[1,2,4,4] = call(q, a, block=@layer)
+  z: f64[1,2,4,4] = call(y, {other}, block=@layer)
+  return z
+"""
+    assert "causal=True" in str(causal(read(text.format(other="a"))))
+    assert "causal=True" not in str(causal(read(text.format(other="b"))))
+
+
+def test_causal_follows_constants():
+    text = """
+def main(q: f64[1,2,4,4]):
+  m: bool[4,4] = const(dtype=bool, name="mask", shape=(4, 4))
+  y: f64[1,2,4,4], l: f64[1,2,4] = attention(q, q, q, m)
+  return y
+"""
+    triangle = torch.ones(4, 4, dtype=torch.bool).tril()
+    assert became(Program.parse(text, {"mask": triangle})) == "causal"
+    assert became(Program.parse(text, {"mask": triangle.tril(-1)})) == "masked"
+    hole = triangle.clone()
+    hole[3, 1] = False
+    assert became(Program.parse(text, {"mask": hole})) == "masked"
+
+
+def test_fold_keeps_promotion():
+    program = fold(ZOO["promotion"])
+    by_name = {e.outputs[0].name: e for e in program.main.eqns}
+    assert by_name["d"].inputs[1] == 2.0  # f32 * 2.0 is f32 either way
+    assert by_name["c"].inputs[1] != 0.1  # f16 * f32[] rounds 0.1 to f16 first
+    assert by_name["f"].inputs[1] != 2.0  # i64 * f64[] is f64, i64 * 2.0 would be f32
+    assert not isinstance(by_name["j"].inputs[1], int)  # 300 is no u8
+
+
+def test_fold_leaves_random_numbers_alone():
+    program = read("""
+def main():
+  k: i64[] = full(7, dtype=i64, shape=())
+  x: f64[3] = full(1.0, dtype=f64, shape=(3,))
+  y: f64[3] = dropout(x, k, 0, p=0.5)
+  return y
+""")
+    assert "dropout" in str(fold(program))
+
+
+def test_algebra_keeps_what_rounds():
+    program = ZOO["arithmetic"]
+    text = str(algebra(read("""
+def main(x: f64[3], n: i64[3]):
+  a: f64[3] = mul(x, 0)
+  b: f64[3] = sub(x, x)
+  c: f64[3] = div(x, x)
+  e: f32[3] = cast(x, dtype=f32)
+  f: f64[3] = cast(e, dtype=f64)
+  g: i64[3] = bitwise_and(n, 1)
+  return a, b, c, f, g
+""")))
+    assert all(f" {name}(" in text for name in ("mul", "sub", "div", "cast", "bitwise_and"))
+    assert "mul(c, 1)" not in str(algebra(program))
+
+
+@pytest.mark.parametrize("how", ["each", "views", "in turn"])
+def test_algebra_groups_repeated_heads(how):
+    ways = {
+        "each": "{0}2: f64[2,4,3,4] = repeat_each({0}, dim=1, times=2)",
+        "views": """{0}0: f64[2,2,1,3,4] = reshape({0}, shape=(2, 2, 1, 3, 4))
+  {0}1: f64[2,2,2,3,4] = expand({0}0, shape=(2, 2, 2, 3, 4))
+  {0}2: f64[2,4,3,4] = reshape({0}1, shape=(2, 4, 3, 4))""",
+        "in turn": """{0}0: f64[2,1,2,3,4] = reshape({0}, shape=(2, 1, 2, 3, 4))
+  {0}1: f64[2,2,2,3,4] = expand({0}0, shape=(2, 2, 2, 3, 4))
+  {0}2: f64[2,4,3,4] = reshape({0}1, shape=(2, 4, 3, 4))""",
+    }
+    program = read(f"""
+def main(q: f64[2,4,6,4], k: f64[2,2,3,4], v: f64[2,2,3,4]):
+  {ways[how].format("k")}
+  {ways[how].format("v")}
+  y: f64[2,4,6,4], lse: f64[2,4,6] = attention(q, k2, v2, None)
+  return y, lse
+""")
+    assert_law(algebra, program)
+    assert ("attention(q, k, v, None)" in str(algebra(program))) == (how != "in turn")
+
+
+def test_fold_leaves_views_of_constants():
+    program = read("""
+def main(x: f64[2,4]):
+  t: f64[4] = const(dtype=f64, name="table", shape=(4,))
+  u: f64[4] = mul(t, 2.0)
+  e: f64[2,4] = expand(u, shape=(2, 4))
+  y: f64[2,4] = add(x, e)
+  return y
+""")
+    folded = fold(program)
+    assert [e.op.name for e in folded.main.eqns] == ["const", "const", "expand", "add"]
+    assert set(dce(folded).consts) == {"u"}
+
+
+def test_inline_names_stay_unique_and_sources_stay():
+    program = inline(ZOO["nested_calls"])
+    assert list(program.blocks) == ["main"]
+    assert {e.op.name for e in program.main.eqns} == {"exp", "add", "full", "mul"}
+    layers = inline(ZOO["layers"])
+    assert "layer" in layers.blocks  # ten equations, called twice
+    once = inline(ZOO["layers"], small=10)
+    assert list(once.blocks) == ["main"] and "model.py:3" in {e.source for e in once.main.eqns}
+
+
+def test_dce_keeps_entry_inputs_and_loop_states_the_test_needs():
+    program = dce(ZOO["loop_needs_state"])
+    assert program.inputs == ZOO["loop_needs_state"].inputs
+    assert len(program.blocks["body"].inputs) == 2
+    small = dce(ZOO["dead_code"])
+    assert set(small.blocks) == {"f", "main"} and len(small.blocks["f"].inputs) == 2 and len(small.blocks["f"].outputs) == 1
+    assert math.prod(small.main.outputs[0].shape) == 2
