@@ -24,13 +24,12 @@ QUIET = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
 
 @dataclass(frozen=True)
 class Model:
-    """A module, a batch for it, how many layers of which class repeat, and whether all of its operators have paragraphs."""
+    """A module, a batch for it, and how many layers repeat as which block."""
 
     make: Callable[[], nn.Module]
     batch: Callable[[], dict[str, Any]]
     layers: int = 0
     block: str = ""
-    transparent: bool = True
 
     def __call__(self) -> nn.Module:
         torch.manual_seed(0)
@@ -200,13 +199,13 @@ MODELS = {
     "qwen3": Model(qwen3, text, 3, "qwen3_decoder_layer"),
     "gpt2": Model(gpt2, text, 3, "gpt2_block"),
     "bert": Model(bert, padded, 3, "bert_layer"),
-    "t5": Model(t5, seq2seq, transparent=False),
-    "vit": Model(vit, image, 3, "vi_t_layer"),
-    "resnet": Model(resnet, image, transparent=False),
-    "mixtral": Model(mixtral, text, 3, "mixtral_decoder_layer", transparent=False),
-    "recurrent": Model(Recurrent, features(2, 6, 5), transparent=False),
-    "unet": Model(UNet, lambda: {"x": torch.randn(2, 3, 16, 16), "t": torch.tensor([3, 50])}, transparent=False),
-    "mixer": Model(Mixer, features(2, 3, 32, 32), 3, "mixer_block", transparent=False),
+    "t5": Model(t5, seq2seq),
+    "vit": Model(vit, image, 3, "vit_layer"),
+    "resnet": Model(resnet, image),
+    "mixtral": Model(mixtral, text, 3, "mixtral_decoder_layer"),
+    "recurrent": Model(Recurrent, features(2, 6, 5)),
+    "unet": Model(UNet, lambda: {"x": torch.randn(2, 3, 16, 16), "t": torch.tensor([3, 50])}),
+    "mixer": Model(Mixer, features(2, 3, 32, 32), 3, "mixer_block"),
 }
 
 

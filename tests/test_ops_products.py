@@ -143,6 +143,22 @@ def test_attention_kernels_and_gradients_are_close_to_f64(q, k, kind, causal, dt
         assert (got.double() - exact).norm() <= tol * exact.norm()
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_gradients_do_not_depend_on_how_operands_lie_in_memory(dtype, device):
+    shapes = (2, 4, 32, 64), (2, 2, 32, 64), (2, 2, 32, 64), (2, 4, 32, 64)
+    plain = [x.to(device) for x in tensors(*shapes, dtype=dtype)]
+    lain = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in plain]
+    wide = [torch.cat([x, x], 3)[..., ::2] for x in plain[:3]] + [plain[3][:, :, :1].expand(shapes[3])]
+    for q, k, v, g in (plain, [*plain[:3], lain[3]], lain, [*lain[:3], plain[3]], wide):
+        y, lse = o.attention(q, k, v, None, causal=True)
+        exact = [x.double().requires_grad_() for x in (q, k, v)]
+        want = torch.autograd.grad(reference(*exact, None, True)[0], exact, g.double())
+        for ys in (y, y.contiguous(), y.transpose(1, 2).contiguous().transpose(1, 2)):
+            for a, b in zip(o.attention_grad(g, q, k, v, None, ys, lse, causal=True), want, strict=True):
+                assert (a.double() - b).norm() <= 2e-2 * b.norm()
+
+
 @pytest.mark.parametrize("mask", [None, torch.randn(1, 2, 6, 6, dtype=torch.float64), torch.ones(6, 6, dtype=torch.bool).tril(-1)])
 def test_cotangents_of_lse(mask):
     inputs = [x.requires_grad_() for x in tensors((2, 2, 6, 8), (2, 1, 6, 8), (2, 1, 6, 8))]

@@ -134,7 +134,7 @@ class _Assembly:
                 self.fresh += 1
                 inner = Var(f"key_{self.fresh}", KEY.type)
                 self.known[inner.name] = "key"
-                out.append(Eqn(OPS["fold_in"], (key,), Params({"data": child.site}), (inner,), self.eqns[child.start].source))
+                out.append(Eqn(OPS["fold_in"], (key,), Params({"data": child.site}), (inner,), child.source))
             group = self.key_of.get(id(child))
             out += self._call(child, group, inner) if group in self.groups else self._body(child, inner)
         return out + [_with_key(e, key) for e in self.eqns[at : region.end]]
@@ -143,8 +143,7 @@ class _Assembly:
         shape = next(s for s in self.groups[group] if s.region is region)
         inputs = tuple(key if v is KEY else v for v in shape.externals)
         outs = tuple(shape.defined[i] for i in self.kept[group])
-        source = self.eqns[region.start].source
-        return [Eqn(call, inputs, Params({"block": Ref(self.names[group])}), outs, source)]
+        return [Eqn(call, inputs, Params({"block": Ref(self.names[group])}), outs, region.source)]
 
     def _draws(self, region: Region) -> bool:
         i = bisect.bisect_left(self.drawing, region.start)

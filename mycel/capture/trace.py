@@ -69,6 +69,7 @@ class Region:
     name: str
     path: str
     start: int
+    source: str = ""
     site: int = 0
     end: int = 0
     sites: int = 0
@@ -365,7 +366,7 @@ class Tracer(Builder):
         """A module's __call__: what it does is one region."""
         parent = self.regions[-1]
         path = self.places.modules.get(id(module), ("", None))[0]
-        region = Region(type(module).__name__, path, len(self.eqns), parent.sites)
+        region = Region(type(module).__name__, path, len(self.eqns), here()[0], parent.sites)
         parent.sites += 1
         parent.children.append(region)
         self.regions.append(region)

@@ -92,8 +92,8 @@ def _kind(dtype: torch.dtype) -> int:
 
 
 def _raise_kind(low: torch.dtype, high: torch.dtype) -> torch.dtype:
-    """A lower-ranked operand of a higher kind lifts the result: to complex of the same width, else to its own dtype."""
-    return torch.promote_types(low, high) if high.is_complex and low.is_floating_point else high
+    """A lower-ranked operand of a higher kind lifts the result: a float to complex of its own width, all else to the operand's dtype."""
+    return low.to_complex() if high.is_complex and low.is_floating_point else high
 
 
 def _scalar_dtype(x: object) -> torch.dtype:

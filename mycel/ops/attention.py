@@ -159,7 +159,7 @@ def _attention_vjp(g, y, q, k, v, mask, **params):
 
 
 def _route(q, k, v, mask, causal):
-    """Which fused kernel takes these operands: "cpu", "flash", "efficient", or "plain" for none."""
+    """Which fused kernel takes these operands: "cpu", "cudnn", "flash", "efficient", or "plain" for none."""
     d, fits = q.shape[3], k.shape[3] == v.shape[3] and 0 not in (*q.shape, *k.shape)
     traced = mask is not None and mask.requires_grad  # autograd knows no gradient of a fused kernel's mask
     if not fits or traced or q.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
@@ -169,13 +169,21 @@ def _route(q, k, v, mask, causal):
     low = q.dtype in (torch.float16, torch.bfloat16)
     if q.device.type != "cuda" or q.dtype == torch.float64 or d % (8 if low else 4) != 0:
         return "plain"
-    square = not causal or q.shape[2] == k.shape[2]
+    if low and d <= 128 and torch.cuda.get_device_capability(q.device)[0] in (9, 10) and torch.backends.cudnn.is_available():
+        return "cudnn"  # on an H200 1.5 to 2 times as fast as flash, 3 times as efficient
+    square = not causal or q.shape[2] == k.shape[2]  # flash aligns causal rows to the last column
     return "flash" if low and mask is None and square and d <= 256 else "efficient"
 
 
 def _dense(x):
     """Fused kernels read the last dim as if it were contiguous."""
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _laid_like(x, q):
+    """x with the strides of an output for q: cuDNN's plan is kept by the strides of q, k and v alone."""
+    laid = torch.empty_like(q)
+    return x if x.stride() == laid.stride() else laid.copy_(x)
 
 
 def _repeat(x, heads):
@@ -189,7 +197,7 @@ def _sum_groups(dx, like):
 
 
 def _bias(mask, q, k, route):
-    """The mask as a fused kernel wants it: added, four dims; for `efficient` full, with rows of aligned length."""
+    """The mask as a fused kernel wants it: added, four dims; on GPUs full, for `efficient` with rows of aligned length."""
     if mask is None:
         return None
     bias = torch.where(mask, 0.0, -math.inf).to(q.dtype) if mask.dtype == torch.bool else mask.to(q.dtype)
@@ -197,8 +205,9 @@ def _bias(mask, q, k, route):
     if route == "cpu":
         return bias
     columns = k.shape[2]
-    bias = bias.expand(*bias.shape[:3], columns).contiguous()
-    bias = torch.nn.functional.pad(bias, (0, -columns % 16))[..., :columns]
+    bias = _dense(bias.expand(*bias.shape[:3], columns))
+    if route == "efficient":
+        bias = torch.nn.functional.pad(bias.contiguous(), (0, -columns % 16))[..., :columns]
     return bias.expand(*q.shape[:3], columns)
 
 
@@ -249,6 +258,9 @@ def attention(q, k, v, mask, *, causal=False, scale=None):
         return fused._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)[:2]
     if route == "cpu":
         y, lse = fused._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
+    elif route == "cudnn":
+        y, lse = fused._scaled_dot_product_cudnn_attention(q, k, v, bias, True, 0.0, causal, scale=scale)[:2]
+        lse = lse.reshape(q.shape[:3])
     else:
         k, v = _repeat(k, q.shape[1]), _repeat(v, q.shape[1])
         y, lse = fused._scaled_dot_product_efficient_attention(q, k, v, bias, True, 0.0, causal, scale=scale)[:2]
@@ -293,7 +305,7 @@ def attention_grad(g, q, k, v, mask, y, lse, *, causal=False, scale=None):
     g, q, y, like = _dense(g), _dense(q), _dense(y), k
     k, v = _dense(k), _dense(v)
     if route == "flash":
-        state = torch.zeros(2, dtype=torch.int64, device=q.device)
+        state = torch.zeros(2, dtype=torch.int64, device=q.device)  # of random numbers, unused
         return fused._scaled_dot_product_flash_attention_backward(
             g, q, k, v, y, lse.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, causal, state, state, scale=scale
         )
@@ -301,8 +313,13 @@ def attention_grad(g, q, k, v, mask, y, lse, *, causal=False, scale=None):
         return fused._scaled_dot_product_flash_attention_for_cpu_backward(
             g, q, k, v, y, lse, 0.0, causal, attn_mask=bias, scale=scale
         )
-    k, v = _repeat(k, q.shape[1]), _repeat(v, q.shape[1])
     state = torch.zeros((), dtype=torch.int64, device=q.device)
+    if route == "cudnn":
+        g, y, lse = _laid_like(g, q), _laid_like(y, q), lse.contiguous().unsqueeze(3)
+        return fused._scaled_dot_product_cudnn_attention_backward(
+            g, q, k, v, y, lse, state, state, bias, None, None, q.shape[2], k.shape[2], 0.0, causal, scale=scale
+        )
+    k, v = _repeat(k, q.shape[1]), _repeat(v, q.shape[1])
     lse = torch.nn.functional.pad(lse, (0, -q.shape[2] % 32), value=math.inf)
     dq, dk, dv, _ = fused._scaled_dot_product_efficient_attention_backward(
         g, q, k, v, bias, y, lse, state, state, 0.0, [True, True, True, False], causal, scale=scale

@@ -23,6 +23,8 @@ def over(flag):
     def rule(x, *, dims, keepdim=False, **_):
         if not x.ndim:
             return "... -> ..."
+        if not dims:
+            raise ValueError(f"no dims to reduce are named for {x}")
         names = letters(x.ndim)
         left = [c + flag if i in dims else c for i, c in enumerate(names)]
         right = ["1" if i in dims else c for i, c in enumerate(names) if keepdim or i not in dims]

@@ -1,0 +1,161 @@
+"""Running programs: control flow, values freed, in-place state, both modes alike."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+import mycel
+from mycel import Program, RunError
+from mycel.ir import check
+from mycel.run import emit, interpret, load
+
+COND = """\
+def double(x: f32[3]):
+  y: f32[3] = mul(x, 2.0)
+  return y
+
+def halve(x: f32[3]):
+  y: f32[3] = div(x, 2.0)
+  return y
+
+def main(p: bool[], x: f32[3]):
+  y: f32[3] = cond(p, x, then=@double, orelse=@halve)
+  return y
+"""
+
+LOOP = """\
+def test(n: i64[], i: i64[], x: f32[3]):
+  more: bool[] = lt(i, n)
+  return more
+
+def body(n: i64[], i: i64[], x: f32[3]):
+  j: i64[] = add(i, 1)
+  y: f32[3] = mul(x, 2.0)
+  return j, y
+
+def main(n: i64[], i: i64[], x: f32[3]):
+  j: i64[], y: f32[3] = loop(n, i, x, test=@test, body=@body, consts=1)
+  return j, y
+"""
+
+SCAN = """\
+def step(w: f32[2], s: f32[2], x: f32[2]):
+  a: f32[2] = mul(s, w)
+  t: f32[2] = add(a, x)
+  return t, a
+
+def main(w: f32[2], s: f32[2], xs: f32[4,2]):
+  t: f32[2], ys: f32[4,2] = scan(w, s, xs, body=@step, length=4, consts=1, carry=1, reverse=REVERSE)
+  return t, ys
+"""
+
+
+def both(text, *inputs):
+    """The program in both modes; they must agree."""
+    program = Program.parse(text)
+    ours = mycel.jit(program)(*inputs)
+    for a, b in zip(ours, mycel.jit(program, mode="eager")(*inputs), strict=True):
+        assert torch.equal(a, b)
+    return ours
+
+
+def test_cond():
+    x = torch.randn(3)
+    assert torch.equal(both(COND, torch.tensor(True), x)[0], x * 2)
+    assert torch.equal(both(COND, torch.tensor(False), x)[0], x / 2)
+
+
+@pytest.mark.parametrize("n", [0, 1, 5])
+def test_loop(n):
+    x = torch.randn(3)
+    turns, y = both(LOOP, torch.tensor(n), torch.tensor(0), x)
+    assert turns == n and torch.equal(y, x * 2**n)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_scan(reverse):
+    w, s, xs = torch.randn(2), torch.randn(2), torch.randn(4, 2)
+    t, ys = both(SCAN.replace("REVERSE", str(reverse)), w, s, xs)
+    rows = []
+    for x in reversed(xs) if reverse else xs:
+        rows.append(s * w)
+        s = rows[-1] + x
+    assert torch.allclose(t, s) and torch.allclose(ys, torch.stack(rows[::-1] if reverse else rows))
+
+
+def test_values_are_freed_after_their_last_use():
+    """A chain of k large values never holds more than two of them."""
+    eqns = "\n".join(f"  v{i + 1}: f32[1000] = add(v{i}, 1.0)" for i in range(20))
+    program = Program.parse(f"def main(v0: f32[1000]):\n{eqns}\n  return v20\n")
+    for run in (load(program, torch.device("cpu"))[0], lambda x: interpret(program, [x])):
+        alive: list[weakref.ref] = []
+        peak = 0
+        plain = torch.Tensor.__add__
+
+        def watched(self, other):
+            nonlocal peak
+            out = plain(self, other)
+            alive.append(weakref.ref(out))
+            gc.collect()
+            peak = max(peak, sum(r() is not None for r in alive))
+            return out
+
+        torch.Tensor.__add__ = watched
+        try:
+            run(torch.zeros(1000))
+        finally:
+            torch.Tensor.__add__ = plain
+        assert len(alive) == 20 and peak <= 2
+
+
+def test_outputs_do_not_alias_state_that_is_updated():
+    text = """\
+def main(a: f32[3], b: f32[3]):
+  c: f32[3] = add(a, 1.0)
+  v: f32[3,1] = reshape(a, shape=(3, 1))
+  return a, v, a=c, b=a
+"""
+    a, b = torch.tensor([1.0, 2, 3]), torch.zeros(3)
+    old, view = mycel.jit(Program.parse(text))(a, b)
+    assert old.tolist() == [1, 2, 3] and view.flatten().tolist() == [1, 2, 3]
+    assert a.tolist() == [2, 3, 4] and b.tolist() == [1, 2, 3]
+
+
+def test_wrong_inputs_are_named():
+    fn = mycel.jit(Program.parse(COND))
+    with pytest.raises(RunError, match=r"missing   x: f32\[3\]"):
+        fn(torch.tensor(True))
+    with pytest.raises(RunError, match=r"input x is f64\[3\], the program takes f32\[3\]"):
+        fn(torch.tensor(True), torch.randn(3).double())
+    with pytest.raises(RunError, match="unknown   z"):
+        fn(torch.tensor(True), x=torch.randn(3), z=torch.randn(3))
+
+
+def test_generated_source_is_plain_python():
+    """It runs with torch alone."""
+    source = emit(check(Program.parse(LOOP)))
+    env = {"device": torch.device("cpu")}
+    exec(source, env)
+    turns, y = env["main"](torch.tensor(3), torch.tensor(0), torch.ones(3))
+    assert turns == 3 and y.tolist() == [8, 8, 8] and "mycel" not in source
+
+
+def test_jit_remembers_signatures():
+    calls = []
+
+    def fn(x, scale=2):
+        calls.append(x.shape)
+        return x * scale
+
+    fast = mycel.jit(fn)
+    a, b = torch.randn(2), torch.randn(3)
+    for _ in range(3):
+        assert torch.equal(fast(a), a * 2) and torch.equal(fast(b), b * 2) and torch.equal(fast(a, scale=3), a * 3)
+        assert torch.equal(fast(a.double()), a.double() * 2)
+    assert len(calls) == len(fast.entries) == 4
+    assert "mul(x, 3)" in str(fast.program(a, scale=3)) and "x * 3" in fast.source(a, scale=3)
+    assert len(fast.entries) == 4
