@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from mycel import transform
-from mycel.capture import MISS, Captured, bind
+from mycel.capture import MISS, TRACING, Captured, bind
 from mycel.capture import capture as capture_call
 from mycel.errors import RunError
 from mycel.ir import Program, check, type_of
@@ -62,6 +62,8 @@ class Jit:
         functools.update_wrapper(self, fn, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if TRACING:
+            return self.fn(*args, **kwargs)  # part of the program that is being captured
         out = self._last(args, kwargs)
         return self._other(args, kwargs) if out is MISS else out
 
@@ -71,9 +73,11 @@ class Jit:
             if out is not MISS:
                 self._last = entry.call
                 return out
-        entry = self._entry(args, kwargs)
-        self._last = entry.call
-        return entry.call(args, kwargs)
+        self._last = self._entry(args, kwargs).call
+        out = self._last(args, kwargs)
+        if out is MISS:
+            raise RunError(f"{self.fn!r} was captured for these arguments, yet they do not fit what was captured")
+        return out
 
     def _entry(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
         entry = compile_call(self.fn, args, kwargs, self.mode)

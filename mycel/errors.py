@@ -20,6 +20,10 @@ class PlanError(MycelError):
     """No plan fits the program and the cluster."""
 
 
+class GradientError(MycelError):
+    """A gradient that does not exist: an operator without a rule, an integer input, an output that is not a scalar."""
+
+
 class RunError(MycelError):
     """A program was run with inputs it was not made for."""
 

@@ -6,7 +6,9 @@ All of it is one generated Python function, so that a call costs a few microseco
         if len(args) != 1 or kwargs: return MISS
         (t0,) = args
         if type(t0) not in TENSORS or t0.dtype is not D0 or t0.shape != S0 or t0.device != DEVICE: return MISS
-        if m0['training'] is not True: return MISS
+        for box, key, value in LINKS:
+            if box[key] is not value: return MISS
+        if m0['training'] is not True or h0 or h1: return MISS
         s0 = c0['weight']
         if s0.dtype is not D1 or s0.shape != S1: return MISS
         y0, = run(t0, s0)
@@ -17,15 +19,14 @@ MISS means: capture again, for these arguments.
 
 from __future__ import annotations
 
-import enum
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from mycel.capture.function import Captured
-from mycel.capture.state import Place
+from mycel.capture.state import Link, Place, is_static
 from mycel.capture.tree import Tree
 
 MISS = object()
@@ -44,11 +45,13 @@ class _Writer:
         self.env: dict[str, Any] = {"run": run, "MISS": MISS, "TENSORS": _TENSORS, "Tensor": torch.Tensor, "draw_key": draw_key}
         self.names: dict[int, str] = {}
         self.leaves = 0
+        self.autocast = False  # captured under autocast: the program holds the casts
         self.anchors: list[Any] = []  # keeps objects alive whose ids are in `names`
 
     def functions(self) -> tuple[Call, Call]:
         c = self.c
         self.env["DEVICE"] = c.device
+        self.context()
         args, kwargs = c.arguments.children
         self.guard(f"len(args) != {len(args.children)} or len(kwargs) != {len(kwargs.children)}")
         for i, child in enumerate(args.children):
@@ -58,11 +61,13 @@ class _Writer:
             self.guard(" or ".join(f"{k!r} not in kwargs" for k in keys))
             for key, child in zip(keys, kwargs.children, strict=True):
                 self.unpack(child, f"kwargs[{key!r}]")
+        self.links()
         self.modules()
         inputs = self.inputs()
-        guards = [*self.lines]
+        guards = ["try:", *("    " + line for line in self.lines), "except (AttributeError, KeyError, IndexError, ValueError): return MISS"]
+        self.lines = []
         self.results(inputs)
-        source = _define("call", self.lines) + _define("fits", guards)
+        source = _define("call", guards + self.lines) + _define("fits", guards)
         exec(compile(source, "<mycel call>", "exec"), self.env)
         return self.env["call"], self.env["fits"]
 
@@ -88,7 +93,7 @@ class _Writer:
             case "static":
                 self.lines.append(f"{name} = {expr}")
                 return self.static(tree.key, name)
-            case "tuple" | "list" | "named":
+            case "tuple" | "list" | "named" | "struct":
                 cls = {"tuple": "tuple", "list": "list"}.get(tree.kind) or self.constant(tree.key, "cls")
                 self.lines.append(f"{name} = {expr}")
                 self.guard(f"type({name}) is not {cls} or len({name}) != {len(tree.children)}")
@@ -122,31 +127,71 @@ class _Writer:
 
     def typed(self, name: str, slot: int, check_class: bool = False) -> None:
         t = self.c.program.inputs[slot].type
-        wrong = f"{name}.dtype is not {self.constant(t.dtype, 'D')} or {name}.shape != {t.shape!r} or {name}.device != DEVICE"
+        device = "DEVICE" if self.c.devices[slot] == self.c.device else self.constant(self.c.devices[slot], "E")
+        wrong = f"{name}.dtype is not {self.constant(t.dtype, 'D')} or {name}.shape != {t.shape!r} or {name}.device != {device}"
         self.guard(f"type({name}) not in TENSORS and not isinstance({name}, Tensor) or {wrong}" if check_class else wrong)
 
     def static(self, value: Any, name: str) -> None:
         if value is None or isinstance(value, bool):
             self.guard(f"{name} is not {value!r}")
-        elif isinstance(value, (int, float, complex, str, bytes)):
-            self.guard(f"type({name}) is not {type(value).__name__} or {name} != {self.constant(value, 'V')}")
-        elif isinstance(value, (torch.dtype, torch.device, torch.Size, slice, range, enum.Enum)):
-            self.guard(f"{name} != {self.constant(value, 'V')}")
+        elif type(value) in (float, complex) and (value != value or value == 0):  # nan equals itself here, 0.0 is not -0.0
+            self.guard(f"repr({name}) != {repr(value)!r}")
+        elif is_static(value):
+            self.guard(f"type({name}) is not {self.constant(type(value), 'T')} or {name} != {self.constant(value, 'V')}")
         else:
             self.guard(f"{name} is not {self.constant(value, 'V')}")
 
     # -- modules and state -----------------------------------------------------------------------------------------
 
+    def context(self) -> None:
+        """The ambient settings that decide dtypes."""
+        device, get = self.c.device.type, torch.get_autocast_dtype
+        self.env.update(default_dtype=torch.get_default_dtype, is_autocast=torch.is_autocast_enabled, autocast_dtype=get, autocast=torch.autocast)
+        self.guard(f"default_dtype() is not {self.constant(torch.get_default_dtype(), 'D')}")
+        if device != "meta":
+            self.autocast = torch.is_autocast_enabled(device)
+            wrong = f" or autocast_dtype({device!r}) is not {self.constant(get(device), 'D')}" if self.autocast else ""
+            self.guard(f"is_autocast({device!r}) is not {self.autocast}{wrong}")
+
+    def links(self) -> None:
+        """Objects on the way to state are where they were, plain values are what they were."""
+        c = self.c
+        ends = [*c.links, *(p.inside for places in c.state for p in places), *(s.place.inside for s in c.statics), *(p.inside for p, _ in c.effects)]
+        chain: dict[int, Link] = {}
+        for link in ends:
+            way = []
+            while link is not None and id(link) not in chain:
+                way.append(link)
+                link = link.place.inside
+            chain.update((id(x), x) for x in reversed(way))
+        self.watch("LINKS", [*chain.values()], "{0} is not {1}")
+        self.watch("STATICS", c.statics, "{0} is not {1} and (type({0}) is not type({1}) or {0} != {1})")
+
+    def watch(self, name: str, links: Sequence[Link], miss: str) -> None:
+        """One guard for each link: written out for closure cells, one loop for all others."""
+        for link in links:
+            if isinstance(link.place.container, types.CellType):
+                self.guard(miss.format(self.read(link.place), self.constant(link.value, "V")))
+        self.env[name] = [(s.place.container, s.place.key, s.value) for s in links if not isinstance(s.place.container, types.CellType)]
+        if self.env[name]:
+            self.lines.append(f"for box, key, value in {name}:")
+            self.lines.append(f"    if {miss.format('box[key]', 'value')}: return MISS")
+
     def modules(self) -> None:
-        """Train mode and submodules as they were."""
+        """Train mode, submodules, hooks and forward methods as they were."""
         for module in self.c.modules:
             slots = self.constant(vars(module), "m")
-            self.guard(f"{slots}['training'] is not {module.training!r}")
+            wrong = [f"{slots}['training'] is not {module.training!r}"] if "training" in vars(module) else []
+            if "forward" not in vars(module):
+                wrong.append(f"'forward' in {slots}")
+            for hooks in (module._forward_hooks, module._forward_pre_hooks):
+                name = self.constant(hooks, "h")
+                wrong.append(f"[*{name}.values()] != {self.constant([*hooks.values()], 'V')}" if hooks else name)
             if module._modules:
                 children = self.constant(module._modules, "n")
-                wrong = [f"len({children}) != {len(module._modules)}"]
+                wrong.append(f"len({children}) != {len(module._modules)}")
                 wrong += [f"{children}.get({k!r}) is not {self.constant(m, 'sub')}" for k, m in module._modules.items()]
-                self.guard(" or ".join(wrong))
+            self.guard(" or ".join(wrong))
 
     def inputs(self) -> list[str]:
         """Names of the program's inputs; state is read here."""
@@ -155,7 +200,7 @@ class _Writer:
         for i, places in enumerate(self.c.state):
             name = f"s{i}"
             self.lines.append(f"{name} = {self.read(places[0])}")
-            self.typed(name, n_args + i, check_class=places[0].kind not in ("parameter", "held"))
+            self.typed(name, n_args + i, check_class=False)
             for other in places[1:]:
                 self.guard(f"{self.read(other)} is not {name}")
             names.append(name)
@@ -176,19 +221,21 @@ class _Writer:
         n = len(program.main.outputs)
         outs = [f"y{i}" for i in range(n)]
         call = f"run({', '.join(inputs)})"
-        n_updates, n_effects = len(program.updates), len(self.c.effects)
+        n_updates, n_effects = len(program.updates), sum(len([*tree.paths("")]) for _, tree in self.c.effects)
         n_results = n - n_updates - n_effects
-        if n == 1 and n_results == 1 and self.c.out.kind == "leaf":
+        if n == 1 and n_results == 1 and self.c.out.kind == "leaf" and not self.autocast:
             self.lines.append(f"return {call}[0]")
             return
-        self.lines.append(f"{''.join(o + ', ' for o in outs)}= {call}" if outs else call)
+        run = f"{''.join(o + ', ' for o in outs)}= {call}" if outs else call
+        self.lines.append(f"with autocast({self.c.device.type!r}, enabled=False): {run}" if self.autocast else run)
         by_name = {v.name: x for v, x in zip(program.inputs, inputs, strict=True)}
         if n_updates:
             self.lines.append("with no_grad():")
             self.env["no_grad"] = torch.no_grad
             self.lines += [f"    {by_name[k]}.copy_({y})" for k, y in zip(program.updates, outs[n - n_updates :], strict=True)]
-        for place, y in zip(self.c.effects, outs[n_results:], strict=False):
-            self.lines.append(f"{self.read(place)} = {y}")
+        rest = iter(outs[n_results:])
+        for place, tree in self.c.effects:
+            self.lines.append(f"{self.read(place)} = {self.build(tree, rest)}")
         self.lines.append(f"return {self.build(self.c.out, iter(outs[:n_results]))}")
 
     def build(self, tree: Tree, outs: Any) -> str:
@@ -205,6 +252,8 @@ class _Writer:
                 return "[" + ", ".join(parts) + "]"
             case "named":
                 return f"{self.constant(tree.key, 'cls')}({', '.join(parts)})"
+            case "struct":
+                return f"{self.constant(tree.key, 'cls')}(({', '.join(parts)},))"
         cls, keys = tree.key
         pairs = ", ".join(f"{k!r}: {p}" if isinstance(k, (str, int)) else f"{self.constant(k, 'key')}: {p}" for k, p in zip(keys, parts, strict=True))
         if tree.kind == "dict" and cls is dict:

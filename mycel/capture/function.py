@@ -9,15 +9,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import CheckpointFunction
 
 from mycel.capture.fence import refuse
 from mycel.capture.names import clean
 from mycel.capture.repeats import assemble
-from mycel.capture.state import Place, Places
+from mycel.capture.state import Box, Link, Place, Places, contents, is_static, put_back
 from mycel.capture.trace import KEY, FunctionMode, Traced, Tracer
 from mycel.capture.tree import Tree, flatten, holds_tensors
 from mycel.errors import CaptureError
-from mycel.ir import Program, Var, atom_type, check
+from mycel.ir import Program, Var, check, type_of
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class Captured:
     """A program and its calling convention.
 
     The program's inputs are: the tensors of the arguments, then `state` (where each other tensor lives; several places for tied ones), then the random key
-    if `draws`.  Its results are the tensors of `out`, then a new value for each of `effects`; its updates are written into their inputs.
+    if `draws`.  Its results are the tensors of `out`, then those of `effects` (slots that are rebound); its updates are written into their inputs.
     """
 
     program: Program
@@ -34,8 +35,11 @@ class Captured:
     state: tuple[tuple[Place, ...], ...]
     draws: bool
     out: Tree
-    effects: tuple[Place, ...]
+    effects: tuple[tuple[Place, Tree], ...]
     modules: tuple[torch.nn.Module, ...]
+    links: tuple[Link, ...]  # objects that must still be where they were
+    statics: tuple[Link, ...]  # plain values that must be what they were
+    devices: tuple[torch.device, ...]  # of the inputs
     device: torch.device
 
 
@@ -48,25 +52,30 @@ def capture(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     device = _device(leaves, places)
     tracer = Tracer(device, places)
     traced = _trace_arguments(tracer, fn, tree, leaves)
-    before = _snapshot(places)
     try:
         with _tracing(tracer):
             result = fn(*traced[0], **traced[1])
-        effects, effect_vars = _effects(tracer, before)
         outs: list[torch.Tensor] = []
         out_tree = flatten(result, outs, objects=True)
         with tracer:
-            results = [tracer.cell(x).read() for x in outs] + effect_vars
-    finally:
-        _restore(before)
+            results = [tracer.cell(x).read() for x in outs]
+        effects, more = _effects(tracer, _changes(tracer, places))
+        results += more
+    except BaseException:
+        _undo(places)
+        raise
+    _restore(places, lambda v: not isinstance(v, torch.Tensor) and not _holds_traced(v))
     updates, new = _updates(tracer)
     blocks = assemble(tracer, results + new)
     names = {v.name: w.name for v, w in zip([*tracer.inputs, KEY], blocks["main"].inputs, strict=False)}
     program = check(Program(blocks, "main", tuple(names[n] for n in updates), tracer.consts))
     return Captured(
         program, tree, _positions(leaves), tuple(tuple(p) for _, p in tracer.state), bool(tracer.draws), out_tree, tuple(effects),
-        tuple(m for _, m in places.modules.values()), device,
+        tuple(m for _, m in places.modules.values()), tuple(places.links), places.unchanged(), tuple(x.device for x, _ in tracer.lifted.values()), device,
     )  # fmt: skip
+
+
+TRACING: list[Tracer] = []  # captures under way
 
 
 @contextlib.contextmanager
@@ -77,15 +86,26 @@ def _tracing(tracer: Tracer) -> Iterator[None]:
     def traced_call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         return tracer.module_call(plain, module, args, kwargs)
 
-    was = torch.compiler._is_compiling_flag
+    was_compiling, was_caching = torch.compiler._is_compiling_flag, torch.is_autocast_cache_enabled()
     torch.nn.Module.__call__ = traced_call  # type: ignore[method-assign]
     torch.compiler._is_compiling_flag = True
+    torch.set_autocast_cache_enabled(False)  # a cached cast would outlive the capture, or come from before it
+    CheckpointFunction.apply = _checkpoint
+    TRACING.append(tracer)
     try:
         with torch.enable_grad(), torch._C._AutoDispatchBelowAutograd(), tracer.mode, FunctionMode(tracer):
             yield
     finally:
         torch.nn.Module.__call__ = plain  # type: ignore[method-assign]
-        torch.compiler._is_compiling_flag = was
+        torch.compiler._is_compiling_flag = was_compiling
+        torch.set_autocast_cache_enabled(was_caching)
+        del CheckpointFunction.apply
+        TRACING.pop()
+
+
+def _checkpoint(fn: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+    """Reentrant checkpointing decides when to compute, not what: its no_grad() cuts no gradient."""
+    return fn(*args)
 
 
 def _check_arguments(tree: Tree) -> None:
@@ -148,41 +168,72 @@ def _positions(leaves: list[torch.Tensor]) -> tuple[int, ...]:
 # -- state changes ------------------------------------------------------------------------------------------------
 
 
-def _snapshot(places: Places) -> list[tuple[str, str, dict[str, Any], dict[str, Any]]]:
-    """(path, kind, slots, copy of slots) of every reachable module."""
-    kept = []
-    for path, module in places.modules.values():
-        for kind, slots in (("parameter", module._parameters), ("buffer", module._buffers), ("attribute", vars(module))):
-            kept.append((path, kind, slots, dict(slots)))
-    return kept
+@dataclass(frozen=True)
+class _Change:
+    """A slot that holds new tensors after the call: rebound, not updated in place."""
+
+    box: Box
+    key: Any
+    tree: Tree
+    values: list[Var]
 
 
-def _restore(before: list[tuple[str, str, dict[str, Any], dict[str, Any]]]) -> None:
-    """Put back what held traced tensors."""
-    for _, _, slots, old in before:
-        for key, value in list(slots.items()):
-            if isinstance(value, Traced):
-                if key in old:
-                    slots[key] = old[key]
-                else:
-                    del slots[key]
+def _changes(tracer: Tracer, places: Places) -> list[_Change]:
+    """All slots that were rebound to tensors, or to structures that hold traced ones."""
+    found = []
+    for box in places.boxes:
+        for key, value in contents(box.slots).items():
+            if value is box.old.get(key) or not (isinstance(value, torch.Tensor) or _holds_traced(value)):
+                continue
+            if box.kind == "variable" or isinstance(box.slots, list) and len(box.slots) != len(box.old):
+                raise refuse(
+                    f"a traced tensor was kept in {box.name}, a variable outside of the function",
+                    "return it, or keep it in a buffer or an attribute of a module",
+                )
+            leaves: list[torch.Tensor] = []
+            tree = flatten(value, leaves, objects=True)
+            with tracer:
+                found.append(_Change(box, key, tree, [tracer.cell(x).read() for x in leaves]))
+    return found
 
 
-def _effects(tracer: Tracer, before: list[tuple[str, str, dict[str, Any], dict[str, Any]]]) -> tuple[list[Place], list[Var]]:
-    """Slots of modules that hold a new tensor after the call: state that was rebound, not updated in place."""
-    places, values = [], []
-    for path, kind, slots, old in before:
-        for key, value in slots.items():
-            if isinstance(value, Traced) and old.get(key) is not value:
-                with tracer:
-                    new = tracer.cell(value).read()
-                    known = old.get(key)
-                    if isinstance(known, torch.Tensor) and atom_type(new) == atom_type(tracer.cell(known).read()):
-                        tracer.cell(known).write(new)
-                        continue
-                places.append(Place(f"{path}.{key}" if path else key, kind, slots, key))
-                values.append(new)
-    return places, values
+def _effects(tracer: Tracer, changes: list[_Change]) -> tuple[list[tuple[Place, Tree]], list[Var]]:
+    """A rebound parameter or buffer of the same type is an update of it; any other rebound slot is assigned after each call."""
+    effects, values = [], []
+    for change in changes:
+        box, key, old = change.box, change.key, change.box.old.get(change.key)
+        if box.kind in ("parameter", "buffer") and isinstance(old, torch.Tensor) and type_of(old) == change.values[0].type:
+            with tracer:
+                tracer.cell(old).write(change.values[0])
+            continue
+        effects.append((Place(f"{box.name}.{key}" if box.name else str(key), box.kind, box.slots, key, box.inside), change.tree))
+        values += change.values
+    return effects, values
+
+
+def _restore(places: Places, stays: Callable[[Any], bool]) -> None:
+    """Put back what slots held before, unless what they hold now may stay."""
+    for box in places.boxes:
+        now = contents(box.slots)
+        want = {k: v if v is box.old.get(k) or stays(v) else box.old.get(k) for k, v in now.items() if k in box.old or stays(v)}
+        if want.keys() != now.keys() or any(v is not now[k] for k, v in want.items()):
+            put_back(box.slots, want)
+
+
+def _undo(places: Places) -> None:
+    """Everything is as it was before the call."""
+    for box in places.boxes:
+        put_back(box.slots, box.old)
+
+
+def _holds_traced(value: Any) -> bool:
+    leaves: list[torch.Tensor] = []
+    if isinstance(value, Traced):
+        return True
+    if is_static(value) or isinstance(value, (torch.nn.Module, type)) or not holds_tensors(value):
+        return False
+    flatten(value, leaves, objects=True)
+    return any(isinstance(x, Traced) for x in leaves)
 
 
 def _updates(tracer: Tracer) -> tuple[list[str], list[Var]]:

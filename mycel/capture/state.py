@@ -1,30 +1,42 @@
-"""Tensors the user's code reaches without being handed them: where they live, so that every call reads them anew.
+"""What the user's code reaches without being handed it: where it lives, so that every call reads it anew or notices that it changed.
 
 A `Place` is a container (a module's parameter dict, a globals dict, a closure cell …) and a key.  `Places` walks what a function can reach: the
-modules among its arguments, closure, globals and attributes, and the functions it names.  Tied parameters have several places and are one tensor.
+modules among its arguments, closure, globals and attributes, and the functions and classes it names.
+
+    tensors    read anew at every call; tied parameters have several places and are one tensor
+    modules    guarded: train mode, submodules, hooks
+    links      objects on the way to tensors and modules: must be the same objects at every call
+    statics    plain Python values: must be equal at every call, else the code is captured again
+    boxes      dicts, lists, cells and globals whose slots the code may rebind
 """
 
 from __future__ import annotations
 
+import enum
+import functools
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 CELL = "cell_contents"
+DEEPEST = 6  # containers in containers
+LONGEST = 4096  # entries of a container that are looked at
+MANY = 64  # entries of a container whose plain values are looked at
 
 
 @dataclass(frozen=True, eq=False)
 class Place:
-    """Where a tensor is found at every call; `kind` is parameter | buffer | attribute | variable | argument | held."""
+    """Where something is found at every call; `kind` is parameter | buffer | attribute | variable | argument | held."""
 
     name: str
     kind: str
     container: Any
     key: Any
+    inside: Link | None = None
 
     def read(self) -> Any:
         return self.container.cell_contents if isinstance(self.container, types.CellType) else self.container[self.key]
@@ -35,105 +47,202 @@ class Place:
         return self.kind in ("parameter", "buffer", "attribute", "argument")
 
 
-class Places:
-    """All tensors and modules reachable from a function and its static arguments."""
+@dataclass(frozen=True, eq=False)
+class Link:
+    """A place and what it held when the code was captured."""
 
-    def __init__(self, fn: Callable[..., Any], statics: Iterator[Any] = iter(())) -> None:
+    place: Place
+    value: Any
+
+
+@dataclass(frozen=True, eq=False)
+class Box:
+    """A dict, list, cell or global whose slots the code may rebind, and what was in it."""
+
+    name: str
+    kind: str
+    slots: Any
+    old: dict[Any, Any]
+    inside: Link | None = None
+
+
+class Places:
+    """All that is reachable from a function and its static arguments."""
+
+    def __init__(self, fn: Callable[..., Any], statics: Iterable[Any] = ()) -> None:
         self.tensors: dict[int, list[Place]] = {}
         self.modules: dict[int, tuple[str, torch.nn.Module]] = {}
+        self.links: list[Link] = []
+        self.statics: list[Link] = []
+        self.boxes: list[Box] = []
         self._seen: set[int] = set()
-        self._visit("", fn)
-        for value in statics:
-            if isinstance(value, torch.nn.Module):
-                self._module("", value)
-            elif callable(value):
-                self._visit("", value)
+        for value in (fn, *statics):
+            self._visit("", value, None)
 
     def find(self, tensor: torch.Tensor) -> list[Place]:
         """Its places; a tensor found nowhere is held by reference."""
         found = self.tensors.get(id(tensor))
         return found or [Place("held", "held", [tensor], 0)]
 
+    def unchanged(self) -> tuple[Link, ...]:
+        """Plain values that tracing did not change itself: counters of calls are no part of the signature."""
+        return tuple(s for s in self.statics if _holds(s))
+
     # -- walking --------------------------------------------------------------------------------------------
 
-    def _visit(self, name: str, value: Any) -> None:
+    def _visit(self, name: str, value: Any, inside: Link | None) -> None:
+        """An object that may lead to tensors: module, function, class, wrapper of those, or an instance of a user's class."""
+        if isinstance(value, torch.nn.Module):
+            return self._module(name, value, inside)
         if id(value) in self._seen:
             return
-        if isinstance(value, torch.nn.Module):
-            return self._module(name, value)
         self._seen.add(id(value))
         if isinstance(value, types.MethodType):
-            self._visit(name, value.__self__)
-            self._visit(name, value.__func__)
+            self._visit(name, value.__self__, inside)
+            self._visit(name, value.__func__, inside)
         elif isinstance(value, types.FunctionType):
-            self._function(value)
-        elif hasattr(value, "__wrapped__"):
-            self._visit(name, value.__wrapped__)
-        elif hasattr(value, "func") and hasattr(value, "args"):  # functools.partial
-            for part in (value.func, *value.args, *value.keywords.values()):
-                self._entry("", [part], 0, "variable")
+            self._function(value, inside)
+        elif isinstance(value, functools.partial):
+            self._visit(name, value.func, inside)
+            self._entries("", value.args, range(len(value.args)), "variable", inside)
+            self._entries("", value.keywords, value.keywords, "variable", inside)
+        elif isinstance(value, type):
+            self._class(value)
+        elif "__wrapped__" in getattr(value, "__dict__", ()):
+            self._visit(name, value.__wrapped__, inside)
         elif _is_plain_object(value):
-            for key in vars(value):
-                self._entry(_join(name, key), vars(value), key, "attribute")
+            self._class(type(value))
+            self._box(name, "attribute", vars(value), inside)
+            self._entries(name, vars(value), vars(value), "attribute", inside)
 
-    def _function(self, fn: types.FunctionType) -> None:
+    def _function(self, fn: types.FunctionType, inside: Link | None) -> None:
         for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
             try:
                 cell.cell_contents  # noqa: B018  an empty cell raises
             except ValueError:
                 continue
-            self._entry(name, cell, CELL, "variable")
-        names = list(_global_names(fn.__code__))
+            self._box(name, "variable", cell, inside)
+            self._entry(name, cell, CELL, "variable", inside)
+        names = dict.fromkeys(_global_names(fn.__code__))
         for name in names:
             found = fn.__globals__.get(name)
-            if isinstance(found, types.ModuleType) and _is_open_module(found.__name__):
-                for inner in names:
-                    if inner in vars(found):
-                        self._entry(f"{name}.{inner}", vars(found), inner, "variable")
-            elif found is not None:
-                self._entry(name, fn.__globals__, name, "variable")
-        for i in range(len(fn.__defaults__ or ())):
-            self._entry(f"default.{i}", fn.__defaults__, i, "variable")
-        for key in fn.__kwdefaults__ or {}:
-            self._entry(f"default.{key}", fn.__kwdefaults__, key, "variable")
+            if isinstance(found, types.ModuleType):
+                if _is_open_module(found.__name__):
+                    self._entries(name, vars(found), [n for n in names if n in vars(found)], "variable", inside)
+            elif name in fn.__globals__:
+                self._box(name, "variable", _Slot(fn.__globals__, name), inside)
+                self._entry(name, fn.__globals__, name, "variable", inside)
+        self._entries("default", fn.__defaults__ or (), range(len(fn.__defaults__ or ())), "variable", inside)
+        self._entries("default", fn.__kwdefaults__ or {}, fn.__kwdefaults__ or {}, "variable", inside)
         if "__wrapped__" in vars(fn):
-            self._visit("", fn.__wrapped__)  # type: ignore[attr-defined]
+            self._visit("", fn.__wrapped__, inside)  # type: ignore[attr-defined]
 
-    def _entry(self, name: str, container: Any, key: Any, kind: str, depth: int = 3) -> None:
-        """One slot of a container: a tensor, a module, a function, or a container of those."""
+    def _class(self, cls: type) -> None:
+        """Class attributes, and what the methods of a user's class name."""
+        for base in cls.__mro__:
+            if id(base) in self._seen and base is not cls or not _is_open_module(base.__module__):
+                continue
+            self._seen.add(id(base))
+            for key, value in list(vars(base).items()):
+                method = getattr(value, "__func__", getattr(value, "fget", value))
+                if isinstance(method, types.FunctionType):
+                    self._visit(key, method, None)
+                elif not key.startswith("__"):
+                    self._entry(f"{base.__name__}.{key}", vars(base), key, "variable", None)
+
+    def _entries(self, name: str, container: Any, keys: Iterable[Any], kind: str, inside: Link | None, depth: int = DEEPEST) -> None:
+        for key in list(keys):
+            self._entry(_join(name, key), container, key, kind, inside, depth)
+
+    def _entry(self, name: str, container: Any, key: Any, kind: str, inside: Link | None, depth: int = DEEPEST) -> None:
+        """One slot of a container: a tensor, a plain value, a container of those, or an object that may lead to them."""
         value = container.cell_contents if isinstance(container, types.CellType) else container[key]
+        place = Place(name, kind, container, key, inside)
         if isinstance(value, torch.Tensor):
-            self.tensors.setdefault(id(value), []).append(Place(name, kind, container, key))
-        elif isinstance(value, torch.nn.Module):
-            self._module(name, value)
-        elif isinstance(value, (list, tuple)) and depth:
-            for i in range(min(len(value), 4096)):
-                self._entry(_join(name, i), value, i, kind, depth - 1)
-        elif isinstance(value, dict) and depth:
-            for k in list(value):
-                if isinstance(k, (str, int)):
-                    self._entry(_join(name, k), value, k, kind, depth - 1)
-        elif isinstance(value, (types.FunctionType, types.MethodType)) and _is_open(value):
-            self._visit(name, value)
-        elif _is_plain_object(value) and not isinstance(value, (list, tuple, dict)):
-            self._visit(name, value)
+            self.tensors.setdefault(id(value), []).append(place)
+        elif is_static(value):
+            self.statics.append(Link(place, value))
+        elif isinstance(value, (list, tuple, dict)):
+            if depth:
+                link = Link(place, value)
+                if not isinstance(value, tuple):
+                    self._box(name, kind, value, link)
+                self._entries(name, value, _keys(value), kind, link, depth - 1)
+        elif _leads_on(value):
+            self.links.append(Link(place, value))
+            self._visit(name, value, self.links[-1])
 
-    def _module(self, name: str, root: torch.nn.Module) -> None:
+    def _box(self, name: str, kind: str, slots: Any, inside: Link | None) -> None:
+        self.boxes.append(Box(name, kind, slots, contents(slots), inside))
+
+    def _module(self, name: str, root: torch.nn.Module, inside: Link | None) -> None:
         for path, module in root.named_modules(prefix=name, remove_duplicate=True):
             if id(module) in self._seen:
                 continue
             self._seen.add(id(module))
             self.modules[id(module)] = (path, module)
+            self._class(type(module))
             for kind, slots in (("parameter", module._parameters), ("buffer", module._buffers)):
+                self._box(path, kind, slots, inside)
                 for key, value in slots.items():
                     if value is not None:
-                        self.tensors.setdefault(id(value), []).append(Place(_join(path, key), kind, slots, key))
-            for key, value in vars(module).items():
-                if key not in _MODULE_FIELDS and not isinstance(value, (bool, int, float, str, type(None))):
-                    self._entry(_join(path, key), vars(module), key, "attribute")
+                        self.tensors.setdefault(id(value), []).append(Place(_join(path, key), kind, slots, key, inside))
+            self._box(path, "attribute", vars(module), inside)
+            keys = [k for k in vars(module) if k not in _MODULE_FIELDS]
+            self._entries(path, vars(module), keys, "attribute", inside)
+
+
+class _Slot:
+    """One name of a globals dict: functions may rebind the globals they name."""
+
+    def __init__(self, names: dict[str, Any], key: str) -> None:
+        self.names, self.key = names, key
+
+
+def contents(slots: Any) -> dict[Any, Any]:
+    """key -> value of a box's slots."""
+    if isinstance(slots, types.CellType):
+        return {CELL: slots.cell_contents}
+    if isinstance(slots, _Slot):
+        return {slots.key: slots.names.get(slots.key)}
+    return dict(enumerate(slots)) if isinstance(slots, list) else dict(slots)
+
+
+def put_back(slots: Any, old: dict[Any, Any]) -> None:
+    """Make the slots of a box what they were."""
+    if isinstance(slots, types.CellType):
+        slots.cell_contents = old[CELL]
+    elif isinstance(slots, _Slot):
+        slots.names[slots.key] = old[slots.key]
+    elif isinstance(slots, list):
+        slots[:] = old.values()
+    else:
+        for key in slots.keys() - old.keys():
+            del slots[key]
+        slots.update(old)
 
 
 _MODULE_FIELDS = frozenset(vars(torch.nn.Module()))
+_STATIC = (bool, int, float, complex, str, bytes, type(None), enum.Enum, torch.dtype, torch.device, torch.Size, slice, range)
+
+
+def is_static(value: Any) -> bool:
+    """A plain Python value, or a tuple of them."""
+    return isinstance(value, _STATIC) or (type(value) is tuple and len(value) <= MANY and all(map(is_static, value)))
+
+
+def _holds(link: Link) -> bool:
+    try:
+        now = link.place.read()
+    except (KeyError, IndexError, ValueError):
+        return False
+    return now is link.value or (type(now) is type(link.value) and now == link.value)
+
+
+def _keys(container: Any) -> list[Any]:
+    """Which entries to look at: of long containers only those that are not plain values."""
+    keys = [k for k in container if isinstance(k, (str, int))] if isinstance(container, dict) else list(range(len(container)))
+    return keys if len(keys) <= MANY else [k for k in keys[:LONGEST] if not is_static(container[k])]
 
 
 def _join(prefix: str, key: Any) -> str:
@@ -148,18 +257,26 @@ def _global_names(code: types.CodeType) -> Iterator[str]:
             yield from _global_names(const)
 
 
-def _is_open(fn: Any) -> bool:
-    """A function worth walking: the user's, not torch's."""
-    return _is_open_module(getattr(fn, "__module__", "") or "")
+def _leads_on(value: Any) -> bool:
+    """An object worth walking: a module, the user's functions and classes, wrappers of functions, instances of users' classes."""
+    if isinstance(value, (torch.nn.Module, functools.partial)):
+        return True
+    if isinstance(value, (types.FunctionType, types.MethodType, type)):
+        return _is_open_module(getattr(value, "__module__", "") or "")
+    return "__wrapped__" in getattr(value, "__dict__", ()) or _is_plain_object(value)
 
 
 def _is_open_module(name: str) -> bool:
     root = name.partition(".")[0]
-    return root not in sys.stdlib_module_names and root not in ("torch", "mycel", "transformers", "numpy")
+    return root not in sys.stdlib_module_names and root not in _LIBRARIES
+
+
+_LIBRARIES = ("torch", "mycel", "transformers", "numpy")
 
 
 def _is_plain_object(value: Any) -> bool:
-    """An instance of a user's class: its attributes may hold tensors."""
+    """An instance of a user's class (or a model library's): its attributes may hold tensors."""
     if isinstance(value, (type, types.ModuleType, torch.Tensor)) or not hasattr(value, "__dict__"):
         return False
-    return _is_open(type(value))
+    module = type(value).__module__
+    return _is_open_module(module) or module.partition(".")[0] == "transformers" or isinstance(value, types.SimpleNamespace)

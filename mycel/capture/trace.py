@@ -142,12 +142,13 @@ class Tracer(Builder):
 
     def argument(self, name: str, tensor: torch.Tensor) -> Traced:
         """A tensor argument becomes an input."""
+        _check_dense(tensor)
         var = Var(name, type_of(tensor))
         self.inputs.append(var)
         cell = Cell(var)
         cell.place = Place(name, "argument", None, None)
         self.lifted[id(tensor)] = (tensor, cell)
-        return Traced.make(cell, self, tensor.stride() if tensor.layout == torch.strided else None)
+        return Traced.make(cell, self, tensor.stride())
 
     def cell(self, tensor: torch.Tensor) -> Cell:
         """The cell of a traced tensor, or of a real one the code reached: that becomes an input."""
@@ -161,6 +162,7 @@ class Tracer(Builder):
         return found[1]
 
     def _lift(self, tensor: torch.Tensor) -> Cell:
+        _check_dense(tensor)
         if tensor.device.type not in (self.device.type, "meta") and tensor.ndim:
             raise refuse(
                 f"a tensor on {tensor.device} was used in a program on {self.device}", "move model and arguments to one device"
@@ -255,6 +257,8 @@ class Tracer(Builder):
 
     def dispatch(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """An ATen operator."""
+        if func.namespace == "profiler":
+            return func(*args, **kwargs)
         known = _schema(func)
         if known.rule is None and known.functional is None and func in _SPECIAL:
             return _SPECIAL[func](self, *args, **kwargs)
@@ -263,8 +267,12 @@ class Tracer(Builder):
                 return func.decompose(*args, **kwargs)
         if known.dynamic:
             return self._dynamic(func, args, kwargs)
-        if known.written:
+        if known.strided:
+            self._check_strided(args[0])
+        if known.written and known.rule is None:
             return self._write(func, known, args, kwargs)
+        if known.reads is not None:
+            return self._ask(func, known.reads, args, kwargs)
         if (device := kwargs.get("device")) is not None:
             self._check_device(torch.device(device))
         before = len(self.eqns)
@@ -277,6 +285,15 @@ class Tracer(Builder):
         if known.view_of is None:
             return self.wrap(out)
         return self._view(func, args, kwargs, before, out)
+
+    def _ask(self, func: Any, read: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """An operator that returns a Python value: computed now if its inputs are constants, else refused.  One that returns nothing is a check."""
+        if not read:
+            return None
+        values = [self.concrete(x) if isinstance(x, torch.Tensor) else x for x in args]
+        if any(v is None for v, x in zip(values, args, strict=True) if x is not None):
+            raise refuse_read(read)
+        return func(*values, **kwargs)
 
     def _dynamic(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """An operator whose shape depends on values: computed now if they are constants, else refused."""
@@ -310,21 +327,54 @@ class Tracer(Builder):
         """`x.add_(y)`: the functional operator, then its result becomes the value of x (in x's dtype and shape)."""
         if known.functional is None:
             raise refuse(f"{func} updates a tensor in place and has no functional form", "the out-of-place operator")
+        if torch.Tag.inplace_view in func.tags and (type(args[0]) is not Traced or args[0].cell.place is None):
+            return self._turn(func, known, args, kwargs)
         targets = [args[i] if i < len(args) else kwargs[n] for i, n in known.written]
         kwargs = {k: v for k, v in kwargs.items() if k not in known.outs}
         out = self._functional(known.functional, args, kwargs)
         values = list(out) if isinstance(out, (list, tuple)) else [out]
         self.here()
-        for target, value in zip(targets, values, strict=False):
+        for target, value in zip(_tensors(targets), values, strict=False):
             with self:
-                cell = self.cell(target)
-                new = value
-                if new.dtype != cell.var.dtype:
-                    new = o.cast(new, dtype=cell.var.dtype)
-                if new.shape != cell.var.shape:
-                    new = o.expand(new, shape=cell.var.shape)
-                cell.write(new)
-        return targets[0] if len(targets) == 1 else tuple(targets)
+                self._assign(func, target, value, resizes=bool(known.outs))
+        count = len(func._schema.returns)
+        return None if count == 0 else targets[0] if count == 1 else tuple(targets)
+
+    def _assign(self, func: Any, target: torch.Tensor, value: Var, resizes: bool) -> None:
+        """The value of `target` is now `value`, in its dtype; an `out=` tensor of another shape takes that of the value."""
+        cell = self.cell(target)
+        if value.dtype != cell.var.dtype:
+            value = o.cast(value, dtype=cell.var.dtype)
+        if value.shape == cell.var.shape:
+            cell.write(value)
+        elif resizes and type(target) is Traced and cell.place is None and cell.parent is None:
+            self._become(target, Traced.make(Cell(value), self))
+        else:
+            raise refuse(
+                f"{func._schema.name.split('::')[-1]} writes a result of shape {list(value.shape)} into a tensor of shape {list(cell.var.shape)}",
+                "the out-of-place operator, or a tensor of the result's shape",
+            )
+
+    def _turn(self, func: Any, known: _Schema, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """`x.t_()`: the tensor itself becomes the view."""
+        if type(args[0]) is not Traced or _schema(known.functional).view_of is None:
+            raise refuse(f"{func} changes the shape of a tensor in place", "the out-of-place operator")
+        self._become(args[0], self.dispatch(known.functional, args, kwargs))
+        return args[0]
+
+    def rebind(self, x: torch.Tensor, other: torch.Tensor) -> None:
+        """`x.data = other`: x becomes `other`; state from outside takes its value."""
+        self.here()
+        if type(x) is Traced and type(other) is Traced and x.cell.place is None:
+            return self._become(x, other)
+        with self:
+            self._assign(torch.ops.aten.set_data.default, x, self.cell(other).read(), resizes=False)
+
+    def _become(self, x: Traced, other: Traced) -> None:
+        """From here on x is the same tensor as `other`."""
+        with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+            torch.Tensor.data.__set__(x, other)  # type: ignore[attr-defined]
+        x.cell = other.cell
 
     def _functional(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         known = _schema(func)
@@ -353,6 +403,11 @@ class Tracer(Builder):
             except (ValueError, IRError) as e:
                 raise refuse(f"{func}: {e}", "a different operator, or computing it outside of the captured function") from e
         return _nest(func, out)
+
+    def _check_strided(self, x: torch.Tensor) -> None:
+        """Strides of the user mean the memory of x; a program has values in their own order, so both must be the same."""
+        if not x.is_contiguous() or self.cell(x).parent is not None:
+            raise refuse("as_strided of a view or of a tensor that is not contiguous", "unfold, slices or contiguous() before it")
 
     def _check_device(self, device: torch.device) -> None:
         if device.type != self.device.type and device.type != "meta":
@@ -391,6 +446,8 @@ class _Schema:
     view_of: int | None
     dynamic: bool
     mask_index: bool
+    strided: bool
+    reads: str | None  # the read of a Python value that it is; "" if it returns nothing
     composite: bool  # torch has only its meaning in other operators, and we have no rule
 
 
@@ -424,7 +481,12 @@ def _schema(func: Any) -> _Schema:
     functional = _functional_form(func) if written else None
     dynamic = torch.Tag.dynamic_output_shape in func.tags and rule is None
     composite = rule is None and (functional is None or _schema(functional).composite) and _is_composite(func)
-    return _Schema(rule, written, outs, functional, view_of, dynamic, func is torch.ops.aten.index.Tensor, composite)
+    strided = schema.name.startswith("aten::as_strided")
+    reads = None if rule or written else _READ_BY_RETURN.get(str(schema.returns[0].type) if schema.returns else "")
+    return _Schema(rule, written, outs, functional, view_of, dynamic, func is torch.ops.aten.index.Tensor, strided, reads, composite)
+
+
+_READ_BY_RETURN = {"": "", "bool": "__bool__", "int": "__int__", "float": "__float__", "number": "item"}
 
 
 def _is_composite(func: Any) -> bool:
@@ -464,6 +526,12 @@ def _tensors(values: Any) -> list[torch.Tensor]:
         elif isinstance(v, (list, tuple)):
             found.extend(_tensors(v))
     return found
+
+
+def _check_dense(x: torch.Tensor) -> None:
+    if x.layout != torch.strided or x.is_quantized or x.is_nested:
+        kind = "quantized" if x.is_quantized else "nested" if x.is_nested else str(x.layout).split(".")[-1]
+        raise refuse(f"a {kind} tensor was used; a program has dense tensors", "to_dense(), or computing it outside of the captured function")
 
 
 def _meta(x: torch.Tensor) -> torch.Tensor:
@@ -514,6 +582,8 @@ class FunctionMode(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name == "__get__":
             return args[0].detach() if func.__self__ is torch.Tensor.data else func(*args, **kwargs)
+        if name == "__set__" and func.__self__ is torch.Tensor.data:
+            return self.tracer.rebind(*args)
         if name in READS and isinstance(args[0] if args else None, torch.Tensor):
             return _read(self.tracer, name, *args, **kwargs)
         special = _FUNCTIONS.get(name)
@@ -522,10 +592,18 @@ class FunctionMode(TorchFunctionMode):
         out = self.tracer.function(func, args, kwargs)
         if out is not NotImplemented:
             return out
-        if isinstance(func, types.FunctionType) and func.__module__.startswith("torch.") and "has_torch_function" in str(func.__code__.co_names):
+        if _is_written_in_python(func):
             with self:
                 return _opened(func)(*args, **kwargs)
         return func(*args, **kwargs)
+
+
+@functools.cache
+def _is_written_in_python(func: Any) -> bool:
+    """One of torch's Python functions that ask for a torch-function mode; methods of Tensor hand on to C and stay closed."""
+    if not isinstance(func, types.FunctionType) or not func.__module__.startswith("torch.") or func.__module__ == "torch._tensor":
+        return False
+    return "has_torch_function" in str(func.__code__.co_names)
 
 
 @functools.cache
@@ -541,7 +619,7 @@ def _no(*_: Any) -> bool:
     return False
 
 
-_TORCH_MODULES = ("torch", "torch._C", "torch._tensor", None, "torch.functional")
+_TORCH_MODULES = ("torch", "torch._C", "torch._tensor", None, "torch.functional", "torch.autograd")
 
 
 def _make_constant(mode: FunctionMode, func: Any, *args: Any, **kwargs: Any) -> Any:
@@ -560,7 +638,14 @@ def _make_constant(mode: FunctionMode, func: Any, *args: Any, **kwargs: Any) -> 
         return tracer.wrap(tracer.constant(func(*args, **kwargs)))
 
 
-_FUNCTIONS = {"tensor": _make_constant, "as_tensor": _make_constant, "from_numpy": _make_constant}
+def _refuse_gradient(*_: Any, **__: Any) -> Any:
+    raise refuse("torch's own autograd was asked for a gradient of traced tensors", "mycel.grad or mycel.value_and_grad of the function")
+
+
+_FUNCTIONS = {
+    "tensor": _make_constant, "as_tensor": _make_constant, "from_numpy": _make_constant,
+    "backward": _refuse_gradient, "grad": _refuse_gradient,
+}  # fmt: skip
 
 
 def _lift_fresh(tracer: Tracer, x: torch.Tensor) -> Any:
@@ -580,18 +665,10 @@ def _read(tracer: Tracer, name: str, x: torch.Tensor, *args: Any, **kwargs: Any)
         return getattr(torch.Tensor, name)(value, *args, **kwargs)
 
 
-def _equal(tracer: Tracer, x: torch.Tensor, y: torch.Tensor) -> bool:
-    a, b = tracer.concrete(x), tracer.concrete(y)
-    if a is None or b is None:
-        raise refuse_read("__bool__")
-    return torch.equal(a, b)
-
-
 _SPECIAL = {
     torch.ops.aten.lift_fresh.default: _lift_fresh,
-    torch.ops.aten._local_scalar_dense.default: lambda tracer, x: _read(tracer, "item", x),
     torch.ops.aten.is_nonzero.default: lambda tracer, x: _read(tracer, "__bool__", x),
-    torch.ops.aten.equal.default: _equal,
+    torch.ops.aten.is_same_size.default: lambda tracer, x, y: x.shape == y.shape,
 }
 
 __all__ = ["KEY", "DispatchMode", "FunctionMode", "Region", "Traced", "Tracer"]

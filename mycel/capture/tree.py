@@ -16,7 +16,7 @@ import torch
 
 @dataclass(frozen=True)
 class Tree:
-    """kind: leaf | static | tuple | list | dict | named | data | object.  `key` holds what identifies it: value, keys or class."""
+    """kind: leaf | static | tuple | list | dict | named | struct | data | object.  `key` holds what identifies it: value, keys or class."""
 
     kind: str
     key: Any = None
@@ -39,6 +39,8 @@ class Tree:
                 return made(zip(keys, parts, strict=True))
             case "named":
                 return self.key(*parts)
+            case "struct":
+                return self.key(parts)
             case "data":
                 cls, names = self.key
                 return cls(**dict(zip(names, parts, strict=True)))
@@ -79,7 +81,9 @@ def flatten(value: Any, leaves: list[torch.Tensor], objects: bool = False) -> Tr
     def inner(parts: Any) -> tuple[Tree, ...]:
         return tuple(flatten(p, leaves, objects) for p in parts)
 
-    if isinstance(value, tuple):
+    if hasattr(type(value), "n_sequence_fields"):  # torch.return_types.max and its like
+        return Tree("struct", type(value), inner(value))
+    if isinstance(value, tuple) and not isinstance(value, torch.Size):
         return Tree("named", type(value), inner(value)) if hasattr(value, "_fields") else Tree("tuple", None, inner(value))
     if isinstance(value, list):
         return Tree("list", None, inner(value))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -27,11 +27,12 @@ _NAME = re.compile(r"[A-Za-z_]\w*(?:\.\w+)*", re.ASCII)
 class Builder:
     """Collects the equations of one block; `source` is the user's line for the next ones."""
 
-    def __init__(self) -> None:
+    def __init__(self, beside: Builder | None = None) -> None:
+        """`beside`: another builder whose names are taken too, as when both write into one block."""
         self.inputs: list[Var] = []
         self.eqns: list[Eqn] = []
         self.source = ""
-        self._names: dict[str, int] = {}
+        self._names: dict[str, int] = beside._names if beside else {}
 
     def __enter__(self) -> Builder:
         BUILDERS.append(self)
@@ -49,6 +50,11 @@ class Builder:
         if not count:
             return hint
         return self.name(f"{hint}_{count}")
+
+    def reserve(self, names: Iterable[str]) -> None:
+        """These names are taken."""
+        for name in names:
+            self._names.setdefault(name, 1)
 
     def input(self, name: str, type: Type) -> Var:
         var = Var(self.name(name), type)

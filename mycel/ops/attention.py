@@ -16,7 +16,6 @@ import math
 import torch
 
 from mycel.ir import is_float, op
-from mycel.ops.capture_rules import captures, draw
 from mycel.ops.matmul import swap
 from mycel.ops.rules import o, unbroadcast
 
@@ -31,15 +30,12 @@ def _mask_dims(mask):
     return " ".join("1" if n == 1 else name for n, name in zip(mask.shape, names, strict=True))
 
 
-def _attention_dims(q, k, v, mask, *, causal=False, scale=None):
+def attention_dims(q, k, v, mask, *, causal=False, scale=None):
+    """Batch, groups of heads and, unless causal, rows may be split."""
     if causal and mask is not None:
         raise ValueError("attention: causal excludes a mask")
     rows = "q^" if causal else "q"
     return f"b (g n) {rows} d^, b g k^ d^, b g k^ e^, {_mask_dims(mask)} -> b (g n) q e, b (g n) q"
-
-
-def _sdpa_dims(*types, **params):
-    return _attention_dims(*types, **params).rpartition(",")[0]
 
 
 def _grad_dims(g, q, k, v, mask, y, lse, *, causal=False, scale=None):
@@ -55,11 +51,13 @@ def _mask_grad_dims(g, q, k, v, mask, y, lse, *, scale=None):
     return f"b+ (g+ n+) q+ e^, b (g n) q d^, b g k+ d, b g k e, {dims}, b (g n) q e, b (g n) q -> {dims}"
 
 
-def _forward_flops(d):
+def forward_flops(d):
+    """Two products."""
     return 2 * d.b * d.g * d.n * d.q * d.k * (d.d + d.e)
 
 
 def _backward_flops(d):
+    """Five products."""
     return 2 * d.b * d.g * d.n * d.q * d.k * (3 * d.d + 2 * d.e)
 
 
@@ -75,7 +73,8 @@ def _cast(x, dtype):
     return x if x.dtype == dtype else o.cast(x, dtype=dtype)
 
 
-def _repeated(x, heads):
+def repeated(x, heads):
+    """Shared heads, once for each head of q."""
     return x if x.shape[1] == heads else o.repeat_each(x, times=heads // x.shape[1], dim=1)
 
 
@@ -88,44 +87,45 @@ def _grouped(dx, like):
     return _cast(dx, like.dtype)
 
 
-def _below_diagonal(rows, columns):
+def below_diagonal(rows, columns):
+    """Where row i sees column j: j <= i."""
     count = {"shape": (rows, columns), "dtype": torch.int64}
     return o.ge(o.iota(dim=0, **count), o.iota(dim=1, **count))
 
 
-def _scores_in_operators(q, k, mask, causal, scale):
+def scores_in_operators(q, k, mask, causal, scale):
     """Masked scores in the wide dtype."""
     dtype = wide(q.dtype)
-    k = _repeated(_cast(k, dtype), q.shape[1])
+    k = repeated(_cast(k, dtype), q.shape[1])
     s = o.mul(o.matmul(_cast(q, dtype), swap(k)), q.shape[3] ** -0.5 if scale is None else scale)
     if causal:
-        return o.where(_below_diagonal(q.shape[2], k.shape[2]), s, -math.inf)
+        return o.where(below_diagonal(q.shape[2], k.shape[2]), s, -math.inf)
     if mask is None:
         return s
     return o.where(mask, s, -math.inf) if mask.dtype == torch.bool else o.add(s, _cast(mask, dtype))
 
 
-def _weights_in_operators(s, lse, mask):
+def weights_in_operators(s, lse, mask):
     """exp(s - lse); a row that sees nothing has weights 0"""
     lse = lse if mask is None else o.where(o.eq(lse, -math.inf), 0.0, lse)
     return o.exp(o.sub(s, o.reshape(lse, shape=(*lse.shape, 1))))
 
 
 def _attention_in_operators(q, k, v, mask, *, causal=False, scale=None):
-    s = _scores_in_operators(q, k, mask, causal, scale)
+    s = scores_in_operators(q, k, mask, causal, scale)
     lse = o.logsumexp(s, dims=(3,), keepdim=False)
-    p = _weights_in_operators(s, lse, mask)
-    return _cast(o.matmul(p, _repeated(_cast(v, s.dtype), q.shape[1])), q.dtype), lse
+    p = weights_in_operators(s, lse, mask)
+    return _cast(o.matmul(p, repeated(_cast(v, s.dtype), q.shape[1])), q.dtype), lse
 
 
 def _score_cotangent(g, g_lse, q, k, v, mask, y, lse, causal, scale):
     """(weights, cotangent of the scores)"""
-    s = _scores_in_operators(q, k, mask, causal, scale)
-    p = _weights_in_operators(s, lse, mask)
+    s = scores_in_operators(q, k, mask, causal, scale)
+    p = weights_in_operators(s, lse, mask)
     owed = None if g_lse is None else o.reshape(g_lse, shape=(*g_lse.shape, 1))
     if g is not None:
         g = _cast(g, s.dtype)
-        dp = o.matmul(g, swap(_repeated(_cast(v, s.dtype), q.shape[1])))
+        dp = o.matmul(g, swap(repeated(_cast(v, s.dtype), q.shape[1])))
         delta = o.sub(dp, o.sum(o.mul(g, _cast(y, s.dtype)), dims=(3,), keepdim=True))
         owed = delta if owed is None else o.add(delta, owed)
     return p, o.mul(p, owed)
@@ -134,7 +134,7 @@ def _score_cotangent(g, g_lse, q, k, v, mask, y, lse, causal, scale):
 def _grad_in_operators(g, q, k, v, mask, y, lse, *, causal=False, scale=None, g_lse=None):
     p, ds = _score_cotangent(g, g_lse, q, k, v, mask, y, lse, causal, scale)
     factor = q.shape[3] ** -0.5 if scale is None else scale
-    dq = o.mul(o.matmul(ds, _repeated(_cast(k, p.dtype), q.shape[1])), factor)
+    dq = o.mul(o.matmul(ds, repeated(_cast(k, p.dtype), q.shape[1])), factor)
     dk = o.mul(o.matmul(swap(ds), _cast(q, p.dtype)), factor)
     dv = None if g is None else _grouped(o.matmul(swap(p), _cast(g, p.dtype)), v)
     return _cast(dq, q.dtype), _grouped(dk, k), dv
@@ -169,7 +169,7 @@ def _route(q, k, v, mask, causal):
     low = q.dtype in (torch.float16, torch.bfloat16)
     if q.device.type != "cuda" or q.dtype == torch.float64 or d % (8 if low else 4) != 0:
         return "plain"
-    if low and d <= 128 and torch.cuda.get_device_capability(q.device)[0] in (9, 10) and torch.backends.cudnn.is_available():
+    if low and d <= 128 and torch.cuda.get_device_capability(q.device)[0] in (9, 10):
         return "cudnn"  # on an H200 1.5 to 2 times as fast as flash, 3 times as efficient
     square = not causal or q.shape[2] == k.shape[2]  # flash aligns causal rows to the last column
     return "flash" if low and mask is None and square and d <= 256 else "efficient"
@@ -235,11 +235,11 @@ def _plain_attention(q, k, v, mask, causal, scale):
 
 
 @op(
-    _attention_dims,
+    attention_dims,
     dtype=("first", lambda q, *_: wide(q.dtype)),
     vjp=_attention_vjp,
     expand=_attention_in_operators,
-    flops=_forward_flops,
+    flops=forward_flops,
     examples=[
         "f[2,4,6,8], f[2,4,3,8], f[2,4,3,8], None", "f[2,4,6,8], f[2,2,6,8], f[2,2,6,8], None, causal=True",
         "f[2,4,6,8], f[2,1,3,8], f[2,1,3,8], bool[2,1,6,3], scale=0.3", "f[2,2,6,8], f[2,2,4,8], f[2,2,4,8], f[2,6,4]",
@@ -331,7 +331,7 @@ def attention_grad(g, q, k, v, mask, y, lse, *, causal=False, scale=None):
     _mask_grad_dims,
     dtype=lambda *types: types[4].dtype,
     expand=_mask_grad_in_operators,
-    flops=_forward_flops,
+    flops=forward_flops,
     examples=[
         "f64[2,2,6,8], f64[2,2,6,8], f64[2,2,4,8], f64[2,2,4,8], f64[2,6,4], f64[2,2,6,8], f64[2,2,6]>4",
         "f64[2,4,6,8], f64[2,4,6,8], f64[2,2,4,8], f64[2,2,4,8], f64[2,1,1,4], f64[2,4,6,8], f64[2,4,6]>4, scale=0.3",
@@ -342,74 +342,3 @@ def attention_mask_grad(g, q, k, v, mask, y, lse, *, scale=None):
     """The cotangent of an added mask: its own equation, for it is large and a constant mask needs none."""
     ds = _plain_grad(g, q, k, v, mask, y, lse, False, scale)[1]
     return ds.sum_to_size(mask.shape).to(mask.dtype)
-
-
-@op(
-    _sdpa_dims,
-    dtype="first",
-    expand=lambda *inputs, **params: attention(*inputs, **params)[0],
-    flops=_forward_flops,
-    examples=[
-        "f[2,4,6,8], f[2,4,3,8], f[2,4,3,8], None", "f[2,4,6,8], f[2,2,6,8], f[2,2,6,8], None, causal=True",
-        "f[2,4,6,8], f[2,2,3,8], f[2,2,3,8], bool[2,1,6,3], scale=0.3", "f[2,2,6,4], f[2,2,3,4], f[2,2,3,6], f[1,3]",
-    ],
-)  # fmt: skip
-def sdpa(q, k, v, mask, *, causal=False, scale=None):
-    """attention without lse; written by late fusion alone"""
-    return torch.nn.functional.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
-    )
-
-
-@captures(torch.nn.functional.scaled_dot_product_attention, "aten.scaled_dot_product_attention.default")
-def _sdpa(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False):
-    """Leading dims broadcast and become batch and heads; causal together with a mask becomes a mask."""
-    rows, operands = query.shape[-2], [query] if enable_gqa else [query, key, value]
-    lead = torch.broadcast_shapes(*(x.shape[:-2] for x in operands))
-    q, k, v = (_four_dims(x, lead, enable_gqa) for x in (query, key, value))
-    mask = None if attn_mask is None else _mask_of_four(attn_mask, lead)
-    if is_causal and mask is not None:
-        seen = _below_diagonal(rows, key.shape[-2])
-        mask = o.logical_and(mask, seen) if mask.dtype == torch.bool else o.where(seen, mask, -math.inf)
-        is_causal = False
-    if dropout_p > 0:
-        y = _attention_with_dropout(q, k, v, mask, is_causal, scale, float(dropout_p))
-    else:
-        y = attention(q, k, v, mask, causal=is_causal, scale=scale)[0]
-    shape = (*lead, rows, value.shape[-1])
-    return y if y.shape == shape else o.reshape(y, shape=shape)
-
-
-def _attention_with_dropout(q, k, v, mask, causal, scale, p):
-    s = _scores_in_operators(q, k, mask, causal, scale)
-    weights = _weights_in_operators(s, o.logsumexp(s, dims=(3,), keepdim=False), mask)
-    key, site = draw()
-    weights = o.dropout(weights, key, 0, p=p, site=site)
-    return _cast(o.matmul(weights, _repeated(_cast(v, s.dtype), q.shape[1])), q.dtype)
-
-
-def _four_dims(x, lead, grouped):
-    """x with its leading dims broadcast to `lead` and made two, batch and heads; grouped heads keep their number."""
-    lead = (*lead[:-1], x.shape[-3]) if grouped and x.ndim > 3 else tuple(lead)
-    shape = (*lead, *x.shape[-2:])
-    x = x if tuple(x.shape) == shape else o.expand(x, shape=shape)
-    flat = (math.prod(lead[:-1]), lead[-1]) if len(lead) > 1 else (*lead, 1) if lead else (1, 1)
-    return x if len(lead) == 2 else o.reshape(x, shape=(*flat, *x.shape[-2:]))
-
-
-def _mask_of_four(mask, lead):
-    """A mask that broadcasts over leading dims, as it broadcasts over batch and heads."""
-    if len(lead) == 1 and mask.ndim == 3:
-        return o.reshape(mask, shape=(mask.shape[0], 1, *mask.shape[1:]))
-    if len(lead) <= 2 or mask.ndim <= 3:
-        return mask
-    if any(n != 1 for n in mask.shape[:-3]):
-        mask = o.expand(mask, shape=(*lead[:-1], *mask.shape[-3:]))
-    return o.reshape(mask, shape=(math.prod(mask.shape[:-3]), *mask.shape[-3:]))
-
-
-@captures("aten._scaled_dot_product_flash_attention_for_cpu.default")
-def _flash_for_cpu(query, key, value, dropout_p=0.0, is_causal=False, *, attn_mask=None, scale=None):
-    if dropout_p or (is_causal and attn_mask is not None):
-        return NotImplemented
-    return attention(query, key, value, attn_mask, causal=is_causal, scale=scale)

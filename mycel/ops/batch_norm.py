@@ -140,6 +140,9 @@ def _torch_batch_norm(input, weight, bias, running_mean, running_var, training, 
 
 @captures("aten.native_batch_norm.default", "aten._native_batch_norm_legit.default")
 def _native_batch_norm(x, weight, bias, running_mean, running_var, training, momentum, eps):
+    if not math.prod(x.shape):
+        unsaved = o.full(0.0, shape=(0,), dtype=wide_dtype(x))
+        return x, unsaved, unsaved
     if not training:
         if running_mean is None or running_var is None:
             raise ValueError("batch_norm outside of training needs running statistics")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from mycel.ir import Type, op
@@ -47,7 +49,16 @@ def gather(x, index, *, dim):
 
 @captures("aten.gather.default")
 def _gather(x, dim, index, *, sparse_grad=False):
-    return gather(x, index, dim=normal_dim(dim, x.ndim))
+    if not math.prod(index.shape):
+        return zeros(index.shape, x)
+    if x.ndim and index.ndim:
+        return gather(x, index, dim=normal_dim(dim, x.ndim))
+    return reshaped(gather(row(x), row(index), dim=0), index.shape)
+
+
+def row(x):
+    """A tensor without dims as one of one element."""
+    return x if x.ndim else reshaped(x, (1,))
 
 
 def gather_grad_dims(g, index, *, shape, dim):
@@ -102,7 +113,15 @@ def scatter(x, index, src, *, dim):
 @captures("aten.scatter.src", "aten.scatter.value")
 def _scatter(x, dim, index, src):
     src = cast_like(src, x) if hasattr(src, "dtype") else src
-    return scatter(x, index, src, dim=normal_dim(dim, x.ndim))
+    return scattered(scatter, x, dim, index, src)
+
+
+def scattered(into, x, dim, index, src, **params):
+    """One of the scatter operators; x itself for an empty index; operands without dims become rows."""
+    if not math.prod(index.shape):
+        return x
+    src = row(src) if hasattr(src, "dtype") else src
+    return reshaped(into(row(x), row(index), src, dim=normal_dim(dim, x.ndim), **params), x.shape)
 
 
 @op(
@@ -118,7 +137,7 @@ def scatter_add(x, index, src, *, dim):
 
 @captures("aten.scatter_add.default")
 def _scatter_add(x, dim, index, src):
-    return scatter_add(x, index, src, dim=normal_dim(dim, x.ndim))
+    return scattered(scatter_add, x, dim, index, src)
 
 
 def scatter_reduce_vjp(g, y, x, index, src, *, dim, reduce, include_self=True):
@@ -173,13 +192,12 @@ def scatter_reduce(x, index, src, *, dim, reduce, include_self=True):
 
 @captures("aten.scatter_reduce.two")
 def _scatter_reduce(x, dim, index, src, reduce, *, include_self=True):
-    dim = normal_dim(dim, x.ndim)
     if reduce == "sum" and include_self:
-        return scatter_add(x, index, src, dim=dim)
+        return scattered(scatter_add, x, dim, index, src)
     if tuple(src.shape) != tuple(index.shape):
         for d, n in enumerate(index.shape):
             src = o.slice(src, dim=d, start=0, stop=n)
-    return scatter_reduce(x, index, src, dim=dim, reduce=reduce, include_self=include_self)
+    return scattered(scatter_reduce, x, dim, index, src, reduce=reduce, include_self=include_self)
 
 
 @captures("aten.scatter.reduce", "aten.scatter.value_reduce")
@@ -212,7 +230,7 @@ def index_select(x, index, *, dim):
 def _index_select(x, dim, index):
     if not x.ndim:
         return x
-    return index_select(x, index if index.ndim else reshaped(index, (1,)), dim=normal_dim(dim, x.ndim))
+    return index_select(x, row(index), dim=normal_dim(dim, x.ndim))
 
 
 def index_add_dims(x, index, src, *, dim):
@@ -234,10 +252,14 @@ def index_add(x, index, src, *, dim):
 
 @captures("aten.index_add.default")
 def _index_add(x, dim, index, source, *, alpha=1):
-    source = source if alpha == 1 else o.mul(source, alpha)
-    index = index if index.ndim else reshaped(index, (1,))
-    shape = (*x.shape[:dim], *index.shape, *x.shape[dim + 1 :]) if dim >= 0 else source.shape
-    return index_add(x, index, reshaped(source, shape), dim=normal_dim(dim, x.ndim))
+    return indexed(index_add, x, dim, index, source if alpha == 1 else o.mul(source, alpha))
+
+
+def indexed(into, x, dim, index, source):
+    """index_add or index_copy; operands without dims become rows."""
+    dim, index = normal_dim(dim, x.ndim), row(index)
+    shape = (*x.shape[:dim], *index.shape, *x.shape[dim + 1 :])
+    return reshaped(into(row(x), index, reshaped(source, shape), dim=dim), x.shape)
 
 
 def index_copy_vjp(g, y, x, index, src, *, dim):
@@ -258,7 +280,7 @@ def index_copy(x, index, src, *, dim):
 
 @captures("aten.index_copy.default")
 def _index_copy(x, dim, index, source):
-    return index_copy(x, index if index.ndim else reshaped(index, (1,)), source, dim=normal_dim(dim, x.ndim))
+    return indexed(index_copy, x, dim, index, source)
 
 
 # -- tables -----------------------------------------------------------------------------------------------------

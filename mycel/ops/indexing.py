@@ -12,6 +12,7 @@ import torch
 
 from mycel.ir import op
 from mycel.ops.capture_rules import captures
+from mycel.ops.gathering import row
 from mycel.ops.rules import cast_like, letters, normal_dim, o, unbroadcast
 from mycel.ops.shape import expanded, flattened, reshaped
 from mycel.ops.slicing import zeros
@@ -194,7 +195,7 @@ def _put(x, index_, source, accumulate=False):
 @captures("aten.index_fill.int_Scalar", "aten.index_fill.int_Tensor")
 def _index_fill(x, dim, index_, value):
     value = cast_like(value, x) if hasattr(value, "dtype") else o.full(value, shape=(), dtype=x.dtype)
-    return index_put(x, value, index_, at=(normal_dim(dim, x.ndim),))
+    return reshaped(index_put(row(x), value, index_, at=(normal_dim(dim, x.ndim),)), x.shape)
 
 
 @captures("aten.masked_fill.Scalar", "aten.masked_fill.Tensor")

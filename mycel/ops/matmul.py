@@ -10,7 +10,7 @@ import math
 
 import torch
 
-from mycel.ir import op
+from mycel.ir import is_float, op
 from mycel.ops.capture_rules import captures
 from mycel.ops.rules import cast_like, conj, letters, normal_dim, o, unbroadcast
 
@@ -144,7 +144,10 @@ def _outer(a, b):
 
 
 def weighted(x, y, beta, alpha):
-    """beta * x + alpha * y; beta = 0 forgets x, NaNs too"""
+    """beta * x + alpha * y; beta = 0 forgets x, NaNs too; numbers are taken as the dtype of y has them"""
+    if not is_float(y.dtype):
+        kind = bool if y.dtype == torch.bool else int
+        beta, alpha = kind(beta), kind(alpha)
     y = y if alpha == 1 else o.mul(y, alpha)
     if beta == 0:
         return y

@@ -11,8 +11,9 @@ import functools
 
 import torch
 
-from mycel.ir import Type, op, type_of
+from mycel.ir import Type, is_float, op, type_of
 from mycel.ops.capture_rules import resolve
+from mycel.ops.rules import o
 
 
 def encode(value, inputs):
@@ -35,7 +36,7 @@ def decode(value, inputs, device):
         return value
     tag, *rest = value
     if tag == "x":
-        return inputs[rest[0]]
+        return inputs[rest[0]].contiguous()  # torch's kernels may rely on a layout their callers made
     return device if tag == "device" else [decode(v, inputs, device) for v in rest]
 
 
@@ -58,12 +59,31 @@ def _types(types, target, args, kwargs):
     last: Exception | None = None
     for device in ("meta", "cpu"):
         try:
-            inputs = [torch.zeros(t.shape, dtype=t.dtype, device=device) for t in types]
-            outs = _run(inputs, target, args, kwargs)
-            return tuple(map(type_of, outs)) if isinstance(outs, tuple) else (type_of(outs),)
+            found = _types_for(0, device, types, target, args, kwargs)
         except (RuntimeError, NotImplementedError) as e:
             last = e
+            continue
+        if device == "cpu" and _by_ones(types, target, args, kwargs) not in (found, None):
+            raise ValueError(f"{target} has a shape that depends on the values of its input; a program has static shapes")
+        return found
     raise ValueError(f"{target}: {last}")
+
+
+def _types_for(value, device, types, target, args, kwargs):
+    """Output types of torch's kernel on tensors filled with one value."""
+    outs = _run([torch.full(t.shape, value, dtype=t.dtype, device=device) for t in types], target, args, kwargs)
+    outs = outs if isinstance(outs, tuple) else (outs,)
+    if any(y.layout != torch.strided for y in outs):
+        raise ValueError(f"{target} returns a sparse tensor; a program has dense ones")
+    return tuple(map(type_of, outs))
+
+
+def _by_ones(types, target, args, kwargs):
+    """Output types on ones, as a check of those on zeros; None where ones are no valid input."""
+    try:
+        return _types_for(1, "cpu", types, target, args, kwargs)
+    except (RuntimeError, NotImplementedError, IndexError):
+        return None
 
 
 def _opaque_types(*inputs, target, args, kwargs=()):
@@ -94,9 +114,29 @@ def whole(inputs, outs):
     return " -> ".join(sides), sizes
 
 
+def _opaque_vjp(g, y, *inputs, target, args, kwargs=()):
+    """torch's own gradient of its operator."""
+    ys, gs = (y, g) if isinstance(y, tuple) else ((y,), (g,))
+    filled = [zeros_like(v) if d is None else d for v, d in zip(ys, gs, strict=True) if is_float(v.dtype)]
+    grads = o.opaque_grad(*inputs, *filled, target=target, args=args, kwargs=kwargs, arity=(len(inputs),))
+    return _in_places(grads, inputs)
+
+
+def _in_places(grads, inputs):
+    """One cotangent for each input: those of floats in order, None for the rest."""
+    rest = iter(grads if isinstance(grads, tuple) else (grads,))
+    return tuple(next(rest) if is_float(x.dtype) else None for x in inputs)
+
+
+def zeros_like(x):
+    """Zeros of a value's type."""
+    return o.full(0.0, shape=tuple(x.shape), dtype=x.dtype)
+
+
 @op(
     _opaque_dims,
     types=_opaque_types,
+    vjp=_opaque_vjp,
     examples=[
         'f[4,4], target="aten.matrix_exp.default", args=(("x", 0),)',
         'c64[3,4], c64[3,4], target="aten.addcmul.default", args=(("x", 0), ("x", 1), ("x", 1))',
@@ -105,6 +145,50 @@ def whole(inputs, outs):
 def opaque(*inputs, target, args, kwargs=()):
     """torch's own operator `target`."""
     return _run(inputs, target, args, kwargs)
+
+
+def _grad_vjp(g, y, *operands, target, args, kwargs=(), arity):
+    ys, gs = (y, g) if isinstance(y, tuple) else ((y,), (g,))
+    filled = [zeros_like(v) if d is None else d for v, d in zip(ys, gs, strict=True)]
+    grads = o.opaque_grad(*operands, *filled, target=target, args=args, kwargs=kwargs, arity=(*arity, len(operands)))
+    return _in_places(grads, operands)
+
+
+def _grad_types(*operands, target, args, kwargs=(), arity):
+    return tuple(t for t in operands[: arity[-1]] if is_float(t.dtype))
+
+
+def _levels(operands, target, args, kwargs, arity):
+    """The operator's float outputs (no arity left), or the cotangents of one level down, with torch's graph kept for the next level up."""
+    if not arity:
+        outs = _run(operands, target, args, kwargs)
+        outs = outs if isinstance(outs, tuple) else (outs,)
+        return [y for y in outs if y.is_floating_point() or y.is_complex()]
+    inner = [
+        x.detach().requires_grad_() if (x.is_floating_point() or x.is_complex()) and not x.requires_grad else x
+        for x in operands[: arity[-1]]
+    ]
+    outs = _levels(inner, target, args, kwargs, arity[:-1])
+    wanted = [x for x in inner if x.requires_grad]
+    pairs = [(y, g) for y, g in zip(outs, operands[arity[-1] :], strict=True) if y.requires_grad]
+    if not pairs:
+        return [torch.zeros_like(x) for x in wanted]
+    ys, gs = zip(*pairs, strict=True)
+    grads = torch.autograd.grad(ys, wanted, gs, create_graph=True, allow_unused=True)
+    return [torch.zeros_like(x) if g is None else g for x, g in zip(wanted, grads, strict=True)]
+
+
+@op(
+    lambda *operands, **p: whole(operands, _grad_types(*operands, **p)),
+    types=_grad_types,
+    vjp=_grad_vjp,
+    examples=['f64[4,4], f64[4,4], target="aten.matrix_exp.default", args=(("x", 0),), arity=(1,)'],
+)
+def opaque_grad(*operands, target, args, kwargs=(), arity):
+    """torch's gradient of its operator: operands are its inputs, then cotangents; each further `arity` is one more derivative."""
+    with torch.enable_grad():
+        grads = tuple(g.detach() for g in _levels(operands, target, args, kwargs, arity))
+    return grads if len(grads) != 1 else grads[0]
 
 
 @op(

@@ -1,7 +1,7 @@
 """Random numbers without state: hash(key, site, global index), so parts of a tensor draw what the whole would.
 
-    x = key + site * M + (offset + sum of coordinate * stride) * G          a lattice: neighbours are far apart
-    x = (x ^ x >> 32) * C1,  x = (x ^ x >> 32) * C2                         two murmur3 rounds: the high bits are random
+    i = (key + site * M) * K + offset + sum of coordinate * stride          keys and sites start far apart
+    x = i * G,  x = (x ^ x >> 32) * C1,  x = (x ^ x >> 32) * C2             two murmur3 rounds: the high bits are random
 
 `strides` (default: contiguous) and `offset` place a part within the whole: a split of the tensor keeps the strides of the
 whole and starts at the offset of its first element.  A gradient redraws with the same key and site and keeps no mask.
@@ -15,6 +15,7 @@ import torch
 
 from mycel.ir import Type, is_float, op
 from mycel.ops.capture_rules import captures, draw
+from mycel.ops.convert import PARTS, part_dtype
 from mycel.ops.rules import letters, o
 
 
@@ -24,21 +25,20 @@ def _wrap(n):
 
 
 def _mix(x):
-    """Two murmur3 rounds, in place; every bit of x reaches the high bits of the result evenly."""
+    """Spread counts, then two murmur3 rounds, in place; every bit of x reaches the high bits of the result evenly."""
+    x.mul_(-0x61C8864680B583EB)
     x.bitwise_xor_(x >> 32).mul_(-0xAE502812AA7333)
     return x.bitwise_xor_(x >> 32).mul_(-0x3B314601E57A13AD)
 
 
 def _hash(key, offset, shape, strides, site):
     """An i64 of random high bits for each element."""
-    golden = 0x9E3779B97F4A7C15
-    x = key + _wrap(site * 0xD1B54A32D192ED03)
-    x = torch.add(x, offset, alpha=_wrap(golden)) if isinstance(offset, torch.Tensor) else x + _wrap(offset * golden)
+    x = (key + _wrap(site * 0xD1B54A32D192ED03)) * 0x2545F4914F6CDD1D + offset
     strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))] if strides is None else strides
     for n, stride in zip(shape, strides, strict=True):
         x = x.unsqueeze(-1)
         if n != 1:
-            x = torch.add(x, torch.arange(n, device=key.device), alpha=_wrap(stride * golden))
+            x = torch.add(x, torch.arange(n, device=key.device), alpha=stride)
     return _mix(x)
 
 
@@ -198,12 +198,14 @@ def affine(x, scale, shift):
 
 @captures("aten.rand.default")
 def _rand(size, *, dtype=None, **_):
-    return fresh(uniform, size, dtype)
+    if dtype is None or not dtype.is_complex:
+        return fresh(uniform, size, dtype)
+    return o.complex(*(fresh(uniform, size, PARTS[dtype]) for _ in range(2)))
 
 
 @captures("aten.rand_like.default")
 def _rand_like(x, *, dtype=None, **_):
-    return fresh(uniform, x.shape, dtype or x.dtype)
+    return _rand(x.shape, dtype=dtype or x.dtype)
 
 
 @captures("aten.randn.default")
@@ -211,7 +213,7 @@ def _randn(size, *, dtype=None, **_):
     dtype = dtype or torch.get_default_dtype()
     if not dtype.is_complex:
         return fresh(normal, size, dtype)
-    part = torch.empty((), dtype=dtype).real.dtype
+    part = PARTS[dtype]
     return o.mul(o.complex(fresh(normal, size, part), fresh(normal, size, part)), math.sqrt(0.5))
 
 
@@ -253,7 +255,10 @@ def _uniform(x, low=0.0, high=1.0, *, generator=None, **named):
     low, high = named.get("from", low), named.get("to", high)
     if generator is not None or not is_float(x.dtype):
         return NotImplemented
-    return affine(fresh(uniform, x.shape, x.dtype), high - low, low)
+    if not x.dtype.is_complex:
+        return affine(fresh(uniform, x.shape, x.dtype), high - low, low)
+    part = part_dtype(x)
+    return o.complex(*(affine(fresh(uniform, x.shape, part), high - low, low) for _ in range(2)))
 
 
 @captures("aten.normal_functional.default")

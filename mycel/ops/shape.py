@@ -95,32 +95,43 @@ def flattened(x):
     return reshaped(x, (math.prod(x.shape),))
 
 
-@captures("aten.view.default", "aten._unsafe_view.default", "aten.reshape.default", "aten._reshape_alias.default")
+@captures(
+    "aten.view.default", "aten._unsafe_view.default", "aten.reshape.default", "aten._reshape_alias.default",
+    "aten.view_copy.default",
+)  # fmt: skip
 def _reshape(x, shape, stride=None):
     known = math.prod(n for n in shape if n != -1)
     return reshaped(x, [math.prod(x.shape) // max(known, 1) if n == -1 else n for n in shape])
 
 
-@captures("aten.unsqueeze.default")
+@captures("aten.unsqueeze.default", "aten.unsqueeze_copy.default")
 def _unsqueeze(x, dim):
     at = normal_dim(dim, x.ndim + 1)
     return reshaped(x, (*x.shape[:at], 1, *x.shape[at:]))
 
 
-@captures("aten.squeeze.default", "aten.squeeze.dim", "aten.squeeze.dims")
+@captures(
+    "aten.squeeze.default", "aten.squeeze.dim", "aten.squeeze.dims",
+    "aten.squeeze_copy.default", "aten.squeeze_copy.dim", "aten.squeeze_copy.dims",
+)  # fmt: skip
 def _squeeze(x, dims=None):
     dims = range(x.ndim) if dims is None else [dims] if isinstance(dims, int) else dims
     drop = {normal_dim(d, x.ndim) for d in dims}
     return reshaped(x, [n for i, n in enumerate(x.shape) if n != 1 or i not in drop])
 
 
-@captures("aten.as_strided.default")
+@captures("aten.as_strided.default", "aten.as_strided_copy.default")
 def _as_strided(x, size, stride, storage_offset=None):
+    """Of a contiguous x that is no view: capture asks for it."""
     contiguous = [math.prod(size[i + 1 :]) for i in range(len(size))]
     same = math.prod(size) == math.prod(x.shape) and not storage_offset
-    if not same or any(n != 1 and s != c for n, s, c in zip(size, stride, contiguous, strict=True)):
-        return NotImplemented
-    return reshaped(x, size)
+    if same and all(n == 1 or s == c for n, s, c in zip(size, stride, contiguous, strict=True)):
+        return reshaped(x, size)
+    place = o.full(storage_offset or 0, shape=tuple(size), dtype=torch.int64)
+    for d, s in enumerate(stride):
+        if s:
+            place = o.add(place, o.iota(shape=tuple(size), dim=d, dtype=torch.int64, step=s))
+    return o.index(flattened(x), place, at=(0,))
 
 
 def permute_dims(x, *, dims):
@@ -155,17 +166,17 @@ def swap(ndim, a, b):
     return [b if d == a else a if d == b else d for d in range(ndim)]
 
 
-@captures("aten.permute.default")
+@captures("aten.permute.default", "aten.permute_copy.default")
 def _permute(x, dims):
     return permuted(x, [normal_dim(d, x.ndim) for d in dims])
 
 
-@captures("aten.transpose.int")
+@captures("aten.transpose.int", "aten.transpose_copy.int")
 def _transpose(x, dim0, dim1):
     return permuted(x, swap(x.ndim, normal_dim(dim0, x.ndim), normal_dim(dim1, x.ndim)))
 
 
-@captures("aten.t.default", "aten.numpy_T.default")
+@captures("aten.t.default", "aten.t_copy.default", "aten.numpy_T.default")
 def _t(x):
     return permuted(x, [*reversed(range(x.ndim))])
 
@@ -201,7 +212,7 @@ def expanded(x, shape):
     return x if tuple(shape) == tuple(x.shape) else expand(x, shape=tuple(shape))
 
 
-@captures("aten.expand.default")
+@captures("aten.expand.default", "aten.expand_copy.default")
 def _expand(x, size, implicit=False):
     lead = len(size) - x.ndim
     return expanded(x, [x.shape[i - lead] if n == -1 else n for i, n in enumerate(size)])

@@ -66,6 +66,17 @@ def normal_slice(n, start, stop, step):
     return start, max(start, stop)
 
 
+@captures(torch.narrow, torch.Tensor.narrow)
+def _narrow(input, dim, start, length):
+    """By a start that is known torch slices; by a tensor it is a choice of indices."""
+    if not hasattr(start, "dtype"):
+        return NotImplemented
+    dim = normal_dim(dim, input.ndim)
+    first = reshaped(o.cast(start, dtype=torch.int64), ())
+    first = o.where(o.lt(first, 0), o.add(first, input.shape[dim]), first)
+    return o.index_select(input, o.add(o.iota(shape=(length,), dim=0, dtype=torch.int64), first), dim=dim)
+
+
 def sliced(x, dim, start, stop, step=1):
     """x[start:stop:step] along a dim; x itself if that is all of it."""
     if (start, stop, step) == (0, x.shape[dim], 1):
@@ -220,7 +231,7 @@ def split_vjp(g, y, x, *, sizes, dim):
 )
 def split(x, *, sizes, dim):
     """Consecutive parts of these sizes."""
-    return torch.split(x, sizes, dim)
+    return torch.split(x, sizes, dim) if len(sizes) != 1 else x
 
 
 @captures("aten.split_with_sizes.default", "aten.unsafe_split_with_sizes.default", "aten.split_with_sizes_copy.default")
@@ -255,7 +266,7 @@ def unbind_vjp(g, y, x, *, dim):
 )
 def unbind(x, *, dim):
     """All slices along a dim, which goes away."""
-    return torch.unbind(x, dim)
+    return torch.unbind(x, dim) if x.shape[dim] != 1 else x.squeeze(dim)
 
 
 @captures("aten.unbind.int", "aten.unbind_copy.int")

@@ -7,7 +7,7 @@ import torch
 from mycel.ir import op
 from mycel.ops.capture_rules import captures
 from mycel.ops.rules import letters, normal_dim, o
-from mycel.ops.shape import flattened, permuted, reshaped, swap
+from mycel.ops.shape import expanded, flattened, permuted, reshaped, swap
 
 
 def pad_dims(x, *, widths, **_):
@@ -78,10 +78,13 @@ def pad_edge_expand(x, *, widths, mode):
         'f[2,3,4], widths=((0,0),(2,1),(5,0)), mode="replicate"', 'f[2,4], widths=((0,0),(1,1)), mode="replicate"',
         'f[2,3,4], widths=((0,0),(3,1),(4,0)), mode="circular"',
         'f[2,2,3,4], widths=((0,0),(1,1),(2,1),(2,3)), mode="reflect"',
+        'f[0,3,3], widths=((0,0),(0,0),(1,2)), mode="replicate"',
     ],
 )  # fmt: skip
 def pad_edge(x, *, widths, mode):
     """(lo, hi) more elements at the ends of each dim, taken from x: mode is reflect, replicate or circular"""
+    if x.numel() == 0:
+        return x.new_empty([n + lo + hi for n, (lo, hi) in zip(x.shape, widths)])
     first = next(d for d in range(x.ndim) if widths[d] != (0, 0))
     flat = x.reshape(1, -1, *x.shape[first:])
     grown = torch.nn.functional.pad(flat, [n for width in reversed(widths[first:]) for n in width], mode=mode)
@@ -147,6 +150,16 @@ def _rot90(x, k=1, dims=(0, 1)):
     a, b = (normal_dim(d, x.ndim) for d in dims)
     turned = flip(x, dims={1: (b,), 2: tuple(sorted((a, b))), 3: (a,)}[k % 4]) if k % 4 else x
     return permuted(turned, swap(x.ndim, a, b)) if k % 2 else turned
+
+
+@captures("aten.linalg_cross.default")
+def _cross(x, y, *, dim=-1):
+    """x0 y1 - x1 y0 and so on round"""
+    shape = torch.broadcast_shapes(x.shape, y.shape)
+    dim = normal_dim(dim, len(shape))
+    x, y = (expanded(v, shape) for v in (x, y))
+    x1, x2, y1, y2 = (roll(v, shifts=(-n,), dims=(dim,)) for v in (x, y) for n in (1, 2))
+    return o.sub(o.mul(x1, y2), o.mul(x2, y1))
 
 
 @captures("aten.roll.default")

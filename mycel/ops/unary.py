@@ -67,12 +67,16 @@ reciprocal = unary("reciprocal", slope(lambda y, x: neg(o.square(y))), examples=
 @op(
     "... -> ...",
     vjp=lambda g, y, x: (o.mul(o.mul(g, 2), conj(x)),),
-    aten=["square.default"],
     examples=["n[2,3]", "c128[3]"],
 )
 def square(x):
     """x * x"""
     return x * x
+
+
+@captures("aten.square.default")
+def _square(x):
+    return square(o.cast(x, dtype=torch.int64) if x.dtype == torch.bool else x)
 
 
 sin = unary("sin", slope(lambda y, x: o.cos(x)), examples=["f[2,3]", "c128[3]"])

@@ -5,6 +5,8 @@
         del x
         y = torch.nn.functional.gelu(h)  # model.py:31
         return (y,)
+
+Branches are `if`, loops are `while` and `for`: a block that only one of them holds is written in its place.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ import builtins
 import keyword
 import linecache
 import re
-from collections.abc import Callable, Container
+from collections import Counter
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import torch
@@ -31,11 +34,13 @@ def emit(program: Program) -> str:
     needed = {k: text for op in {e.op for _, e in walk(program)} if op.name not in _WRITTEN_HERE for k, text in sources_of(op).items()}
     needed = dict(sorted(needed.items()))
     names = _block_names(program, needed)
+    inlined = _inlined(program)
     shared = shared_outputs(program)
     functions = []
     for block in order(program):
-        copies = shared if block == program.entry else set()
-        functions.append(_Function(program, block, names, set(needed), copies).source())
+        if block not in inlined:
+            copies = shared if block == program.entry else set()
+            functions.append(_Function(program, block, names, inlined, set(needed), copies).source())
     head = ["import math", "", "import torch"]
     if program.consts:
         head += ["", *(f"{_const(k)} = CONSTS[{k!r}]" for k in program.consts)]
@@ -57,104 +62,167 @@ load.count = 0  # type: ignore[attr-defined]
 
 
 class _Function:
-    """Writes one block."""
+    """Writes one block, and the blocks only its branches and loops hold."""
 
-    def __init__(self, program: Program, name: str, blocks: dict[str, str], helpers: set[str], copies: set[int]) -> None:
-        self.program, self.block, self.blocks, self.copies = program, program.blocks[name], blocks, copies
+    def __init__(
+        self, program: Program, name: str, blocks: dict[str, str], inlined: Container[str], helpers: set[str], copies: set[int]
+    ) -> None:
+        self.program, self.block, self.blocks, self.inlined, self.copies = program, program.blocks[name], blocks, inlined, copies
         self.name = blocks[name]
-        self.names: dict[Var, str] = {}
         self.taken = {*_TAKEN, *blocks.values(), *helpers}
         self.lines: list[str] = []
+        self.indent = 1
 
     def source(self) -> str:
-        args = [self.named(v) for v in self.block.inputs]
-        dead = _deaths(self.block)
-        for i, eqn in enumerate(self.block.eqns):
-            self.equation(eqn)
-            if dead[i]:
-                self.lines.append("del " + ", ".join(self.names[v] for v in dead[i]))
-        outs = [self.output(i, x) for i, x in enumerate(self.block.outputs)]
-        self.lines.append(f"return ({''.join(o + ', ' for o in outs)})" if len(outs) != 1 else f"return ({outs[0]},)")
-        body = "\n".join("    " + line for line in self.lines)
-        return f"def {self.name}({', '.join(args)}):\n{body}"
+        names: dict[Var, str] = {}
+        args = [self.named(v, names) for v in self.block.inputs]
+        self.body(self.block, names, set(self.block.inputs))
+        outs = [self.output(i, x, names) for i, x in enumerate(self.block.outputs)]
+        self.line(f"return ({''.join(o + ', ' for o in outs)})" if len(outs) != 1 else f"return ({outs[0]},)")
+        return f"def {self.name}({', '.join(args)}):\n" + "\n".join(self.lines)
 
-    def named(self, var: Var) -> str:
-        base = re.sub(r"\W", "_", var.name, flags=re.ASCII)
-        base = f"_{base}" if base[0].isdigit() else base
-        name, i = base, 0
-        while name in self.taken:
-            i += 1
-            name = f"{base}_{i}"
-        self.taken.add(name)
-        self.names[var] = name
-        return name
+    def line(self, text: str) -> None:
+        self.lines.append("    " * self.indent + text)
 
-    def atom(self, x: Atom) -> str:
-        return self.names[x] if isinstance(x, Var) else literal(x)
+    def body(self, block: Block, names: dict[Var, str], own: set[Var]) -> None:
+        """The equations of a block; values of `own` and those defined here are deleted after their last use."""
+        dead = _deaths(block)
+        for i, eqn in enumerate(block.eqns):
+            self.equation(eqn, names)
+            own.update(eqn.outputs)
+            gone = [names[v] for v in dead[i] if v in own]
+            if gone:
+                self.line("del " + ", ".join(gone))
 
-    def output(self, i: int, x: Atom) -> str:
-        text = self.atom(x) if isinstance(x, Var) else f"torch.tensor({literal(x)}, device=device)"
+    def named(self, var: Var, names: dict[Var, str]) -> str:
+        """A free Python name for a value."""
+        if var not in names:
+            base = re.sub(r"\W", "_", var.name, flags=re.ASCII)
+            base = f"_{base}" if base[0].isdigit() else base
+            name, i = base, 0
+            while name in self.taken:
+                i += 1
+                name = f"{base}_{i}"
+            self.taken.add(name)
+            names[var] = name
+        return names[var]
+
+    def atom(self, x: Atom, names: dict[Var, str]) -> str:
+        return names[x] if isinstance(x, Var) else literal(x)
+
+    def output(self, i: int, x: Atom, names: dict[Var, str]) -> str:
+        text = names[x] if isinstance(x, Var) else f"torch.tensor({literal(x)}, device=device)"
         return f"{text}.clone()" if i in self.copies else text
 
-    def equation(self, eqn: Eqn) -> None:
-        args = [self.atom(x) for x in eqn.inputs]
-        outs = [self.named(v) for v in eqn.outputs]
-        left = ", ".join(outs) if len(outs) > 1 else "".join(outs)
+    # -- equations --------------------------------------------------------------------------------------------
+
+    def equation(self, eqn: Eqn, names: dict[Var, str]) -> None:
+        args = [self.atom(x, names) for x in eqn.inputs]
         comment = f"  # {eqn.source}" if eqn.source else ""
-        p = eqn.params
-        if eqn.op is call:
-            self.lines.append(f"{_unpack(outs)}{self.blocks[p['block']]}({', '.join(args)}){comment}")
-        elif eqn.op is cond:
-            rest = ", ".join(args[1:])
-            self.lines.append(f"if {args[0]}:{comment}")
-            self.lines.append(f"    {_unpack(outs)}{self.blocks[p['then']]}({rest})")
-            self.lines.append("else:")
-            self.lines.append(f"    {_unpack(outs)}{self.blocks[p['orelse']]}({rest})")
+        outs = [self.named(v, names) for v in eqn.outputs]
+        if eqn.op is cond:
+            self.cond(eqn, args, outs, comment)
         elif eqn.op is loop:
             self.loop(eqn, args, outs, comment)
         elif eqn.op is scan:
             self.scan(eqn, args, outs, comment)
-        elif eqn.op.name == "const":
-            self.lines.append(f"{left} = {_const(p['name'])}{comment}")
+        elif eqn.op is call:
+            self.line(f"{_unpack(outs)}{self.blocks[eqn.params['block']]}({', '.join(args)}){comment}")
         else:
-            self.lines.append(f"{left} = {write(eqn.op, args, p)}{comment}")
+            self.line(f"{', '.join(outs)} = {self.expression(eqn, args)}{comment}")
+
+    def expression(self, eqn: Eqn, args: list[str]) -> str:
+        return _const(eqn.params["name"]) if eqn.op.name == "const" else write(eqn.op, args, eqn.params)
+
+    def held(self, name: str, args: Sequence[str], outs: Sequence[str]) -> None:
+        """A block on these arguments, its results in variables `outs`: in line, or as a call."""
+        if name not in self.inlined:
+            self.line(f"{_unpack(outs)}{self.blocks[name]}({', '.join(args)})")
+            return
+        block = self.program.blocks[name]
+        before = len(self.lines)
+        names = dict(zip(block.inputs, args, strict=True))
+        for x, out in zip(block.outputs, outs, strict=True):  # a value made here for one result gets that result's name
+            if isinstance(x, Var) and x not in names and out not in args:
+                names[x] = out
+        self.body(block, names, set())
+        moves = [(out, self.output(-1, x, names)) for out, x in zip(outs, block.outputs, strict=True)]
+        moves = [(out, value) for out, value in moves if out != value]
+        if moves:
+            self.line(f"{', '.join(m[0] for m in moves)} = {', '.join(m[1] for m in moves)}")
+        if len(self.lines) == before:
+            self.line("pass")
+
+    def cond(self, eqn: Eqn, args: list[str], outs: list[str], comment: str) -> None:
+        self.line(f"if {args[0]}:{comment}")
+        for branch in ("then", "orelse"):
+            self.indent += 1
+            self.held(eqn.params[branch], args[1:], outs)
+            self.indent -= 1
+            if branch == "then":
+                self.line("else:")
 
     def loop(self, eqn: Eqn, args: list[str], outs: list[str], comment: str) -> None:
         n = eqn.params.get("consts", 0)
-        state = ", ".join(args[:n] + outs)
+        state = [*args[:n], *outs]
         if outs:
-            self.lines.append(f"{_unpack(outs)}({', '.join(args[n:])},)")
-        self.lines.append(f"while {self.blocks[eqn.params['test']]}({state})[0]:{comment}")
-        self.lines.append(f"    {_unpack(outs)}{self.blocks[eqn.params['body']]}({state})")
+            self.line(f"{', '.join(outs)} = {', '.join(args[n:])}")
+        test = self.program.blocks[eqn.params["test"]]
+        if eqn.params["test"] in self.inlined and len(test.eqns) == 1 and test.eqns[0].op.name not in _WRITTEN_HERE:
+            names = dict(zip(test.inputs, state, strict=True))
+            self.line(f"while {self.expression(test.eqns[0], [self.atom(x, names) for x in test.eqns[0].inputs])}:{comment}")
+            self.indent += 1
+        else:
+            more = self.named(Var("more", eqn.outputs[0].type), {})
+            self.line(f"while True:{comment}")
+            self.indent += 1
+            self.held(eqn.params["test"], state, [more])
+            self.line(f"if not {more}:")
+            self.line("    break")
+        self.held(eqn.params["body"], state, outs)
+        self.indent -= 1
 
     def scan(self, eqn: Eqn, args: list[str], outs: list[str], comment: str) -> None:
         p = eqn.params
         n = p.get("consts", 0)
         m = n + p.get("carry", 0)
-        held, start, xs = args[:n], args[n:m], args[m:]
         state, ys = outs[: m - n], outs[m - n :]
+        body = self.program.blocks[p["body"]]
         if state:
-            self.lines.append(f"{_unpack(state)}({', '.join(start)},)")
-        self.lines += [f"{y} = []" for y in ys]
+            self.line(f"{', '.join(state)} = {', '.join(args[n:m])}")
+        for y in ys:
+            self.line(f"{y} = []")
+        turn = self.named(Var("turn", eqn.outputs[0].type), {}) if eqn.outputs else "_"
         turns = f"reversed(range({p['length']}))" if p.get("reverse") else f"range({p['length']})"
-        self.lines.append(f"for turn in {turns}:{comment}")
-        row = [f"{y}_row" for y in ys]
-        operands = ", ".join([*held, *state, *(f"{x}[turn]" for x in xs)])
-        self.lines.append(f"    {_unpack([*state, *row])}{self.blocks[p['body']]}({operands})")
-        self.lines += [f"    {y}.append({r})" for y, r in zip(ys, row, strict=True)]
+        self.line(f"for {turn} in {turns}:{comment}")
+        self.indent += 1
+        row = [self.named(Var(f"{y}_row", v.type), {}) for y, v in zip(ys, eqn.outputs[m - n :], strict=True)]
+        given = [self.named(Var(v.name, v.type), {}) for v in body.inputs[m:]]
+        for name, x in zip(given, args[m:], strict=True):
+            self.line(f"{name} = {x}[{turn}]")
+        self.held(p["body"], [*args[:n], *state, *given], [*state, *row])
+        for y, r in zip(ys, row, strict=True):
+            self.line(f"{y}.append({r})")
+        self.indent -= 1
         for y, var in zip(ys, eqn.outputs[m - n :], strict=True):
             if p["length"] == 0:
-                self.lines.append(f"{y} = torch.empty({var.shape}, dtype={var.dtype}, device=device)")
+                self.line(f"{y} = torch.empty({var.shape}, dtype={var.dtype}, device=device)")
             else:
-                self.lines.append(f"{y} = torch.stack({y}[::-1])" if p.get("reverse") else f"{y} = torch.stack({y})")
+                self.line(f"{y} = torch.stack({y}[::-1])" if p.get("reverse") else f"{y} = torch.stack({y})")
 
 
-def _unpack(outs: list[str]) -> str:
+def _unpack(outs: Sequence[str]) -> str:
     return "".join(o + ", " for o in outs) + "= " if outs else ""
 
 
 def _const(name: str) -> str:
     return "CONST_" + re.sub(r"\W", "_", name)
+
+
+def _inlined(program: Program) -> set[str]:
+    """Blocks that exactly one branch or loop holds."""
+    uses = Counter(str(ref) for _, eqn in walk(program) for ref in eqn.refs)
+    return {str(ref) for _, eqn in walk(program) if eqn.op is not call for ref in eqn.refs if uses[ref] == 1}
 
 
 def _block_names(program: Program, helpers: Container[str]) -> dict[str, str]:

@@ -60,7 +60,8 @@ class _Run:
             return [self.consts[p["name"]]]
         extra = {"device": self.device} if "device" in eqn.op.defaults else {}
         outs = eqn.op.kernel(*args, **p, **extra)
-        return list(outs) if isinstance(outs, (tuple, list)) else [outs]
+        is_stack = len(eqn.outputs) == 1 and eqn.outputs[0].type.depth > 0  # a stack is a pair, and one value
+        return list(outs) if isinstance(outs, (tuple, list)) and not is_stack else [outs]
 
     def scan(self, p: Mapping[str, Any], args: list[Any], n: int, m: int) -> list[Any]:
         held, state, xs = args[:n], args[n:m], args[m:]

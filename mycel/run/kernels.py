@@ -65,7 +65,7 @@ def _write_opaque(inputs: Sequence[str], target: str, args: Any, kwargs: Any = (
             return ast.unparse(_literal(value))
         tag, *rest = value
         if tag == "x":
-            return inputs[rest[0]]
+            return f"{inputs[rest[0]]}.contiguous()"
         return "device" if tag == "device" else f"[{', '.join(map(text, rest))}]"
 
     return f"torch.ops.{target}({', '.join([*map(text, args), *(f'{k}={text(v)}' for k, v in kwargs)])})"

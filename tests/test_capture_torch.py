@@ -1,0 +1,356 @@
+"""What torch's own machinery does inside captured code: contexts, transforms, wrappers, and all kinds of modules."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from models import same, state
+from test_capture import X, agrees
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import mycel
+from mycel.ir import walk
+
+R = torch.Generator().manual_seed(0)
+
+
+def rand(*shape, **kwargs):
+    return torch.randn(*shape, generator=R, **kwargs)
+
+
+MODULES = {
+    "attention": (lambda: nn.MultiheadAttention(8, 2, batch_first=True), lambda: (rand(2, 5, 8),) * 3),
+    "attention_cross": (lambda: nn.MultiheadAttention(8, 2, kdim=6, vdim=4), lambda: (rand(5, 2, 8), rand(7, 2, 6), rand(7, 2, 4))),
+    "attention_masks": (
+        lambda: MaskedAttention(), lambda: (rand(2, 5, 8), torch.tensor([[False] * 5, [False] * 3 + [True] * 2])),
+    ),
+    "encoder_layer": (lambda: nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True), lambda: (rand(2, 5, 8),)),
+    "encoder_layer_first": (
+        lambda: nn.TransformerEncoderLayer(8, 2, 16, 0.0, activation="gelu", norm_first=True), lambda: (rand(2, 5, 8),)
+    ),
+    "encoder": (
+        lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True), 3), lambda: (rand(2, 5, 8),)
+    ),
+    "decoder_layer": (lambda: nn.TransformerDecoderLayer(8, 2, 16, 0.0), lambda: (rand(5, 2, 8), rand(4, 2, 8))),
+    "transformer": (lambda: nn.Transformer(8, 2, 2, 2, 16, 0.0, batch_first=True), lambda: (rand(2, 5, 8), rand(2, 4, 8))),
+    "lstm": (lambda: nn.LSTM(3, 4, 2, batch_first=True), lambda: (rand(2, 5, 3),)),
+    "lstm_both_ways": (lambda: nn.LSTM(3, 4, 2, bidirectional=True), lambda: (rand(5, 2, 3),)),
+    "lstm_projected": (lambda: nn.LSTM(3, 4, proj_size=2), lambda: (rand(5, 2, 3),)),
+    "lstm_state": (lambda: nn.LSTM(3, 4), lambda: (rand(5, 2, 3), (rand(1, 2, 4), rand(1, 2, 4)))),
+    "gru": (lambda: nn.GRU(3, 4, 2, batch_first=True), lambda: (rand(2, 5, 3),)),
+    "rnn": (lambda: nn.RNN(3, 4), lambda: (rand(5, 2, 3),)),
+    "rnn_relu": (lambda: nn.RNN(3, 4, nonlinearity="relu", bidirectional=True), lambda: (rand(5, 2, 3),)),
+    "lstm_cell": (lambda: nn.LSTMCell(3, 4), lambda: (rand(2, 3),)),
+    "gru_cell": (lambda: nn.GRUCell(3, 4), lambda: (rand(2, 3),)),
+    "rnn_cell": (lambda: nn.RNNCell(3, 4), lambda: (rand(2, 3),)),
+    "bilinear": (lambda: nn.Bilinear(3, 4, 5), lambda: (rand(2, 3), rand(2, 4))),
+    "embedding_bag": (lambda: nn.EmbeddingBag(7, 3), lambda: (torch.tensor([[1, 2], [3, 3]]),)),
+    "embedding_bag_sum": (lambda: nn.EmbeddingBag(7, 3, mode="sum"), lambda: (torch.tensor([1, 2, 4, 5]), torch.tensor([0, 3]))),
+    "embedding_bag_max": (lambda: nn.EmbeddingBag(7, 3, mode="max"), lambda: (torch.tensor([[1, 2], [3, 3]]),)),
+    "embedding_norm": (lambda: nn.Embedding(7, 3, padding_idx=1, max_norm=1.0), lambda: (torch.tensor([[1, 2], [3, 3]]),)),
+    "fold": (lambda: nn.Fold((4, 4), 2, stride=2), lambda: (rand(1, 12, 4),)),
+    "unfold": (lambda: nn.Unfold(2, padding=1), lambda: (rand(1, 3, 4, 4),)),
+    "conv1d": (lambda: nn.Conv1d(4, 6, 3, padding="same", groups=2), lambda: (rand(2, 4, 9),)),
+    "conv2d_reflect": (lambda: nn.Conv2d(4, 6, 3, padding=1, padding_mode="reflect", dilation=1), lambda: (rand(2, 4, 9, 9),)),
+    "conv3d": (lambda: nn.Conv3d(2, 3, 2, stride=2), lambda: (rand(2, 2, 4, 4, 4),)),
+    "conv_transpose": (lambda: nn.ConvTranspose2d(4, 2, 3, 2, 1, output_padding=1, groups=2), lambda: (rand(2, 4, 5, 5),)),
+    "batch_norm_frozen": (lambda: nn.BatchNorm2d(3, track_running_stats=False), lambda: (rand(2, 3, 4, 4),)),
+    "instance_norm": (lambda: nn.InstanceNorm2d(3, affine=True, track_running_stats=True), lambda: (rand(2, 3, 4, 4),)),
+    "group_norm": (lambda: nn.GroupNorm(2, 4), lambda: (rand(2, 4, 5),)),
+    "rms_norm": (lambda: nn.RMSNorm(4), lambda: (rand(2, 4),)),
+    "local_response": (lambda: nn.LocalResponseNorm(2), lambda: (rand(2, 4, 5, 5),)),
+    "pools": (
+        lambda: nn.Sequential(nn.MaxPool2d(2, ceil_mode=True), nn.AvgPool2d(3, 1, 1), nn.AdaptiveAvgPool2d((2, 3)), nn.LPPool2d(2, 2)),
+        lambda: (rand(2, 3, 11, 11),),
+    ),
+    "adaptive_max": (lambda: nn.AdaptiveMaxPool2d(2, return_indices=True), lambda: (rand(2, 3, 6, 6),)),
+    "max_unpool": (lambda: Unpool(), lambda: (rand(2, 3, 4, 4),)),
+    "upsample": (lambda: nn.Upsample(scale_factor=2, mode="bicubic", align_corners=True), lambda: (rand(2, 3, 4, 4),)),
+    "pixel_shuffle": (lambda: nn.Sequential(nn.PixelShuffle(2), nn.PixelUnshuffle(2), nn.ChannelShuffle(2)), lambda: (rand(2, 4, 3, 3),)),
+    "paddings": (
+        lambda: nn.Sequential(nn.ReflectionPad2d(1), nn.ReplicationPad2d(1), nn.ZeroPad2d(1), nn.CircularPad2d(1), nn.ConstantPad2d(1, 3.0)),
+        lambda: (rand(2, 4, 3, 3),),
+    ),
+    "activations": (
+        lambda: nn.Sequential(
+            nn.ELU(), nn.Hardshrink(), nn.Hardsigmoid(), nn.Hardtanh(), nn.Hardswish(), nn.LeakyReLU(), nn.LogSigmoid(), nn.PReLU(), nn.ReLU6(),
+            nn.SELU(), nn.CELU(), nn.GELU("tanh"), nn.Mish(), nn.Softplus(), nn.Softshrink(0.1), nn.Softsign(), nn.Tanhshrink(),
+            nn.Threshold(-1, 2), nn.GLU(), nn.Softmin(-1), nn.Softmax2d(), nn.LogSoftmax(1),
+        ),
+        lambda: (rand(2, 3, 4, 4),),
+    ),
+    "adaptive_softmax": (lambda: AdaptiveSoftmax(), lambda: (rand(4, 8),)),
+    "cosine": (lambda: nn.CosineSimilarity(-1), lambda: (rand(4, 8), rand(4, 8))),
+    "distance": (lambda: nn.PairwiseDistance(), lambda: (rand(4, 8), rand(4, 8))),
+    "flatten": (lambda: nn.Sequential(nn.Flatten(), nn.Unflatten(1, (2, 4))), lambda: (rand(4, 2, 2, 2),)),
+    "ctc": (
+        lambda: nn.CTCLoss(), lambda: (rand(9, 2, 5).log_softmax(-1), torch.tensor([[1, 2], [3, 3]]), torch.tensor([9, 9]), torch.tensor([2, 2]))
+    ),
+    "losses": (lambda: Losses(), lambda: (rand(4, 5), torch.tensor([0, 4, 2, 1]))),
+}  # fmt: skip
+
+
+class MaskedAttention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x, padding):
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
+        padding = torch.zeros_like(padding, dtype=x.dtype).masked_fill(padding, float("-inf"))
+        return self.attention(x, x, x, key_padding_mask=padding, attn_mask=mask, need_weights=False)[0]
+
+
+class Unpool(nn.Module):
+    def forward(self, x):
+        y, indices = F.max_pool2d(x, 2, return_indices=True)
+        return F.max_unpool2d(y, indices, 2)
+
+
+class AdaptiveSoftmax(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.softmax = nn.AdaptiveLogSoftmaxWithLoss(8, 12, [4, 8])
+
+    def forward(self, x):
+        return self.softmax.log_prob(x)
+
+
+class Losses(nn.Module):
+    def forward(self, x, y):
+        z = F.one_hot(y, 5).float()
+        pairs = [
+            F.cross_entropy(x, y, label_smoothing=0.1), F.nll_loss(x.log_softmax(-1), y), F.mse_loss(x, z), F.l1_loss(x, z),
+            F.smooth_l1_loss(x, z), F.huber_loss(x, z, delta=0.5), F.binary_cross_entropy_with_logits(x, z), F.kl_div(x.log_softmax(-1), z),
+            F.binary_cross_entropy(x.sigmoid(), z), F.hinge_embedding_loss(x, 2 * z - 1), F.poisson_nll_loss(x, z),
+            F.gaussian_nll_loss(x, z, torch.ones_like(x)), F.triplet_margin_loss(x, z, -x), F.multi_margin_loss(x, y),
+            F.cosine_embedding_loss(x, z, torch.ones(4)), F.margin_ranking_loss(x, z, torch.ones_like(x)), F.soft_margin_loss(x, 2 * z - 1),
+            F.multilabel_soft_margin_loss(x, z), F.multilabel_margin_loss(x, z.long()),
+        ]  # fmt: skip
+        return torch.stack(pairs)
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("name", MODULES)
+def test_modules_of_torch(name, training):
+    make, inputs = MODULES[name]
+    torch.manual_seed(0)
+    module, args = make().train(training), inputs()
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for mode in ("graph", "eager"):
+            model, twin = copy.deepcopy(module), copy.deepcopy(module)
+            fast = mycel.jit(model, mode=mode)
+            for _ in range(2):
+                same(fast(*args), twin(*args))
+                same(state(model), state(twin))
+
+
+# -- contexts ---------------------------------------------------------------------------------------------------------------
+
+
+def test_no_grad_inside():
+    def fn(x):
+        with torch.no_grad():
+            y = x * 2
+        with torch.inference_mode(False), torch.enable_grad(), torch.set_grad_enabled(True):
+            return y + x
+
+    agrees(fn, X)
+    assert any(e.op.name == "stop_gradient" for _, e in walk(mycel.capture(fn, X)))
+
+    @torch.no_grad()
+    def whole(x):
+        return x * 2
+
+    agrees(whole, X)
+
+
+def test_autocast_inside():
+    layer = nn.Linear(3, 3)
+
+    def fn(x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = layer(x)
+            with torch.autocast("cpu", enabled=False):
+                z = layer(y.float())
+            w = F.softmax(y @ y.T, -1)
+        return y, z, w, layer(x)
+
+    agrees(fn, X)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        agrees(layer, X)
+
+
+def test_autocast_around_is_another_signature():
+    layer = nn.Linear(3, 3)
+    fast = mycel.jit(layer)
+    same(fast(X), layer(X))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        same(fast(X), layer(X))
+        same(mycel.jit(layer)(X), layer(X))
+    same(fast(X), layer(X))
+    assert len(fast.entries) == 2
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoint_inside(reentrant):
+    layers = nn.ModuleList([nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)) for _ in range(3)])
+
+    def fn(x):
+        for layer in layers:
+            x = checkpoint(layer, x, use_reentrant=reentrant)
+        return x
+
+    agrees(fn, X.clone().requires_grad_())
+    assert sum(e.op.name == "call" for _, e in walk(mycel.capture(fn, X))) == 3
+
+
+def test_functional_call_inside():
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+
+    def fn(weights, x):
+        return torch.func.functional_call(model, weights, (x,))
+
+    weights = {k: v.detach() * 2 for k, v in model.named_parameters()}
+    wanted = copy.deepcopy(model)
+    fast = mycel.jit(fn)
+    same(fast(weights, X), torch.func.functional_call(wanted, weights, (X,)))
+    assert "0.weight" in dict(model.named_parameters())
+    same(state(model), state(wanted))
+
+
+def test_vmap_inside():
+    weight = rand(4, 3)
+    agrees(lambda x: torch.vmap(lambda row: torch.softmax(weight @ row, 0) + row.sum())(x), X)
+    agrees(lambda x: torch.vmap(torch.vmap(torch.sin))(x), X)
+    agrees(lambda x, y: torch.vmap(torch.dot, in_dims=(0, None))(x, y), X, X[0])
+
+
+def test_function_transforms_inside():
+    agrees(lambda x: torch.func.grad(lambda y: (y.sin() * y).sum())(x), X)
+    agrees(lambda x: torch.func.vmap(torch.func.grad(lambda r: (r**3).sum()))(x), X)
+
+
+def test_gradients_of_torch_inside():
+    def fn(x):
+        y = x.detach().clone().requires_grad_()
+        return torch.autograd.grad((y**3).sum(), y)[0]
+
+    with pytest.raises(mycel.CaptureError, match="mycel.grad"):
+        mycel.jit(fn)(X)
+
+
+def test_autograd_functions_inside():
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, g):
+            return g * 2
+
+    agrees(lambda x: Double.apply(x) + 1, X)
+
+
+# -- wrappers ---------------------------------------------------------------------------------------------------------------
+
+
+def test_parametrizations():
+    layer = nn.Linear(3, 3)
+    agrees(torch.nn.utils.parametrizations.weight_norm(copy.deepcopy(layer)), X)
+    agrees(torch.nn.utils.parametrizations.orthogonal(copy.deepcopy(layer)), X)
+    agrees(torch.nn.utils.parametrizations.spectral_norm(copy.deepcopy(layer)).eval(), X)
+    agrees(torch.nn.utils.weight_norm(copy.deepcopy(layer)), X)
+    model = torch.nn.utils.parametrizations.spectral_norm(copy.deepcopy(layer))
+    twin = copy.deepcopy(model)
+    fast = mycel.jit(model)
+    for _ in range(2):
+        same(fast(X), twin(X))
+        same(state(model), state(twin))
+
+
+def test_hooks_and_data_parallel():
+    layer = nn.Linear(3, 3)
+    layer.register_forward_hook(lambda m, args, out: out * 2)
+    layer.register_forward_pre_hook(lambda m, args: (args[0] + 1,))
+    agrees(layer, X)
+    agrees(nn.DataParallel(layer), X)
+
+
+def test_compiled_and_scripted_modules():
+    layer = nn.Linear(3, 3)
+    agrees(torch.compile(layer, backend="eager"), X)
+    agrees(torch.compile(lambda x: layer(x) + 1, backend="eager"), X)
+
+
+def test_lazy_modules_and_parameter_lists():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.list = nn.ParameterList([nn.Parameter(torch.ones(3)) for _ in range(2)])
+            self.dict = nn.ParameterDict({"a": nn.Parameter(torch.ones(3) * 2)})
+            self.layers = nn.ModuleDict({"a": nn.Linear(3, 3)})
+
+        def forward(self, x):
+            return self.layers["a"](x * self.list[0] + self.list[1]) * self.dict["a"]
+
+    agrees(Model(), X)
+
+
+# -- meta device ------------------------------------------------------------------------------------------------------------
+
+
+def test_meta_models_are_captured_without_allocating():
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(1 << 20, 1 << 20), nn.BatchNorm1d(1 << 20), nn.Dropout())
+    x = torch.empty(4, 1 << 20, device="meta")
+    program = mycel.capture(model, x)
+    assert program.inputs[1].shape == (1 << 20, 1 << 20)
+    real = mycel.capture(model, torch.empty(4, 1 << 20))
+    assert [str(e) for e in real.main.eqns] == [str(e) for e in program.main.eqns]
+    assert mycel.jit(model).program(x).inputs == program.inputs
+
+
+# -- functions that return more than tensors, and results with names ------------------------------------------------------------
+
+
+def test_named_results_of_torch():
+    def fn(x):
+        top = x.topk(2)
+        high, low = torch.max(x, 1), torch.sort(x, descending=True)
+        return top.values + low.values[:, :2], top.indices, high.values, high, torch.linalg.qr(x).Q, torch.frexp(x).mantissa, x.median(1)
+
+    agrees(fn, X)
+
+
+def test_factories_follow_the_default_dtype_and_device():
+    def fn(x):
+        made = [torch.zeros(2), torch.tensor([1.5, 2]), torch.arange(3), torch.linspace(0, 1, 3), torch.eye(2), x.new_full((2,), 3), torch.full((2,), 1)]
+        return [*made, torch.tensor(True), torch.as_tensor(2.5), torch.asarray([1, 2]), torch.empty(0), torch.tril_indices(2, 2), torch.Tensor([1, 2])]
+
+    agrees(fn, X)
+
+
+def test_distributions_inside():
+    def fn(x):
+        normal = torch.distributions.Normal(x, 1.0)
+        return normal.log_prob(x + 1), torch.distributions.Categorical(logits=x).entropy(), torch.distributions.kl_divergence(normal, normal)
+
+    agrees(fn, X)
+
+
+def test_einops_like_and_tensor_methods():
+    def fn(x):
+        y = torch.einsum("ij,kj->ik", x, x)
+        z = x.unfold(1, 2, 1).flatten(1).roll(1, 1).repeat(2, 1).tile(1, 2)
+        return y, z, x.numpy_T() if hasattr(x, "numpy_T") else x.T, x.size(), len(x), x.dim(), x.is_floating_point(), [r.sum() for r in x]
+
+    agrees(fn, X)
