@@ -18,27 +18,30 @@ from mycel.capture import MISS, TRACING, Captured, bind
 from mycel.capture import capture as capture_call
 from mycel.errors import RunError
 from mycel.ir import Program, check, type_of
-from mycel.run import interpret, load
+from mycel.run import interpret, load, not_finite
 
 MODES = ("graph", "eager")
 
 
 def capture(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Program:
     """The program of one call, as written: no pass has touched it."""
-    return capture_call(_unjit(fn), args, kwargs).program
+    return capture_call(unjit(fn), args, kwargs).program
 
 
-def jit(fn: Any = None, *, mode: str = "graph") -> Any:
-    """A function, module or Program that runs as generated code (mode="eager": equation by equation), with the same call signature."""
+def jit(fn: Any = None, *, mode: str = "graph", check_finite: bool = False) -> Any:
+    """A function, module or Program that runs as generated code (mode="eager": equation by equation), with the same call signature.
+
+    `check_finite` runs equation by equation and names the first operator and source line that made a NaN or infinity.
+    """
     if mode not in MODES:
         raise ValueError(f"mode={mode!r}: use one of {', '.join(map(repr, MODES))}")
     if fn is None:
-        return functools.partial(jit, mode=mode)
+        return functools.partial(jit, mode=mode, check_finite=check_finite)
     if isinstance(fn, Program):
         return _program_function(fn, mode)
     if not callable(fn):
         raise TypeError(f"mycel.jit takes a function, a module or a Program, not {type(fn).__name__}")
-    return Jit(_unjit(fn), mode)
+    return Jit(unjit(fn), mode, check_finite)
 
 
 @dataclass(frozen=True)
@@ -55,8 +58,10 @@ class Entry:
 class Jit:
     """A callable that captures once for each signature: shapes, dtypes, device, static values, train mode."""
 
-    def __init__(self, fn: Callable[..., Any], mode: str) -> None:
-        self.fn, self.mode = fn, mode
+    def __init__(self, fn: Callable[..., Any], mode: str, check_finite: bool = False) -> None:
+        if mode not in MODES:
+            raise ValueError(f"mode={mode!r}: use one of {', '.join(map(repr, MODES))}")
+        self.fn, self.mode, self.check_finite = fn, mode, check_finite
         self.entries: list[Entry] = []
         self._last: Callable[[tuple[Any, ...], dict[str, Any]], Any] = lambda args, kwargs: MISS
         functools.update_wrapper(self, fn, updated=())
@@ -80,9 +85,13 @@ class Jit:
         return out
 
     def _entry(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
-        entry = compile_call(self.fn, args, kwargs, self.mode)
+        entry = self.compile(args, kwargs)
         self.entries.append(entry)
         return entry
+
+    def compile(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
+        """capture -> simplify -> fuse -> generate -> bind: the whole way of one call."""
+        return compile_captured(capture_call(self.fn, args, kwargs), self.mode, self.check_finite)
 
     def program(self, *args: Any, **kwargs: Any) -> Program:
         """The program that runs for these arguments."""
@@ -105,20 +114,24 @@ class Jit:
         return f"mycel.jit({self.fn!r})"
 
 
-def compile_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], mode: str) -> Entry:
-    """capture -> simplify -> fuse -> generate -> bind: the whole way of one call."""
-    captured = capture_call(fn, args, kwargs)
+def compile_captured(captured: Captured, mode: str, check_finite: bool = False) -> Entry:
+    """A captured call, simplified and made to run."""
     program = check(transform.fuse(transform.simplify(captured.program)))
-    run, source = _runner(program, captured.device, mode)
+    run, source = _runner(program, captured.device, mode, check_finite)
     captured = replace(captured, program=program)
     return Entry(captured, program, source, *bind(captured, run))
 
 
-def _runner(program: Program, device: torch.device, mode: str) -> tuple[Callable[..., Any], str]:
-    if mode == "eager":
-        _, source = load(program, device)
-        return lambda *inputs: interpret(program, inputs), source
-    return load(program, device)
+def compile_program(program: Program, device: torch.device, mode: str) -> Callable[..., Any]:
+    """A program, simplified and made to run on its inputs in order."""
+    return _runner(check(transform.fuse(transform.simplify(program))), device, mode)[0]
+
+
+def _runner(program: Program, device: torch.device, mode: str, check_finite: bool = False) -> tuple[Callable[..., Any], str]:
+    run, source = load(program, device)
+    if check_finite:
+        return lambda *inputs: interpret(program, inputs, not_finite), source
+    return (lambda *inputs: interpret(program, inputs)) if mode == "eager" else run, source
 
 
 def _program_function(program: Program, mode: str) -> Callable[..., Any]:
@@ -158,5 +171,5 @@ def _match_inputs(program: Program, args: tuple[torch.Tensor, ...], named: dict[
     return inputs
 
 
-def _unjit(fn: Any) -> Any:
-    return fn.fn if isinstance(fn, Jit) else fn
+def unjit(fn: Any) -> Any:
+    return fn.fn if type(fn) is Jit else fn

@@ -536,7 +536,6 @@ VIEWS = {
     "narrow": lambda x: x.narrow(1, 0, 2).clamp_(max=1.0),
     "permute": lambda x: x.permute(1, 0).add_(torch.arange(3.0)[:, None]),
     "expand": lambda x: x[:1].expand(1, 3).add_(1),
-    "unfold": lambda x: x.unfold(1, 2, 2).add_(1),
     "movedim": lambda x: x.movedim(0, 1)[1].add_(1),
     "index_put": lambda x: x.index_put_((torch.tensor([0, 1]), torch.tensor([1, 2])), torch.tensor([9.0, 8.0])),
     "assign": lambda x: x.__setitem__((slice(None), 1), torch.tensor([5.0, 6.0])),
@@ -553,9 +552,7 @@ VIEWS = {
     "iadd": lambda x: x.__iadd__(x.sum()),
     "real": lambda x: torch.view_as_complex(x[:, :2].clone()).mul_(2j).real.add_(1),
     "imul_view": lambda x: x[1].__imul__(2),
-    "view_dtype": lambda x: x.view(torch.int32).add_(1),
     "t": lambda x: x.T.fill_diagonal_(3.0) if x.shape[0] == x.shape[1] else x.mT.add_(1),
-    "as_strided": lambda x: x.as_strided((2,), (3,), 1).add_(1),
 }
 
 

@@ -17,7 +17,8 @@ MAY_IMPORT = {
     "transform": {"errors", "ir", "ops"},
     "run": {"errors", "ir", "ops"},
     "api": {"errors", "ir", "ops", "capture", "transform", "run"},
-    "__init__": {"errors", "ir", "api"},
+    "derivatives": {"errors", "ir", "ops", "capture", "transform", "run", "api"},
+    "__init__": {"errors", "ir", "api", "derivatives"},
 }
 
 

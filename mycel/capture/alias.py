@@ -12,6 +12,8 @@ from typing import Any
 from mycel.capture.fence import refuse
 from mycel.ir import BUILDERS, Eqn, Var
 
+JOURNALS: list[dict[Cell, tuple[Var, int, int]]] = []  # for each block being traced, the cells it changed and what they were
+
 
 class Cell:
     """The current value of one tensor object; `version` counts its writes."""
@@ -29,6 +31,7 @@ class Cell:
         if self.parent is not None:
             value = self.parent.read()
             if self.seen != self.parent.version:
+                self.note()
                 self.var = _outputs(self.eqn, value)[self.at]  # type: ignore[arg-type]
                 self.seen = self.parent.version
                 self.version += 1
@@ -47,18 +50,25 @@ class Cell:
             parts = _outputs(eqn, whole) if len(eqn.outputs) > 1 else [None]
             parts[self.at] = value
             try:
-                whole = eqn.op.write(whole, tuple(parts), **eqn.params)
+                whole = eqn.op.write(whole, tuple(parts), *eqn.inputs[1:], **eqn.params)
             except ValueError as e:
                 raise refuse(str(e), "clone() the view first and update the clone") from e
             self.parent.write(whole)
+            self.note()
             self.seen = self.parent.version
         elif self.place is not None and not self.place.mutable:
             raise refuse(
                 f"in-place update of {self.place.name}, a tensor captured from outside the function",
                 "pass it as an argument and return the new value, or make it a buffer of a module",
             )
+        self.note()
         self.var = value
         self.version += 1
+
+    def note(self) -> None:
+        """About to change: the block that is being traced remembers what was."""
+        if JOURNALS:
+            JOURNALS[-1].setdefault(self, (self.var, self.seen, self.version))
 
 
 def _outputs(eqn: Eqn, value: Var) -> list[Any]:

@@ -27,7 +27,7 @@ import torch
 
 from mycel.capture.function import Captured
 from mycel.capture.state import Link, Place, is_static
-from mycel.capture.tree import Tree
+from mycel.capture.tree import Tree, rebuild
 
 MISS = object()
 Call = Callable[[tuple[Any, ...], dict[str, Any]], Any]
@@ -99,20 +99,19 @@ class _Writer:
                 self.guard(f"type({name}) is not {cls} or len({name}) != {len(tree.children)}")
                 for i, child in enumerate(tree.children):
                     self.unpack(child, f"{name}[{i}]")
-            case "dict":
+            case "dict" | "output":
                 made, keys = tree.key
+                cls = self.constant(made if isinstance(made, type) else type(made), "cls")
                 self.lines.append(f"{name} = {expr}")
-                self.guard(f"type({name}) is not {self.constant(made, 'cls')} or len({name}) != {len(keys)}")
+                self.guard(f"type({name}) is not {cls} or len({name}) != {len(keys)}")
                 for key, child in zip(keys, tree.children, strict=True):
                     k = repr(key) if isinstance(key, (str, int)) else self.constant(key, "key")
                     self.guard(f"{k} not in {name}")
                     self.unpack(child, f"{name}[{k}]")
-            case "data":
+            case "object":
                 cls, fields = tree.key
                 self.lines.append(f"{name} = {expr}")
                 self.guard(f"type({name}) is not {self.constant(cls, 'cls')}")
-                if issubclass(cls, dict):
-                    self.guard(f"tuple({name}.keys()) != {fields!r}")
                 for f, child in zip(fields, tree.children, strict=True):
                     self.unpack(child, f"{name}.{f}")
 
@@ -254,16 +253,11 @@ class _Writer:
                 return f"{self.constant(tree.key, 'cls')}({', '.join(parts)})"
             case "struct":
                 return f"{self.constant(tree.key, 'cls')}(({', '.join(parts)},))"
-        cls, keys = tree.key
-        pairs = ", ".join(f"{k!r}: {p}" if isinstance(k, (str, int)) else f"{self.constant(k, 'key')}: {p}" for k, p in zip(keys, parts, strict=True))
-        if tree.kind == "dict" and cls is dict:
-            return f"{{{pairs}}}"
-        if tree.kind == "dict":
-            return f"{self.constant(cls, 'cls')}({{{pairs}}})"
-        if tree.kind == "data":
-            return f"{self.constant(cls, 'cls')}(**{{{pairs}}})"
-        self.env["rebuild"] = _rebuild
-        return f"rebuild({self.constant(cls, 'cls')}, {{{pairs}}})"
+        made, keys = tree.key
+        if type(made) is dict:
+            return f"dict(zip({self.constant(keys, 'keys')}, ({''.join(p + ', ' for p in parts)})))"
+        self.env["rebuild"] = rebuild
+        return f"rebuild({self.constant(made, 'made')}, {self.constant(keys, 'keys')}, ({''.join(p + ', ' for p in parts)}))"
 
 
 def _define(name: str, lines: list[str]) -> str:
@@ -271,13 +265,6 @@ def _define(name: str, lines: list[str]) -> str:
 
 
 _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
-
-
-def _rebuild(cls: type, fields: dict[str, Any]) -> Any:
-    """An object of a class we know nothing about, with these attributes."""
-    thing = cls.__new__(cls)
-    thing.__dict__.update(fields)
-    return thing
 
 
 def draw_key(device: torch.device) -> torch.Tensor:

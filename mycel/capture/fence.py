@@ -29,6 +29,15 @@ def _is_user(code: CodeType) -> bool:
     return not path.startswith(_STDLIB + os.sep) or path.startswith(tuple(_PACKAGES))
 
 
+@functools.cache
+def is_library(path: str) -> bool:
+    """Installed code, the standard library's, ours: called as it is."""
+    return path.startswith((*_OURS, *(p + os.sep for p in (_STDLIB, *_PACKAGES)), "<frozen"))
+
+
+WHY_NOT: dict[CodeType, str] = {}  # functions of the user that could not be rewritten
+
+
 def user_frame() -> FrameType | None:
     """The innermost frame of user code (a model library counts as user code)."""
     frame: FrameType | None = sys._getframe(1)
@@ -63,12 +72,12 @@ def short_path(path: str) -> str:
     return os.path.basename(path)
 
 
-def refuse(what: str, hint: str = "") -> CaptureError:
-    """A CaptureError for the user's current line."""
+def refuse(what: str, hint: str = "", source: str = "") -> CaptureError:
+    """A CaptureError for the user's current line, or for the line of an equation."""
     frame = user_frame()
     if frame is None:
         return CaptureError(what, hint=hint)
-    file, line = frame.f_code.co_filename, frame.f_lineno
+    file, line = SOURCES.get(source) or (frame.f_code.co_filename, frame.f_lineno)
     return CaptureError(what, file=file, line=line, text=linecache.getline(file, line).strip(), hint=hint)
 
 
@@ -83,6 +92,7 @@ READS = {
     "__complex__": "a Python complex was asked of",
     "__index__": "a Python index was asked of",
     "__contains__": "membership was asked of",
+    "__format__": "text was asked of",
     "data_ptr": "the address was asked of",
 }
 
@@ -90,10 +100,23 @@ READS = {
 def refuse_read(name: str) -> CaptureError:
     """Reading the value of a traced tensor."""
     if name == "__bool__":
-        hint = "torch.where, or move the decision out of the captured function"
+        hint = _decision_hint()
     else:
         hint = "keep it a tensor (0-dim tensors index, compare and multiply), or compute it outside and pass it as an argument"
     return refuse(f"{READS[name]} a traced tensor, whose value is not known while the program is captured", hint)
+
+
+def _decision_hint() -> str:
+    """Why this decision on a tensor was not captured as one."""
+    frame = user_frame()
+    code = frame.f_code if frame is not None else None
+    if code is not None and code.co_name in ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>"):
+        return "a for loop: conditions inside comprehensions are not captured; or torch.where"
+    if code is not None and code in WHY_NOT:
+        return f"torch.where: the control flow of {code.co_name} is not captured, because {WHY_NOT[code]}"
+    if code is not None and is_library(code.co_filename):
+        return "torch.where, or a copy of this function in your own code: functions of libraries are called as they are"
+    return "torch.where, or move the decision out of the captured function"
 
 
 def refuse_dynamic(name: str) -> CaptureError:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import CheckpointFunction
 
 from mycel.capture.fence import refuse
@@ -43,15 +44,34 @@ class Captured:
     device: torch.device
 
 
-def capture(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
-    """Run `fn` once on tensors without data."""
+def capture(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], apart: bool = False) -> Captured:
+    """Run `fn` once on tensors without data.  `apart`: an argument is not the same input as an equal tensor the code reaches otherwise."""
+    with paused():
+        return _capture(fn, args, kwargs, apart)
+
+
+@contextlib.contextmanager
+def paused() -> Iterator[None]:
+    """Captures under way do not see what torch does in here."""
+    modes = []
+    while TRACING and torch._C._len_torch_function_stack():
+        modes.append(torch._C._pop_torch_function_stack())
+    try:
+        with _disable_current_modes() if TRACING else contextlib.nullcontext():
+            yield
+    finally:
+        for mode in reversed(modes):
+            torch._C._push_on_torch_function_stack(mode)
+
+
+def _capture(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], apart: bool) -> Captured:
     leaves: list[torch.Tensor] = []
     tree = flatten((args, kwargs), leaves)
     _check_arguments(tree)
     places = Places(fn, tree.statics())
     device = _device(leaves, places)
     tracer = Tracer(device, places)
-    traced = _trace_arguments(tracer, fn, tree, leaves)
+    traced = _trace_arguments(tracer, fn, tree, leaves, apart)
     try:
         with _tracing(tracer):
             result = fn(*traced[0], **traced[1])
@@ -99,8 +119,10 @@ def _tracing(tracer: Tracer) -> Iterator[None]:
         torch.nn.Module.__call__ = plain  # type: ignore[method-assign]
         torch.compiler._is_compiling_flag = was_compiling
         torch.set_autocast_cache_enabled(was_caching)
-        del CheckpointFunction.apply
         TRACING.pop()
+        if not TRACING:
+            del CheckpointFunction.apply
+        tracer.running = False
 
 
 def _checkpoint(fn: Callable[..., Any], preserve: bool, *args: Any) -> Any:
@@ -112,7 +134,7 @@ def _check_arguments(tree: Tree) -> None:
     for value in tree.statics():
         if isinstance(value, torch.nn.Module):
             continue
-        if type(value).__module__ == "numpy" or holds_tensors(value):
+        if type(value).__module__ == "numpy" or isinstance(value, Iterator) or holds_tensors(value):
             raise refuse(
                 f"an argument of type {type(value).__qualname__} holds arrays or tensors that cannot be seen",
                 "pass tensors, alone or in tuples, lists, dicts and dataclasses (torch.from_numpy for arrays)",
@@ -131,7 +153,7 @@ def _device(leaves: list[torch.Tensor], places: Places) -> torch.device:
     return leaves[0].device if leaves else torch.device("cpu")
 
 
-def _trace_arguments(tracer: Tracer, fn: Callable[..., Any], tree: Tree, leaves: list[torch.Tensor]) -> Any:
+def _trace_arguments(tracer: Tracer, fn: Callable[..., Any], tree: Tree, leaves: list[torch.Tensor], apart: bool) -> Any:
     """The arguments with traced tensors; the same tensor passed twice is one input."""
     args, kwargs = tree.children
     names = [n for a, name in zip(args.children, _parameter_names(fn, len(args.children)), strict=True) for n in a.paths(name)]
@@ -144,7 +166,7 @@ def _trace_arguments(tracer: Tracer, fn: Callable[..., Any], tree: Tree, leaves:
             while name in taken:
                 name += "_"
             taken.add(name)
-            made[id(tensor)] = tracer.argument(name, tensor)
+            made[id(tensor)] = tracer.argument(name, tensor, apart)
     return tree.unflatten(iter([made[id(x)] for x in leaves]))
 
 
@@ -185,15 +207,17 @@ def _changes(tracer: Tracer, places: Places) -> list[_Change]:
         for key, value in contents(box.slots).items():
             if value is box.old.get(key) or not (isinstance(value, torch.Tensor) or _holds_traced(value)):
                 continue
-            if box.kind == "variable" or isinstance(box.slots, list) and len(box.slots) != len(box.old):
-                raise refuse(
-                    f"a traced tensor was kept in {box.name}, a variable outside of the function",
-                    "return it, or keep it in a buffer or an attribute of a module",
-                )
             leaves: list[torch.Tensor] = []
             tree = flatten(value, leaves, objects=True)
             with tracer:
-                found.append(_Change(box, key, tree, [tracer.cell(x).read() for x in leaves]))
+                values = [tracer.cell(x).read() for x in leaves]
+            if box.kind == "variable" or isinstance(box.slots, list) and len(box.slots) != len(box.old):
+                raise refuse(
+                    f"a traced tensor was kept in {box.name}, which lives outside of the function",
+                    "return it, or keep it in a buffer or an attribute of a module",
+                    next((tracer.made[v].source for v in values if v in tracer.made), ""),
+                )
+            found.append(_Change(box, key, tree, values))
     return found
 
 

@@ -56,8 +56,8 @@ class _Assembly:
         self._group(self.root)
         self.groups = {k: shapes for k, shapes in self.groups.items() if len(shapes) > 1}
         self._choose_outputs()
-        made: dict[str, Block] = {}
-        taken = {"main"}
+        made: dict[str, Block] = dict(self.tracer.blocks)
+        taken = {"main", *made}
         for key, shapes in self.groups.items():
             self.names[key] = _unique(_snake(shapes[0].region.name), taken)
         for key, shapes in self.groups.items():

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -22,10 +23,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from mycel.capture.alias import Cell, view_cells
+from mycel.capture.bounds import bounds, decide
 from mycel.capture.fence import READS, here, refuse, refuse_dynamic, refuse_read
 from mycel.capture.state import Place, Places
+from mycel.capture.subscript import open_key
 from mycel.errors import CaptureError, IRError
-from mycel.ir import OPS, Atom, Builder, Eqn, Op, Type, Var, type_of
+from mycel.ir import OPS, Atom, Block, Builder, Eqn, Op, Type, Var, type_of
 from mycel.ops import RULES, o
 from mycel.ops.capture_rules import resolve
 from mycel.ops.opaque import encode
@@ -91,6 +94,8 @@ class Tracer(Builder):
         self.lines: list[tuple[int, str]] = []  # for each equation, the user's frame and line
         self.frame = 0
         self.made: dict[Var, Eqn] = {}
+        self.running = True  # a capture inside another may use the outer one's tensors while that is under way
+        self.blocks: dict[str, Block] = {}  # finished inner blocks: of control flow and of derivatives
         self._arguments: list[torch.Tensor] = []
         self.mode = DispatchMode(self)
 
@@ -117,7 +122,12 @@ class Tracer(Builder):
             if var in known:
                 return True
             eqn = self.made.get(var)
-            if eqn is None or var.type.numel > LARGEST_CONCRETE or not all(map(compute, eqn.vars)):
+            if eqn is None or var.type.numel > LARGEST_CONCRETE:
+                return False
+            if (answer := decide(eqn, self.made)) is not None:
+                known[var] = torch.full(var.shape, answer)
+                return True
+            if not all(map(compute, eqn.vars)):
                 return False
             if eqn.op.name == "const":
                 known[var] = self.consts[eqn.params["name"]]
@@ -131,6 +141,18 @@ class Tracer(Builder):
         with _disable_current_modes():
             return known[var] if compute(var) else None
 
+    def add_block(self, name: str, block: Block) -> str:
+        """Enter a finished block; an equal one that is there already is used instead."""
+        tried = name
+        for i in itertools.count(2):
+            if tried not in self.blocks:
+                self.blocks[tried] = block
+                return tried
+            if self.blocks[tried] == block:
+                return tried
+            tried = f"{name}_{i}"
+        raise AssertionError
+
     def here(self) -> None:
         """The equations that follow are the user's current line."""
         self.source, self.frame = here()
@@ -140,22 +162,22 @@ class Tracer(Builder):
         del self.eqns[length:], self.lines[length:]
         self.frozen -= {i for i in self.frozen if i >= length}
 
-    def argument(self, name: str, tensor: torch.Tensor) -> Traced:
-        """A tensor argument becomes an input."""
+    def argument(self, name: str, tensor: torch.Tensor, apart: bool = False) -> Traced:
+        """A tensor argument becomes an input; `apart`: also where the code reaches the same tensor by another way, that is another input."""
         _check_dense(tensor)
         var = Var(name, type_of(tensor))
         self.inputs.append(var)
         cell = Cell(var)
         cell.place = Place(name, "argument", None, None)
-        self.lifted[id(tensor)] = (tensor, cell)
+        self.lifted[-len(self.lifted) - 1 if apart else id(tensor)] = (tensor, cell)
         return Traced.make(cell, self, tensor.stride())
 
     def cell(self, tensor: torch.Tensor) -> Cell:
         """The cell of a traced tensor, or of a real one the code reached: that becomes an input."""
-        if type(tensor) is Traced:
-            if tensor.tracer is not self:
-                raise refuse("a tensor of another capture was used", "do not keep tensors across calls of captured functions")
+        if type(tensor) is Traced and tensor.tracer is self:
             return tensor.cell
+        if type(tensor) is Traced and not tensor.tracer.running:
+            raise refuse("a tensor of another capture was used", "do not keep tensors across calls of captured functions")
         found = self.lifted.get(id(tensor))
         if found is None:
             found = self.lifted[id(tensor)] = (tensor, self._lift(tensor))
@@ -280,7 +302,7 @@ class Tracer(Builder):
         if out is NotImplemented:
             self.undo(before)
             if known.mask_index and any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1]):
-                return self._dynamic(func, args, kwargs)
+                return self.dispatch(func, (args[0], self._places(args[1])), kwargs)
             out = self._opaque(func, args, kwargs)
         if known.view_of is None:
             return self.wrap(out)
@@ -303,8 +325,34 @@ class Tracer(Builder):
         with self:
             return self.wrap(self.constant(outs) if isinstance(outs, torch.Tensor) else tuple(map(self.constant, outs)))
 
+    def opened(self, x: torch.Tensor, key: Any) -> tuple[torch.Tensor, Any]:
+        """The operand and key of a subscript, without integers that are tensors."""
+        return open_key(x, key, lambda n: self.concrete(n) is None, self._select_at)
+
+    def _select_at(self, x: torch.Tensor, index: torch.Tensor, dim: int) -> torch.Tensor:
+        self.here()
+        before, base = len(self.eqns), self.cell(x)
+        with self:
+            source = base.read()
+            out = o.select_at(source, self.value(index), dim=dim)
+        return Traced.make(view_cells(base, source, self.eqns[before:], [out])[0], self)
+
+    def _places(self, indices: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Indices with each mask, which must be a constant, replaced by the places where it holds."""
+        places: list[torch.Tensor | None] = []
+        for index in indices:
+            if index is None or index.dtype not in (torch.bool, torch.uint8):
+                places.append(index)
+                continue
+            mask = self.concrete(index)
+            if mask is None:
+                raise refuse_dynamic("indexing with a boolean mask")
+            with self:
+                places += [self.wrap(self.constant(p)) for p in mask.nonzero(as_tuple=True)]
+        return places
+
     def _concrete_or_refuse(self, func: Any) -> Callable[[Any], Any]:
-        name = "indexing with a boolean mask" if func is torch.ops.aten.index.Tensor else func._schema.name.split("::")[-1]
+        name = func._schema.name.split("::")[-1]
 
         def value(x: Any) -> Any:
             known = self.concrete(x) if isinstance(x, torch.Tensor) else x
@@ -406,8 +454,9 @@ class Tracer(Builder):
 
     def _check_strided(self, x: torch.Tensor) -> None:
         """Strides of the user mean the memory of x; a program has values in their own order, so both must be the same."""
-        if not x.is_contiguous() or self.cell(x).parent is not None:
-            raise refuse("as_strided of a view or of a tensor that is not contiguous", "unfold, slices or contiguous() before it")
+        cell = self.cell(x)
+        if not x.is_contiguous() or cell.parent is not None or cell.place is not None:
+            raise refuse("as_strided of an argument, of a view or of a tensor that is not contiguous", "unfold or slices, or clone() before it")
 
     def _check_device(self, device: torch.device) -> None:
         if device.type != self.device.type and device.type != "meta":
@@ -499,7 +548,7 @@ def _functional_form(func: Any) -> Any:
     outs = {a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write and a.kwarg_only}
     want = [a.name for a in func._schema.arguments if a.name not in outs]
     exact, others = [], []
-    for base in (name[:-1] if name.endswith("_") else name, name, name + "functional"):
+    for base in (name.replace("__i", "__") if name.startswith("__i") else name.removesuffix("_"), name, name + "functional"):
         packet = getattr(getattr(torch.ops, namespace), base, None)
         if packet is None:
             continue
@@ -638,13 +687,29 @@ def _make_constant(mode: FunctionMode, func: Any, *args: Any, **kwargs: Any) -> 
         return tracer.wrap(tracer.constant(func(*args, **kwargs)))
 
 
-def _refuse_gradient(*_: Any, **__: Any) -> Any:
+def _gradient(mode: FunctionMode, func: Any, *args: Any, **kwargs: Any) -> Any:
+    """torch's autograd sees nothing of a capture; inside transforms of torch.func it is their business."""
+    if torch._C._functorch.maybe_current_level() is not None:
+        return func(*args, **kwargs)
     raise refuse("torch's own autograd was asked for a gradient of traced tensors", "mycel.grad or mycel.value_and_grad of the function")
 
 
+def _new_tensor(mode: FunctionMode, func: Any, x: torch.Tensor, data: Any, *, dtype: torch.dtype | None = None, **_: Any) -> Any:
+    """x.new_tensor(data): a constant in the dtype of x."""
+    return _make_constant(mode, torch.tensor, data, dtype=dtype or x.dtype)
+
+
+def _get_item(mode: FunctionMode, func: Any, x: torch.Tensor, key: Any) -> Any:
+    return func(*mode.tracer.opened(x, key))
+
+
+def _set_item(mode: FunctionMode, func: Any, x: torch.Tensor, key: Any, value: Any) -> None:
+    func(*mode.tracer.opened(x, key), value)
+
+
 _FUNCTIONS = {
-    "tensor": _make_constant, "as_tensor": _make_constant, "from_numpy": _make_constant,
-    "backward": _refuse_gradient, "grad": _refuse_gradient,
+    "tensor": _make_constant, "as_tensor": _make_constant, "from_numpy": _make_constant, "new_tensor": _new_tensor,
+    "backward": _gradient, "grad": _gradient, "__getitem__": _get_item, "__setitem__": _set_item,
 }  # fmt: skip
 
 
@@ -658,6 +723,8 @@ def _lift_fresh(tracer: Tracer, x: torch.Tensor) -> Any:
 
 def _read(tracer: Tracer, name: str, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     """A Python value asked of a tensor: known for constants, refused for all that depends on inputs."""
+    if name == "__format__" and (x.ndim or args == ("",)):
+        return repr(x)
     value = tracer.concrete(x)
     if value is None:
         raise refuse_read(name)
@@ -665,7 +732,27 @@ def _read(tracer: Tracer, name: str, x: torch.Tensor, *args: Any, **kwargs: Any)
         return getattr(torch.Tensor, name)(value, *args, **kwargs)
 
 
+def _bincount(tracer: Tracer, x: torch.Tensor, weights: torch.Tensor | None = None, minlength: int = 0) -> Any:
+    """`minlength` counts where no value can ask for more."""
+    known = bounds(tracer.cell(x).read(), tracer.made)
+    if weights is not None or known is None or not 0 <= known[0] <= known[1] < minlength:
+        return tracer._dynamic(torch.ops.aten.bincount.default, (x, weights, minlength), {})
+    tracer.here()
+    with tracer:
+        index = o.cast(tracer.value(x), dtype=torch.int64)
+        counts = o.full(0, shape=(minlength,), dtype=torch.int64)
+        return tracer.wrap(o.scatter_add(counts, index, o.full(1, shape=index.shape, dtype=torch.int64), dim=0))
+
+
+def _is_all_true(tracer: Tracer, x: torch.Tensor) -> Any:
+    """torch._check_tensor_all: the code is right to assume it."""
+    with tracer:
+        return tracer.wrap(o.full(True, shape=(), dtype=torch.bool))
+
+
 _SPECIAL = {
+    torch.ops.aten.bincount.default: _bincount,
+    torch.ops.aten._is_all_true.default: _is_all_true,
     torch.ops.aten.lift_fresh.default: _lift_fresh,
     torch.ops.aten.is_nonzero.default: lambda tracer, x: _read(tracer, "__bool__", x),
     torch.ops.aten.is_same_size.default: lambda tracer, x, y: x.shape == y.shape,

@@ -6,17 +6,20 @@
 from __future__ import annotations
 
 import collections
+import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from mycel.capture.fence import refuse
+
 
 @dataclass(frozen=True)
 class Tree:
-    """kind: leaf | static | tuple | list | dict | named | struct | data | object.  `key` holds what identifies it: value, keys or class."""
+    """kind: leaf | static | tuple | list | named | struct | dict | output | object.  `key` holds what identifies it: value, class or (class, keys)."""
 
     kind: str
     key: Any = None
@@ -34,27 +37,18 @@ class Tree:
                 return tuple(parts)
             case "list":
                 return parts
-            case "dict":
-                made, keys = self.key
-                return made(zip(keys, parts, strict=True))
             case "named":
                 return self.key(*parts)
             case "struct":
                 return self.key(parts)
-            case "data":
-                cls, names = self.key
-                return cls(**dict(zip(names, parts, strict=True)))
-        cls, names = self.key
-        thing = cls.__new__(cls)
-        thing.__dict__.update(zip(names, parts, strict=True))
-        return thing
+        return rebuild(*self.key, parts)
 
     def paths(self, prefix: str) -> Iterator[str]:
         """A readable name for each leaf."""
         if self.kind == "leaf":
             yield prefix
         names: Sequence[Any] = range(len(self.children))
-        if self.kind in ("dict", "data", "object"):
+        if self.kind in ("dict", "output", "object"):
             names = self.key[1]
         elif self.kind == "named":
             names = self.key._fields
@@ -78,32 +72,59 @@ def flatten(value: Any, leaves: list[torch.Tensor], objects: bool = False) -> Tr
         leaves.append(value)
         return LEAF
 
-    def inner(parts: Any) -> tuple[Tree, ...]:
+    def inner(parts: Iterable[Any]) -> tuple[Tree, ...]:
         return tuple(flatten(p, leaves, objects) for p in parts)
 
     if hasattr(type(value), "n_sequence_fields"):  # torch.return_types.max and its like
         return Tree("struct", type(value), inner(value))
     if isinstance(value, tuple) and not isinstance(value, torch.Size):
         return Tree("named", type(value), inner(value)) if hasattr(value, "_fields") else Tree("tuple", None, inner(value))
-    if isinstance(value, list):
+    if type(value) is list:
         return Tree("list", None, inner(value))
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _flatten_data(value, inner)
-    if isinstance(value, dict):
-        made = dict if type(value) is dict else type(value)
-        if made in (dict, collections.OrderedDict) or isinstance(value, collections.UserDict):
-            return Tree("dict", (made, tuple(value)), inner(value.values()))
-        return Tree("dict", (made, tuple(value)), inner(value.values()))
-    if objects and holds_tensors(value):
-        fields = vars(value)
+    if isinstance(value, (dict, collections.UserDict)):
+        kind = "output" if dataclasses.is_dataclass(value) else "dict"
+        return Tree(kind, (_empty(value), tuple(value.keys())), inner(value.values()))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type) or objects and holds_tensors(value):
+        fields = attributes(value)
+        if not fields:
+            raise refuse(f"a {type(value).__name__} of tensors cannot be taken apart", "tuples, lists, dicts and dataclasses of tensors")
         return Tree("object", (type(value), tuple(fields)), inner(fields.values()))
     return Tree("static", value)
 
 
-def _flatten_data(value: Any, inner: Callable[[Any], tuple[Tree, ...]]) -> Tree:
-    """A dataclass by its fields; a Hugging Face output (a dict and a dataclass at once) by the fields that are set."""
-    names = tuple(value.keys()) if isinstance(value, dict) else tuple(f.name for f in dataclasses.fields(value) if f.init)
-    return Tree("data", (type(value), names), inner(getattr(value, n) for n in names))
+def rebuild(made: Any, names: Sequence[Any], parts: Sequence[Any]) -> Any:
+    """A mapping like the empty one `made`, a Hugging Face output or an object of class `made`, with these entries or attributes."""
+    entries = dict(zip(names, parts, strict=True))
+    if not isinstance(made, type):
+        full = copy.copy(made)
+        full.update(entries)
+        return full
+    if issubclass(made, dict):
+        return made(**entries)
+    thing = object.__new__(made)
+    for name, part in entries.items():
+        object.__setattr__(thing, name, part)
+    return thing
+
+
+def _empty(value: Any) -> Any:
+    """A mapping of the same class without entries; Hugging Face outputs, which do not allow that, are made by their class."""
+    if dataclasses.is_dataclass(value):
+        return type(value)
+    made = copy.copy(value)
+    made.clear()
+    return made
+
+
+def attributes(value: Any) -> dict[str, Any]:
+    """What an object holds: its __dict__ and its slots."""
+    names = [n for cls in type(value).__mro__ for n in _slots(cls) if hasattr(value, n) and not n.startswith("__")]
+    return {**{n: getattr(value, n) for n in names}, **getattr(value, "__dict__", {})}
+
+
+def _slots(cls: type) -> tuple[str, ...]:
+    names = vars(cls).get("__slots__", ())
+    return (names,) if isinstance(names, str) else tuple(names)
 
 
 def holds_tensors(value: Any, depth: int = 4) -> bool:
@@ -112,8 +133,8 @@ def holds_tensors(value: Any, depth: int = 4) -> bool:
         return True
     if depth == 0 or isinstance(value, (torch.nn.Module, type, str, bytes, int, float)) or callable(value):
         return False
-    if isinstance(value, (list, tuple, set, frozenset)):
+    if isinstance(value, (list, tuple, set, frozenset, collections.deque)):
         return any(holds_tensors(v, depth - 1) for v in value)
     if isinstance(value, dict):
         return any(holds_tensors(v, depth - 1) for v in value.values())
-    return any(holds_tensors(v, depth - 1) for v in getattr(value, "__dict__", {}).values())
+    return any(holds_tensors(v, depth - 1) for v in attributes(value).values())

@@ -17,7 +17,7 @@ What the fields mean
   vjp       (g, y, *inputs, **params) -> one cotangent for each input (None: no gradient)
   flops     a function of the dim sizes (`d.k`, `d.rows` = product of "..."); default: one for each output element
   expand    the meaning in smaller operators, on the same arguments: its reference, and its gradient if there is no vjp
-  write     marks a view; (x, new_outputs, **params) -> x with the viewed part replaced
+  write     marks a view; (x, new_outputs, *other inputs, **params) -> x with the viewed part replaced
   aten      ATen overloads that mean exactly this, with the same arguments in the same order ("exp.default")
   examples  argument lists the laws run on, e.g. "f[2,3], i64[3]<5, dim=1" (grammar in tests/examples.py)
 """

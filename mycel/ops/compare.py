@@ -93,7 +93,7 @@ def _(x):
 
 @captures("aten.isreal.default")
 def _(x):
-    return eq(o.imag(x) if x.dtype.is_complex else o.sub(x, x), 0)
+    return eq(o.imag(x), 0) if x.dtype.is_complex else o.full(True, shape=tuple(x.shape), dtype=torch.bool)
 
 
 @captures("aten.signbit.default")

@@ -233,6 +233,29 @@ def _index_select(x, dim, index):
     return index_select(x, row(index), dim=normal_dim(dim, x.ndim))
 
 
+def select_at_dims(x, index, *, dim):
+    """The selected dim is whole."""
+    names = letters(x.ndim, "n")
+    return f"{along(names, dim, 'n^')}, -> {along(names, dim)}"
+
+
+def select_at_write(x, new, index, *, dim):
+    """The slice at index, replaced."""
+    return o.index_copy(x, row(index), reshaped(new[0], (*x.shape[:dim], 1, *x.shape[dim + 1 :])), dim=dim)
+
+
+@op(
+    select_at_dims,
+    expand=lambda x, index, *, dim: o.index(x, index, at=(dim,)),
+    write=select_at_write,
+    dtype="first",
+    examples=["a[2,6,4], i64[]<6, dim=1", "f[4], i32[]<4, dim=0"],
+)
+def select_at(x, index, *, dim):
+    """x[index] along a dim, for one integer that is a tensor"""
+    return torch.index_select(x, dim, index.reshape(1)).squeeze(dim)
+
+
 def index_add_dims(x, index, src, *, dim):
     """The dim is whole in all operands."""
     names = letters(x.ndim, "np")

@@ -64,9 +64,9 @@ def _types(types, target, args, kwargs):
             last = e
             continue
         if device == "cpu" and _by_ones(types, target, args, kwargs) not in (found, None):
-            raise ValueError(f"{target} has a shape that depends on the values of its input; a program has static shapes")
+            raise ValueError("its shape depends on the values of its input; a program has static shapes")
         return found
-    raise ValueError(f"{target}: {last}")
+    raise ValueError(str(last))
 
 
 def _types_for(value, device, types, target, args, kwargs):
@@ -74,7 +74,7 @@ def _types_for(value, device, types, target, args, kwargs):
     outs = _run([torch.full(t.shape, value, dtype=t.dtype, device=device) for t in types], target, args, kwargs)
     outs = outs if isinstance(outs, tuple) else (outs,)
     if any(y.layout != torch.strided for y in outs):
-        raise ValueError(f"{target} returns a sparse tensor; a program has dense ones")
+        raise ValueError("it returns a sparse tensor; a program has dense ones")
     return tuple(map(type_of, outs))
 
 

@@ -76,7 +76,7 @@ def sum(x, *, dims, keepdim=False):
 @captures("aten.sum.default", "aten.sum.dim_IntList")
 def total(x, dim=None, keepdim=False, *, dtype=None):
     """The sum as torch takes its arguments."""
-    return sum(cast_to(x, dtype), dims=normal_dims(dim, x.ndim), keepdim=keepdim)
+    return cast_to(sum(cast_to(x, dtype), dims=normal_dims(dim, x.ndim), keepdim=keepdim), dtype)
 
 
 @captures("aten.nansum.default")

@@ -51,6 +51,8 @@ def _constant_pad_nd(x, padding, value=0):
 def pad_edge_expand(x, *, widths, mode):
     """Dim by dim: what is added, cut out of x and turned round, is joined to it."""
     for dim, (lo, hi) in enumerate(widths):
+        if not lo and not hi:
+            continue
         n = x.shape[dim]
 
         def part(start, stop, x=x, dim=dim):
@@ -66,7 +68,7 @@ def pad_edge_expand(x, *, widths, mode):
         else:
             before, after = grown(part(0, 1), lo), grown(part(n - 1, n), hi)
         parts = [p for p, width in ((before, lo), (x, 1), (after, hi)) if width]
-        x = o.cat(*parts, dim=dim) if len(parts) > 1 else x
+        x = o.cat(*parts, dim=dim)
     return x
 
 

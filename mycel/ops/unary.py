@@ -164,5 +164,6 @@ def _(x):
 
 @captures("aten.logit.default", "aten.special_logit.default")
 def _(x, eps=None):
+    x = x if is_float(x.dtype) else o.cast(x, dtype=torch.get_default_dtype())
     x = x if eps is None else o.clamp(x, eps, 1 - eps)
     return log(o.div(x, o.sub(1, x)))

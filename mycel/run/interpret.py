@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from mycel.errors import RunError
-from mycel.ir import Atom, Block, Eqn, Program, Var, call, cond, lifetimes, loop, scan
+from mycel.ir import CONTROL, Atom, Block, Eqn, Program, Var, call, cond, lifetimes, loop, scan
 
 Hook = Callable[[Eqn, list[Any]], None]
 
@@ -90,3 +90,18 @@ def _deaths(block: Block) -> list[list[Var]]:
         if 0 <= last < len(block.eqns):
             dead[last].append(var)
     return dead
+
+
+def not_finite(eqn: Eqn, outs: list[Any]) -> None:
+    """A hook that stops at the first equation that makes a NaN or an infinity."""
+    for var, y in zip(eqn.outputs, outs, strict=True):
+        if eqn.op in CONTROL or not isinstance(y, torch.Tensor) or not (y.is_floating_point() or y.is_complex()):
+            continue
+        bad = ~torch.isfinite(y)
+        if bad.any():
+            kinds = " and ".join(k for k, found in (("NaN", y.isnan().any()), ("infinity", y.isinf().any())) if found)
+            where = eqn.source or "unknown"
+            raise RunError(
+                f"{eqn.op.name} made {kinds} in {int(bad.sum())} of {y.numel()} elements of {var}\n  at        {where}\n"
+                f"  try       look at the inputs of this line; mycel.jit(fn, mode=\"eager\") stops there with a breakpoint"
+            )

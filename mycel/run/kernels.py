@@ -176,6 +176,8 @@ def _literal(value: Any) -> ast.expr:
 
 def literal(value: Any) -> str:
     """A scalar as Python source."""
+    if isinstance(value, complex):
+        return f"complex({literal(value.real)}, {literal(value.imag)})"
     if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
         return {"inf": "math.inf", "-inf": "-math.inf", "nan": "math.nan"}[repr(value)]
     return repr(value)

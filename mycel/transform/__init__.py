@@ -12,6 +12,9 @@ from mycel.transform.dce import dce
 from mycel.transform.fold import fold
 from mycel.transform.fuse import fuse
 from mycel.transform.inline import inline
+from mycel.transform.jvp import jvp
+from mycel.transform import vjp_control  # noqa: F401  enters control flow into vjp
+from mycel.transform.vjp import forward_and_backward, value_and_grad
 
 Pass = Callable[[Program], Program]
 
@@ -26,4 +29,7 @@ def simplify(program: Program) -> Program:
     return program
 
 
-__all__ = ["SIMPLIFY", "Pass", "algebra", "causal", "cse", "dce", "fold", "fuse", "inline", "simplify"]
+__all__ = [
+    "SIMPLIFY", "Pass", "algebra", "causal", "cse", "dce", "fold", "forward_and_backward", "fuse", "inline", "jvp", "simplify",
+    "value_and_grad",
+]  # fmt: skip

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mycel.errors import GradientError
-from mycel.ir import CONTROL, Atom, Block, Builder, Eqn, Params, Program, Ref, Var, call, is_float, lookup
+from mycel.ir import CONTROL, Atom, Block, Builder, Eqn, Params, Program, Ref, Type, Var, call, is_float, lookup
 from mycel.ops import o
 from mycel.ops.stack import zeros
 
@@ -39,14 +39,18 @@ class Pair:
     gives: tuple[int, ...]
 
 
-def value_and_grad(program: Program, wrt: Sequence[int], result: int = 0) -> Program:
-    """The program that also returns the gradient of one scalar result with respect to inputs: (results…, gradients…, updates)."""
-    return Vjp(program).joined(list(wrt), result)
+def value_and_grad(program: Program, wrt: Sequence[int | Type], result: int = 0, after: int | None = None) -> Program:
+    """The program that also returns the gradient of one scalar result, behind the first `after` (default: all) results.
+
+    `wrt` names inputs by position; a Type among them stands for a value the program does not use: zeros.
+    """
+    return Vjp(program).joined(list(wrt), result, len(program.results) if after is None else after)
 
 
-def forward_and_backward(program: Program, wrt: Sequence[int]) -> tuple[Program, Program, list[int]]:
-    """Two programs: (results…, residuals…, updates) of the inputs, and gradients of (residuals…, cotangents…); for which results cotangents are taken."""
-    return Vjp(program).apart(list(wrt))
+def forward_and_backward(program: Program, wrt: Sequence[int], after: int) -> tuple[Program, Program, list[int]]:
+    """Two programs: the first returns residuals behind its first `after` results; the second takes them and cotangents of those results, and
+    returns gradients.  Also: for which results it takes cotangents."""
+    return Vjp(program).apart(list(wrt), after)
 
 
 class Vjp:
@@ -60,7 +64,7 @@ class Vjp:
 
     # -- whole programs ---------------------------------------------------------------------------------------------
 
-    def joined(self, wrt: list[int], result: int) -> Program:
+    def joined(self, wrt: list[int | Type], result: int, after: int) -> Program:
         main = self.program.main
         half = Half(self, main, [i in wrt for i in range(len(main.inputs))])
         out = main.outputs[result]
@@ -70,23 +74,21 @@ class Vjp:
             one = o.full(1.0, shape=(), dtype=out.dtype)
         grads = half.pull({result: one})
         with half.backward:
-            found = [grads[i] if grads[i] is not None else zeros(main.inputs[i].type) for i in wrt]
+            found = [zeros(i) if isinstance(i, Type) else grads[i] if grads[i] is not None else zeros(main.inputs[i].type) for i in wrt]
         eqns = (*half.forward.eqns, *half.backward.eqns)
-        n = len(main.outputs) - len(self.program.updates)
-        outs = (*half.outputs[:n], *found, *half.outputs[n:])
+        outs = (*half.outputs[:after], *found, *half.outputs[after:])
         return self._program(Block(main.inputs, eqns, outs), half.names)
 
-    def apart(self, wrt: list[int]) -> tuple[Program, Program, list[int]]:
+    def apart(self, wrt: list[int], after: int) -> tuple[Program, Program, list[int]]:
         main = self.program.main
         half = Half(self, main, [i in wrt for i in range(len(main.inputs))])
-        n = len(main.outputs) - len(self.program.updates)
-        given = [i for i in half.active_outputs if i < n]
+        given = [i for i in half.active_outputs if i < after]
         gs = {i: half.cotangent(i) for i in given}
         grads = half.pull(gs)
         with half.backward:
             found = [grads[i] if grads[i] is not None else zeros(main.inputs[i].type) for i in wrt]
         residuals = half.free(found)
-        forward = Block(main.inputs, tuple(half.forward.eqns), (*half.outputs[:n], *residuals, *half.outputs[n:]))
+        forward = Block(main.inputs, tuple(half.forward.eqns), (*half.outputs[:after], *residuals, *half.outputs[after:]))
         backward = Block((*residuals, *gs.values()), tuple(half.backward.eqns), tuple(found))
         first = self._program(forward, half.names)
         second = replace(self._program(backward, half.names), updates=())
@@ -210,7 +212,7 @@ class Half:
                 gs = [self.sums.pop(v, None) for v in eqn.outputs]
                 if all(g is None for g in gs):
                     continue
-                self.backward.source = eqn.source
+                self.backward.source = backward_source(eqn.source)
                 for x, g in zip(eqn.inputs, pull(gs), strict=True):
                     if g is not None and isinstance(x, Var) and x in self.active:
                         self._accumulate(x, g)
@@ -231,6 +233,11 @@ class Half:
         known = {*self.block.inputs, *(v for e in self.forward.eqns for v in e.outputs)}
         used = [v for e in self.backward.eqns for v in e.vars] + [v for v in outs if isinstance(v, Var)]
         return list(dict.fromkeys(v for v in used if v not in made and v in known))
+
+
+def backward_source(source: str) -> str:
+    """The user's line of a backward equation, marked."""
+    return f"{source} backward" if source and not source.endswith(" backward") else source
 
 
 def _pull_of(eqn: Eqn) -> Pull:

@@ -1,0 +1,52 @@
+"""What is known of values that are not known: their bounds.
+
+Enough to answer `torch.rand([]) < 0.0` (a layer that is never dropped) and to size `bincount` of the indices of topk.
+
+    uniform           0 <= x < 1
+    topk, argmax …    0 <= index < n
+    reshape, cast …   as their operand
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from mycel.ir import Eqn, Var
+
+Bounds = tuple[float, float]
+
+_SAME = {"reshape", "permute", "expand", "slice", "select", "flip", "stop_gradient", "cast", "split", "unbind"}
+_INDICES = {"topk": 1, "sort": 1, "max_dim": 1, "min_dim": 1, "argmax": 0, "argmin": 0}  # operator -> which output holds indices
+
+
+def bounds(x: Any, made: Mapping[Var, Eqn]) -> Bounds | None:
+    """The smallest and largest that x can be; None if nothing is known."""
+    if not isinstance(x, Var):
+        return None if x is None or isinstance(x, complex) or math.isnan(x) else (x, x)
+    eqn = made.get(x)
+    if eqn is None:
+        return None
+    name = eqn.op.name
+    if name in _SAME:
+        return bounds(eqn.inputs[0], made)
+    if name == "uniform" and x.dtype.itemsize >= 4:
+        return 0.0, math.nextafter(1.0, 0.0)
+    if name in _INDICES and x is eqn.outputs[_INDICES[name]]:
+        source, dim = eqn.inputs[0], eqn.params["dim"]
+        return (0, source.shape[dim] - 1) if isinstance(source, Var) and source.ndim and dim is not None else None
+    return None
+
+
+def decide(eqn: Eqn, made: Mapping[Var, Eqn]) -> bool | None:
+    """The one answer of a comparison whose operands' bounds do not overlap; None if it depends."""
+    if eqn.op.name not in ("lt", "le", "gt", "ge"):
+        return None
+    a, b = (bounds(x, made) for x in eqn.inputs)
+    if a is None or b is None:
+        return None
+    if eqn.op.name in ("gt", "le"):
+        a, b = b, a  # a > b is b < a; a <= b is not (b < a)
+    less = True if a[1] < b[0] else False if a[0] >= b[1] else None
+    return less if less is None or eqn.op.name in ("lt", "gt") else not less

@@ -1,0 +1,83 @@
+"""A program made from an inner capture, written into the trace under way: how derivatives nest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from mycel.capture.function import Captured
+from mycel.capture.trace import Tracer
+from mycel.capture.tree import flatten
+from mycel.ir import Atom, Params, Program, Ref, Var, lookup, order
+from mycel.ops import o
+
+
+def splice(tracer: Tracer, captured: Captured, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The result of an inner captured call, its equations now part of the outer trace."""
+    leaves: list[torch.Tensor] = []
+    flatten((args, kwargs), leaves)
+    inputs = input_tensors(captured, leaves)
+    outs = splice_program(tracer, captured.program, input_values(tracer, captured, inputs))
+    return results(tracer, captured, inputs, outs)
+
+
+def input_tensors(captured: Captured, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors behind the program's inputs (but the key)."""
+    first: dict[int, torch.Tensor] = {}
+    for slot, leaf in zip(captured.leaves, leaves, strict=True):
+        first.setdefault(slot, leaf)
+    return [*(first[i] for i in sorted(first)), *(places[0].read() for places in captured.state)]
+
+
+def input_values(tracer: Tracer, captured: Captured, inputs: Sequence[torch.Tensor]) -> list[Var]:
+    """The program's inputs as values of the outer trace."""
+    tracer.here()
+    values = [tracer.cell(x).read() for x in inputs]
+    if captured.draws:
+        with tracer:
+            key, site = tracer.draw()
+            values.append(o.fold_in(key, data=site))
+    return values
+
+
+def splice_program(tracer: Tracer, program: Program, inputs: Sequence[Atom]) -> list[Any]:
+    """A program's equations on these values; its other blocks join the tracer's."""
+    names: dict[str, str] = {}
+    for name in order(program):
+        if name != program.entry:
+            block = program.blocks[name]
+            names[name] = tracer.add_block(name, replace(block, eqns=tuple(_refer(e, names) for e in block.eqns)))
+    tracer.consts.update(program.consts)
+    values: dict[Var, Atom] = dict(zip(program.inputs, inputs, strict=True))
+    for eqn in program.main.eqns:
+        eqn = _refer(eqn, names)
+        tracer.source = eqn.source or tracer.source
+        outs = tracer.append(eqn.op, tuple(lookup(x, values) for x in eqn.inputs), dict(eqn.params), [v.type for v in eqn.outputs])
+        values.update(zip(eqn.outputs, outs if len(eqn.outputs) != 1 else (outs,), strict=True))
+    return [lookup(x, values) for x in program.main.outputs]
+
+
+def results(tracer: Tracer, captured: Captured, inputs: Sequence[torch.Tensor], outs: Sequence[Any]) -> Any:
+    """What the call returns, its updates and effects carried out on traced tensors."""
+    program = captured.program
+    by_name = {v.name: x for v, x in zip(program.inputs, inputs, strict=False)}
+    n = len(outs) - len(program.updates)
+    with tracer:
+        for name, new in zip(program.updates, outs[n:], strict=True):
+            tracer.cell(by_name[name]).write(new)
+    made = iter([tracer.wrap(v) for v in outs[:n]])
+    value = captured.out.unflatten(made)
+    for place, tree in captured.effects:
+        place.write(tree.unflatten(made))
+    return value
+
+
+def _refer(eqn: Any, names: dict[str, str]) -> Any:
+    """The equation with its blocks under their new names."""
+    if not any(True for _ in eqn.refs):
+        return eqn
+    return replace(eqn, params=Params({k: Ref(names[v]) if isinstance(v, Ref) else v for k, v in eqn.params.items()}))
+

@@ -1,0 +1,196 @@
+"""From a function to its rewritten twin: the source is found by file and line, rewritten, compiled under the user's file name and line numbers.
+
+The twin shares the original's globals and closure cells (the same objects, not copies), defaults and annotations.  Functions of libraries
+(torch, transformers, the standard library: everything that is installed) are called as they are; a library's wrapper around a user's function
+(`@torch.no_grad()`) is called with the function's twin inside.
+"""
+
+from __future__ import annotations
+
+import __future__
+
+import ast
+import functools
+import linecache
+import types
+from typing import Any
+
+import torch
+
+from mycel.capture.fence import WHY_NOT, is_library
+from mycel.capture.syntax.rewrite import RUNTIME, rewrite, unfit
+
+_FUTURE = functools.reduce(lambda a, b: a | b, (getattr(__future__, n).compiler_flag for n in __future__.all_feature_names))
+_TWINS: dict[int, tuple[types.CodeType, types.CodeType | None]] = {}  # by id of the code, which is kept alive here
+_DONE: dict[int, types.CodeType] = {}  # code that is rewritten already
+
+
+def twin(fn: Any, runtime: dict[str, Any]) -> Any:
+    """The function, method, partial or callable object with its control flow rewritten; itself if there is nothing to rewrite."""
+    if isinstance(fn, types.FunctionType):
+        return _wrapper(fn, runtime) if is_library(fn.__code__.co_filename) else _function(fn, runtime)
+    if isinstance(fn, types.MethodType):
+        made = twin(fn.__func__, runtime)
+        return fn if made is fn.__func__ else types.MethodType(made, fn.__self__)
+    if isinstance(fn, functools.partial):
+        made = twin(fn.func, runtime)
+        return fn if made is fn.func else functools.partial(made, *fn.args, **fn.keywords)
+    if isinstance(fn, (types.BuiltinFunctionType, torch.nn.Module, type)):
+        return fn
+    method = getattr(type(fn), "__call__", None)
+    if isinstance(method, types.FunctionType) and not is_library(method.__code__.co_filename):
+        return types.MethodType(_function(method, runtime), fn)
+    return fn
+
+
+def _function(fn: types.FunctionType, runtime: dict[str, Any]) -> types.FunctionType:
+    code = fn.__code__
+    if id(code) in _DONE:
+        return fn
+    if id(code) not in _TWINS:
+        _TWINS[id(code)] = (code, _compile(fn))
+    new = _TWINS[id(code)][1]
+    if new is None:
+        return fn
+    cells = dict(zip(code.co_freevars, fn.__closure__ or (), strict=True))
+    cells.update({name: types.CellType(value) for name, value in runtime.items()})
+    made = types.FunctionType(new, fn.__globals__, fn.__name__, fn.__defaults__, tuple(cells[n] for n in new.co_freevars))
+    made.__kwdefaults__ = fn.__kwdefaults__
+    functools.update_wrapper(made, fn)
+    return made
+
+
+def _wrapper(fn: types.FunctionType, runtime: dict[str, Any]) -> types.FunctionType:
+    """A library's wrapper with the twin of the user's function it wraps."""
+    inner = getattr(fn, "__wrapped__", None)
+    if not isinstance(inner, types.FunctionType) or fn.__closure__ is None:
+        return fn
+    made = twin(inner, runtime)
+    if made is inner:
+        return fn
+    cells = tuple(types.CellType(made) if _holds(c, inner) else c for c in fn.__closure__)
+    new = types.FunctionType(fn.__code__, fn.__globals__, fn.__name__, fn.__defaults__, cells)
+    new.__kwdefaults__ = fn.__kwdefaults__
+    return new
+
+
+def _holds(cell: types.CellType, value: Any) -> bool:
+    try:
+        return cell.cell_contents is value
+    except ValueError:  # empty
+        return False
+
+
+# -- source ---------------------------------------------------------------------------------------------------------
+
+
+def _compile(fn: types.FunctionType) -> types.CodeType | None:
+    """The rewritten code of a function, or None with the reason in WHY_NOT."""
+    code = fn.__code__
+    found = _definition(code, fn.__globals__)
+    reason = "its source is not available" if found is None else unfit(found[0])
+    if found is None or reason is not None:
+        WHY_NOT[code] = str(reason)
+        return None
+    node, owner = found
+    node = _Private(owner).visit(_clone(node)) if owner else _clone(node)
+    new = rewrite(node)
+    names = [*code.co_freevars, RUNTIME, "undefined@"]
+    given = ast.Assign([ast.Name(n, ast.Store()) for n in names], ast.Constant(None))
+    factory = ast.FunctionDef("factory@", ast.arguments([], [], None, [], [], None, []), [given, new], [])
+    tree = ast.Module([ast.fix_missing_locations(ast.copy_location(factory, new))], [])
+    compiled = compile(tree, code.co_filename, "exec", flags=code.co_flags & _FUTURE, dont_inherit=True)
+    made = _inner(_inner(compiled, "factory@"), new.name)
+    made = made.replace(co_qualname=code.co_qualname)
+    _register(made)
+    return made
+
+
+def _inner(code: types.CodeType, name: str) -> types.CodeType:
+    return next(c for c in code.co_consts if isinstance(c, types.CodeType) and c.co_name == name)
+
+
+def _register(code: types.CodeType) -> None:
+    """Functions written inside a rewritten one are rewritten with it; methods of classes inside are not."""
+    _DONE[id(code)] = code
+    for const in code.co_consts:
+        if isinstance(const, types.CodeType) and not _is_class_body(const):
+            _register(const)
+
+
+def _is_class_body(code: types.CodeType) -> bool:
+    return "__module__" in code.co_names and "__qualname__" in code.co_names and not code.co_flags & 0x2
+
+
+def _clone(node: Any) -> Any:
+    """A deep copy of a tree, places kept."""
+    if isinstance(node, list):
+        return [_clone(n) for n in node]
+    if not isinstance(node, ast.AST):
+        return node
+    new = type(node)(**{f: _clone(getattr(node, f)) for f in node._fields if hasattr(node, f)})
+    return ast.copy_location(new, node) if hasattr(node, "lineno") else new
+
+
+def _definition(code: types.CodeType, env: dict[str, Any]) -> tuple[Any, str] | None:
+    """The syntax of the function with this code, and the class it is written in."""
+    lines = linecache.getlines(code.co_filename, env)
+    if not lines:
+        return None
+    try:
+        found = _functions(tuple(lines))
+    except SyntaxError:
+        return None
+    fits = [(n, owner) for n, owner in found.get(code.co_firstlineno, ()) if _matches(n, code)]
+    return min(fits, key=lambda pair: _span(pair[0]), default=None)
+
+
+@functools.lru_cache(maxsize=64)
+def _functions(lines: tuple[str, ...]) -> dict[int, list[tuple[Any, str]]]:
+    """The functions of a file by their first line."""
+    found: dict[int, list[tuple[Any, str]]] = {}
+
+    def visit(node: ast.AST, owner: str) -> None:
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            first = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", ()))])
+            found.setdefault(first, []).append((node, owner))
+        inner = node.name if isinstance(node, ast.ClassDef) else owner
+        for child in ast.iter_child_nodes(node):
+            visit(child, inner)
+
+    visit(ast.parse("".join(lines)), "")
+    return found
+
+
+def _matches(node: Any, code: types.CodeType) -> bool:
+    """Same name and parameters; for lambdas also the columns, since a line may hold several."""
+    name = "<lambda>" if isinstance(node, ast.Lambda) else node.name
+    args = node.args
+    names = [a.arg for a in (*args.posonlyargs, *args.args, *args.kwonlyargs, *filter(None, (args.vararg, args.kwarg)))]
+    count = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & 0x4) + bool(code.co_flags & 0x8)
+    if name != code.co_name or len(names) != count:
+        return False
+    if name != "<lambda>":
+        return True
+    inside = [(line, column) for line, _, column, end in code.co_positions() if line is not None and column is not None and end != column]
+    start, stop = (node.lineno, node.col_offset), (node.end_lineno, node.end_col_offset)
+    return names == list(code.co_varnames[:count]) and all(start <= at <= stop for at in inside)
+
+
+def _span(node: Any) -> tuple[int, int]:
+    """The extent of a lambda: of two that enclose the same code, the inner one is meant."""
+    return (node.end_lineno - node.lineno, node.end_col_offset - node.col_offset)
+
+
+class _Private(ast.NodeTransformer):
+    """Names with two leading underscores, as the class around mangles them."""
+
+    def __init__(self, owner: str) -> None:
+        self.owner = owner.lstrip("_")
+
+    def visit(self, node: ast.AST) -> Any:
+        for field in ("id", "attr", "arg", "name"):
+            value = getattr(node, field, None)
+            if isinstance(value, str) and value.startswith("__") and not value.endswith("__") and self.owner:
+                setattr(node, field, f"_{self.owner}{value}")
+        return self.generic_visit(node)

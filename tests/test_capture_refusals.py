@@ -1,0 +1,232 @@
+"""What cannot be captured is refused: with the user's file, line and source text and a way out, and nothing is left behind."""
+
+from __future__ import annotations
+
+import linecache
+import types
+
+import numpy as np
+import pytest
+import torch
+from models import same, state
+from torch import nn
+
+import mycel
+
+X = torch.arange(6.0).reshape(2, 3)
+TABLE = torch.zeros(3)
+KEPT: list[torch.Tensor] = []
+
+
+class Holder:
+    __slots__ = ("x",)
+
+    def __init__(self, x):
+        self.x = x
+
+
+class Bag:
+    def __init__(self, x):
+        self.x = x
+
+
+def grow_global(x):
+    KEPT.append(x * 2)
+    return x
+
+
+def rebind_global(x):
+    global TABLE
+    TABLE = TABLE + x[0]
+    return x
+
+
+def update_global(x):
+    TABLE.add_(x[0])
+    return x
+
+
+def update_global_slice(x):
+    TABLE[0] = x[0, 0]
+    return x
+
+
+def branch(x):
+    if x.sum() > 0:
+        return x
+    return -x
+
+
+def loop(x):
+    while x.max() < 10:
+        x = x * 2
+    return x
+
+
+def check(x):
+    assert (x > -1).all()
+    return x
+
+
+REFUSED = {
+    "nonzero": lambda x: x.nonzero(),
+    "nonzero_tuple": lambda x: torch.nonzero(x, as_tuple=True)[0],
+    "where": lambda x: torch.where(x > 1)[0],
+    "argwhere": lambda x: torch.argwhere(x),
+    "mask": lambda x: x[x > 1],
+    "mask_rows": lambda x: x[x[:, 0] > 1],
+    "masked_select": lambda x: torch.masked_select(x, x > 1),
+    "unique": lambda x: torch.unique(x),
+    "unique_consecutive": lambda x: x.unique_consecutive(),
+    "repeat_interleave": lambda x: torch.repeat_interleave(x[0], x[1].long()),
+    "bincount": lambda x: torch.bincount(x.long().flatten()),
+    "item": lambda x: x * x.sum().item(),
+    "bool": lambda x: x if bool(x.any()) else -x,
+    "float": lambda x: x * float(x[0, 0]),
+    "int": lambda x: x[: int(x[0, 1])],
+    "index": lambda x: x[:, : x.sum().long()],
+    "range": lambda x: [x for _ in range(x[0, 1].long())],
+    "tolist": lambda x: torch.tensor(x.tolist()),
+    "numpy": lambda x: torch.from_numpy(x.numpy()),
+    "array": lambda x: np.asarray(x),
+    "list_of_numbers": lambda x: [float(v) for v in x[0]],
+    "equal": lambda x: torch.equal(x, x + 1),
+    "allclose": lambda x: torch.allclose(x, x + 1),
+    "format": lambda x: f"{x.sum():.2f}",
+    "contains": lambda x: 1.0 in x,
+    "tensor_of_traced": lambda x: torch.tensor([x[0, 0], x[0, 1]]),
+    "backward": lambda x: x.sum().backward(),
+    "if": branch,
+    "while": loop,
+    "assert": check,
+    "global_update": update_global,
+    "global_slice": update_global_slice,
+    "global_rebound": rebind_global,
+    "global_list": grow_global,
+    "shapes": lambda x: x @ x,
+    "broadcast": lambda x: x + torch.ones(4),
+    "windows": lambda x: x.clone().unfold(1, 2, 1).add_(1),
+    "data_ptr": lambda x: x.data_ptr(),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusals_say_where_and_what_to_try(name):
+    kept = TABLE
+    with pytest.raises(mycel.CaptureError) as caught:
+        mycel.jit(REFUSED[name])(X)
+    error = caught.value
+    assert error.file == __file__
+    assert error.text == linecache.getline(__file__, error.line).strip() and error.text
+    assert error.what and error.hint
+    assert f"{error.file}:{error.line}" in str(error) and error.hint in str(error)
+    code = REFUSED[name].__code__
+    assert error.line in {line for _, _, line in code.co_lines()}
+    assert TABLE is kept and torch.equal(TABLE, torch.zeros(3)) and not KEPT
+    same(mycel.jit(lambda x: x * 2)(X), X * 2)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs two devices")
+@pytest.mark.parametrize("fn", [lambda x: x.to("cuda"), lambda x: x + torch.ones(3, device="cuda"), lambda x: x + TABLE.cuda()])
+def test_other_devices_are_refused(fn):
+    with pytest.raises(mycel.CaptureError, match="cuda") as caught:
+        mycel.jit(fn)(X)
+    assert caught.value.file == __file__ and caught.value.hint
+    with pytest.raises(mycel.CaptureError, match="cuda"):
+        mycel.jit(lambda x, y: x + y)(X, X.cuda())
+
+
+ARGUMENTS = {
+    "array": lambda: np.ones(3),
+    "number": lambda: np.float32(2.0),
+    "array_in_list": lambda: [np.ones(3)],
+    "bag": lambda: Bag(torch.ones(3)),
+    "slots": lambda: Holder(torch.ones(3)),
+    "namespace": lambda: types.SimpleNamespace(x=torch.ones(3)),
+    "set": lambda: {torch.ones(3)},
+    "generator": lambda: (t for t in [torch.ones(3)]),
+    "sparse": lambda: torch.eye(3).to_sparse(),
+}
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_arguments_that_cannot_be_seen_are_refused(name):
+    with pytest.raises(mycel.CaptureError) as caught:
+        mycel.jit(lambda x, y: x)(X, ARGUMENTS[name]())
+    assert caught.value.file == __file__ and caught.value.hint
+
+
+class Leaky(nn.Module):
+    """Changes all it can, then asks for a number."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+        self.register_buffer("steps", torch.zeros(()))
+        self.last, self.seen, self.calls, self.table = torch.zeros(3), [], 0, {}
+        self.refuses = True
+
+    def forward(self, x):
+        self.steps += 1
+        self.steps = self.steps + 1
+        self.last = x[0]
+        self.new = x
+        self.pair = (x, x)
+        self.calls += 1
+        self.table["x"] = x
+        y = self.norm(x)
+        self.seen.append(x)
+        if self.refuses:
+            y = y * y.sum().item()
+        self.seen.clear()
+        return y
+
+
+def test_nothing_is_left_behind():
+    model = Leaky()
+    before, slots = state(model), {k: v for k, v in vars(model).items()}
+    call, compiling, forward = nn.Module.__call__, torch.compiler.is_compiling(), nn.Module._call_impl
+    with pytest.raises(mycel.CaptureError):
+        mycel.jit(model)(X)
+    assert vars(model) == slots and model.seen == [] and model.table == {} and model.calls == 0
+    same(state(model), before)
+    assert nn.Module.__call__ is call and nn.Module._call_impl is forward and torch.compiler.is_compiling() is compiling
+    assert torch.is_grad_enabled() and torch.is_autocast_cache_enabled()
+    model.refuses = False
+    twin = Leaky()
+    twin.refuses = False
+    fast = mycel.jit(model)
+    for _ in range(2):
+        same(fast(X), twin(X))
+        same(state(model), state(twin))
+        same((model.last, model.new, model.pair, model.table), (twin.last, twin.new, twin.pair, twin.table))
+    assert len(fast.entries) == 1
+
+
+def test_errors_of_the_users_code_are_the_users_errors():
+    def fn(x):
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        mycel.jit(fn)(X)
+    same(mycel.jit(lambda x: x + 1)(X), X + 1)
+
+
+def test_tensors_of_a_finished_capture_are_refused():
+    kept = [None]
+
+    def keep(x, put=kept.__setitem__):
+        put(0, x * 2)
+        return x
+
+    mycel.jit(keep)(X)
+    with pytest.raises(mycel.CaptureError, match="capture that is over"):
+        kept[0] + 1
+
+
+def test_state_of_a_model_library_is_no_obstacle():
+    model = nn.BatchNorm1d(3, momentum=None)
+    with pytest.raises(mycel.CaptureError, match="float"):
+        mycel.jit(model)(X)
+    assert model.num_batches_tracked == 0
+    same(mycel.jit(model.eval())(X), model(X))

@@ -1,0 +1,233 @@
+"""Gradients against torch.autograd: models, orders, structures of arguments, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from models import MODELS
+from torch import nn
+
+import mycel
+from mycel import GradientError
+
+
+def scalar(out):
+    """One number of whatever a model returns: all of its float tensors, weighted."""
+    total = 0.0
+    for i, x in enumerate(leaves(out)):
+        if x.is_floating_point():
+            weight = torch.linspace(-1, 1, x.numel(), dtype=x.dtype).reshape(x.shape)
+            total = total + (x * weight).mean() * (i + 1)
+    return total
+
+
+def leaves(out):
+    if isinstance(out, torch.Tensor):
+        return [out]
+    values = out.values() if isinstance(out, dict) else out if isinstance(out, (tuple, list)) else ()
+    return [x for v in values for x in leaves(v)]
+
+
+def relative(a, b):
+    return float((a - b).abs().max() / (b.abs().max() + 1e-12))
+
+
+@pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("name", MODELS)
+def test_models(name, train):
+    model = MODELS[name]().train(train)
+    batch = MODELS[name].inputs()
+    kept = {k: v.clone() for k, v in model.named_buffers()}
+    loss = lambda: scalar(model(**batch))
+    value, grads = mycel.value_and_grad(loss, wrt=model)()
+    with torch.no_grad():
+        for k, v in model.named_buffers():
+            v.copy_(kept[k])
+    want = loss()
+    want.backward()
+    assert relative(value.detach(), want.detach()) < 1e-5
+    exact = exact_gradients(name, train)
+    largest = max(float(e.abs().max()) for e in exact.values())
+    for k, p in model.named_parameters():
+        theirs = torch.zeros_like(p) if p.grad is None else p.grad
+        assert grads[k].shape == p.shape and grads[k].dtype == p.dtype
+        scale = max(float(exact[k].abs().max()), 1e-2 * largest)
+        rounding = float((theirs - exact[k]).abs().max())  # what f32 costs torch itself here
+        assert float((grads[k] - theirs).abs().max()) <= 1e-5 * scale + 2 * rounding, k
+
+
+def exact_gradients(name, train):
+    """torch.autograd in double precision."""
+    model = MODELS[name]().double().train(train)
+    batch = {k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in MODELS[name].inputs().items()}
+    scalar(model(**batch)).backward()
+    return {k: torch.zeros_like(p) if p.grad is None else p.grad for k, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "recurrent", "mixer", "resnet"])
+def test_models_in_double_precision(name):
+    model = MODELS[name]().double().train()
+    batch = {k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in MODELS[name].inputs().items()}
+    loss = lambda: scalar(model(**batch))
+    _, grads = mycel.value_and_grad(loss, wrt=model)()
+    loss().backward()
+    for k, p in model.named_parameters():
+        theirs = torch.zeros_like(p) if p.grad is None else p.grad
+        assert float((grads[k] - theirs).abs().max()) <= 1e-10 * max(1.0, float(theirs.abs().max())), k
+
+
+def test_a_repeated_layer_is_differentiated_once():
+    model = MODELS["llama"]()
+    batch = MODELS["llama"].inputs()
+    text = str(mycel.value_and_grad(lambda: scalar(model(**batch)), wrt=model).program())
+    assert text.count("def llama_decoder_layer_forward") == 1 and text.count("def llama_decoder_layer_backward") == 1
+    assert text.count("block=@llama_decoder_layer_backward") == 3
+
+
+# -- structures of arguments --------------------------------------------------------------------------------------------------
+
+X, Y = torch.tensor([0.3, -1.2, 2.0], dtype=torch.float64), torch.tensor([1.5, 0.2, -0.7], dtype=torch.float64)
+
+
+def f(x, y):
+    return (torch.sin(x) * y * y).sum()
+
+
+def test_argnums_and_structures():
+    dx, dy = torch.cos(X) * Y * Y, 2 * torch.sin(X) * Y
+    assert torch.allclose(mycel.grad(f)(X, Y), dx)
+    assert torch.allclose(mycel.grad(f, 1)(X, Y), dy) and torch.allclose(mycel.grad(f, -1)(X, Y), dy)
+    both = mycel.grad(f, (0, 1))(X, Y)
+    assert isinstance(both, tuple) and torch.allclose(both[0], dx) and torch.allclose(both[1], dy)
+    nested = mycel.grad(lambda p: f(p["a"][0], p["b"]))({"a": [X], "b": Y})
+    assert list(nested) == ["a", "b"] and torch.allclose(nested["a"][0], dx) and torch.allclose(nested["b"], dy)
+    value, g = mycel.value_and_grad(f)(X, Y)
+    assert torch.allclose(value, f(X, Y)) and torch.allclose(g, dx)
+
+
+def test_has_aux():
+    fn = lambda x: (f(x, Y), {"seen": x * 2, "n": 3})
+    (value, aux), g = mycel.value_and_grad(fn, has_aux=True)(X)
+    assert torch.allclose(value, f(X, Y)) and torch.allclose(aux["seen"], X * 2) and aux["n"] == 3
+    g2, aux2 = mycel.grad(fn, has_aux=True)(X)
+    assert torch.equal(g, g2) and torch.equal(aux2["seen"], X * 2)
+
+
+def test_a_closure_is_not_the_argument():
+    assert torch.allclose(mycel.grad(lambda z: (z * X).sum())(X), X)
+    assert torch.allclose(mycel.grad(lambda x: mycel.grad(lambda z: (z * x).sum())(x).sum())(X), torch.ones(3, dtype=torch.float64))
+
+
+def test_unused_and_frozen_parameters():
+    model = nn.ModuleDict({"a": nn.Linear(3, 2), "b": nn.Linear(3, 2), "c": nn.Linear(3, 2)}).double()
+    model["c"].requires_grad_(False)
+    g = mycel.grad(lambda: (model["a"](X) + model["c"](X)).sum(), wrt=model)()
+    assert list(g) == ["a.weight", "a.bias", "b.weight", "b.bias"]
+    assert torch.equal(g["b.weight"], torch.zeros(2, 3, dtype=torch.float64)) and torch.allclose(g["a.weight"], X.expand(2, 3))
+
+
+def test_stop_gradient_detach_and_no_grad():
+    def stopped(x):
+        with torch.no_grad():
+            s = x * 2
+        return (x * s + mycel.stop_gradient({"x": x})["x"] * x + x.detach() ** 2).sum()
+
+    assert torch.allclose(mycel.grad(stopped)(X), 2 * X + X)
+
+
+# -- orders -----------------------------------------------------------------------------------------------------------------
+
+
+def g(x):
+    return (torch.tanh(x) * x.exp()).sum() + (x[0] * x[1] * x[2]) ** 2
+
+
+def test_second_and_third_derivatives():
+    assert torch.allclose(mycel.hessian(g)(X), torch.func.hessian(g)(X), atol=1e-10)
+    ours = mycel.grad(lambda x: mycel.hessian(g)(x).pow(2).sum())(X)
+    theirs = torch.func.grad(lambda x: torch.func.hessian(g)(x).pow(2).sum())(X)
+    assert torch.allclose(ours, theirs, atol=1e-9)
+    third = lambda d, h: d(lambda x: d(lambda x: d(h)(x).sum())(x).sum())
+    assert torch.allclose(third(mycel.grad, g)(X), third(torch.func.grad, g)(X), atol=1e-9)
+
+
+def test_forward_mode_and_mixed():
+    t = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
+    for ours, theirs in zip(mycel.jvp(g, (X,), (t,)), torch.func.jvp(g, (X,), (t,)), strict=True):
+        assert torch.allclose(ours, theirs)
+    ours = mycel.jvp(mycel.grad(g), (X,), (t,))[1]
+    assert torch.allclose(ours, torch.func.jvp(torch.func.grad(g), (X,), (t,))[1])
+    ours = mycel.grad(lambda x: mycel.jvp(g, (x,), (t,))[1])(X)
+    assert torch.allclose(ours, torch.func.grad(lambda x: torch.func.jvp(g, (x,), (t,))[1])(X))
+
+
+def test_vjp():
+    fn = lambda x, y: {"a": x * y, "b": (torch.sin(x), 3)}
+    out, pull = mycel.vjp(fn, X, Y)
+    want, torch_pull = torch.func.vjp(lambda x, y: (x * y, torch.sin(x)), X, Y)
+    ours = pull({"a": Y, "b": (X, 3)})
+    for a, b in zip(ours, torch_pull((Y, X)), strict=True):
+        assert torch.allclose(a, b)
+    assert torch.allclose(out["a"], want[0])
+
+
+@pytest.mark.parametrize("name", ["gelu", "silu", "softplus", "layer_norm", "softmax", "logsumexp", "attention", "conv", "cross_entropy", "fft"])
+def test_second_derivatives_of_operators(name):
+    F = nn.functional
+    x = torch.linspace(-1, 1.3, 24, dtype=torch.float64).reshape(2, 3, 4)
+    w = torch.linspace(-0.5, 1, 6, dtype=torch.float64).reshape(2, 3, 1)
+    fns = {
+        "gelu": lambda x: F.gelu(x), "silu": F.silu, "softplus": F.softplus, "layer_norm": lambda x: F.layer_norm(x, (4,)),
+        "softmax": lambda x: x.softmax(-1), "logsumexp": lambda x: x.logsumexp(1), "conv": lambda x: F.conv1d(x, w) ** 2,
+        "attention": lambda x: F.scaled_dot_product_attention(x[:, None], x[:, None] * 2, x[:, None] ** 2, is_causal=True),
+        "cross_entropy": lambda x: F.cross_entropy(x.reshape(6, 4), torch.arange(6) % 4), "fft": lambda x: torch.fft.fft(x).abs(),
+    }  # fmt: skip
+    fn = lambda x: (fns[name](x) ** 3).sum()
+    y = x.clone().requires_grad_()
+    with nn.attention.sdpa_kernel(nn.attention.SDPBackend.MATH):  # torch's other attention kernels have no second derivative
+        (first,) = torch.autograd.grad(fn(y), y, create_graph=True)
+        (want,) = torch.autograd.grad((first**2).sum(), y)
+    ours = mycel.grad(lambda x: (mycel.grad(fn)(x) ** 2).sum())(x)
+    assert relative(ours, want) < 1e-9
+
+
+# -- refusals ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda: mycel.grad(lambda x: x * 2)(X), r"scalar; this result is f64\[3\]"),
+        (lambda: mycel.grad(lambda x: (x.sum(), 2))(X), "returns a tuple of 2"),
+        (lambda: mycel.grad(lambda x: x.sum())(torch.tensor([1, 2])), "not floating point"),
+        (lambda: mycel.grad(f, 2)(X, Y), "argnums=2: the function was called with 2"),
+        (lambda: mycel.grad(lambda x, n: (x * n).sum(), 1)(X, 2.0), "float 2.0, not a tensor"),
+        (lambda: mycel.grad(lambda: X.sum(), wrt=nn.ReLU())(), "no parameter"),
+        (lambda: mycel.jvp(f, (X, Y), (X,)), "2 primals and 1 tangents"),
+        (lambda: mycel.jvp(f, (X, Y), (X, Y[:2])), r"the tangent of y: f64\[3\] is f64\[2\]"),
+        (lambda: mycel.vjp(f, X, Y)[1](X), "a cotangent is"),
+        (lambda: mycel.vjp(lambda x: (x, x * 2), X)[1](X), "structure of the result"),
+        (lambda: mycel.grad(lambda x: (x.sum(), 1), has_aux=False)(X), "scalar"),
+        (lambda: mycel.grad(lambda x: x.sum(), has_aux=True)(X), r"\(value, aux\)"),
+    ],
+)
+def test_refusals(call, message):
+    with pytest.raises(GradientError, match=message):
+        call()
+
+
+def test_check_finite_names_the_line():
+    def loss(x):
+        a = x - 1
+        return torch.log(a).sum()
+
+    x = torch.tensor([2.0, 1.0])
+    with pytest.raises(mycel.RunError, match=r"(?s)log made infinity in 1 of 2.*test_gradients.py:\d+"):
+        mycel.jit(loss, check_finite=True)(x)
+
+    def root(x):
+        return torch.sqrt(x).sum()
+
+    with pytest.raises(mycel.RunError, match=r"(?s)made (NaN|infinity).*test_gradients.py:\d+ backward"):
+        mycel.grad(root, check_finite=True)(torch.tensor([0.0, 1.0]))
+    assert torch.equal(mycel.jit(loss, check_finite=True)(x + 1), loss(x + 1))

@@ -1,0 +1,123 @@
+"""torch's own operator database through capture: every operator gives what eager torch gives, or is refused for a reason listed here."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+
+import mycel
+from mycel.errors import CaptureError
+
+database = pytest.importorskip("torch.testing._internal.common_methods_invocations", reason="torch's test data needs expecttest", exc_type=ImportError)
+
+SAMPLES = 2
+DTYPES = (torch.float32, torch.int64, torch.complex64, torch.bool)
+ON_VALUES = "its shape depends on values"
+READS = "it reads values"
+REFUSED = {
+    "allclose": READS,
+    "argwhere": ON_VALUES,
+    "as_strided": "the strides of an argument may change from call to call",
+    "as_strided_copy": "the strides of an argument may change from call to call",
+    "as_strided_scatter": "the strides of an argument may change from call to call",
+    "bincount": ON_VALUES,
+    "combinations": ON_VALUES,
+    "equal": READS,
+    "item": READS,
+    "linalg.lstsq": ON_VALUES,
+    "masked_select": ON_VALUES,
+    "nn.functional.one_hot": "the number of classes is read from values",
+    "nonzero": ON_VALUES,
+    "resize_": "it changes the shape of an argument",
+    "resize_as_": "it changes the shape of an argument",
+    "sparse.mm": "sparse",
+    "sparse.sampled_addmm": "sparse",
+    "tensor_split": READS,
+    "to_sparse": "sparse",
+    "unique": ON_VALUES,
+    "unique_consecutive": ON_VALUES,
+}
+RANDOM = {  # compared by dtype and shape
+    "bernoulli", "cauchy", "empty", "empty_like", "empty_permuted", "empty_strided", "exponential", "geometric", "log_normal", "multinomial", "new_empty",
+    "new_empty_strided", "nn.functional.alpha_dropout", "nn.functional.dropout", "nn.functional.dropout2d", "nn.functional.dropout3d",
+    "nn.functional.feature_alpha_dropout", "nn.functional.fractional_max_pool2d", "nn.functional.fractional_max_pool3d", "nn.functional.rrelu", "normal",
+    "pca_lowrank", "rand_like", "randint", "randint_like", "randn", "randn_like", "svd_lowrank", "uniform",
+}  # fmt: skip
+
+
+def dtype_of(info):
+    return next((d for d in DTYPES if d in info.dtypes), None)
+
+
+def cases():
+    seen = set()
+    for info in database.op_db:
+        name = f"{info.name}.{info.variant_test_name}".rstrip(".")
+        if dtype_of(info) is not None and name not in seen and not name.startswith("jiterator"):  # of GPUs alone
+            seen.add(name)
+            yield pytest.param(info, id=name)
+
+
+def samples_of(info):
+    torch.manual_seed(1)
+    return list(itertools.islice(info.sample_inputs("cpu", dtype_of(info)), SAMPLES))
+
+
+def prepared(info, sample):
+    """A call of the operator as a function of its tensors, and those."""
+    flat, spec = tree_flatten((sample.input, list(sample.args), dict(sample.kwargs)))
+    at = [i for i, x in enumerate(flat) if isinstance(x, torch.Tensor)]
+
+    def call(*tensors):
+        values = list(flat)
+        for i, x in zip(at, tensors, strict=True):
+            values[i] = x
+        first, args, kwargs = tree_unflatten(values, spec)
+        return info.op(first, *args, **kwargs)
+
+    return call, [flat[i] for i in at]
+
+
+def copied(tensors):
+    return tree_map_only(torch.Tensor, torch.clone, tensors)
+
+
+def draws(info, sample):
+    """Random by itself, or by its dropout."""
+    return info.name in RANDOM or sample.kwargs.get("dropout_p") or (info.name.endswith("multi_head_attention_forward") and sample.args[9])
+
+
+def agree(want, got, by_type):
+    assert type(want) is type(got)
+    a, b = tree_leaves(want), tree_leaves(got)
+    assert len(a) == len(b)
+    for x, y in zip(a, b, strict=True):
+        if not isinstance(x, torch.Tensor):
+            assert x == y
+            continue
+        assert (x.dtype, x.shape) == (y.dtype, y.shape)
+        if not by_type:
+            torch.testing.assert_close(y.resolve_conj(), x.resolve_conj(), rtol=2e-5, atol=2e-5, equal_nan=True, check_stride=False)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("info", cases())
+def test_is_eager_torch(info):
+    refusals = 0
+    for sample in samples_of(info):
+        call, tensors = prepared(info, sample)
+        try:
+            want = call(*copied(tensors))
+        except RuntimeError:
+            continue  # torch itself has no kernel here
+        try:
+            got = mycel.jit(call)(*copied(tensors))
+        except CaptureError:
+            assert info.name in REFUSED, "refused, and not listed above"
+            refusals += 1
+            continue
+        agree(want, got, by_type=draws(info, sample))
+    assert refusals or info.name not in REFUSED, "listed as refused, but captured"
