@@ -114,12 +114,12 @@ class Jit:
         return f"mycel.jit({self.fn!r})"
 
 
-def compile_captured(captured: Captured, mode: str, check_finite: bool = False) -> Entry:
-    """A captured call, simplified and made to run."""
+def compile_captured(captured: Captured, mode: str, check_finite: bool = False, around: Callable[[Any], Any] = lambda run: run) -> Entry:
+    """A captured call, simplified and made to run; `around` wraps the function that runs."""
     program = check(transform.fuse(transform.simplify(captured.program)))
     run, source = _runner(program, captured.device, mode, check_finite)
     captured = replace(captured, program=program)
-    return Entry(captured, program, source, *bind(captured, run))
+    return Entry(captured, program, source, *bind(captured, around(run)))
 
 
 def compile_program(program: Program, device: torch.device, mode: str) -> Callable[..., Any]:

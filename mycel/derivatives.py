@@ -15,7 +15,7 @@ import torch
 
 from mycel import transform
 from mycel.api import Entry, Jit, compile_captured, compile_program, unjit
-from mycel.capture import LEAF, TRACING, Captured, Tree, flatten, input_tensors, input_values, paused, results, splice, splice_program
+from mycel.capture import LEAF, TRACING, Captured, Tree, flatten, input_tensors, input_values, paused, results, splice, splice_program, trace_custom
 from mycel.capture import capture as capture_call
 from mycel.errors import GradientError
 from mycel.ir import Block, Builder, Program, Ref, Type, Var, check, is_float, scan
@@ -43,7 +43,7 @@ class Derived(Jit):
         return self.derive(replace(captured, program=transform.simplify(captured.program)))
 
     def compile(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
-        return compile_captured(self.derived(args, kwargs), self.mode, self.check_finite)
+        return compile_captured(self.derived(args, kwargs), self.mode, self.check_finite, without_autograd)
 
 
 def grad(
@@ -84,6 +84,80 @@ def stop_gradient(x: Any) -> Any:
     leaves: list[torch.Tensor] = []
     tree = flatten(x, leaves)
     return tree.unflatten(iter([leaf.detach() for leaf in leaves]))
+
+
+def without_autograd(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Derivatives are values: torch's autograd does not record how they were computed."""
+
+    def call(*inputs: Any) -> Any:
+        before = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+        try:
+            return run(*inputs)
+        finally:
+            torch._C._set_grad_enabled(before)
+
+    return call
+
+
+class CustomVjp:
+    """A function with a gradient of its own; see `custom_vjp`."""
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        self.fn = fn
+        self.rule: Callable[..., Any] | None = None
+        functools.update_wrapper(self, fn)
+
+    def backward(self, rule: Callable[..., Any]) -> Callable[..., Any]:
+        """Enter the gradient: rule(g, result, *args) gives one cotangent for each tensor argument (None: no gradient)."""
+        self.rule = rule
+        return rule
+
+    def __call__(self, *args: Any) -> Any:
+        if self.rule is None:
+            raise GradientError(f"{self.__name__} has no gradient yet: decorate its rule with @{self.__name__}.backward")  # type: ignore[attr-defined]
+        if TRACING:
+            return trace_custom(TRACING[-1], lambda given: (self.fn(*given), []), self._pull, args)
+        return _eager_function(self).apply(self, *args)
+
+    def _pull(self, args: tuple[Any, ...], result: Any, saved: list[Any], cotangents: list[Any]) -> Any:
+        assert self.rule is not None
+        g = cotangents[0] if isinstance(result, torch.Tensor) else tuple(cotangents)
+        return self.rule(g, result, *args)
+
+
+def custom_vjp(fn: Callable[..., Any]) -> CustomVjp:
+    """A function whose gradient the user gives, in Mycel and under torch's autograd alike:
+
+        @mycel.custom_vjp
+        def f(x): ...
+
+        @f.backward
+        def _(g, y, x): return g * ...
+    """
+    return CustomVjp(fn)
+
+
+@functools.cache
+def _eager_function(custom: CustomVjp) -> type[torch.autograd.Function]:
+    """The same for plain PyTorch."""
+
+    class Eager(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, custom: CustomVjp, *args: Any) -> Any:
+            ctx.args, ctx.result = args, custom.fn(*args)
+            return ctx.result
+
+        @staticmethod
+        def backward(ctx: Any, *gs: Any) -> Any:
+            rest = iter(_listed(custom._pull(ctx.args, ctx.result, [], list(gs))))
+            return None, *(next(rest) if isinstance(a, torch.Tensor) else None for a in ctx.args)
+
+    return Eager
+
+
+def _listed(found: Any) -> list[Any]:
+    return list(found) if isinstance(found, (tuple, list)) else [found]
 
 
 # -- gradient ---------------------------------------------------------------------------------------------------------
@@ -262,10 +336,10 @@ class Pullback:
                 return grads_tree.unflatten(iter([tracer.wrap(v) for v in got]))
 
             return (out[0], pull_traced, *out[1:])
-        entry = compile_captured(ahead, self.mode)
+        entry = compile_captured(ahead, self.mode, around=without_autograd)
         got = entry.call(primals, {})
         residuals = list(got[1])
-        run = compile_program(second, c.device, self.mode)
+        run = without_autograd(compile_program(second, c.device, self.mode))
 
         def pull(cotangent: Any) -> Any:
             gs = _cotangents(cotangent, value, given, types)

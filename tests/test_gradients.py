@@ -60,7 +60,11 @@ def exact_gradients(name, train):
     """torch.autograd in double precision."""
     model = MODELS[name]().double().train(train)
     batch = {k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in MODELS[name].inputs().items()}
-    scalar(model(**batch)).backward()
+    torch.set_default_dtype(torch.float64)  # models that make their own constants make them as exact
+    try:
+        scalar(model(**batch)).backward()
+    finally:
+        torch.set_default_dtype(torch.float32)
     return {k: torch.zeros_like(p) if p.grad is None else p.grad for k, p in model.named_parameters()}
 
 

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 import mycel
 from mycel.errors import CaptureError
 
-database = pytest.importorskip("torch.testing._internal.common_methods_invocations", reason="torch's test data needs expecttest", exc_type=ImportError)
+database = pytest.importorskip("torch.testing._internal.common_methods_invocations", exc_type=ImportError)  # needs expecttest
 
 SAMPLES = 2
 DTYPES = (torch.float32, torch.int64, torch.complex64, torch.bool)
@@ -41,10 +41,11 @@ REFUSED = {
     "unique_consecutive": ON_VALUES,
 }
 RANDOM = {  # compared by dtype and shape
-    "bernoulli", "cauchy", "empty", "empty_like", "empty_permuted", "empty_strided", "exponential", "geometric", "log_normal", "multinomial", "new_empty",
-    "new_empty_strided", "nn.functional.alpha_dropout", "nn.functional.dropout", "nn.functional.dropout2d", "nn.functional.dropout3d",
-    "nn.functional.feature_alpha_dropout", "nn.functional.fractional_max_pool2d", "nn.functional.fractional_max_pool3d", "nn.functional.rrelu", "normal",
-    "pca_lowrank", "rand_like", "randint", "randint_like", "randn", "randn_like", "svd_lowrank", "uniform",
+    "bernoulli", "cauchy", "empty", "empty_like", "empty_permuted", "empty_strided", "exponential", "geometric", "log_normal",
+    "multinomial", "new_empty", "new_empty_strided", "nn.functional.alpha_dropout", "nn.functional.dropout", "nn.functional.dropout2d",
+    "nn.functional.dropout3d", "nn.functional.feature_alpha_dropout", "nn.functional.fractional_max_pool2d",
+    "nn.functional.fractional_max_pool3d", "nn.functional.rrelu", "normal", "pca_lowrank", "rand_like", "randint", "randint_like",
+    "randn", "randn_like", "svd_lowrank", "uniform",
 }  # fmt: skip
 
 

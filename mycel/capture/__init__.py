@@ -1,11 +1,12 @@
 """PyTorch code -> Program.  `function` runs the code once; `trace` turns what it does into equations; `repeats` finds blocks; `bind` makes it callable."""
 
 from mycel.capture.bind import MISS, bind, draw_key
+from mycel.capture.custom import trace_custom
 from mycel.capture.function import TRACING, Captured, capture, paused
 from mycel.capture.inline import input_tensors, input_values, results, splice, splice_program
 from mycel.capture.tree import LEAF, Tree, flatten
 
 __all__ = [
     "LEAF", "MISS", "TRACING", "Captured", "Tree", "bind", "capture", "draw_key", "flatten", "input_tensors", "input_values", "paused", "results", "splice",
-    "splice_program",
+    "splice_program", "trace_custom",
 ]  # fmt: skip

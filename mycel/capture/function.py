@@ -12,11 +12,12 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import CheckpointFunction
 
+from mycel.capture.custom import trace_function
 from mycel.capture.fence import refuse
 from mycel.capture.names import clean
 from mycel.capture.repeats import assemble
 from mycel.capture.state import Box, Link, Place, Places, contents, is_static, put_back
-from mycel.capture.trace import KEY, FunctionMode, Traced, Tracer
+from mycel.capture.trace import KEY, TRACING, FunctionMode, Traced, Tracer
 from mycel.capture.tree import Tree, flatten, holds_tensors
 from mycel.errors import CaptureError
 from mycel.ir import Program, Var, check, type_of
@@ -95,9 +96,6 @@ def _capture(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     )  # fmt: skip
 
 
-TRACING: list[Tracer] = []  # captures under way
-
-
 @contextlib.contextmanager
 def _tracing(tracer: Tracer) -> Iterator[None]:
     """Everything torch does in here goes to the tracer; module calls are seen; code that asks is told it is being compiled."""
@@ -110,7 +108,8 @@ def _tracing(tracer: Tracer) -> Iterator[None]:
     torch.nn.Module.__call__ = traced_call  # type: ignore[method-assign]
     torch.compiler._is_compiling_flag = True
     torch.set_autocast_cache_enabled(False)  # a cached cast would outlive the capture, or come from before it
-    CheckpointFunction.apply = _checkpoint
+    plain_apply = vars(torch.autograd.Function)["apply"]
+    torch.autograd.Function.apply = classmethod(_traced_apply)  # type: ignore[method-assign, assignment]
     TRACING.append(tracer)
     try:
         with torch.enable_grad(), torch._C._AutoDispatchBelowAutograd(), tracer.mode, FunctionMode(tracer):
@@ -120,14 +119,16 @@ def _tracing(tracer: Tracer) -> Iterator[None]:
         torch.compiler._is_compiling_flag = was_compiling
         torch.set_autocast_cache_enabled(was_caching)
         TRACING.pop()
-        if not TRACING:
-            del CheckpointFunction.apply
+        torch.autograd.Function.apply = plain_apply  # type: ignore[method-assign]
         tracer.running = False
 
 
-def _checkpoint(fn: Callable[..., Any], preserve: bool, *args: Any) -> Any:
-    """Reentrant checkpointing decides when to compute, not what: its no_grad() cuts no gradient."""
-    return fn(*args)
+def _traced_apply(cls: type[torch.autograd.Function], *args: Any) -> Any:
+    """A torch.autograd.Function is a function with its own gradient; but checkpointing decides when to compute, not what."""
+    if cls is CheckpointFunction:
+        fn, _, *rest = args
+        return fn(*rest)
+    return trace_function(TRACING[-1], cls, args)
 
 
 def _check_arguments(tree: Tree) -> None:

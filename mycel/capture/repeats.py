@@ -33,14 +33,21 @@ class _Shape:
 
 def assemble(tracer: Tracer, outputs: list[Any]) -> dict[str, Block]:
     """The blocks of a finished trace; the entry is `main`."""
-    return _Assembly(tracer, outputs).blocks()
+    return {**tracer.blocks, **_Assembly(tracer, outputs, tracer.hints, {"main", *tracer.blocks}).blocks("main", "")}
+
+
+def assemble_inner(section: Any, outputs: list[Any], names: dict[str, str], path: str, taken: set[str]) -> tuple[dict[str, Block], Block]:
+    """(blocks of modules that repeat inside, the block itself) of a finished part of a trace; names of outer values are known."""
+    made = _Assembly(section, outputs, names, {"", *taken}).blocks("", path)
+    block = made.pop("")
+    return made, block
 
 
 class _Assembly:
-    def __init__(self, tracer: Tracer, outputs: list[Any]) -> None:
+    def __init__(self, tracer: Any, outputs: list[Any], names: dict[str, str], taken: set[str]) -> None:
         self.tracer, self.root = tracer, tracer.regions[0]
         self.root.end = len(tracer.eqns)
-        self.known = hints(tracer.eqns, tracer.lines)
+        self.known, self.taken = {**hints(tracer.eqns, tracer.lines), **names}, taken
         self.eqns, self.outputs = stop_gradients(tracer, outputs, self.known)
         self.last: dict[Var, float] = {v: i for i, e in enumerate(self.eqns) for v in e.vars}
         self.last.update({v: math.inf for v in outputs if isinstance(v, Var)})
@@ -52,22 +59,21 @@ class _Assembly:
         self.names: dict[Any, str] = {}
         self.fresh = 0
 
-    def blocks(self) -> dict[str, Block]:
+    def blocks(self, entry: str, path: str) -> dict[str, Block]:
         self._group(self.root)
         self.groups = {k: shapes for k, shapes in self.groups.items() if len(shapes) > 1}
         self._choose_outputs()
-        made: dict[str, Block] = dict(self.tracer.blocks)
-        taken = {"main", *made}
+        made: dict[str, Block] = {}
         for key, shapes in self.groups.items():
-            self.names[key] = _unique(_snake(shapes[0].region.name), taken)
+            self.names[key] = _unique(_snake(shapes[0].region.name), self.taken)
         for key, shapes in self.groups.items():
             first = shapes[0]
             body = self._body(first.region, KEY)
             outs = [first.defined[i] for i in self.kept[key]]
             made[self.names[key]] = rename(Block(tuple(first.externals), tuple(body), tuple(outs)), self.known, first.region.path)
-        inputs = [*self.tracer.inputs, *([KEY] if self.drawing else [])]
+        inputs = [*self.tracer.inputs, *([KEY] if self.drawing and KEY not in self.tracer.inputs else [])]
         main = Block(tuple(inputs), tuple(self._body(self.root, KEY)), tuple(self.outputs))
-        made["main"] = rename(main, self.known, "")
+        made[entry] = rename(main, self.known, path)
         return made
 
     # -- which regions repeat -------------------------------------------------------------------------------

@@ -28,12 +28,13 @@ from mycel.capture.fence import READS, here, refuse, refuse_dynamic, refuse_read
 from mycel.capture.state import Place, Places
 from mycel.capture.subscript import open_key
 from mycel.errors import CaptureError, IRError
-from mycel.ir import OPS, Atom, Block, Builder, Eqn, Op, Type, Var, type_of
+from mycel.ir import CONTROL, OPS, Atom, Block, Builder, Eqn, Op, Type, Var, type_of
 from mycel.ops import RULES, o
 from mycel.ops.capture_rules import resolve
 from mycel.ops.opaque import encode
 
 LARGEST_CONCRETE = 1 << 20  # elements of a constant computed while tracing
+TRACING: list[Tracer] = []  # captures under way
 KEY = Var("key", Type(torch.int64, ()))
 
 
@@ -42,6 +43,7 @@ class Traced(torch.Tensor):
 
     cell: Cell
     tracer: Tracer
+    weak: bool = False  # a Python number that control flow made a tensor: it gives way to the dtypes of other tensors
 
     @staticmethod
     def make(cell: Cell, tracer: Tracer, strides: Sequence[int] | None = None) -> Traced:
@@ -96,6 +98,10 @@ class Tracer(Builder):
         self.made: dict[Var, Eqn] = {}
         self.running = True  # a capture inside another may use the outer one's tensors while that is under way
         self.blocks: dict[str, Block] = {}  # finished inner blocks: of control flow and of derivatives
+        self.closed: set[Var] = set()  # values of inner blocks that are finished: nothing outside may use them
+        self.hints: dict[str, str] = {}  # names of what control flow gives back
+        self.raised: BaseException | None = None  # the last exception of a raise statement in rewritten code
+        self.maybe: set[str] = set()  # variables that only one of two branches defines
         self._arguments: list[torch.Tensor] = []
         self.mode = DispatchMode(self)
 
@@ -122,7 +128,7 @@ class Tracer(Builder):
             if var in known:
                 return True
             eqn = self.made.get(var)
-            if eqn is None or var.type.numel > LARGEST_CONCRETE:
+            if eqn is None or eqn.op in CONTROL or eqn.op.effect or var.type.numel > LARGEST_CONCRETE:
                 return False
             if (answer := decide(eqn, self.made)) is not None:
                 known[var] = torch.full(var.shape, answer)
@@ -175,6 +181,8 @@ class Tracer(Builder):
     def cell(self, tensor: torch.Tensor) -> Cell:
         """The cell of a traced tensor, or of a real one the code reached: that becomes an input."""
         if type(tensor) is Traced and tensor.tracer is self:
+            if tensor.cell.var in self.closed:
+                raise refuse("a tensor made in a branch or loop was used outside of it", "a variable, attribute or item that every branch assigns")
             return tensor.cell
         if type(tensor) is Traced and not tensor.tracer.running:
             raise refuse("a tensor of another capture was used", "do not keep tensors across calls of captured functions")
@@ -309,9 +317,11 @@ class Tracer(Builder):
         return self._view(func, args, kwargs, before, out)
 
     def _ask(self, func: Any, read: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """An operator that returns a Python value: computed now if its inputs are constants, else refused.  One that returns nothing is a check."""
+        """An operator that returns a Python value: computed of constants, else refused.  torch's own that return nothing are checks."""
         if not read:
-            return None
+            if func.namespace == "aten":
+                return None
+            raise refuse(f"{func} returns nothing: a program has values, not effects", "an operator that returns what it makes")
         values = [self.concrete(x) if isinstance(x, torch.Tensor) else x for x in args]
         if any(v is None for v, x in zip(values, args, strict=True) if x is not None):
             raise refuse_read(read)
@@ -398,8 +408,9 @@ class Tracer(Builder):
         elif resizes and type(target) is Traced and cell.place is None and cell.parent is None:
             self._become(target, Traced.make(Cell(value), self))
         else:
+            name = func._schema.name.split("::")[-1]
             raise refuse(
-                f"{func._schema.name.split('::')[-1]} writes a result of shape {list(value.shape)} into a tensor of shape {list(cell.var.shape)}",
+                f"{name} writes a result of shape {list(value.shape)} into a tensor of shape {list(cell.var.shape)}",
                 "the out-of-place operator, or a tensor of the result's shape",
             )
 
@@ -456,7 +467,7 @@ class Tracer(Builder):
         """Strides of the user mean the memory of x; a program has values in their own order, so both must be the same."""
         cell = self.cell(x)
         if not x.is_contiguous() or cell.parent is not None or cell.place is not None:
-            raise refuse("as_strided of an argument, of a view or of a tensor that is not contiguous", "unfold or slices, or clone() before it")
+            raise refuse("as_strided of an argument, a view or a tensor that is not contiguous", "unfold or slices, or clone() before it")
 
     def _check_device(self, device: torch.device) -> None:
         if device.type != self.device.type and device.type != "meta":
@@ -580,7 +591,7 @@ def _tensors(values: Any) -> list[torch.Tensor]:
 def _check_dense(x: torch.Tensor) -> None:
     if x.layout != torch.strided or x.is_quantized or x.is_nested:
         kind = "quantized" if x.is_quantized else "nested" if x.is_nested else str(x.layout).split(".")[-1]
-        raise refuse(f"a {kind} tensor was used; a program has dense tensors", "to_dense(), or computing it outside of the captured function")
+        raise refuse(f"a {kind} tensor was used; a program has dense tensors", "to_dense(), or computing it outside of the function")
 
 
 def _meta(x: torch.Tensor) -> torch.Tensor:

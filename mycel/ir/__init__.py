@@ -2,7 +2,7 @@
 
 from mycel.ir.build import Builder
 from mycel.ir.check import check
-from mycel.ir.control import CONTROL, atom_type, call, cond, loop, scan
+from mycel.ir.control import CONTROL, atom_type, call, cond, custom, loop, scan
 from mycel.ir.op import BUILDERS, OPS, Cost, Op, op
 from mycel.ir.program import Atom, Block, Eqn, Params, Program, Ref, Var
 from mycel.ir.types import DTYPES, NAMES, Type, is_float, promote, type_of
@@ -10,6 +10,6 @@ from mycel.ir.walk import Chain, chains, lifetimes, lookup, order, prune, rewrit
 
 __all__ = [
     "BUILDERS", "CONTROL", "DTYPES", "NAMES", "OPS", "Atom", "Block", "Builder", "Chain", "Cost", "Eqn", "Op", "Params",
-    "Program", "Ref", "Type", "Var", "atom_type", "call", "chains", "check", "cond", "is_float", "lifetimes", "lookup", "loop", "op",
+    "Program", "Ref", "Type", "Var", "atom_type", "call", "chains", "check", "cond", "custom", "is_float", "lifetimes", "lookup", "loop", "op",
     "order", "promote", "prune", "rewrite", "scan", "substitute", "type_of", "walk",
 ]  # fmt: skip

@@ -5,6 +5,10 @@
     s… = loop(c…, s…, test=@t, body=@b, consts=n)          while t(c…, s…): s… = b(c…, s…)        the first n operands are c
     s…, y… = scan(c…, s…, x…, body=@b, consts=n, carry=m)  for i over dim 0 of x: s…, y_i… = b(c…, s…, x_i…); y = stack(y_i)
 
+    y…, z… = custom(x…, forward=@f, backward=@b, wrt=n, outs=k)
+                                                           f(x…), with a gradient of the user's: for the first k outputs y and the first n operands,
+                                                           b(x…, y…, z…, dy…) gives dx…  (dy and dx for floating point values only)
+
 Their types follow from their blocks (`outputs_of`).  They have no kernel: `run` executes the blocks.
 """
 
@@ -18,7 +22,7 @@ import torch
 from mycel.errors import IRError
 from mycel.ir.op import Op, op
 from mycel.ir.program import Atom, Block, Eqn, Var
-from mycel.ir.types import Type, type_of
+from mycel.ir.types import Type, is_float, type_of
 
 
 @op()
@@ -45,7 +49,13 @@ def scan(*inputs: Any, body: str, length: int, consts: int = 0, carry: int = 0, 
     raise IRError("scan has no kernel")
 
 
-CONTROL: tuple[Op, ...] = (call, cond, loop, scan)
+@op()
+def custom(*inputs: Any, forward: str, backward: str, wrt: int, outs: int) -> Any:
+    """Run a block whose gradient is another block."""
+    raise IRError("custom has no kernel")
+
+
+CONTROL: tuple[Op, ...] = (call, cond, loop, scan, custom)
 
 
 def outputs_of(eqn: Eqn, blocks: Mapping[str, Block]) -> tuple[Type, ...]:
@@ -64,6 +74,12 @@ def outputs_of(eqn: Eqn, blocks: Mapping[str, Block]) -> tuple[Type, ...]:
         if then != orelse:
             raise IRError(f"cond: {p['then']} gives {_show(then)}, {p['orelse']} gives {_show(orelse)}")
         return then
+    if eqn.op is custom:
+        made = _apply(p["forward"], blocks, types)
+        given = [t for t in made[: p["outs"]] if is_float(t.dtype)]
+        if _apply(p["backward"], blocks, [*types, *made, *given]) != tuple(t for t in types[: p["wrt"]] if is_float(t.dtype)):
+            raise IRError(f"custom: {p['backward']} does not give a cotangent for each of the first {p['wrt']} operands")
+        return made
     n = p.get("consts", 0)
     if eqn.op is loop:
         test, body = _apply(p["test"], blocks, types), _apply(p["body"], blocks, types)

@@ -19,6 +19,7 @@ What the fields mean
   expand    the meaning in smaller operators, on the same arguments: its reference, and its gradient if there is no vjp
   write     marks a view; (x, new_outputs, *other inputs, **params) -> x with the viewed part replaced
   aten      ATen overloads that mean exactly this, with the same arguments in the same order ("exp.default")
+  effect    it is run for what it does, not for its value: never left out
   examples  argument lists the laws run on, e.g. "f[2,3], i64[3]<5, dim=1" (grammar in tests/examples.py)
 """
 
@@ -51,6 +52,7 @@ class Op:
     flops: Callable[[SimpleNamespace], float] | None = None
     expand: Callable[..., Any] | None = None
     write: Callable[..., Any] | None = None
+    effect: bool = False
     examples: Sequence[str] = ()
     aten: Sequence[str] = ()
     defaults: dict[str, Any] = field(default_factory=dict)

@@ -55,7 +55,7 @@ def truth(x):
 
 
 @op(
-    over(">"),
+    over(">", none=True),
     dtype=truth,
     flops=elements,
     examples=["a[2,3,4], dims=(1,)", *EXAMPLES, "u8[4], dims=(0,)", "f[2,3], dims=()"],
@@ -66,7 +66,7 @@ def any(x, *, dims, keepdim=False):
 
 
 @op(
-    over("<"),
+    over("<", none=True),
     dtype=truth,
     flops=elements,
     examples=["a[2,3,4], dims=(1,)", *EXAMPLES, "u8[4], dims=(0,)", "f[2,3], dims=()"],

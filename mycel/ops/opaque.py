@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from mycel.ir import Type, is_float, op, type_of
 from mycel.ops.capture_rules import resolve
@@ -71,7 +72,8 @@ def _types(types, target, args, kwargs):
 
 def _types_for(value, device, types, target, args, kwargs):
     """Output types of torch's kernel on tensors filled with one value."""
-    outs = _run([torch.full(t.shape, value, dtype=t.dtype, device=device) for t in types], target, args, kwargs)
+    with _disable_current_modes():
+        outs = _run([torch.full(t.shape, value, dtype=t.dtype, device=device) for t in types], target, args, kwargs)
     outs = outs if isinstance(outs, tuple) else (outs,)
     if any(y.layout != torch.strided for y in outs):
         raise ValueError("it returns a sparse tensor; a program has dense ones")

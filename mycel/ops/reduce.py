@@ -17,13 +17,13 @@ from mycel.ops.rules import conj, letters, normal_dims, o
 from mycel.ops.unary import unit
 
 
-def over(flag):
-    """The dims rule of a reduction whose reduced letters carry this flag."""
+def over(flag, none=False):
+    """The dims rule of a reduction whose reduced letters carry this flag; with `none` there may be none."""
 
     def rule(x, *, dims, keepdim=False, **_):
         if not x.ndim:
             return "... -> ..."
-        if not dims:
+        if not dims and not none:
             raise ValueError(f"no dims to reduce are named for {x}")
         names = letters(x.ndim)
         left = [c + flag if i in dims else c for i, c in enumerate(names)]

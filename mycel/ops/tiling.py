@@ -86,7 +86,7 @@ def pad_edge_expand(x, *, widths, mode):
 def pad_edge(x, *, widths, mode):
     """(lo, hi) more elements at the ends of each dim, taken from x: mode is reflect, replicate or circular"""
     if x.numel() == 0:
-        return x.new_empty([n + lo + hi for n, (lo, hi) in zip(x.shape, widths)])
+        return x.new_empty([n + lo + hi for n, (lo, hi) in zip(x.shape, widths, strict=True)])
     first = next(d for d in range(x.ndim) if widths[d] != (0, 0))
     flat = x.reshape(1, -1, *x.shape[first:])
     grown = torch.nn.functional.pad(flat, [n for width in reversed(widths[first:]) for n in width], mode=mode)

@@ -21,11 +21,11 @@ from typing import Any
 
 import torch
 
-from mycel.ir import Atom, Block, Eqn, Program, Var, call, cond, lifetimes, loop, order, scan, walk
+from mycel.ir import Atom, Block, Eqn, Program, Var, call, cond, custom, lifetimes, loop, order, scan, walk
 from mycel.run.alias import shared_outputs
 from mycel.run.kernels import literal, sources_of, write
 
-_WRITTEN_HERE = {"call", "cond", "loop", "scan", "const", "opaque"}
+_WRITTEN_HERE = {"call", "cond", "custom", "loop", "scan", "const", "opaque"}
 _TAKEN = {*keyword.kwlist, *dir(builtins), "torch", "math", "device", "CONSTS"}
 
 
@@ -126,8 +126,9 @@ class _Function:
             self.loop(eqn, args, outs, comment)
         elif eqn.op is scan:
             self.scan(eqn, args, outs, comment)
-        elif eqn.op is call:
-            self.line(f"{_unpack(outs)}{self.blocks[eqn.params['block']]}({', '.join(args)}){comment}")
+        elif eqn.op is call or eqn.op is custom:
+            name = eqn.params["block" if eqn.op is call else "forward"]
+            self.line(f"{_unpack(outs)}{self.blocks[name]}({', '.join(args)}){comment}")
         else:
             self.line(f"{', '.join(outs)} = {self.expression(eqn, args)}{comment}")
 
@@ -222,7 +223,7 @@ def _const(name: str) -> str:
 def _inlined(program: Program) -> set[str]:
     """Blocks that exactly one branch or loop holds."""
     uses = Counter(str(ref) for _, eqn in walk(program) for ref in eqn.refs)
-    return {str(ref) for _, eqn in walk(program) if eqn.op is not call for ref in eqn.refs if uses[ref] == 1}
+    return {str(ref) for _, eqn in walk(program) if eqn.op in (cond, loop, scan) for ref in eqn.refs if uses[ref] == 1}
 
 
 def _block_names(program: Program, helpers: Container[str]) -> dict[str, str]:

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from mycel.errors import RunError
-from mycel.ir import CONTROL, Atom, Block, Eqn, Program, Var, call, cond, lifetimes, loop, scan
+from mycel.ir import CONTROL, Atom, Block, Eqn, Program, Var, call, cond, custom, lifetimes, loop, scan
+from mycel.run.alias import shared_outputs
 
 Hook = Callable[[Eqn, list[Any]], None]
 
@@ -18,7 +19,10 @@ def interpret(program: Program, inputs: Sequence[torch.Tensor], hook: Hook | Non
     if len(inputs) != len(program.inputs):
         raise RunError(f"the program takes {len(program.inputs)} inputs, was given {len(inputs)}")
     device = next((x.device for x in inputs if isinstance(x, torch.Tensor)), torch.device("cpu"))
-    return _Run(program, device, hook).block(program.main, list(inputs))
+    outs = _Run(program, device, hook).block(program.main, list(inputs))
+    for i in shared_outputs(program):
+        outs[i] = outs[i].clone()
+    return outs
 
 
 class _Run:
@@ -46,6 +50,8 @@ class _Run:
         p: Mapping[str, Any] = eqn.params
         if eqn.op is call:
             return self.named(p["block"], args)
+        if eqn.op is custom:
+            return self.named(p["forward"], args)
         if eqn.op is cond:
             return self.named(p["then" if args[0] else "orelse"], args[1:])
         n = p.get("consts", 0)

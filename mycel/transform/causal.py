@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from mycel.ir import Block, Eqn, Params, Program, Var, call, cond, loop, order, prune, scan
+from mycel.ir import Block, Eqn, Params, Program, Var, call, cond, custom, loop, order, prune, scan
 from mycel.transform.indexed import Choice, Value, Values, broadcast, of_constant, of_equation
 from mycel.transform.regions import ALL, NONE, Affine, Region, Shape, half, moved
 
@@ -126,6 +126,10 @@ class _Run:
         if eqn.op is cond:
             sides = self.named(p["then"], operands[1:]), self.named(p["orelse"], operands[1:])
             return tuple(a if a == b else None for a, b in zip(*sides, strict=True))
+        if eqn.op is custom:
+            for block in eqn.refs:
+                self.named(block, (None,) * len(self.program.blocks[block].inputs))
+            return ()
         if eqn.op is loop or eqn.op is scan:
             n = p.get("consts", 0)
             held = operands[:n] + (None,) * (len(operands) - n)

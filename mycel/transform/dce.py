@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from mycel.ir import CONTROL, Atom, Block, Eqn, Params, Program, Var, call, cond, loop, order, prune
+from mycel.ir import CONTROL, Atom, Block, Eqn, Params, Program, Var, call, cond, custom, is_float, loop, order, prune
 
 Slot = tuple[str, str, int]  # ("in" | "out", block, k); ("operand" | "result", equation id, k)
 
@@ -127,6 +127,12 @@ def _ties(eqn: Eqn) -> Iterator[list[Slot]]:
     elif eqn.op is cond:
         yield from ([("operand", me, k), ("in", p["then"], k - 1), ("in", p["orelse"], k - 1)] for k in operands if k)
         yield from ([("result", me, k), ("out", p["then"], k), ("out", p["orelse"], k)] for k in results)
+    elif eqn.op is custom:  # two blocks with one signature: all or nothing
+        held = [("in", b, k) for b in (p["forward"],) for k in operands] + [("out", p["forward"], k) for k in results]
+        floats = sum(is_float(v.dtype) for v in eqn.outputs[: p["outs"]])
+        held += [("in", p["backward"], k) for k in range(len(eqn.inputs) + len(eqn.outputs) + floats)]
+        held += [("out", p["backward"], k) for k in range(sum(is_float(x.dtype) for x in eqn.inputs[: p["wrt"]] if isinstance(x, Var)))]
+        yield [*(("operand", me, k) for k in operands), *(("result", me, k) for k in results), *held]
     else:
         n = p.get("consts", 0)
         state = len(eqn.outputs) if eqn.op is loop else p.get("carry", 0)

@@ -13,9 +13,10 @@ from dataclasses import replace
 from typing import Any
 
 from mycel.errors import GradientError
-from mycel.ir import CONTROL, Atom, Block, Builder, Eqn, Params, Program, Ref, Type, Var, atom_type, is_float, lookup
+from mycel.ir import CONTROL, Atom, Block, Builder, Eqn, Params, Program, Ref, Type, Var, atom_type, custom, is_float, lookup
 from mycel.ops.stack import zeros
 from mycel.transform.vjp import Half, Vjp, renamed, spread_flags
+from mycel.transform.vjp_control import custom_cotangents
 
 
 def jvp(program: Program, wrt: Sequence[int]) -> Program:
@@ -102,7 +103,7 @@ class _Woven:
 
     def linear(self, eqn: Eqn) -> None:
         """The tangents of an operator's outputs: its gradient rule, transposed."""
-        if eqn.op.vjp is None:
+        if eqn.op.vjp is None and eqn.op is not custom:
             raise GradientError(f"no gradient rule for {eqn.op.name}" + (f"\n  at        {eqn.source}" if eqn.source else ""))
         floats = [v for v in eqn.outputs if is_float(v.dtype)]
         rule = Builder(beside=self.b)
@@ -110,7 +111,10 @@ class _Woven:
         single = len(eqn.outputs) == 1
         with rule:
             g = tuple(gs.get(v) for v in eqn.outputs)
-            found = eqn.op.vjp(g[0] if single else g, eqn.outputs[0] if single else eqn.outputs, *eqn.inputs, **eqn.params)
+            if eqn.op is custom:
+                found = custom_cotangents(rule, eqn, g)
+            else:
+                found = eqn.op.vjp(g[0] if single else g, eqn.outputs[0] if single else eqn.outputs, *eqn.inputs, **eqn.params)
         pulled = [(x, c) for x, c in zip(eqn.inputs, found, strict=True) if isinstance(c, Var) and isinstance(x, Var) and x in self.tangents]
         known = tuple(dict.fromkeys((*eqn.vars, *eqn.outputs)))
         scratch = Block((*known, *gs.values()), tuple(rule.eqns), tuple(c for _, c in pulled))
@@ -137,6 +141,10 @@ class _Woven:
                 outs.append(made)
                 self.tangents[of] = made
         self.b.eqns.append(Eqn(eqn.op, inputs, Params(params), tuple(outs), eqn.source))
+
+    def custom(self, eqn: Eqn) -> None:
+        self.b.eqns.append(eqn)
+        self.linear(eqn)
 
     def call(self, eqn: Eqn) -> None:
         flags = self.flags(eqn.inputs)

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from mycel.ir import Atom, Block, Builder, Eqn, Params, Ref, Type, Var, atom_type, call, cond, loop, scan
+from mycel.ir import Atom, Block, Builder, Eqn, Params, Ref, Type, Var, atom_type, call, cond, is_float, loop, scan
 from mycel.ops import o
 from mycel.ops.stack import zeros
 from mycel.transform.vjp import FORWARD, Half, Pair, Pull, Vjp, renamed, scatter, spread_flags
@@ -281,6 +281,24 @@ def _popped_names(pushed: Sequence[Var], popped: Sequence[tuple[Var, Var]]) -> d
     return names | {rest.name: f"{v.name}_stack" for v, (rest, _) in zip(pushed, popped, strict=False)}
 
 
+def forward_custom(half: Half, eqn: Eqn) -> Pull:
+    """The user's own gradient: a call of the backward block."""
+    half.forward.eqns.append(eqn)
+    half.active.update(v for v in eqn.outputs[: eqn.params["outs"]] if is_float(v.dtype))
+    return lambda gs: custom_cotangents(half.backward, eqn, gs)
+
+
+def custom_cotangents(b: Builder, eqn: Eqn, gs: Sequence[Any]) -> list[Any]:
+    """dx… of a custom equation, written into a builder."""
+    p = eqn.params
+    floats = [i for i, v in enumerate(eqn.outputs[: p["outs"]]) if is_float(v.dtype)]
+    given = [zeros(eqn.outputs[i].type) if gs[i] is None else gs[i] for i in floats]
+    wrt = [i for i, x in enumerate(eqn.inputs[: p["wrt"]]) if is_float(atom_type(x).dtype)]
+    types = [atom_type(eqn.inputs[i]) for i in wrt]
+    found = _call(b, p["backward"], (*eqn.inputs, *eqn.outputs, *given), types)
+    return scatter(_listed(found, types), wrt, len(eqn.inputs))
+
+
 # -- parts ------------------------------------------------------------------------------------------------------------
 
 
@@ -311,6 +329,6 @@ def _name(x: Atom) -> str:
     return x.name if isinstance(x, Var) else "x"
 
 
-FORWARD.update({"cond": forward_cond, "loop": forward_loop, "scan": forward_scan})
+FORWARD.update({"custom": forward_custom, "cond": forward_cond, "loop": forward_loop, "scan": forward_scan})
 
 __all__ = ["forward_cond", "forward_loop", "forward_scan"]

@@ -1,0 +1,131 @@
+"""Gradients the user gives: `custom` equations, from `mycel.custom_vjp` and from torch.autograd.Function.
+
+Forward and backward are traced into blocks of their own, side by side; what backward needs beyond arguments and results (a Function's saved
+intermediates) becomes further results of forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from mycel.capture.fence import refuse
+from mycel.capture.nested import Section, finish, free, opened
+from mycel.capture.trace import Traced, Tracer
+from mycel.capture.tree import Tree, flatten
+from mycel.ir import Ref, Var, custom, is_float
+from mycel.ops.stack import zeros
+
+# forward(args) -> (result, saved tensors); backward(args, result, saved, cotangents) -> cotangents
+Forward = Callable[[tuple[Any, ...]], tuple[Any, list[torch.Tensor]]]
+Backward = Callable[[tuple[Any, ...], Any, list[torch.Tensor], list[Any]], Any]
+
+
+def trace_custom(tracer: Tracer, forward: Forward, backward: Backward, args: tuple[Any, ...]) -> Any:
+    """The result of forward(args), as one equation whose gradient is backward."""
+    tracer.here()
+    leaves: list[torch.Tensor] = []
+    tree = flatten(args, leaves)
+    xs = [tracer.cell(x).read() for x in leaves]
+    ahead, behind = Section(), Section()
+    with opened(tracer, ahead):
+        result, saved = forward(_given(tracer, tree, xs))
+        outs: list[torch.Tensor] = []
+        out_tree = flatten(result, outs)
+        with tracer:
+            ys = [tracer.cell(y).read() for y in outs]
+            kept = [tracer.cell(s).read() for s in saved]
+    made = [Var(tracer.name("y"), v.type) for v in (*ys, *kept)]
+    gs = [Var(tracer.name("g"), v.type) for v in ys if is_float(v.dtype)]
+    with opened(tracer, behind):
+        results = made[: len(ys)]
+        rest = iter(gs)
+        cotangents = [tracer.wrap(next(rest)) if is_float(v.dtype) else None for v in ys]
+        saved_now = [tracer.wrap(xs[xs.index(v)] if v in xs else made[len(ys) + i]) for i, v in enumerate(kept)]
+        found = backward(_given(tracer, tree, xs), _given(tracer, out_tree, results), saved_now, cotangents)
+        with tracer:
+            dxs = [_cotangent(tracer, x, g) for x, g in zip(xs, _listed(found, len(xs)), strict=True) if is_float(x.dtype)]
+    inner = {*made, *gs}
+    operands = [*dict.fromkeys(xs)]
+    if len(operands) != len(xs):
+        raise refuse("a function with its own gradient was given the same tensor twice", "pass x.clone() for one of them")
+    operands += [v for v in dict.fromkeys([*free(ahead, outputs=[*ys, *kept]), *free(behind, outputs=dxs)]) if v not in inner and v not in operands]
+    first = finish(tracer, "custom_forward", ahead, operands, [*ys, *kept])
+    second = finish(tracer, "custom_backward", behind, [*operands, *made, *gs], dxs)
+    with tracer:
+        params = {"forward": Ref(first), "backward": Ref(second), "wrt": len(xs), "outs": len(ys)}
+        values = tracer.append(custom, tuple(operands), params, [v.type for v in made])
+    values = [values] if len(made) == 1 else list(values)
+    return out_tree.unflatten(iter([tracer.wrap(v) for v in values[: len(ys)]]))
+
+
+def _given(tracer: Tracer, tree: Tree, values: Sequence[Var]) -> Any:
+    """The structure with fresh traced tensors for these values."""
+    return tree.unflatten(iter([tracer.wrap(v) for v in values]))
+
+
+def _listed(found: Any, count: int) -> list[Any]:
+    listed = list(found) if isinstance(found, (tuple, list)) else [found]
+    if len(listed) != count:
+        raise refuse(f"a gradient function returned {len(listed)} values for {count} tensors", "one cotangent for each tensor argument, None for none")
+    return listed
+
+
+def _cotangent(tracer: Tracer, x: Var, g: Any) -> Var:
+    if g is None:
+        return zeros(x.type)
+    var = tracer.cell(g).read()
+    if var.type != x.type:
+        raise refuse(f"a gradient function returned {var.type} for an argument of {x.type}", "a cotangent has the type of its argument")
+    return var
+
+
+# -- torch.autograd.Function --------------------------------------------------------------------------------------------------
+
+
+class Context:
+    """What a Function's forward and backward share."""
+
+    def __init__(self, count: int) -> None:
+        self.saved_tensors: Sequence[torch.Tensor] = ()
+        self.needs_input_grad = (True,) * count
+        self.materialize_grads = True
+
+    def save_for_backward(self, *tensors: torch.Tensor | None) -> None:
+        self.saved_tensors = tensors
+
+    save_for_forward = save_for_backward
+
+    def mark_non_differentiable(self, *tensors: torch.Tensor) -> None:
+        """Integer results carry no gradient anyway; others keep the one backward gives."""
+
+    def set_materialize_grads(self, value: bool) -> None:
+        self.materialize_grads = value
+
+    def mark_dirty(self, *tensors: torch.Tensor) -> None:
+        raise refuse("a torch.autograd.Function that updates its inputs in place (mark_dirty)", "return the new value instead")
+
+
+def trace_function(tracer: Tracer, cls: type[torch.autograd.Function], args: tuple[Any, ...]) -> Any:
+    """cls.apply(*args): its own forward and backward."""
+    ctx = Context(len(args))
+    tensors = [i for i, a in enumerate(args) if isinstance(a, Traced | torch.Tensor)]
+
+    def forward(given: tuple[Any, ...]) -> tuple[Any, list[torch.Tensor]]:
+        if cls.setup_context is not torch.autograd.Function.setup_context:
+            result = cls.forward(*given)
+            cls.setup_context(ctx, given, result)  # type: ignore[arg-type]
+        else:
+            result = cls.forward(ctx, *given)
+        return result, [t for t in ctx.saved_tensors if t is not None]
+
+    def backward(given: tuple[Any, ...], result: Any, saved: list[torch.Tensor], cotangents: list[Any]) -> Any:
+        rest = iter(saved)
+        ctx.saved_tensors = tuple(None if t is None else next(rest) for t in ctx.saved_tensors)  # type: ignore[misc]
+        found = cls.backward(ctx, *cotangents)
+        listed = found if isinstance(found, tuple) else (found,)
+        return [listed[i] for i in tensors]
+
+    return trace_custom(tracer, forward, backward, args)

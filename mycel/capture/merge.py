@@ -1,0 +1,193 @@
+"""Two Python values that must be one: what a variable is after either branch, or at both ends of a loop's turn.
+
+    same object, or equal values that are no tensors      stays as it is
+    tensor and tensor of one type                         one value, given back by the control-flow equation
+    tensor and number                                     the number becomes a tensor of that type
+    number and number that differ                         both become 0-dim tensors (i64 or f64) that behave like numbers: *weak* ones
+    containers of one structure                           each part
+    undefined and something                               undefined, or a filler where nobody can read it
+    anything else                                         CaptureError: the name, both values, the line
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from mycel.capture.fence import refuse
+from mycel.capture.slots import UNDEFINED
+from mycel.capture.trace import Traced, Tracer
+from mycel.capture.tree import Tree, attributes, flatten
+from mycel.ir import Type, Var, promote, type_of
+from mycel.ops import o
+
+Build = Callable[[Iterator[Any]], Any]
+NUMBERS = (bool, int, float, complex)
+_WEAK = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
+_KINDS = {torch.bool: 0, torch.int64: 1, torch.float64: 2, torch.complex128: 3}
+
+
+def is_number(x: Any) -> bool:
+    return type(x) in NUMBERS
+
+
+def is_weak(x: Any) -> bool:
+    """A number, or a tensor that stands for one."""
+    return is_number(x) or getattr(x, "weak", False)
+
+
+def describe(x: Any) -> str:
+    """A value in an error message."""
+    if isinstance(x, torch.Tensor):
+        return f"a number ({type_of(x)})" if is_weak(x) else str(type_of(x))
+    if x is None or x is UNDEFINED or is_number(x):
+        return repr(x)
+    text = repr(x)
+    return f"{type(x).__name__} {text}" if len(text) < 60 else f"a {type(x).__name__}"
+
+
+@dataclass(frozen=True)
+class Want:
+    """The type two values meet in; `weak` if both are numbers."""
+
+    type: Type
+    weak: bool
+
+
+def meet(a: Any, b: Any) -> Want | None:
+    """The type a tensor and a tensor, number or undefined meet in; None if they do not."""
+    if a is UNDEFINED or b is UNDEFINED:
+        return own(b if a is UNDEFINED else a)
+    if is_weak(a) and is_weak(b):
+        return Want(Type(max(_weak_dtype(a), _weak_dtype(b), key=_KINDS.__getitem__), ()), True)
+    if is_weak(a) or is_weak(b):
+        strong, weak = (b, a) if is_weak(a) else (a, b)
+        t = type_of(strong)
+        return Want(Type(promote(t, _example(_weak_dtype(weak))), t.shape), False)
+    return Want(type_of(a), False) if type_of(a) == type_of(b) else None
+
+
+def own(x: Any) -> Want:
+    """The type of a tensor or number itself."""
+    return Want(Type(_weak_dtype(x), ()), True) if is_weak(x) else Want(type_of(x), False)
+
+
+def _weak_dtype(x: Any) -> torch.dtype:
+    return x.dtype if isinstance(x, torch.Tensor) else _WEAK[type(x)]
+
+
+def _example(dtype: torch.dtype) -> Any:
+    """A Python number of a weak dtype's kind."""
+    return {torch.bool: True, torch.int64: 1, torch.float64: 1.0, torch.complex128: 1j}[dtype]
+
+
+def fit(x: Any, want: Type) -> Var:
+    """A Var, number or undefined as a value of a type, in the open section."""
+    if x is UNDEFINED or is_number(x):
+        return o.full(0 if x is UNDEFINED else x, shape=want.shape, dtype=want.dtype)
+    if x.dtype != want.dtype:
+        x = o.cast(x, dtype=want.dtype)
+    return x if x.shape == want.shape else o.expand(x, shape=want.shape)
+
+
+def made(tracer: Tracer, var: Var, want: Want) -> Traced:
+    """A new tensor of the user's with this value."""
+    x = tracer.wrap(var)
+    x.weak = want.weak
+    return x
+
+
+@dataclass
+class Merge:
+    """Values after two branches; `pairs` are what the equation must give back."""
+
+    tracer: Tracer
+    filler: bool = False
+    pairs: list[tuple[str, Any, Any, Want]] = field(default_factory=list)
+
+    def __call__(self, name: str, a: Any, b: Any) -> Build:
+        """How to build the value for `a` in one branch and `b` in the other."""
+        if a is b or _is_same(a, b):
+            return lambda outs: a
+        if a is UNDEFINED or b is UNDEFINED:
+            return self._undefined(name, a, b)
+        if _is_leaf(a) and _is_leaf(b):
+            want = meet(a, b)
+            if want is None:
+                raise self.differ(name, a, b)
+            self.pairs.append((name, a, b, want))
+            return lambda outs: made(self.tracer, next(outs), want)
+        parts = opened(a, b)
+        if parts is None:
+            raise self.differ(name, a, b)
+        tree, left, right = parts
+        builds = [self(f"{name}{path}", x, y) for path, x, y in zip(tree.paths(), left, right, strict=True)]
+        return lambda outs: tree.close([build(outs) for build in builds])
+
+    def _undefined(self, name: str, a: Any, b: Any) -> Build:
+        known = b if a is UNDEFINED else a
+        if not self.filler:
+            return lambda outs: UNDEFINED
+        if _is_leaf(known) and isinstance(known, torch.Tensor):
+            want = own(known)
+            self.pairs.append((name, a, b, want))
+            return lambda outs: made(self.tracer, next(outs), want)
+        parts = opened(known, known)
+        if parts is None:
+            return lambda outs: known
+        tree, values, _ = parts
+        builds = [self(name, *((UNDEFINED, v) if a is UNDEFINED else (v, UNDEFINED))) for v in values]
+        return lambda outs: tree.close([build(outs) for build in builds])
+
+    def differ(self, name: str, a: Any, b: Any) -> Exception:
+        return refuse(f"{name} is {describe(a)} in one branch and {describe(b)} in the other", "the same type and shape in both branches")
+
+
+def _is_leaf(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) or is_number(x)
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    """Equal values that are no tensors and hold none."""
+    if isinstance(a, torch.Tensor) or type(a) is not type(b):
+        return False
+    if isinstance(a, (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, slice, range, type(None))):
+        return a == b
+    return False
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A container taken apart one level."""
+
+    tree: Tree
+
+    def close(self, parts: list[Any]) -> Any:
+        return Tree(self.tree.kind, self.tree.key, tuple(Tree("static", p) for p in parts)).unflatten(iter(()))
+
+    def paths(self) -> list[str]:
+        keys = self.tree.key[1] if self.tree.kind in ("dict", "output", "object") else range(len(self.tree.children))
+        return [f".{k}" if self.tree.kind in ("output", "object") else f"[{k!r}]" for k in keys]
+
+
+def opened(a: Any, b: Any) -> tuple[Opened, list[Any], list[Any]] | None:
+    """Two containers of the same structure as (structure, parts, parts), or None."""
+    left, right = flatten(a, []), flatten(b, [])
+    if left.kind in ("leaf", "static") or (left.kind, left.key, len(left.children)) != (right.kind, right.key, len(right.children)):
+        return None
+    return Opened(left), parts_of(a, left), parts_of(b, right)
+
+
+def parts_of(value: Any, tree: Tree) -> list[Any]:
+    """The parts of a container, one level deep."""
+    match tree.kind:
+        case "dict":
+            return [value[k] for k in tree.key[1]]
+        case "output":
+            return list(value.values())
+        case "object":
+            return list(attributes(value).values())
+    return list(value)
