@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from mycel import transform
-from mycel.capture import MISS, TRACING, Captured, bind
+from mycel.capture import MISS, TRACING, Captured, bind, rewritten
 from mycel.capture import capture as capture_call
 from mycel.errors import RunError
 from mycel.ir import Program, check, type_of
@@ -68,7 +68,7 @@ class Jit:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if TRACING:
-            return self.fn(*args, **kwargs)  # part of the program that is being captured
+            return rewritten(self.fn)(*args, **kwargs)  # part of the program that is being captured
         out = self._last(args, kwargs)
         return self._other(args, kwargs) if out is MISS else out
 

@@ -15,7 +15,7 @@ import torch
 
 from mycel import transform
 from mycel.api import Entry, Jit, compile_captured, compile_program, unjit
-from mycel.capture import LEAF, TRACING, Captured, Tree, flatten, input_tensors, input_values, paused, results, splice, splice_program, trace_custom
+from mycel.capture import LEAF, TRACING, Captured, Tree, flatten, input_tensors, input_values, paused, results, rewritten, splice, splice_program, trace_custom
 from mycel.capture import capture as capture_call
 from mycel.errors import GradientError
 from mycel.ir import Block, Builder, Program, Ref, Type, Var, check, is_float, scan
@@ -117,7 +117,7 @@ class CustomVjp:
         if self.rule is None:
             raise GradientError(f"{self.__name__} has no gradient yet: decorate its rule with @{self.__name__}.backward")  # type: ignore[attr-defined]
         if TRACING:
-            return trace_custom(TRACING[-1], lambda given: (self.fn(*given), []), self._pull, args)
+            return trace_custom(TRACING[-1], lambda given: (rewritten(self.fn)(*given), []), self._pull, args)
         return _eager_function(self).apply(self, *args)
 
     def _pull(self, args: tuple[Any, ...], result: Any, saved: list[Any], cotangents: list[Any]) -> Any:
@@ -197,7 +197,7 @@ def _argument_inputs(c: Captured, argnums: int | Sequence[int]) -> tuple[list[An
     """Which inputs are the arguments asked for, and the structure of their gradients."""
     args = c.arguments.children[0].children
     several = not isinstance(argnums, int)
-    chosen = list(argnums) if several else [argnums]  # type: ignore[arg-type]
+    chosen = [argnums] if isinstance(argnums, int) else list(argnums)
     starts = [0]
     for a in args:
         starts.append(starts[-1] + sum(1 for _ in a.paths("")))

@@ -1,6 +1,6 @@
 """Models to try Mycel on, from tiny configs, and what it means that two of their results are the same.
 
-    MODELS     name -> Model: the ones every capture must get right; `Model()` makes the module, `Model.inputs()` a batch of keyword arguments
+    MODELS     name -> Model: those every capture must get right; `Model()` makes the module, `Model.inputs()` a batch of keyword arguments
     same       two results are equal within 1e-5 relative, structure and classes included
     state      what a module holds: copies of its parameters and buffers by name
 """
@@ -18,8 +18,11 @@ import transformers as hf
 from torch import nn
 
 VOCAB = 97
-TEXT = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4, vocab_size=VOCAB, max_position_embeddings=64)
-QUIET = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+TEXT = {
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": VOCAB,
+    "max_position_embeddings": 64,
+}  # fmt: skip
+QUIET = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
 @dataclass(frozen=True)
@@ -81,9 +84,9 @@ def qwen3() -> nn.Module:
 
 
 def gpt2(**more: Any) -> nn.Module:
-    config = hf.GPT2Config(n_embd=32, n_layer=3, n_head=4, n_positions=64, vocab_size=VOCAB, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
-    config.update(more)
-    return hf.GPT2LMHeadModel(config)
+    quiet = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    sizes = {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64, "vocab_size": VOCAB}
+    return hf.GPT2LMHeadModel(hf.GPT2Config(**{**sizes, **quiet, **more}))
 
 
 def bert() -> nn.Module:
@@ -91,8 +94,8 @@ def bert() -> nn.Module:
 
 
 def t5() -> nn.Module:
-    config = hf.T5Config(d_model=32, d_ff=64, d_kv=8, num_layers=3, num_heads=4, vocab_size=VOCAB, dropout_rate=0.0, decoder_start_token_id=0)
-    return hf.T5ForConditionalGeneration(config)
+    sizes = {"d_model": 32, "d_ff": 64, "d_kv": 8, "num_layers": 3, "num_heads": 4, "vocab_size": VOCAB}
+    return hf.T5ForConditionalGeneration(hf.T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0))
 
 
 def vit() -> nn.Module:

@@ -1,4 +1,4 @@
-"""More model families of Hugging Face, from tiny configs: captured unchanged, results and buffers as in eager torch, in train and eval mode."""
+"""More families of Hugging Face models, from tiny configs, captured unchanged: results and buffers as in eager torch, train and eval."""
 
 from __future__ import annotations
 
@@ -70,17 +70,23 @@ FAMILIES = {
     "bloom": ("BloomForCausalLM", "BloomConfig", {"hidden_size": 32, "n_layer": 2, "n_head": 4, "vocab_size": VOCAB}, {"input_ids": IDS}),
     "opt": (
         "OPTForCausalLM", "OPTConfig",
-        {"hidden_size": 32, "ffn_dim": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": VOCAB, "word_embed_proj_dim": 32},
+        {
+            "hidden_size": 32, "ffn_dim": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": VOCAB,
+            "word_embed_proj_dim": 32,
+        },
         {"input_ids": IDS, "attention_mask": MASK},
     ),
     "gptj": (
-        "GPTJForCausalLM", "GPTJConfig", {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4, "vocab_size": VOCAB}, {"input_ids": IDS},
+        "GPTJForCausalLM", "GPTJConfig", {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4, "vocab_size": VOCAB},
+        {"input_ids": IDS},
     ),
     "mixtral-router-loss": (
         "MixtralForCausalLM", "MixtralConfig", {**ROUTED, "num_local_experts": 4},
         {"input_ids": IDS, "labels": IDS, "output_router_logits": True}, routed("batched_mm"),
     ),
-    "mixtral-grouped": ("MixtralForCausalLM", "MixtralConfig", {**ROUTED, "num_local_experts": 4}, {"input_ids": IDS}, routed("grouped_mm")),
+    "mixtral-grouped": (
+        "MixtralForCausalLM", "MixtralConfig", {**ROUTED, "num_local_experts": 4}, {"input_ids": IDS}, routed("grouped_mm"),
+    ),
     "qwen3-moe": (
         "Qwen3MoeForCausalLM", "Qwen3MoeConfig", {**ROUTED, "num_experts": 4, "moe_intermediate_size": 32, "head_dim": 8},
         {"input_ids": IDS}, routed("batched_mm"),
@@ -105,7 +111,8 @@ FAMILIES = {
         {"input_ids": IDS, "attention_mask": MASK},
     ),
     "deberta": (
-        "DebertaV2ForMaskedLM", "DebertaV2Config", {**TEXT, "relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_buckets": 8},
+        "DebertaV2ForMaskedLM", "DebertaV2Config",
+        {**TEXT, "relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_buckets": 8},
         {"input_ids": IDS, "attention_mask": MASK},
     ),
     "bart": ("BartForConditionalGeneration", "BartConfig", PAIR, {"input_ids": IDS, "labels": IDS, "attention_mask": MASK}),
@@ -127,16 +134,24 @@ FAMILIES = {
     ),
     "swin": (
         "SwinForImageClassification", "SwinConfig",
-        {"image_size": 32, "patch_size": 4, "embed_dim": 16, "depths": [2, 1], "num_heads": [2, 2], "window_size": 4, "drop_path_rate": 0.0},
+        {
+            "image_size": 32, "patch_size": 4, "embed_dim": 16, "depths": [2, 1], "num_heads": [2, 2], "window_size": 4,
+            "drop_path_rate": 0.0,
+        },
         {"pixel_values": IMAGE, "labels": CLASSES},
     ),
     "convnext": ("ConvNextForImageClassification", "ConvNextConfig", {**STAGES, "image_size": 32}, {"pixel_values": IMAGE}),
-    "mobilenet": ("MobileNetV2ForImageClassification", "MobileNetV2Config", {"image_size": 32, "depth_multiplier": 0.25}, {"pixel_values": IMAGE}),
+    "mobilenet": (
+        "MobileNetV2ForImageClassification", "MobileNetV2Config", {"image_size": 32, "depth_multiplier": 0.25}, {"pixel_values": IMAGE},
+    ),
     "segformer": (
         "SegformerForSemanticSegmentation", "SegformerConfig",
         {**STAGES, "num_attention_heads": [1, 1, 2, 2], "decoder_hidden_size": 16, "drop_path_rate": 0.0}, {"pixel_values": IMAGE},
     ),
-    "dinov2": ("Dinov2ForImageClassification", "Dinov2Config", {k: v for k, v in PICTURE.items() if k != "intermediate_size"}, {"pixel_values": IMAGE}),
+    "dinov2": (
+        "Dinov2ForImageClassification", "Dinov2Config", {k: v for k, v in PICTURE.items() if k != "intermediate_size"},
+        {"pixel_values": IMAGE},
+    ),
     "clip": (
         "CLIPModel", "CLIPConfig", {"text_config": {**TEXT, "eos_token_id": 2}, "vision_config": PICTURE},
         {"input_ids": IDS, "pixel_values": IMAGE, "return_loss": True},

@@ -106,13 +106,14 @@ def test_a_cache_comes_out(name):
 
 
 def test_static_values_decide_the_signature():
-    def fn(x, kind, n=1, name="a", flag=None, dtype=None):
+    def fn(x, kind, n=1, *, name="a", flag=None, dtype=None):
         y = x.sum() if kind is Kind.SUM else x.mean()
         return (y * n if name == "a" else y / n).to(dtype or x.dtype), flag
 
     calls = [
         ((X, Kind.SUM), {}), ((X, Kind.MEAN), {}), ((X, Kind.SUM, 2), {}), ((X, Kind.SUM, 2.0), {}), ((X, Kind.SUM), {"name": "b"}),
-        ((X, Kind.SUM), {"flag": True}), ((X, Kind.SUM), {"flag": 1}), ((X, Kind.SUM), {"flag": "é"}), ((X, Kind.SUM), {"dtype": torch.float64}),
+        ((X, Kind.SUM), {"flag": True}), ((X, Kind.SUM), {"flag": 1}), ((X, Kind.SUM), {"flag": "é"}),
+        ((X, Kind.SUM), {"dtype": torch.float64}),
         ((X, Kind.SUM), {"flag": float("nan")}), ((X, Kind.SUM), {"flag": (1, (2, None))}), ((X, Kind.SUM), {"flag": slice(0, 2)}),
     ]  # fmt: skip
     fast = mycel.jit(fn)
@@ -173,7 +174,7 @@ def test_mappings_and_objects_keep_their_class():
             self.y = self.x + 1
 
     agrees(lambda s: s.x * s.y, Slim(X))
-    found = mycel.jit(lambda x: Slim(x))(X)
+    found = mycel.jit(Slim)(X)
     same((type(found), found.x, found.y), (Slim, X, X + 1))
 
 

@@ -164,7 +164,7 @@ class Leaky(nn.Module):
 
 def test_nothing_is_left_behind():
     model = Leaky()
-    before, slots = state(model), {k: v for k, v in vars(model).items()}
+    before, slots = state(model), dict(vars(model))
     call, compiling, forward = nn.Module.__call__, torch.compiler.is_compiling(), nn.Module._call_impl
     with pytest.raises(mycel.CaptureError):
         mycel.jit(model)(X)

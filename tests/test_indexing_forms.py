@@ -9,6 +9,8 @@ from torch.utils._pytree import tree_leaves
 import mycel
 from mycel.errors import CaptureError
 
+pytestmark = pytest.mark.filterwarnings("ignore")  # torch warns of deprecated forms
+
 
 def made(seed=0):
     """The operands by the names the cases use."""

@@ -19,6 +19,7 @@ MISS means: capture again, for these arguments.
 
 from __future__ import annotations
 
+import cmath
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -34,7 +35,7 @@ Call = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 
 
 def bind(captured: Captured, run: Callable[..., Any]) -> tuple[Call, Call]:
-    """The guarded call around `run`, which takes the program's inputs and returns a tuple of its outputs; and the guards alone (None or MISS)."""
+    """The guarded call around `run`, which takes the program's inputs and returns its outputs; and the guards alone (None or MISS)."""
     return _Writer(captured, run).functions()
 
 
@@ -133,7 +134,7 @@ class _Writer:
     def static(self, value: Any, name: str) -> None:
         if value is None or isinstance(value, bool):
             self.guard(f"{name} is not {value!r}")
-        elif type(value) in (float, complex) and (value != value or value == 0):  # nan equals itself here, 0.0 is not -0.0
+        elif type(value) in (float, complex) and (value == 0 or cmath.isnan(value)):  # nan equals itself here, 0.0 is not -0.0
             self.guard(f"repr({name}) != {repr(value)!r}")
         elif is_static(value):
             self.guard(f"type({name}) is not {self.constant(type(value), 'T')} or {name} != {self.constant(value, 'V')}")
@@ -145,7 +146,8 @@ class _Writer:
     def context(self) -> None:
         """The ambient settings that decide dtypes."""
         device, get = self.c.device.type, torch.get_autocast_dtype
-        self.env.update(default_dtype=torch.get_default_dtype, is_autocast=torch.is_autocast_enabled, autocast_dtype=get, autocast=torch.autocast)
+        self.env.update(default_dtype=torch.get_default_dtype, autocast=torch.autocast)
+        self.env.update(is_autocast=torch.is_autocast_enabled, autocast_dtype=get)
         self.guard(f"default_dtype() is not {self.constant(torch.get_default_dtype(), 'D')}")
         if device != "meta":
             self.autocast = torch.is_autocast_enabled(device)
@@ -155,7 +157,8 @@ class _Writer:
     def links(self) -> None:
         """Objects on the way to state are where they were, plain values are what they were."""
         c = self.c
-        ends = [*c.links, *(p.inside for places in c.state for p in places), *(s.place.inside for s in c.statics), *(p.inside for p, _ in c.effects)]
+        held = [*(p for places in c.state for p in places), *(s.place for s in c.statics), *(p for p, _ in c.effects)]
+        ends = [*c.links, *(place.inside for place in held)]
         chain: dict[int, Link] = {}
         for link in ends:
             way = []

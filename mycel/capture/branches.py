@@ -6,7 +6,7 @@ A branch that raises (`if bad: raise ValueError`) becomes a check at run time: t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -35,9 +35,15 @@ class Run:
     raised: BaseException | None = None
     _kept: list[Any] = field(default_factory=list)
 
-    def var(self, x: Any) -> Any:
+    def var(self, tracer: Tracer, x: Any) -> Any:
         """The value of a tensor at the end of the closure; numbers as they are."""
-        return self.vars[id(x)] if isinstance(x, torch.Tensor) else x
+        if not isinstance(x, torch.Tensor):
+            return x
+        if id(x) not in self.vars:  # an outer tensor the closure left where it was
+            cell = tracer.cell(x)
+            self._kept.append(x)
+            self.vars[id(x)] = self.writes.get(cell) or cell.read()
+        return self.vars[id(x)]
 
     def note(self, tracer: Tracer, values: Iterable[Any]) -> None:
         for value in values:
@@ -86,7 +92,7 @@ def branch(
     """then() if test else orelse(), for a traced 0-dim bool; `names` are the variables that are needed afterwards."""
     closures = (then, orelse) if closures is None else closures
     slots = variables(closures, assigned(closures))
-    objects = Objects.reached(closures, slots.values())
+    objects = Objects.reached((*closures, then, orelse), slots.values())
     runs = [run(tracer, fn, slots, objects, names, catch=True) for fn in (then, orelse)]
     if runs[0].raised is not None or runs[1].raised is not None:
         return _raising(tracer, test, then, orelse, runs)
@@ -122,7 +128,7 @@ class _Branch:
         tracer, then, orelse = self.tracer, self.then, self.orelse
         tracer.here()
         value = self.merge("the value", then.value, orelse.value)
-        wanted = {n: self.merge(self.slots[n].name, then.variables[n], orelse.variables[n]) for n in names if n in self.slots}
+        wanted = {n: self._variable(n) for n in names if n in self.slots}
         boxes = {i: self._box(i) for i in sorted({*then.contents, *orelse.contents}, key=list(self.objects.boxes).index)}
         cells = list(dict.fromkeys([*then.writes, *orelse.writes]))
         outs = self._equation(cells)
@@ -137,6 +143,11 @@ class _Branch:
             cell.note()
             cell.var, cell.version = next(outs), cell.version + 1
         return result
+
+    def _variable(self, name: str) -> Callable[[Any], Any]:
+        """How to build a variable; flags and results of jumps, our own variables, are only read where they are defined."""
+        merge = replace(self.merge, filler=self.merge.filler or "@" in name)
+        return merge(self.slots[name].name, self.then.variables[name], self.orelse.variables[name])
 
     def _box(self, i: int) -> Callable[[Any], Any]:
         """How to build the contents of a list, dict or object after the branches."""
@@ -156,7 +167,7 @@ class _Branch:
         outs = []
         for at, r in enumerate((self.then, self.orelse)):
             with opened(tracer, r.section), tracer:
-                vars_ = [fit(r.var(pair[1 + at]), pair[3].type) for pair in self.merge.pairs]
+                vars_ = [fit(r.var(tracer, pair[1 + at]), pair[3].type) for pair in self.merge.pairs]
                 outs.append(vars_ + [r.writes.get(c, c.var) for c in cells])
         sections = self.then.section, self.orelse.section
         if not outs[0] and not any(e.op.effect or list(e.refs) for s in sections for e in s.eqns):
@@ -172,13 +183,13 @@ class _Branch:
             types = [atom_type(x) for x in outs[0]]
             given = tracer.append(cond, (pred, *operands), refs, types)
         given = (given,) if len(types) == 1 else given
-        tracer.hints.update({v.name: _plain(pair[0]) for v, pair in zip(given, self.merge.pairs, strict=False)})
+        tracer.hints.update({v.name: plain(pair[0]) for v, pair in zip(given, self.merge.pairs, strict=False)})
         return iter(given)
 
 
-def _plain(name: str) -> str:
+def plain(name: str) -> str:
     """A variable's name for its value in the program."""
     return {"the value": "y", "the return value": "y"}.get(name, name.replace("@", ""))
 
 
-__all__ = ["Run", "branch", "check", "run"]
+__all__ = ["Run", "branch", "check", "plain", "run"]

@@ -89,7 +89,7 @@ class Context:
     """What a Function's forward and backward share."""
 
     def __init__(self, count: int) -> None:
-        self.saved_tensors: Sequence[torch.Tensor] = ()
+        self.saved_tensors: Sequence[torch.Tensor | None] = ()
         self.needs_input_grad = (True,) * count
         self.materialize_grads = True
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -17,18 +18,20 @@ from mycel.capture.fence import refuse
 from mycel.capture.names import clean
 from mycel.capture.repeats import assemble
 from mycel.capture.state import Box, Link, Place, Places, contents, is_static, put_back
+from mycel.capture.syntax import enter, rewritten_forward
 from mycel.capture.trace import KEY, TRACING, FunctionMode, Traced, Tracer
 from mycel.capture.tree import Tree, flatten, holds_tensors
 from mycel.errors import CaptureError
-from mycel.ir import Program, Var, check, type_of
+from mycel.ir import Program, Var, check, prune, type_of
 
 
 @dataclass(frozen=True)
 class Captured:
     """A program and its calling convention.
 
-    The program's inputs are: the tensors of the arguments, then `state` (where each other tensor lives; several places for tied ones), then the random key
-    if `draws`.  Its results are the tensors of `out`, then those of `effects` (slots that are rebound); its updates are written into their inputs.
+    The program's inputs are: the tensors of the arguments, then `state` (where each other tensor lives; several places for tied ones),
+    then the random key if `draws`.  Its results are the tensors of `out`, then those of `effects` (slots that are rebound); its updates
+    are written into their inputs.
     """
 
     program: Program
@@ -75,7 +78,7 @@ def _capture(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     traced = _trace_arguments(tracer, fn, tree, leaves, apart)
     try:
         with _tracing(tracer):
-            result = fn(*traced[0], **traced[1])
+            result = enter(fn, *traced[0], **traced[1])
         outs: list[torch.Tensor] = []
         out_tree = flatten(result, outs, objects=True)
         with tracer:
@@ -89,10 +92,11 @@ def _capture(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     updates, new = _updates(tracer)
     blocks = assemble(tracer, results + new)
     names = {v.name: w.name for v, w in zip([*tracer.inputs, KEY], blocks["main"].inputs, strict=False)}
-    program = check(Program(blocks, "main", tuple(names[n] for n in updates), tracer.consts))
+    program = check(prune(Program(blocks, "main", tuple(names[n] for n in updates), tracer.consts)))
     return Captured(
-        program, tree, _positions(leaves), tuple(tuple(p) for _, p in tracer.state), bool(tracer.draws), out_tree, tuple(effects),
-        tuple(m for _, m in places.modules.values()), tuple(places.links), places.unchanged(), tuple(x.device for x, _ in tracer.lifted.values()), device,
+        program, tree, _positions(leaves), tuple(tuple(p) for _, p in tracer.state), len(blocks["main"].inputs) > len(tracer.inputs), out_tree, tuple(effects),
+        tuple(m for _, m in places.modules.values()), tuple(places.links), places.unchanged(),
+        tuple(x.device for x, _ in tracer.lifted.values()), device,
     )  # fmt: skip
 
 
@@ -102,7 +106,8 @@ def _tracing(tracer: Tracer) -> Iterator[None]:
     plain = torch.nn.Module.__call__
 
     def traced_call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return tracer.module_call(plain, module, args, kwargs)
+        with rewritten_forward(module):
+            return tracer.module_call(plain, module, args, kwargs)
 
     was_compiling, was_caching = torch.compiler._is_compiling_flag, torch.is_autocast_cache_enabled()
     torch.nn.Module.__call__ = traced_call  # type: ignore[method-assign]
@@ -112,7 +117,7 @@ def _tracing(tracer: Tracer) -> Iterator[None]:
     torch.autograd.Function.apply = classmethod(_traced_apply)  # type: ignore[method-assign, assignment]
     TRACING.append(tracer)
     try:
-        with torch.enable_grad(), torch._C._AutoDispatchBelowAutograd(), tracer.mode, FunctionMode(tracer):
+        with torch.enable_grad(), _uncompiled(), torch._C._AutoDispatchBelowAutograd(), tracer.mode, FunctionMode(tracer):
             yield
     finally:
         torch.nn.Module.__call__ = plain  # type: ignore[method-assign]
@@ -121,6 +126,11 @@ def _tracing(tracer: Tracer) -> Iterator[None]:
         TRACING.pop()
         torch.autograd.Function.apply = plain_apply  # type: ignore[method-assign]
         tracer.running = False
+
+
+def _uncompiled() -> contextlib.AbstractContextManager[Any]:
+    """What torch.compile wraps runs as written."""
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()
 
 
 def _traced_apply(cls: type[torch.autograd.Function], *args: Any) -> Any:
@@ -212,7 +222,7 @@ def _changes(tracer: Tracer, places: Places) -> list[_Change]:
             tree = flatten(value, leaves, objects=True)
             with tracer:
                 values = [tracer.cell(x).read() for x in leaves]
-            if box.kind == "variable" or isinstance(box.slots, list) and len(box.slots) != len(box.old):
+            if box.kind == "variable" or (isinstance(box.slots, list) and len(box.slots) != len(box.old)):
                 raise refuse(
                     f"a traced tensor was kept in {box.name}, which lives outside of the function",
                     "return it, or keep it in a buffer or an attribute of a module",

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from mycel.capture.alias import Cell
-from mycel.capture.branches import Run, run
+from mycel.capture.branches import Run, plain, run
 from mycel.capture.fence import refuse
 from mycel.capture.merge import Want, describe, fit, is_number, is_weak, made, meet, opened as opened_value, own
 from mycel.capture.nested import KEY, Section, branch_key, finish, free, opened
@@ -35,32 +35,45 @@ class Turns:
         self.objects = Objects.reached(closures, self.slots.values())
         self.state: dict[tuple[int, Any], Slot] = {}
         self.cells: list[Cell] = []
-        self.before = {slot: slot.get() for slot in self.slots.values()}
+        self.fresh: list[Cell] = []
+        self.before = {slot.id: (slot, slot.get()) for slot in self.slots.values()}
 
     def settle(self, items: Sequence[Var]) -> tuple[Run, list[Var], list[Var]]:
         """Trace the body until the state is known: the last trace, the state's Vars at the start of a turn and at its end."""
         for _ in range(ROUNDS):
             start: list[Var] = []
+            blocks = dict(self.tracer.blocks)
             done = self.trace(self.body, start, items)
             if not self._grow(done):
                 ends = self._ends(done)
                 if ends is not None:
                     return done, start, ends
+            self.tracer.blocks = blocks
         raise refuse("the state of this loop does not settle", "the same types and shapes at the start and at the end of each turn")
 
     def trace(self, fn: Callable[..., Any], start: list[Var], items: Sequence[Var] = ()) -> Run:
         """One run of a closure on fresh values for the state; their Vars are appended to `start` (or taken from it)."""
         given = iter(start[:])
+        self.fresh.clear()
 
         def turn() -> Any:
             for slot in self.state.values():
-                slot.set(self._fresh(slot.get(), start, given))
+                slot.set(self._fresh(slot.name, slot.get(), start, given))
             for cell in self.cells:
                 cell.note()
                 cell.var, cell.version = self._var(cell.var.type, start, given), cell.version + 1
-            return fn(*(self.tracer.wrap(v) for v in items))
+            return fn(*(self._own(self.tracer.wrap(v)) for v in items))
 
-        return run(self.tracer, turn, self.slots, self.objects, self.names)
+        done = run(self.tracer, turn, self.slots, self.objects, self.names)
+        if any(cell in done.writes for cell in self.fresh[len(self.fresh) - len(items) :] if items):
+            raise refuse("a row is updated in place in a loop over a tensor", "indexing the tensor: x[i] += …")
+        done.writes = {c: v for c, v in done.writes.items() if c not in self.fresh}
+        return done
+
+    def _own(self, x: Traced) -> Traced:
+        """A tensor that is the turn's own: writing into it reaches nobody outside."""
+        self.fresh.append(x.cell)
+        return x
 
     def _var(self, type: Type, start: list[Var], given: Any) -> Var:
         var = next(given, None)
@@ -69,13 +82,17 @@ class Turns:
             start.append(var)
         return var
 
-    def _fresh(self, value: Any, start: list[Var], given: Any) -> Any:
+    def _fresh(self, name: str, value: Any, start: list[Var], given: Any) -> Any:
         """A value with new Vars for its tensors."""
         if isinstance(value, torch.Tensor):
             want = own(value)
-            return made(self.tracer, self._var(want.type, start, given), want)
+            var = self._var(want.type, start, given)
+            self.tracer.hints[var.name] = plain(name)
+            return self._own(made(self.tracer, var, want))
         parts = opened_value(value, value)
-        return value if parts is None else parts[0].close([self._fresh(v, start, given) for v in parts[1]])
+        if parts is None:
+            return value
+        return parts[0].close([self._fresh(f"{name}{path}", v, start, given) for path, v in zip(parts[0].paths(), parts[1], strict=True)])
 
     # -- what the state is ------------------------------------------------------------------------------------------
 
@@ -83,13 +100,20 @@ class Turns:
         """Take in what the body was seen to change; was there anything new?"""
         before = len(self.state), len(self.cells)
         for name in self.names:
-            if done.variables[name] is not self.slots[name].get():
+            old = self.slots[name].get()
+            if done.variables[name] is not old:
+                self._check_alias(name, old, done)
                 self.state.setdefault(self.slots[name].id, self.slots[name])
         for i, now in done.contents.items():
             for slot in _changed(self.objects.boxes[i], now):
                 self.state.setdefault(slot.id, slot)
         self.cells += [c for c in done.writes if c not in self.cells]
         return before != (len(self.state), len(self.cells))
+
+    def _check_alias(self, name: str, old: Any, done: Run) -> None:
+        """A turn that updates a tensor of outside in place and then lets its name go would do so at the first turn only."""
+        if isinstance(old, Traced) and old.cell in done.writes and old.cell.place is not None:
+            raise refuse(f"{name} is updated in place and then assigned anew in a loop, while it is {old.cell.place.name}", f"{name} = {name}.clone() before")
 
     def _end_value(self, slot: Slot, done: Run) -> Any:
         """What a slot holds at the end of a turn."""
@@ -106,20 +130,21 @@ class Turns:
             start = slot.get()
             new = self._meet(slot.name, start, self._end_value(slot, done))
             if new is not start:
-                self.before.setdefault(slot, start)
+                self.before.setdefault(slot.id, (slot, start))
                 slot.set(new)
                 again = True
         if again:
+            self.objects.remember()
             return None
         ends: list[Var] = []
         with opened(self.tracer, done.section), self.tracer:
             for slot in self.state.values():
                 self._collect(slot.get(), self._end_value(slot, done), done, ends)
-        return ends + [done.writes.get(c, None) or c.var for c in self.cells]
+        return ends + [done.writes.get(c) or c.var for c in self.cells]
 
     def _collect(self, start: Any, end: Any, done: Run, ends: list[Var]) -> None:
         if isinstance(start, torch.Tensor):
-            ends.append(fit(done.var(end), own(start).type))
+            ends.append(fit(done.var(self.tracer, end), own(start).type))
             return
         parts = opened_value(start, start)
         if parts is not None:
@@ -205,7 +230,7 @@ class Turns:
         for slot in self.state.values():
             new = build(slot.get())
             if isinstance(new, Traced):
-                self.tracer.hints[new.cell.var.name] = slot.name.replace("@", "")
+                self.tracer.hints[new.cell.var.name] = plain(slot.name)
             slot.set(new)
         for cell in self.cells:
             cell.note()
@@ -215,9 +240,13 @@ class Turns:
                 slot.set(UNDEFINED)
                 self.tracer.maybe.add(name)
 
+    def touched(self, asked: Run) -> bool:
+        """Did a trace change objects beyond the state it was given?"""
+        return any(slot.id not in self.state for i, now in asked.contents.items() for slot in _changed(self.objects.boxes[i], now))
+
     def undo(self) -> None:
         """Forget what `settle` changed."""
-        for slot, value in self.before.items():
+        for slot, value in self.before.values():
             slot.set(value)
 
     def keyed(self, sections: Sequence[Section], start: list[Var], ends: list[Var], body: Section) -> bool:
@@ -250,10 +279,10 @@ def repeat(tracer: Tracer, test: Callable[[], Any], body: Callable[..., Any], cl
     turns = Turns(tracer, body, closures, names)
     done, start, ends = turns.settle(())
     asked = turns.trace(test, start)
-    if asked.writes or asked.contents:
+    if any(v not in start for v in asked.writes.values()) or turns.touched(asked):
         raise refuse("the test of a while loop changes tensors or objects", "a test that only reads")
     with opened(tracer, asked.section), tracer:
-        pred = fit(asked.var(asked.value), Type(torch.bool, ()))
+        pred = fit(asked.var(tracer, asked.value), Type(torch.bool, ()))
     sections = [asked.section, done.section]
     keyed = turns.keyed(sections, start, ends, done.section)
     consts = [v for v in free(*sections, outputs=[pred, *ends]) if v not in start]
@@ -273,18 +302,15 @@ def over(tracer: Tracer, rows: torch.Tensor, body: Callable[..., Any], closures:
     """for row in rows: body(row) as a scan; False if a turn does nothing to tensors (rows count in Python then)."""
     turns = Turns(tracer, body, closures, names)
     row = Var(tracer.name(""), Type(rows.dtype, tuple(rows.shape[1:])))
-    items: list[Traced] = []
 
     def turn(item: Any) -> Any:
-        item.weak = weak
-        items.append(item)
+        if weak:
+            item.weak = tracer.numbers = True
         return body(item)
 
     turns.body = turn
     try:
         done, start, ends = turns.settle((row,))
-        if any(item.cell.version for item in items):
-            raise refuse("a row is updated in place in a loop over a tensor", "indexing the tensor: x[i] += …")
     except Exception:
         turns.undo()
         raise

@@ -96,7 +96,8 @@ def fit(x: Any, want: Type) -> Var:
 def made(tracer: Tracer, var: Var, want: Want) -> Traced:
     """A new tensor of the user's with this value."""
     x = tracer.wrap(var)
-    x.weak = want.weak
+    if want.weak:
+        x.weak = tracer.numbers = True
     return x
 
 

@@ -1,7 +1,7 @@
 """What the user's code reaches without being handed it: where it lives, so that every call reads it anew or notices that it changed.
 
-A `Place` is a container (a module's parameter dict, a globals dict, a closure cell …) and a key.  `Places` walks what a function can reach: the
-modules among its arguments, closure, globals and attributes, and the functions and classes it names.
+A `Place` is a container (a module's parameter dict, a globals dict, a closure cell …) and a key.  `Places` walks what a function can
+reach: the modules among its arguments, closure, globals and attributes, and the functions and classes it names.
 
     tensors    read anew at every call; tied parameters have several places and are one tensor
     modules    guarded: train mode, submodules, hooks
@@ -40,6 +40,12 @@ class Place:
 
     def read(self) -> Any:
         return self.container.cell_contents if isinstance(self.container, types.CellType) else self.container[self.key]
+
+    def write(self, value: Any) -> None:
+        if isinstance(self.container, types.CellType):
+            self.container.cell_contents = value
+        else:
+            self.container[self.key] = value
 
     @property
     def mutable(self) -> bool:
@@ -140,7 +146,7 @@ class Places:
     def _class(self, cls: type) -> None:
         """Class attributes, and what the methods of a user's class name."""
         for base in cls.__mro__:
-            if id(base) in self._seen and base is not cls or not _is_open_module(base.__module__):
+            if (id(base) in self._seen and base is not cls) or not _is_open_module(base.__module__):
                 continue
             self._seen.add(id(base))
             for key, value in list(vars(base).items()):
@@ -150,11 +156,11 @@ class Places:
                 elif not key.startswith("__"):
                     self._entry(f"{base.__name__}.{key}", vars(base), key, "variable", None)
 
-    def _entries(self, name: str, container: Any, keys: Iterable[Any], kind: str, inside: Link | None, depth: int = DEEPEST) -> None:
+    def _entries(self, name: str, container: Any, keys: Iterable[Any], kind: str, inside: Link | None, *, depth: int = DEEPEST) -> None:
         for key in list(keys):
-            self._entry(_join(name, key), container, key, kind, inside, depth)
+            self._entry(_join(name, key), container, key, kind, inside, depth=depth)
 
-    def _entry(self, name: str, container: Any, key: Any, kind: str, inside: Link | None, depth: int = DEEPEST) -> None:
+    def _entry(self, name: str, container: Any, key: Any, kind: str, inside: Link | None, *, depth: int = DEEPEST) -> None:
         """One slot of a container: a tensor, a plain value, a container of those, or an object that may lead to them."""
         value = container.cell_contents if isinstance(container, types.CellType) else container[key]
         place = Place(name, kind, container, key, inside)
@@ -167,7 +173,7 @@ class Places:
                 link = Link(place, value)
                 if not isinstance(value, tuple):
                     self._box(name, kind, value, link)
-                self._entries(name, value, _keys(value), kind, link, depth - 1)
+                self._entries(name, value, _keys(value), kind, link, depth=depth - 1)
         elif _leads_on(value):
             self.links.append(Link(place, value))
             self._visit(name, value, self.links[-1])

@@ -27,6 +27,7 @@ from mycel.capture.bounds import bounds, decide
 from mycel.capture.fence import READS, here, refuse, refuse_dynamic, refuse_read
 from mycel.capture.state import Place, Places
 from mycel.capture.subscript import open_key
+from mycel.capture.weak import as_numbers
 from mycel.errors import CaptureError, IRError
 from mycel.ir import CONTROL, OPS, Atom, Block, Builder, Eqn, Op, Type, Var, type_of
 from mycel.ops import RULES, o
@@ -101,6 +102,7 @@ class Tracer(Builder):
         self.closed: set[Var] = set()  # values of inner blocks that are finished: nothing outside may use them
         self.hints: dict[str, str] = {}  # names of what control flow gives back
         self.raised: BaseException | None = None  # the last exception of a raise statement in rewritten code
+        self.numbers = False  # are there weak tensors?
         self.maybe: set[str] = set()  # variables that only one of two branches defines
         self._arguments: list[torch.Tensor] = []
         self.mode = DispatchMode(self)
@@ -113,7 +115,7 @@ class Tracer(Builder):
         return f"v{n}"
 
     def append(self, op: Op, inputs: tuple[Atom, ...], params: dict[str, Any], types: Sequence[Type]) -> Any:
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() and op not in CONTROL:  # what a branch or a loop computes is frozen inside; what it passes on is not
             self.frozen.add(len(self.eqns))
         self.lines.append((self.frame, self.source))
         out = super().append(op, inputs, params, types)
@@ -640,6 +642,15 @@ class FunctionMode(TorchFunctionMode):
     def __torch_function__(self, func: Any, types_: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
+        if self.tracer.numbers and any(type(a) is Traced and a.weak for a in args[:2]):
+            func, args, weak = as_numbers(func, name, args)
+            out = self._call(func, getattr(func, "__name__", ""), args, kwargs)
+            if weak:
+                out.weak = True
+            return out
+        return self._call(func, name, args, kwargs)
+
+    def _call(self, func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
         if name == "__get__":
             return args[0].detach() if func.__self__ is torch.Tensor.data else func(*args, **kwargs)
         if name == "__set__" and func.__self__ is torch.Tensor.data:

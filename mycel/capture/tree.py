@@ -19,7 +19,10 @@ from mycel.capture.fence import refuse
 
 @dataclass(frozen=True)
 class Tree:
-    """kind: leaf | static | tuple | list | named | struct | dict | output | object.  `key` holds what identifies it: value, class or (class, keys)."""
+    """kind: leaf | static | tuple | list | named | struct | dict | output | object.
+
+    `key` holds what identifies it: the value, the class, or (class or empty mapping, keys).
+    """
 
     kind: str
     key: Any = None
@@ -41,7 +44,8 @@ class Tree:
                 return self.key(*parts)
             case "struct":
                 return self.key(parts)
-        return rebuild(*self.key, parts)
+        made, names = self.key
+        return rebuild(made, names, parts)
 
     def paths(self, prefix: str) -> Iterator[str]:
         """A readable name for each leaf."""
@@ -84,7 +88,7 @@ def flatten(value: Any, leaves: list[torch.Tensor], objects: bool = False) -> Tr
     if isinstance(value, (dict, collections.UserDict)):
         kind = "output" if dataclasses.is_dataclass(value) else "dict"
         return Tree(kind, (_empty(value), tuple(value.keys())), inner(value.values()))
-    if dataclasses.is_dataclass(value) and not isinstance(value, type) or objects and holds_tensors(value):
+    if (dataclasses.is_dataclass(value) and not isinstance(value, type)) or (objects and holds_tensors(value)):
         fields = attributes(value)
         if not fields:
             raise refuse(f"a {type(value).__name__} of tensors cannot be taken apart", "tuples, lists, dicts and dataclasses of tensors")

@@ -10,12 +10,12 @@
 
 Liveness is one worklist over *slots*: the inputs and outputs of blocks, the operands and results of control-flow equations.  An
 equation that holds blocks ties slots together (operand k of a call and input k of its block; state k of a loop, of its test and of
-its body …): tied slots are kept or dropped together.  The entry's inputs always stay.
+its body …): tied slots are kept or dropped together.  The entry's inputs always stay, and so do equations with an effect.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from mycel.ir import CONTROL, Atom, Block, Eqn, Params, Program, Var, call, cond, custom, is_float, loop, order, prune
@@ -38,11 +38,13 @@ class _Live:
         self.made = {n: {v: e for e in b.eqns for v in e.outputs} for n, b in self.blocks.items()}
         self.taken = {n: {v: i for i, v in enumerate(b.inputs)} for n, b in self.blocks.items()}
         self.values: set[tuple[str, Var]] = set()
-        self.eqns: set[int] = set()
+        self.eqns: set[str] = set()
         self.slots: set[Slot] = set()
         self.ties: dict[Slot, list[list[Slot]]] = {}
         self.homes: dict[str, tuple[str, Eqn]] = {}
+        self.acting = _acting(self.blocks)
         self.todo: list[tuple[str, Atom]] = [(program.entry, x) for x in program.main.outputs]
+        self._effects(program.entry)
         while self.todo:
             self._value(*self.todo.pop())
 
@@ -56,17 +58,27 @@ class _Live:
             return
         if eqn.op not in CONTROL:
             self.todo.extend((block, v) for v in eqn.vars)
-            self.eqns.add(id(eqn))
+            self.eqns.add(_me(block, eqn))
             return
-        if id(eqn) not in self.eqns:
+        if _me(block, eqn) not in self.eqns:
             self._hold(block, eqn)
-        self._slot(("result", str(id(eqn)), eqn.outputs.index(x)))
+        self._slot(("result", _me(block, eqn), eqn.outputs.index(x)))
+
+    def _effects(self, block: str) -> None:
+        """A block that is needed is run: so are its equations that do something, and those that hold such blocks."""
+        for eqn in self.blocks[block].eqns:
+            if eqn.op.effect and _me(block, eqn) not in self.eqns:
+                self.eqns.add(_me(block, eqn))
+                self.values.update((block, v) for v in eqn.outputs)
+                self.todo.extend((block, v) for v in eqn.vars)
+            elif _me(block, eqn) not in self.eqns and any(ref in self.acting for ref in eqn.refs):
+                self._hold(block, eqn)
 
     def _hold(self, block: str, eqn: Eqn) -> None:
         """A control-flow equation becomes needed: tie its slots, keep what decides where control goes."""
-        self.eqns.add(id(eqn))
-        self.homes[str(id(eqn))] = (block, eqn)
-        for tie in _ties(eqn):
+        self.eqns.add(_me(block, eqn))
+        self.homes[_me(block, eqn)] = (block, eqn)
+        for tie in _ties(eqn, _me(block, eqn)):
             for slot in tie:
                 self.ties.setdefault(slot, []).append(tie)
             if any(slot in self.slots for slot in tie):
@@ -76,6 +88,9 @@ class _Live:
             self.todo.append((block, eqn.inputs[0]))
         if eqn.op is loop:
             self._slot(("out", str(eqn.params["test"]), 0))
+        for ref in eqn.refs:
+            if ref in self.acting:
+                self._effects(ref)
 
     def _slot(self, slot: Slot) -> None:
         if slot in self.slots:
@@ -93,17 +108,16 @@ class _Live:
 
     def rest(self, name: str, block: Block) -> Block:
         """What is left of a block."""
-        eqns = tuple(self._left(e) for e in block.eqns if id(e) in self.eqns)
+        eqns = tuple(self._left(e, _me(name, e)) for e in block.eqns if _me(name, e) in self.eqns)
         if name == self.program.entry:
             return Block(block.inputs, eqns, block.outputs)
         inputs = tuple(v for i, v in enumerate(block.inputs) if ("in", name, i) in self.slots)
         outputs = tuple(x for i, x in enumerate(block.outputs) if ("out", name, i) in self.slots)
         return Block(inputs, eqns, outputs)
 
-    def _left(self, eqn: Eqn) -> Eqn:
+    def _left(self, eqn: Eqn, me: str) -> Eqn:
         if eqn.op not in CONTROL:
             return eqn
-        me = str(id(eqn))
         keep = [("operand", me, k) in self.slots or (eqn.op is cond and k == 0) for k in range(len(eqn.inputs))]
         inputs = tuple(x for x, kept in zip(eqn.inputs, keep, strict=True) if kept)
         outputs = tuple(v for k, v in enumerate(eqn.outputs) if ("result", me, k) in self.slots)
@@ -117,9 +131,23 @@ class _Live:
         return replace(eqn, inputs=inputs, outputs=outputs, params=Params(params))
 
 
-def _ties(eqn: Eqn) -> Iterator[list[Slot]]:
+def _me(block: str, eqn: Eqn) -> str:
+    """One equation of one block; blocks may share equations."""
+    return f"{block} {id(eqn)}"
+
+
+def _acting(blocks: Mapping[str, Block]) -> set[str]:
+    """Blocks with equations that do something, inner blocks first."""
+    found: set[str] = set()
+    for name, block in blocks.items():
+        if any(e.op.effect or any(ref in found for ref in e.refs) for e in block.eqns):
+            found.add(name)
+    return found
+
+
+def _ties(eqn: Eqn, me: str) -> Iterator[list[Slot]]:
     """The slots that a control-flow equation keeps or drops together."""
-    p, me = eqn.params, str(id(eqn))
+    p = eqn.params
     operands, results = range(len(eqn.inputs)), range(len(eqn.outputs))
     if eqn.op is call:
         yield from ([("operand", me, k), ("in", p["block"], k)] for k in operands)

@@ -103,7 +103,8 @@ class _Woven:
 
     def linear(self, eqn: Eqn) -> None:
         """The tangents of an operator's outputs: its gradient rule, transposed."""
-        if eqn.op.vjp is None and eqn.op is not custom:
+        pull = eqn.op.vjp
+        if pull is None and eqn.op is not custom:
             raise GradientError(f"no gradient rule for {eqn.op.name}" + (f"\n  at        {eqn.source}" if eqn.source else ""))
         floats = [v for v in eqn.outputs if is_float(v.dtype)]
         rule = Builder(beside=self.b)
@@ -113,8 +114,8 @@ class _Woven:
             g = tuple(gs.get(v) for v in eqn.outputs)
             if eqn.op is custom:
                 found = custom_cotangents(rule, eqn, g)
-            else:
-                found = eqn.op.vjp(g[0] if single else g, eqn.outputs[0] if single else eqn.outputs, *eqn.inputs, **eqn.params)
+            elif pull is not None:
+                found = pull(g[0] if single else g, eqn.outputs[0] if single else eqn.outputs, *eqn.inputs, **eqn.params)
         pulled = [(x, c) for x, c in zip(eqn.inputs, found, strict=True) if isinstance(c, Var) and isinstance(x, Var) and x in self.tangents]
         known = tuple(dict.fromkeys((*eqn.vars, *eqn.outputs)))
         scratch = Block((*known, *gs.values()), tuple(rule.eqns), tuple(c for _, c in pulled))

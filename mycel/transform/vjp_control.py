@@ -134,6 +134,8 @@ def forward_loop(half: Half, eqn: Eqn) -> Pull:
         inputs = (*(eqn.inputs[i] for i in held), *kept, *start)
         types = [*stacks, *(v.type for v in start)]
         found = _listed(half.backward.append(loop, inputs, {"test": Ref(more), "body": Ref(backward), "consts": len(held)}, types), types)
+        half.names.update({v.name: k.name for v, k in zip(found, kept, strict=False)})
+        half.names.update({v.name: f"d_{_name(eqn.inputs[i])}" for v, i in zip(found[len(stacks) :], [*states, *totals], strict=True)})
         return scatter(found[len(stacks) :], [*states, *totals], len(eqn.inputs))
 
     return pull
@@ -144,7 +146,8 @@ def _loop_forward(vjp: Vjp, pair: Pair, pushed: list[Var], stacks: list[Type]) -
     b = _writer(block)
     extra = [b.input("stack", t) for t in stacks]
     with b:
-        full = [o.stack_push(s, v) for s, v in zip(extra, pushed or [True], strict=True)]
+        values: list[Any] = [*pushed] or [True]
+        full = [o.stack_push(s, v) for s, v in zip(extra, values, strict=True)]
     n = len(block.outputs) - len(pair.residuals)
     return vjp.add(pair.forward, Block((*block.inputs, *extra), (*block.eqns, *b.eqns), (*block.outputs[:n], *full)))
 
@@ -159,7 +162,7 @@ def _loop_backward(
     ds = {i: b.input(f"d_{eqn.outputs[i - n].name}", eqn.outputs[i - n].type) for i in states}
     sums = {i: b.input(f"d_{_name(eqn.inputs[i])}", atom_type(eqn.inputs[i])) for i in totals}
     with b:
-        popped = [o.stack_pop(s, shape=s.shape, dtype=s.dtype) for s in tops]
+        popped = [o.stack_pop(s, shape=s.shape, dtype=s.dtype, sure=True) for s in tops]
         values = dict(zip(pushed, [v for _, v in popped], strict=False))
         body = vjp.blocks[pair.forward]
         reused = [consts[i] if i < n else values[body.inputs[i]] for i in pair.reused]
@@ -173,7 +176,7 @@ def _loop_backward(
         t.input(v.name, v.type)
     with t:
         more = o.stack_holds(t.inputs[len(held)])
-    names = _popped_names(pushed, popped) | {found[i].name: ds[i].name for i in found if i in ds}
+    names = _popped_names(pushed, popped) | {found[i].name: ds[i].name if i in ds else f"{sums[i].name}_turn" for i in found}
     return vjp.add(f"{pair.backward}_turn", renamed(b.block(outs), names)), vjp.add(f"{pair.backward}_more", t.block([more]))
 
 
@@ -226,6 +229,8 @@ def forward_scan(half: Half, eqn: Eqn) -> Pull:
         types = [*stacks, *(v.type for v in start), *(atom_type(eqn.inputs[i]) for i in gives_rows)]
         params = {"body": Ref(backward), "length": length, "consts": len(held), "carry": len(stacks) + len(start), "reverse": not reverse}
         found = _listed(half.backward.append(scan, inputs, params, types), types)
+        names = [f"d_{_name(eqn.inputs[i])}" for i in (*states, *totals, *gives_rows)]
+        half.names.update({v.name: name for v, name in zip(found[len(stacks) :], names, strict=True)})
         return scatter(found[len(stacks) :], [*states, *totals, *gives_rows], len(eqn.inputs))
 
     return pull
@@ -261,7 +266,7 @@ def _scan_backward(
     out_types = [atom_type(x) for x in body.outputs]
     dy = {i: b.input(f"d_{eqn.outputs[i].name}", out_types[i]) for i in rows}
     with b:
-        popped = [o.stack_pop(s, shape=s.shape, dtype=s.dtype) for s in tops]
+        popped = [o.stack_pop(s, shape=s.shape, dtype=s.dtype, sure=True) for s in tops]
         values.update(zip(deep, [v for _, v in popped], strict=True))
         reused = [known[i] if i in known else values[body.inputs[i]] for i in pair.reused]
         given = {**{i - n: d for i, d in ds.items()}, **dy}

@@ -95,13 +95,13 @@ def _compile(fn: types.FunctionType) -> types.CodeType | None:
     node, owner = found
     node = _Private(owner).visit(_clone(node)) if owner else _clone(node)
     new = rewrite(node)
+    name, new.name = new.name, f"{new.name}@"  # else its own name would be the factory's variable
     names = [*code.co_freevars, RUNTIME, "undefined@"]
     given = ast.Assign([ast.Name(n, ast.Store()) for n in names], ast.Constant(None))
     factory = ast.FunctionDef("factory@", ast.arguments([], [], None, [], [], None, []), [given, new], [])
     tree = ast.Module([ast.fix_missing_locations(ast.copy_location(factory, new))], [])
     compiled = compile(tree, code.co_filename, "exec", flags=code.co_flags & _FUTURE, dont_inherit=True)
-    made = _inner(_inner(compiled, "factory@"), new.name)
-    made = made.replace(co_qualname=code.co_qualname)
+    made = _inner(_inner(compiled, "factory@"), new.name).replace(co_name=name, co_qualname=code.co_qualname)
     _register(made)
     return made
 

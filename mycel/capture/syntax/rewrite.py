@@ -300,4 +300,5 @@ def _place(node: Any, like: ast.AST) -> Any:
     for part in ast.walk(node):
         if "lineno" in part._attributes and not hasattr(part, "lineno"):
             ast.copy_location(part, like)
+            part.end_lineno, part.end_col_offset = part.lineno, part.col_offset  # a call's line is its function's last
     return node

@@ -143,9 +143,10 @@ class _Live:
         return (out - bound(node)) | read(node)
 
     def loop(self, node: ast.While | ast.For, head: set[str]) -> set[str]:
-        """The head needs what the end needs and what a turn needs."""
+        """The head needs what the end needs and what a turn needs but its own variable."""
+        taken = bound(node.target) if isinstance(node, ast.For) else set()
         while True:
-            more = head | self.block(node.body, head)
+            more = head | (self.block(node.body, head) - taken)
             if more == head:
                 break
             head = more

@@ -1,0 +1,389 @@
+"""What rewritten code calls: each statement on Python values is what Python does; on traced tensors it is captured.
+
+A tensor whose value is known while tracing (it depends on no input) counts as a Python value.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import functools
+import operator
+import re
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from mycel.capture.branches import branch as traced_branch
+from mycel.capture.branches import check as traced_check
+from mycel.capture.branches import run
+from mycel.capture.fence import refuse
+from mycel.capture.loops import over
+from mycel.capture.loops import repeat as traced_repeat
+from mycel.capture.merge import Want, fit, made
+from mycel.capture.slots import UNDEFINED, Objects, assigned, variables
+from mycel.capture.syntax.load import twin
+from mycel.capture.syntax.rewrite import RUNTIME
+from mycel.capture.trace import TRACING, Tracer
+from mycel.errors import CaptureError
+from mycel.ir import Type
+
+UNROLL = 16  # turns up to which a loop with a known number of turns is written out
+MOST_UNROLLED = 512  # … and up to which it is when its state does not fit a loop
+_CHEAP = {
+    "eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_not", "isnan", "isfinite", "isinf", "add", "sub", "mul", "neg", "abs",
+    "cast", "full", "iota", "const", "reshape", "sum", "mean", "amax", "amin", "all", "any", "select", "slice",
+}  # fmt: skip
+
+_SIGNS: dict[str, Callable[[Any, Any], Any]] = {
+    "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge, "==": operator.eq, "!=": operator.ne,
+    "is": operator.is_, "is not": operator.is_not, "in": lambda a, b: a in b, "not in": lambda a, b: a not in b,
+}  # fmt: skip
+
+
+def decide(x: Any) -> Any:
+    """The truth of a Python value; a traced 0-dim bool for a tensor that is not known."""
+    if not isinstance(x, torch.Tensor) or not TRACING or torch._C._functorch.is_functorch_wrapped_tensor(x):
+        return bool(x)
+    if x.numel() != 1:
+        raise refuse(
+            f"a decision was asked of a tensor with {x.numel()} elements", "x.any() or x.all() to decide, torch.where to choose for each element"
+        )
+    known = _known(x)
+    if known is not None:
+        return bool(known)
+    x = x.reshape(()) if x.ndim else x
+    return x if x.dtype == torch.bool else x != 0
+
+
+def branch(test: Any, then: Callable[[], Any], orelse: Callable[[], Any], names: Sequence[str], guard: bool = False) -> Any:
+    """if test: then() else: orelse()"""
+    answer = decide(test)
+    if isinstance(answer, bool):
+        return then() if answer else orelse()
+    return traced_branch(TRACING[-1], answer, then, orelse, names, guard)
+
+
+def choose(test: Any, then: Callable[[], Any], orelse: Callable[[], Any]) -> Any:
+    """then() if test else orelse()"""
+    return branch(test, then, orelse, assigned((then, orelse)), True)
+
+
+def repeat(test: Callable[[], Any], body: Callable[[], Any], names: Sequence[str]) -> None:
+    """while test(): body()"""
+    while True:
+        answer = decide(test())
+        if not isinstance(answer, bool):
+            return traced_repeat(TRACING[-1], lambda: decide(test()), body, (test, body), names)
+        if not answer:
+            return None
+        body()
+
+
+# -- for --------------------------------------------------------------------------------------------------------------
+
+
+class Range:
+    """range() of which a bound is a traced tensor."""
+
+    def __init__(self, *bounds: Any) -> None:
+        for b in bounds:
+            if isinstance(b, torch.Tensor) and (b.numel() != 1 or b.is_floating_point()):
+                raise refuse(f"range() of a tensor of {b.dtype} with {b.numel()} elements", "an integer tensor with one element")
+        bounds = tuple(b.reshape(()) if isinstance(b, torch.Tensor) else b for b in bounds)
+        self.start, self.stop = (0, bounds[0]) if len(bounds) == 1 else bounds[:2]
+        self.step = bounds[2] if len(bounds) == 3 else 1
+
+    def __len__(self) -> int:
+        raise refuse("the length of a range() whose bounds are traced tensors was asked", "a for loop over the range itself")
+
+    def __iter__(self) -> Any:
+        raise refuse("a range() whose bounds are traced tensors was iterated outside of a for loop", "a for loop over the range itself")
+
+    @property
+    def turns(self) -> Any:
+        """How many numbers there are (negative: none)."""
+        if isinstance(self.step, int):
+            ahead = self.stop - self.start if self.step > 0 else self.start - self.stop
+            return ahead if abs(self.step) == 1 else (ahead + abs(self.step) - 1) // abs(self.step)
+        return (self.stop - self.start + self.step - torch.sign(self.step)) // self.step
+
+
+def _range(*bounds: Any) -> Any:
+    known = [_known(b) for b in bounds]
+    return Range(*bounds) if any(b is None for b in known) else range(*known)
+
+
+def _known(x: Any) -> Any:
+    """The number a tensor is known to be, None if it is not; other values as they are."""
+    if not isinstance(x, torch.Tensor) or not TRACING:
+        return x
+    value = TRACING[-1].concrete(x)
+    return None if value is None else x.item()
+
+
+def each(items: Any, body: Callable[[Any], None], more: Callable[[], Any] | None, names: Sequence[str]) -> None:
+    """for item in items: body(item), as long as more()"""
+    if TRACING:
+        tracer = TRACING[-1]
+        if isinstance(items, Range):
+            return _counted(tracer, items.start, items.step, items.turns, body, more, names)
+        if isinstance(items, range) and more is None and len(items) > UNROLL:
+            return _long(items, lambda: torch.arange(items.start, items.stop, items.step), body, names, weak=True)
+        if isinstance(items, torch.Tensor) and items.ndim and more is None and len(items) > UNROLL:
+            return _long(items, lambda: items, body, names, weak=False)
+    return _each(items, body, more, names)
+
+
+def _each(items: Any, body: Callable[[Any], None], more: Callable[[], Any] | None, names: Sequence[str]) -> None:
+    """Turn by turn; once it depends on a tensor whether the loop goes on, each turn is a branch, or the rest one loop."""
+    answer: Any = True
+    for turn, item in enumerate(items):
+        if answer is True:
+            body(item)
+        elif isinstance(items, range) and len(items) - turn > UNROLL:
+            return _counted(TRACING[-1], item, items.step, len(items) - turn, body, more, names)
+        else:
+            traced_branch(TRACING[-1], answer, functools.partial(body, item), _nothing, names, True, (body,))
+        if more is not None:
+            answer = decide(more())
+            if answer is False:
+                return None
+    return None
+
+
+def _nothing() -> None:
+    """The other branch."""
+
+
+def _long(items: Any, rows: Callable[[], torch.Tensor], body: Callable[[Any], None], names: Sequence[str], weak: bool) -> None:
+    """A long loop is a scan; where a first turn settles the state's types, it is written out before; else all turns are."""
+    tracer = TRACING[-1]
+    try:
+        if not over(tracer, rows(), body, (body,), names, weak):
+            _each(items, body, None, names)
+        return
+    except CaptureError as e:
+        error = e
+    body(items[0])
+    try:
+        if over(tracer, rows()[1:], body, (body,), names, weak):
+            return
+    except CaptureError:
+        if len(items) > MOST_UNROLLED:
+            raise error from None
+    _each(items[1:], body, None, names)
+
+
+def _counted(tracer: Tracer, start: Any, step: Any, turns: Any, body: Callable[[Any], None], more: Callable[[], Any] | None, names: Sequence[str]) -> None:
+    """for i in range(turns): body(start + i * step), as long as more()"""
+    want = Want(Type(torch.int64, ()), True)
+    tracer.here()
+    with tracer:
+        at = made(tracer, fit(0, want.type), want)
+
+    def test() -> Any:
+        return decide(at < turns if more is None else both(at < turns, more))
+
+    def turn() -> None:
+        nonlocal at
+        item = at if step == 1 and isinstance(start, int) and start == 0 else start + at * step
+        at = at + 1
+        body(item)
+
+    closures = (test, turn, body) if more is None else (test, turn, body, more)
+    traced_repeat(tracer, test, turn, closures, [*names, "at"])
+
+
+# -- expressions --------------------------------------------------------------------------------------------------------
+
+
+def both(value: Any, *rest: Callable[[], Any]) -> Any:
+    """value and rest[0]() and …"""
+    for fn in rest:
+        answer = decide(value) if isinstance(value, torch.Tensor) else bool(value)
+        if answer is False:
+            return value
+        value = fn() if answer is True else _join(answer, fn, value, torch.logical_and)
+    return value
+
+
+def either(value: Any, *rest: Callable[[], Any]) -> Any:
+    """value or rest[0]() or …"""
+    for fn in rest:
+        answer = decide(value) if isinstance(value, torch.Tensor) else bool(value)
+        if answer is True:
+            return value
+        value = fn() if answer is False else _join(answer, fn, value, torch.logical_or)
+    return value
+
+
+def _join(answer: torch.Tensor, fn: Callable[[], Any], value: Any, logic: Callable[..., Any]) -> Any:
+    """The right operand is computed only where the left one asks for it, unless it is cheap and cannot fail."""
+    cheap = _cheap(TRACING[-1], fn)
+    if cheap is not None and value.dtype == torch.bool:
+        return logic(answer, cheap)
+    then, orelse = (fn, lambda: value) if logic is torch.logical_and else (lambda: value, fn)
+    return traced_branch(TRACING[-1], answer, then, orelse, assigned((fn,)), True, (fn,))
+
+
+def _cheap(tracer: Tracer, fn: Callable[[], Any]) -> torch.Tensor | None:
+    """The value of a closure computed here and now, if that is a truth value and a few harmless equations."""
+    slots = variables((fn,), assigned((fn,)))
+    blocks = dict(tracer.blocks)
+    done = run(tracer, fn, slots, Objects.reached((fn,), slots.values()), ())
+    tracer.blocks = blocks
+    x, section = done.value, done.section
+    if slots or done.contents or done.writes or not isinstance(x, torch.Tensor) or x.dtype != torch.bool or x.numel() != 1:
+        return None
+    if section.regions[0].children or any(e.op.name not in _CHEAP for e in section.eqns):
+        return None
+    x = fn()
+    return x.reshape(()) if x.ndim else x
+
+
+def negate(x: Any) -> Any:
+    """not x"""
+    answer = decide(x)
+    return not answer if isinstance(answer, bool) else torch.logical_not(answer)
+
+
+def compare(left: Any, sign: str, right: Callable[[], Any], *rest: Any) -> Any:
+    """left < right() < …"""
+    middle = right()
+    first = _SIGNS[sign](left, middle)
+    return both(first, lambda: compare(middle, *rest)) if rest else first
+
+
+# -- assert, raise, call ------------------------------------------------------------------------------------------------
+
+
+def check(test: Any, message: Callable[[], Any] | None, text: str) -> None:
+    """assert test, message()"""
+    answer = decide(test)
+    if isinstance(answer, bool):
+        if not answer:
+            raise raised(AssertionError(message()) if message else AssertionError())
+        return
+    traced_check(TRACING[-1], answer, f"AssertionError: {_text(message, text)}")
+
+
+def _text(message: Callable[[], Any] | None, text: str) -> str:
+    try:
+        return str(message()) if message else text
+    except CaptureError:  # the message shows a value that is not known now
+        return text
+
+
+def raised(error: Any) -> Any:
+    """raise error"""
+    error = error() if isinstance(error, type) else error
+    if TRACING:
+        TRACING[-1].raised = error
+    return error
+
+
+def call(fn: Any) -> Any:
+    """What to call for fn: its rewritten twin if it is the user's."""
+    try:
+        special = _SPECIAL.get(fn)
+    except TypeError:  # not hashable
+        special = None
+    return special if special is not None else twin(fn, _GIVEN)
+
+
+def _bool(x: Any = False) -> Any:
+    return decide(x)
+
+
+def _extreme(plain: Callable[..., Any], sign: Callable[[Any, Any], Any]) -> Callable[..., Any]:
+    """max and min, which compare: on traced numbers a choice."""
+
+    def extreme(*args: Any, **kwargs: Any) -> Any:
+        values = args if len(args) > 1 else args[0]
+        if kwargs or not isinstance(values, (tuple, list)) or not any(isinstance(v, torch.Tensor) and _known(v) is None for v in values):
+            return plain(*args, **{k: call(v) if k == "key" else v for k, v in kwargs.items()})
+        best = values[0]
+        for v in values[1:]:
+            best = choose(sign(v, best), lambda v=v: v, lambda best=best: best)
+        return best
+
+    return extreme
+
+
+def _over_items(stop: bool, join: Callable[..., Any]) -> Callable[[Any], Any]:
+    """any (stops at True) and all (stops at False)."""
+
+    def fold(items: Any) -> Any:
+        value: Any = not stop
+        for item in items:
+            answer = decide(item)
+            if answer is stop:
+                return stop
+            value = join(value, lambda answer=answer: answer)
+        return value
+
+    return fold
+
+
+def _with_twins(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that calls functions it is given."""
+    return lambda *args, **kwargs: plain(*map(call, args), **{k: call(v) for k, v in kwargs.items()})
+
+
+_SPECIAL: dict[Any, Callable[..., Any]] = {
+    range: _range,
+    bool: _bool,
+    max: _extreme(builtins.max, operator.gt),
+    min: _extreme(builtins.min, operator.lt),
+    any: _over_items(True, either),
+    all: _over_items(False, both),
+    map: _with_twins(builtins.map),
+    filter: _with_twins(builtins.filter),
+    sorted: _with_twins(builtins.sorted),
+    functools.reduce: _with_twins(functools.reduce),
+    torch.utils.checkpoint.checkpoint: _with_twins(torch.utils.checkpoint.checkpoint),
+}
+_GIVEN = {RUNTIME: sys.modules[__name__], "undefined@": UNDEFINED}
+
+
+# -- where capture comes in ---------------------------------------------------------------------------------------------
+
+
+def enter(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function that is captured; a variable that only one branch defines is refused where it is used."""
+    try:
+        return call(fn)(*args, **kwargs)
+    except NameError as e:
+        name = (re.search(r"'([^']+)'", str(e)) or [""])[1] if not e.name else e.name
+        if not TRACING or name not in TRACING[-1].maybe:
+            raise
+        at = traceback.extract_tb(e.__traceback__)[-1]
+        raise CaptureError(
+            f"{name} is used here, but it is not defined on every way that leads here",
+            file=at.filename, line=at.lineno or 0, text=(at.line or "").strip(), hint=f"a value for {name} before the if or the loop that defines it",
+        ) from e  # fmt: skip
+
+
+@contextlib.contextmanager
+def rewritten_forward(module: torch.nn.Module) -> Iterator[None]:
+    """A user's module calls the rewritten twin of its forward."""
+    forward = module.forward
+    made = twin(forward, _GIVEN)
+    if made is forward:
+        yield
+        return
+    slots = module.__dict__
+    before = slots.get("forward")
+    slots["forward"] = made
+    try:
+        yield
+    finally:
+        if before is None:
+            slots.pop("forward", None)
+        else:
+            slots["forward"] = before

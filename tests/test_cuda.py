@@ -1,0 +1,87 @@
+"""The same programs on a GPU: models, gradients, every operator's kernel, random numbers that match the CPU's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from examples import parse_example
+from models import MODELS
+
+import mycel
+from mycel.ir import CONTROL, OPS, type_of
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+
+
+def to_cuda(batch):
+    return {k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
+
+
+@pytest.fixture(autouse=True)
+def exact_products():
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    yield
+    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_and_gradients(name):
+    model, batch = MODELS[name]().cuda().eval(), to_cuda(MODELS[name].inputs())
+    loss = lambda: total(model(**batch))
+    value, grads = mycel.value_and_grad(loss, wrt=model)()
+    want = loss()
+    want.backward()
+    assert torch.allclose(value, want.detach(), rtol=1e-4, atol=1e-5)
+    largest = max(float(p.grad.abs().max()) for p in model.parameters() if p.grad is not None)
+    for k, p in model.named_parameters():
+        theirs = torch.zeros_like(p) if p.grad is None else p.grad
+        assert float((grads[k] - theirs).abs().max()) <= 1e-4 * max(float(theirs.abs().max()), 1e-2 * largest), k
+
+
+def total(out):
+    """The sum of squares of a model's float results, on their device."""
+    if isinstance(out, torch.Tensor):
+        return (out**2).mean() if out.is_floating_point() else 0.0
+    values = out.values() if isinstance(out, dict) else out if isinstance(out, (tuple, list)) else ()
+    return sum(total(v) for v in values)
+
+
+@pytest.mark.parametrize("name", sorted(OPS))
+def test_every_kernel(name):
+    op = OPS[name]
+    if op in CONTROL or not op.examples:
+        return
+    for text in op.examples:
+        example = parse_example(text)
+        inputs = example.make("f32")
+        extra = {"device": "cuda"} if "device" in op.defaults else {}
+        moved = [x.cuda() if isinstance(x, torch.Tensor) else x for x in inputs]
+        try:
+            outs = op.kernel(*moved, **example.params, **extra)
+        except (RuntimeError, NotImplementedError) as e:
+            if "not implemented for" in str(e) or "not support" in str(e):
+                continue
+            raise
+        want = op.kernel(*inputs, **example.params)
+        for a, b in zip(as_tuple(outs), as_tuple(want), strict=True):
+            assert type_of(a) == type_of(b) and a.is_cuda, text
+            assert torch.allclose(a.cpu().double() if not a.is_complex() else a.cpu(), b.double() if not b.is_complex() else b, rtol=2e-3, atol=2e-4, equal_nan=True), text
+
+
+def as_tuple(x):
+    return tuple(x) if isinstance(x, (tuple, list)) else (x,)
+
+
+def test_dropout_draws_the_same_numbers():
+    key = torch.tensor(1234567)
+    x = torch.ones(64, 64)
+    drop = OPS["dropout"].kernel
+    assert torch.equal(drop(x, key, 0, p=0.3), drop(x.cuda(), key.cuda(), 0, p=0.3).cpu())
+
+
+def test_a_program_moves_with_its_inputs():
+    text = "def main(x: f32[4]):\n  a: f32[4] = iota(dim=0, dtype=f32, shape=(4,))\n  y: f32[4] = mul(a, x)\n  return y\n"
+    run = mycel.jit(mycel.Program.parse(text))
+    (y,) = run(torch.ones(4, device="cuda"))
+    assert y.is_cuda and y.tolist() == [0, 1, 2, 3] and run(torch.ones(4))[0].tolist() == [0, 1, 2, 3]
