@@ -43,9 +43,14 @@ def function(case):
     if not isinstance(case.fn, type):
         return case.fn, case.fn, lambda: None
     module = case.fn().double()
-    before = copy.deepcopy(module.state_dict())
     again = copy.deepcopy(module)
-    return module, lambda *args: copy.deepcopy(again)(*args), lambda: module.load_state_dict(before)
+
+    def reset():
+        for mine, old in zip(module.modules(), again.modules(), strict=True):
+            mine.load_state_dict(copy.deepcopy(old.state_dict()))
+            vars(mine).update({k: v.clone() for k, v in vars(old).items() if isinstance(v, torch.Tensor)})
+
+    return module, lambda *args: copy.deepcopy(again)(*args), reset
 
 
 def fresh(args):

@@ -126,7 +126,7 @@ INPUTS = [(sign * torch.tensor([0.3, -0.7, 1.1], dtype=torch.float64), torch.ten
           for sign in (1, -1) for n in (0, 1, 3)]  # fmt: skip
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.randoms(use_true_random=False))
 def test_random_programs(tmp_path_factory, random):
     source = Writer(random).program()

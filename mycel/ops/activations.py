@@ -24,7 +24,7 @@ from mycel.ops.rules import conj, normal_dim, o
 )
 def sigmoid_grad(g, y):
     """The cotangent of x where y = sigmoid(x)"""
-    return torch.ops.aten.sigmoid_backward(g, y)
+    return torch.ops.aten.sigmoid_backward.default(g, y)
 
 
 @op(
@@ -42,7 +42,7 @@ def sigmoid(x):
 @op("..., ... -> ...", expand=lambda g, y: o.mul(g, conj(o.sub(1, o.square(y)))), examples=["f[2,3], f[2,3]"])
 def tanh_grad(g, y):
     """The cotangent of x where y = tanh(x)"""
-    return torch.ops.aten.tanh_backward(g, y)
+    return torch.ops.aten.tanh_backward.default(g, y)
 
 
 @op(
@@ -65,7 +65,7 @@ def tanh(x):
 )
 def threshold_grad(g, x, *, threshold):
     """g where x is above the threshold"""
-    return torch.ops.aten.threshold_backward(g, x, threshold)
+    return torch.ops.aten.threshold_backward.default(g, x, threshold)
 
 
 @op(
@@ -113,7 +113,7 @@ def gelu_slope(x, approximate):
 )
 def gelu_grad(g, x, *, approximate="none"):
     """The cotangent of x under gelu"""
-    return torch.ops.aten.gelu_backward(g, x, approximate=approximate)
+    return torch.ops.aten.gelu_backward.default(g, x, approximate=approximate)
 
 
 @op(
@@ -142,7 +142,7 @@ def silu_slope(x):
 )
 def silu_grad(g, x):
     """The cotangent of x under silu"""
-    return torch.ops.aten.silu_backward(g, x)
+    return torch.ops.aten.silu_backward.default(g, x)
 
 
 @op(
@@ -171,7 +171,7 @@ def mish_slope(x):
 )
 def mish_grad(g, x):
     """The cotangent of x under mish"""
-    return torch.ops.aten.mish_backward(g, x)
+    return torch.ops.aten.mish_backward.default(g, x)
 
 
 @op(
@@ -195,7 +195,7 @@ def mish(x):
 )
 def softplus_grad(g, x, *, beta=1.0, threshold=20.0):
     """The cotangent of x under softplus"""
-    return torch.ops.aten.softplus_backward(g, x, beta, threshold)
+    return torch.ops.aten.softplus_backward.default(g, x, beta, threshold)
 
 
 @op(
@@ -245,7 +245,7 @@ def _(x):
 )
 def elu_grad(g, x, *, alpha=1.0, scale=1.0, input_scale=1.0):
     """The cotangent of x under elu"""
-    return torch.ops.aten.elu_backward(g, alpha, scale, input_scale, False, x)
+    return torch.ops.aten.elu_backward.default(g, alpha, scale, input_scale, False, x)
 
 
 @op(
@@ -258,7 +258,7 @@ def elu_grad(g, x, *, alpha=1.0, scale=1.0, input_scale=1.0):
 )
 def elu(x, *, alpha=1.0, scale=1.0, input_scale=1.0):
     """scale * x where positive, else scale * alpha * (exp(input_scale * x) - 1)"""
-    return torch.ops.aten.elu(x, alpha, scale, input_scale)
+    return torch.ops.aten.elu.default(x, alpha, scale, input_scale)
 
 
 @captures("aten.elu.default")
@@ -339,7 +339,7 @@ def hardsigmoid(x):
 )
 def hardswish_grad(g, x):
     """The cotangent of x under hardswish"""
-    return torch.ops.aten.hardswish_backward(g, x)
+    return torch.ops.aten.hardswish_backward.default(g, x)
 
 
 @op(

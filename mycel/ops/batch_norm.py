@@ -101,7 +101,7 @@ def batch_norm_grad(g, x, mean, var, w, *, eps):
         dtype = torch.promote_types(x.dtype, torch.float32)
         g, x, mean, rstd, w = (None if v is None else v.to(dtype) for v in (g, x, mean, rstd, w))
     mask = [True, w is not None, w is not None]
-    dx, dw, db = torch.ops.aten.native_batch_norm_backward(g, x, w, None, None, mean, rstd, True, eps, mask)
+    dx, dw, db = torch.ops.aten.native_batch_norm_backward.default(g, x, w, None, None, mean, rstd, True, eps, mask)
     return dx.to(types[0]) if w is None else (dx.to(types[0]), dw.to(types[1]), db.to(types[1]))
 
 

@@ -176,7 +176,7 @@ def conv_weight_vjp(g, y, gy, x, *, shape, groups, **window):
 )
 def conv_weight(g, x, *, shape, stride, padding, dilation, groups):
     """The gradient of conv in its weight, of the given shape: cotangent g [n, o, ...] and input x [n, c, ...]"""
-    return torch.ops.aten.convolution_backward(
+    return torch.ops.aten.convolution_backward.default(
         g, x, g.new_empty(1).expand(shape), None, stride, padding, dilation, False, (0,) * len(stride), groups,
         (False, True, False),
     )[1]  # fmt: skip

@@ -184,7 +184,7 @@ def softmax_expand(x, *, dim):
 )
 def softmax_grad(g, y, *, dim):
     """The cotangent of x where y = softmax(x)"""
-    return torch.ops.aten._softmax_backward_data(g, y, dim, y.dtype)
+    return torch.ops.aten._softmax_backward_data.default(g, y, dim, y.dtype)
 
 
 @op(
@@ -227,7 +227,7 @@ def log_softmax_expand(x, *, dim):
 )
 def log_softmax_grad(g, y, *, dim):
     """The cotangent of x where y = log_softmax(x)"""
-    return torch.ops.aten._log_softmax_backward_data(g, y, dim, y.dtype)
+    return torch.ops.aten._log_softmax_backward_data.default(g, y, dim, y.dtype)
 
 
 @op(

@@ -191,4 +191,4 @@ def unfold_grad_dims(g, *, shape, dim, size, step):
 )
 def unfold_grad(g, *, shape, dim, size, step):
     """The sum of windows laid back where they came from: the gradient of unfold."""
-    return torch.ops.aten.unfold_backward(g, shape, dim, size, step)
+    return torch.ops.aten.unfold_backward.default(g, shape, dim, size, step)

@@ -357,7 +357,7 @@ def embedding_grad_vjp(g, y, x, ids, *, shape, padding=-1):
 )  # fmt: skip
 def embedding_grad(g, ids, *, shape, padding=-1):
     """A table of zeros with each row of g added to the row of its id: the gradient of embedding"""
-    return torch.ops.aten.embedding_dense_backward(g, ids, shape[0], padding, False)
+    return torch.ops.aten.embedding_dense_backward.default(g, ids, shape[0], padding, False)
 
 
 @captures("aten.embedding_dense_backward.default")

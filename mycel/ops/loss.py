@@ -1,7 +1,7 @@
 """Losses.  Cross entropy and the negative log likelihood are operators, for their big class dim; the rest are rules.
 
-Logits are [n, classes, ...] and targets class indices [n, ...] or probabilities [n, classes, ...].  A mean is captured
-as a sum over a count, each of which may be split over the batch; the operators' own `mean` may not.
+Logits are [n, classes, ...] and targets class indices [n, ...] or probabilities [n, classes, ...].  A mean keeps its batch whole; its
+`expand` is a sum over a count, each of which may be split.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch.nn._reduction import legacy_get_string
 
 from mycel.ir import is_float, op
 from mycel.ops.capture_rules import captures
-from mycel.ops.rules import cast_like, o
+from mycel.ops.rules import o
 
 
 def loss_dims(x, target, weight, *, reduction="mean", **_):
@@ -87,6 +87,8 @@ def cross_entropy_vjp(g, y, x, target, weight, *, reduction="mean", ignore_index
     """dx = softmax(x) * (total target weight) - target weight, for each row times its cotangent"""
     classes, rows_shape = x.shape[1], (x.shape[0], *x.shape[2:])
     soft = is_float(target.dtype)
+    if reduction == "mean" and x.ndim == 2 and weight is None and not soft and not label_smoothing:
+        return o.cross_entropy_mean_grad(g, x, target, ignore_index=ignore_index), None, None
     index, rows = (None, None) if soft else chosen(x, target, weight, ignore_index)
     count = math.prod(rows_shape) if soft else None
     if reduction == "mean":
@@ -176,25 +178,9 @@ def _cross_entropy(
     if input.ndim == 1:
         target = o.reshape(target, shape=(1, *target.shape))
         batch = o.reshape(input, shape=(1, *input.shape))
-        losses = rows_of(cross_entropy, batch, target, weight, reduction, ignore_index, label_smoothing=label_smoothing)
+        losses = cross_entropy(batch, target, weight, reduction=reduction, ignore_index=ignore_index, label_smoothing=label_smoothing)
         return o.reshape(losses, shape=()) if reduction == "none" else losses
-    return rows_of(cross_entropy, input, target, weight, reduction, ignore_index, label_smoothing=label_smoothing)
-
-
-def rows_of(loss, x, target, weight, reduction, ignore_index, **params):
-    """loss(x, target), a mean as a sum over its count: in 32 bits, for a 16-bit sum might overflow."""
-    if reduction != "mean":
-        return loss(x, target, weight, reduction=reduction, ignore_index=ignore_index, **params)
-    if is_float(target.dtype):
-        count = math.prod(x.shape) // x.shape[1]
-    else:
-        rows = chosen(x, target, weight, ignore_index)[1]
-        rows = o.cast(rows, dtype=torch.float32) if x.dtype.itemsize == 2 else rows
-        count = o.sum(rows, dims=tuple(range(rows.ndim)))
-    if x.dtype.itemsize == 2:
-        losses = loss(x, target, weight, reduction="none", ignore_index=ignore_index, **params)
-        return cast_like(reduced(o.cast(losses, dtype=torch.float32), "mean", count), x)
-    return o.div(loss(x, target, weight, reduction="sum", ignore_index=ignore_index, **params), count)
+    return cross_entropy(input, target, weight, reduction=reduction, ignore_index=ignore_index, label_smoothing=label_smoothing)
 
 
 REDUCTIONS = ("none", "mean", "sum")  # torch's numbers for them
@@ -227,6 +213,27 @@ def cross_entropy_grad(x, target, total, hit):
     return torch.softmax(x, 1).mul_(total.unsqueeze(1)).scatter_add_(1, target.unsqueeze(1), -hit.unsqueeze(1))
 
 
+def mean_grad_expand(g, x, target, *, ignore_index=-100):
+    index, rows = chosen(x, target, None, ignore_index)
+    hit = o.mul(o.div(g, o.sum(rows, dims=(0,))), rows)
+    return o.cross_entropy_grad(x, index, hit, hit)
+
+
+@op(
+    ", n^ c^, n^ -> n c",
+    dtype=lambda g, x, target: x.dtype,
+    expand=mean_grad_expand,
+    flops=lambda d: 6 * d.n * d.c,
+    examples=["f[], f[6,4], i64[6]<4", "f[], f[6,4], i64[6]<4, ignore_index=1"],
+)
+def cross_entropy_mean_grad(g, x, target, *, ignore_index=-100):
+    """g times the gradient of the mean cross entropy: (softmax(x) - one_hot(target)) / count, nothing where ignored."""
+    logp = torch.log_softmax(x, 1)
+    count = (target != ignore_index).sum(dtype=x.dtype)
+    dlogp = torch.ops.aten.nll_loss_backward.default(g, logp, target, None, 1, ignore_index, count)
+    return torch.ops.aten._log_softmax_backward_data.default(dlogp, logp, 1, x.dtype)
+
+
 def nll_loss_expand(x, target, weight, *, reduction="mean", ignore_index=-100):
     losses, count = picked_nll(x, target, weight, ignore_index)
     return reduced(losses, reduction, count)
@@ -254,8 +261,8 @@ def _nll_loss(input, target, weight=None, size_average=None, ignore_index=-100, 
         reduction = legacy_get_string(size_average, reduce)
     if input.ndim == 1:
         x, target = o.reshape(input, shape=(1, *input.shape)), o.reshape(target, shape=(1,))
-        return o.reshape(rows_of(nll_loss, x, target, weight, reduction, ignore_index), shape=())
-    return rows_of(nll_loss, input, target, weight, reduction, ignore_index)
+        return o.reshape(nll_loss(x, target, weight, reduction=reduction, ignore_index=ignore_index), shape=())
+    return nll_loss(input, target, weight, reduction=reduction, ignore_index=ignore_index)
 
 
 @captures("aten.nll_loss_forward.default", "aten.nll_loss2d_forward.default")

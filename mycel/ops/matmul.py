@@ -44,7 +44,7 @@ def _linear_weight_dims(g, x):
 )
 def linear_weight(g, x):
     """The gradient of linear's weight: rows of g against rows of x, summed over all rows."""
-    return torch.mm(g.reshape(-1, g.shape[-1]).t(), x.reshape(-1, x.shape[-1]))
+    return torch.mm(g.t(), x) if g.ndim == 2 else torch.mm(g.reshape(-1, g.shape[-1]).t(), x.reshape(-1, x.shape[-1]))
 
 
 @op(

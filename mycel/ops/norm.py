@@ -156,7 +156,7 @@ def layer_norm_grad(g, x, mean, rstd, w, *, ndim=1):
     mask, dtype = [True, w is not None, w is not None], x.dtype if w is None else w.dtype
     dtype = dtype if x.device.type == "cpu" else mean.dtype
     g, x, mean, rstd = g.contiguous(), x.contiguous(), mean.to(dtype).contiguous(), rstd.to(dtype).contiguous()
-    grads = torch.ops.aten.native_layer_norm_backward(g, x, x.shape[-ndim:], mean, rstd, w, w, mask)
+    grads = torch.ops.aten.native_layer_norm_backward.default(g, x, x.shape[-ndim:], mean, rstd, w, w, mask)
     return grads[0] if w is None else grads
 
 
@@ -239,7 +239,7 @@ def rms_norm_grad(g, x, w, *, ndim=1, eps=None):
     norm = torch.linalg.vector_norm(x, dim=dims, keepdim=True, dtype=dtype)
     rstd = torch.rsqrt(norm * norm / math.prod(shape) + eps)
     if x.is_cuda and (w is None or w.dtype == x.dtype):
-        grads = torch.ops.aten._fused_rms_norm_backward(g, x, shape, rstd, w, [True, w is not None])
+        grads = torch.ops.aten._fused_rms_norm_backward.default(g, x, shape, rstd, w, [True, w is not None])
         return grads[0] if w is None else grads
     xhat = x * rstd
     gw = g if w is None else g * w
@@ -358,7 +358,7 @@ def group_norm_grad(g, x, mean, rstd, w, *, groups):
     """Cotangents of x, and with a weight also of w and b, in group_norm."""
     n, c, size = x.shape[0], x.shape[1], math.prod(x.shape[2:])
     mask, dtype = [True, w is not None, w is not None], x.dtype if w is None else w.dtype
-    grads = torch.ops.aten.native_group_norm_backward(
+    grads = torch.ops.aten.native_group_norm_backward.default(
         *(v.contiguous() for v in (g, x, mean.to(dtype), rstd.to(dtype))), w, n, c, size, groups, mask
     )
     return grads[0] if w is None else grads

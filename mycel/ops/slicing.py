@@ -55,7 +55,7 @@ def slice_vjp(g, y, x, *, dim, start, stop, step=1):
 )  # fmt: skip
 def slice(x, *, dim, start, stop, step=1):
     """x[start:stop:step] along a dim"""
-    return x.narrow(dim, start, stop - start) if step == 1 else torch.ops.aten.slice(x, dim, start, stop, step)
+    return x.narrow(dim, start, stop - start) if step == 1 else torch.ops.aten.slice.Tensor(x, dim, start, stop, step)
 
 
 def normal_slice(n, start, stop, step):
