@@ -16,6 +16,12 @@ from mycel.ops.capture_rules import captures
 from mycel.ops.rules import o
 
 
+def cross_entropy_dims(x, target, weight, *, reduction="mean", **_):
+    """The loss, and log probabilities like x."""
+    rest = " ".join(f"s{i}" for i in range(x.ndim - 2))
+    return f"{loss_dims(x, target, weight, reduction=reduction)}, n c {rest}"
+
+
 def loss_dims(x, target, weight, *, reduction="mean", **_):
     flag = {"none": "", "sum": "+", "mean": "^"}[reduction]
     rows = [f"n{flag}", *(f"s{i}{flag}" for i in range(x.ndim - 2))]
@@ -67,13 +73,13 @@ def cross_entropy_expand(x, target, weight, *, reduction="mean", ignore_index=-1
         wanted = smoothed(target, classes, label_smoothing)
         wanted = wanted if weight is None else o.mul(wanted, by_class(weight, x))
         losses = o.neg(o.sum(o.mul(logp, wanted), dims=(1,)))
-        return reduced(losses, reduction, math.prod(x.shape) // classes)
+        return reduced(losses, reduction, math.prod(x.shape) // classes), logp
     losses, count = picked_nll(logp, target, weight, ignore_index)
     if label_smoothing:
         spread = o.sum(logp if weight is None else o.mul(logp, by_class(weight, x)), dims=(1,))
         spread = o.mul(o.cast(o.ne(target, ignore_index), dtype=x.dtype), spread)
         losses = o.sub(o.mul(losses, 1 - label_smoothing), o.mul(spread, label_smoothing / classes))
-    return reduced(losses, reduction, count if reduction == "mean" else None)
+    return reduced(losses, reduction, count if reduction == "mean" else None), logp
 
 
 def picked_nll(logp, target, weight, ignore_index):
@@ -83,12 +89,22 @@ def picked_nll(logp, target, weight, ignore_index):
     return o.neg(o.mul(rows, picked)), o.sum(rows, dims=tuple(range(rows.ndim)))
 
 
-def cross_entropy_vjp(g, y, x, target, weight, *, reduction="mean", ignore_index=-100, label_smoothing=0.0):
+def cross_entropy_vjp(gs, ys, x, target, weight, **params):
+    """Through the loss, and through the log probabilities where they were used."""
+    (g, dlogp), (y, logp) = gs, ys
+    found = (None, None, None) if g is None else loss_vjp(g, y, logp, x, target, weight, **params)
+    if dlogp is None:
+        return found
+    through = o.log_softmax_grad(dlogp, logp, dim=1)
+    return through if found[0] is None else o.add(found[0], through), *found[1:]
+
+
+def loss_vjp(g, y, logp, x, target, weight, *, reduction="mean", ignore_index=-100, label_smoothing=0.0):
     """dx = softmax(x) * (total target weight) - target weight, for each row times its cotangent"""
     classes, rows_shape = x.shape[1], (x.shape[0], *x.shape[2:])
     soft = is_float(target.dtype)
     if reduction == "mean" and x.ndim == 2 and weight is None and not soft and not label_smoothing:
-        return o.cross_entropy_mean_grad(g, x, target, ignore_index=ignore_index), None, None
+        return o.cross_entropy_mean_grad(g, logp, target, ignore_index=ignore_index), None, None
     index, rows = (None, None) if soft else chosen(x, target, weight, ignore_index)
     count = math.prod(rows_shape) if soft else None
     if reduction == "mean":
@@ -97,7 +113,7 @@ def cross_entropy_vjp(g, y, x, target, weight, *, reduction="mean", ignore_index
         g = o.div(g, count)
     g = g if reduction == "none" else o.expand(g, shape=rows_shape)
     if soft:
-        return soft_cross_entropy_vjp(g, x, target, weight, label_smoothing)
+        return soft_cross_entropy_vjp(g, logp, x, target, weight, label_smoothing)
     kept = o.mul(g, o.cast(o.ne(target, ignore_index), dtype=x.dtype))
     hit = o.mul(o.mul(g, rows), 1 - label_smoothing) if label_smoothing else o.mul(g, rows)
     total = hit
@@ -109,7 +125,6 @@ def cross_entropy_vjp(g, y, x, target, weight, *, reduction="mean", ignore_index
         dx = o.sub(dx, lift(share) if weight is None else o.mul(lift(share), by_class(weight, x)))
     if weight is None:
         return dx, None, None
-    logp = o.log_softmax(x, dim=1)
     picked = o.reshape(o.gather(logp, lift(index), dim=1), shape=rows_shape)
     drows = o.neg(o.mul(o.mul(kept, 1 - label_smoothing), picked))
     if reduction == "mean":
@@ -121,9 +136,9 @@ def cross_entropy_vjp(g, y, x, target, weight, *, reduction="mean", ignore_index
     return dx, None, o.index_add(dweight, o.reshape(index, shape=flat), o.reshape(drows, shape=flat), dim=0)
 
 
-def soft_cross_entropy_vjp(g, x, target, weight, label_smoothing):
+def soft_cross_entropy_vjp(g, logp, x, target, weight, label_smoothing):
     """The gradient against probabilities; g is by row."""
-    g, wanted, logp = lift(g), smoothed(target, x.shape[1], label_smoothing), o.log_softmax(x, dim=1)
+    g, wanted = lift(g), smoothed(target, x.shape[1], label_smoothing)
     weighted = wanted if weight is None else o.mul(wanted, by_class(weight, x))
     dx = o.mul(g, o.sub(o.mul(o.softmax(x, dim=1), o.sum(weighted, dims=(1,), keepdim=True)), weighted))
     cost = o.neg(o.mul(g, logp))
@@ -134,8 +149,8 @@ def soft_cross_entropy_vjp(g, x, target, weight, label_smoothing):
 
 
 @op(
-    loss_dims,
-    dtype="first",
+    cross_entropy_dims,
+    dtype=("first", "first"),
     vjp=cross_entropy_vjp,
     expand=cross_entropy_expand,
     flops=lambda d: 6 * math.prod(vars(d).values()),
@@ -152,21 +167,25 @@ def soft_cross_entropy_vjp(g, x, target, weight, label_smoothing):
     ],
 )
 def cross_entropy(x, target, weight, *, reduction="mean", ignore_index=-100, label_smoothing=0.0):
-    """The cross entropy of logits x against class indices or probabilities."""
+    """The cross entropy of logits x against class indices or probabilities; and the log probabilities, which its gradient needs."""
+    logp = torch.log_softmax(x, 1)
+    if weight is None and not label_smoothing and not target.is_floating_point():
+        return torch.nn.functional.nll_loss(logp, target, None, ignore_index=ignore_index, reduction=reduction), logp
     if weight is None or target.is_floating_point():
-        return torch.nn.functional.cross_entropy(
+        loss = torch.nn.functional.cross_entropy(
             x, target, weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing
         )
+        return loss, logp
     keep = target != ignore_index
     classes = torch.where(keep, target, 0)
-    logp, rows = torch.log_softmax(x, 1), weight[classes] * keep
+    rows = weight[classes] * keep
     losses = -(1 - label_smoothing) * rows * logp.gather(1, classes.unsqueeze(1)).squeeze(1)
     if label_smoothing:
         spread = (logp * weight.reshape(-1, *(1,) * (x.ndim - 2))).sum(1)
         losses = losses - label_smoothing / x.shape[1] * (keep * spread)
     if reduction == "none":
-        return losses
-    return losses.sum() if reduction == "sum" else losses.sum() / rows.sum()
+        return losses, logp
+    return losses.sum() if reduction == "sum" else losses.sum() / rows.sum(), logp
 
 
 @captures(torch.nn.functional.cross_entropy)
@@ -178,9 +197,9 @@ def _cross_entropy(
     if input.ndim == 1:
         target = o.reshape(target, shape=(1, *target.shape))
         batch = o.reshape(input, shape=(1, *input.shape))
-        losses = cross_entropy(batch, target, weight, reduction=reduction, ignore_index=ignore_index, label_smoothing=label_smoothing)
+        losses, _ = cross_entropy(batch, target, weight, reduction=reduction, ignore_index=ignore_index, label_smoothing=label_smoothing)
         return o.reshape(losses, shape=()) if reduction == "none" else losses
-    return cross_entropy(input, target, weight, reduction=reduction, ignore_index=ignore_index, label_smoothing=label_smoothing)
+    return cross_entropy(input, target, weight, reduction=reduction, ignore_index=ignore_index, label_smoothing=label_smoothing)[0]
 
 
 REDUCTIONS = ("none", "mean", "sum")  # torch's numbers for them
@@ -213,25 +232,24 @@ def cross_entropy_grad(x, target, total, hit):
     return torch.softmax(x, 1).mul_(total.unsqueeze(1)).scatter_add_(1, target.unsqueeze(1), -hit.unsqueeze(1))
 
 
-def mean_grad_expand(g, x, target, *, ignore_index=-100):
-    index, rows = chosen(x, target, None, ignore_index)
+def mean_grad_expand(g, logp, target, *, ignore_index=-100):
+    index, rows = chosen(logp, target, None, ignore_index)
     hit = o.mul(o.div(g, o.sum(rows, dims=(0,))), rows)
-    return o.cross_entropy_grad(x, index, hit, hit)
+    return o.scatter_add(o.mul(o.exp(logp), lift(hit)), lift(index), o.neg(lift(hit)), dim=1)
 
 
 @op(
     ", n^ c^, n^ -> n c",
-    dtype=lambda g, x, target: x.dtype,
+    dtype=lambda g, logp, target: logp.dtype,
     expand=mean_grad_expand,
     flops=lambda d: 6 * d.n * d.c,
     examples=["f[], f[6,4], i64[6]<4", "f[], f[6,4], i64[6]<4, ignore_index=1"],
 )
-def cross_entropy_mean_grad(g, x, target, *, ignore_index=-100):
-    """g times the gradient of the mean cross entropy: (softmax(x) - one_hot(target)) / count, nothing where ignored."""
-    logp = torch.log_softmax(x, 1)
-    count = (target != ignore_index).sum(dtype=x.dtype)
+def cross_entropy_mean_grad(g, logp, target, *, ignore_index=-100):
+    """g times the gradient of the mean cross entropy: (exp(logp) - one_hot(target)) / count, nothing where ignored."""
+    count = (target != ignore_index).sum(dtype=logp.dtype)
     dlogp = torch.ops.aten.nll_loss_backward.default(g, logp, target, None, 1, ignore_index, count)
-    return torch.ops.aten._log_softmax_backward_data.default(dlogp, logp, 1, x.dtype)
+    return torch.ops.aten._log_softmax_backward_data.default(dlogp, logp, 1, logp.dtype)
 
 
 def nll_loss_expand(x, target, weight, *, reduction="mean", ignore_index=-100):

@@ -133,7 +133,7 @@ class _Function:
             self.line(f"{', '.join(outs)} = {self.expression(eqn, args)}{comment}")
 
     def expression(self, eqn: Eqn, args: list[str]) -> str:
-        return _const(eqn.params["name"]) if eqn.op.name == "const" else write(eqn.op, args, eqn.params)
+        return _const(eqn.params["name"]) if eqn.op.name == "const" else write(eqn.op, args, eqn.params, eqn.input_types)
 
     def held(self, name: str, args: Sequence[str], outs: Sequence[str]) -> None:
         """A block on these arguments, its results in variables `outs`: in line, or as a call."""

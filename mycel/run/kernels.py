@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from mycel.ir import Op
+from mycel.ir import Op, Type
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ def sources_of(op: Op) -> Mapping[str, str]:
     return kernel_of(op).sources
 
 
-def write(op: Op, inputs: Sequence[str], params: Mapping[str, Any]) -> str:
-    """The expression that computes an equation."""
+def write(op: Op, inputs: Sequence[str], params: Mapping[str, Any], types: Sequence[Any] = ()) -> str:
+    """The expression that computes an equation; what a kernel asks of its operands' types is answered here."""
     if op.name == "opaque":
         return _write_opaque(inputs, **params)
     kernel = kernel_of(op)
@@ -46,6 +46,7 @@ def write(op: Op, inputs: Sequence[str], params: Mapping[str, Any]) -> str:
         named = [f"{k}={ast.unparse(_literal(v))}" for k, v in params.items()]
         return f"{kernel.path}({', '.join([*inputs, *named])})"
     values: dict[str, ast.expr] = {}
+    known: dict[str, Type] = {}
     rest = [ast.parse(text, mode="eval").body for text in inputs]
     for p in kernel.signature.parameters.values():
         if p.kind is p.VAR_POSITIONAL:
@@ -53,8 +54,11 @@ def write(op: Op, inputs: Sequence[str], params: Mapping[str, Any]) -> str:
         elif p.kind is p.KEYWORD_ONLY:
             values[p.name] = _literal(params.get(p.name, p.default))
         else:
+            at = len(values)
             values[p.name] = rest.pop(0) if rest else _literal(p.default)
-    return ast.unparse(_Substitute(values).visit(copy.deepcopy(kernel.expr)))
+            if at < len(types) and isinstance(types[at], Type):
+                known[p.name] = types[at]
+    return ast.unparse(_Substitute(values, known).visit(copy.deepcopy(kernel.expr)))
 
 
 def _write_opaque(inputs: Sequence[str], target: str, args: Any, kwargs: Any = ()) -> str:
@@ -184,13 +188,23 @@ def literal(value: Any) -> str:
 
 
 class _Substitute(ast.NodeTransformer):
-    """Parameters replaced by arguments; conditional expressions whose test is constant are decided."""
+    """Parameters replaced by arguments, shapes by what they are; conditional expressions whose test is constant are decided."""
 
-    def __init__(self, values: dict[str, ast.expr]) -> None:
-        self.values = values
+    def __init__(self, values: dict[str, ast.expr], types: dict[str, Type]) -> None:
+        self.values, self.types = values, types
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         return copy.deepcopy(self.values[node.id]) if node.id in self.values else node
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        if isinstance(node.value, ast.Name) and node.value.id in self.types and node.attr in ("ndim", "shape"):
+            return _literal(getattr(self.types[node.value.id], node.attr))
+        return self.generic_visit(node)
+
+    def visit_Compare(self, node: ast.Compare) -> ast.AST:
+        made = self.generic_visit(node)
+        known = _constant(made)  # type: ignore[arg-type]
+        return made if known is None else _literal(known[0])
 
     def visit_IfExp(self, node: ast.IfExp) -> ast.expr:
         test = self.visit(node.test)
@@ -202,7 +216,7 @@ class _Substitute(ast.NodeTransformer):
 
 def _constant(node: ast.expr) -> tuple[Any] | None:
     """(value,) of an expression made of literals and comparisons alone."""
-    simple = (ast.Constant, ast.Compare, ast.Tuple, ast.UnaryOp, ast.BoolOp, ast.operator, ast.unaryop, ast.cmpop, ast.boolop, ast.Load)
+    simple = (ast.Constant, ast.Compare, ast.Tuple, ast.UnaryOp, ast.BoolOp, ast.operator, ast.unaryop, ast.cmpop, ast.boolop, ast.Load, ast.Subscript)
     if not all(isinstance(n, simple) for n in ast.walk(node)):
         return None
     return (eval(compile(ast.Expression(ast.fix_missing_locations(node)), "<constant>", "eval"), {"__builtins__": {}}),)
