@@ -123,3 +123,31 @@ try:
     mycel.capture(positive, torch.randn(3))
 except mycel.CaptureError as error:
     say("refused", error)
+
+
+# 9. Control flow on tensors becomes control flow of the program; its gradient is again Python with a loop in it. ---------------------------
+
+
+def root(a: torch.Tensor) -> torch.Tensor:
+    x = a
+    while torch.abs(x * x - a) > 1e-9:
+        x = (x + a / x) / 2
+    return x
+
+
+two = torch.tensor(2.0, dtype=torch.float64)
+say("a loop whose number of turns depends on the data", mycel.capture(root, two))
+slope = mycel.grad(root)
+say("its gradient", slope.source(two))
+torch.testing.assert_close(slope(two), 0.5 / two.sqrt())
+torch.testing.assert_close(mycel.grad(slope)(two), -0.25 * two**-1.5)
+
+
+# 10. With respect to a module: a gradient for each parameter, by name; the repeated layer is differentiated once. ---------------------------
+
+vg = mycel.value_and_grad(lambda ids: model(ids).square().mean(), wrt=model)
+value, grads = vg(ids)
+model(ids).square().mean().backward()
+for name, parameter in model.named_parameters():
+    torch.testing.assert_close(grads[name], parameter.grad)
+assert str(vg.program(ids)).count("def block_backward(") == 1

@@ -279,7 +279,7 @@ def python_and_tensor(x, flag=True):
 def any_all(x):
     if any(v > 1.5 for v in x):
         return x * 2
-    if all([v < 0 for v in x]):
+    if all(v < 0 for v in x):
         return x * 3
     return x
 
@@ -459,7 +459,7 @@ def newton(x):
 def while_tuple_state(x):
     state = (x, x.sum())
     while state[1] < 12:
-        a, s = state
+        a, _ = state
         state = (a + 1, (a + 1).sum())
     return state[0] * state[1]
 
@@ -591,9 +591,9 @@ def for_long_break(x):
     return x * i
 
 
-@case((X,), (X * 3,), (X + 50,), has={"loop"})
-def for_tensor_break(x, n=N(20)):
-    for i in range(n + x.sum().long() * 0):
+@case((X, N(20)), (X * 3, N(20)), (X + 50, N(2)), (X, N(2)), has={"loop"})
+def for_tensor_break(x, n):
+    for _ in range(n):
         x = x + 1
         if x.sum() > 15:
             break
@@ -699,7 +699,7 @@ def for_indexing(x, n):
 @case((X, N(0)), (X, N(3)), has={"loop"})
 def loop_variable_afterwards(x, n):
     i = 10
-    for i in range(n):
+    for i in range(n):  # noqa: B007
         x = x + 1
     return x * i
 
@@ -707,7 +707,7 @@ def loop_variable_afterwards(x, n):
 @case((X,), has={"scan"})
 def lists_of_long_loops(x):
     table = [k * 0.5 for k in range(30)]
-    for i in range(20):
+    for _ in range(20):
         x = x + 0.1
     for k in range(30):
         table[k] = table[k] + 1
@@ -811,8 +811,8 @@ def nonlocal_in_a_loop(x, n):
 
 @case((X,), (-X,), has={"cond"})
 def lambdas(x):
-    f = lambda y: y * 2 if y.sum() > 0 else y  # noqa: E731
-    g = lambda y, h=f: h(y) + 1  # noqa: E731
+    f = lambda y: y * 2 if y.sum() > 0 else y
+    g = lambda y, h=f: h(y) + 1
     return g(x)
 
 
@@ -1071,6 +1071,6 @@ def everything(x, n):
         if y.sum() > 30:
             return y, steps
         best = y if y.sum() > best.sum() else best
-    else:
+    else:  # noqa: PLW0120
         best = best + 0.5
     return best, steps

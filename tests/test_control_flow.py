@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import linecache
 
 import pytest
 import torch
@@ -208,8 +209,7 @@ def test_refusals_name_variable_values_and_line(fn):
         mycel.jit(fn)(torch.tensor([1.0, 2.0, -1.0], dtype=torch.float64))
     error = caught.value
     assert error.file == __file__ and error.hint
-    source = open(__file__).read().splitlines()
-    assert error.text == source[error.line - 1].strip()
+    assert error.text == linecache.getline(__file__, error.line).strip()
 
 
 def test_functions_without_source_say_so():
@@ -267,7 +267,7 @@ def test_python_values_stay_python():
         while flag:
             log.append("while")
             flag = False
-        else:
+        else:  # noqa: PLW0120
             log.append("else")
         try:
             assert flag, "no flag"

@@ -72,7 +72,7 @@ class Writer:
     def put_while(self, indent, depth, loops):
         turn = f"t{next(self.names)}"
         self.put(indent, f"{turn} = 0")
-        self.put(indent, f"while {turn} < {self.random.randint(0, 4)} and {self.condition()}:")
+        self.put(indent, f"while {turn} < {self.random.randint(0, 4)} and ({self.condition()}):")
         self.put(indent + 1, f"{turn} += 1")
         self.block(indent + 1, depth + 1, loops + 1)
         self.put_else(indent, depth, loops)
@@ -111,7 +111,8 @@ class Writer:
     def expression(self):
         v, w, r = self.variable(), self.variable(), self.number()
         return self.random.choice([
-            f"torch.tanh({v} + {w})", f"{v} * {r}", f"torch.sin({v})", f"{v} + {r}", f"torch.cos({v}) * {w}.clamp(-3, 3)", f"({v} - {w}) / 2", f"-{v}",
+            f"torch.tanh({v} + {w})", f"{v} * {r}", f"torch.sin({v})", f"{v} + {r}", f"torch.cos({v}) * {w}.clamp(-3, 3)", f"-{v}",
+            f"({v} - {w}) / 2",
         ])  # fmt: skip
 
     def condition(self):

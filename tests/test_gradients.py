@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from models import MODELS
@@ -235,3 +238,30 @@ def test_check_finite_names_the_line():
     with pytest.raises(mycel.RunError, match=r"(?s)made (NaN|infinity).*test_gradients.py:\d+ backward"):
         mycel.grad(root, check_finite=True)(torch.tensor([0.0, 1.0]))
     assert torch.equal(mycel.jit(loss, check_finite=True)(x + 1), loss(x + 1))
+
+
+def test_a_gradient_is_python_that_needs_torch_alone(tmp_path):
+    """Saved to a file and run without Mycel it gives the same result: loops, branches, constants of all sizes."""
+    table = torch.linspace(0, 1, 100, dtype=torch.float64)
+
+    def fn(x):
+        y = x * torch.tensor([1.0, -2.0, float("inf")], dtype=torch.float64).clamp(max=3)
+        while y.sum() < 50:
+            if y[0] > 2:
+                y = y * 1.5
+            else:
+                y = y + torch.tensor(table_values, dtype=torch.float64)[:3]
+        return (y * y).sum()
+
+    table_values = table.tolist()
+    x = torch.tensor([0.3, 0.1, 2.0], dtype=torch.float64)
+    gradient = mycel.grad(fn)
+    want = gradient(x)
+    y = x.clone().requires_grad_()
+    assert torch.allclose(want, torch.autograd.grad(fn(y), y)[0])
+    source = gradient.source(x)
+    assert "while" in source and "if " in source and "test_gradients.py" in source
+    (tmp_path / "gradient.py").write_text(source)
+    script = f"import sys, torch\nsys.modules['mycel'] = None\nimport gradient\nprint(gradient.main(torch.tensor({x.tolist()}, dtype=torch.float64))[0].tolist())"
+    ran = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == str(want.tolist())

@@ -138,7 +138,7 @@ def test_wrong_inputs_are_named():
 def test_generated_source_is_plain_python():
     """It runs with torch alone."""
     source = emit(check(Program.parse(LOOP)))
-    env = {"device": torch.device("cpu")}
+    env = {}
     exec(source, env)
     turns, y = env["main"](torch.tensor(3), torch.tensor(0), torch.ones(3))
     assert turns == 3 and y.tolist() == [8, 8, 8] and "mycel" not in source

@@ -2,7 +2,8 @@
 
 The state of a loop is what a turn changes: variables that are needed afterwards or at the next turn, attributes and items of objects, tensors
 updated in place, and the random key where the body draws.  A first trace of the body finds the state; numbers that change become 0-dim
-tensors, what is undefined before the first turn gets a filler; then the body is traced again, until every part ends a turn with the type it began with.
+tensors, what is undefined before the first turn gets a filler; then the body is traced again, until every part ends a turn with the type
+it began with.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import torch
 from mycel.capture.alias import Cell
 from mycel.capture.branches import Run, plain, run
 from mycel.capture.fence import refuse
-from mycel.capture.merge import Want, describe, fit, is_number, is_weak, made, meet, opened as opened_value, own
+from mycel.capture.merge import Want, describe, fit, is_number, is_weak, made, meet, own
+from mycel.capture.merge import opened as opened_value
 from mycel.capture.nested import KEY, Section, branch_key, finish, free, opened
 from mycel.capture.slots import UNDEFINED, Box, Objects, Slot, assigned, variables
 from mycel.capture.trace import Traced, Tracer
@@ -113,7 +115,9 @@ class Turns:
     def _check_alias(self, name: str, old: Any, done: Run) -> None:
         """A turn that updates a tensor of outside in place and then lets its name go would do so at the first turn only."""
         if isinstance(old, Traced) and old.cell in done.writes and old.cell.place is not None:
-            raise refuse(f"{name} is updated in place and then assigned anew in a loop, while it is {old.cell.place.name}", f"{name} = {name}.clone() before")
+            raise refuse(
+                f"{name} is updated in place and then assigned anew in a loop, while it is {old.cell.place.name}", f"{name} = {name}.clone() before the loop"
+            )
 
     def _end_value(self, slot: Slot, done: Run) -> Any:
         """What a slot holds at the end of a turn."""
@@ -196,7 +200,8 @@ class Turns:
 
     def unstable(self, name: str, start: Any, end: Any) -> CaptureError:
         return refuse(
-            f"{name} is {describe(start)} when the loop starts and {describe(end)} after a turn: loop state may change its value, not its type or shape",
+            f"{name} is {describe(start)} when the loop starts and {describe(end)} after a turn: "
+            "loop state may change its value, not its type or shape",
             "the type and shape it ends with from the start, or another variable for the result",
         )
 
@@ -270,8 +275,9 @@ def _changed(box: Box, now: Any) -> list[Slot]:
             f"{box.name or 'a container'} has another number of items after each turn of a loop on tensors",
             "a tensor of the full size that the loop fills, or a loop over a static sequence",
         )
-    keys = range(len(now)) if isinstance(now, list) else now
-    return [box.slot(k) for k in keys if isinstance(now, list) and now[k] is not old[k] or isinstance(now, dict) and now[k] is not old.get(k, UNDEFINED)]
+    if isinstance(now, list):
+        return [box.slot(i) for i, (a, b) in enumerate(zip(old, now, strict=True)) if a is not b]
+    return [box.slot(k) for k, v in now.items() if v is not old.get(k, UNDEFINED)]
 
 
 def repeat(tracer: Tracer, test: Callable[[], Any], body: Callable[..., Any], closures: Sequence[Callable[..., Any]], names: Sequence[str]) -> None:
@@ -298,7 +304,9 @@ def repeat(tracer: Tracer, test: Callable[[], Any], body: Callable[..., Any], cl
     turns.give_back(outs[: len(outs) - keyed])
 
 
-def over(tracer: Tracer, rows: torch.Tensor, body: Callable[..., Any], closures: Sequence[Callable[..., Any]], names: Sequence[str], weak: bool) -> bool:
+def over(
+    tracer: Tracer, rows: torch.Tensor, body: Callable[..., Any], closures: Sequence[Callable[..., Any]], names: Sequence[str], weak: bool
+) -> bool:
     """for row in rows: body(row) as a scan; False if a turn does nothing to tensors (rows count in Python then)."""
     turns = Turns(tracer, body, closures, names)
     row = Var(tracer.name(""), Type(rows.dtype, tuple(rows.shape[1:])))

@@ -81,11 +81,14 @@ def finish(tracer: Tracer, name: str, section: Section, inputs: Sequence[Var], o
     """Enter the finished section as a block; the name it has in the program."""
     section.inputs = inputs
     around = [*_OUTER, Section(tracer.eqns, tracer.lines)]
-    known = {k: v for s in around for k, v in hints(s.eqns, s.lines).items()}
-    inner, block = assemble_inner(section, list(outputs), {**known, **tracer.hints}, tracer.regions[-1].path, set(tracer.blocks))
+    names = {k: v for s in around for k, v in hints(s.eqns, s.lines).items()}
+    inner, block = assemble_inner(section, list(outputs), {**names, **tracer.hints}, tracer.regions[-1].path, set(tracer.blocks))
     tracer.blocks.update(inner)
     shape = structure(block)
-    return next((n for n, b in tracer.blocks.items() if structure(b) == shape), None) or tracer.add_block(name, block)
+    known = tracer.shapes.get(shape)
+    if known not in tracer.blocks or structure(tracer.blocks[known]) != shape:  # blocks of traces that were given up are gone
+        known = tracer.shapes[shape] = tracer.add_block(name, block)
+    return known
 
 
 def structure(block: Block) -> Any:

@@ -99,6 +99,7 @@ class Tracer(Builder):
         self.made: dict[Var, Eqn] = {}
         self.running = True  # a capture inside another may use the outer one's tensors while that is under way
         self.blocks: dict[str, Block] = {}  # finished inner blocks: of control flow and of derivatives
+        self.shapes: dict[Any, str] = {}  # blocks by what they are up to names
         self.closed: set[Var] = set()  # values of inner blocks that are finished: nothing outside may use them
         self.hints: dict[str, str] = {}  # names of what control flow gives back
         self.raised: BaseException | None = None  # the last exception of a raise statement in rewritten code

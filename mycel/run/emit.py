@@ -11,6 +11,7 @@ Branches are `if`, loops are `while` and `for`: a block that only one of them ho
 
 from __future__ import annotations
 
+import base64
 import builtins
 import keyword
 import linecache
@@ -26,11 +27,11 @@ from mycel.run.alias import shared_outputs
 from mycel.run.kernels import literal, sources_of, write
 
 _WRITTEN_HERE = {"call", "cond", "custom", "loop", "scan", "const", "opaque"}
-_TAKEN = {*keyword.kwlist, *dir(builtins), "torch", "math", "device", "CONSTS"}
+_TAKEN = {*keyword.kwlist, *dir(builtins), "torch", "math", "base64", "device"}
 
 
-def emit(program: Program) -> str:
-    """The source of a module with one function for each block; `main` (the entry) takes the inputs and returns a tuple."""
+def emit(program: Program, device: torch.device | str = "cpu") -> str:
+    """The source of a module that needs torch alone: a function for each block; `main` (the entry) takes the inputs and returns a tuple."""
     needed = {k: text for op in {e.op for _, e in walk(program)} if op.name not in _WRITTEN_HERE for k, text in sources_of(op).items()}
     needed = dict(sorted(needed.items()))
     names = _block_names(program, needed)
@@ -41,19 +42,35 @@ def emit(program: Program) -> str:
         if block not in inlined:
             copies = shared if block == program.entry else set()
             functions.append(_Function(program, block, names, inlined, set(needed), copies).source())
-    head = ["import math", "", "import torch"]
-    if program.consts:
-        head += ["", *(f"{_const(k)} = CONSTS[{k!r}]" for k in program.consts)]
-    return "\n".join(head) + "\n\n\n" + "\n\n\n".join([*needed.values(), *functions]) + "\n"
+    body = "\n\n\n".join([*needed.values(), *functions]) + "\n"
+    head = ["import base64"] if any(c.numel() > SHOWN for c in program.consts.values()) else []
+    head += ["import math", "", "import torch"]
+    if program.consts or re.search(r"\bdevice\b", body):
+        head += ["", f"device = torch.device({str(device)!r})"]
+    head += [f"{_const(k)} = {_constant_text(c)}" for k, c in program.consts.items()]
+    return "\n".join(head) + "\n\n\n" + body
+
+
+SHOWN = 64  # elements of a constant that are written as numbers
+
+
+def _constant_text(c: torch.Tensor) -> str:
+    """A constant as an expression: numbers if few, bytes if many."""
+    if c.numel() <= SHOWN and not c.is_complex():
+        values = repr(c.tolist()).replace("inf", "math.inf").replace("nan", "math.nan")
+        return f"torch.tensor({values}, dtype={c.dtype}, device=device)"
+    data = base64.b64encode(c.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()).decode()
+    bytes_ = f"torch.frombuffer(bytearray(base64.b64decode({data!r})), dtype={c.dtype})"
+    return f"{bytes_}.reshape({tuple(c.shape)}).to(device)"
 
 
 def load(program: Program, device: torch.device) -> tuple[Callable[..., tuple[Any, ...]], str]:
     """The entry as a Python function on `device`, and its source."""
-    source = emit(program)
+    source = emit(program, device)
     file = f"<mycel program {load.count}>"  # type: ignore[attr-defined]
     load.count += 1  # type: ignore[attr-defined]
     linecache.cache[file] = (len(source), None, source.splitlines(True), file)
-    env: dict[str, Any] = {"CONSTS": {k: c.to(device) for k, c in program.consts.items()}, "device": device}
+    env: dict[str, Any] = {}
     exec(compile(source, file, "exec"), env)
     return env["main"], source
 

@@ -31,10 +31,10 @@ def lower(body: list[ast.stmt]) -> list[ast.stmt]:
     if ended is not None:
         return _Jumps(returns=False).block(ended, None)[0]
     jumps = _Jumps(returns=True)
-    out, flags = jumps.block([*body, *_return_none(body)], None)
+    out, _ = jumps.block([*body, *_return_none(body)], None)
     first, last = body[0], body[-1]
     start = [_assign(RETURNED, ast.Constant(False), first), _assign(RESULT, ast.Name(UNDEFINED, ast.Load()), first)]
-    return [*start, *out, _at(ast.Return(ast.Name(RESULT, ast.Load())), last)]
+    return [*start, *out, placed(ast.Return(ast.Name(RESULT, ast.Load())), last)]
 
 
 # -- returns at the end ---------------------------------------------------------------------------------------------
@@ -54,17 +54,17 @@ def _end(body: list[ast.stmt]) -> list[ast.stmt] | None:
     orelse = _end(node.orelse if _leaves(node.orelse) else node.orelse + rest)
     if then is None or orelse is None:
         return None
-    new = _at(ast.If(node.test, then, _located(orelse, node)), node)
+    new = placed(ast.If(node.test, then, _located(orelse, node)), node)
     new.returns = True
     return [*body[:at], new]
 
 
 def _located(stmts: list[ast.stmt], like: ast.stmt) -> list[ast.stmt]:
-    return [s if hasattr(s, "lineno") else _at(s, like) for s in stmts]
+    return [s if hasattr(s, "lineno") else placed(s, like) for s in stmts]
 
 
 def _return_none(body: list[ast.stmt]) -> list[ast.stmt]:
-    return [] if _leaves(body) or not body else [_at(ast.Return(ast.Constant(None)), body[-1])]
+    return [] if _leaves(body) or not body else [placed(ast.Return(ast.Constant(None)), body[-1])]
 
 
 def _leaves(stmts: list[ast.stmt]) -> bool:
@@ -107,7 +107,7 @@ class _Jumps:
                 continue
             if rest and not _leaves([node]):
                 more, further = self.block(rest, loop)
-                guard = _at(ast.If(_none_of(flags, node), more, []), rest[0])
+                guard = placed(ast.If(_none_of(flags, node), more, []), rest[0])
                 guard.guard = True
                 out.append(guard)
                 flags = flags | further
@@ -139,12 +139,12 @@ class _Jumps:
                 done, more = self.block(inner, loop)
                 if name == "orelse" and isinstance(node, ast.Try) and flags and done:
                     done = [_guard(flags, done, node)]
-                setattr(new, name, done or ([_at(ast.Pass(), node)] if name == "body" else []))
+                setattr(new, name, done or ([placed(ast.Pass(), node)] if name == "body" else []))
                 flags |= more
         for name in ("handlers", "cases"):
             for part in getattr(new, name, ()):
                 part.body, more = self.block(part.body, loop)
-                part.body = part.body or [_at(ast.Pass(), node)]
+                part.body = part.body or [placed(ast.Pass(), node)]
                 flags |= more
         return [new], flags
 
@@ -162,8 +162,8 @@ class _Jumps:
         if isinstance(new, ast.For):
             new.more = more  # type: ignore[attr-defined]
         elif more is not None:
-            always = isinstance(node.test, ast.Constant) and node.test.value is True
-            new.test = more if always else _at(ast.BoolOp(ast.And(), [more, node.test]), node)
+            always = isinstance(new.test, ast.Constant) and new.test.value is True
+            new.test = more if always else placed(ast.BoolOp(ast.And(), [more, new.test]), node)
         out: list[ast.stmt] = [*([_assign(broke, ast.Constant(False), node)] if broke in flags else []), new]
         left = flags & {RETURNED}
         if node.orelse:
@@ -190,27 +190,28 @@ def _test_inside(node: ast.While) -> ast.While:
     """while t: … else: e  =>  while True: if not t: e; break  …"""
     new = _copy(node)
     leave = ast.If(ast.UnaryOp(ast.Not(), node.test), [*node.orelse, ast.Break()], [])
-    new.test, new.body, new.orelse = _at(ast.Constant(True), node), [_at(leave, node), *node.body], []
+    new.test, new.body, new.orelse = placed(ast.Constant(True), node), [placed(leave, node), *node.body], []
     return new
 
 
 def _guard(flags: set[str], body: list[ast.stmt], like: ast.AST) -> ast.If:
-    made = _at(ast.If(_none_of(flags, like), body, []), like)
+    made = placed(ast.If(_none_of(flags, like), body, []), like)
     made.guard = True
     return made
 
 
 def _none_of(flags: Iterable[str], like: ast.AST) -> ast.expr:
     names: list[ast.expr] = [ast.Name(f, ast.Load()) for f in sorted(flags)]
-    return _at(ast.UnaryOp(ast.Not(), names[0] if len(names) == 1 else ast.BoolOp(ast.Or(), names)), like)
+    return placed(ast.UnaryOp(ast.Not(), names[0] if len(names) == 1 else ast.BoolOp(ast.Or(), names)), like)
 
 
 def _assign(name: str, value: ast.expr, like: ast.AST) -> ast.stmt:
-    return _at(ast.Assign([ast.Name(name, ast.Store())], value), like)
+    return placed(ast.Assign([ast.Name(name, ast.Store())], value), like)
 
 
-def _at(node: Any, like: ast.AST) -> Any:
+def placed(node: Any, like: ast.AST) -> Any:
     """The node at the place of another; parts that have a place keep it."""
+    part: Any
     for part in ast.walk(node):
         if "lineno" in part._attributes and not hasattr(part, "lineno"):
             ast.copy_location(part, like)

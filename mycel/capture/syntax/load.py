@@ -6,7 +6,6 @@ The twin shares the original's globals and closure cells (the same objects, not 
 """
 
 from __future__ import annotations
-
 import __future__
 
 import ast
@@ -37,7 +36,7 @@ def twin(fn: Any, runtime: dict[str, Any]) -> Any:
         return fn if made is fn.func else functools.partial(made, *fn.args, **fn.keywords)
     if isinstance(fn, (types.BuiltinFunctionType, torch.nn.Module, type)):
         return fn
-    method = getattr(type(fn), "__call__", None)
+    method = getattr(type(fn), "__call__", None)  # noqa: B004
     if isinstance(method, types.FunctionType) and not is_library(method.__code__.co_filename):
         return types.MethodType(_function(method, runtime), fn)
     return fn

@@ -22,7 +22,7 @@ import ast
 import itertools
 from typing import Any
 
-from mycel.capture.syntax.jumps import lower
+from mycel.capture.syntax.jumps import lower, placed
 from mycel.capture.syntax.scope import Function, bound, declared, mark, own, touched_inside
 
 RUNTIME = "m@"
@@ -61,7 +61,7 @@ def rewrite(node: ast.FunctionDef | ast.Lambda) -> ast.FunctionDef:
 def _bare(args: ast.arguments) -> ast.arguments:
     """Parameters with placeholders for their defaults."""
 
-    def bare(arg: ast.arg | None) -> ast.arg | None:
+    def bare(arg: Any) -> Any:
         return None if arg is None else ast.copy_location(ast.arg(arg.arg), arg)
 
     nothing = ast.Constant(None)
@@ -84,7 +84,7 @@ class _Rewriter(ast.NodeTransformer):
         self.first = (args.posonlyargs + args.args)[0].arg if args.posonlyargs or args.args else None
         self.globals = declared(node.body, ast.Global)
         self.outer = declared(node.body, ast.Nonlocal)
-        self.shared = touched_inside(node.body)[1]  # names that functions inside may rebind
+        self.shared = touched_inside(node.body)[1] & bound(self.body)  # names that functions inside may rebind
         self.count = itertools.count(1)
         self.hoisted: list[list[ast.stmt]] = []
         self.inside = 0  # comprehensions and lambdas around
@@ -110,17 +110,17 @@ class _Rewriter(ast.NodeTransformer):
         return out
 
     def closure(self, name: str, body: list[ast.stmt], like: ast.AST, args: tuple[str, ...] = ()) -> ast.stmt:
-        names = bound(body) | (self.shared & bound(self.body))
+        names = bound(body) | (self.shared)
         inner = self.stmts(body) or [ast.Pass()]
         for kind, group in ((ast.Global, names & self.globals), (ast.Nonlocal, names - self.globals)):
             if group:
                 inner.insert(0, kind(sorted(group)))
         new = ast.FunctionDef(name, _arguments(*args), inner, [])
-        return _place(new, like)
+        return placed(new, like)
 
     def written(self, live: set[str], *bodies: list[ast.stmt]) -> ast.expr:
         """The live names that bodies bind, as a tuple of strings."""
-        names = set().union(*map(bound, bodies)) | (self.shared & bound(self.body))
+        names = set().union(*map(bound, bodies)) | (self.shared)
         return ast.Tuple([ast.Constant(n) for n in sorted(names & live)], ast.Load())
 
     def visit_If(self, node: ast.If) -> Any:
@@ -135,14 +135,14 @@ class _Rewriter(ast.NodeTransformer):
         names = self.written(node.live, node.body, node.orelse)  # type: ignore[attr-defined]
         guard = [ast.Constant(True)] if hasattr(node, "guard") else []
         call = _runtime("branch", test, _name(f"then@{k}"), _name(f"else@{k}"), names, *guard)
-        return [then, orelse, _place(ast.Return(call) if returns else ast.Expr(call), node.test)]
+        return [then, orelse, placed(ast.Return(call) if returns else ast.Expr(call), node.test)]
 
     def visit_While(self, node: ast.While) -> Any:
         k = next(self.count)
         test = self.closure(f"test@{k}", [ast.copy_location(ast.Return(node.test), node.test)], node.test)
         body = self.closure(f"body@{k}", node.body, node)
         call = _runtime("repeat", _name(f"test@{k}"), _name(f"body@{k}"), self.written(node.live, node.body))  # type: ignore[attr-defined]
-        return [test, body, _place(ast.Expr(call), node.test)]
+        return [test, body, placed(ast.Expr(call), node.test)]
 
     def visit_For(self, node: ast.For) -> Any:
         k = next(self.count)
@@ -155,7 +155,7 @@ class _Rewriter(ast.NodeTransformer):
         if more is not None:
             out.append(self.closure(f"more@{k}", [ast.copy_location(ast.Return(more), node)], node))
         call = _runtime("each", items, _name(f"body@{k}"), _name(f"more@{k}") if more else ast.Constant(None), names)
-        return [*out, _place(ast.Expr(call), node.iter)]
+        return [*out, placed(ast.Expr(call), node.iter)]
 
     def visit_With(self, node: ast.With) -> Any:
         node.items = [self.visit(i) for i in node.items]
@@ -179,11 +179,11 @@ class _Rewriter(ast.NodeTransformer):
     def visit_Assert(self, node: ast.Assert) -> Any:
         text = ast.Constant(ast.unparse(node.test))
         message = self.lazy(node.msg) if node.msg else ast.Constant(None)
-        return _place(ast.Expr(_runtime("check", self.visit(node.test), message, text)), node)
+        return placed(ast.Expr(_runtime("check", self.visit(node.test), message, text)), node)
 
     def visit_Raise(self, node: ast.Raise) -> Any:
         if node.exc is not None:
-            node.exc = _place(_runtime("raised", self.visit(node.exc)), node)
+            node.exc = placed(_runtime("raised", self.visit(node.exc)), node)
         return node
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> Any:
@@ -232,23 +232,23 @@ class _Rewriter(ast.NodeTransformer):
         if all(map(_is_static, node.values)) or self._binds_inside(node):
             return self.generic_visit(node)
         name = "both" if isinstance(node.op, ast.And) else "either"
-        return _place(_runtime(name, self.visit(node.values[0]), *map(self.lazy, node.values[1:])), node)
+        return placed(_runtime(name, self.visit(node.values[0]), *map(self.lazy, node.values[1:])), node)
 
     def visit_UnaryOp(self, node: ast.UnaryOp) -> Any:
         if not isinstance(node.op, ast.Not) or _is_static(node.operand):
             return self.generic_visit(node)
-        return _place(_runtime("negate", self.visit(node.operand)), node)
+        return placed(_runtime("negate", self.visit(node.operand)), node)
 
     def visit_Compare(self, node: ast.Compare) -> Any:
         if len(node.ops) == 1 or self._binds_inside(node):
             return self.generic_visit(node)
         rest = [part for op, x in zip(node.ops, node.comparators, strict=True) for part in (ast.Constant(_SIGNS[type(op)]), self.lazy(x))]
-        return _place(_runtime("compare", self.visit(node.left), *rest), node)
+        return placed(_runtime("compare", self.visit(node.left), *rest), node)
 
     def visit_IfExp(self, node: ast.IfExp) -> Any:
         if _is_static(node.test) or self._binds_inside(node):
             return self.generic_visit(node)
-        return _place(_runtime("choose", self.visit(node.test), self.lazy(node.body), self.lazy(node.orelse)), node)
+        return placed(_runtime("choose", self.visit(node.test), self.lazy(node.body), self.lazy(node.orelse)), node)
 
     def _binds_inside(self, node: ast.expr) -> bool:
         """A name bound inside a comprehension or lambda cannot be reached by a closure."""
@@ -257,11 +257,11 @@ class _Rewriter(ast.NodeTransformer):
     def visit_Call(self, node: ast.Call) -> Any:
         if isinstance(node.func, ast.Name) and node.func.id == "super" and not node.args and self.first:
             node.args = [_name("__class__"), _name(self.first)]
-            return _place(node, node)
+            return placed(node, node)
         func = self.visit(node.func)
         node.args = [self.visit(a) for a in node.args]
         node.keywords = [self.visit(k) for k in node.keywords]
-        node.func = _place(_runtime("call", func), node.func)
+        node.func = placed(_runtime("call", func), node.func)
         return node
 
 
@@ -293,12 +293,3 @@ def _name(name: str) -> ast.expr:
 
 def _arguments(*names: str) -> ast.arguments:
     return ast.arguments([], [ast.arg(n) for n in names], None, [], [], None, [])
-
-
-def _place(node: Any, like: ast.AST) -> Any:
-    """The node at the place of another; parts that have a place keep it."""
-    for part in ast.walk(node):
-        if "lineno" in part._attributes and not hasattr(part, "lineno"):
-            ast.copy_location(part, like)
-            part.end_lineno, part.end_col_offset = part.lineno, part.col_offset  # a call's line is its function's last
-    return node

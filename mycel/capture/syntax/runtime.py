@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from mycel.capture.branches import branch as traced_branch
 from mycel.capture.branches import check as traced_check
@@ -179,12 +178,14 @@ def _long(items: Any, rows: Callable[[], torch.Tensor], body: Callable[[Any], No
     _each(items[1:], body, None, names)
 
 
-def _counted(tracer: Tracer, start: Any, step: Any, turns: Any, body: Callable[[Any], None], more: Callable[[], Any] | None, names: Sequence[str]) -> None:
+def _counted(
+    tracer: Tracer, start: Any, step: Any, turns: Any, body: Callable[[Any], None], more: Callable[[], Any] | None, names: Sequence[str]
+) -> None:
     """for i in range(turns): body(start + i * step), as long as more()"""
     want = Want(Type(torch.int64, ()), True)
     tracer.here()
     with tracer:
-        at = made(tracer, fit(0, want.type), want)
+        at: Any = made(tracer, fit(0, want.type), want)
 
     def test() -> Any:
         return decide(at < turns if more is None else both(at < turns, more))
