@@ -888,7 +888,7 @@ class Tally:
     """A plain object."""
 
     def __init__(self, x):
-        self.total, self.count = x * 0, 0
+        self.total, self.count = (x * 0 if x.sum() > -100 else x), 0
 
     def add(self, x):
         if x.sum() > 0:

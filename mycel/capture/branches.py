@@ -155,7 +155,8 @@ class _Branch:
         a, b = self.then.contents.get(i, box.old), self.orelse.contents.get(i, box.old)
         if isinstance(a, set) or (isinstance(a, list) and len(a) != len(b)) or (isinstance(a, dict) and a.keys() != b.keys()):
             raise refuse(
-                f"{box.name or 'an object'} has other items after one branch than after the other", "the same items in both branches, with other values"
+                f"{box.name or 'an object'} has other items after one branch than after the other",
+                "the same items in both branches, with other values",
             )
         keys = range(len(a)) if isinstance(a, list) else a
         builds = {k: self.merge(box.slot(k).name, a[k], b[k]) for k in keys}

@@ -116,7 +116,7 @@ def _decision_hint() -> str:
         return f"torch.where: the control flow of {code.co_name} is not captured, because {WHY_NOT[code]}"
     if code is not None and is_library(code.co_filename):
         return "torch.where, or a copy of this function in your own code: functions of libraries are called as they are"
-    return "torch.where, or move the decision out of the captured function"
+    return "torch.where, or a function or method for the decision: what Python or torch calls by itself (properties, operators, hooks) stays as it is"
 
 
 def refuse_dynamic(name: str) -> CaptureError:

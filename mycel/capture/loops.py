@@ -116,7 +116,8 @@ class Turns:
         """A turn that updates a tensor of outside in place and then lets its name go would do so at the first turn only."""
         if isinstance(old, Traced) and old.cell in done.writes and old.cell.place is not None:
             raise refuse(
-                f"{name} is updated in place and then assigned anew in a loop, while it is {old.cell.place.name}", f"{name} = {name}.clone() before the loop"
+                f"{name} is updated in place and then assigned anew in a loop, while it is {old.cell.place.name}",
+                f"{name} = {name}.clone() before the loop",
             )
 
     def _end_value(self, slot: Slot, done: Run) -> Any:

@@ -23,13 +23,13 @@ def extreme_vjp(g, y, x, *, dims, keepdim=False):
 @op(over(">"), vjp=extreme_vjp, flops=elements, examples=EXAMPLES)
 def amax(x, *, dims, keepdim=False):
     """The largest over dims"""
-    return torch.amax(x, dims, keepdim)
+    return x.max() if len(dims) == x.ndim and not keepdim and x.ndim else torch.amax(x, dims, keepdim)
 
 
 @op(over("<"), vjp=extreme_vjp, flops=elements, examples=EXAMPLES)
 def amin(x, *, dims, keepdim=False):
     """The smallest over dims"""
-    return torch.amin(x, dims, keepdim)
+    return x.min() if len(dims) == x.ndim and not keepdim and x.ndim else torch.amin(x, dims, keepdim)
 
 
 @captures("aten.amax.default", "aten.max.default")

@@ -201,10 +201,18 @@ class _Substitute(ast.NodeTransformer):
             return _literal(getattr(self.types[node.value.id], node.attr))
         return self.generic_visit(node)
 
-    def visit_Compare(self, node: ast.Compare) -> ast.AST:
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        made = self.generic_visit(node)
+        if isinstance(node.func, ast.Name) and node.func.id == "len" and isinstance(node.args[0], ast.Tuple):
+            return ast.Constant(len(node.args[0].elts))
+        return made
+
+    def visit_Compare(self, node: ast.expr) -> ast.AST:
         made = self.generic_visit(node)
         known = _constant(made)  # type: ignore[arg-type]
         return made if known is None else _literal(known[0])
+
+    visit_Subscript = visit_Compare
 
     def visit_IfExp(self, node: ast.IfExp) -> ast.expr:
         test = self.visit(node.test)

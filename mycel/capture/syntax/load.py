@@ -34,12 +34,29 @@ def twin(fn: Any, runtime: dict[str, Any]) -> Any:
     if isinstance(fn, functools.partial):
         made = twin(fn.func, runtime)
         return fn if made is fn.func else functools.partial(made, *fn.args, **fn.keywords)
-    if isinstance(fn, (types.BuiltinFunctionType, torch.nn.Module, type)):
+    if isinstance(fn, (types.BuiltinFunctionType, torch.nn.Module)):
         return fn
+    if isinstance(fn, type):
+        return _constructor(fn, runtime)
     method = getattr(type(fn), "__call__", None)  # noqa: B004
     if isinstance(method, types.FunctionType) and not is_library(method.__code__.co_filename):
         return types.MethodType(_function(method, runtime), fn)
     return fn
+
+
+def _constructor(cls: type, runtime: dict[str, Any]) -> Any:
+    """A user's class whose __init__ is an ordinary one: made by its twin."""
+    init = cls.__init__  # type: ignore[misc]
+    if type(cls) is not type or cls.__new__ is not object.__new__ or not isinstance(init, types.FunctionType):
+        return cls
+    made = twin(init, runtime)
+    return cls if made is init else functools.partial(_construct, cls, made)
+
+
+def _construct(cls: type, init: types.FunctionType, *args: Any, **kwargs: Any) -> Any:
+    made = object.__new__(cls)
+    init(made, *args, **kwargs)
+    return made
 
 
 def _function(fn: types.FunctionType, runtime: dict[str, Any]) -> types.FunctionType:
