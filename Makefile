@@ -31,6 +31,7 @@ accept: setup          ## rewrite golden texts; read the diff before committing
 bench: setup           ## ours and the peers in the same run
 	$(BIN)/python bench/dispatch.py
 	$(BIN)/python bench/capture.py
+	$(BIN)/python bench/grad.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

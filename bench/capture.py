@@ -18,6 +18,8 @@ from torch._subclasses import FakeTensorMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import mycel
+from mycel import transform
+from mycel.capture import capture as capture_call
 from mycel.ir import check
 
 
@@ -64,6 +66,13 @@ def main() -> None:
     print(f"fake run   {fake_s * 1e3:8.1f} ms")
     print(f"capture    {capture_s * 1e3:8.1f} ms   {capture_s / fake_s:.2f}x of the fake run (bar: 3x)")
     print(f"check      {check_s * 1e3:8.1f} ms   {check_s / capture_s:.1%} of capture (bar: 10%)")
+    loss = lambda: model(ids).logits.float().mean()
+    captured = capture_call(loss, (), {}).program
+    weights = [i for i, v in enumerate(captured.inputs) if v.dtype.is_floating_point]
+    loss_s = seconds(lambda: mycel.capture(loss))
+    derive_s = seconds(lambda: transform.value_and_grad(captured, weights))
+    backward = str(transform.value_and_grad(captured, weights)).count("def llama_decoder_layer_backward")
+    print(f"gradient   {derive_s * 1e3:8.1f} ms   {derive_s / loss_s:.2f}x of its capture (bar: 0.5x), {backward} decoder layer backward block")
     print(f"text: {len(str(program).splitlines())} lines, {str(program).count('def llama_decoder_layer')} decoder layer block")
     print(f"twice the layers add {grown} equations to main, and {len(double.blocks) - len(program.blocks)} blocks")
 

@@ -10,6 +10,7 @@ Trains with Adam, then L-BFGS, and prints the error against the exact solution (
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import time
 
@@ -26,7 +27,7 @@ class Net(nn.Module):
     def __init__(self, width: int = 24, depth: int = 4) -> None:
         super().__init__()
         sizes = [2] + [width] * depth
-        self.hidden = nn.ModuleList(nn.Linear(a, b) for a, b in zip(sizes, sizes[1:], strict=False))
+        self.hidden = nn.ModuleList(nn.Linear(a, b) for a, b in itertools.pairwise(sizes))
         self.out = nn.Linear(width, 1)
 
     def forward(self, t: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,7 @@ from mycel.errors import CaptureError, GradientError, IRError, LoadError, MycelE
 from mycel.ir import Block, Eqn, Program, Type, Var
 
 __all__ = [
-    "Block", "CaptureError", "CustomVjp", "Derived", "Eqn", "GradientError", "IRError", "Jit", "LoadError", "MycelError", "PlanError", "Program", "RunError", "TextError", "Type",
-    "Var", "capture", "custom_vjp", "grad", "hessian", "jit", "jvp", "stop_gradient", "value_and_grad", "vjp",
+    "Block", "CaptureError", "CustomVjp", "Derived", "Eqn", "GradientError", "IRError", "Jit", "LoadError",
+    "MycelError", "PlanError", "Program", "RunError", "TextError", "Type", "Var", "capture", "custom_vjp", "grad",
+    "hessian", "jit", "jvp", "stop_gradient", "value_and_grad", "vjp",
 ]  # fmt: skip

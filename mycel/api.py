@@ -1,7 +1,7 @@
 """The pipeline in the open: capture, a plain list of passes, code.
 
-    program = mycel.capture(fn, *args)     what the code is, as a Program
-    fast    = mycel.jit(fn)                captured once for each signature, simplified, generated, run
+program = mycel.capture(fn, *args)     what the code is, as a Program
+fast    = mycel.jit(fn)                captured once for each signature, simplified, generated, run
 """
 
 from __future__ import annotations

@@ -6,8 +6,11 @@ Called while another function is captured, the derivative becomes part of that p
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+import inspect
+import linecache
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +18,21 @@ import torch
 
 from mycel import transform
 from mycel.api import Entry, Jit, compile_captured, compile_program, unjit
-from mycel.capture import LEAF, TRACING, Captured, Tree, flatten, input_tensors, input_values, paused, results, rewritten, splice, splice_program, trace_custom
+from mycel.capture import (
+    LEAF,
+    TRACING,
+    Captured,
+    Tree,
+    flatten,
+    input_tensors,
+    input_values,
+    paused,
+    results,
+    rewritten,
+    splice,
+    splice_program,
+    trace_custom,
+)
 from mycel.capture import capture as capture_call
 from mycel.errors import GradientError
 from mycel.ir import Block, Builder, Program, Ref, Type, Var, check, is_float, scan
@@ -40,7 +57,8 @@ class Derived(Jit):
 
     def derived(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
         captured = capture_call(self.fn, args, kwargs, apart=True)
-        return self.derive(replace(captured, program=transform.simplify(captured.program)))
+        with located(self.fn):
+            return self.derive(replace(captured, program=transform.simplify(captured.program)))
 
     def compile(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
         return compile_captured(self.derived(args, kwargs), self.mode, self.check_finite, without_autograd)
@@ -86,6 +104,20 @@ def stop_gradient(x: Any) -> Any:
     return tree.unflatten(iter([leaf.detach() for leaf in leaves]))
 
 
+@contextlib.contextmanager
+def located(fn: Any) -> Iterator[None]:
+    """Gradient errors in here tell which function it is about."""
+    try:
+        yield
+    except GradientError as e:
+        target = fn.forward if isinstance(fn, torch.nn.Module) else inspect.unwrap(fn)
+        code = getattr(getattr(target, "__func__", target), "__code__", None)
+        if code is None or "\n  at        " in str(e):
+            raise
+        line = linecache.getline(code.co_filename, code.co_firstlineno).strip()
+        raise GradientError(f"{e}\n  at        {code.co_filename}:{code.co_firstlineno}\n            {line}") from None
+
+
 def without_autograd(run: Callable[..., Any]) -> Callable[..., Any]:
     """Derivatives are values: torch's autograd does not record how they were computed."""
 
@@ -129,11 +161,11 @@ class CustomVjp:
 def custom_vjp(fn: Callable[..., Any]) -> CustomVjp:
     """A function whose gradient the user gives, in Mycel and under torch's autograd alike:
 
-        @mycel.custom_vjp
-        def f(x): ...
+    @mycel.custom_vjp
+    def f(x): ...
 
-        @f.backward
-        def _(g, y, x): return g * ...
+    @f.backward
+    def _(g, y, x): return g * ...
     """
     return CustomVjp(fn)
 
@@ -265,6 +297,10 @@ class Pushforward(Derived):
     def derived(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
         primals, tangents = args
         c = capture_call(self.fn, primals, {}, apart=True)
+        with located(self.fn):
+            return self.pushed(c, tangents)
+
+    def pushed(self, c: Captured, tangents: Any) -> Captured:
         leaves: list[torch.Tensor] = []
         tree = flatten(tangents, leaves)
         n = len(set(c.leaves))
@@ -309,7 +345,7 @@ class Pullback:
         self.fn, self.mode, self.has_aux = fn, mode, has_aux
 
     def forward(self, primals: tuple[Any, ...]) -> tuple[Any, ...]:
-        with paused():
+        with paused(), located(self.fn):
             c = capture_call(self.fn, primals, {}, apart=True)
             c = replace(c, program=transform.simplify(c.program))
             value, aux = _value_and_aux(c.out, self.has_aux)
@@ -328,7 +364,9 @@ class Pullback:
             outs = splice_program(tracer, first, input_values(tracer, c, inputs))
             residuals = outs[n : n + kept]
             flat = replace(ahead, program=_with_outputs(first, (*first.main.outputs[:n], *first.main.outputs[n + kept :])))
-            out = results(tracer, replace(flat, out=Tree("tuple", None, tuple(t for t in trees if t is not trees[1]))), inputs, [*outs[:n], *outs[n + kept :]])
+            out = results(
+                tracer, replace(flat, out=Tree("tuple", None, tuple(t for t in trees if t is not trees[1]))), inputs, [*outs[:n], *outs[n + kept :]]
+            )
 
             def pull_traced(cotangent: Any) -> Any:
                 gs = _cotangents(cotangent, value, given, types)

@@ -1,10 +1,10 @@
 """Argument lists for the laws, in a small language the operator paragraphs use.
 
-    "f[2,3], i64[3]<5, dim=1"
+"f[2,3], i64[3]<5, dim=1"
 
-    f[..]    any floating dtype       n[..]  any numeric dtype       a[..]  any dtype       f32[..] i64[..] …  just that
-    <5       integers in [0, 5)       >0     positive                ~0.9   |x| <= 0.9       !      all values distinct
-    others   literals of the IR text: 1.5, None, "mean", (1, 2); name=value is a static param
+f[..]    any floating dtype       n[..]  any numeric dtype       a[..]  any dtype       f32[..] i64[..] …  just that
+<5       integers in [0, 5)       >0     positive                ~0.9   |x| <= 0.9       !      all values distinct
+others   literals of the IR text: 1.5, None, "mean", (1, 2); name=value is a static param
 """
 
 from __future__ import annotations

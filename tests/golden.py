@@ -1,6 +1,6 @@
 """Golden texts: what a test saw before, kept under tests/golden and read as a diff.
 
-    golden("dce", text)      compares with tests/golden/dce.txt; with MYCEL_ACCEPT=1 (`make accept`) writes it instead
+golden("dce", text)      compares with tests/golden/dce.txt; with MYCEL_ACCEPT=1 (`make accept`) writes it instead
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Models to try Mycel on, from tiny configs, and what it means that two of their results are the same.
 
-    MODELS     name -> Model: those every capture must get right; `Model()` makes the module, `Model.inputs()` a batch of keyword arguments
-    same       two results are equal within 1e-5 relative, structure and classes included
-    state      what a module holds: copies of its parameters and buffers by name
+MODELS     name -> Model: those every capture must get right; `Model()` makes the module, `Model.inputs()` a batch of keyword arguments
+same       two results are equal within 1e-5 relative, structure and classes included
+state      what a module holds: copies of its parameters and buffers by name
 """
 
 from __future__ import annotations

@@ -428,3 +428,17 @@ def test_jit_inside_control_flow():
             wanted = (wanted * 2 if wanted.sum() > 0 else wanted) - 0.5
         close(outer(x), wanted)
     assert len(outer.entries) == 1
+
+
+@pytest.mark.parametrize("mode", ["graph", "eager"])
+def test_prints_happen_when_the_program_runs(mode, capsys):
+    def fn(x):
+        while x < 3:
+            x = x + 1
+            print("x is", x, sep="=")
+        return x
+
+    fast = mycel.jit(fn, mode=mode)
+    for start in (1.0, 0.0):
+        fast(torch.tensor(start))
+        assert capsys.readouterr().out == "".join(f"x is=tensor({k}.)\n" for k in range(int(start) + 1, 4))

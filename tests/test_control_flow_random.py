@@ -143,3 +143,26 @@ def test_random_programs(tmp_path_factory, random):
         for a, b in zip(found, wanted, strict=True):
             torch.testing.assert_close(torch.as_tensor(a, dtype=torch.float64), torch.as_tensor(b, dtype=torch.float64), rtol=1e-10, atol=1e-10)
     assert len(fast.entries) == 1
+    _check_gradients(module.fn)
+
+
+def _check_gradients(fn):
+    """Of all results together, against torch.autograd."""
+
+    def total(x, y, n):
+        value = 0.0
+        for k, v in enumerate(fn(x, y, n)[:3]):
+            value = value + (v * (k + 1)).sum()
+        return value
+
+    ours = mycel.grad(total, (0, 1))
+    for x, y, n in INPUTS:
+        leaves = x.clone().requires_grad_(), y.clone().requires_grad_()
+        plain = total(leaves[0] * 1, leaves[1] * 1, n)
+        try:
+            wanted = torch.autograd.grad(plain, leaves, allow_unused=True) if plain.requires_grad else (None, None)
+        except RuntimeError as e:
+            assert "modified by an inplace operation" in str(e)  # torch cannot differentiate this one
+            continue
+        for a, b in zip(ours(x, y, torch.tensor(n)), wanted, strict=True):
+            torch.testing.assert_close(a, torch.zeros_like(a) if b is None else b, rtol=1e-8, atol=1e-8)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from examples import parse_example
 from models import MODELS
 
 import mycel
+from examples import parse_example
 from mycel.ir import CONTROL, OPS, type_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -68,7 +68,9 @@ def test_every_kernel(name):
         want = op.kernel(*inputs, **example.params)
         for a, b in zip(as_tuple(outs), as_tuple(want), strict=True):
             assert type_of(a) == type_of(b) and a.is_cuda, text
-            assert torch.allclose(a.cpu().double() if not a.is_complex() else a.cpu(), b.double() if not b.is_complex() else b, rtol=2e-3, atol=2e-4, equal_nan=True), text
+            assert torch.allclose(
+                a.cpu().double() if not a.is_complex() else a.cpu(), b.double() if not b.is_complex() else b, rtol=2e-3, atol=2e-4, equal_nan=True
+            ), text
 
 
 def as_tuple(x):

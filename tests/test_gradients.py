@@ -223,6 +223,22 @@ def test_refusals(call, message):
         call()
 
 
+def test_refusals_name_the_line():
+    def not_scalar(x):
+        return x * 2
+
+    here = not_scalar.__code__.co_firstlineno
+    for call in (lambda: mycel.grad(not_scalar)(X), lambda: mycel.grad(not_scalar)(torch.tensor([1, 2]))):
+        with pytest.raises(GradientError, match=rf"(?s)test_gradients.py:{here}\n +def not_scalar"):
+            call()
+
+    def no_rule(x):
+        return torch.poisson(x.exp()).sum()
+
+    with pytest.raises(GradientError, match=rf"(?s)no gradient rule for opaque_random.*test_gradients.py:{no_rule.__code__.co_firstlineno + 1}"):
+        mycel.grad(no_rule)(X)
+
+
 def test_check_finite_names_the_line():
     def loss(x):
         a = x - 1
@@ -262,6 +278,7 @@ def test_a_gradient_is_python_that_needs_torch_alone(tmp_path):
     source = gradient.source(x)
     assert "while" in source and "if " in source and "test_gradients.py" in source
     (tmp_path / "gradient.py").write_text(source)
-    script = f"import sys, torch\nsys.modules['mycel'] = None\nimport gradient\nprint(gradient.main(torch.tensor({x.tolist()}, dtype=torch.float64))[0].tolist())"
+    at = f"torch.tensor({x.tolist()}, dtype=torch.float64)"
+    script = f"import sys, torch\nsys.modules['mycel'] = None\nimport gradient\nprint(gradient.main({at})[0].tolist())"
     ran = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert ran.stdout.strip() == str(want.tolist())

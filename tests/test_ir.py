@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-import mycel.ops  # noqa: F401
+import mycel.ops
 from mycel import IRError, Program, Type
 from mycel.ir import OPS, Block, Builder, Eqn, Params, Var, chains, check, dims, lifetimes, order, walk
 from mycel.ir.types import promote, type_of
@@ -112,3 +112,22 @@ def test_promotion_is_torchs(seed):
         other = [torch.zeros((2,) * pick(2), dtype=pool[pick(len(pool))]), 2, 2.5, True, 1j][pick(5)]
         want = torch.result_type(x, other)
         assert promote(type_of(x), type_of(other) if isinstance(other, torch.Tensor) else other) == want, (x, other)
+
+
+def test_cost():
+    """Flops by the textbook, bytes of operands and results, nothing for a view."""
+
+    def cost(text):
+        eqn = Program.parse(text).main.eqns[0]
+        return eqn.op.cost(eqn.input_types, eqn.params)
+
+    linear = cost("def main(x: f32[2,5,8], w: f32[6,8]):\n  y: f32[2,5,6] = linear(x, w)\n  return y\n")
+    assert linear.flops == 2 * 10 * 8 * 6 and linear.bytes == 4 * (80 + 48 + 60)
+    conv = cost(
+        "def main(x: f32[2,3,8,8], w: f32[4,3,3,3]):\n"
+        "  y: f32[2,4,6,6] = conv(x, w, dilation=(1, 1), groups=1, padding=(0, 0), stride=(1, 1))\n  return y\n"
+    )
+    assert conv.flops == 2 * 2 * 4 * 36 * 27
+    view = cost("def main(x: f32[2,6]):\n  y: f32[3,4] = reshape(x, shape=(3, 4))\n  return y\n")
+    assert view.flops == view.bytes == 0
+    assert cost("def main(x: bf16[2,6]):\n  y: bf16[2,6] = exp(x)\n  return y\n").bytes == 2 * 24

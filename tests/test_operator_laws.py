@@ -7,17 +7,12 @@ import math
 
 import pytest
 import torch
-from examples import parse_example
 
 import mycel.ops  # noqa: F401  fills the table
+from examples import parse_example
 from mycel.ir import CONTROL, OPS, is_float, type_of
 
-CASES = [
-    pytest.param(op, parse_example(text), id=f"{op.name}({text})")
-    for op in OPS.values()
-    if op not in CONTROL
-    for text in op.examples
-]
+CASES = [pytest.param(op, parse_example(text), id=f"{op.name}({text})") for op in OPS.values() if op not in CONTROL for text in op.examples]
 
 
 def as_tuple(x):
@@ -72,9 +67,7 @@ def test_expand_is_the_kernel(op, example):
 
 def leaves(inputs):
     """Inputs with fresh leaves for the differentiable ones."""
-    return [
-        x.detach().clone().requires_grad_() if isinstance(x, torch.Tensor) and is_float(x.dtype) else x for x in inputs
-    ]
+    return [x.detach().clone().requires_grad_() if isinstance(x, torch.Tensor) and is_float(x.dtype) else x for x in inputs]
 
 
 @pytest.mark.parametrize("op, example", [c for c in CASES if c.values[0].vjp])

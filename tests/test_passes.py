@@ -375,7 +375,9 @@ def main():
 
 def test_algebra_keeps_what_rounds():
     program = ZOO["arithmetic"]
-    text = str(algebra(read("""
+    text = str(
+        algebra(
+            read("""
 def main(x: f64[3], n: i64[3]):
   a: f64[3] = mul(x, 0)
   b: f64[3] = sub(x, x)
@@ -384,7 +386,9 @@ def main(x: f64[3], n: i64[3]):
   f: f64[3] = cast(e, dtype=f64)
   g: i64[3] = bitwise_and(n, 1)
   return a, b, c, f, g
-""")))
+""")
+        )
+    )
     assert all(f" {name}(" in text for name in ("mul", "sub", "div", "cast", "bitwise_and"))
     assert "mul(c, 1)" not in str(algebra(program))
 

@@ -180,7 +180,7 @@ def test_malformed_text_says_where(text):
         "def main(x: f32[2]):\n  y: f32[2] = call(x)\n  return y",
         "def main(x: f32[2]):\n  y: f32[2] = reshape(None, shape=(2,))\n  return y",
         "def main(x: f32[2]):\n  y: f32[2] = reshape(x, shape=2)\n  return y",
-        "def main():\n  y: f32[2] = const(dtype=f32, name=\"gone\", shape=(2,))\n  return y",
+        'def main():\n  y: f32[2] = const(dtype=f32, name="gone", shape=(2,))\n  return y',
         "def main(x: f32[2]):\n  y: f32[2] = exp(x)\n  return y, z=y",
         "def main(x: f32[2]):\n  y: f32[] = sum(x, dims=(0,))\n  return x=y",
     ],
@@ -203,7 +203,7 @@ def test_damaged_text_is_refused_or_a_program(name, data):
     for _ in range(data.draw(st.integers(1, 3))):
         at = data.draw(st.integers(0, len(text) - 1))
         lost = data.draw(st.integers(0, 3))
-        new = data.draw(st.text(st.sampled_from("()[],:=@#\"\\ .-0129abfxyz\nÿ"), max_size=2))
+        new = data.draw(st.text(st.sampled_from('()[],:=@#"\\ .-0129abfxyz\nÿ'), max_size=2))
         text = text[:at] + new + text[at + lost :]
         if not text:
             break

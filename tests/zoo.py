@@ -1,8 +1,8 @@
 """A zoo of small programs that every pass and every runner must treat well, inputs for them, and a strategy for random ones.
 
-    ZOO        name -> Program: control flow, repeated blocks, constants, updates, dtypes, masks
-    inputs     seeded tensors of the types of a program's inputs
-    programs   hypothesis strategy: well-typed programs of pointwise operators, reductions, reshapes, matmuls, calls, constants, masks
+ZOO        name -> Program: control flow, repeated blocks, constants, updates, dtypes, masks
+inputs     seeded tensors of the types of a program's inputs
+programs   hypothesis strategy: well-typed programs of pointwise operators, reductions, reshapes, matmuls, calls, constants, masks
 """
 
 from __future__ import annotations

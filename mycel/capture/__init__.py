@@ -1,4 +1,4 @@
-"""PyTorch code -> Program.  `function` runs the code once; `trace` turns what it does into equations; `repeats` finds blocks; `bind` makes it callable."""
+"""PyTorch code -> Program.  `function` runs the code once; `trace` turns what it does into equations; `repeats` finds blocks; `bind` calls it."""
 
 from mycel.capture.bind import MISS, bind, draw_key
 from mycel.capture.custom import trace_custom

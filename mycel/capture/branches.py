@@ -118,9 +118,7 @@ def check(tracer: Tracer, test: torch.Tensor, message: str) -> None:
 class _Branch:
     """Two traced branches, made one."""
 
-    def __init__(
-        self, tracer: Tracer, test: torch.Tensor, slots: dict[str, Slot], objects: Objects, then: Run, orelse: Run, filler: bool
-    ) -> None:
+    def __init__(self, tracer: Tracer, test: torch.Tensor, slots: dict[str, Slot], objects: Objects, then: Run, orelse: Run, filler: bool) -> None:
         self.tracer, self.test, self.slots, self.objects, self.then, self.orelse = tracer, test, slots, objects, then, orelse
         self.merge = Merge(tracer, filler)
 

@@ -69,7 +69,9 @@ def _given(tracer: Tracer, tree: Tree, values: Sequence[Var]) -> Any:
 def _listed(found: Any, count: int) -> list[Any]:
     listed = list(found) if isinstance(found, (tuple, list)) else [found]
     if len(listed) != count:
-        raise refuse(f"a gradient function returned {len(listed)} values for {count} tensors", "one cotangent for each tensor argument, None for none")
+        raise refuse(
+            f"a gradient function returned {len(listed)} values for {count} tensors", "one cotangent for each tensor argument, None for none"
+        )
     return listed
 
 

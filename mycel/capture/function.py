@@ -94,7 +94,8 @@ def _capture(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     names = {v.name: w.name for v, w in zip([*tracer.inputs, KEY], blocks["main"].inputs, strict=False)}
     program = check(prune(Program(blocks, "main", tuple(names[n] for n in updates), tracer.consts)))
     return Captured(
-        program, tree, _positions(leaves), tuple(tuple(p) for _, p in tracer.state), len(blocks["main"].inputs) > len(tracer.inputs), out_tree, tuple(effects),
+        program, tree, _positions(leaves), tuple(tuple(p) for _, p in tracer.state),
+        len(blocks["main"].inputs) > len(tracer.inputs), out_tree, tuple(effects),
         tuple(m for _, m in places.modules.values()), tuple(places.links), places.unchanged(),
         tuple(x.device for x, _ in tracer.lifted.values()), device,
     )  # fmt: skip

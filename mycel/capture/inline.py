@@ -80,4 +80,3 @@ def _refer(eqn: Any, names: dict[str, str]) -> Any:
     if not any(True for _ in eqn.refs):
         return eqn
     return replace(eqn, params=Params({k: Ref(names[v]) if isinstance(v, Ref) else v for k, v in eqn.params.items()}))
-

@@ -1,12 +1,12 @@
 """Two Python values that must be one: what a variable is after either branch, or at both ends of a loop's turn.
 
-    same object, or equal values that are no tensors      stays as it is
-    tensor and tensor of one type                         one value, given back by the control-flow equation
-    tensor and number                                     the number becomes a tensor of that type
-    number and number that differ                         both become 0-dim tensors (i64 or f64) that behave like numbers: *weak* ones
-    containers of one structure                           each part
-    undefined and something                               undefined, or a filler where nobody can read it
-    anything else                                         CaptureError: the name, both values, the line
+same object, or equal values that are no tensors      stays as it is
+tensor and tensor of one type                         one value, given back by the control-flow equation
+tensor and number                                     the number becomes a tensor of that type
+number and number that differ                         both become 0-dim tensors (i64 or f64) that behave like numbers: *weak* ones
+containers of one structure                           each part
+undefined and something                               undefined, or a filler where nobody can read it
+anything else                                         CaptureError: the name, both values, the line
 """
 
 from __future__ import annotations

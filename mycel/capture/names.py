@@ -41,7 +41,9 @@ def rename(block: Block, known: dict[str, str], path: str) -> Block:
         outputs = tuple(give(v, known.get(v.name, eqn.op.name)) for v in eqn.outputs)
         eqns.append(replace(eqn, inputs=inputs, outputs=outputs))
     return Block(
-        tuple(new[v] for v in block.inputs), tuple(eqns), tuple(lookup(x, new) for x in block.outputs)  # type: ignore[arg-type]
+        tuple(new[v] for v in block.inputs),
+        tuple(eqns),
+        tuple(lookup(x, new) for x in block.outputs),  # type: ignore[arg-type]
     )
 
 

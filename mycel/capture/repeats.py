@@ -1,8 +1,8 @@
 """Flat traced equations and the tree of module calls -> blocks: a module that repeats becomes one block called many times.
 
-Two module calls are the same block when their equations are the same up to names: same operators, params, types and wiring.  Only the first is kept; each
-call passes its own parameters.  Modules that do not repeat stay in line.  A module that draws random numbers gets its own key,
-folded from its parent's by its place among the parent's calls: so a block draws different numbers at each call, and the same whether it is in line or not.
+Two module calls are the same block when their equations are the same up to names: same operators, params, types and wiring.  Only the first is
+kept; each call passes its own parameters.  Modules that do not repeat stay in line.  A module that draws random numbers gets its own key, folded from
+its parent's by its place among the parent's calls: so a block draws different numbers at each call, and the same whether it is in line or not.
 """
 
 from __future__ import annotations
@@ -117,12 +117,7 @@ class _Assembly:
         """A block returns what any of its calls needs; outer blocks first, since they ask values of inner ones."""
         wanted: set[Var] = set()
         for key, shapes in sorted(self.groups.items(), key=lambda g: -len(g[1][0].defined)):
-            keep = {
-                i
-                for shape in shapes
-                for i, v in enumerate(shape.defined)
-                if v in wanted or self.last.get(v, -1) >= shape.region.end
-            }
+            keep = {i for shape in shapes for i, v in enumerate(shape.defined) if v in wanted or self.last.get(v, -1) >= shape.region.end}
             self.kept[key] = sorted(keep)
             wanted.update(shapes[0].defined[i] for i in keep)
 

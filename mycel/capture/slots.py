@@ -1,7 +1,7 @@
 """Where Python keeps what a branch or loop may change: variables, attributes, items of lists and dicts.
 
-    Slot       one variable (a closure cell), dict entry (attributes are entries of an object's dict) or list item: get and set
-    Objects    all lists, dicts, attributes and closure cells that some closures reach, with what was in them: tells changes, puts back
+Slot       one variable (a closure cell), dict entry (attributes are entries of an object's dict) or list item: get and set
+Objects    all lists, dicts, attributes and closure cells that some closures reach, with what was in them: tells changes, puts back
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ class Objects:
             self._dict(name, value, depth, attributes=False)
         elif isinstance(value, set):
             self.boxes[id(value)] = Box(name, value)
-        elif isinstance(value, types.SimpleNamespace) or (hasattr(value, "__dict__") and not _is_library_class(type(value))):
+        elif isinstance(value, types.SimpleNamespace) or (hasattr(value, "__dict__") and not _is_library_class(value.__class__)):
             self._dict(name, vars(value), depth, attributes=True)
 
     def _dict(self, name: str, value: dict[Any, Any], depth: int, attributes: bool) -> None:

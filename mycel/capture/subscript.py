@@ -1,7 +1,7 @@
 """Subscripts whose integers are tensors: torch would read their values to select by them.
 
-    x[:, n]        select_at(x, n, dim=1), a view, then [:] of it
-    x[:, n] = y    the same view, written
+x[:, n]        select_at(x, n, dim=1), a view, then [:] of it
+x[:, n] = y    the same view, written
 """
 
 from __future__ import annotations

@@ -55,10 +55,10 @@ class Traced(torch.Tensor):
         made.cell, made.tracer = cell, tracer
         return made
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         raise CaptureError(
             f"{func} met a tensor of a capture that is over",
             hint="do not keep tensors in globals or lists across calls of a captured function; return them",
@@ -197,9 +197,7 @@ class Tracer(Builder):
     def _lift(self, tensor: torch.Tensor) -> Cell:
         _check_dense(tensor)
         if tensor.device.type not in (self.device.type, "meta") and tensor.ndim:
-            raise refuse(
-                f"a tensor on {tensor.device} was used in a program on {self.device}", "move model and arguments to one device"
-            )
+            raise refuse(f"a tensor on {tensor.device} was used in a program on {self.device}", "move model and arguments to one device")
         places = self.places.find(tensor)
         taken = {v.name for v in self.inputs}
         base = name = places[0].name or "held"
@@ -263,7 +261,7 @@ class Tracer(Builder):
     def apply(self, rule: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Run a rule on Vars; ValueErrors are the user's shapes that do not fit."""
         self.here()
-        self._arguments = [t for t in _tensors((*args, *kwargs.values()))]
+        self._arguments = _tensors((*args, *kwargs.values()))
         with self:
             try:
                 vars_ = [self.value(a) for a in args]
@@ -473,10 +471,8 @@ class Tracer(Builder):
             raise refuse("as_strided of an argument, a view or a tensor that is not contiguous", "unfold or slices, or clone() before it")
 
     def _check_device(self, device: torch.device) -> None:
-        if device.type != self.device.type and device.type != "meta":
-            raise refuse(
-                f"a tensor is moved to or made on {device} in a program on {self.device}", "one device for model, arguments and new tensors"
-            )
+        if device.type not in (self.device.type, "meta"):
+            raise refuse(f"a tensor is moved to or made on {device} in a program on {self.device}", "one device for model, arguments and new tensors")
 
     # -- modules --------------------------------------------------------------------------------------------
 
@@ -561,7 +557,8 @@ def _functional_form(func: Any) -> Any:
     namespace, name = func._schema.name.split("::")
     outs = {a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write and a.kwarg_only}
     want = [a.name for a in func._schema.arguments if a.name not in outs]
-    exact, others = [], []
+    exact: list[Any] = []
+    others: list[Any] = []
     for base in (name.replace("__i", "__") if name.startswith("__i") else name.removesuffix("_"), name, name + "functional"):
         packet = getattr(getattr(torch.ops, namespace), base, None)
         if packet is None:
@@ -681,7 +678,7 @@ def _is_written_in_python(func: Any) -> bool:
 @functools.cache
 def _opened(func: types.FunctionType) -> Callable[..., Any]:
     """A Python-written torch function whose own torch-function check is off, so that its body runs under the mode."""
-    blind = {n: _no for n in ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")}
+    blind = dict.fromkeys(("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"), _no)
     made = types.FunctionType(func.__code__, {**func.__globals__, **blind}, func.__name__, func.__defaults__, func.__closure__)
     made.__kwdefaults__ = func.__kwdefaults__
     return made
@@ -730,7 +727,7 @@ def _set_item(mode: FunctionMode, func: Any, x: torch.Tensor, key: Any, value: A
     func(*mode.tracer.opened(x, key), value)
 
 
-_FUNCTIONS = {
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
     "tensor": _make_constant, "as_tensor": _make_constant, "from_numpy": _make_constant, "new_tensor": _new_tensor,
     "backward": _gradient, "grad": _gradient, "__getitem__": _get_item, "__setitem__": _set_item,
 }  # fmt: skip
@@ -773,7 +770,7 @@ def _is_all_true(tracer: Tracer, x: torch.Tensor) -> Any:
         return tracer.wrap(o.full(True, shape=(), dtype=torch.bool))
 
 
-_SPECIAL = {
+_SPECIAL: dict[Any, Callable[..., Any]] = {
     torch.ops.aten.bincount.default: _bincount,
     torch.ops.aten._is_all_true.default: _is_all_true,
     torch.ops.aten.lift_fresh.default: _lift_fresh,

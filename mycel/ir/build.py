@@ -1,10 +1,10 @@
 """Writing blocks: operators called on Vars inside `with Builder()` become equations.
 
-    b = Builder()
-    x = b.input("x", Type(torch.float32, (2, 3)))
-    with b:
-        y = mul(x, 2.0)
-    block = b.block([y])
+b = Builder()
+x = b.input("x", Type(torch.float32, (2, 3)))
+with b:
+    y = mul(x, 2.0)
+block = b.block([y])
 """
 
 from __future__ import annotations

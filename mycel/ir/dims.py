@@ -137,8 +137,8 @@ def fit(text: str, shapes: list[tuple[int, ...] | None], given: dict[str, int] |
                     n = next(rest)
                     dims.append((f"_{place}",) if n == sizes[f"_{place}"] else ())
                 continue
-            n = next(rest, None)
-            if n is None:
+            n = next(rest, -1)
+            if n < 0:
                 raise ValueError(f"dims {text!r}: shape {tuple(shape)} has too few dims")
             dims.append(dim)
             if len(dim) == 1:
@@ -152,8 +152,7 @@ def fit(text: str, shapes: list[tuple[int, ...] | None], given: dict[str, int] |
     for dim, n in joined:
         _solve(dim, n, sizes, text)
     outs = tuple(
-        tuple(d for dim in item for d in ([(f"_{i}",) for i in reversed(range(len(batch)))] if dim is ELLIPSIS else [dim]))
-        for item in rule.outs
+        tuple(d for dim in item for d in ([(f"_{i}",) for i in reversed(range(len(batch)))] if dim is ELLIPSIS else [dim])) for item in rule.outs
     )
     unknown = [letter for item in outs for dim in item for letter in dim if letter not in sizes]
     if unknown:

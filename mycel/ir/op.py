@@ -113,9 +113,7 @@ class Cost:
     bytes: float
 
 
-def op(
-    dims: str | Callable[..., Any] | None = None, *, name: str | None = None, **facts: Any
-) -> Callable[[Callable[..., Any]], Op]:
+def op(dims: str | Callable[..., Any] | None = None, *, name: str | None = None, **facts: Any) -> Callable[[Callable[..., Any]], Op]:
     """Make the decorated kernel an operator and enter it in the one table."""
 
     def enter(kernel: Callable[..., Any]) -> Op:

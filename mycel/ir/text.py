@@ -1,12 +1,12 @@
 """Programs as text.  Deterministic, one equation a line with the user's file and line, each block once; `parse` reads it back.
 
-    program    = block*                                  the entry is the last block
-    block      = "def" name "(" [var ("," var)*] "):" equation* return
-    equation   = var ("," var)* "=" op "(" [arg ("," arg)*] ")" ["#" source]
-    return     = "return" [out ("," out)*]               out: atom, or input "=" atom for the new value of that input
-    var        = name ":" type                           arg: atom, or param "=" value
-    type       = dtype "[" [int ("," int)*] "]" | "stack(" type ")"
-    atom       = name | scalar | "None"                  value: scalar | string | dtype | "@" block | "(" value* ")"
+program    = block*                                  the entry is the last block
+block      = "def" name "(" [var ("," var)*] "):" equation* return
+equation   = var ("," var)* "=" op "(" [arg ("," arg)*] ")" ["#" source]
+return     = "return" [out ("," out)*]               out: atom, or input "=" atom for the new value of that input
+var        = name ":" type                           arg: atom, or param "=" value
+type       = dtype "[" [int ("," int)*] "]" | "stack(" type ")"
+atom       = name | scalar | "None"                  value: scalar | string | dtype | "@" block | "(" value* ")"
 """
 
 from __future__ import annotations

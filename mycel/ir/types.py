@@ -77,10 +77,10 @@ def promote(*inputs: object) -> torch.dtype:
             rank, dtype = 2, _scalar_dtype(x)
         before = ranked[rank]
         ranked[rank] = dtype if before is None else torch.promote_types(before, dtype)
-    out = None
-    for dtype in ranked:
-        if dtype is not None and (out is None or _kind(dtype) > _kind(out)):
-            out = dtype if out is None else _raise_kind(out, dtype)
+    out: torch.dtype | None = None
+    for found in ranked:
+        if found is not None and (out is None or _kind(found) > _kind(out)):
+            out = found if out is None else _raise_kind(out, found)
     assert out is not None, "promote needs an input"
     return out
 

@@ -40,10 +40,7 @@ def attention_dims(q, k, v, mask, *, causal=False, scale=None):
 
 def _grad_dims(g, q, k, v, mask, y, lse, *, causal=False, scale=None):
     flag = "^" if causal else "+"
-    return (
-        f"b (g n+) q{flag} e^, b (g n) q d^, b g k{flag} d, b g k e, {_mask_dims(mask)}, b (g n) q e, b (g n) q"
-        " -> b (g n) q d, b g k d, b g k e"
-    )
+    return f"b (g n+) q{flag} e^, b (g n) q d^, b g k{flag} d, b g k e, {_mask_dims(mask)}, b (g n) q e, b (g n) q -> b (g n) q d, b g k d, b g k e"
 
 
 def _mask_grad_dims(g, q, k, v, mask, y, lse, *, scale=None):
@@ -310,9 +307,7 @@ def attention_grad(g, q, k, v, mask, y, lse, *, causal=False, scale=None):
             g, q, k, v, y, lse.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, causal, state, state, scale=scale
         )
     if route == "cpu":
-        return fused._scaled_dot_product_flash_attention_for_cpu_backward(
-            g, q, k, v, y, lse, 0.0, causal, attn_mask=bias, scale=scale
-        )
+        return fused._scaled_dot_product_flash_attention_for_cpu_backward(g, q, k, v, y, lse, 0.0, causal, attn_mask=bias, scale=scale)
     state = torch.zeros((), dtype=torch.int64, device=q.device)
     if route == "cudnn":
         g, y, lse = _laid_like(g, q), _laid_like(y, q), lse.contiguous().unsqueeze(3)

@@ -32,7 +32,7 @@ def captures(*targets: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]
 
 
 def resolve(name: str) -> Any:
-    """"aten.add.Tensor" -> the overload."""
+    """ "aten.add.Tensor" -> the overload."""
     found: Any = torch.ops
     for part in name.split("."):
         found = getattr(found, part)

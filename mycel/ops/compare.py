@@ -54,9 +54,7 @@ def ge(a, b):
 
 def predicate(name: str, examples=("a[2,3]",)) -> Op:
     """An operator that is the truth value `torch.<name>` of one operand."""
-    return op("... -> ...", name=name, dtype=torch.bool, aten=[f"{name}.default"], examples=examples)(
-        getattr(torch, name)
-    )
+    return op("... -> ...", name=name, dtype=torch.bool, aten=[f"{name}.default"], examples=examples)(getattr(torch, name))
 
 
 isnan = predicate("isnan")

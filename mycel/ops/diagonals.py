@@ -161,9 +161,7 @@ def refuse_unfold_write(x, new, *, dim, size, step):
 
 @op(
     unfold_dims,
-    vjp=lambda g, y, x, *, dim, size, step: (
-        o.unfold_grad(g, shape=tuple(x.shape), dim=dim, size=size, step=step),
-    ),
+    vjp=lambda g, y, x, *, dim, size, step: (o.unfold_grad(g, shape=tuple(x.shape), dim=dim, size=size, step=step),),
     write=refuse_unfold_write,
     examples=["a[2,6], dim=1, size=3, step=2", "f[5,4], dim=0, size=2, step=1", "f[6], dim=0, size=2, step=3"],
 )

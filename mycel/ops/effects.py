@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mycel.ir import op
+from mycel.ir import Type, op
 
 
 @op("... -> ...", dtype=torch.bool, effect=True)
@@ -15,3 +15,10 @@ def assert_true(test, *, message, source=""):
 
         raise RunError(message + ("\n  at        " + source if source else ""))
     return test
+
+
+@op(types=lambda *values, **_: Type(torch.bool, ()), effect=True)
+def show(*values, parts, sep=" ", end="\n"):
+    """Prints, when the program runs: `parts` is text, with the number of a value where that stands."""
+    print(*[values[p] if isinstance(p, int) else p for p in parts], sep=sep, end=end)
+    return torch.tensor(True)

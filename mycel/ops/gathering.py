@@ -98,7 +98,7 @@ def gather_src(g, index, src, dim):
 
 @op(
     scatter_dims,
-    vjp=lambda g, y, x, index, src, *, dim: (scatter(g, index, 0.0, dim=dim), None, gather_src(g, index, src, dim)),
+    vjp=lambda g, y, x, index, src, *, dim: (o.scatter(g, index, 0.0, dim=dim), None, gather_src(g, index, src, dim)),
     dtype="first",
     examples=[
         "a[2,6,4], i64[2,1,4]<6, a[2,1,4], dim=1", "f[4,6], i64[2,1]<6, f[2,1], dim=1",

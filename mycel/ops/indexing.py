@@ -174,7 +174,7 @@ def masked_put(x, indices, value, accumulate):
     given = [(d, i) for d, i in enumerate(indices) if i is not None]
     if len(given) != 1:
         return NotImplemented
-    (front, mask), = given
+    ((front, mask),) = given
     behind = x.ndim - front - mask.ndim
     lead = value.shape[: max(value.ndim - behind, 0)]
     if lead and lead[-1] != 1:

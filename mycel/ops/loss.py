@@ -156,14 +156,14 @@ def soft_cross_entropy_vjp(g, logp, x, target, weight, label_smoothing):
     flops=lambda d: 6 * math.prod(vars(d).values()),
     examples=[
         'f[6,5], i64[6]<5, None, reduction="sum"',
-        'f[6,4], i64[6]<4, None, ignore_index=1',
+        "f[6,4], i64[6]<4, None, ignore_index=1",
         'f[4,3,2], i64[4,2]<3, None, reduction="none", label_smoothing=0.1',
         'f[4,3,2,2], i64[4,2,2]<3, f[3]>0, reduction="none", ignore_index=2',
-        'f[6,4], i64[6]<4, f[4]>0, label_smoothing=0.2, ignore_index=0',
+        "f[6,4], i64[6]<4, f[4]>0, label_smoothing=0.2, ignore_index=0",
         'f[6,4], i64[6]<4, f[4]>0, reduction="sum"',
         'f[6,4], f[6,4]>0, None, reduction="sum"',
         'f[4,3,2], f[4,3,2]>0, f[3]>0, reduction="none", label_smoothing=0.1',
-        'f[4,3], f[4,3]>0, f[3]>0, label_smoothing=0.1',
+        "f[4,3], f[4,3]>0, f[3]>0, label_smoothing=0.1",
     ],
 )
 def cross_entropy(x, target, weight, *, reduction="mean", ignore_index=-100, label_smoothing=0.0):
@@ -172,9 +172,7 @@ def cross_entropy(x, target, weight, *, reduction="mean", ignore_index=-100, lab
     if weight is None and not label_smoothing and not target.is_floating_point():
         return torch.nn.functional.nll_loss(logp, target, None, ignore_index=ignore_index, reduction=reduction), logp
     if weight is None or target.is_floating_point():
-        loss = torch.nn.functional.cross_entropy(
-            x, target, weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing
-        )
+        loss = torch.nn.functional.cross_entropy(x, target, weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing)
         return loss, logp
     keep = target != ignore_index
     classes = torch.where(keep, target, 0)
@@ -189,9 +187,7 @@ def cross_entropy(x, target, weight, *, reduction="mean", ignore_index=-100, lab
 
 
 @captures(torch.nn.functional.cross_entropy)
-def _cross_entropy(
-    input, target, weight=None, size_average=None, ignore_index=-100, reduce=None, reduction="mean", label_smoothing=0.0
-):
+def _cross_entropy(input, target, weight=None, size_average=None, ignore_index=-100, reduce=None, reduction="mean", label_smoothing=0.0):
     if size_average is not None or reduce is not None:
         reduction = legacy_get_string(size_average, reduce)
     if input.ndim == 1:
@@ -265,7 +261,7 @@ def nll_loss_expand(x, target, weight, *, reduction="mean", ignore_index=-100):
     examples=[
         'f[6,5], i64[6]<5, None, reduction="sum"',
         'f[4,3,2], i64[4,2]<3, None, reduction="none", ignore_index=1',
-        'f[4,3,2,2], i64[4,2,2]<3, f[3]>0',
+        "f[4,3,2,2], i64[4,2,2]<3, f[3]>0",
     ],
 )
 def nll_loss(x, target, weight, *, reduction="mean", ignore_index=-100):

@@ -1,7 +1,7 @@
 """Products with sums: linear, matmul and einsum, each multilinear, so each is the others' gradient.
 
-    y = linear(x, w):     dx = matmul(g, w)     dw = linear_weight(g, x)
-    y = einsum(x, z):     dx = einsum(g, z) with the subscripts swapped
+y = linear(x, w):     dx = matmul(g, w)     dw = linear_weight(g, x)
+y = einsum(x, z):     dx = einsum(g, z) with the subscripts swapped
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ def _addr(x, a, b, *, beta=1, alpha=1):
 
 
 def subscripts(equation):
-    """"ij,jk->ik" -> (["ij", "jk"], "ik")"""
+    """ "ij,jk->ik" -> (["ij", "jk"], "ik")"""
     left, _, right = equation.partition("->")
     return left.split(","), right
 

@@ -38,9 +38,7 @@ def standardize(x, mean, rstd, w, b):
 def standardize_grad(g, x, mean, rstd, dims):
     """The cotangent of x in (x - mean) * rstd, mean and rstd being x's over `dims`; and the standardised x."""
     xhat = o.mul(o.sub(wide(x), mean), rstd)
-    shared = o.add(
-        o.mean(g, dims=dims, keepdim=True), o.mul(xhat, o.mean(o.mul(g, xhat), dims=dims, keepdim=True))
-    )
+    shared = o.add(o.mean(g, dims=dims, keepdim=True), o.mul(xhat, o.mean(o.mul(g, xhat), dims=dims, keepdim=True)))
     return cast_like(o.mul(rstd, o.sub(g, shared)), x), xhat
 
 

@@ -43,9 +43,7 @@ def decode(value, inputs, device):
 
 def _run(inputs, target, args, kwargs):
     device = next((x.device for x in inputs), None)
-    outs = resolve(target)(
-        *(decode(a, inputs, device) for a in args), **{k: decode(v, inputs, device) for k, v in kwargs}
-    )
+    outs = resolve(target)(*(decode(a, inputs, device) for a in args), **{k: decode(v, inputs, device) for k, v in kwargs})
     if isinstance(outs, torch.Tensor):
         return outs
     flat = []
@@ -166,10 +164,7 @@ def _levels(operands, target, args, kwargs, arity):
         outs = _run(operands, target, args, kwargs)
         outs = outs if isinstance(outs, tuple) else (outs,)
         return [y for y in outs if y.is_floating_point() or y.is_complex()]
-    inner = [
-        x.detach().requires_grad_() if (x.is_floating_point() or x.is_complex()) and not x.requires_grad else x
-        for x in operands[: arity[-1]]
-    ]
+    inner = [x.detach().requires_grad_() if (x.is_floating_point() or x.is_complex()) and not x.requires_grad else x for x in operands[: arity[-1]]]
     outs = _levels(inner, target, args, kwargs, arity[:-1])
     wanted = [x for x in inner if x.requires_grad]
     pairs = [(y, g) for y, g in zip(outs, operands[arity[-1] :], strict=True) if y.requires_grad]

@@ -60,7 +60,7 @@ def normal_dim(dim: int, ndim: int) -> int:
 
 def normal_dims(dims: Any, ndim: int) -> tuple[int, ...]:
     """Dims counted from the front, sorted; none given means all."""
-    if dims is None or dims == () or dims == []:
+    if dims is None or (isinstance(dims, (tuple, list)) and not dims):
         return tuple(range(ndim))
     dims = [dims] if isinstance(dims, int) else dims
     found = tuple(sorted(normal_dim(d, ndim) for d in dims))

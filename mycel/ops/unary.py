@@ -58,9 +58,7 @@ log10 = unary("log10", lambda g, y, x: (o.div(g, o.mul(conj(x), math.log(10))),)
 log1p = unary("log1p", lambda g, y, x: (o.div(g, o.add(conj(x), 1)),), examples=["f[2,3]>0"])
 
 sqrt = unary("sqrt", lambda g, y, x: (o.div(g, o.mul(conj(y), 2)),), examples=["f[2,3]>0", "i64[3]<9", "c128[3]"])
-rsqrt = unary(
-    "rsqrt", lambda g, y, x: (o.mul(o.mul(g, -0.5), conj(o.mul(o.square(y), y))),), examples=["f[2,3]>0", "c128[3]"]
-)
+rsqrt = unary("rsqrt", lambda g, y, x: (o.mul(o.mul(g, -0.5), conj(o.mul(o.square(y), y))),), examples=["f[2,3]>0", "c128[3]"])
 reciprocal = unary("reciprocal", slope(lambda y, x: neg(o.square(y))), examples=["f[2,3]>0", "i64[3]>0", "c128[3]"])
 
 

@@ -81,9 +81,7 @@ load.count = 0  # type: ignore[attr-defined]
 class _Function:
     """Writes one block, and the blocks only its branches and loops hold."""
 
-    def __init__(
-        self, program: Program, name: str, blocks: dict[str, str], inlined: Container[str], helpers: set[str], copies: set[int]
-    ) -> None:
+    def __init__(self, program: Program, name: str, blocks: dict[str, str], inlined: Container[str], helpers: set[str], copies: set[int]) -> None:
         self.program, self.block, self.blocks, self.inlined, self.copies = program, program.blocks[name], blocks, inlined, copies
         self.name = blocks[name]
         self.taken = {*_TAKEN, *blocks.values(), *helpers}

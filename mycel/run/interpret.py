@@ -109,5 +109,5 @@ def not_finite(eqn: Eqn, outs: list[Any]) -> None:
             where = eqn.source or "unknown"
             raise RunError(
                 f"{eqn.op.name} made {kinds} in {int(bad.sum())} of {y.numel()} elements of {var}\n  at        {where}\n"
-                f"  try       look at the inputs of this line; mycel.jit(fn, mode=\"eager\") stops there with a breakpoint"
+                f'  try       look at the inputs of this line; mycel.jit(fn, mode="eager") stops there with a breakpoint'
             )

@@ -1,6 +1,6 @@
 """Operators' kernels as source text: a kernel of one expression is written in line, a longer one is copied beside the generated code.
 
-    linear(x, w)  ->  torch.nn.functional.linear(x, w)
+linear(x, w)  ->  torch.nn.functional.linear(x, w)
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import ast
 import copy
 import functools
 import inspect
+import math
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -136,7 +137,7 @@ def _dependencies(fn: types.FunctionType, node: ast.AST) -> dict[str, str]:
         if isinstance(value, types.FunctionType):
             found.update(_function_source(value))
         elif isinstance(value, functools._lru_cache_wrapper):
-            found.update(_function_source(value.__wrapped__))
+            found.update(_function_source(value.__wrapped__))  # type: ignore[arg-type]
         elif isinstance(value, (int, float, str, bool, tuple)):
             found[name] = f"{name} = {value!r}"
         elif isinstance(value, Op):
@@ -182,7 +183,7 @@ def literal(value: Any) -> str:
     """A scalar as Python source."""
     if isinstance(value, complex):
         return f"complex({literal(value.real)}, {literal(value.imag)})"
-    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
+    if isinstance(value, float) and not math.isfinite(value):
         return {"inf": "math.inf", "-inf": "-math.inf", "nan": "math.nan"}[repr(value)]
     return repr(value)
 
@@ -224,7 +225,19 @@ class _Substitute(ast.NodeTransformer):
 
 def _constant(node: ast.expr) -> tuple[Any] | None:
     """(value,) of an expression made of literals and comparisons alone."""
-    simple = (ast.Constant, ast.Compare, ast.Tuple, ast.UnaryOp, ast.BoolOp, ast.operator, ast.unaryop, ast.cmpop, ast.boolop, ast.Load, ast.Subscript)
+    simple = (
+        ast.Constant,
+        ast.Compare,
+        ast.Tuple,
+        ast.UnaryOp,
+        ast.BoolOp,
+        ast.operator,
+        ast.unaryop,
+        ast.cmpop,
+        ast.boolop,
+        ast.Load,
+        ast.Subscript,
+    )
     if not all(isinstance(n, simple) for n in ast.walk(node)):
         return None
     return (eval(compile(ast.Expression(ast.fix_missing_locations(node)), "<constant>", "eval"), {"__builtins__": {}}),)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from mycel.ir import Program, check
+from mycel.transform import vjp_control  # noqa: F401  enters control flow into vjp
 from mycel.transform.algebra import algebra
 from mycel.transform.causal import causal
 from mycel.transform.cse import cse
@@ -13,7 +14,6 @@ from mycel.transform.fold import fold
 from mycel.transform.fuse import fuse
 from mycel.transform.inline import inline
 from mycel.transform.jvp import jvp
-from mycel.transform import vjp_control  # noqa: F401  enters control flow into vjp
 from mycel.transform.vjp import forward_and_backward, value_and_grad
 
 Pass = Callable[[Program], Program]

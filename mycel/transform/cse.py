@@ -98,9 +98,7 @@ def _shape(block: Block) -> Any:
         return tuple(v.type for v in variables)
 
     head = define(block.inputs)
-    body = tuple(
-        (eqn.op.name, tuple(map(atom, eqn.inputs)), _params_key(eqn), define(eqn.outputs)) for eqn in block.eqns
-    )
+    body = tuple((eqn.op.name, tuple(map(atom, eqn.inputs)), _params_key(eqn), define(eqn.outputs)) for eqn in block.eqns)
     return head, body, tuple(map(atom, block.outputs))
 
 

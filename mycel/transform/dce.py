@@ -156,17 +156,17 @@ def _ties(eqn: Eqn, me: str) -> Iterator[list[Slot]]:
         yield from ([("operand", me, k), ("in", p["then"], k - 1), ("in", p["orelse"], k - 1)] for k in operands if k)
         yield from ([("result", me, k), ("out", p["then"], k), ("out", p["orelse"], k)] for k in results)
     elif eqn.op is custom:  # two blocks with one signature: all or nothing
-        held = [("in", b, k) for b in (p["forward"],) for k in operands] + [("out", p["forward"], k) for k in results]
+        parts: list[Slot] = [("in", p["forward"], k) for k in operands] + [("out", p["forward"], k) for k in results]
         floats = sum(is_float(v.dtype) for v in eqn.outputs[: p["outs"]])
-        held += [("in", p["backward"], k) for k in range(len(eqn.inputs) + len(eqn.outputs) + floats)]
-        held += [("out", p["backward"], k) for k in range(sum(is_float(x.dtype) for x in eqn.inputs[: p["wrt"]] if isinstance(x, Var)))]
-        yield [*(("operand", me, k) for k in operands), *(("result", me, k) for k in results), *held]
+        parts += [("in", p["backward"], k) for k in range(len(eqn.inputs) + len(eqn.outputs) + floats)]
+        parts += [("out", p["backward"], k) for k in range(sum(is_float(x.dtype) for x in eqn.inputs[: p["wrt"]] if isinstance(x, Var)))]
+        yield [*(("operand", me, k) for k in operands), *(("result", me, k) for k in results), *parts]
     else:
         n = p.get("consts", 0)
         state = len(eqn.outputs) if eqn.op is loop else p.get("carry", 0)
         held = [p["test"], p["body"]] if eqn.op is loop else [p["body"]]
         for k in operands:
-            tie = [("operand", me, k), *(("in", b, k) for b in held)]
+            tie: list[Slot] = [("operand", me, k), *(("in", str(b), k) for b in held)]
             if n <= k < n + state:
                 tie += [("result", me, k - n), ("out", p["body"], k - n)]
             yield tie

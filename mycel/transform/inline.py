@@ -64,9 +64,7 @@ def _inlined(block: Block, blocks: Mapping[str, Block], counts: Mapping[str, int
     return Block(block.inputs, tuple(eqns), tuple(lookup(x, values) for x in block.outputs))
 
 
-def _spliced(
-    at: Eqn, operands: tuple[Atom, ...], block: Block, taken: set[str], values: dict[Var, Atom]
-) -> list[Eqn]:
+def _spliced(at: Eqn, operands: tuple[Atom, ...], block: Block, taken: set[str], values: dict[Var, Atom]) -> list[Eqn]:
     """The equations of a block in place of the equation `at`; what its results are instead goes into `values`."""
     inner: dict[Var, Atom] = dict(zip(block.inputs, operands, strict=True))
     mine = {v for eqn in block.eqns for v in eqn.outputs}

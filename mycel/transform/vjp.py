@@ -8,8 +8,8 @@ Each equation `y = op(x)` on the way from the inputs of interest to the outputs 
     dx += op.vjp(dy, y, x)
 
 and what the backward equations use of the forward ones are the residuals.  Which of them to keep or recompute is decided elsewhere.
-`call` becomes a call of the forward block and, in reverse, of the backward block, made once for all calls; `cond`, `loop` and `scan` map to themselves
-(`vjp_control.py`).  The result is an ordinary program: it can be simplified, read, and differentiated again.
+`call` becomes a call of the forward block and, in reverse, of the backward block, made once for all calls; `cond`, `loop` and `scan` map to
+themselves (`vjp_control.py`).  The result is an ordinary program: it can be simplified, read, and differentiated again.
 """
 
 from __future__ import annotations
@@ -246,9 +246,7 @@ def _pull_of(eqn: Eqn) -> Pull:
     def pull(gs: list[Any]) -> list[Any]:
         if eqn.op.vjp is None:
             where = f"\n  at        {eqn.source}" if eqn.source else ""
-            raise GradientError(
-                f"no gradient rule for {eqn.op.name}{where}\n  try       mycel.stop_gradient on its inputs, or a custom gradient"
-            )
+            raise GradientError(f"no gradient rule for {eqn.op.name}{where}\n  try       mycel.stop_gradient on its inputs, or a custom gradient")
         single = len(eqn.outputs) == 1
         got = eqn.op.vjp(gs[0] if single else tuple(gs), eqn.outputs[0] if single else eqn.outputs, *eqn.inputs, **eqn.params)
         return list(got) if isinstance(got, (tuple, list)) else [got]

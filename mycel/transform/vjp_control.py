@@ -1,13 +1,13 @@
 """Reverse mode of control flow: `cond`, `loop` and `scan` map to themselves.
 
-    y = cond(p, x, then=@a, orelse=@b)     =>  y, r = cond(p, x, then=@a_forward, orelse=@b_forward)
-                                               dx = cond(p, r, dy, then=@a_backward, orelse=@b_backward)
+y = cond(p, x, then=@a, orelse=@b)     =>  y, r = cond(p, x, then=@a_forward, orelse=@b_forward)
+                                           dx = cond(p, r, dy, then=@a_backward, orelse=@b_backward)
 
-    s = loop(c, s0, test=@t, body=@b)      =>  s, k = loop(c, s0, empty, test=@t, body=@b_forward)      pushes residuals on the stacks k
-                                               ds, dc = loop(c, k, ds, 0, test=@holds, body=@b_backward)   pops them, adds up dc
+s = loop(c, s0, test=@t, body=@b)      =>  s, k = loop(c, s0, empty, test=@t, body=@b_forward)      pushes residuals on the stacks k
+                                           ds, dc = loop(c, k, ds, 0, test=@holds, body=@b_backward)   pops them, adds up dc
 
-    s, y = scan(c, s0, x, body=@b)         =>  s, y, r = scan(c, s0, x, body=@b_forward)                residuals are rows like y
-                                               ds, dc, dx = scan(c, ds, 0, r, x, dy, body=@b_backward, reversed)
+s, y = scan(c, s0, x, body=@b)         =>  s, y, r = scan(c, s0, x, body=@b_forward)                residuals are rows like y
+                                           ds, dc, dx = scan(c, ds, 0, r, x, dy, body=@b_backward, reversed)
 """
 
 from __future__ import annotations
@@ -40,9 +40,7 @@ def forward_cond(half: Half, eqn: Eqn) -> Pull:
         slots, places = _slots([[r.type for r in p.residuals] for p in pairs])
         kept = tuple(Var(half.forward.name("kept"), t) for t in slots)
         forward = [_branch_forward(vjp, p, slots, at_) for p, at_ in zip(pairs, places, strict=True)]
-        half.forward.eqns[at] = Eqn(
-            cond, eqn.inputs, Params(then=Ref(forward[0]), orelse=Ref(forward[1])), (*eqn.outputs, *kept), eqn.source
-        )
+        half.forward.eqns[at] = Eqn(cond, eqn.inputs, Params(then=Ref(forward[0]), orelse=Ref(forward[1])), (*eqn.outputs, *kept), eqn.source)
         reused = sorted({i for p in pairs for i in p.reused})
         given = [i for i, g in enumerate(gs) if g is not None]
         gives = sorted({i for p in pairs for i in p.gives})

@@ -47,14 +47,14 @@ def twin(fn: Any, runtime: dict[str, Any]) -> Any:
 def _constructor(cls: type, runtime: dict[str, Any]) -> Any:
     """A user's class whose __init__ is an ordinary one: made by its twin."""
     init = cls.__init__  # type: ignore[misc]
-    if type(cls) is not type or cls.__new__ is not object.__new__ or not isinstance(init, types.FunctionType):
+    if type(cls) is not type or cls.__new__ is not object.__new__ or not isinstance(init, types.FunctionType):  # type: ignore[comparison-overlap]
         return cls
-    made = twin(init, runtime)
+    made: Any = twin(init, runtime)
     return cls if made is init else functools.partial(_construct, cls, made)
 
 
 def _construct(cls: type, init: types.FunctionType, *args: Any, **kwargs: Any) -> Any:
-    made = object.__new__(cls)
+    made: Any = object.__new__(cls)
     init(made, *args, **kwargs)
     return made
 

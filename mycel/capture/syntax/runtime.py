@@ -30,6 +30,7 @@ from mycel.capture.syntax.rewrite import RUNTIME
 from mycel.capture.trace import TRACING, Tracer
 from mycel.errors import CaptureError
 from mycel.ir import Type
+from mycel.ops import o
 
 UNROLL = 16  # turns up to which a loop with a known number of turns is written out
 MOST_UNROLLED = 512  # … and up to which it is when its state does not fit a loop
@@ -310,7 +311,7 @@ def _extreme(plain: Callable[..., Any], sign: Callable[[Any, Any], Any]) -> Call
             return plain(*args, **{k: call(v) if k == "key" else v for k, v in kwargs.items()})
         best = values[0]
         for v in values[1:]:
-            best = choose(sign(v, best), lambda v=v: v, lambda best=best: best)
+            best = choose(sign(v, best), lambda v=v: v, lambda best=best: best)  # type: ignore[misc]
         return best
 
     return extreme
@@ -336,7 +337,21 @@ def _with_twins(plain: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *args, **kwargs: plain(*map(call, args), **{k: call(v) for k, v in kwargs.items()})
 
 
+def _print(*args: Any, sep: str | None = None, end: str | None = None, **rest: Any) -> None:
+    """print: of traced tensors when the program runs, of all else now."""
+    if rest or not TRACING or not any(isinstance(a, torch.Tensor) for a in args):
+        return builtins.print(*args, sep=sep, end=end, **rest)
+    tracer = TRACING[-1]
+    tracer.here()
+    values = [tracer.cell(a).read() for a in args if isinstance(a, torch.Tensor)]
+    number = iter(range(len(values)))
+    parts = tuple(next(number) if isinstance(a, torch.Tensor) else str(a) for a in args)
+    with tracer:
+        o.show(*values, parts=parts, sep=" " if sep is None else sep, end="\n" if end is None else end)
+
+
 _SPECIAL: dict[Any, Callable[..., Any]] = {
+    print: _print,
     range: _range,
     bool: _bool,
     max: _extreme(builtins.max, operator.gt),
