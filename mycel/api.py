@@ -122,6 +122,16 @@ def compile_captured(captured: Captured, mode: str, check_finite: bool = False, 
     return Entry(captured, program, source, *bind(captured, around(run)))
 
 
+def graph_run(program: Program, device: torch.device, plain: Callable[..., Any]) -> Callable[..., Any]:
+    """The program's code for when torch's autograd records, and for when it does not: then memory is used again."""
+    lean, _ = load(program, device, reuse=True)
+
+    def run(*inputs: Any) -> Any:
+        return plain(*inputs) if torch.is_grad_enabled() else lean(*inputs)
+
+    return run
+
+
 def compile_program(program: Program, device: torch.device, mode: str) -> Callable[..., Any]:
     """A program, simplified and made to run on its inputs in order."""
     return _runner(check(transform.fuse(transform.simplify(program))), device, mode)[0]
@@ -129,6 +139,7 @@ def compile_program(program: Program, device: torch.device, mode: str) -> Callab
 
 def _runner(program: Program, device: torch.device, mode: str, check_finite: bool = False) -> tuple[Callable[..., Any], str]:
     run, source = load(program, device)
+    run = graph_run(program, device, run)
     if check_finite:
         return lambda *inputs: interpret(program, inputs, not_finite), source
     return (lambda *inputs: interpret(program, inputs)) if mode == "eager" else run, source

@@ -9,9 +9,11 @@ import pytest
 import torch
 
 import mycel
+from examples import parse_example
 from mycel import Program, RunError
-from mycel.ir import check
+from mycel.ir import OPS, check, type_of
 from mycel.run import emit, interpret, load
+from mycel.run.kernels import write_into
 
 COND = """\
 def double(x: f32[3]):
@@ -159,3 +161,63 @@ def test_jit_remembers_signatures():
     assert len(calls) == len(fast.entries) == 4
     assert "mul(x, 3)" in str(fast.program(a, scale=3)) and "x * 3" in fast.source(a, scale=3)
     assert len(fast.entries) == 4
+
+
+REUSE = """\
+def main(x: f64[4,6], w: f64[6,6], b: f64[6]):
+  h: f64[4,6] = linear(x, w)
+  a: f64[4,6] = add(h, b)
+  g: f64[4,6] = gelu(a)
+  v: f64[24] = reshape(g, shape=(24,))
+  k: f64[4,6] = linear(x, w)
+  s: f64[4,6] = mul(x, k)
+  t: f64[4,6] = tanh(s)
+  u: f64[24] = add(v, 1.0)
+  z: f64[4,6] = mul(g, t)
+  q: f64[4,6] = sub(z, x)
+  return q, u, v, x
+"""
+
+
+def test_memory_is_used_again_only_where_nobody_looks():
+    program = Program.parse(REUSE)
+    plain, lean = load(program, torch.device("cpu"))[0], load(program, torch.device("cpu"), reuse=True)
+    inputs = [torch.randn(4, 6, dtype=torch.float64), torch.randn(6, 6, dtype=torch.float64), torch.randn(6, dtype=torch.float64)]
+    kept = [x.clone() for x in inputs]
+    for a, b in zip(plain(*inputs), lean[0](*inputs), strict=True):
+        assert torch.equal(a, b)
+    assert all(torch.equal(x, y) for x, y in zip(inputs, kept, strict=True))
+    for line in ("a = h.add_(b)", "torch._C._nn.gelu_(a", "s = k.mul_(x)", "t = torch.tanh_(s)", "z = t.mul_(g)", "q = z.sub_(x)"):
+        assert line in lean[1], line
+    assert "g.mul_" not in lean[1] and "v.add_" not in lean[1] and "x." not in lean[1].replace("max.", "")  # v is an output and lies in g
+
+
+@pytest.mark.parametrize("name", [op.name for op in OPS.values() if op.into])
+def test_writing_over_an_operand_is_the_kernel(name):
+    op, ran = OPS[name], 0
+    for text in op.examples:
+        example = parse_example(text)
+        inputs = example.make("f64")
+        want = op.kernel(*inputs, **example.params)
+        for at in range(len(op.into)):
+            if not isinstance(inputs[at], torch.Tensor) or type_of(inputs[at]) != type_of(want):
+                continue
+            own = [x.clone() if isinstance(x, torch.Tensor) else x for x in inputs]
+            names = [f"x{i}" if isinstance(x, torch.Tensor) else repr(x) for i, x in enumerate(own)]
+            env = {f"x{i}": x for i, x in enumerate(own)}
+            got = eval(write_into(op, at, names, example.params), {"torch": torch, **env})
+            assert torch.equal(got, want) and got.data_ptr() == own[at].data_ptr()
+            ran += 1
+    assert ran
+
+
+@pytest.mark.parametrize("name", [op.name for op in OPS.values() if op.into or op.fresh])
+def test_fresh_results_share_no_memory(name):
+    op = OPS[name]
+    for text in op.examples:
+        example = parse_example(text)
+        inputs = example.make("f64")
+        outs = op.kernel(*inputs, **example.params)
+        held = {x.untyped_storage().data_ptr() for x in inputs if isinstance(x, torch.Tensor)}
+        made = [y.untyped_storage().data_ptr() for y in (outs if isinstance(outs, tuple) else (outs,))]
+        assert not held & set(made) and len(set(made)) == len(made)

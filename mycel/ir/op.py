@@ -18,6 +18,8 @@ What the fields mean
   flops     a function of the dim sizes (`d.k`, `d.rows` = product of "..."); default: one for each output element
   expand    the meaning in smaller operators, on the same arguments: its reference, and its gradient if there is no vjp
   write     marks a view; (x, new_outputs, *other inputs, **params) -> x with the viewed part replaced
+  fresh     its results are always new memory, shared with no operand
+  into      its result written over operand i, as Python: one template for each operand that may be, "{0}.add_({1})"; implies fresh
   aten      ATen overloads that mean exactly this, with the same arguments in the same order ("exp.default")
   effect    it is run for what it does, not for its value: never left out
   examples  argument lists the laws run on, e.g. "f[2,3], i64[3]<5, dim=1" (grammar in tests/examples.py)
@@ -54,6 +56,8 @@ class Op:
     write: Callable[..., Any] | None = None
     effect: bool = False
     examples: Sequence[str] = ()
+    fresh: bool = False
+    into: Sequence[str] = ()
     aten: Sequence[str] = ()
     defaults: dict[str, Any] = field(default_factory=dict)
     _inferred: dict[Any, tuple[Type, ...]] = field(default_factory=dict)

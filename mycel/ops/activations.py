@@ -32,6 +32,7 @@ def sigmoid_grad(g, y):
     vjp=lambda g, y, x: (sigmoid_grad(g, y) if is_float(x.dtype) else None,),
     dtype="float",
     aten=["sigmoid.default"],
+    into=("torch.sigmoid_({0})",),
     examples=["f[2,3]", "i64[3]", "c128[3]"],
 )
 def sigmoid(x):
@@ -50,6 +51,7 @@ def tanh_grad(g, y):
     vjp=lambda g, y, x: (tanh_grad(g, y) if is_float(x.dtype) else None,),
     dtype="float",
     aten=["tanh.default"],
+    into=("torch.tanh_({0})",),
     examples=["f[2,3]", "i64[3]", "c128[3]"],
 )
 def tanh(x):
@@ -61,6 +63,7 @@ def tanh(x):
     "..., ... -> ...",
     vjp=lambda g, y, dy, x, *, threshold: (o.threshold_grad(g, x, threshold=threshold), None),
     expand=lambda g, x, *, threshold: where(o.le(x, threshold), 0, g),
+    fresh=True,
     examples=["f[2,3], f[2,3], threshold=0", "f[2,3], f[2,3], threshold=0.3"],
 )
 def threshold_grad(g, x, *, threshold):
@@ -72,6 +75,7 @@ def threshold_grad(g, x, *, threshold):
     "... -> ...",
     vjp=lambda g, y, x: (threshold_grad(g, y, threshold=0),),
     aten=["relu.default"],
+    into=("torch.relu_({0})",),
     examples=["n[2,3]"],
 )
 def relu(x):
@@ -109,6 +113,7 @@ def gelu_slope(x, approximate):
     "..., ... -> ...",
     expand=lambda g, x, *, approximate="none": o.mul(g, gelu_slope(x, approximate)),
     flops=lambda d: 20 * d.rows,
+    fresh=True,
     examples=["f[2,3], f[2,3]", 'f[2,3], f[2,3], approximate="tanh"'],
 )
 def gelu_grad(g, x, *, approximate="none"):
@@ -121,6 +126,7 @@ def gelu_grad(g, x, *, approximate="none"):
     vjp=lambda g, y, x, *, approximate="none": (gelu_grad(g, x, approximate=approximate),),
     flops=lambda d: 10 * d.rows,
     aten=["gelu.default"],
+    into=("torch._C._nn.gelu_({0}, approximate={approximate})",),
     examples=["f[2,3]", 'f[2,3], approximate="tanh"'],
 )
 def gelu(x, *, approximate="none"):
@@ -138,6 +144,7 @@ def silu_slope(x):
     "..., ... -> ...",
     expand=lambda g, x: o.mul(g, silu_slope(x)),
     flops=lambda d: 8 * d.rows,
+    fresh=True,
     examples=["f[2,3], f[2,3]"],
 )
 def silu_grad(g, x):
@@ -150,6 +157,7 @@ def silu_grad(g, x):
     vjp=lambda g, y, x: (silu_grad(g, x),),
     flops=lambda d: 4 * d.rows,
     aten=["silu.default"],
+    into=("torch.nn.functional.silu({0}, inplace=True)",),
     examples=["f[2,3]"],
 )
 def silu(x):

@@ -59,6 +59,7 @@ def conv_vjp(g, y, x, w, *, groups, **window):
     conv_dims,
     vjp=conv_vjp,
     flops=conv_flops,
+    fresh=True,
     examples=[
         "f[2,4,6], f[6,4,3], stride=(1,), padding=(1,), dilation=(1,), groups=1",
         "f[2,4,6,5], f[6,2,3,2], stride=(2,1), padding=(1,0), dilation=(1,2), groups=2",
@@ -107,6 +108,7 @@ def conv_bias_expand(x, w, b, **params):
     conv_bias_dims,
     expand=conv_bias_expand,
     flops=conv_flops,
+    fresh=True,
     examples=[
         "f[2,4,6], f[6,4,3], f[6], stride=(1,), padding=(1,), dilation=(1,), groups=1",
         "f[2,4,6,5], f[6,2,3,2], f[6], stride=(2,1), padding=(1,0), dilation=(1,2), groups=2",

@@ -24,6 +24,7 @@ def every_letter(d):
     "... k+, n k+ -> ... n",
     vjp=lambda g, y, x, w: (o.matmul(g, conj(w)), o.linear_weight(g, conj(x))),
     flops=every_letter,
+    fresh=True,
     examples=["f[2,3,4], f[6,4]", "f[4], f[6,4]", "f[6,4], f[1,4]", "c128[2,4], c128[3,4]", "i64[2,3], i64[4,3]"],
 )
 def linear(x, w):
@@ -51,6 +52,7 @@ def linear_weight(g, x):
     "... k^, n k^, n -> ... n",
     expand=lambda x, w, b: o.add(linear(x, w), b),
     flops=every_letter,
+    fresh=True,
     examples=["f[2,3,4], f[6,4], f[6]", "f[4], f[6,4], f[6]"],
 )
 def linear_bias(x, w, b):
@@ -104,6 +106,7 @@ def _matmul_dims(a, b):
     _matmul_dims,
     vjp=_matmul_vjp,
     flops=every_letter,
+    fresh=True,
     examples=[
         "f[2,4], f[4,6]", "f[2,3,4], f[2,4,6]", "f[2,3,4], f[4,6]", "f[3,4], f[2,4,6]", "f[2,1,3,4], f[6,4,2]",
         "f[4], f[4]", "f[4], f[4,6]", "f[4], f[2,3,4,6]", "f[3,4], f[4]", "f[2,3,4], f[4]",

@@ -84,6 +84,7 @@ def layer_norm_vjp(g, y, x, w, b, *, ndim=1, eps):
     vjp=layer_norm_vjp,
     expand=layer_norm_expand,
     flops=lambda d: 8 * d.rows * math.prod(n for k, n in vars(d).items() if k.startswith("d")),
+    fresh=True,
     examples=[
         "f[2,3,8], f[8], f[8], eps=1e-05",
         "f[6,4], f[4], None, eps=1e-05",
@@ -142,6 +143,7 @@ def layer_norm_grad_expand(g, x, mean, rstd, w, *, ndim=1):
     types=lambda g, x, mean, rstd, w, *, ndim=1: x if w is None else (x, w, w),
     expand=layer_norm_grad_expand,
     flops=lambda d: 12 * math.prod(vars(d).values()),
+    fresh=True,
     examples=[
         "f[2,3,8], f[2,3,8], f64[2,3,1], f64[2,3,1]>0, None",
         "f[6,4], f[6,4], f64[6,1], f64[6,1]>0, f[4]",
@@ -180,6 +182,7 @@ def rms_norm_vjp(g, y, x, w, *, ndim=1, eps=None):
     vjp=rms_norm_vjp,
     expand=rms_norm_expand,
     flops=lambda d: 5 * d.rows * math.prod(n for k, n in vars(d).items() if k.startswith("d")),
+    fresh=True,
     examples=[
         "f[2,3,8], f[8], eps=1e-06",
         "f[6,4], None, eps=None",

@@ -23,15 +23,18 @@ from typing import Any
 import torch
 
 from mycel.ir import Atom, Block, Eqn, Program, Var, call, cond, custom, lifetimes, loop, order, scan, walk
-from mycel.run.alias import shared_outputs
-from mycel.run.kernels import literal, sources_of, write
+from mycel.run.alias import reusable, shared_outputs
+from mycel.run.kernels import literal, sources_of, write, write_into
 
 _WRITTEN_HERE = {"call", "cond", "custom", "loop", "scan", "const", "opaque"}
 _TAKEN = {*keyword.kwlist, *dir(builtins), "torch", "math", "base64", "device"}
 
 
-def emit(program: Program, device: torch.device | str = "cpu") -> str:
-    """The source of a module that needs torch alone: a function for each block; `main` (the entry) takes the inputs and returns a tuple."""
+def emit(program: Program, device: torch.device | str = "cpu", reuse: bool = False) -> str:
+    """The source of a module that needs torch alone: a function for each block; `main` (the entry) takes the inputs and returns a tuple.
+
+    `reuse`: results are written over operands nobody needs any more; for runs that torch's autograd does not record.
+    """
     needed = {k: text for op in {e.op for _, e in walk(program)} if op.name not in _WRITTEN_HERE for k, text in sources_of(op).items()}
     needed = dict(sorted(needed.items()))
     names = _block_names(program, needed)
@@ -41,7 +44,7 @@ def emit(program: Program, device: torch.device | str = "cpu") -> str:
     for block in order(program):
         if block not in inlined:
             copies = shared if block == program.entry else set()
-            functions.append(_Function(program, block, names, inlined, set(needed), copies).source())
+            functions.append(_Function(program, block, names, inlined, set(needed), copies, reuse).source())
     body = "\n\n\n".join([*needed.values(), *functions]) + "\n"
     head = ["import base64"] if any(c.numel() > SHOWN for c in program.consts.values()) else []
     head += ["import math", "", "import torch"]
@@ -64,9 +67,9 @@ def _constant_text(c: torch.Tensor) -> str:
     return f"{bytes_}.reshape({tuple(c.shape)}).to(device)"
 
 
-def load(program: Program, device: torch.device) -> tuple[Callable[..., tuple[Any, ...]], str]:
+def load(program: Program, device: torch.device, reuse: bool = False) -> tuple[Callable[..., tuple[Any, ...]], str]:
     """The entry as a Python function on `device`, and its source."""
-    source = emit(program, device)
+    source = emit(program, device, reuse)
     file = f"<mycel program {load.count}>"  # type: ignore[attr-defined]
     load.count += 1  # type: ignore[attr-defined]
     linecache.cache[file] = (len(source), None, source.splitlines(True), file)
@@ -81,12 +84,15 @@ load.count = 0  # type: ignore[attr-defined]
 class _Function:
     """Writes one block, and the blocks only its branches and loops hold."""
 
-    def __init__(self, program: Program, name: str, blocks: dict[str, str], inlined: Container[str], helpers: set[str], copies: set[int]) -> None:
+    def __init__(
+        self, program: Program, name: str, blocks: dict[str, str], inlined: Container[str], helpers: set[str], copies: set[int], reuse: bool
+    ) -> None:
         self.program, self.block, self.blocks, self.inlined, self.copies = program, program.blocks[name], blocks, inlined, copies
         self.name = blocks[name]
         self.taken = {*_TAKEN, *blocks.values(), *helpers}
         self.lines: list[str] = []
         self.indent = 1
+        self.reuse = reuse
 
     def source(self) -> str:
         names: dict[Var, str] = {}
@@ -102,8 +108,9 @@ class _Function:
     def body(self, block: Block, names: dict[Var, str], own: set[Var]) -> None:
         """The equations of a block; values of `own` and those defined here are deleted after their last use."""
         dead = _deaths(block)
+        over = reusable(block) if self.reuse else {}
         for i, eqn in enumerate(block.eqns):
-            self.equation(eqn, names)
+            self.equation(eqn, names, over.get(i))
             own.update(eqn.outputs)
             gone = [names[v] for v in dead[i] if v in own]
             if gone:
@@ -131,7 +138,7 @@ class _Function:
 
     # -- equations --------------------------------------------------------------------------------------------
 
-    def equation(self, eqn: Eqn, names: dict[Var, str]) -> None:
+    def equation(self, eqn: Eqn, names: dict[Var, str], over: int | None = None) -> None:
         args = [self.atom(x, names) for x in eqn.inputs]
         comment = f"  # {eqn.source}" if eqn.source else ""
         outs = [self.named(v, names) for v in eqn.outputs]
@@ -145,7 +152,8 @@ class _Function:
             name = eqn.params["block" if eqn.op is call else "forward"]
             self.line(f"{_unpack(outs)}{self.blocks[name]}({', '.join(args)}){comment}")
         else:
-            self.line(f"{', '.join(outs)} = {self.expression(eqn, args)}{comment}")
+            text = self.expression(eqn, args) if over is None else write_into(eqn.op, over, args, eqn.params)
+            self.line(f"{', '.join(outs)} = {text}{comment}")
 
     def expression(self, eqn: Eqn, args: list[str]) -> str:
         return _const(eqn.params["name"]) if eqn.op.name == "const" else write(eqn.op, args, eqn.params, eqn.input_types)

@@ -62,6 +62,12 @@ def write(op: Op, inputs: Sequence[str], params: Mapping[str, Any], types: Seque
     return ast.unparse(_Substitute(values, known).visit(copy.deepcopy(kernel.expr)))
 
 
+def write_into(op: Op, at: int, inputs: Sequence[str], params: Mapping[str, Any]) -> str:
+    """The expression that computes an equation over the memory of operand `at`."""
+    named = {k: ast.unparse(_literal(v)) for k, v in {**op.defaults, **params}.items()}
+    return op.into[at].format(*inputs, **named)
+
+
 def _write_opaque(inputs: Sequence[str], target: str, args: Any, kwargs: Any = ()) -> str:
     """torch's own call: torch.ops.aten.foo.default(x, 3)"""
 
