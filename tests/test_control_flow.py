@@ -194,7 +194,7 @@ REFUSED = {
     list_in_one_branch: "seen has other items after one branch",
     many_elements: "a tensor with 3 elements",
     asks_for_a_number: "a Python number was asked of a traced tensor",
-    condition_in_a_comprehension: "comprehensions are not captured",
+    condition_in_a_comprehension: "comprehensions are not captured|a Python decision",  # from Python 3.12 on it has no frame of its own
     uses_a_generator: "the control flow of generator is not captured, because it is a generator",
     looks_at_its_frame: r"because it calls locals\(\)",
     float_range: "range",

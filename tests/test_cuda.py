@@ -10,7 +10,8 @@ import mycel
 from examples import parse_example
 from mycel.ir import CONTROL, OPS, type_of
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+if not torch.cuda.is_available():
+    pytest.skip("no GPU", allow_module_level=True)
 
 
 def to_cuda(batch):

@@ -173,7 +173,7 @@ class Tracer(Builder):
 
     def argument(self, name: str, tensor: torch.Tensor, apart: bool = False) -> Traced:
         """A tensor argument becomes an input; `apart`: also where the code reaches the same tensor by another way, that is another input."""
-        _check_dense(tensor)
+        self._check_tensor(tensor)
         var = Var(name, type_of(tensor))
         self.inputs.append(var)
         cell = Cell(var)
@@ -194,10 +194,14 @@ class Tracer(Builder):
             found = self.lifted[id(tensor)] = (tensor, self._lift(tensor))
         return found[1]
 
-    def _lift(self, tensor: torch.Tensor) -> Cell:
+    def _check_tensor(self, tensor: torch.Tensor) -> None:
+        """A program holds dense tensors of one device (0-dim ones may lie elsewhere, as in torch)."""
         _check_dense(tensor)
         if tensor.device.type not in (self.device.type, "meta") and tensor.ndim:
             raise refuse(f"a tensor on {tensor.device} was used in a program on {self.device}", "move model and arguments to one device")
+
+    def _lift(self, tensor: torch.Tensor) -> Cell:
+        self._check_tensor(tensor)
         places = self.places.find(tensor)
         taken = {v.name for v in self.inputs}
         base = name = places[0].name or "held"
