@@ -197,7 +197,8 @@ class Tracer(Builder):
     def _check_tensor(self, tensor: torch.Tensor) -> None:
         """A program holds dense tensors of one device (0-dim ones may lie elsewhere, as in torch)."""
         _check_dense(tensor)
-        if tensor.device.type not in (self.device.type, "meta") and tensor.ndim:
+        kinds = {tensor.device.type, self.device.type} - {"meta"}
+        if len(kinds) > 1 and tensor.ndim:
             raise refuse(f"a tensor on {tensor.device} was used in a program on {self.device}", "move model and arguments to one device")
 
     def _lift(self, tensor: torch.Tensor) -> Cell:
