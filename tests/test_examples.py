@@ -20,4 +20,4 @@ def test_newton_agrees_with_the_implicit_function_theorem(capsys, monkeypatch):
     runpy.run_path(str(EXAMPLES / "newton.py"), run_name="__main__")
     rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:5]]
     for _, _, _, da, exact_da, db, exact_db in rows:
-        assert da == exact_da and db == exact_db
+        assert float(da) == float(exact_da) and float(db) == float(exact_db)
