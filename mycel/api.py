@@ -108,7 +108,22 @@ class Jit:
         return self._entry(args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["fn"], name)
+        if name.startswith("__") or "fn" not in self.__dict__:
+            raise AttributeError(name)
+        found = getattr(self.fn, name)
+        if getattr(found, "__self__", None) is not self.fn:
+            return found
+
+        @functools.wraps(found)
+        def method(*args: Any, **kwargs: Any) -> Any:  # module.eval() and its like return the module: here the jitted one
+            out = found(*args, **kwargs)
+            return self if out is self.fn else out
+
+        return method
+
+    def __get__(self, thing: Any, owner: Any = None) -> Any:
+        """As a method of a class."""
+        return self if thing is None else functools.partial(self, thing)
 
     def __repr__(self) -> str:
         return f"mycel.jit({self.fn!r})"

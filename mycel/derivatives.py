@@ -155,7 +155,7 @@ class CustomVjp:
     def _pull(self, args: tuple[Any, ...], result: Any, saved: list[Any], cotangents: list[Any]) -> Any:
         assert self.rule is not None
         g = cotangents[0] if isinstance(result, torch.Tensor) else tuple(cotangents)
-        return self.rule(g, result, *args)
+        return (rewritten(self.rule) if TRACING else self.rule)(g, result, *args)
 
 
 def custom_vjp(fn: Callable[..., Any]) -> CustomVjp:

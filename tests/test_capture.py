@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import copy
 import dataclasses
 import enum
 import functools
@@ -268,3 +269,67 @@ def test_a_module_that_calls_a_jitted_module():
     fast = agrees(model, X)
     model.layer.weight = nn.Parameter(torch.ones(3, 3))
     same(fast(X), model.layer(X) + 1)
+
+
+# -- copies are copies ----------------------------------------------------------------------------------------------------------
+
+
+def copied_by_to(x):
+    y = x.to(x.dtype, copy=True)
+    y.zero_()
+    return y
+
+
+def copied_by_contiguous(x):
+    y = x.t().contiguous()
+    y.add_(1)
+    return y * 1
+
+
+def copied_by_reshape(x):
+    y = x.t().reshape(-1)
+    y.add_(1)
+    return y * 1
+
+
+def viewed_by_reshape(x):
+    y = x.reshape(-1)
+    y.add_(1)
+    return y * 1
+
+
+def viewed_by_contiguous(x):
+    y = x.contiguous()
+    y.add_(1)
+    return y * 1
+
+
+@pytest.mark.parametrize("fn", [copied_by_to, copied_by_contiguous, copied_by_reshape, viewed_by_reshape, viewed_by_contiguous])
+def test_updates_reach_what_shares_memory_and_nothing_else(fn):
+    a, b = (torch.arange(6.0).reshape(2, 3) for _ in range(2))
+    assert torch.equal(mycel.jit(fn)(a), fn(b)) and torch.equal(a, b)
+
+
+def test_an_updated_argument_that_is_returned_is_that_argument():
+    def fn(x):
+        x.add_(1)
+        return x, x * 2
+
+    a = torch.ones(2)
+    same_one, double = mycel.jit(fn)(a)
+    assert same_one is a and a.tolist() == [2, 2] and double.tolist() == [4, 4]
+
+
+def test_modules_made_inside_and_jitted_methods():
+    assert mycel.jit(lambda x: torch.nn.Linear(4, 4)(x))(torch.ones(2, 4)).shape == (2, 4)
+
+    class Scaler:
+        k = 3
+
+        @mycel.jit
+        def scale(self, x):
+            return x * self.k
+
+    assert Scaler().scale(torch.ones(2)).tolist() == [3, 3]
+    fast = mycel.jit(torch.nn.Linear(2, 2))
+    assert fast.eval() is fast and not fast.training and type(copy.deepcopy(fast)) is type(fast)

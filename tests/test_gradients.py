@@ -282,3 +282,113 @@ def test_a_gradient_is_python_that_needs_torch_alone(tmp_path):
     script = f"import sys, torch\nsys.modules['mycel'] = None\nimport gradient\nprint(gradient.main({at})[0].tolist())"
     ran = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert ran.stdout.strip() == str(want.tolist())
+
+
+# -- what autograd does not see, and what has no rule of its own ------------------------------------------------------------------------
+
+
+def under_no_grad(x):
+    y = x * 2
+    with torch.no_grad():
+        y.mul_(3)
+    return (y * y).sum()
+
+
+def through_data(x):
+    y = x * 2
+    y.data.clamp_(min=0)
+    return (y * x).sum()
+
+
+def through_detach(x):
+    y = x * 2
+    y.detach().mul_(0.5)
+    return (y * x).sum()
+
+
+@pytest.mark.parametrize("fn", [under_no_grad, through_data, through_detach, lambda q: nn.functional.cosine_similarity(q, q.flip(0) * q, 0)])
+def test_an_unseen_update_changes_the_value_not_the_gradient(fn):
+    y = X.clone().requires_grad_()
+    (want,) = torch.autograd.grad(fn(y * 1), y)
+    value, got = mycel.value_and_grad(fn)(X)
+    assert torch.allclose(got, want) and torch.allclose(value, fn(X.clone()))
+
+
+class SavesItsResult(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        y = x.exp()
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx, g):
+        (y,) = ctx.saved_tensors
+        return g * y
+
+
+class Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, a, b):
+        ctx.save_for_backward(a, b)
+        return a * b
+
+    @staticmethod
+    def backward(ctx, g):
+        a, b = ctx.saved_tensors
+        return g * b, g * a
+
+
+def test_functions_with_their_own_gradient():
+    total = lambda x: SavesItsResult.apply(x).sum()
+    assert torch.allclose(mycel.grad(total)(X), X.exp())
+    assert torch.allclose(mycel.grad(lambda x: mycel.grad(total)(x).square().sum())(X), 2 * (2 * X).exp())
+    assert torch.allclose(mycel.jvp(mycel.grad(total), (X,), (X,))[1], X * X.exp())
+    assert torch.allclose(mycel.hessian(total)(X), torch.diag(X.exp()))
+    assert torch.allclose(mycel.grad(lambda x: Product.apply(x, x).sum())(X), 2 * X)
+
+    @mycel.custom_vjp
+    def clipped(x):
+        return x * 1
+
+    @clipped.backward
+    def _(g, y, x):
+        if g.norm() > 1:
+            g = g / g.norm()
+        return g
+
+    ours = mycel.grad(lambda x, k: (clipped(x) * k).sum())
+    for k in (0.1, 3.0):
+        g = torch.full_like(X, k)
+        assert torch.allclose(ours(X, torch.tensor(k, dtype=torch.float64)), g / max(1.0, float(g.norm())))
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: nn.functional.hardswish(3 * x).sum(),
+        lambda x: x.logcumsumexp(0).prod(),
+        lambda x: nn.functional.huber_loss(x - x[0].detach(), x * 0),
+        lambda x: nn.functional.smooth_l1_loss(x - x[0].detach(), x * 0),
+        lambda x: torch.special.i0(x).sum() ** 2,
+        lambda x: torch.linalg.inv(x.outer(x) + 3 * torch.eye(3, dtype=torch.float64)).sum(),
+    ],
+)
+def test_hessians_of_what_has_no_simple_rule(fn):
+    assert torch.allclose(mycel.hessian(fn)(X), torch.autograd.functional.hessian(fn, X), atol=1e-9)
+    t = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
+    assert torch.allclose(mycel.jvp(fn, (X,), (t,))[1], (torch.func.grad(fn)(X) * t).sum())
+
+
+def test_no_derivative_in_torch_either():
+    def fn(x):
+        return torch.special.zeta(x.abs() + 2, x.abs() + 1).sum()
+
+    with pytest.raises(GradientError, match=rf"(?s)no derivative for aten.special_zeta.*test_gradients.py:{fn.__code__.co_firstlineno + 1}"):
+        mycel.grad(fn)(X)
+
+
+def test_check_finite_lets_masks_be():
+    mask = torch.tensor([True, False, False])
+    fn = lambda x: torch.zeros(3, dtype=torch.float64).masked_fill(mask, -float("inf")).add(x).softmax(0).pow(2).sum()
+    assert torch.allclose(mycel.grad(fn, check_finite=True)(X), mycel.grad(fn)(X))

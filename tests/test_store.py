@@ -91,3 +91,21 @@ def test_names_in_a_file_cannot_reach_python(tmp_path):
     text = 'def main(x: f32[2]):\n  y: f32[2] = opaque(x, args=(("x", 0),), target="aten.__import__(\'os\').default")\n  return y\n'
     with pytest.raises(mycel.MycelError):
         Program.parse(text)
+
+
+def test_a_text_cannot_smuggle_python_in_or_act_before_it_is_run(tmp_path):
+    smuggled = "def main(x: f32[4]):\n  y: f32[4] = relu(x)  # a.py:1\r    raise SystemExit\n  return y\n"
+    with pytest.raises(mycel.TextError):
+        Program.parse(smuggled)
+    made = tmp_path / "made"
+    acting = f'def main():\n  y: f32[4] = opaque(args=("{made}", True, 4), target="aten.from_file.default")\n  return y\n'
+    with pytest.raises(mycel.IRError, match="no function of tensors"):
+        Program.parse(acting)
+    assert not made.exists()
+
+
+def test_constants_and_results_of_every_kind():
+    fast = mycel.jit(lambda x: x * torch.tensor([1j, 0, 1, 3]))
+    assert torch.equal(fast(torch.ones(4)), torch.tensor([1j, 0, 1, 3]))
+    (y, nothing) = mycel.jit(Program.parse("def main(x: f32[4]):\n  return x, None\n"))(torch.ones(4))
+    assert y.tolist() == [1, 1, 1, 1] and nothing is None

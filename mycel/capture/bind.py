@@ -235,6 +235,10 @@ class _Writer:
             self.lines.append("with no_grad():")
             self.env["no_grad"] = torch.no_grad
             self.lines += [f"    {by_name[k]}.copy_({y})" for k, y in zip(program.updates, outs[n - n_updates :], strict=True)]
+            # a result that is the new value of an input is that input
+            new = dict(zip(program.main.outputs[n - n_updates :], (by_name[k] for k in program.updates), strict=True))
+            for i, x in enumerate(program.main.outputs[:n_results]):
+                outs[i] = new.get(x, outs[i])
         rest = iter(outs[n_results:])
         for place, tree in self.c.effects:
             self.lines.append(f"{self.read(place)} = {self.build(tree, rest)}")

@@ -13,9 +13,11 @@ import torch
 
 from mycel.capture.fence import refuse
 from mycel.capture.nested import Section, finish, free, opened
+from mycel.capture.syntax import rewritten
 from mycel.capture.trace import Traced, Tracer
 from mycel.capture.tree import Tree, flatten
 from mycel.ir import Ref, Var, custom, is_float
+from mycel.ops import o
 from mycel.ops.stack import zeros
 
 # forward(args) -> (result, saved tensors); backward(args, result, saved, cotangents) -> cotangents
@@ -28,7 +30,8 @@ def trace_custom(tracer: Tracer, forward: Forward, backward: Backward, args: tup
     tracer.here()
     leaves: list[torch.Tensor] = []
     tree = flatten(args, leaves)
-    xs = [tracer.cell(x).read() for x in leaves]
+    with tracer:
+        xs = _distinct([tracer.cell(x).read() for x in leaves])
     ahead, behind = Section(), Section()
     with opened(tracer, ahead):
         result, saved = forward(_given(tracer, tree, xs))
@@ -43,14 +46,12 @@ def trace_custom(tracer: Tracer, forward: Forward, backward: Backward, args: tup
         results = made[: len(ys)]
         rest = iter(gs)
         cotangents = [tracer.wrap(next(rest)) if is_float(v.dtype) else None for v in ys]
-        saved_now = [tracer.wrap(xs[xs.index(v)] if v in xs else made[len(ys) + i]) for i, v in enumerate(kept)]
+        saved_now = [tracer.wrap(v if v in xs else made[ys.index(v) if v in ys else len(ys) + i]) for i, v in enumerate(kept)]
         found = backward(_given(tracer, tree, xs), _given(tracer, out_tree, results), saved_now, cotangents)
         with tracer:
             dxs = [_cotangent(tracer, x, g) for x, g in zip(xs, _listed(found, len(xs)), strict=True) if is_float(x.dtype)]
     inner = {*made, *gs}
-    operands = [*dict.fromkeys(xs)]
-    if len(operands) != len(xs):
-        raise refuse("a function with its own gradient was given the same tensor twice", "pass x.clone() for one of them")
+    operands = [*xs]
     operands += [v for v in dict.fromkeys([*free(ahead, outputs=[*ys, *kept]), *free(behind, outputs=dxs)]) if v not in inner and v not in operands]
     first = finish(tracer, "custom_forward", ahead, operands, [*ys, *kept])
     second = finish(tracer, "custom_backward", behind, [*operands, *made, *gs], dxs)
@@ -59,6 +60,14 @@ def trace_custom(tracer: Tracer, forward: Forward, backward: Backward, args: tup
         values = tracer.append(custom, tuple(operands), params, [v.type for v in made])
     values = [values] if len(made) == 1 else list(values)
     return out_tree.unflatten(iter([tracer.wrap(v) for v in values[: len(ys)]]))
+
+
+def _distinct(xs: list[Var]) -> list[Var]:
+    """Operands of a block have a name each: a tensor given twice is a second value."""
+    seen: list[Var] = []
+    for x in xs:
+        seen.append(o.reshape(x, shape=x.shape) if x in seen else x)
+    return seen
 
 
 def _given(tracer: Tracer, tree: Tree, values: Sequence[Var]) -> Any:
@@ -117,16 +126,16 @@ def trace_function(tracer: Tracer, cls: type[torch.autograd.Function], args: tup
 
     def forward(given: tuple[Any, ...]) -> tuple[Any, list[torch.Tensor]]:
         if cls.setup_context is not torch.autograd.Function.setup_context:
-            result = cls.forward(*given)
+            result = rewritten(cls.forward)(*given)
             cls.setup_context(ctx, given, result)  # type: ignore[arg-type]
         else:
-            result = cls.forward(ctx, *given)
+            result = rewritten(cls.forward)(ctx, *given)
         return result, [t for t in ctx.saved_tensors if t is not None]
 
     def backward(given: tuple[Any, ...], result: Any, saved: list[torch.Tensor], cotangents: list[Any]) -> Any:
         rest = iter(saved)
         ctx.saved_tensors = tuple(None if t is None else next(rest) for t in ctx.saved_tensors)  # type: ignore[misc]
-        found = cls.backward(ctx, *cotangents)
+        found = rewritten(cls.backward)(ctx, *cotangents)
         listed = found if isinstance(found, tuple) else (found,)
         return [listed[i] for i in tensors]
 

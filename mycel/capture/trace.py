@@ -29,7 +29,7 @@ from mycel.capture.state import Place, Places
 from mycel.capture.subscript import open_key
 from mycel.capture.weak import as_numbers
 from mycel.errors import CaptureError, IRError
-from mycel.ir import CONTROL, OPS, Atom, Block, Builder, Eqn, Op, Type, Var, type_of
+from mycel.ir import CONTROL, OPS, Atom, Block, Builder, Eqn, Op, Type, Var, is_float, type_of
 from mycel.ops import RULES, o
 from mycel.ops.capture_rules import resolve
 from mycel.ops.opaque import encode
@@ -382,8 +382,12 @@ class Tracer(Builder):
         base = self.cell(args[0])
         outs = list(out) if isinstance(out, (list, tuple)) else [out]
         cells = view_cells(base, self.value(args[0]), self.eqns[before:], outs)
-        metas = func(_meta(args[0]), *args[1:], **kwargs)
+        whole = _meta(args[0])
+        metas = func(whole, *args[1:], **kwargs)
         metas = metas if isinstance(metas, (list, tuple)) else [metas]
+        memory = whole.untyped_storage()._cdata
+        shared = [m.untyped_storage()._cdata == memory for m in metas]  # reshape, contiguous and to copy where they must
+        cells = [c if s else Cell(v) for c, s, v in zip(cells, shared, outs, strict=True)]
         made = [Traced.make(c, self, m.stride()) for c, m in zip(cells, metas, strict=True)]
         return type(out)(made) if isinstance(out, (list, tuple)) else made[0]
 
@@ -404,13 +408,20 @@ class Tracer(Builder):
         count = len(func._schema.returns)
         return None if count == 0 else targets[0] if count == 1 else tuple(targets)
 
+    def _carrying(self, old: Var, new: Var) -> Var:
+        """An update under torch.no_grad() changes the value of a tensor, not what its gradient flows to."""
+        if torch.is_grad_enabled() or not is_float(new.dtype) or old.type != new.type:
+            return new
+        with torch.enable_grad():
+            return o.carry(new, old)
+
     def _assign(self, func: Any, target: torch.Tensor, value: Var, resizes: bool) -> None:
         """The value of `target` is now `value`, in its dtype; an `out=` tensor of another shape takes that of the value."""
         cell = self.cell(target)
         if value.dtype != cell.var.dtype:
             value = o.cast(value, dtype=cell.var.dtype)
         if value.shape == cell.var.shape:
-            cell.write(value)
+            cell.write(self._carrying(cell.read(), value))
         elif resizes and type(target) is Traced and cell.place is None and cell.parent is None:
             self._become(target, Traced.make(Cell(value), self))
         else:
@@ -641,6 +652,7 @@ class FunctionMode(TorchFunctionMode):
     def __init__(self, tracer: Tracer) -> None:
         super().__init__()
         self.tracer = tracer
+        self.open: list[Any] = []
 
     def __torch_function__(self, func: Any, types_: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -666,9 +678,13 @@ class FunctionMode(TorchFunctionMode):
         out = self.tracer.function(func, args, kwargs)
         if out is not NotImplemented:
             return out
-        if _is_written_in_python(func):
-            with self:
-                return _opened(func)(*args, **kwargs)
+        if _is_written_in_python(func) and func not in self.open:
+            self.open.append(func)  # one that still asks for the mode is not opened again
+            try:
+                with self:
+                    return _opened(func)(*args, **kwargs)
+            finally:
+                self.open.remove(func)
         return func(*args, **kwargs)
 
 

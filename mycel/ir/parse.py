@@ -20,7 +20,7 @@ from mycel.ir.program import NAN, RESERVED, Atom, Block, Eqn, Params, Program, R
 from mycel.ir.types import DTYPES, Type
 
 _TOKEN = re.compile(
-    r"""(?P<space>[ \t]+)|(?P<newline>\n)|(?P<comment>\#[^\n]*)
+    r"""(?P<space>[ \t]+)|(?P<newline>\n)|(?P<comment>\#[^\x00-\x08\x0a-\x1f\x7f\x85\u2028\u2029]*)
     |(?P<dotted>\d+(?:\.\w+)*\.[A-Za-z_]\w*(?:\.\w+)*)
     |(?P<number>-?(?:\d+\.\d*(?:[eE][-+]?\d+)?|\d+[eE][-+]?\d+|\d+|inf\b|nan\b))
     |(?P<string>"(?:[^"\\\n]|\\.)*")

@@ -338,8 +338,8 @@ def hardsigmoid(x):
 
 @op(
     "..., ... -> ...",
-    expand=lambda g, x: o.mul(g, o.clamp(o.add(o.mul(x, 1 / 3), 0.5), 0, 1)),
-    examples=["f[2,3], f[2,3]"],
+    expand=lambda g, x: o.mul(g, o.where(o.le(x, -3), 0.0, o.where(o.lt(x, 3), o.add(o.mul(x, 1 / 3), 0.5), 1.0))),
+    examples=["f[2,3], f[2,3]", "f[2,3], f[4,2,3]~5"],
 )
 def hardswish_grad(g, x):
     """The cotangent of x under hardswish"""

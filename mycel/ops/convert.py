@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mycel.ir import Type, op
+from mycel.ir import Type, is_float, op
 from mycel.ops.capture_rules import captures
 from mycel.ops.rules import o, unbroadcast
 
@@ -61,13 +61,25 @@ def _(x, *_, **__):
 @op(
     "... -> ...",
     vjp=lambda g, y, x: (None,),
-    write=lambda x, new: new[0],
+    write=lambda x, new: o.carry(new[0], x) if is_float(x.dtype) else new[0],
     aten=["detach.default", "detach_copy.default"],
     examples=["a[2,3]"],
 )
 def stop_gradient(x):
     """x, a constant to differentiation"""
     return x.detach()
+
+
+@op(
+    "..., ... -> ...",
+    dtype="first",
+    vjp=lambda g, y, value, like: (None, g),
+    write=lambda value, new, *_: new[0],
+    examples=["i64[2,3], i64[2,3]"],
+)
+def carry(value, like):
+    """The value of one and the gradient of the other: what an update that autograd does not see leaves behind"""
+    return value
 
 
 @op(

@@ -77,19 +77,24 @@ def _(x, dim, *, dtype=None):
     return cumprod(cast_to(x, dtype), dim=normal_dim(dim, x.ndim))
 
 
-def logcumsumexp_vjp(g, y, x, *, dim):
-    """exp(x) * running sums from the end of g exp(-y), positive and negative g apart, as logarithms."""
-    if not x.ndim:
-        return (g,)
-
-    def one_sign(g):
-        logs = o.where(o.gt(g, 0), o.log(o.where(o.gt(g, 0), g, 1)), -math.inf)
-        return o.exp(o.add(backwards(logcumsumexp, o.sub(logs, y), dim), x))
-
-    return (o.sub(one_sign(g), one_sign(o.neg(g))),)
+def logcumsumexp_grad_expand(g, y, x, *, dim):
+    """exp(x) * running sums from the end of g exp(-y): linear in g, but it may overflow where the kernel does not."""
+    return o.mul(o.exp(x), backwards(o.cumsum, o.mul(g, o.exp(o.neg(y))), dim))
 
 
-@op(along(), vjp=logcumsumexp_vjp, flops=lambda d: 4 * elements(d), examples=EXAMPLES)
+@op(
+    lambda g, y, x, *, dim: ", ".join([along()(x, dim=dim).split(" -> ")[0]] * 3) + " -> " + along()(x, dim=dim).split(" -> ")[1],
+    expand=logcumsumexp_grad_expand,
+    flops=lambda d: 8 * elements(d),
+    examples=["f[2,3,4], f[2,3,4], f[2,3,4], dim=1", "f[6], f[6], f[6], dim=0"],
+)
+def logcumsumexp_grad(g, y, x, *, dim):
+    """The cotangent of x under logcumsumexp: in logarithms, positive and negative g apart."""
+    up, down = (torch.exp(torch.logcumsumexp((torch.where(v > 0, v, 0).log() - y).flip(dim), dim).flip(dim) + x) for v in (g, -g))
+    return up - down
+
+
+@op(along(), vjp=lambda g, y, x, *, dim: (logcumsumexp_grad(g, y, x, dim=dim) if x.ndim else g,), flops=lambda d: 4 * elements(d), examples=EXAMPLES)
 def logcumsumexp(x, *, dim):
     """Running logarithms of sums of exponentials along dim"""
     return torch.logcumsumexp(x, dim)

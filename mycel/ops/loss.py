@@ -327,15 +327,17 @@ def _mse_loss(x, target, reduction=1):
 
 @captures("aten.smooth_l1_loss.default")
 def _smooth_l1_loss(x, target, reduction=1, beta=1.0):
-    z = o.abs(o.sub(x, target))
-    near, far = o.mul(o.square(z), 0.5 / beta), o.sub(z, 0.5 * beta)
+    d = o.sub(x, target)
+    z = o.abs(d)
+    near, far = o.mul(o.square(d), 0.5 / beta), o.sub(z, 0.5 * beta)
     return reduced(o.where(o.lt(z, beta), near, far), REDUCTIONS[reduction])
 
 
 @captures("aten.huber_loss.default")
 def _huber_loss(x, target, reduction=1, delta=1.0):
-    z = o.abs(o.sub(x, target))
-    near, far = o.mul(o.square(z), 0.5), o.mul(o.sub(z, 0.5 * delta), delta)
+    d = o.sub(x, target)
+    z = o.abs(d)
+    near, far = o.mul(o.square(d), 0.5), o.mul(o.sub(z, 0.5 * delta), delta)
     return reduced(o.where(o.le(z, delta), near, far), REDUCTIONS[reduction])
 
 

@@ -12,6 +12,7 @@ import functools
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from mycel.errors import GradientError
 from mycel.ir import Type, is_float, op, type_of
 from mycel.ops.capture_rules import resolve
 from mycel.ops.rules import o
@@ -54,7 +55,13 @@ def _run(inputs, target, args, kwargs):
 
 @functools.cache
 def _types(types, target, args, kwargs):
-    """Output types by torch's meta kernel, or by its CPU kernel on zeros where torch has no meta kernel."""
+    """Output types by torch's meta kernel, or by its CPU kernel on zeros where torch has no meta kernel.
+
+    Only functions of tensors are asked: a program read from a file must not do anything before it is run.
+    """
+    schema = resolve(target)._schema
+    if not types or schema.is_mutable:
+        raise ValueError(f"{target} is no function of tensors")
     last: Exception | None = None
     for device in ("meta", "cpu"):
         try:
@@ -116,10 +123,24 @@ def whole(inputs, outs):
 
 def _opaque_vjp(g, y, *inputs, target, args, kwargs=()):
     """torch's own gradient of its operator."""
+    _check_differentiable(tuple(Type(x.dtype, tuple(x.shape)) for x in inputs), target, args, kwargs)
     ys, gs = (y, g) if isinstance(y, tuple) else ((y,), (g,))
     filled = [zeros_like(v) if d is None else d for v, d in zip(ys, gs, strict=True) if is_float(v.dtype)]
     grads = o.opaque_grad(*inputs, *filled, target=target, args=args, kwargs=kwargs, arity=(len(inputs),))
     return _in_places(grads, inputs)
+
+
+@functools.cache
+def _check_differentiable(types, target, args, kwargs):
+    """torch says so when an operator has no derivative: asked on tensors without data."""
+    outs = [t for t in _types(types, target, args, kwargs) if is_float(t.dtype)]
+    blank = [torch.empty(t.shape, dtype=t.dtype, device="meta") for t in (*types, *outs)]
+    try:
+        with torch.enable_grad():
+            _levels(blank, target, args, kwargs, (len(types),))
+    except (RuntimeError, NotImplementedError) as e:
+        if "derivative" in str(e):
+            raise GradientError(f"torch has no derivative for {target}") from e
 
 
 def _in_places(grads, inputs):

@@ -46,7 +46,7 @@ def emit(program: Program, device: torch.device | str = "cpu", reuse: bool = Fal
             copies = shared if block == program.entry else set()
             functions.append(_Function(program, block, names, inlined, set(needed), copies, reuse).source())
     body = "\n\n\n".join([*needed.values(), *functions]) + "\n"
-    head = ["import base64"] if any(c.numel() > SHOWN for c in program.consts.values()) else []
+    head = ["import base64"] if any(_is_bytes(c) for c in program.consts.values()) else []
     head += ["import math", "", "import torch"]
     if program.consts or re.search(r"\bdevice\b", body):
         head += ["", f"device = torch.device({str(device)!r})"]
@@ -57,9 +57,13 @@ def emit(program: Program, device: torch.device | str = "cpu", reuse: bool = Fal
 SHOWN = 64  # elements of a constant that are written as numbers
 
 
+def _is_bytes(c: torch.Tensor) -> bool:
+    return c.numel() > SHOWN or c.is_complex()
+
+
 def _constant_text(c: torch.Tensor) -> str:
     """A constant as an expression: numbers if few, bytes if many."""
-    if c.numel() <= SHOWN and not c.is_complex():
+    if not _is_bytes(c):
         values = repr(c.tolist()).replace("inf", "math.inf").replace("nan", "math.nan")
         return f"torch.tensor({values}, dtype={c.dtype}, device=device)"
     data = base64.b64encode(c.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()).decode()
@@ -133,6 +137,8 @@ class _Function:
         return names[x] if isinstance(x, Var) else literal(x)
 
     def output(self, i: int, x: Atom, names: dict[Var, str]) -> str:
+        if x is None:
+            return "None"
         text = names[x] if isinstance(x, Var) else f"torch.tensor({literal(x)}, device=device)"
         return f"{text}.clone()" if i in self.copies else text
 
@@ -140,7 +146,7 @@ class _Function:
 
     def equation(self, eqn: Eqn, names: dict[Var, str], over: int | None = None) -> None:
         args = [self.atom(x, names) for x in eqn.inputs]
-        comment = f"  # {eqn.source}" if eqn.source else ""
+        comment = f"  # {' '.join(eqn.source.split())}" if eqn.source else ""  # one line, whatever the source says
         outs = [self.named(v, names) for v in eqn.outputs]
         if eqn.op is cond:
             self.cond(eqn, args, outs, comment)

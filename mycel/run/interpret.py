@@ -11,11 +11,11 @@ from mycel.errors import RunError
 from mycel.ir import CONTROL, Atom, Block, Eqn, Program, Var, call, cond, custom, lifetimes, loop, scan
 from mycel.run.alias import shared_outputs
 
-Hook = Callable[[Eqn, list[Any]], None]
+Hook = Callable[[Eqn, list[Any], list[Any]], None]
 
 
 def interpret(program: Program, inputs: Sequence[torch.Tensor], hook: Hook | None = None) -> list[Any]:
-    """Outputs of the entry (results, then updates) for these inputs; `hook(eqn, outputs)` is called after each equation."""
+    """Outputs of the entry (results, then updates) for these inputs; `hook(eqn, inputs, outputs)` is called after each equation."""
     if len(inputs) != len(program.inputs):
         raise RunError(f"the program takes {len(program.inputs)} inputs, was given {len(inputs)}")
     device = next((x.device for x in inputs if isinstance(x, torch.Tensor)), torch.device("cpu"))
@@ -40,7 +40,7 @@ class _Run:
         for eqn, dead in zip(block.eqns, deaths, strict=True):
             outs = self.eqn(eqn, [_value(x, values) for x in eqn.inputs])
             if self.hook is not None:
-                self.hook(eqn, outs)
+                self.hook(eqn, [_value(x, values) for x in eqn.inputs], outs)
             values.update(zip(eqn.outputs, outs, strict=True))
             for var in dead:
                 del values[var]
@@ -98,16 +98,27 @@ def _deaths(block: Block) -> list[list[Var]]:
     return dead
 
 
-def not_finite(eqn: Eqn, outs: list[Any]) -> None:
-    """A hook that stops at the first equation that makes a NaN or an infinity."""
+def not_finite(eqn: Eqn, inputs: list[Any], outs: list[Any]) -> None:
+    """A hook that stops at the first equation that makes a NaN or an infinity: one it was not given, and that is not written in the code."""
+    if eqn.op in CONTROL or eqn.op.name in ("const", "full"):
+        return
+    had_nan, had_inf = _has(inputs, torch.isnan), _has(inputs, torch.isinf)
     for var, y in zip(eqn.outputs, outs, strict=True):
-        if eqn.op in CONTROL or not isinstance(y, torch.Tensor) or not (y.is_floating_point() or y.is_complex()):
-            continue
-        bad = ~torch.isfinite(y)
-        if bad.any():
-            kinds = " and ".join(k for k, found in (("NaN", y.isnan().any()), ("infinity", y.isinf().any())) if found)
-            where = eqn.source or "unknown"
+        nan, inf = _has([y], torch.isnan) and not had_nan, _has([y], torch.isinf) and not (had_inf or had_nan)
+        if nan or inf:
+            kinds = " and ".join(k for k, found in (("NaN", nan), ("infinity", inf)) if found)
+            bad = int((~torch.isfinite(y)).sum())
             raise RunError(
-                f"{eqn.op.name} made {kinds} in {int(bad.sum())} of {y.numel()} elements of {var}\n  at        {where}\n"
-                f'  try       look at the inputs of this line; mycel.jit(fn, mode="eager") stops there with a breakpoint'
+                f"{eqn.op.name} made {kinds} in {bad} of {y.numel()} elements of {var}\n  at        {eqn.source or 'unknown'}\n"
+                f"  try       look at the inputs of this line"
             )
+
+
+def _has(values: list[Any], kind: Callable[[torch.Tensor], torch.Tensor]) -> bool:
+    """Is there a NaN (an infinity) among tensors and numbers?"""
+    for x in values:
+        if isinstance(x, float):
+            x = torch.tensor(x)
+        if isinstance(x, torch.Tensor) and (x.is_floating_point() or x.is_complex()) and bool(kind(x).any()):
+            return True
+    return False

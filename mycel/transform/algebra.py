@@ -90,8 +90,8 @@ def _step(eqn: Eqn, made: Made) -> Eqn | tuple[Var, ...] | None:
 
 
 def add_zero(e: Eqn, m: Made) -> Any:
-    """add(x, 0) => x;  add(0, x) => x"""
-    return _without(e, m, 0)
+    """add(x, 0) => x;  add(0, x) => x, of integers: -0.0 + 0 is 0.0"""
+    return None if is_float(e.outputs[0].dtype) else _without(e, m, 0)
 
 
 def sub_zero(e: Eqn, m: Made) -> Any:

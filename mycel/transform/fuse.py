@@ -28,7 +28,9 @@ def _fuse(block: Block) -> Block:
     eqns = []
     for eqn in block.eqns:
         new = eqn
-        if eqn.op.name == "attention" and _unused(uses[eqn.outputs[1]]):
+        if eqn.op.name == "carry":  # gradients have been taken: only the value is left
+            new = replace(eqn, op=OPS["stop_gradient"], inputs=eqn.inputs[:1])
+        elif eqn.op.name == "attention" and _unused(uses[eqn.outputs[1]]):
             new = replace(eqn, op=OPS["sdpa"], outputs=eqn.outputs[:1])
         elif eqn.op.name == "add":
             for product, other in (eqn.inputs, eqn.inputs[::-1]):

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from mycel.errors import GradientError
-from mycel.ir import CONTROL, Atom, Block, Builder, Eqn, Params, Program, Ref, Type, Var, atom_type, custom, is_float, lookup
+from mycel.ir import CONTROL, Atom, Block, Builder, Eqn, Params, Program, Ref, Type, Var, atom_type, custom, is_float, lookup, substitute
 from mycel.ops.stack import zeros
 from mycel.transform.vjp import Half, Vjp, renamed, spread_flags
 from mycel.transform.vjp_control import custom_cotangents
@@ -121,7 +121,11 @@ class _Woven:
         scratch = Block((*known, *gs.values()), tuple(rule.eqns), tuple(c for _, c in pulled))
         half = Half(self.jvp.vjp, scratch, [False] * len(known) + [True] * len(gs), beside=self.b)
         back = half.pull({i: self.tangents[x] for i, (x, _) in enumerate(pulled)})[len(known) :]
-        self.b.eqns += _needed([*half.forward.eqns, *half.backward.eqns], back)
+        needed = _needed([*half.forward.eqns, *half.backward.eqns], back)
+        used = {v for e in needed for v in e.vars}
+        with self.b:  # the rule is linear: whatever still reads a cotangent may as well read zeros
+            known_zeros: dict[Var, Atom] = {g: zeros(g.type) for g in gs.values() if g in used}
+        self.b.eqns += [substitute(e, known_zeros) for e in needed]
         for v, t in zip(floats, back, strict=True):
             self.give(v, t)
 

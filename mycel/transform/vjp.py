@@ -248,7 +248,10 @@ def _pull_of(eqn: Eqn) -> Pull:
             where = f"\n  at        {eqn.source}" if eqn.source else ""
             raise GradientError(f"no gradient rule for {eqn.op.name}{where}\n  try       mycel.stop_gradient on its inputs, or a custom gradient")
         single = len(eqn.outputs) == 1
-        got = eqn.op.vjp(gs[0] if single else tuple(gs), eqn.outputs[0] if single else eqn.outputs, *eqn.inputs, **eqn.params)
+        try:
+            got = eqn.op.vjp(gs[0] if single else tuple(gs), eqn.outputs[0] if single else eqn.outputs, *eqn.inputs, **eqn.params)
+        except GradientError as e:
+            raise GradientError(f"{e}\n  at        {eqn.source}" if eqn.source else str(e)) from e
         return list(got) if isinstance(got, (tuple, list)) else [got]
 
     return pull
