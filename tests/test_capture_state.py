@@ -456,3 +456,24 @@ def test_dropout_draws_from_torchs_generator():
     assert not torch.equal(fast(x), a)
     assert abs((a > 0).float().mean() - 0.25) < 0.05
     assert fast.program(x).inputs[-1].name == "key"
+
+
+def test_containers_that_grow_or_shrink_are_noticed():
+    items, table, config = [1, 2], {"a": 1}, types.SimpleNamespace(k=2)
+
+    class Config:
+        pass
+
+    settings = Config()
+    x = torch.ones(2)
+    length = mycel.jit(lambda x: x * len(items))
+    member = mycel.jit(lambda x: x * 2 if "b" in table else x)
+    optional = mycel.jit(lambda x: x * getattr(settings, "k", 1))
+    assert [float(f(x)[0]) for f in (length, member, optional)] == [2, 1, 1]
+    items.append(3)
+    table["b"] = 0
+    settings.k = config.k
+    assert [float(f(x)[0]) for f in (length, member, optional)] == [3, 2, 2]
+    items.clear()
+    del table["b"], settings.k
+    assert [float(f(x)[0]) for f in (length, member, optional)] == [0, 1, 1]

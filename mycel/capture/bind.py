@@ -166,6 +166,9 @@ class _Writer:
                 way.append(link)
                 link = link.place.inside
             chain.update((id(x), x) for x in reversed(way))
+        if c.sizes:  # before the values: a guard must not ask for an item that is gone
+            self.env["SIZES"] = c.sizes
+            self.lines += ["for held, size in SIZES:", "    if len(held) != size: return MISS"]
         self.watch("LINKS", [*chain.values()], "{0} is not {1}")
         self.watch("STATICS", c.statics, "{0} is not {1} and (type({0}) is not type({1}) or {0} != {1})")
 

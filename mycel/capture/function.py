@@ -44,6 +44,7 @@ class Captured:
     modules: tuple[torch.nn.Module, ...]
     links: tuple[Link, ...]  # objects that must still be where they were
     statics: tuple[Link, ...]  # plain values that must be what they were
+    sizes: tuple[tuple[Any, int], ...]  # containers that must hold as much as they did
     devices: tuple[torch.device, ...]  # of the inputs
     device: torch.device
 
@@ -96,7 +97,7 @@ def _capture(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     return Captured(
         program, tree, _positions(leaves), tuple(tuple(p) for _, p in tracer.state),
         len(blocks["main"].inputs) > len(tracer.inputs), out_tree, tuple(effects),
-        tuple(m for _, m in places.modules.values()), tuple(places.links), places.unchanged(),
+        tuple(m for _, m in places.modules.values()), tuple(places.links), places.unchanged(), places.unresized(p for p, _ in effects),
         tuple(x.device for x, _ in tracer.lifted.values()), device,
     )  # fmt: skip
 

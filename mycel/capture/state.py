@@ -7,6 +7,7 @@ reach: the modules among its arguments, closure, globals and attributes, and the
     modules    guarded: train mode, submodules, hooks
     links      objects on the way to tensors and modules: must be the same objects at every call
     statics    plain Python values: must be equal at every call, else the code is captured again
+    sizes      lists, dicts and objects: must hold as much at every call
     boxes      dicts, lists, cells and globals whose slots the code may rebind
 """
 
@@ -81,6 +82,7 @@ class Places:
         self.links: list[Link] = []
         self.statics: list[Link] = []
         self.boxes: list[Box] = []
+        self.sizes: list[tuple[Any, int]] = []
         self._seen: set[int] = set()
         for value in (fn, *statics):
             self._visit("", value, None)
@@ -93,6 +95,11 @@ class Places:
     def unchanged(self) -> tuple[Link, ...]:
         """Plain values that tracing did not change itself: counters of calls are no part of the signature."""
         return tuple(s for s in self.statics if _holds(s))
+
+    def unresized(self, written: Iterable[Place]) -> tuple[tuple[Any, int], ...]:
+        """Containers and objects that the code does not resize itself, with how much they held."""
+        own = {id(place.container) for place in written}
+        return tuple((held, n) for held, n in self.sizes if len(held) == n and not isinstance(held, tuple) and id(held) not in own)
 
     # -- walking --------------------------------------------------------------------------------------------
 
@@ -119,6 +126,7 @@ class Places:
         elif _is_plain_object(value):
             self._class(type(value))
             self._box(name, "attribute", vars(value), inside)
+            self.sizes.append((vars(value), len(vars(value))))
             self._entries(name, vars(value), vars(value), "attribute", inside)
 
     def _function(self, fn: types.FunctionType, inside: Link | None) -> None:
@@ -170,6 +178,7 @@ class Places:
             self.statics.append(Link(place, value))
         elif isinstance(value, (list, tuple, dict)):
             if depth:
+                self.sizes.append((value, len(value)))
                 link = Link(place, value)
                 if not isinstance(value, tuple):
                     self._box(name, kind, value, link)
