@@ -375,3 +375,11 @@ def test_einops_like_and_tensor_methods():
         return y, z, x.T, x.size(), len(x), x.dim(), x.is_floating_point(), [r.sum() for r in x]
 
     agrees(fn, X)
+
+
+def test_transformers_with_masks():
+    """torch's own Transformer looks into its masks for a hint; capture goes without."""
+    model = nn.Transformer(16, 2, 1, 1, 32, dropout=0.0, batch_first=True).eval()
+    source, target = torch.randn(2, 5, 16), torch.randn(2, 4, 16)
+    mask = nn.Transformer.generate_square_subsequent_mask(4)
+    same(mycel.jit(model)(source, target, tgt_mask=mask), model(source, target, tgt_mask=mask))

@@ -115,6 +115,8 @@ def _tracing(tracer: Tracer) -> Iterator[None]:
     torch.nn.Module.__call__ = traced_call  # type: ignore[method-assign]
     torch.compiler._is_compiling_flag = True
     torch.set_autocast_cache_enabled(False)  # a cached cast would outlive the capture, or come from before it
+    plain_detect = torch.nn.modules.transformer._detect_is_causal_mask
+    torch.nn.modules.transformer._detect_is_causal_mask = _is_said_causal
     plain_apply = vars(torch.autograd.Function)["apply"]
     torch.autograd.Function.apply = classmethod(_traced_apply)  # type: ignore[method-assign, assignment]
     TRACING.append(tracer)
@@ -127,12 +129,18 @@ def _tracing(tracer: Tracer) -> Iterator[None]:
         torch.set_autocast_cache_enabled(was_caching)
         TRACING.pop()
         torch.autograd.Function.apply = plain_apply  # type: ignore[method-assign]
+        torch.nn.modules.transformer._detect_is_causal_mask = plain_detect
         tracer.running = False
 
 
 def _uncompiled() -> contextlib.AbstractContextManager[Any]:
     """What torch.compile wraps runs as written."""
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()
+
+
+def _is_said_causal(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
+    """torch looks into a mask to see whether it is causal, a hint it can do without; our own pass finds causal masks."""
+    return is_causal is True
 
 
 def _traced_apply(cls: type[torch.autograd.Function], *args: Any) -> Any:
