@@ -15,11 +15,12 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from mycel.capture.custom import trace_function
 from mycel.capture.fence import refuse
+from mycel.capture.modes import DispatchMode, FunctionMode
 from mycel.capture.names import clean
 from mycel.capture.repeats import assemble
 from mycel.capture.state import Box, Link, Place, Places, contents, is_static, put_back
 from mycel.capture.syntax import enter, rewritten_forward
-from mycel.capture.trace import KEY, TRACING, FunctionMode, Traced, Tracer
+from mycel.capture.trace import KEY, TRACING, Traced, Tracer
 from mycel.capture.tree import Tree, flatten, holds_tensors
 from mycel.errors import CaptureError
 from mycel.ir import Program, Var, check, prune, type_of
@@ -119,6 +120,7 @@ def _tracing(tracer: Tracer) -> Iterator[None]:
     torch.nn.modules.transformer._detect_is_causal_mask = _is_said_causal
     plain_apply = vars(torch.autograd.Function)["apply"]
     torch.autograd.Function.apply = classmethod(_traced_apply)  # type: ignore[method-assign, assignment]
+    tracer.mode = DispatchMode(tracer)
     TRACING.append(tracer)
     try:
         with torch.enable_grad(), _uncompiled(), torch._C._AutoDispatchBelowAutograd(), tracer.mode, FunctionMode(tracer):

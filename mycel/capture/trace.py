@@ -1,7 +1,6 @@
 """Tracing: the user's code runs once on tensors without data, and what it does becomes equations.
 
-Two modes catch what it does.  A torch-function mode sees calls as the user wrote them and keeps meaningful ones whole (linear, attention, layer norm,
-dropout …).  A dispatch mode sees everything else as ATen operators, after torch has taken its composites apart.  Both look up a rule in
+Two modes (`modes.py`) bring the tracer what the code does: torch functions as the user called them, and ATen operators.  Both look up a rule in
 `ops.RULES`; an ATen operator without a rule becomes an `opaque` equation.  Autograd is off: dispatch starts below it.
 
     Traced      a tensor with shape, dtype, device and strides but no data; its `cell` holds its value, a Var
@@ -10,33 +9,32 @@ dropout …).  A dispatch mode sees everything else as ATen operators, after tor
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import itertools
-import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 
 from mycel.capture.alias import Cell, view_cells
-from mycel.capture.bounds import bounds, decide
-from mycel.capture.fence import READS, here, refuse, refuse_dynamic, refuse_read
+from mycel.capture.bounds import decide
+from mycel.capture.fence import here, refuse, refuse_dynamic, refuse_read
+from mycel.capture.schema import Schema, schema_of
 from mycel.capture.state import Place, Places
 from mycel.capture.subscript import open_key
-from mycel.capture.weak import as_numbers
 from mycel.errors import CaptureError, IRError
 from mycel.ir import CONTROL, OPS, Atom, Block, Builder, Eqn, Op, Type, Var, is_float, type_of
 from mycel.ops import RULES, o
-from mycel.ops.capture_rules import resolve
 from mycel.ops.opaque import encode
 
 LARGEST_CONCRETE = 1 << 20  # elements of a constant computed while tracing
 TRACING: list[Tracer] = []  # captures under way
 KEY = Var("key", Type(torch.int64, ()))
+
+
+SPECIAL: dict[Any, Callable[..., Any]] = {}  # ATen overloads that need more of the tracer than a rule can ask; filled by `modes`
 
 
 class Traced(torch.Tensor):
@@ -106,7 +104,7 @@ class Tracer(Builder):
         self.numbers = False  # are there weak tensors?
         self.maybe: set[str] = set()  # variables that only one of two branches defines
         self._arguments: list[torch.Tensor] = []
-        self.mode = DispatchMode(self)
+        self.mode: Any = None  # the dispatch mode that feeds this tracer
 
     # -- values ---------------------------------------------------------------------------------------------
 
@@ -266,7 +264,7 @@ class Tracer(Builder):
     def apply(self, rule: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Run a rule on Vars; ValueErrors are the user's shapes that do not fit."""
         self.here()
-        self._arguments = _tensors((*args, *kwargs.values()))
+        self._arguments = tensors_in((*args, *kwargs.values()))
         with self:
             try:
                 vars_ = [self.value(a) for a in args]
@@ -295,9 +293,9 @@ class Tracer(Builder):
         """An ATen operator."""
         if func.namespace == "profiler":
             return func(*args, **kwargs)
-        known = _schema(func)
-        if known.rule is None and known.functional is None and func in _SPECIAL:
-            return _SPECIAL[func](self, *args, **kwargs)
+        known = schema_of(func)
+        if known.rule is None and known.functional is None and func in SPECIAL:
+            return SPECIAL[func](self, *args, **kwargs)
         if known.composite:
             with self.mode:
                 return func.decompose(*args, **kwargs)
@@ -391,7 +389,7 @@ class Tracer(Builder):
         made = [Traced.make(c, self, m.stride()) for c, m in zip(cells, metas, strict=True)]
         return type(out)(made) if isinstance(out, (list, tuple)) else made[0]
 
-    def _write(self, func: Any, known: _Schema, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def _write(self, func: Any, known: Schema, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """`x.add_(y)`: the functional operator, then its result becomes the value of x (in x's dtype and shape)."""
         if known.functional is None:
             raise refuse(f"{func} updates a tensor in place and has no functional form", "the out-of-place operator")
@@ -402,7 +400,7 @@ class Tracer(Builder):
         out = self._functional(known.functional, args, kwargs)
         values = list(out) if isinstance(out, (list, tuple)) else [out]
         self.here()
-        for target, value in zip(_tensors(targets), values, strict=False):
+        for target, value in zip(tensors_in(targets), values, strict=False):
             with self:
                 self._assign(func, target, value, resizes=bool(known.outs))
         count = len(func._schema.returns)
@@ -431,9 +429,9 @@ class Tracer(Builder):
                 "the out-of-place operator, or a tensor of the result's shape",
             )
 
-    def _turn(self, func: Any, known: _Schema, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def _turn(self, func: Any, known: Schema, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """`x.t_()`: the tensor itself becomes the view."""
-        if type(args[0]) is not Traced or _schema(known.functional).view_of is None:
+        if type(args[0]) is not Traced or schema_of(known.functional).view_of is None:
             raise refuse(f"{func} changes the shape of a tensor in place", "the out-of-place operator")
         self._become(args[0], self.dispatch(known.functional, args, kwargs))
         return args[0]
@@ -453,7 +451,7 @@ class Tracer(Builder):
         x.cell = other.cell
 
     def _functional(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        known = _schema(func)
+        known = schema_of(func)
         before = len(self.eqns)
         out = NotImplemented if known.rule is None else self.apply(known.rule, args, kwargs)
         if out is NotImplemented:
@@ -507,100 +505,14 @@ class Tracer(Builder):
             region.end = len(self.eqns)
 
 
-# -- what a schema says ---------------------------------------------------------------------------------------------
-
-
-@dataclass
-class _Schema:
-    """Facts of an ATen overload: its rule, the arguments it writes, its functional form, the argument it views."""
-
-    rule: Callable[..., Any] | None
-    written: list[tuple[int, str]]
-    outs: set[str]
-    functional: Any
-    view_of: int | None
-    dynamic: bool
-    mask_index: bool
-    strided: bool
-    reads: str | None  # the read of a Python value that it is; "" if it returns nothing
-    composite: bool  # torch has only its meaning in other operators, and we have no rule
-
-
-_BY_ATEN: dict[Any, Callable[..., Any]] = {}
-
-
-def _aten_rules() -> dict[Any, Callable[..., Any]]:
-    """ATen overloads named by operators' `aten` fields."""
-    if not _BY_ATEN:
-        for op in OPS.values():
-            for name in op.aten:
-                _BY_ATEN[resolve(f"aten.{name}")] = op
-    return _BY_ATEN
-
-
-@functools.cache
-def _schema(func: Any) -> _Schema:
-    schema = func._schema
-    written, outs, view_of = [], set(), None
-    for i, arg in enumerate(schema.arguments):
-        if arg.alias_info is not None and arg.alias_info.is_write:
-            written.append((i, arg.name))
-            if arg.kwarg_only:
-                outs.add(arg.name)
-    if not written:
-        for i, arg in enumerate(schema.arguments):
-            if arg.alias_info is not None and any(r.alias_info is not None for r in schema.returns):
-                view_of = i
-                break
-    rule = RULES.get(func) or _aten_rules().get(func)
-    functional = _functional_form(func) if written else None
-    dynamic = torch.Tag.dynamic_output_shape in func.tags and rule is None
-    composite = rule is None and (functional is None or _schema(functional).composite) and _is_composite(func)
-    strided = schema.name.startswith("aten::as_strided")
-    reads = None if rule or written else _READ_BY_RETURN.get(str(schema.returns[0].type) if schema.returns else "")
-    return _Schema(rule, written, outs, functional, view_of, dynamic, func is torch.ops.aten.index.Tensor, strided, reads, composite)
-
-
-_READ_BY_RETURN = {"": "", "bool": "__bool__", "int": "__int__", "float": "__float__", "number": "item"}
-
-
-def _is_composite(func: Any) -> bool:
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"))
-
-
-def _functional_form(func: Any) -> Any:
-    """aten.add_.Tensor and aten.add.out -> aten.add.Tensor: same namespace, same arguments, nothing written."""
-    namespace, name = func._schema.name.split("::")
-    outs = {a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write and a.kwarg_only}
-    want = [a.name for a in func._schema.arguments if a.name not in outs]
-    exact: list[Any] = []
-    others: list[Any] = []
-    for base in (name.replace("__i", "__") if name.startswith("__i") else name.removesuffix("_"), name, name + "functional"):
-        packet = getattr(getattr(torch.ops, namespace), base, None)
-        if packet is None:
-            continue
-        for overload in packet.overloads():
-            other = getattr(packet, overload)
-            args = other._schema.arguments
-            if [a.name for a in args] == want and not any(a.alias_info is not None and a.alias_info.is_write for a in args):
-                same = overload == func._overloadname or outs or overload.replace("_functional", "") == func._overloadname
-                if _types_match(func, other, outs):
-                    (exact if same else others).append(other)
-    return next(iter((*exact, *others)), None)  # an overload of another name (bernoulli_.float, bernoulli.p) where none has the same
-
-
-def _types_match(func: Any, other: Any, outs: set[str]) -> bool:
-    mine = [str(a.type) for a in func._schema.arguments if a.name not in outs]
-    return mine == [str(a.type) for a in other._schema.arguments]
-
-
-def _tensors(values: Any) -> list[torch.Tensor]:
+def tensors_in(values: Any) -> list[torch.Tensor]:
+    """The tensors among arguments, lists opened."""
     found: list[torch.Tensor] = []
     for v in values:
         if isinstance(v, torch.Tensor):
             found.append(v)
         elif isinstance(v, (list, tuple)):
-            found.extend(_tensors(v))
+            found.extend(tensors_in(v))
     return found
 
 
@@ -626,177 +538,3 @@ def _wrapped_by_functorch(args: Sequence[Any]) -> bool:
     return torch._C._functorch.maybe_current_level() is not None and any(
         torch._C._functorch.is_functorch_wrapped_tensor(x) for x in args if isinstance(x, torch.Tensor)
     )
-
-
-# -- the two modes ----------------------------------------------------------------------------------------------------
-
-
-class DispatchMode(TorchDispatchMode):
-    """Sends ATen operators to the tracer."""
-
-    def __init__(self, tracer: Tracer) -> None:
-        super().__init__()
-        self.tracer = tracer
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # else torch imports its compiler, seconds, to wrap this class
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self.tracer.dispatch(func, args, kwargs or {})
-
-
-class FunctionMode(TorchFunctionMode):
-    """Sends torch functions to the tracer; opens those written in Python, so that what they call is seen too."""
-
-    def __init__(self, tracer: Tracer) -> None:
-        super().__init__()
-        self.tracer = tracer
-        self.open: list[Any] = []
-
-    def __torch_function__(self, func: Any, types_: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
-        if self.tracer.numbers and any(type(a) is Traced and a.weak for a in args[:2]):
-            func, args, weak = as_numbers(func, name, args)
-            out = self._call(func, getattr(func, "__name__", ""), args, kwargs)
-            if weak:
-                out.weak = True
-            return out
-        return self._call(func, name, args, kwargs)
-
-    def _call(self, func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
-        if name == "__get__":
-            return args[0].detach() if func.__self__ is torch.Tensor.data else func(*args, **kwargs)
-        if name == "__set__" and func.__self__ is torch.Tensor.data:
-            return self.tracer.rebind(*args)
-        if name in READS and isinstance(args[0] if args else None, torch.Tensor):
-            return _read(self.tracer, name, *args, **kwargs)
-        special = _FUNCTIONS.get(name)
-        if special is not None and getattr(func, "__module__", None) in _TORCH_MODULES:
-            return special(self, func, *args, **kwargs)
-        out = self.tracer.function(func, args, kwargs)
-        if out is not NotImplemented:
-            return out
-        if _is_written_in_python(func) and func not in self.open:
-            self.open.append(func)  # one that still asks for the mode is not opened again
-            try:
-                with self:
-                    return _opened(func)(*args, **kwargs)
-            finally:
-                self.open.remove(func)
-        return func(*args, **kwargs)
-
-
-@functools.cache
-def _is_written_in_python(func: Any) -> bool:
-    """One of torch's Python functions that ask for a torch-function mode; methods of Tensor hand on to C and stay closed."""
-    if not isinstance(func, types.FunctionType) or not func.__module__.startswith("torch.") or func.__module__ == "torch._tensor":
-        return False
-    return "has_torch_function" in str(func.__code__.co_names)
-
-
-@functools.cache
-def _opened(func: types.FunctionType) -> Callable[..., Any]:
-    """A Python-written torch function whose own torch-function check is off, so that its body runs under the mode."""
-    blind = dict.fromkeys(("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"), _no)
-    made = types.FunctionType(func.__code__, {**func.__globals__, **blind}, func.__name__, func.__defaults__, func.__closure__)
-    made.__kwdefaults__ = func.__kwdefaults__
-    return made
-
-
-def _no(*_: Any) -> bool:
-    return False
-
-
-_TORCH_MODULES = ("torch", "torch._C", "torch._tensor", None, "torch.functional", "torch.autograd")
-
-
-def _make_constant(mode: FunctionMode, func: Any, *args: Any, **kwargs: Any) -> Any:
-    """torch.tensor(data) and its like: a constant of the program, unless data is already a tensor."""
-    data = args[0] if args else kwargs.get("data")
-    if isinstance(data, torch.Tensor):
-        if kwargs.get("dtype") is not None:
-            return data.to(kwargs["dtype"])
-        return data.clone() if func is torch.tensor else data
-    if _tensors(data if isinstance(data, (list, tuple)) else ()):
-        raise refuse("a tensor is made from traced values by torch.tensor", "torch.stack([...])")
-    kwargs = {k: v for k, v in kwargs.items() if k not in ("device", "requires_grad")}
-    tracer = mode.tracer
-    tracer.here()
-    with _disable_current_modes(), tracer:
-        return tracer.wrap(tracer.constant(func(*args, **kwargs)))
-
-
-def _gradient(mode: FunctionMode, func: Any, *args: Any, **kwargs: Any) -> Any:
-    """torch's autograd sees nothing of a capture; inside transforms of torch.func it is their business."""
-    if torch._C._functorch.maybe_current_level() is not None:
-        return func(*args, **kwargs)
-    raise refuse("torch's own autograd was asked for a gradient of traced tensors", "mycel.grad or mycel.value_and_grad of the function")
-
-
-def _new_tensor(mode: FunctionMode, func: Any, x: torch.Tensor, data: Any, *, dtype: torch.dtype | None = None, **_: Any) -> Any:
-    """x.new_tensor(data): a constant in the dtype of x."""
-    return _make_constant(mode, torch.tensor, data, dtype=dtype or x.dtype)
-
-
-def _get_item(mode: FunctionMode, func: Any, x: torch.Tensor, key: Any) -> Any:
-    return func(*mode.tracer.opened(x, key))
-
-
-def _set_item(mode: FunctionMode, func: Any, x: torch.Tensor, key: Any, value: Any) -> None:
-    func(*mode.tracer.opened(x, key), value)
-
-
-_FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "tensor": _make_constant, "as_tensor": _make_constant, "from_numpy": _make_constant, "new_tensor": _new_tensor,
-    "backward": _gradient, "grad": _gradient, "__getitem__": _get_item, "__setitem__": _set_item,
-}  # fmt: skip
-
-
-def _lift_fresh(tracer: Tracer, x: torch.Tensor) -> Any:
-    tracer.here()
-    if type(x) is Traced:
-        return x
-    with tracer:
-        return tracer.wrap(tracer.constant(x))
-
-
-def _read(tracer: Tracer, name: str, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """A Python value asked of a tensor: known for constants, refused for all that depends on inputs."""
-    if name == "__format__" and (x.ndim or args == ("",)):
-        return repr(x)
-    value = tracer.concrete(x)
-    if value is None:
-        raise refuse_read(name)
-    with _disable_current_modes():
-        return getattr(torch.Tensor, name)(value, *args, **kwargs)
-
-
-def _bincount(tracer: Tracer, x: torch.Tensor, weights: torch.Tensor | None = None, minlength: int = 0) -> Any:
-    """`minlength` counts where no value can ask for more."""
-    known = bounds(tracer.cell(x).read(), tracer.made)
-    if weights is not None or known is None or not 0 <= known[0] <= known[1] < minlength:
-        return tracer._dynamic(torch.ops.aten.bincount.default, (x, weights, minlength), {})
-    tracer.here()
-    with tracer:
-        index = o.cast(tracer.value(x), dtype=torch.int64)
-        counts = o.full(0, shape=(minlength,), dtype=torch.int64)
-        return tracer.wrap(o.scatter_add(counts, index, o.full(1, shape=index.shape, dtype=torch.int64), dim=0))
-
-
-def _is_all_true(tracer: Tracer, x: torch.Tensor) -> Any:
-    """torch._check_tensor_all: the code is right to assume it."""
-    with tracer:
-        return tracer.wrap(o.full(True, shape=(), dtype=torch.bool))
-
-
-_SPECIAL: dict[Any, Callable[..., Any]] = {
-    torch.ops.aten.bincount.default: _bincount,
-    torch.ops.aten._is_all_true.default: _is_all_true,
-    torch.ops.aten.lift_fresh.default: _lift_fresh,
-    torch.ops.aten.is_nonzero.default: lambda tracer, x: _read(tracer, "__bool__", x),
-    torch.ops.aten.is_same_size.default: lambda tracer, x, y: x.shape == y.shape,
-}
-
-__all__ = ["KEY", "DispatchMode", "FunctionMode", "Region", "Traced", "Tracer"]

@@ -1,0 +1,192 @@
+"""The two modes that catch what traced code does, and torch functions that need more than a rule.
+
+A torch-function mode sees calls as the user wrote them; a dispatch mode sees ATen operators, after torch has taken its composites apart.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from mycel.capture.bounds import bounds
+from mycel.capture.fence import READS, refuse, refuse_read
+from mycel.capture.trace import SPECIAL, Traced, Tracer, tensors_in
+from mycel.capture.weak import as_numbers
+from mycel.ops import o
+
+
+class DispatchMode(TorchDispatchMode):
+    """Sends ATen operators to the tracer."""
+
+    def __init__(self, tracer: Tracer) -> None:
+        super().__init__()
+        self.tracer = tracer
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else torch imports its compiler, seconds, to wrap this class
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.tracer.dispatch(func, args, kwargs or {})
+
+
+class FunctionMode(TorchFunctionMode):
+    """Sends torch functions to the tracer; opens those written in Python, so that what they call is seen too."""
+
+    def __init__(self, tracer: Tracer) -> None:
+        super().__init__()
+        self.tracer = tracer
+        self.open: list[Any] = []
+
+    def __torch_function__(self, func: Any, types_: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if self.tracer.numbers and any(type(a) is Traced and a.weak for a in args[:2]):
+            func, args, weak = as_numbers(func, name, args)
+            out = self._call(func, getattr(func, "__name__", ""), args, kwargs)
+            if weak:
+                out.weak = True
+            return out
+        return self._call(func, name, args, kwargs)
+
+    def _call(self, func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
+        if name == "__get__":
+            return args[0].detach() if func.__self__ is torch.Tensor.data else func(*args, **kwargs)
+        if name == "__set__" and func.__self__ is torch.Tensor.data:
+            return self.tracer.rebind(*args)
+        if name in READS and isinstance(args[0] if args else None, torch.Tensor):
+            return _read(self.tracer, name, *args, **kwargs)
+        special = _FUNCTIONS.get(name)
+        if special is not None and getattr(func, "__module__", None) in _TORCH_MODULES:
+            return special(self, func, *args, **kwargs)
+        out = self.tracer.function(func, args, kwargs)
+        if out is not NotImplemented:
+            return out
+        if _is_written_in_python(func) and func not in self.open:
+            self.open.append(func)  # one that still asks for the mode is not opened again
+            try:
+                with self:
+                    return _opened(func)(*args, **kwargs)
+            finally:
+                self.open.remove(func)
+        return func(*args, **kwargs)
+
+
+@functools.cache
+def _is_written_in_python(func: Any) -> bool:
+    """One of torch's Python functions that ask for a torch-function mode; methods of Tensor hand on to C and stay closed."""
+    if not isinstance(func, types.FunctionType) or not func.__module__.startswith("torch.") or func.__module__ == "torch._tensor":
+        return False
+    return "has_torch_function" in str(func.__code__.co_names)
+
+
+@functools.cache
+def _opened(func: types.FunctionType) -> Callable[..., Any]:
+    """A Python-written torch function whose own torch-function check is off, so that its body runs under the mode."""
+    blind = dict.fromkeys(("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"), _no)
+    made = types.FunctionType(func.__code__, {**func.__globals__, **blind}, func.__name__, func.__defaults__, func.__closure__)
+    made.__kwdefaults__ = func.__kwdefaults__
+    return made
+
+
+def _no(*_: Any) -> bool:
+    return False
+
+
+_TORCH_MODULES = ("torch", "torch._C", "torch._tensor", None, "torch.functional", "torch.autograd")
+
+
+def _make_constant(mode: FunctionMode, func: Any, *args: Any, **kwargs: Any) -> Any:
+    """torch.tensor(data) and its like: a constant of the program, unless data is already a tensor."""
+    data = args[0] if args else kwargs.get("data")
+    if isinstance(data, torch.Tensor):
+        if kwargs.get("dtype") is not None:
+            return data.to(kwargs["dtype"])
+        return data.clone() if func is torch.tensor else data
+    if tensors_in(data if isinstance(data, (list, tuple)) else ()):
+        raise refuse("a tensor is made from traced values by torch.tensor", "torch.stack([...])")
+    kwargs = {k: v for k, v in kwargs.items() if k not in ("device", "requires_grad")}
+    tracer = mode.tracer
+    tracer.here()
+    with _disable_current_modes(), tracer:
+        return tracer.wrap(tracer.constant(func(*args, **kwargs)))
+
+
+def _gradient(mode: FunctionMode, func: Any, *args: Any, **kwargs: Any) -> Any:
+    """torch's autograd sees nothing of a capture; inside transforms of torch.func it is their business."""
+    if torch._C._functorch.maybe_current_level() is not None:
+        return func(*args, **kwargs)
+    raise refuse("torch's own autograd was asked for a gradient of traced tensors", "mycel.grad or mycel.value_and_grad of the function")
+
+
+def _new_tensor(mode: FunctionMode, func: Any, x: torch.Tensor, data: Any, *, dtype: torch.dtype | None = None, **_: Any) -> Any:
+    """x.new_tensor(data): a constant in the dtype of x."""
+    return _make_constant(mode, torch.tensor, data, dtype=dtype or x.dtype)
+
+
+def _get_item(mode: FunctionMode, func: Any, x: torch.Tensor, key: Any) -> Any:
+    return func(*mode.tracer.opened(x, key))
+
+
+def _set_item(mode: FunctionMode, func: Any, x: torch.Tensor, key: Any, value: Any) -> None:
+    func(*mode.tracer.opened(x, key), value)
+
+
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "tensor": _make_constant, "as_tensor": _make_constant, "from_numpy": _make_constant, "new_tensor": _new_tensor,
+    "backward": _gradient, "grad": _gradient, "__getitem__": _get_item, "__setitem__": _set_item,
+}  # fmt: skip
+
+
+def _lift_fresh(tracer: Tracer, x: torch.Tensor) -> Any:
+    tracer.here()
+    if type(x) is Traced:
+        return x
+    with tracer:
+        return tracer.wrap(tracer.constant(x))
+
+
+def _read(tracer: Tracer, name: str, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """A Python value asked of a tensor: known for constants, refused for all that depends on inputs."""
+    if name == "__format__" and (x.ndim or args == ("",)):
+        return repr(x)
+    value = tracer.concrete(x)
+    if value is None:
+        raise refuse_read(name)
+    with _disable_current_modes():
+        return getattr(torch.Tensor, name)(value, *args, **kwargs)
+
+
+def _bincount(tracer: Tracer, x: torch.Tensor, weights: torch.Tensor | None = None, minlength: int = 0) -> Any:
+    """`minlength` counts where no value can ask for more."""
+    known = bounds(tracer.cell(x).read(), tracer.made)
+    if weights is not None or known is None or not 0 <= known[0] <= known[1] < minlength:
+        return tracer._dynamic(torch.ops.aten.bincount.default, (x, weights, minlength), {})
+    tracer.here()
+    with tracer:
+        index = o.cast(tracer.value(x), dtype=torch.int64)
+        counts = o.full(0, shape=(minlength,), dtype=torch.int64)
+        return tracer.wrap(o.scatter_add(counts, index, o.full(1, shape=index.shape, dtype=torch.int64), dim=0))
+
+
+def _is_all_true(tracer: Tracer, x: torch.Tensor) -> Any:
+    """torch._check_tensor_all: the code is right to assume it."""
+    with tracer:
+        return tracer.wrap(o.full(True, shape=(), dtype=torch.bool))
+
+
+SPECIAL.update(
+    {
+        torch.ops.aten.bincount.default: _bincount,
+        torch.ops.aten._is_all_true.default: _is_all_true,
+        torch.ops.aten.lift_fresh.default: _lift_fresh,
+        torch.ops.aten.is_nonzero.default: lambda tracer, x: _read(tracer, "__bool__", x),
+        torch.ops.aten.is_same_size.default: lambda tracer, x, y: x.shape == y.shape,
+    }
+)
