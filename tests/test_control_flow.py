@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import linecache
+import sys
 
 import pytest
 import torch
@@ -442,3 +443,22 @@ def test_prints_happen_when_the_program_runs(mode, capsys):
     for start in (1.0, 0.0):
         fast(torch.tensor(start))
         assert capsys.readouterr().out == "".join(f"x is=tensor({k}.)\n" for k in range(int(start) + 1, 4))
+
+
+@pytest.mark.parametrize("mode", ["graph", "eager"])
+def test_breakpoints_stop_when_the_program_runs(mode, monkeypatch):
+    seen = []
+    monkeypatch.setattr(sys, "breakpointhook", lambda: seen.append({k: v.tolist() for k, v in sys._getframe(1).f_locals["values"].items()}))
+
+    def fn(x):
+        y = x * 2
+        if y.sum() > 0:
+            z = y + 1
+            breakpoint()
+            y = z
+        return y
+
+    fast = mycel.jit(fn, mode=mode)
+    for x in (torch.ones(2), -torch.ones(2), 2 * torch.ones(2)):
+        fast(x)
+    assert [s["z"] for s in seen] == [[3.0, 3.0], [5.0, 5.0]] and seen[0]["y"] == [2.0, 2.0]

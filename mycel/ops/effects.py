@@ -22,3 +22,11 @@ def show(*values, parts, sep=" ", end="\n"):
     """Prints, when the program runs: `parts` is text, with the number of a value where that stands."""
     print(*[values[p] if isinstance(p, int) else p for p in parts], sep=sep, end=end)
     return torch.tensor(True)
+
+
+@op(types=lambda *values, **_: Type(torch.bool, ()), effect=True)
+def pause(*values, names, source=""):
+    """Stops in the debugger, when the program runs, where the user's code has a breakpoint(): `values` are its tensors by name."""
+    values = dict(zip(names, values, strict=True))
+    breakpoint()
+    return torch.tensor(True)

@@ -350,7 +350,21 @@ def _print(*args: Any, sep: str | None = None, end: str | None = None, **rest: A
         o.show(*values, parts=parts, sep=" " if sep is None else sep, end="\n" if end is None else end)
 
 
+def _breakpoint(*args: Any, **kwargs: Any) -> Any:
+    """breakpoint(): stops when the program runs, with the tensors of the user's variables."""
+    if not TRACING:
+        return builtins.breakpoint(*args, **kwargs)
+    tracer = TRACING[-1]
+    tracer.here()
+    found = {k: v for k, v in sys._getframe(1).f_locals.items() if isinstance(v, torch.Tensor) and k.isidentifier()}
+    with tracer:
+        values = [tracer.cell(v).read() for v in found.values()]
+        o.pause(*values, names=tuple(found), source=tracer.source)
+    return None
+
+
 _SPECIAL: dict[Any, Callable[..., Any]] = {
+    breakpoint: _breakpoint,
     print: _print,
     range: _range,
     bool: _bool,
