@@ -270,7 +270,8 @@ class Tracer(Builder):
                 vars_ = [self.value(a) for a in args]
                 out = rule(*vars_, **{k: self.value(v) for k, v in kwargs.items()})
             except (ValueError, TypeError, IndexError, KeyError, IRError) as e:
-                raise refuse(f"{getattr(rule, '__name__', rule)}: {e}", "the shapes and dtypes of the operands") from e
+                name = getattr(rule, "__name__", str(rule)).strip("_") or "this operator"
+                raise refuse(f"{name}: {e}", "look at the shapes and dtypes of the operands") from e
         return out
 
     def function(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
