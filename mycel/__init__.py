@@ -1,12 +1,55 @@
-"""Mycel: single-device PyTorch code in, the fastest correct program for your devices out."""
+"""Mycel: single-device PyTorch code in, the fastest correct program for your devices out.
 
-from mycel.api import Jit, capture, jit
-from mycel.derivatives import CustomVjp, Derived, custom_vjp, grad, hessian, jvp, stop_gradient, value_and_grad, vjp
-from mycel.errors import CaptureError, GradientError, IRError, LoadError, MycelError, PlanError, RunError, TextError
-from mycel.ir import Block, Eqn, Program, Type, Var
+What needs torch is loaded where it is first used, so that `import mycel`, `mycel --help` and a wrong configuration answer at once.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from mycel.errors import CaptureError, CheckpointError, GradientError, IRError, LoadError, MycelError, PlanError, RunError, TextError, TrainError
+
+if TYPE_CHECKING:
+    from mycel.api import Jit, capture, jit
+    from mycel.derivatives import CustomVjp, Derived, custom_vjp, grad, hessian, jvp, stop_gradient, value_and_grad, vjp
+    from mycel.ir import Block, Eqn, Program, Type, Var
+    from mycel.step import Step, train_step
 
 __all__ = [
-    "Block", "CaptureError", "CustomVjp", "Derived", "Eqn", "GradientError", "IRError", "Jit", "LoadError",
-    "MycelError", "PlanError", "Program", "RunError", "TextError", "Type", "Var", "capture", "custom_vjp", "grad",
-    "hessian", "jit", "jvp", "stop_gradient", "value_and_grad", "vjp",
+    "Block", "CaptureError", "CheckpointError", "CustomVjp", "Derived", "Eqn", "GradientError", "IRError", "Jit", "LoadError",
+    "MycelError", "PlanError", "Program", "RunError", "Step", "TextError", "TrainError", "Type", "Var", "capture", "custom_vjp",
+    "grad", "hessian", "jit", "jvp", "stop_gradient", "train_step", "value_and_grad", "vjp",
 ]  # fmt: skip
+
+NAMES_OF = {
+    "mycel.api": ["Jit", "capture", "jit"],
+    "mycel.derivatives": ["CustomVjp", "Derived", "custom_vjp", "grad", "hessian", "jvp", "stop_gradient", "value_and_grad", "vjp"],
+    "mycel.ir": ["Block", "Eqn", "Program", "Type", "Var"],
+    "mycel.step": ["Step", "train_step"],
+}
+HOME = {name: module for module, names in NAMES_OF.items() for name in names}
+
+
+class Package(ModuleType):
+    """This module: a public name is loaded from its home when first asked for."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in HOME:
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        value = getattr(import_module(HOME[name]), name)
+        setattr(self, name, value)
+        return value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Python binds a folder to its parent when it is imported: the folder capture/ must not take the place of the function
+        if not (name in HOME and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *__all__})
+
+
+sys.modules[__name__].__class__ = Package

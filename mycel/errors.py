@@ -1,7 +1,8 @@
 """What can go wrong, and whose side it is on.
 
 The user's side: `CaptureError` (code that cannot become a program), `TextError` (program text that does not parse),
-`LoadError` (a saved program that is damaged), `PlanError`, `RunError`.  Our side: `IRError`, an inconsistent program.
+`LoadError` (a saved program that is damaged), `PlanError`, `RunError`, `TrainError` and `CheckpointError` (the trainer's).  Our side:
+`IRError`, an inconsistent program.
 Every message says what, where in the user's code, and what to try.
 """
 
@@ -26,6 +27,14 @@ class GradientError(MycelError):
 
 class RunError(MycelError):
     """A program was run with inputs it was not made for."""
+
+
+class TrainError(MycelError):
+    """What a training run was given cannot be used: its configuration, data, model files."""
+
+
+class CheckpointError(MycelError):
+    """A checkpoint or run folder that is damaged, incomplete, in use, or cannot be written."""
 
 
 class LoadError(MycelError):

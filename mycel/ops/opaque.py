@@ -200,6 +200,7 @@ def _levels(operands, target, args, kwargs, arity):
     lambda *operands, **p: whole(operands, _grad_types(*operands, **p)),
     types=_grad_types,
     vjp=_grad_vjp,
+    compiles=False,
     examples=['f64[4,4], f64[4,4], target="aten.matrix_exp.default", args=(("x", 0),), arity=(1,)'],
 )
 def opaque_grad(*operands, target, args, kwargs=(), arity):
@@ -212,6 +213,7 @@ def opaque_grad(*operands, target, args, kwargs=(), arity):
 @op(
     _random_dims,
     types=lambda key, *inputs, site=0, **p: _opaque_types(*inputs, **p),
+    compiles=False,
     examples=['i64[], f[2,3]>0, target="aten.poisson.default", args=(("x", 0),)'],
 )
 def opaque_random(key, *inputs, target, args, kwargs=(), site=0):

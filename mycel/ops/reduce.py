@@ -103,7 +103,7 @@ def mean_vjp(g, y, x, *, dims, keepdim=False, count=None):
 )
 def mean(x, *, dims, keepdim=False, count=None):
     """The mean over dims; with `count`, x's share in the mean of that many elements: shares of parts sum up"""
-    n = math.prod(x.shape[d] for d in dims)
+    n = math.prod([x.shape[d] for d in dims])
     y = torch.mean(x, dims, keepdim)
     return y if count is None or count == n else y * (n / count)
 

@@ -1,6 +1,7 @@
 """Programs -> Python that runs: `emit` writes and loads source, `interpret` runs equation by equation."""
 
+from mycel.run.compile import start_workers, warm_up
 from mycel.run.emit import emit, load
 from mycel.run.interpret import interpret, not_finite
 
-__all__ = ["emit", "interpret", "load", "not_finite"]
+__all__ = ["emit", "interpret", "load", "not_finite", "start_workers", "warm_up"]

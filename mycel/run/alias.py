@@ -1,32 +1,93 @@
 """Who shares memory with whom.
 
+`roots`: which inputs of a block each of its values may share memory with.
 `shared_outputs`: outputs that may share memory with an input the program updates in place; those are copied before the update.
+`given_away`: equations of the entry that may write their results over inputs the program updates.
+`summing`: equations of a scan's body that may add to its carry in place.
 `reusable`: equations whose result may be written over an operand, because that owns its memory and nobody reads it afterwards.
 """
 
 from __future__ import annotations
 
-from mycel.ir import CONTROL, Block, Program, Var, lifetimes, order
+from mycel.ir import CONTROL, Block, Eqn, Program, Var, call, chains, lifetimes, order
+
+Roots = dict[Var, set[int]]
+
+
+def roots(program: Program) -> dict[str, Roots]:
+    """For each block: the inputs (by position) that a value may share memory with."""
+    found: dict[str, Roots] = {}
+    for name in order(program):
+        block = program.blocks[name]
+        known: Roots = {v: {i} for i, v in enumerate(block.inputs)}
+        for eqn in block.eqns:
+            held = [known.get(x, set()) if isinstance(x, Var) else set() for x in eqn.inputs]
+            if eqn.op is call:
+                inner = found[eqn.params["block"]]
+                outs = program.blocks[eqn.params["block"]].outputs
+                at = [inner.get(x, set()) if isinstance(x, Var) else set() for x in outs]
+                known.update({v: set().union(*(held[i] for i in one)) for v, one in zip(eqn.outputs, at, strict=True)})
+            elif eqn.op in CONTROL or eqn.op.write is not None:
+                known.update({v: set().union(*held) for v in eqn.outputs})
+        found[name] = known
+    return found
 
 
 def shared_outputs(program: Program) -> set[int]:
-    """Indices of the entry's outputs that may alias an updated input."""
+    """Indices of the entry's outputs that may share memory with an updated input."""
     if not program.updates:
         return set()
-    aliases: dict[str, list[set[int]]] = {}
-    for name in order(program):
-        block = program.blocks[name]
-        roots: dict[Var, set[int]] = {v: {i} for i, v in enumerate(block.inputs)}
-        for eqn in block.eqns:
-            held = [roots.get(x, set()) if isinstance(x, Var) else set() for x in eqn.inputs]
-            if eqn.op.name == "call":
-                inner = aliases[eqn.params["block"]]
-                roots.update({v: set().union(*(held[i] for i in at)) for v, at in zip(eqn.outputs, inner, strict=True)})
-            elif eqn.op in CONTROL or eqn.op.write is not None:
-                roots.update({v: set().union(*held) for v in eqn.outputs})
-        aliases[name] = [roots.get(x, set()) if isinstance(x, Var) else set() for x in block.outputs]
+    known = roots(program)[program.entry]
     updated = {i for i, v in enumerate(program.inputs) if v.name in program.updates}
-    return {i for i, at in enumerate(aliases[program.entry]) if at & updated}
+    return {i for i, x in enumerate(program.main.outputs) if isinstance(x, Var) and known.get(x, set()) & updated}
+
+
+def given_away(program: Program) -> dict[int, set[int]]:
+    """Equations of the entry (by index) that may run over the memory of their first operands, because these are inputs which their results replace
+    and nobody reads afterwards; with the operands (by position) that must be copied first, because such a kernel may overwrite them."""
+    block, known = program.main, roots(program)[program.entry]
+    new = dict(zip(program.updates, block.outputs[len(block.outputs) - len(program.updates) :], strict=True)) if program.updates else {}
+    last = lifetimes(block)
+    position = {v: i for i, v in enumerate(block.inputs)}
+    found = {}
+    for i, eqn in enumerate(block.eqns):
+        if eqn.op.inplace is None:
+            continue
+        over, results = eqn.inputs[: len(eqn.outputs)], set(eqn.outputs)
+        mine = {position[x] for x in over if isinstance(x, Var) and x in position}
+        replaced = all(isinstance(x, Var) and new.get(x.name) == y for x, y in zip(over, eqn.outputs, strict=True))
+        later = any(last[v][1] > i and at & mine for v, at in known.items() if v not in results)
+        if replaced and not later and len(mine) == len(over):
+            rest = range(len(over), len(eqn.inputs))
+            held = [eqn.inputs[k] for k in rest]
+            found[i] = {k for k, x in zip(rest, held, strict=True) if isinstance(x, Var) and x.ndim and (known.get(x) or last[x][1] > i)}
+    return found
+
+
+def summing(outer: Block, eqn: Eqn, body: Block) -> dict[int, int]:
+    """Equations of a scan's body (by index) whose result may be written over an operand: a carry that they alone read and replace, and that
+    started in memory nobody else knows."""
+    made = {v: e for e in outer.eqns for v in e.outputs}
+    n, m = eqn.params.get("consts", 0), eqn.params.get("carry", 0)
+    uses = chains(body)
+    ours = chains(outer)
+    mine = {}
+    for j in range(m):
+        start, carry = eqn.inputs[n + j], body.inputs[n + j]
+        fresh = isinstance(start, Var) and start in made and made[start].op.name == "full" and not isinstance(made[start].inputs[0], Var)
+        fresh = fresh and len(ours[start].uses) == 1 and not ours[start].is_output  # type: ignore[index]
+        new = body.outputs[j]
+        alone = isinstance(new, Var) and not uses[new].uses and body.outputs.count(new) == 1  # nobody keeps the sum of one turn
+        if fresh and alone and len(uses[carry].uses) == 1 and eqn.inputs.count(start) == 1:
+            mine[carry] = new
+    found = {}
+    for i, e in enumerate(body.eqns):
+        for k in range(len(e.op.into)):
+            x = e.inputs[k]
+            if isinstance(x, Var) and x in mine and mine[x] == e.outputs[0] and x.type == e.outputs[0].type and e.inputs.count(x) == 1:
+                found[i] = k
+                break
+    return found
 
 
 def reusable(block: Block) -> dict[int, int]:

@@ -17,34 +17,36 @@ import keyword
 import linecache
 import re
 from collections import Counter
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Collection, Container, Sequence
 from typing import Any
 
 import torch
 
 from mycel.ir import Atom, Block, Eqn, Program, Var, call, cond, custom, lifetimes, loop, order, scan, walk
-from mycel.run.alias import reusable, shared_outputs
-from mycel.run.kernels import literal, sources_of, write, write_into
+from mycel.run.alias import given_away, reusable, shared_outputs, summing
+from mycel.run.compile import compiled as compile_function
+from mycel.run.kernels import literal, sources_of, write, write_inplace, write_into
 
 _WRITTEN_HERE = {"call", "cond", "custom", "loop", "scan", "const", "opaque"}
 _TAKEN = {*keyword.kwlist, *dir(builtins), "torch", "math", "base64", "device"}
 
 
-def emit(program: Program, device: torch.device | str = "cpu", reuse: bool = False) -> str:
+def emit(program: Program, device: torch.device | str = "cpu", reuse: bool = False, donate: bool = False) -> str:
     """The source of a module that needs torch alone: a function for each block; `main` (the entry) takes the inputs and returns a tuple.
 
     `reuse`: results are written over operands nobody needs any more; for runs that torch's autograd does not record.
+    `donate`: `main` writes its updates into its inputs and returns the results alone.
     """
-    needed = {k: text for op in {e.op for _, e in walk(program)} if op.name not in _WRITTEN_HERE for k, text in sources_of(op).items()}
-    needed = dict(sorted(needed.items()))
+    needed = _helpers(program, donate)
     names = _block_names(program, needed)
     inlined = _inlined(program)
     shared = shared_outputs(program)
     functions = []
     for block in order(program):
         if block not in inlined:
-            copies = shared if block == program.entry else set()
-            functions.append(_Function(program, block, names, inlined, set(needed), copies, reuse).source())
+            main = block == program.entry
+            made = _Function(program, block, names, inlined, set(needed), shared if main else set(), reuse)
+            functions.append(made.donating_source() if main and donate else made.source())
     body = "\n\n\n".join([*needed.values(), *functions]) + "\n"
     head = ["import base64"] if any(_is_bytes(c) for c in program.consts.values()) else []
     head += ["import math", "", "import torch"]
@@ -71,14 +73,21 @@ def _constant_text(c: torch.Tensor) -> str:
     return f"{bytes_}.reshape({tuple(c.shape)}).to(device)"
 
 
-def load(program: Program, device: torch.device, reuse: bool = False) -> tuple[Callable[..., tuple[Any, ...]], str]:
-    """The entry as a Python function on `device`, and its source."""
-    source = emit(program, device, reuse)
+def load(
+    program: Program, device: torch.device, reuse: bool = False, donate: bool = False, compiled: Collection[str] = ()
+) -> tuple[Callable[..., tuple[Any, ...]], str]:
+    """The entry as a Python function on `device`, and its source; the functions of the blocks named in `compiled` go through torch.compile."""
+    source = emit(program, device, reuse, donate)
     file = f"<mycel program {load.count}>"  # type: ignore[attr-defined]
     load.count += 1  # type: ignore[attr-defined]
     linecache.cache[file] = (len(source), None, source.splitlines(True), file)
     env: dict[str, Any] = {}
     exec(compile(source, file, "exec"), env)
+    names = [name for block, name in _block_names(program, _helpers(program, donate)).items() if block in compiled]
+    if compiled:
+        names += [name for _, eqn in walk(program) if isinstance(eqn.op.compiles, tuple) for name in eqn.op.compiles]
+    for name in dict.fromkeys(names):
+        env[name] = compile_function(env[name])
     return env["main"], source
 
 
@@ -97,6 +106,8 @@ class _Function:
         self.lines: list[str] = []
         self.indent = 1
         self.reuse = reuse
+        self.given: dict[int, set[int]] = {}
+        self.around = self.block  # the block whose equation is being written
 
     def source(self) -> str:
         names: dict[Var, str] = {}
@@ -106,15 +117,38 @@ class _Function:
         self.line(f"return ({''.join(o + ', ' for o in outs)})" if len(outs) != 1 else f"return ({outs[0]},)")
         return f"def {self.name}({', '.join(args)}):\n" + "\n".join(self.lines)
 
+    def donating_source(self) -> str:
+        """The entry, its updates written into its inputs."""
+        self.given = given_away(self.program)
+        names: dict[Var, str] = {}
+        args = [self.named(v, names) for v in self.block.inputs]
+        by_name = {v.name: names[v] for v in self.block.inputs}
+        self.body(self.block, names, set())  # the caller holds the inputs, and they hold the new values
+        outs = [self.output(i, x, names) for i, x in enumerate(self.block.outputs)]
+        n = len(outs) - len(self.program.updates)
+        moves = [(by_name[k], new) for k, new in zip(self.program.updates, outs[n:], strict=True)]
+        moves = [(old, new) for old, new in moves if new != old]
+        for i, (_, new) in enumerate(moves):
+            if new.endswith(".clone()"):
+                self.line(f"new_{i} = {new}")
+        for i, (old, new) in enumerate(moves):
+            self.line(f"{old}.copy_({f'new_{i}' if new.endswith('.clone()') else new})")
+        self.line(f"return ({''.join(o + ', ' for o in outs[:n])})")
+        return f"def {self.name}({', '.join(args)}):\n" + "\n".join(self.lines)
+
     def line(self, text: str) -> None:
         self.lines.append("    " * self.indent + text)
 
-    def body(self, block: Block, names: dict[Var, str], own: set[Var]) -> None:
+    def body(self, block: Block, names: dict[Var, str], own: set[Var], summed: dict[int, int] | None = None) -> None:
         """The equations of a block; values of `own` and those defined here are deleted after their last use."""
         dead = _deaths(block)
-        over = reusable(block) if self.reuse else {}
+        over = {**reusable(block), **(summed or {})} if self.reuse else {}
         for i, eqn in enumerate(block.eqns):
-            self.equation(eqn, names, over.get(i))
+            self.around = block
+            if block is self.block and i in self.given:
+                self.update(eqn, names, self.given[i])
+            else:
+                self.equation(eqn, names, over.get(i))
             own.update(eqn.outputs)
             gone = [names[v] for v in dead[i] if v in own]
             if gone:
@@ -161,10 +195,16 @@ class _Function:
             text = self.expression(eqn, args) if over is None else write_into(eqn.op, over, args, eqn.params)
             self.line(f"{', '.join(outs)} = {text}{comment}")
 
+    def update(self, eqn: Eqn, names: dict[Var, str], copies: set[int]) -> None:
+        """An equation over the memory of its first operands, which are its results from here on."""
+        args = [self.atom(x, names) + (".clone()" if k in copies else "") for k, x in enumerate(eqn.inputs)]
+        names.update((y, names[x]) for x, y in zip(eqn.inputs, eqn.outputs, strict=False))  # type: ignore[index]
+        self.line(write_inplace(eqn.op, args, eqn.params))
+
     def expression(self, eqn: Eqn, args: list[str]) -> str:
         return _const(eqn.params["name"]) if eqn.op.name == "const" else write(eqn.op, args, eqn.params, eqn.input_types)
 
-    def held(self, name: str, args: Sequence[str], outs: Sequence[str]) -> None:
+    def held(self, name: str, args: Sequence[str], outs: Sequence[str], over: dict[int, int] | None = None) -> None:
         """A block on these arguments, its results in variables `outs`: in line, or as a call."""
         if name not in self.inlined:
             self.line(f"{_unpack(outs)}{self.blocks[name]}({', '.join(args)})")
@@ -175,7 +215,7 @@ class _Function:
         for x, out in zip(block.outputs, outs, strict=True):  # a value made here for one result gets that result's name
             if isinstance(x, Var) and x not in names and out not in args:
                 names[x] = out
-        self.body(block, names, set())
+        self.body(block, names, set(), over)
         moves = [(out, self.output(-1, x, names)) for out, x in zip(outs, block.outputs, strict=True)]
         moves = [(out, value) for out, value in moves if out != value]
         if moves:
@@ -230,7 +270,7 @@ class _Function:
         given = [self.named(Var(v.name, v.type), {}) for v in body.inputs[m:]]
         for name, x in zip(given, args[m:], strict=True):
             self.line(f"{name} = {x}[{turn}]")
-        self.held(p["body"], [*args[:n], *state, *given], [*state, *row])
+        self.held(p["body"], [*args[:n], *state, *given], [*state, *row], summing(self.around, eqn, body))
         for y, r in zip(ys, row, strict=True):
             self.line(f"{y}.append({r})")
         self.indent -= 1
@@ -253,6 +293,12 @@ def _inlined(program: Program) -> set[str]:
     """Blocks that exactly one branch or loop holds."""
     uses = Counter(str(ref) for _, eqn in walk(program) for ref in eqn.refs)
     return {str(ref) for _, eqn in walk(program) if eqn.op in (cond, loop, scan) for ref in eqn.refs if uses[ref] == 1}
+
+
+def _helpers(program: Program, donate: bool) -> dict[str, str]:
+    """Functions and constants that the kernels need beside them, by name."""
+    ops = {e.op for _, e in walk(program)}
+    return dict(sorted((k, text) for op in ops if op.name not in _WRITTEN_HERE for k, text in sources_of(op, donate).items()))
 
 
 def _block_names(program: Program, helpers: Container[str]) -> dict[str, str]:

@@ -31,9 +31,9 @@ class Kernel:
     sources: Mapping[str, str]  # functions and constants to copy, by name
 
 
-def sources_of(op: Op) -> Mapping[str, str]:
+def sources_of(op: Op, donate: bool = False) -> Mapping[str, str]:
     """Functions and constants that must stand beside code that uses this operator."""
-    return kernel_of(op).sources
+    return {**kernel_of(op).sources, **(_function_source(op.inplace) if donate and op.inplace is not None else {})}  # type: ignore[arg-type]
 
 
 def write(op: Op, inputs: Sequence[str], params: Mapping[str, Any], types: Sequence[Any] = ()) -> str:
@@ -66,6 +66,12 @@ def write_into(op: Op, at: int, inputs: Sequence[str], params: Mapping[str, Any]
     """The expression that computes an equation over the memory of operand `at`."""
     named = {k: ast.unparse(_literal(v)) for k, v in {**op.defaults, **params}.items()}
     return op.into[at].format(*inputs, **named)
+
+
+def write_inplace(op: Op, inputs: Sequence[str], params: Mapping[str, Any]) -> str:
+    """The statement that computes an equation over the memory of its first operands."""
+    named = [f"{k}={ast.unparse(_literal(v))}" for k, v in params.items()]
+    return f"{op.inplace.__name__}({', '.join([*inputs, *named])})"  # type: ignore[union-attr]
 
 
 def _write_opaque(inputs: Sequence[str], target: str, args: Any, kwargs: Any = ()) -> str:

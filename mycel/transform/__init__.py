@@ -12,8 +12,13 @@ from mycel.transform.cse import cse
 from mycel.transform.dce import dce
 from mycel.transform.fold import fold
 from mycel.transform.fuse import fuse
+from mycel.transform.head import head
 from mycel.transform.inline import inline
 from mycel.transform.jvp import jvp
+from mycel.transform.microbatch import BODY, microbatch, shares
+from mycel.transform.optimise import Group, optimise
+from mycel.transform.outline import outline
+from mycel.transform.precision import precision
 from mycel.transform.vjp import forward_and_backward, value_and_grad
 
 Pass = Callable[[Program], Program]
@@ -30,6 +35,6 @@ def simplify(program: Program) -> Program:
 
 
 __all__ = [
-    "SIMPLIFY", "Pass", "algebra", "causal", "cse", "dce", "fold", "forward_and_backward", "fuse", "inline", "jvp", "simplify",
-    "value_and_grad",
+    "BODY", "SIMPLIFY", "Group", "Pass", "algebra", "causal", "cse", "dce", "fold", "forward_and_backward", "fuse", "head", "inline", "jvp",
+    "microbatch", "optimise", "outline", "precision", "shares", "simplify", "value_and_grad",
 ]  # fmt: skip

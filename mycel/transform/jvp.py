@@ -120,7 +120,7 @@ class _Woven:
         known = tuple(dict.fromkeys((*eqn.vars, *eqn.outputs)))
         scratch = Block((*known, *gs.values()), tuple(rule.eqns), tuple(c for _, c in pulled))
         half = Half(self.jvp.vjp, scratch, [False] * len(known) + [True] * len(gs), beside=self.b)
-        back = half.pull({i: self.tangents[x] for i, (x, _) in enumerate(pulled)})[len(known) :]
+        back = half.pull({i: self.tangents[x] for i, (x, _) in enumerate(pulled)}, mark=False)[len(known) :]
         needed = _needed([*half.forward.eqns, *half.backward.eqns], back)
         used = {v for e in needed for v in e.vars}
         with self.b:  # the rule is linear: whatever still reads a cotangent may as well read zeros

@@ -39,12 +39,13 @@ class Pair:
     gives: tuple[int, ...]
 
 
-def value_and_grad(program: Program, wrt: Sequence[int | Type], result: int = 0, after: int | None = None) -> Program:
+def value_and_grad(program: Program, wrt: Sequence[int | Type], result: int = 0, after: int | None = None, dense: bool = True) -> Program:
     """The program that also returns the gradient of one scalar result, behind the first `after` (default: all) results.
 
-    `wrt` names inputs by position; a Type among them stands for a value the program does not use: zeros.
+    `wrt` names inputs by position; a Type among them stands for a value the program does not use.  The gradient of what the result does
+    not depend on is zeros, or None if not `dense`.
     """
-    return Vjp(program).joined(list(wrt), result, len(program.results) if after is None else after)
+    return Vjp(program).joined(list(wrt), result, len(program.results) if after is None else after, dense)
 
 
 def forward_and_backward(program: Program, wrt: Sequence[int], after: int) -> tuple[Program, Program, list[int]]:
@@ -64,7 +65,7 @@ class Vjp:
 
     # -- whole programs ---------------------------------------------------------------------------------------------
 
-    def joined(self, wrt: list[int | Type], result: int, after: int) -> Program:
+    def joined(self, wrt: list[int | Type], result: int, after: int, dense: bool) -> Program:
         main = self.program.main
         half = Half(self, main, [i in wrt for i in range(len(main.inputs))])
         out = main.outputs[result]
@@ -74,7 +75,10 @@ class Vjp:
             one = o.full(1.0, shape=(), dtype=out.dtype)
         grads = half.pull({result: one})
         with half.backward:
-            found = [zeros(i) if isinstance(i, Type) else grads[i] if grads[i] is not None else zeros(main.inputs[i].type) for i in wrt]
+            found = [None if isinstance(i, Type) else grads[i] for i in wrt]
+            if dense:
+                types = [i if isinstance(i, Type) else main.inputs[i].type for i in wrt]
+                found = [zeros(t) if g is None else g for g, t in zip(found, types, strict=True)]
         eqns = (*half.forward.eqns, *half.backward.eqns)
         outs = (*half.outputs[:after], *found, *half.outputs[after:])
         return self._program(Block(main.inputs, eqns, outs), half.names)
@@ -202,8 +206,8 @@ class Half:
         assert isinstance(out, Var)
         return Var(self.backward.name(f"d_{out.name}"), out.type)
 
-    def pull(self, cotangents: dict[int, Any]) -> list[Any]:
-        """Cotangents of outputs -> cotangents of inputs, None where there is none."""
+    def pull(self, cotangents: dict[int, Any], mark: bool = True) -> list[Any]:
+        """Cotangents of outputs -> cotangents of inputs, None where there is none.  `mark` equations without a source line, too."""
         self.sums: dict[Var, Any] = {}
         with self.backward:
             for i, g in cotangents.items():
@@ -212,7 +216,7 @@ class Half:
                 gs = [self.sums.pop(v, None) for v in eqn.outputs]
                 if all(g is None for g in gs):
                     continue
-                self.backward.source = backward_source(eqn.source)
+                self.backward.source = backward_source(eqn.source) if mark or eqn.source else ""
                 for x, g in zip(eqn.inputs, pull(gs), strict=True):
                     if g is not None and isinstance(x, Var) and x in self.active:
                         self._accumulate(x, g)
@@ -237,7 +241,7 @@ class Half:
 
 def backward_source(source: str) -> str:
     """The user's line of a backward equation, marked."""
-    return f"{source} backward" if source and not source.endswith(" backward") else source
+    return source if source.endswith("backward") else f"{source} backward".strip()
 
 
 def _pull_of(eqn: Eqn) -> Pull:

@@ -1,0 +1,151 @@
+"""What is not kept for backward is computed again there.
+
+    y, a, h = call(x, w, block=@f_forward)                 y, h = call(x, w, block=@f_forward)
+    dx = call(w, a, h, dy, block=@f_backward)      =>      dx = call(w, x, h, dy, block=@f_backward)
+
+    def f_backward(w, a, h, dy):                           def f_backward(w, x, h, dy):
+      …                                                      a = exp(x)
+                                                             …
+
+The equations that are computed again stand right before their first use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from mycel.ir import Atom, Block, Builder, Eqn, Params, Program, Ref, Var, chains, lookup, prune, substitute
+from mycel.plan import Residuals, backward_part, handed, paired
+
+
+@dataclass(frozen=True)
+class Halves:
+    """A pair of blocks made for one decision: what the forward one returns, what the backward one takes, by places in the old ones."""
+
+    forward: str
+    backward: str
+    outs: tuple[int, ...]  # outputs of the old forward block that others read
+    extra: tuple[Var, ...]  # values that are returned behind them
+    reused: tuple[int, ...]  # inputs of the forward block that backward takes
+    kept: tuple[Var, ...]  # values of the forward block that backward takes
+    rest: tuple[int, ...]  # inputs of the old backward block that stay
+
+
+def reside(program: Program, plan: Residuals) -> Program:
+    """The program in which each pair of calls hands over what its decision keeps."""
+    program = replace(program, blocks={**program.blocks, plan.body: _loose(program.blocks[plan.body], set(plan.again))})
+    body = program.blocks[plan.body]
+    uses = chains(body)
+    blocks, eqns = dict(program.blocks), list(body.eqns)
+    names = Builder()
+    names.reserve(v.name for v in (*body.inputs, *(v for e in body.eqns for v in e.outputs)))
+    made: dict[object, Halves] = {}
+    for d, (i, j) in zip(plan.pairs, paired(body), strict=True):
+        f, b = body.eqns[i], body.eqns[j]
+        of = handed(program, body, i, j)
+        outs = tuple(k for k, v in enumerate(f.outputs) if uses[v].is_output or any(u != j for u in uses[v].uses))
+        key = (f.params["block"], b.params["block"], d.keep, outs, tuple(of.items()))
+        if key not in made:
+            made[key] = _halves(blocks, f.params["block"], b.params["block"], set(d.keep), outs, of)
+        h = made[key]
+        old = program.blocks[f.params["block"]]
+        known = {v: x for x, v in zip(f.outputs, old.outputs, strict=True) if isinstance(v, Var)}
+        for v in h.extra:
+            known.setdefault(v, Var(names.name(v.name), v.type))
+        eqns[i] = replace(f, params=Params(block=Ref(h.forward)), outputs=(*(f.outputs[k] for k in h.outs), *(known[v] for v in h.extra)))
+        inputs = (*(f.inputs[k] for k in h.reused), *(known[v] for v in h.kept), *(b.inputs[k] for k in h.rest))
+        eqns[j] = replace(b, params=Params(block=Ref(h.backward)), inputs=inputs)
+    blocks[plan.body] = Block(body.inputs, tuple(eqns), body.outputs)
+    return prune(replace(program, blocks=blocks))
+
+
+def _halves(blocks: dict[str, Block], forward: str, backward: str, keep: set[str], outs: tuple[int, ...], of: dict[Var, Var]) -> Halves:
+    """New blocks: forward returns `keep` too, backward computes what else it needs of the forward's values."""
+    f, b = blocks[forward], blocks[backward]
+    kept = tuple(v for e in f.eqns for v in e.outputs if v.name in keep)
+    again = _again(f, of.values(), {*f.inputs, *kept})
+    read = {u for e in again for u in e.vars} | set(of.values())
+    kept = tuple(v for v in kept if v in read)
+    reused = tuple(i for i, v in enumerate(f.inputs) if v in read)
+    first = [f.outputs[i] for i in outs]
+    extra = tuple(v for v in kept if v not in first)
+    rest = tuple(i for i, v in enumerate(b.inputs) if v not in of)
+    w = Builder()
+    w.reserve(v.name for v in (*(b.inputs[i] for i in rest), *(v for e in b.eqns for v in e.outputs)))
+    new: dict[Var, Atom] = {}
+    for v in (*(f.inputs[i] for i in reused), *kept):
+        new[v] = w.input(v.name, v.type)
+    w.inputs += [b.inputs[i] for i in rest]
+    redo = _Again(w, again, new)
+    old: dict[Var, Atom] = {}
+    for eqn in b.eqns:
+        for v in eqn.vars:
+            if v in of and v not in old:
+                old[v] = redo.value(of[v])
+        w.eqns.append(substitute(eqn, old))
+    for x in b.outputs:
+        if isinstance(x, Var) and x in of and x not in old:
+            old[x] = redo.value(of[x])
+    names = [_free(blocks, forward), _free(blocks, backward)]
+    blocks[names[0]] = Block(f.inputs, f.eqns, (*first, *extra))
+    blocks[names[1]] = Block(tuple(w.inputs), tuple(w.eqns), tuple(lookup(x, old) for x in b.outputs))
+    return Halves(names[0], names[1], outs, extra, reused, kept, rest)
+
+
+class _Again:
+    """Writes equations a second time, under new names, when their values are asked for."""
+
+    def __init__(self, builder: Builder, eqns: Iterable[Eqn], new: dict[Var, Atom]) -> None:
+        self.builder, self.new = builder, new
+        self.makers = {v: e for e in eqns for v in e.outputs}
+
+    def value(self, old: Var) -> Atom:
+        """What stands for a value here."""
+        if old not in self.new:
+            eqn = self.makers[old]
+            for u in eqn.vars:
+                self.value(u)
+            self.new.update((v, Var(self.builder.name(v.name), v.type)) for v in eqn.outputs)
+            self.builder.eqns.append(replace(substitute(eqn, self.new), outputs=tuple(self.new[v] for v in eqn.outputs)))  # type: ignore[misc]
+        return self.new[old]
+
+
+def _loose(block: Block, names: set[str]) -> Block:
+    """The body, with values of these names made once more for those who read them in backward."""
+    if not names:
+        return block
+    late = backward_part(block)
+    early = [e for e in block.eqns if e not in late]
+    made = {v for e in early for v in e.outputs}
+    kept = {*block.inputs, *(v for v in made if v.name not in names)}
+    wanted = [v for e in late for v in e.vars if v in made and v.name in names]
+    again = _again(Block(block.inputs, tuple(early), ()), wanted, kept)
+    b = Builder()
+    b.reserve(v.name for v in (*block.inputs, *(v for e in block.eqns for v in e.outputs)))
+    redo = _Again(b, again, {v: v for v in kept})
+    for eqn in block.eqns:
+        if eqn in late:
+            values = {v: redo.value(v) for v in eqn.vars if v in made and v.name in names}
+            eqn = substitute(eqn, values)
+        b.eqns.append(eqn)
+    return Block(block.inputs, tuple(b.eqns), block.outputs)
+
+
+def _again(block: Block, wanted: Iterable[Var], there: set[Var]) -> list[Eqn]:
+    """The equations that make the wanted values from those that are there."""
+    need = {v for v in wanted if v not in there}
+    found = []
+    for eqn in reversed(block.eqns):
+        if any(v in need for v in eqn.outputs):
+            found.append(eqn)
+            need.update(u for u in eqn.vars if u not in there)
+    return found[::-1]
+
+
+def _free(blocks: dict[str, Block], name: str) -> str:
+    """A name for another form of a block."""
+    i = 2
+    while f"{name}_{i}" in blocks:
+        i += 1
+    return f"{name}_{i}"

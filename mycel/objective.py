@@ -1,0 +1,78 @@
+"""The batch -> the loss, as one function: what a model returns, or a loss of what it returns.
+
+loss=None          step(**batch)    model(**batch), its `.loss`
+loss=f             step(x, y)       f(model(x), y):  the model gets the first arguments, as many as it takes; f the last ones, as many as it needs
+                                    (all of them, if it takes *args); arguments by name go to whoever names them
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mycel.errors import TrainError
+
+
+def objective(model: torch.nn.Module, loss: Callable[..., Any] | None) -> Callable[..., Any]:
+    """The batch -> the loss, as one function."""
+    if loss is None:
+
+        def of_model(*args: Any, **kwargs: Any) -> Any:
+            return _loss_of(model(*args, **kwargs))
+
+        return of_model
+    taken, named = _takes(model.forward)
+    wanted, asked = _takes(loss.forward if isinstance(loss, torch.nn.Module) else loss)
+
+    def of_loss(*args: Any, **kwargs: Any) -> Any:
+        unknown = [k for k in kwargs if named is not None and k not in named and asked is not None and k not in asked]
+        if unknown:
+            raise TrainError(f"neither the model nor the loss takes {', '.join(unknown)}")
+        out = model(*args[: taken.most], **{k: v for k, v in kwargs.items() if named is None or k in named})
+        rest = args if wanted.rest else args[len(args) - max(wanted.least - 1, 0) :] if wanted.least > 1 else ()
+        return _scalar(loss(out, *rest, **{k: v for k, v in kwargs.items() if asked is not None and k in asked}))
+
+    return of_loss
+
+
+@dataclass(frozen=True)
+class Arity:
+    """How many positional arguments a function needs and takes; `rest`: any number."""
+
+    least: int
+    most: int | None
+    rest: bool
+
+
+def _takes(fn: Callable[..., Any]) -> tuple[Arity, set[str] | None]:
+    """Positional arguments, and names (None: any)."""
+    ps = list(inspect.signature(fn).parameters.values())
+    plain = [p for p in ps if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    rest = any(p.kind is p.VAR_POSITIONAL for p in ps)
+    names = None if any(p.kind is p.VAR_KEYWORD for p in ps) else {p.name for p in ps if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
+    return Arity(sum(p.default is p.empty for p in plain), None if rest else len(plain), rest), names
+
+
+def _loss_of(out: Any) -> torch.Tensor:
+    """The loss a model returned: itself, or its `loss`."""
+    if isinstance(out, torch.Tensor):
+        return _scalar(out)
+    found = out.get("loss") if isinstance(out, dict) else getattr(out, "loss", None)
+    if found is None and isinstance(out, tuple) and out and isinstance(out[0], torch.Tensor) and out[0].ndim == 0:
+        found = out[0]
+    if found is None:
+        raise TrainError(
+            f"the model returned {type(out).__name__} without a loss\n  try       pass labels in the batch, or give train_step loss=f(output, *batch)"
+        )
+    return _scalar(found)
+
+
+def _scalar(loss: Any) -> torch.Tensor:
+    if not isinstance(loss, torch.Tensor) or loss.ndim != 0 or not loss.is_floating_point():
+        shown = f"{loss.dtype} of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise TrainError(f"the loss is {shown}, not a floating point scalar\n  try       .mean() or .sum() at the end of the loss")
+    return loss

@@ -1,0 +1,129 @@
+"""The last product of a language model and its cross entropy as one operator: logits exist for a few rows at a time, in the dtype of the product.
+
+    loss, dx, dw = linear_cross_entropy(x, w, None, target)        loss = cross_entropy(x @ w.T, target)
+
+The gradients are made in the same sweep, while a chunk of logits is at hand: nothing of the size of all logits is kept, computed twice or
+copied in fp32.  Written by the pass `head` alone, on the way to a gradient.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from mycel.ir import Type, op
+from mycel.ops.rules import o
+
+CHUNK = 1 << 27  # logits at a time
+
+
+def linear_cross_entropy_types(x, w, b, target, *, reduction="mean", ignore_index=-100):
+    loss = Type(torch.promote_types(x.dtype, torch.float32), ())
+    return (loss, x, w) if b is None else (loss, x, w, b)
+
+
+def linear_cross_entropy_scratch(x, w, b, target, **_):
+    """A chunk of logits and of their cotangents, in the dtype of the product; what is summed over chunks in fp32."""
+    n = min(x.shape[0], max(CHUNK // w.shape[0], 1))
+    return 2 * n * w.shape[0] * x.dtype.itemsize + (4 * w.numel if n < x.shape[0] else 0)
+
+
+def linear_cross_entropy_vjp(gs, ys, x, w, b, target, **params):
+    """Through the loss, the gradients times g; through the gradients, which are dz = scale (softmax(z) - hit) times w and x, their own gradients."""
+    g, hx, hw, *hb = gs
+    found = [None, None, None]
+    if g is not None:
+        found = [o.mul(d, g) for d in ys[1:]] + [None] * (b is None)
+    if hx is None and hw is None and not any(h is not None for h in hb):
+        return *found, None
+    p, dz, scale = logit_gradient(x, w, b, target, **params)
+    pushed = [o.linear(hx, w)] if hx is not None else []
+    pushed += [o.linear(x, hw)] if hw is not None else []
+    pushed += [o.expand(h, shape=tuple(p.shape)) for h in hb if h is not None]
+    t = functools.reduce(o.add, pushed)
+    t = o.mul(o.mul(p, o.sub(t, o.sum(o.mul(p, t), dims=(1,), keepdim=True))), scale)
+    more = [o.matmul(t, w), o.linear_weight(t, x), None if b is None else o.sum(t, dims=(0,))]
+    if hw is not None:
+        more[0] = o.add(more[0], o.matmul(dz, hw))
+    if hx is not None:
+        more[1] = o.add(more[1], o.linear_weight(dz, hx))
+    return *(n if f is None else f if n is None else o.add(f, n) for f, n in zip(found, more, strict=True)), None
+
+
+def logit_gradient(x, w, b, target, *, reduction="mean", ignore_index=-100):
+    """softmax of all logits, their cotangents, and the scale of each row."""
+    z = o.linear(x, w) if b is None else o.add(o.linear(x, w), b)
+    keep = o.cast(o.ne(target, ignore_index), dtype=x.dtype)
+    scale = o.div(keep, o.sum(keep, dims=(0,))) if reduction == "mean" else keep
+    scale = o.reshape(scale, shape=(x.shape[0], 1))
+    hit = o.cast(o.eq(o.iota(shape=(1, w.shape[0]), dim=1, dtype=target.dtype), o.reshape(target, shape=(x.shape[0], 1))), dtype=x.dtype)
+    p = o.softmax(z, dim=1)
+    return p, o.mul(o.sub(p, hit), scale), scale
+
+
+def linear_cross_entropy_expand(x, w, b, target, *, reduction="mean", ignore_index=-100):
+    z = o.linear(x, w) if b is None else o.add(o.linear(x, w), b)
+    loss, _ = o.cross_entropy(z, target, None, reduction=reduction, ignore_index=ignore_index)
+    _, dz, _ = logit_gradient(x, w, b, target, reduction=reduction, ignore_index=ignore_index)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    loss = loss if loss.dtype == wide else o.cast(loss, dtype=wide)
+    grads = o.matmul(dz, w), o.linear_weight(dz, x)
+    return (loss, *grads) if b is None else (loss, *grads, o.sum(dz, dims=(0,)))
+
+
+def chunk_of(x, w, b, target, scale, ignore_index):
+    """One chunk of rows: the sum of its losses, and the cotangents of its logits times `scale`."""
+    logits = torch.nn.functional.linear(x, w, b)
+    wide = logits.to(torch.promote_types(x.dtype, torch.float32))
+    keep = target != ignore_index
+    classes = torch.where(keep, target, 0).unsqueeze(1)
+    logp = torch.log_softmax(wide, 1)
+    loss = -(logp.gather(1, classes).squeeze(1) * keep).sum()
+    weight = (keep * scale).unsqueeze(1)
+    if torch.compiler.is_compiling() or torch.is_grad_enabled():  # no memory of its own for a compiler; autograd needs values as they are
+        hit = torch.arange(w.shape[0], device=x.device) == classes
+        return loss, ((logp.exp() - hit.to(logp.dtype)) * weight).to(x.dtype)
+    d = logp.exp_().mul_(weight).scatter_add_(1, classes, -weight)
+    return loss, d.to(x.dtype)
+
+
+@op(
+    lambda x, w, b, target, **_: f"n^ k^, v^ k^, {'' if b is None else 'v^'}, n^ -> , n k, v k{'' if b is None else ', v'}",
+    types=linear_cross_entropy_types,
+    flops=lambda d: 6 * d.n * d.k * d.v,
+    vjp=linear_cross_entropy_vjp,
+    expand=linear_cross_entropy_expand,
+    fresh=True,
+    scratch=linear_cross_entropy_scratch,
+    compiles=("chunk_of",),
+    examples=[
+        "f[6,4], f[5,4], None, i64[6]<5",
+        'f[6,4], f[5,4], f[5], i64[6]<5, reduction="sum"',
+        "f[6,4], f[5,4], None, i64[6]<5, ignore_index=1",
+    ],
+)
+def linear_cross_entropy(x, w, b, target, *, reduction="mean", ignore_index=-100):
+    """The cross entropy of x @ w.T + b against class indices, and its gradients for x, w and b."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    count = (target != ignore_index).sum().to(wide)
+    scale = 1 / count if reduction == "mean" else torch.ones_like(count)
+    size = max(CHUNK // w.shape[0], 1)
+    size = next((n for n in range(size, size // 2, -1) if x.shape[0] % n == 0), size)  # all of one size, if there is one
+    total, dxs, dw, db = 0.0, [], None, None
+    for start in range(0, x.shape[0], size):
+        rows = x[start : start + size]
+        loss, d = chunk_of(rows, w, b, target[start : start + size], scale, ignore_index)
+        total = total + loss
+        dxs.append(torch.mm(d, w))
+        part = torch.mm(d.t(), rows)
+        if size < x.shape[0]:
+            dw = part.to(wide) if dw is None else dw + part if torch.is_grad_enabled() else dw.add_(part)
+        else:
+            dw = part
+        if b is not None:
+            db = d.sum(0, dtype=wide) if db is None else db + d.sum(0, dtype=wide)
+    loss = total * scale if reduction == "mean" else total
+    dx = dxs[0] if len(dxs) == 1 else torch.cat(dxs)
+    grads = (dx, dw.to(w.dtype))
+    return (loss, *grads) if b is None else (loss, *grads, db.to(b.dtype))

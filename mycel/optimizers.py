@@ -1,0 +1,100 @@
+"""torch's optimisers as groups of a step: which state they keep, which hyper-parameters they read, and where both live.
+
+State stays in torch's own objects (`optimizer.state[p]`), created as torch would; hyper-parameters are read at every call.  So
+`optimizer.state_dict()`, schedulers and a later `optimizer.step()` work as if torch had taken the steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mycel.errors import TrainError
+from mycel.transform import Group
+
+ADAM = ("lr", "beta1", "beta2", "eps", "weight_decay")
+SGD = ("lr", "momentum", "dampening", "weight_decay", "first_step")
+SUPPORTED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
+
+
+def refuse_unsupported(optimizer: Any) -> None:
+    """Only optimisers whose update is an operator."""
+    if type(optimizer) not in SUPPORTED:
+        names = ", ".join(f"torch.optim.{c.__name__}" for c in SUPPORTED)
+        raise TrainError(
+            f"train_step was given {type(optimizer).__module__}.{type(optimizer).__qualname__} as optimizer\n"
+            f"  known     {names}\n  try       one of these, or mycel.value_and_grad(loss, wrt=model) with your own update"
+        )
+    for group in optimizer.param_groups:
+        if group.get("differentiable"):
+            raise TrainError("an optimizer with differentiable=True\n  try       leave it out: train_step takes the step outside of autograd")
+
+
+@dataclass(frozen=True)
+class Bound:
+    """One group of a step: the group as the program sees it, its parameters, and the torch group it reads."""
+
+    group: Group
+    params: tuple[torch.nn.Parameter, ...]
+    index: int  # among optimizer.param_groups
+
+    def hyper(self, optimizer: torch.optim.Optimizer) -> list[float]:
+        """The hyper-parameters as they are now."""
+        values = optimizer.param_groups[self.index]
+        if self.group.kind == "sgd":
+            first = any("momentum_buffer" not in optimizer.state[p] for p in self.params) if self.group.slots else False
+            return [float(values["lr"]), values["momentum"], values["dampening"], values["weight_decay"], float(first)]
+        beta1, beta2 = values["betas"]
+        return [float(values["lr"]), float(beta1), float(beta2), values["eps"], values["weight_decay"]]
+
+    def state(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+        """The state tensors, slot by slot, made where there are none yet."""
+        return [_slot(optimizer.state[p], name, p) for name in self.group.slots for p in self.params]
+
+
+def _slot(state: dict[str, Any], name: str, p: torch.nn.Parameter) -> torch.Tensor:
+    found = state.get(name)
+    if found is None:
+        found = torch.zeros((), device=p.device) if name == "step" else torch.zeros_like(p, memory_format=torch.preserve_format)
+        state[name] = found.detach()
+    elif name == "step" and (not isinstance(found, torch.Tensor) or found.device != p.device or found.dtype != torch.float32):
+        state[name] = torch.as_tensor(found, dtype=torch.float32).to(p.device)  # torch keeps it on the host, its fused kernels on the device
+    return state[name]
+
+
+def bind_groups(optimizer: torch.optim.Optimizer, positions: dict[int, int]) -> list[Bound]:
+    """The groups of an optimiser over those of its parameters (by id) that are inputs of a program (by position).  Dtypes are kept apart."""
+    found = []
+    for index, values in enumerate(optimizer.param_groups):
+        mine = [p for p in values["params"] if id(p) in positions]
+        for dtype in dict.fromkeys(p.dtype for p in mine):
+            params = tuple(p for p in mine if p.dtype == dtype)
+            found.append(Bound(_group(type(optimizer), values, tuple(positions[id(p)] for p in params)), params, index))
+    return found
+
+
+def _group(kind: type, values: dict[str, Any], params: tuple[int, ...]) -> Group:
+    if kind is torch.optim.SGD:
+        buffers = ("momentum_buffer",) if values["momentum"] else ()
+        flags = {"momentum": bool(values["momentum"]), "nesterov": bool(values["nesterov"]), "maximize": bool(values["maximize"])}
+        return Group("sgd", params, buffers, SGD, tuple(flags.items()))
+    decoupled = values.get("decoupled_weight_decay", kind is torch.optim.AdamW)
+    top = ("max_exp_avg_sq",) if values["amsgrad"] else ()
+    flags = {"decoupled": bool(decoupled), "amsgrad": bool(values["amsgrad"]), "maximize": bool(values["maximize"])}
+    return Group("adam", params, ("exp_avg", "exp_avg_sq", *top, "step"), ADAM, tuple(flags.items()))
+
+
+def signature(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
+    """What of an optimiser a program depends on: its parameters, which of them train, and the flags that change the update."""
+    return tuple(
+        (tuple((id(p), p.requires_grad) for p in g["params"]), bool(g.get("momentum")), g.get("nesterov"), g.get("amsgrad"), g.get("maximize"))
+        for g in optimizer.param_groups
+    )
+
+
+def trainable(optimizer: torch.optim.Optimizer) -> Sequence[torch.nn.Parameter]:
+    """Parameters the optimiser may change."""
+    return [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad]

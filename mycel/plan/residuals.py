@@ -1,0 +1,195 @@
+"""What backward needs of forward: kept, or computed again.  A minimum cut over each block, in seconds.
+
+For a block f and its backward b, with N the values of f that b reads.  For each value v and equation e of f
+
+    a_v   v is at hand in backward                     r_e   e is computed again in backward
+    minimise    Σ_e r_e · seconds(e)  +  Σ_v [a_v and its equation is not computed again] · keep(v)
+    such that   a_v for v in N;      r_e implies a_u for every operand u of e
+
+    keep(v) = price · bytes(v)  +  the seconds of writing v to memory, where a compiler would never have written it
+
+which is a minimum cut: an arc source -> e of seconds(e), e -> v of keep(v), u -> e and v -> sink (v in N) without end.  Inputs of the whole
+step are there anyway and cost nothing.  `price` is what a byte of memory costs in seconds: 0 gives the fastest program; the larger it is, the
+less is kept.  Calls in a block count as one equation; between the calls of the outermost block they are not computed again.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from mycel.ir import CONTROL, Block, Eqn, Program, Var, call, chains
+from mycel.plan.cost import Costs
+
+ENDLESS = 2_000_000_000
+WHOLE = 1_000_000_000  # what the finite arcs of a graph sum up to, in the integers of the solver
+
+
+@dataclass(frozen=True)
+class Decision:
+    """One call of a block and the call of its backward, by their places in the entry's body; `keep`: the values of the block handed over."""
+
+    block: str
+    forward: int
+    backward: int
+    keep: tuple[str, ...]
+    seconds: float  # of computing again
+    bytes: int  # that are kept
+
+
+@dataclass(frozen=True)
+class Residuals:
+    """All decisions of a step: one for each pair of calls, in the order of the backward calls; and the values between the calls that are
+    computed again, by name."""
+
+    body: str
+    pairs: tuple[Decision, ...]
+    again: tuple[str, ...] = ()
+
+
+def is_backward(eqn: Eqn) -> bool:
+    """Was it written by differentiation?"""
+    return eqn.source.endswith("backward")
+
+
+def paired(block: Block) -> Iterator[tuple[int, int]]:
+    """Calls whose results a later backward call alone reads, with that call."""
+    uses = chains(block)
+    made = {v: i for i, eqn in enumerate(block.eqns) for v in eqn.outputs}
+    for j, eqn in enumerate(block.eqns):
+        if eqn.op is not call or not is_backward(eqn):
+            continue
+        found: Counter[int] = Counter()
+        for v in eqn.vars:
+            i = made.get(v)
+            if i is not None and block.eqns[i].op is call and not is_backward(block.eqns[i]) and uses[v].uses == (j,):
+                found[i] += 1
+        if found:
+            yield found.most_common(1)[0][0], j
+
+
+def handed(program: Program, block: Block, forward: int, backward: int) -> dict[Var, Var]:
+    """Inputs of a backward block -> the values of its forward block that they are."""
+    f, b = block.eqns[forward], block.eqns[backward]
+    inner, outer = program.blocks[f.params["block"]], program.blocks[b.params["block"]]
+    of: dict[Var, Var] = {x: v for x, v in zip(f.inputs, inner.inputs, strict=True) if isinstance(x, Var)}
+    of.update((x, v) for x, v in zip(f.outputs, inner.outputs, strict=True) if isinstance(v, Var))
+    return {v: of[x] for x, v in zip(b.inputs, outer.inputs, strict=True) if isinstance(x, Var) and x in of}
+
+
+def residuals(program: Program, body: str, costs: Costs, prices: Sequence[float]) -> Residuals:
+    """The cheapest decisions where a byte costs `prices[i]` seconds for the i-th pair (the last one for all further pairs)."""
+    block = program.blocks[body]
+    found = []
+    free = set(block.inputs)
+    readers = Counter(v for eqn in block.eqns if eqn.op is call and is_backward(eqn) for v in set(eqn.vars))
+    memo: dict[object, tuple[tuple[str, ...], float, int]] = {}
+    for k, (i, j) in enumerate(paired(block)):
+        price = prices[min(k, len(prices) - 1)]
+        f, b = block.eqns[i], block.eqns[j]
+        inner = program.blocks[f.params["block"]]
+        needed = tuple(dict.fromkeys(handed(program, block, i, j).values()))
+        share: dict[Var, float] = {}
+        for x, v in zip(f.inputs, inner.inputs, strict=True):
+            share[v] = 0.0 if not isinstance(x, Var) or x in free else 1 / max(readers[x], 1)
+        for x, out in zip(f.outputs, inner.outputs, strict=True):
+            if isinstance(out, Var) and out not in share and readers[x] > (x in b.inputs):
+                share[out] = 0.0
+        key = (f.params["block"], needed, tuple(share.items()), price)
+        if key not in memo:
+            memo[key] = cut(inner, needed, share, costs, price)
+        keep, seconds, size = memo[key]
+        found.append(Decision(f.params["block"], i, j, keep, seconds, size))
+    return Residuals(body, tuple(found), _loose(block, costs, prices[-1]))
+
+
+def _loose(block: Block, costs: Costs, price: float) -> tuple[str, ...]:
+    """Values between the calls of the body that backward had better compute again."""
+    late = backward_part(block)
+    early = Block(block.inputs, tuple(e for e in block.eqns if e not in late), ())
+    made = {v for e in early.eqns for v in e.outputs}
+    needed = tuple(dict.fromkeys(v for e in block.eqns if e in late for v in e.vars if v in made))
+    if not needed:
+        return ()
+    kept, _, _ = cut(early, needed, dict.fromkeys(block.inputs, 0.0), costs, price, calls=False)
+    return tuple(v.name for v in needed if v.name not in kept)
+
+
+def backward_part(block: Block) -> set[Eqn]:
+    """Equations written by differentiation, and all that depend on them."""
+    late: set[Var] = set()
+    found = set()
+    for eqn in block.eqns:
+        if is_backward(eqn) or any(v in late for v in eqn.vars):
+            late.update(eqn.outputs)
+            found.add(eqn)
+    return found
+
+
+def cut(
+    block: Block, needed: Sequence[Var], share: dict[Var, float], costs: Costs, price: float, calls: bool = True
+) -> tuple[tuple[str, ...], float, int]:
+    """The values to keep, the seconds of computing the others again, and the bytes kept.
+
+    `share`: which part of a value's bytes counts.  not `calls`: calls and other control flow are not computed again."""
+    graph = _Graph()
+    there = costs.in_memory(block)
+
+    def keep(v: Var) -> float:
+        part = share.get(v, 1.0)
+        return part * v.type.bytes * price + (0.0 if v in there else v.type.bytes / costs.hardware.bytes_s)
+
+    for v in block.inputs:
+        graph.arc("source", v.name, keep(v))
+    for i, eqn in enumerate(block.eqns):
+        node = f"= {i}"
+        graph.arc("source", node, None if eqn.op.effect or (eqn.op in CONTROL and not calls) else costs.seconds(eqn, there))
+        for u in eqn.vars:
+            graph.arc(u.name, node, None)
+        for v in eqn.outputs:
+            graph.arc(node, v.name, keep(v))
+    for v in needed:
+        graph.arc(v.name, "sink", None)
+    near = graph.near()
+    again = {v: e for i, e in enumerate(block.eqns) if f"= {i}" not in near for v in e.outputs}
+    read, kept, redone = list(needed), set[Var](), set[Eqn]()
+    while read:  # from what backward needs down to what it is handed
+        v = read.pop()
+        if v not in again:
+            kept.add(v)
+        elif again[v] not in redone:
+            redone.add(again[v])
+            read += again[v].vars
+    size = sum(round(share.get(v, 1.0) * v.type.bytes) for v in kept)
+    made = [v.name for e in block.eqns for v in e.outputs if v in kept]
+    return tuple(made), sum(costs.seconds(e, there) for e in redone), size
+
+
+class _Graph:
+    """Named nodes and arcs with capacities; None is without end."""
+
+    def __init__(self) -> None:
+        self.nodes: dict[str, int] = {"source": 0, "sink": 1}
+        self.arcs: list[tuple[int, int, float | None]] = []
+
+    def arc(self, a: str, b: str, capacity: float | None) -> None:
+        at = [self.nodes.setdefault(name, len(self.nodes)) for name in (a, b)]
+        self.arcs.append((at[0], at[1], capacity))
+
+    def near(self) -> set[str]:
+        """Nodes on the source's side of a minimum cut."""
+        import numpy as np
+        from scipy.sparse import csr_array
+        from scipy.sparse.csgraph import breadth_first_order, maximum_flow
+
+        finite = sum(c for *_, c in self.arcs if c is not None)
+        unit = WHOLE / finite if finite > 0 else 1.0
+        sizes = np.array([ENDLESS if c is None else round(c * unit) for *_, c in self.arcs], dtype=np.int32)
+        at = np.array([(a, b) for a, b, _ in self.arcs])
+        graph = csr_array((sizes, (at[:, 0], at[:, 1])), shape=(len(self.nodes),) * 2)
+        rest = graph - maximum_flow(graph, 0, 1).flow
+        rest.data = np.maximum(rest.data, 0)
+        rest.eliminate_zeros()
+        reached = set(breadth_first_order(rest, 0, return_predecessors=False).tolist())
+        return {name for name, i in self.nodes.items() if i in reached}

@@ -1,0 +1,48 @@
+"""Generated functions through torch.compile: each distinct one once, as one graph, for its shapes alone.
+
+What is compiled is kept on disk by torch itself (its FX graph cache), under a key of the graph: a second process start finds it there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+
+from mycel.ir import Program, Type, Var, walk
+
+
+def compiled(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, compiled at its first call."""
+    return torch.compile(fn, fullgraph=True, dynamic=False)
+
+
+@functools.cache
+def start_workers() -> None:
+    """Load the compiler and start its worker processes: they get ready while the program is still being made."""
+    from torch._inductor.async_compile import AsyncCompile
+
+    AsyncCompile.warm_pool()
+    AsyncCompile.use_process_pool()
+
+
+def warm_up(program: Program, names: Collection[str], device: torch.device) -> None:
+    """Run each distinct kernel of these operators once, on memory as it is, beside the compiler: libraries load and choose while it works."""
+    if device.type != "cuda":
+        return
+    seen = {(e.op.name, e.input_types, e.params): e for _, e in walk(program) if e.op.name in names}
+
+    def run() -> None:
+        with torch.no_grad(), torch.cuda.device(device), contextlib.suppress(RuntimeError):  # what fails here fails where it belongs, or not at all
+            for eqn in seen.values():
+                eqn.op.kernel(*(_memory(x.type, device) if isinstance(x, Var) else x for x in eqn.inputs), **eqn.params)
+
+    threading.Thread(target=run, name="mycel-warm-up", daemon=True).start()
+
+
+def _memory(t: Type, device: torch.device) -> torch.Tensor:
+    return torch.empty(t.shape, dtype=t.dtype, device=device)

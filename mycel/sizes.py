@@ -1,0 +1,31 @@
+"""Sizes in bytes, read and shown: "20GiB" <-> 21474836480."""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+from mycel.errors import TrainError
+
+SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmgt]i?)?b\s*", re.IGNORECASE | re.ASCII)
+
+
+def parse_bytes(text: str) -> int:
+    """20GiB => 21474836480, 500MB => 500000000."""
+    found = SIZE.fullmatch(text)
+    if not found:
+        raise TrainError(f"{text!r} is not a size in bytes\n  try       20GiB, 500MB")
+    prefix = (found[2] or "").lower()
+    unit = (1024 if prefix.endswith("i") else 1000) ** " kmgt".index(prefix[:1] or " ")
+    size = int(Fraction(found[1]) * unit)
+    if not size:
+        raise TrainError(f"{text!r} is less than one byte\n  try       20GiB, 500MB")
+    return size
+
+
+def shown(size: float) -> str:
+    """21474836480 => 20.00 GiB"""
+    for unit, of in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if abs(size) >= of:
+            return f"{size / of:.2f} {unit}"
+    return f"{size:.0f} bytes"

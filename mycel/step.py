@@ -1,0 +1,347 @@
+"""The whole training step as one program: forward, backward, clip, update.
+
+    step = mycel.train_step(model, torch.optim.AdamW(model.parameters(), lr=3e-4), clip_norm=1.0)
+    loss = step(**batch)
+
+`Step.compile` shows the way in one function: capture, a plain list of passes, a plan, lowering, code.  The model's own tensors and the
+optimiser's own state change in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from mycel import lower, optimizers, plan, transform
+from mycel.capture import MISS, TRACING, Captured, bind, flatten
+from mycel.capture import capture as capture_call
+from mycel.errors import GradientError, TrainError
+from mycel.ir import Block, Builder, Program, Type, check
+from mycel.objective import objective
+from mycel.ops import o
+from mycel.plan import Plan
+from mycel.run import load, start_workers, warm_up
+from mycel.sizes import parse_bytes, shown
+
+PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+SCALE = 65536.0  # the first loss scale of fp16, torch.amp.GradScaler's
+WORTH = 0.005  # the share of a step that compiling a stretch between calls must save
+
+
+def train_step(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss: Callable[..., Any] | None = None,
+    mesh: Any = None,
+    plan: Any = "auto",
+    precision: str = "fp32",
+    accumulate: int = 1,
+    clip_norm: float | None = None,
+    memory: str | int | None = None,
+    compile: str | bool = "auto",
+) -> Step:
+    """A callable that takes one step on a batch and returns its loss.
+
+    loss        None: the model returns the loss, or an object or dict with `loss`.  Otherwise loss(output, *rest): the model gets as many of the
+                positional arguments as it takes, the loss the last ones, as many as it asks for (all, if it takes *args)
+    precision   "fp32": as the model is written;  "bf16", "fp16": weights and their updates stay as they are, the computation is in 16 bits, sums
+                in 32; fp16 scales the loss
+    accumulate  the batch is split into so many parts along its first dim; loss and gradient are those of the whole batch
+    clip_norm   gradients are scaled down to this global norm
+    memory      the peak to stay below, in bytes or as "20GiB": what does not fit is computed again in backward
+    compile     True, False, or "auto": where there is a GPU
+    """
+    if mesh is not None or plan != "auto":
+        raise TrainError("train_step runs on one device so far: leave mesh and plan out")
+    if not isinstance(model, torch.nn.Module):
+        raise TrainError(f"train_step takes a torch.nn.Module, not {type(model).__name__}")
+    optimizers.refuse_unsupported(optimizer)
+    if precision not in PRECISIONS:
+        raise TrainError(f"precision={precision!r}\n  known     {', '.join(PRECISIONS)}")
+    if not isinstance(accumulate, int) or accumulate < 1:
+        raise TrainError(f"accumulate={accumulate!r}\n  try       a whole number, at least 1")
+    if clip_norm is not None and not clip_norm > 0:
+        raise TrainError(f"clip_norm={clip_norm!r}\n  try       a positive number, or None")
+    if compile not in (True, False, "auto"):
+        raise TrainError(f"compile={compile!r}\n  known     True, False, 'auto'")
+    budget = parse_bytes(memory) if isinstance(memory, str) else memory
+    return Step(model, optimizer, loss, Settings(precision, accumulate, clip_norm, budget, compile))
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the caller chose."""
+
+    precision: str
+    accumulate: int
+    clip_norm: float | None
+    budget: int | None
+    compile: str | bool
+
+    def compiles(self, device: torch.device) -> bool:
+        return self.compile is True or (self.compile == "auto" and device.type == "cuda")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One compiled signature of the batch."""
+
+    program: Program
+    source: str
+    plan: Plan
+    call: Callable[[tuple[Any, ...], dict[str, Any]], Any]
+    signature: tuple[Any, ...]
+
+
+class Step:
+    """One training step, compiled once for each signature of the batch."""
+
+    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, loss: Callable[..., Any] | None, settings: Settings) -> None:
+        self.model, self.optimizer, self.settings = model, optimizer, settings
+        self.fn = objective(model, loss)
+        self.entries: list[Entry] = []
+        self.grad_norm: torch.Tensor | None = None
+        self._counters: dict[str, torch.Tensor] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """One step on a batch; returns its loss, which stays on the device."""
+        signature = optimizers.signature(self.optimizer)
+        for i, entry in enumerate(self.entries):
+            if entry.signature == signature:
+                out = entry.call(args, kwargs)
+                if out is not MISS:
+                    if i:  # the last one used is tried first
+                        self.entries.insert(0, self.entries.pop(i))
+                    return out
+        out = self.prepare(*args, **kwargs).entries[0].call(args, kwargs)
+        assert out is not MISS, "a step does not fit the arguments it was made for"
+        return out
+
+    def prepare(self, *args: Any, **kwargs: Any) -> Step:
+        """Compile for such a batch, without taking a step."""
+        if TRACING:
+            raise TrainError("a train_step was called inside code that is being captured\n  try       call it from plain Python")
+        self.entries.insert(0, self.compile(args, kwargs))
+        return self
+
+    # -- the way from code to code ------------------------------------------------------------------------------
+
+    def compile(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
+        """capture -> 16 bits -> head -> shares -> gradient -> parts -> update -> plan -> lower -> code."""
+        s = self.settings
+        device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
+        if s.compiles(device):
+            start_workers()
+        batch = Batch(args, kwargs, s.accumulate)
+        captured = capture_call(self.fn, *batch.part())
+        half = PRECISIONS[s.precision]
+        program = transform.simplify(captured.program)
+        if half is not None:
+            program = check(transform.precision(program, half, self._state(captured)))
+        program = check(transform.head(program, mean=half is not torch.float16 and s.accumulate == 1))
+        program, scale = _with_scale(program) if half is torch.float16 else (program, None)
+        trained = self._trained(captured)
+        counting = None
+        if s.accumulate > 1:
+            if captured.effects:
+                raise TrainError("with accumulate the model keeps tensors in attributes\n  try       accumulate=1, or buffers that it updates")
+            program, counting = transform.shares(program, list(trained.values()), s.accumulate)
+        results = len(program.results)
+        program, groups = self._differentiated(program, trained, scale)
+        body = program.entry
+        if counting is not None:
+            key = len(captured.program.inputs) - 1 if captured.draws else None
+            split = batch.split(captured.leaves)
+            program, body = check(transform.microbatch(program, counting, s.accumulate, split, key)), transform.BODY
+        program = check(transform.optimise(program, [g.group for g in groups], results, s.clip_norm, scale))
+        decided, program, names = self._planned(program, body, captured.device)
+        if names:
+            warm_up(program, plan.PRODUCTS, captured.device)
+        code, source = load(program, captured.device, reuse=True, donate=True, compiled=names)
+        call = self._bound(captured, program, code, groups, results)
+        return Entry(program, source, decided, call, optimizers.signature(self.optimizer))
+
+    def _state(self, captured: Captured) -> range:
+        """Which inputs are parameters and buffers."""
+        first = len(set(captured.leaves))
+        return range(first, first + len(captured.state))
+
+    def _trained(self, captured: Captured) -> dict[int, int]:
+        """Parameters the optimiser may change and the loss uses, by id: which inputs they are."""
+        at = {id(places[0].read()): i for i, places in zip(self._state(captured), captured.state, strict=True)}
+        found = {id(p): at[id(p)] for p in optimizers.trainable(self.optimizer) if id(p) in at}
+        if self.settings.precision == "fp16" and any(p.dtype == torch.bfloat16 for p in self.model.parameters()):
+            raise TrainError('precision="fp16" with parameters in bf16\n  try       precision="bf16", or model.float()')
+        if not found:
+            raise GradientError("the loss depends on no parameter of the optimizer that requires a gradient")
+        return found
+
+    def _differentiated(self, program: Program, trained: dict[int, int], scale: int | None) -> tuple[Program, list[optimizers.Bound]]:
+        """The program that also returns gradients, group by group, of the parameters the loss depends on."""
+        wrt, results = list(trained.values()), len(program.results)
+        made = transform.value_and_grad(_scaled(program, scale), wrt, 0 if scale is None else results, dense=False)
+        outs = list(made.main.outputs)
+        if scale is not None:
+            del outs[results]  # the scaled loss
+        reached = {i: g for i, g in zip(wrt, outs[results : results + len(wrt)], strict=True) if g is not None}
+        if not reached:
+            raise GradientError("the loss depends on no parameter of the optimizer that requires a gradient")
+        groups = optimizers.bind_groups(self.optimizer, {k: i for k, i in trained.items() if i in reached})
+        ordered = [reached[i] for g in groups for i in g.group.params]
+        block = replace(made.main, outputs=(*outs[:results], *ordered, *outs[results + len(wrt) :]))
+        return transform.simplify(replace(made, blocks={**made.blocks, made.entry: block})), groups
+
+    def _planned(self, program: Program, body: str, device: torch.device) -> tuple[Plan, Program, set[str]]:
+        """What to keep for backward, and the program that does so, with the blocks to compile."""
+        compiled = self.settings.compiles(device)
+        hardware = plan.hardware_of(device)
+        ready: dict[int, tuple[Program, set[str]]] = {}
+
+        def lowered(found: plan.Residuals) -> tuple[Program, set[str]]:
+            made = check(transform.fuse(lower.reside(program, found)))
+            if not compiled:
+                return made, set()
+            costs = plan.Costs(made, hardware, compiled)
+            least = WORTH * costs.whole()
+            made, names = transform.outline(made, lambda run: costs.gain(run) > least)
+            return check(made), names
+
+        def measure(found: plan.Residuals) -> plan.Footprint:
+            ready.clear()
+            ready[id(found)] = made = lowered(found)
+            return plan.footprint(made[0], plan.Costs(made[0], hardware, compiled), made[1])
+
+        decided = plan.decide(program, body, plan.Costs(program, hardware, compiled), measure, self.settings.budget)
+        return decided, *(ready.get(id(decided.residuals)) or lowered(decided.residuals))
+
+    def _bound(
+        self, captured: Captured, program: Program, code: Callable[..., Any], groups: list[optimizers.Bound], results: int
+    ) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
+        """The guarded call: it reads the model's and the optimiser's state and runs the code."""
+        step, optimizer, device, half = self, self.optimizer, captured.device, self.settings.precision == "fp16"
+
+        def run(*inputs: Any) -> Any:
+            more = [step.counter("loss_scale", device)] if half else []
+            for g in groups:
+                hyper = g.hyper(optimizer)  # before its state is made: a first step is one without
+                more += [*g.state(optimizer), *hyper]  # type: ignore[list-item]
+            more.append(step.counter("skipped", device))
+            more += [step.counter("good_steps", device)] if half else []
+            with torch.no_grad():
+                outs = code(*inputs, *more)
+            step.grad_norm = outs[results]
+            optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask whether a step came before theirs
+            return outs[:results]
+
+        shell = Block(program.inputs[: len(captured.program.inputs)], (), captured.program.results)
+        return bind(replace(captured, program=Program({"main": shell})), run)[0]
+
+    # -- what one may ask ----------------------------------------------------------------------------------------
+
+    def counter(self, name: str, device: torch.device) -> torch.Tensor:
+        """A number the step keeps on its device."""
+        if name not in self._counters:
+            first = {"loss_scale": torch.tensor(SCALE), "good_steps": torch.tensor(0, dtype=torch.int32)}
+            self._counters[name] = first.get(name, torch.tensor(0)).to(device)
+        return self._counters[name]
+
+    @property
+    def skipped(self) -> int:
+        """How many steps were skipped because their gradients were not finite."""
+        return int(self._counters["skipped"]) if "skipped" in self._counters else 0
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """What the step keeps besides the model and the optimiser: counters, and the loss scale of fp16."""
+        return {k: v.clone() for k, v in self._counters.items()}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        """Continue from what `state_dict` gave."""
+        device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
+        self._counters = {k: v.to(device).clone() for k, v in state.items()}
+
+    @property
+    def plan(self) -> Plan:
+        """What was decided for the last batch."""
+        return self._entry().plan
+
+    @property
+    def program(self) -> Program:
+        """The program of the last batch."""
+        return self._entry().program
+
+    @property
+    def source(self) -> str:
+        """The Python that runs for the last batch."""
+        return self._entry().source
+
+    def _entry(self) -> Entry:
+        if not self.entries:
+            raise TrainError("the step has not seen a batch yet\n  try       step.prepare(**batch)")
+        return self.entries[0]
+
+    def explain(self) -> str:
+        """What runs, and why."""
+        entry = self._entry()
+        s, device = self.settings, next((p.device for p in self.model.parameters()), torch.device("cpu"))
+        lines = [f"precision        {s.precision}, {s.accumulate} part(s) a step, clip_norm {s.clip_norm}", str(entry.plan)]
+        if device.type == "cuda":
+            lines.append(f"measured peak    {shown(torch.cuda.max_memory_allocated(device))}")
+        foreign = sorted({e.params["target"] for b in entry.program.blocks.values() for e in b.eqns if e.op.name.startswith("opaque")})
+        lines += [f"as torch has it  {', '.join(foreign)}"] if foreign else []
+        return "\n".join([*lines, "", str(entry.program)])
+
+
+class Batch:
+    """The arguments of a call, and the first of the parts they are split into."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], parts: int) -> None:
+        self.args, self.kwargs, self.parts = args, kwargs, parts
+        self.leaves: list[torch.Tensor] = []
+        self.tree = flatten((args, kwargs), self.leaves)
+        self.rows = next((x.shape[0] for x in self.leaves if x.ndim), None)
+        if parts > 1 and (self.rows is None or self.rows % parts):
+            raise TrainError(
+                f"accumulate={parts} splits the first dim of the batch, which is {self.rows}\n  try       a batch whose size is a multiple of {parts}"
+            )
+
+    def is_split(self, x: torch.Tensor) -> bool:
+        return self.parts > 1 and x.ndim > 0 and x.shape[0] == self.rows
+
+    def part(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments for one part."""
+        if self.parts == 1:
+            return self.args, self.kwargs
+        assert self.rows is not None
+        made = {id(x): x[: self.rows // self.parts] if self.is_split(x) else x for x in self.leaves}
+        return self.tree.unflatten(iter([made[id(x)] for x in self.leaves]))
+
+    def split(self, positions: tuple[int, ...]) -> list[int]:
+        """Which inputs of the program are split."""
+        return sorted({at for x, at in zip(self.leaves, positions, strict=True) if self.is_split(x)})
+
+
+def _with_scale(program: Program) -> tuple[Program, int]:
+    """The program with an input for the loss scale, and its position."""
+    main = program.main
+    b = Builder()
+    b.inputs = list(main.inputs)
+    b.reserve(v.name for v in (*main.inputs, *(v for e in main.eqns for v in e.outputs)))
+    b.input("loss_scale", Type(torch.float32, ()))
+    block = replace(main, inputs=tuple(b.inputs))
+    return replace(program, blocks={**program.blocks, program.entry: block}), len(main.inputs)
+
+
+def _scaled(program: Program, scale: int | None) -> Program:
+    """The program with its loss times the scale behind its results."""
+    if scale is None:
+        return program
+    main, n = program.main, len(program.results)
+    b = Builder()
+    b.reserve(v.name for v in (*main.inputs, *(v for e in main.eqns for v in e.outputs)))
+    with b:
+        loss = o.mul(main.outputs[0], main.inputs[scale])
+    block = Block(main.inputs, (*main.eqns, *b.eqns), (*main.outputs[:n], loss, *main.outputs[n:]))
+    return replace(program, blocks={**program.blocks, program.entry: block})

@@ -1,0 +1,174 @@
+"""A batch in parts: the same loss and gradients, with the activations of one part at a time.
+
+shares        loss(part) becomes the part's share in the loss of the whole batch, so that shares sum up:
+                  a / b   =>  a / count        where b (how many tokens count, say) depends on no parameter: `count` is its sum over all parts
+                  x       =>  x / parts        otherwise: every part weighs the same
+              A mean cross entropy is a sum over a count.  Sums of such terms, and multiples of them, are taken term by term.
+microbatch    a program of one part => a scan over the parts that sums up loss and gradients, hands buffers from part to part and gives each
+              part random numbers of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from mycel.ir import OPS, Atom, Block, Builder, Eqn, Params, Program, Ref, Type, Var, prune, scan
+from mycel.ops import o
+from mycel.ops.loss import chosen
+from mycel.ops.stack import zeros
+from mycel.transform.dce import dce
+from mycel.transform.vjp import Vjp, active_vars
+
+BODY = "part"
+
+
+@dataclass(frozen=True)
+class Term:
+    """scale * value, or scale * value / count"""
+
+    value: Atom
+    count: Var | None
+    scale: float
+
+
+def shares(program: Program, active: Sequence[int], parts: int) -> tuple[Program, Program]:
+    """The program whose first result is the part's share, with an input for each count at the end; and the program of the counts alone."""
+    program = replace(program, blocks={**program.blocks, program.entry: _means_apart(program.main)})
+    main = program.main
+    moving = active_vars(Vjp(program), main, [i in active for i in range(len(main.inputs))])
+    made = {v: e for e in main.eqns for v in e.outputs}
+    terms = _terms(main.outputs[0], made, moving, 1.0)
+    counts = list(dict.fromkeys(t.count for t in terms if t.count is not None))
+    b = _after(main)
+    given = {c: b.input(f"count_{i}" if i else "count", c.type) for i, c in enumerate(counts)}
+    with b:
+        total: Atom = None
+        for t in terms:
+            value = t.value if t.scale == 1.0 else o.mul(t.value, t.scale)
+            share = o.div(value, parts if t.count is None else given[t.count])
+            total = share if total is None else o.add(total, share)
+    block = Block(tuple(b.inputs), tuple(b.eqns), (total, *main.outputs[1:]))
+    counting = Block(main.inputs, main.eqns, tuple(counts))
+    return (
+        replace(program, blocks={**program.blocks, program.entry: block}),
+        dce(replace(program, blocks={**program.blocks, program.entry: counting}, updates=())),
+    )
+
+
+def _terms(x: Atom, made: dict[Var, Eqn], moving: set[Var], scale: float) -> list[Term]:
+    """A loss as a sum of terms."""
+    eqn = made.get(x) if isinstance(x, Var) else None
+    if eqn is None:
+        return [Term(x, None, scale)]
+    a, b = (*eqn.inputs, None)[:2] if eqn.inputs else (None, None)
+    if eqn.op.name == "add" and _are_scalars(a, b):
+        return _terms(a, made, moving, scale) + _terms(b, made, moving, scale)
+    if eqn.op.name == "sub" and _are_scalars(a, b):
+        return _terms(a, made, moving, scale) + _terms(b, made, moving, -scale)
+    if eqn.op.name in ("mul", "div") and isinstance(b, (int, float)):
+        return _terms(a, made, moving, scale * b if eqn.op.name == "mul" else scale / b)
+    if eqn.op.name == "mul" and isinstance(a, (int, float)):
+        return _terms(b, made, moving, scale * a)
+    if eqn.op.name == "div" and isinstance(b, Var) and b not in moving and b.shape == ():
+        return [Term(a, b, scale)]
+    return [Term(x, None, scale)]
+
+
+def _are_scalars(*xs: Atom) -> bool:
+    return all(isinstance(x, Var) and x.shape == () for x in xs)
+
+
+def _means_apart(block: Block) -> Block:
+    """Mean cross entropies over targets that may be ignored, as a sum over a count."""
+    b = Builder()
+    b.inputs = list(block.inputs)
+    b.reserve(v.name for v in (*block.inputs, *(v for e in block.eqns for v in e.outputs)))
+    for eqn in block.eqns:
+        x, target, weight = eqn.inputs if eqn.op.name in ("cross_entropy", "nll_loss") else (None, None, None)
+        if not isinstance(x, Var) or not isinstance(target, Var) or eqn.params.get("reduction", "mean") != "mean" or target.dtype.is_floating_point:
+            b.eqns.append(eqn)
+            continue
+        b.source = eqn.source
+        with b:
+            found = eqn.op(*eqn.inputs, **{**eqn.params, "reduction": "sum"})
+            rows = chosen(x, target, weight, eqn.params.get("ignore_index", -100))[1]
+            count = o.sum(rows, dims=tuple(range(rows.ndim)))
+        total = found[0] if isinstance(found, tuple) else found
+        old = b.eqns[next(i for i, e in enumerate(b.eqns) if total in e.outputs)]
+        b.eqns[b.eqns.index(old)] = replace(old, outputs=(total, *eqn.outputs[1:]))
+        b.eqns.append(Eqn(OPS["div"], (total, count), Params(), eqn.outputs[:1], eqn.source))
+    return Block(block.inputs, tuple(b.eqns), block.outputs)
+
+
+def microbatch(program: Program, counting: Program, parts: int, split: Sequence[int], key: int | None = None) -> Program:
+    """A program of one part, whose results are summed => the program of the whole batch, whose inputs `split` are cut along their first dim.
+
+    The last inputs of the program are the counts that `counting` gives for a part.  `key`: the input that random numbers are drawn from."""
+    main, n = program.main, len(counting.results)
+    whole = Builder()
+    given = main.inputs[: len(main.inputs) - n]
+    rows = {v: Type(v.dtype, (parts * v.shape[0], *v.shape[1:])) for i, v in enumerate(given) if i in split}
+    outer = {v: whole.input(v.name, rows.get(v, v.type)) for v in given}
+    blocks = {**counting.blocks, **program.blocks}
+    with whole:
+        pieces = {v: o.reshape(outer[v], shape=(parts, *v.shape)) for v in rows}
+        counts: list[Var] = []
+        if n:
+            counts = _summed(whole, blocks, "count_part", counting.main, counting.results, pieces, outer, {})
+        outer.update(zip(main.inputs[len(given) :], counts, strict=True))
+        state = {v: main.outputs[len(program.results) + program.updates.index(v.name)] for v in given if v.name in program.updates}
+        again = None if key is None else main.inputs[key]
+        found = _summed(whole, blocks, BODY, main, program.results, pieces, outer, state, again)
+        sums = [x if x.dtype == r.dtype else o.cast(x, dtype=r.dtype) for x, r in zip(found, program.results, strict=False)]  # type: ignore[union-attr]
+    by_name = dict(zip((v.name for v in state), found[len(sums) :], strict=False))
+    blocks[program.entry] = whole.block((*sums, *(by_name[name] for name in program.updates)))
+    return prune(replace(program, blocks=blocks, consts={**counting.consts, **program.consts}))
+
+
+def _summed(
+    whole: Builder, blocks: dict[str, Block], name: str, part: Block, results: Sequence[Atom], pieces: dict[Var, Var], outer: dict[Var, Var],
+    state: dict[Var, Atom], key: Var | None = None,
+) -> list[Var]:  # fmt: skip
+    """A scan of a block over pieces of its inputs: the sums of its results, then the last values of its state."""
+    held = [v for v in part.inputs if v not in pieces and v not in state and v != key]
+    b = Builder()
+    b.reserve(v.name for v in (*part.inputs, *(v for e in part.eqns for v in e.outputs)))
+    totals = [Var(b.name(f"sum_{x.name}"), _wide(x.type)) for x in results if isinstance(x, Var)]
+    last = {x: i for i, e in enumerate(part.eqns) for x in e.outputs}
+    adds: dict[int, list[int]] = {}
+    for i, x in enumerate(results):
+        adds.setdefault(last.get(x, len(part.eqns) - 1), []).append(i)  # type: ignore[arg-type]
+    sums: dict[int, Var] = {}
+    with b:
+        for i, eqn in enumerate(part.eqns):
+            b.eqns.append(eqn)
+            for k in adds.get(i, ()):  # right after what is added was made, which is then freed
+                x = results[k]
+                b.source = eqn.source
+                sums[k] = o.add(totals[k], x if x.dtype == totals[k].dtype else o.cast(x, dtype=totals[k].dtype))  # type: ignore[union-attr]
+        folded = [] if key is None else [o.fold_in(key, data=0)]
+    carry = [*totals, *state, *([] if key is None else [key])]
+    blocks[name] = Block((*held, *carry, *pieces), tuple(b.eqns), (*(sums[i] for i in range(len(results))), *state.values(), *folded))
+    first = [zeros(t.type) for t in totals] + [outer[v] for v in (*state, *([] if key is None else [key]))]
+    inputs = (*(outer[v] for v in held), *first, *pieces.values())
+    parts = next(iter(pieces.values())).shape[0]
+    params = {"body": Ref(name), "length": parts, "consts": len(held), "carry": len(carry)}
+    found = whole.append(scan, inputs, params, [v.type for v in carry])
+    return list(found) if isinstance(found, tuple) else [found]
+
+
+def _wide(t: Type) -> Type:
+    """Sums of 16-bit values are kept in 32."""
+    return Type(torch.float32, t.shape) if t.dtype in (torch.float16, torch.bfloat16) else t
+
+
+def _after(block: Block) -> Builder:
+    """A builder that goes on where a block ends."""
+    b = Builder()
+    b.inputs = list(block.inputs)
+    b.reserve(v.name for v in (*block.inputs, *(v for e in block.eqns for v in e.outputs)))
+    b.eqns = list(block.eqns)
+    return b

@@ -1,0 +1,101 @@
+"""A program that returns gradients -> a program that takes the step: clip, skip what is not finite, update parameters and optimiser state.
+
+    loss, d_w = …                                        loss, d_w = …
+    return loss, d_w                                     norm  = global_norm(d_w)
+                                                  =>     skip  = 1 - isfinite(norm)
+                                                         w', m', v', t' = adam(w, m, v, t, d_w, lr, …, scale, skip, count=1)
+                                                         return loss, norm, updates: w', m', v', t', skipped + skip
+
+Gradients are divided by `scale`: the loss scale of half precision times what clipping takes away.  A skipped step changes no state at all:
+updates of buffers are undone as well.  New inputs stand behind the old ones: for each group its state and hyper-parameters, then `skipped`,
+then (with a loss scale) `good_steps`; the loss scale itself is an input already, since the loss was multiplied by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from mycel.ir import OPS, Block, Builder, Program, Type, Var
+from mycel.ops import o
+
+GROWTH, BACKOFF, INTERVAL = 2.0, 0.5, 2000  # torch.amp.GradScaler's
+CLIP_EPS = 1e-6  # torch.nn.utils.clip_grad_norm_'s
+
+SCALAR = Type(torch.float64, ())
+
+
+@dataclass(frozen=True)
+class Group:
+    """Parameters that are updated together: `params` are inputs by position, `slots` their state, `hyper` the scalar operands by name."""
+
+    kind: str
+    params: tuple[int, ...]
+    slots: tuple[str, ...]
+    hyper: tuple[str, ...]
+    flags: tuple[tuple[str, Any], ...] = ()
+
+    def slot_type(self, slot: str, param: Type) -> Type:
+        """Step counts are scalars, all other state lies as the parameter does."""
+        return Type(torch.float32, ()) if slot == "step" else param
+
+
+def optimise(program: Program, groups: Sequence[Group], results: int, clip_norm: float | None = None, loss_scale: int | None = None) -> Program:
+    """Gradients in results[results:], in the order of the groups' parameters => updates of these.  `loss_scale`: the input that is one."""
+    main = program.main
+    n = len(program.results)
+    grads = main.outputs[results:n]
+    b = Builder()
+    b.inputs = list(main.inputs)
+    b.reserve(v.name for v in (*main.inputs, *(v for e in main.eqns for v in e.outputs)))
+    b.eqns = list(main.eqns)
+    given = [_state(b, group, main) for group in groups]
+    skipped = b.input("skipped", Type(torch.int64, ()))
+    updates: dict[str, Any] = {}
+    with b:
+        norm = o.cast(o.global_norm(*grads), dtype=torch.float32)
+        scale = None
+        if loss_scale is not None:
+            scale = main.inputs[loss_scale]
+            norm = o.div(norm, scale)
+        if clip_norm is not None:
+            more = o.clamp(o.div(o.add(norm, CLIP_EPS), clip_norm), 1.0, None)
+            scale = more if scale is None else o.mul(scale, more)
+        finite = o.isfinite(norm)
+        skip = o.sub(1.0, o.cast(finite, dtype=torch.float32))
+        for name, new in zip(program.updates, main.outputs[n:], strict=True):
+            updates[name] = o.where(finite, new, next(v for v in main.inputs if v.name == name))
+        at = 0
+        for group, (state, hyper) in zip(groups, given, strict=True):
+            count = len(group.params)
+            over = [*(main.inputs[i] for i in group.params), *(v for column in state for v in column)]
+            flags = {"count": count, **dict(group.flags)}
+            made = OPS[group.kind](*over, *grads[at : at + count], *hyper, scale, skip, **flags)
+            updates.update((v.name, new) for v, new in zip(over, made if isinstance(made, tuple) else (made,), strict=True))
+            at += count
+        updates[skipped.name] = o.add(skipped, o.cast(skip, dtype=torch.int64))
+        if loss_scale is not None:
+            _scale_updates(b, updates, main.inputs[loss_scale], finite)
+    block = Block(tuple(b.inputs), tuple(b.eqns), (*main.outputs[:results], norm, *updates.values()))
+    return replace(program, blocks={**program.blocks, program.entry: block}, updates=tuple(updates))
+
+
+def _state(b: Builder, group: Group, main: Block) -> tuple[list[list[Var]], list[Var]]:
+    """Inputs for a group's state, slot by slot, and for its hyper-parameters."""
+    params = [main.inputs[i] for i in group.params]
+    state = [[b.input(f"{p.name}.{slot}", group.slot_type(slot, p.type)) for p in params] for slot in group.slots]
+    return state, [b.input(name, SCALAR) for name in group.hyper]
+
+
+def _scale_updates(b: Builder, updates: dict[str, Any], scale: Var, finite: Var) -> None:
+    """Half the scale after a step that was skipped; twice after INTERVAL good ones."""
+    good = b.input("good_steps", Type(torch.int32, ()))
+    count = o.add(good, 1)
+    grown = o.eq(count, INTERVAL)
+    up = o.where(grown, o.mul(scale, GROWTH), scale)
+    up = o.where(o.isfinite(up), up, scale)
+    updates[scale.name] = o.where(finite, up, o.mul(scale, BACKOFF))
+    updates[good.name] = o.where(o.logical_and(finite, o.logical_not(grown)), count, o.sub(good, good))

@@ -1,0 +1,100 @@
+"""Equations between calls become blocks of their own, so that every stretch of straight-line computation can be compiled as one.
+
+    def main(x, w):                              def main_1(x):
+      a = mul(x, 2.0)                              a = mul(x, 2.0)
+      b = exp(a)                          =>       b = exp(a)
+      y = call(b, w, block=@layer)                 return b
+      return y                                   def main(x, w):
+                                                   b = call(x, block=@main_1)
+                                                   y = call(b, w, block=@layer)
+                                                   return y
+
+A *unit* is what a compiler gets at once: a block without branches, loops and effects, of at most `SIZE` equations with those of the blocks it calls.
+Blocks that are too large, or hold what cannot be compiled, are cut up; their calls of units stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from mycel.ir import Block, Builder, Eqn, Program, Ref, Var, call, cond, custom, loop, order, prune, scan
+
+SIZE = 800  # equations of a unit
+
+
+def units(program: Program) -> set[str]:
+    """Blocks a compiler can take whole."""
+    size: dict[str, float] = {}
+    for name in order(program):
+        size[name] = sum(_size(eqn, size) for eqn in program.blocks[name].eqns)
+    return {name for name, n in size.items() if n <= SIZE and name != program.entry}
+
+
+def _size(eqn: Eqn, sizes: dict[str, float]) -> float:
+    """How much an equation counts; infinite if it cannot be compiled."""
+    if eqn.op is call:
+        return sizes[eqn.params["block"]]
+    if eqn.op is custom:
+        return sizes[eqn.params["forward"]]
+    if eqn.op in (cond, loop, scan) or eqn.op.effect or eqn.op.inplace is not None or eqn.op.compiles is not True or eqn.op.name.startswith("stack_"):
+        return float("inf")
+    return 1
+
+
+def outline(program: Program, is_worth: Callable[[Sequence[Eqn]], bool]) -> tuple[Program, set[str]]:
+    """The program with those stretches of plain equations that are worth a compiler's seconds as blocks; and the names of the blocks to compile."""
+    whole = units(program)
+    blocks = dict(program.blocks)
+    made: set[str] = set()
+    for name in order(program):
+        if name not in whole:
+            blocks[name] = _cut(blocks, name, is_worth, made)
+    program = prune(replace(program, blocks=blocks))
+    outer = [n for n in order(program) if n not in whole and n not in made]
+    called = {str(ref) for n in outer for e in program.blocks[n].eqns if e.op is call for ref in e.refs}
+    return program, made | (called & whole)
+
+
+def _cut(blocks: dict[str, Block], name: str, is_worth: Callable[[Sequence[Eqn]], bool], made: set[str]) -> Block:
+    """A block with its stretches replaced by calls; the new blocks are entered."""
+    block = blocks[name]
+    stretches = _stretches(block)
+    later: set[Var] = {v for v in block.outputs if isinstance(v, Var)}
+    eqns: list[Eqn] = []
+    for run in reversed(stretches):  # from the end, so that what is used later is known
+        if len(run) > 1 and is_worth(run):
+            run = [_outlined(blocks, name, run, later, made)]
+        for eqn in reversed(run):
+            later.update(eqn.vars)
+            eqns.append(eqn)
+    return Block(block.inputs, tuple(reversed(eqns)), block.outputs)
+
+
+def _stretches(block: Block) -> list[list[Eqn]]:
+    """Runs of plain equations, and between them all others one by one."""
+    runs: list[list[Eqn]] = []
+    open_ = False
+    for eqn in block.eqns:
+        plain = eqn.op not in (call, custom) and _size(eqn, {}) == 1
+        if plain and open_:
+            runs[-1].append(eqn)
+        else:
+            runs.append([eqn])
+        open_ = plain
+    return runs
+
+
+def _outlined(blocks: dict[str, Block], name: str, run: Sequence[Eqn], later: set[Var], made: set[str]) -> Eqn:
+    """A call of a new block that holds the run."""
+    inner = {v for e in run for v in e.outputs}
+    inputs = tuple(dict.fromkeys(v for e in run for v in e.vars if v not in inner))
+    outputs = tuple(v for e in run for v in e.outputs if v in later)
+    i = 1
+    while (new := f"{name}_{i}") in blocks:
+        i += 1
+    blocks[new] = Block(inputs, tuple(run), outputs)
+    made.add(new)
+    b = Builder()
+    b.append(call, inputs, {"block": Ref(new)}, [v.type for v in outputs])
+    return replace(b.eqns[0], outputs=outputs, source=run[0].source)

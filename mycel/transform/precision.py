@@ -1,0 +1,142 @@
+"""A program in fp32 -> the same in 16 bits, where that is safe: products and attention in 16 bits, sums, exponentials and losses in 32.
+
+    y: f32[8,16] = linear(x, w)                =>      x16: bf16[8,4] = cast(x);   w16: bf16[16,4] = cast(w);   y: bf16[8,16] = linear(x16, w16)
+    s: f32[8]    = sum(y, dims=(1,))           =>      s: f32[8] = sum(cast(y, dtype=f32), dims=(1,))
+
+    low     products, attention, look-ups in tables: operands in 16 bits, and so the result
+    high    reductions, exponentials, logarithms, powers, losses: operands in 32 bits
+    others  as wide as their widest operand; weights and buffers do not count for that: they follow the activations
+
+Weights stay what they are and are cast where they are used; so their gradients come out in 32 bits.  Blocks are made anew for the types they are
+called with; what branches and loops hand over keeps its type.  The first result, the loss, keeps its type too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from mycel.ir import CONTROL, Atom, Block, Builder, Eqn, Params, Program, Ref, Type, Var, call, lookup, prune
+from mycel.ops import o
+
+LOW = frozenset({
+    "linear", "matmul", "einsum", "conv", "conv_transpose", "attention", "sdpa", "embedding", "linear_cross_entropy", "prelu",
+})  # fmt: skip
+HIGH = frozenset({
+    "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "pow", "rsqrt", "reciprocal", "square", "sqrt", "sum", "mean", "prod", "var", "std",
+    "norm", "cumsum", "cumprod", "logcumsumexp", "logsumexp", "softmax", "log_softmax", "cross_entropy", "nll_loss", "binary_cross_entropy",
+    "logaddexp", "logaddexp2", "sinh", "cosh", "tan", "acos", "asin", "erfinv", "lgamma", "digamma", "polygamma", "softplus", "logsigmoid", "hypot",
+    "xlogy", "opaque", "batch_norm", "group_norm",
+})  # fmt: skip
+KEPT = frozenset({"cast", "const", "full", "iota", "stop_gradient"})  # say their dtype themselves, or have their operand's
+
+
+def precision(program: Program, dtype: torch.dtype, state: Sequence[int]) -> Program:
+    """The program with its computation in `dtype`; inputs `state` (by position) are weights and buffers."""
+    change = _Change(program, dtype)
+    main = program.main
+    blocks = change.blocks
+    blocks[program.entry] = change.block(main, [v.type for v in main.inputs], [i in state for i in range(len(main.inputs))], None)
+    for k, x in enumerate(program.main.outputs):
+        blocks[program.entry] = _typed_output(blocks[program.entry], k, x)
+    return prune(replace(program, blocks=blocks))
+
+
+def _typed_output(block: Block, at: int, old: Atom) -> Block:
+    """The block with an output cast to the type it had."""
+    new = block.outputs[at]
+    if not isinstance(old, Var) or not isinstance(new, Var) or new.dtype == old.dtype:
+        return block
+    b = Builder()
+    b.inputs, b.eqns = list(block.inputs), list(block.eqns)
+    b.reserve(v.name for v in (*b.inputs, *(v for e in b.eqns for v in e.outputs)))
+    with b:
+        out = o.cast(new, dtype=old.dtype)
+    return Block(block.inputs, tuple(b.eqns), (*block.outputs[:at], out, *block.outputs[at + 1 :]))
+
+
+@dataclass
+class _Change:
+    program: Program
+    dtype: torch.dtype
+    blocks: dict[str, Block] = field(default_factory=dict)
+    made: dict[object, str] = field(default_factory=dict)
+
+    def named(self, name: str, types: list[Type], state: list[bool], outs: tuple[Type, ...] | None) -> str:
+        """A block for these types of inputs, and of outputs if they are fixed."""
+        key = (name, tuple(types), tuple(state), outs)
+        if key not in self.made:
+            block = self.block(self.program.blocks[name], types, state, outs)
+            new, i = name, 1
+            while new in self.blocks or new == self.program.entry:
+                i += 1
+                new = f"{name}_{i}"
+            self.blocks[new] = block
+            self.made[key] = new
+        return self.made[key]
+
+    def block(self, old: Block, types: list[Type], state: list[bool], outs: tuple[Type, ...] | None) -> Block:
+        b = Builder()
+        b.reserve(v.name for v in (*old.inputs, *(v for e in old.eqns for v in e.outputs)))
+        inputs = [Var(v.name, t) for v, t in zip(old.inputs, types, strict=True)]
+        values: dict[Var, Atom] = dict(zip(old.inputs, inputs, strict=True))
+        weights = {v for v, s in zip(inputs, state, strict=True) if s and v.dtype == torch.float32}
+        with b:
+            for eqn in old.eqns:
+                b.source = eqn.source
+                args = [lookup(x, values) for x in eqn.inputs]
+                new = self.control(b, eqn, args, weights) if eqn.op in CONTROL else self.equation(b, eqn, args, weights)
+                renamed = tuple(replace(v, name=w.name) for v, w in zip(new, eqn.outputs, strict=True))
+                b.eqns[-1] = replace(b.eqns[-1], outputs=renamed)
+                values.update(zip(eqn.outputs, renamed, strict=True))
+                if eqn.op.write is not None and eqn.inputs and args[0] in weights:
+                    weights.update(renamed)  # a view of a weight is a weight
+            results = [lookup(x, values) for x in old.outputs]
+            if outs is not None:
+                results = [o.cast(x, dtype=t.dtype) if isinstance(x, Var) and x.dtype != t.dtype else x for x, t in zip(results, outs, strict=True)]
+        return Block(tuple(inputs), tuple(b.eqns), tuple(results))
+
+    def equation(self, b: Builder, eqn: Eqn, args: list[Atom], weights: set[Var]) -> tuple[Var, ...]:
+        """One equation, its operands cast as its kind wants them."""
+        name = eqn.op.name
+        floats = [x for x in args if isinstance(x, Var) and x.dtype in (torch.float32, self.dtype)]
+        if name in KEPT or not floats:
+            target = None
+        elif name in LOW:
+            target = self.dtype
+        elif name in HIGH:
+            target = torch.float32
+        else:
+            moving = [x for x in floats if x not in weights and x.ndim]
+            target = torch.float32 if any(x.dtype == torch.float32 for x in moving) or not moving else self.dtype
+        if target is not None:
+            args = [o.cast(x, dtype=target) if isinstance(x, Var) and x in floats and x.dtype != target else x for x in args]
+        made = (
+            eqn.op(*args, **eqn.params) if args or eqn.op.name != "const" else b.append(eqn.op, (), dict(eqn.params), [v.type for v in eqn.outputs])
+        )
+        return made if isinstance(made, tuple) else (made,)
+
+    def control(self, b: Builder, eqn: Eqn, args: list[Atom], weights: set[Var]) -> tuple[Var, ...]:
+        """A call takes what it is given; branches, loops and custom gradients get and give the types they had."""
+        if eqn.op is call:
+            old = self.program.blocks[eqn.params["block"]]
+            types = [x.type if isinstance(x, Var) else v.type for x, v in zip(args, old.inputs, strict=True)]
+            name = self.named(eqn.params["block"], types, [x in weights for x in args], None)
+            outs = [x.type if isinstance(x, Var) else v.type for x, v in zip(self.blocks[name].outputs, eqn.outputs, strict=True)]
+            made = b.append(call, tuple(args), {"block": Ref(name)}, outs)
+            return made if isinstance(made, tuple) else (made,)
+        typed = [
+            o.cast(x, dtype=w.dtype) if isinstance(x, Var) and isinstance(w, Var) and x.dtype != w.dtype else x
+            for x, w in zip(args, eqn.inputs, strict=True)
+        ]
+        params = dict(eqn.params)
+        for key, ref in eqn.params.items():
+            if isinstance(ref, Ref):
+                block = self.program.blocks[ref]
+                types = [v.type for v in block.inputs]
+                fixed = tuple(x.type if isinstance(x, Var) else Type(torch.float32, ()) for x in block.outputs)
+                params[key] = Ref(self.named(ref, types, [False] * len(types), fixed))
+        b.eqns.append(Eqn(eqn.op, tuple(typed), Params(params), eqn.outputs, eqn.source))
+        return eqn.outputs
