@@ -1,4 +1,7 @@
-"""Who may look into whom: `errors < ir < ops < {capture | transform} < api` and `ops < run < api`; read from the imports themselves."""
+"""Who may look into whom, read from the imports themselves.
+
+errors < ir < ops < {capture | transform | plan} < lower < step < train < cli,   ops < run < {api | step},   capture, transform < api < derivatives
+"""
 
 from __future__ import annotations
 
@@ -11,14 +14,23 @@ ROOT = Path(__file__).parent.parent / "mycel"
 
 MAY_IMPORT = {
     "errors": set(),
+    "sizes": {"errors"},
     "ir": {"errors"},
     "ops": {"errors", "ir"},
     "capture": {"errors", "ir", "ops"},
     "transform": {"errors", "ir", "ops"},
+    "plan": {"errors", "ir", "ops", "sizes"},
+    "lower": {"errors", "ir", "ops", "plan"},
     "run": {"errors", "ir", "ops"},
     "api": {"errors", "ir", "ops", "capture", "transform", "run"},
     "derivatives": {"errors", "ir", "ops", "capture", "transform", "run", "api"},
-    "__init__": {"errors", "ir", "api", "derivatives"},
+    "objective": {"errors"},
+    "optimizers": {"errors", "ir", "ops", "transform"},
+    "step": {"errors", "sizes", "ir", "ops", "capture", "transform", "plan", "lower", "run", "objective", "optimizers"},
+    "train": {"errors", "sizes", "ir", "ops", "run", "api", "derivatives", "step"},
+    "cli": {"errors", "train"},
+    "__main__": {"cli"},
+    "__init__": {"errors", "ir", "api", "derivatives", "step"},
 }
 
 

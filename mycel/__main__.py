@@ -1,0 +1,5 @@
+"""`python -m mycel` is `mycel`."""
+
+from mycel.cli import main
+
+main()

@@ -1,0 +1,139 @@
+"""The command line.  The configuration is read and checked first; only then is torch imported.
+
+mycel train [CONFIG.yaml] [a.b=c …]      exit code 0: done, 1: it failed, 2: wrong usage or configuration, 130: interrupted
+mycel config [CONFIG.yaml] [a.b=c …]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from difflib import get_close_matches
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+from mycel.errors import MycelError, TrainError
+from mycel.train.config import Config, dump, load
+
+FAILED, MISUSED = 1, 2
+
+app = typer.Typer(
+    name="mycel",
+    help="Mycel trains PyTorch models: ordinary single-device code in, the fastest correct program for your devices out.",
+    epilog="Start with `mycel train`: it needs no configuration and no download, and takes about three minutes.",
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Settings = Annotated[list[str] | None, typer.Argument(metavar="CONFIG.yaml|a.b=c", hidden=True)]
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"mycel {version('mycel')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _mycel(asked: Annotated[bool, typer.Option("--version", help="Print the version.", callback=_version, is_eager=True)] = False) -> None:
+    pass
+
+
+@app.command()
+def train(
+    settings: Settings = None,
+    resume: Annotated[str | None, typer.Option("--resume", metavar="RUN", help="Continue this run, from its last checkpoint.")] = None,
+    run: Annotated[str | None, typer.Option("--run", metavar="FOLDER", help="Write results here (the same as run=FOLDER).")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would run, and stop.")] = False,
+) -> None:
+    """Train a model, as CONFIG.yaml and the settings a.b=c over it say.
+
+    With neither, a small Llama learns from the sources of Python's own standard library. `mycel config` prints every setting.
+
+    \b
+    Examples:
+      mycel train
+      mycel train my.yaml optimizer.lr=1e-3 train.steps=2000
+      mycel train model.path=llama data.train='books/*.txt'
+      mycel train --resume runs/my-20260102-130405
+    """
+    try:
+        file, overrides = _split(settings or [])
+        old, folder = _folder("--resume", resume), _folder("--run", run)
+        if old:
+            file = _run_config(old, file, folder)
+        config = load(file, overrides)
+    except TrainError as e:
+        _fail(e, MISUSED)
+    if old or folder:
+        config = config.model_copy(update={"run": old or folder})
+    raise typer.Exit(_train(config, old, dry_run, file))
+
+
+@app.command(name="config")
+def show_config(settings: Settings = None) -> None:
+    """Print the whole configuration, and what each setting means.
+
+    It is checked as `mycel train` would, and can be used as a file to start from: mycel config > my.yaml
+    """
+    try:
+        config = load(*_split(settings or []))
+    except TrainError as e:
+        _fail(e, MISUSED)
+    typer.echo(dump(config, comments=True), nl=False)
+
+
+def _train(config: Config, resume: Path | None, dry_run: bool, file: Path | None) -> int:
+    """Run the loop: its exit code, or that of its error."""
+    from mycel.train.loop import train as run_loop
+
+    try:
+        return int(run_loop(config, resume=resume, dry_run=dry_run, started_from=file))
+    except MycelError as e:
+        _fail(e, FAILED)
+
+
+def _split(arguments: Sequence[str]) -> tuple[Path | None, list[str]]:
+    """The file among the arguments, and the settings: those with `=` and no `/` before it."""
+    overrides = [each for each in arguments if "=" in each and "/" not in each.partition("=")[0]]
+    files = [each for each in arguments if each not in overrides]
+    if len(files) > 1:
+        raise TrainError(f"more than one configuration: {' and '.join(files)}\n  try       one file, and settings such as train.steps=500 over it")
+    return (Path(files[0]) if files else None), overrides
+
+
+def _folder(option: str, given: str | None) -> Path | None:
+    """The folder that an option names; the empty name (of an unset variable, say) is refused."""
+    if given == "":
+        raise TrainError(f"{option} is given an empty name\n  try       {option} runs/NAME")
+    return Path(given).expanduser() if given else None
+
+
+def _run_config(run: Path, file: Path | None, folder: Path | None) -> Path:
+    """The configuration a run was started with; another one beside it is refused."""
+    if file or folder:
+        other = f"--run {folder}" if folder else str(file)
+        raise TrainError(f"--resume {run} uses the run's own folder and configuration, not {other}\n  try       leave it out")
+    config = run / "config.yaml"
+    if config.is_file():
+        return config
+    there = [str(each.parent) for each in sorted(run.parent.glob("*/config.yaml"))]
+    hint = " or ".join(get_close_matches(str(run), there, n=3, cutoff=0.3)) or "the folder that the run printed when it started"
+    what = f"{run} is not a run: it has no config.yaml" if run.exists() else f"no run {run}"
+    raise TrainError(f"{what}\n  try       {hint}")
+
+
+def _fail(error: MycelError, code: int) -> NoReturn:
+    """One clean message on stderr."""
+    typer.echo(f"{typer.style('error:', fg='red', bold=True)} {error}", err=True)
+    raise typer.Exit(code) from None
+
+
+def main() -> None:
+    """The entry point `mycel`."""
+    app(prog_name="mycel")

@@ -1,0 +1,248 @@
+"""One YAML file says everything about a training run; this file says what it may say.
+
+    file.yaml  +  a.b=c arguments  ->  Config (frozen, checked)  ->  dump: YAML that loads back equal
+
+Each section is one class; its fields' defaults and descriptions are what `mycel config` prints.  With no model named, the embedded small
+one is used, with the settings that suit it beneath whatever else is given.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from mycel.train import forms
+from mycel.train.sections import Conflict, Section, checked, lines, override
+from mycel.train.written import Written, read_file
+
+
+class Lora(Section):
+    """small additions are trained; null: all parameters"""
+
+    rank: forms.Count = Field(default=8, description="inner size of the additions")
+    alpha: forms.Positive = Field(default=16.0, description="they are scaled by alpha / rank")
+    dropout: forms.Share = Field(default=0.0, description="on their input")
+    targets: forms.Names = Field(default=("q_proj", "v_proj"), description="linear layers: end of the name, or a regex")
+    merge: forms.Switch = Field(default=True, description="into the weights on export; false: adapter files")
+
+
+class Model(Section):
+    """what is trained"""
+
+    path: forms.Folder | None = Field(default=None, description="folder in Hugging Face form")
+    config: forms.Free | None = Field(default=None, description="or its config.json; both null: a small Llama")
+    weights: Literal["auto", "load", "scratch"] = Field(default="auto", description="auto: if the folder has them")
+    dtype: Literal["float32", "bfloat16", "float16"] = Field(default="float32", description="of parameters")
+    lora: Lora | None = Field(default=None, description="{rank: 8, …}: train small additions, not all")
+
+    def conflicts(self) -> Iterator[Conflict]:
+        if self.path and self.config is not None:
+            yield "model.path and model.config are both given: the model has two sources", "null for one of them"
+        if self.config is not None and not isinstance(self.config.get("model_type"), str):
+            yield "model.config has no model_type: it does not say which model it is", "model_type: llama"
+        if self.weights == "load" and not self.path:
+            yield "model.weights is load, but model.path is null: there is nothing to load", "model.path=FOLDER"
+
+
+class Fields(Section):
+    """names of the fields in JSONL"""
+
+    text: forms.Text = Field(default="text", description="a whole document")
+    prompt: forms.Text = Field(default="prompt", description="without loss")
+    response: forms.Text = Field(default="response", description="with loss")
+
+
+class Data(Section):
+    """what it learns from"""
+
+    train: forms.Sources = Field(default="stdlib", description="stdlib: Python's own sources; path, glob, or list")
+    validation: forms.Sources | None = Field(default=None, description="the same; null: a part of the training data")
+    split: forms.Part = Field(default=0.01, description="how large a part")
+    format: Literal["auto", "text", "jsonl", "tokens"] = Field(default="auto", description="auto: by suffix")
+    fields: Fields = Fields()
+    tokenizer: forms.Source | None = Field(default=None, description="folder, or bytes; null: the model folder's")
+    length: forms.Length = Field(default=256, description="tokens in a sequence")
+    pack: forms.Switch = Field(default=True, description="documents in a row; false: one each, padded")
+    cache: forms.Folder | None = Field(default=None, description="of tokens; null: in the user's cache folder")
+
+    def conflicts(self) -> Iterator[Conflict]:
+        if self.format in ("jsonl", "tokens") and self.uses_stdlib:
+            yield f"data.format is {self.format}, but data.train is stdlib, which is text", "data.format=auto"
+
+    @property
+    def uses_stdlib(self) -> bool:
+        """Whether Python's own sources are among the training or validation data."""
+        return any(each == "stdlib" or "stdlib" in (each if isinstance(each, tuple) else ()) for each in (self.train, self.validation))
+
+    @property
+    def cache_folder(self) -> Path:
+        """Where tokens are cached: as said, or `mycel/tokens` in the user's cache folder."""
+        xdg = Path(os.environ.get("XDG_CACHE_HOME", ""))
+        return self.cache or (xdg if xdg.is_absolute() else Path.home() / ".cache") / "mycel" / "tokens"
+
+
+class Optimizer(Section):
+    """how parameters move"""
+
+    name: Literal["adamw", "adam", "sgd"] = "adamw"
+    lr: forms.Positive = Field(default=3e-4, description="learning rate at its highest")
+    betas: forms.Betas = Field(default=(0.9, 0.95), description="of adamw and adam")
+    eps: forms.Amount = Field(default=1e-8, description="of adamw and adam")
+    momentum: forms.Share = Field(default=0.9, description="of sgd")
+    nesterov: forms.Switch = Field(default=False, description="of sgd")
+    weight_decay: forms.Amount = Field(default=0.1, description="on matrices, not on biases and norms")
+
+    def conflicts(self) -> Iterator[Conflict]:
+        if self.nesterov and self.name != "sgd":
+            yield f"optimizer.nesterov is true, but optimizer.name is {self.name}", "optimizer.name=sgd"
+        if self.nesterov and not self.momentum:
+            yield "optimizer.nesterov is true, but optimizer.momentum is 0", "optimizer.momentum=0.9"
+
+
+class Schedule(Section):
+    """how the learning rate changes"""
+
+    kind: Literal["cosine", "linear", "constant"] = "cosine"
+    warmup: forms.Warmup = Field(default=0.1, description="steps, or a fraction of them below 1")
+    min_lr: forms.Portion = Field(default=0.1, description="at the end, as a fraction of lr")
+
+
+class Train(Section):
+    """the steps"""
+
+    steps: forms.Count = Field(default=500, description="in all")
+    batch: forms.Count = Field(default=16, description="sequences in a micro-batch")
+    accumulate: forms.Count = Field(default=1, description="micro-batches in a step")
+    clip_norm: forms.Positive | None = Field(default=1.0, description="of the whole gradient; null: no clipping")
+    precision: Literal["fp32", "bf16", "fp16"] = Field(default="fp32", description="of the computation")
+    memory: forms.Size | None = Field(default=None, description="limit such as 20GiB; null: what there is")
+    compile: forms.Compile = Field(default="auto", description="auto, true or false")
+    seed: forms.Whole = Field(default=0, description="of weights, order of data, dropout")
+    device: forms.Device = Field(default="auto", description="auto, cpu, cuda or cuda:N")
+
+
+class Evaluate(Section):
+    """loss on the validation data"""
+
+    every: forms.Whole = Field(default=100, description="steps; 0: never")
+    batches: forms.Count = Field(default=20, description="of validation data")
+
+
+class Checkpoint(Section):
+    """states to resume from"""
+
+    every: forms.Whole = Field(default=200, description="steps; 0: only at the end")
+    keep: forms.Count = Field(default=2, description="the last ones; older ones are deleted")
+    best: forms.Switch = Field(default=True, description="and the one with the lowest validation loss")
+    asynchronous: forms.Switch = Field(default=True, description="written while training goes on")
+
+
+class Log(Section):
+    """what is recorded"""
+
+    every: forms.Count = Field(default=10, description="steps")
+    tensorboard: forms.Switch = Field(default=True, description="write event files")
+    curve: forms.Switch = Field(default=True, description="draw the loss curve at the end")
+
+
+class Sample(Section):
+    """text it writes at the end; null: none"""
+
+    prompt: forms.Text = Field(default="def ", description="what it continues")
+    tokens: forms.Count = Field(default=200, description="how many it writes")
+    temperature: forms.Amount = Field(default=0.8, description="0: always the likeliest token")
+
+
+EMBEDDED: dict[str, dict[str, Any]] = {
+    "model": {
+        "config": {
+            "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 258, "bos_token_id": 256, "eos_token_id": 257,
+            "hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 6, "num_key_value_heads": 2,
+            "max_position_embeddings": 1024, "tie_word_embeddings": True,
+        },
+    },
+    "data": {"tokenizer": "bytes", "length": 256},
+    "optimizer": {"lr": 2e-3},
+    "schedule": {"warmup": 0.1},
+    "train": {"steps": 400, "batch": 16},
+}  # fmt: skip
+
+
+class Config(Section):
+    """Everything about a training run."""
+
+    model: Model = Model()
+    data: Data = Data()
+    optimizer: Optimizer = Optimizer()
+    schedule: Schedule = Schedule()
+    train: Train = Train()
+    evaluate: Evaluate = Evaluate()
+    checkpoint: Checkpoint = Checkpoint()
+    log: Log = Log()
+    sample: Sample | None = Field(default=Sample(), description="{prompt: …}: text it writes at the end")
+    run: forms.Folder | None = Field(default=None, description="results; null: runs/<name>-<date>-<time>")
+    export: forms.Switch = Field(default=True, description="write a Hugging Face folder at the end")
+
+    @classmethod
+    def from_dict(cls, given: Mapping[str, Any]) -> Config:
+        """Nested mappings, as the YAML file would have them -> the checked configuration."""
+        return checked(cls, Written(dict(given)))
+
+    @model_validator(mode="before")
+    @classmethod
+    def _embedded(cls, given: Any) -> Any:
+        """No model is named => the embedded one, and what suits it wherever nothing else is said."""
+        if not isinstance(given, Mapping):
+            return given
+        given = {key: value.model_dump(exclude_unset=True) if isinstance(value, Section) else value for key, value in given.items()}
+        own = {name: {} if given.get(name) is None else given[name] for name in EMBEDDED}
+        if not isinstance(own["model"], Mapping) or own["model"].get("path") is not None or own["model"].get("config") is not None:
+            return given
+        for name, values in own.items():
+            if isinstance(values, Mapping):
+                said = {key: value for key, value in values.items() if value is not None or key not in ("config", "tokenizer")}
+                given[name] = {**EMBEDDED[name], **said}
+        return given
+
+    def conflicts(self) -> Iterator[Conflict]:
+        if self.schedule.warmup >= self.train.steps:
+            what = f"schedule.warmup is {self.schedule.warmup} steps, but train.steps is {self.train.steps}"
+            yield what, "schedule.warmup=0.1, a tenth of the steps"
+        if (self.model.dtype, self.train.precision) in (("float16", "bf16"), ("bfloat16", "fp16")):
+            what = f"model.dtype is {self.model.dtype}, but train.precision is {self.train.precision}"
+            yield what, "model.dtype=float32"
+        if self.model.config and not self.data.tokenizer and (self.data.format in ("text", "jsonl") or self.data.uses_stdlib):
+            what = "data.tokenizer is null, and model.config brings none: text cannot become tokens"
+            yield what, "data.tokenizer=FOLDER, or bytes"
+
+
+def load(path: Path | None, overrides: Sequence[str] = ()) -> Config:
+    """A YAML file (None: nothing but defaults) and `a.b=c` arguments over it -> the checked configuration."""
+    written = read_file(path) if path else Written()
+    for number, argument in enumerate(overrides):
+        override(Config, written, argument, number)
+    return checked(Config, written)
+
+
+def anchored(config: Config) -> Config:
+    """The same whichever folder it is used in: paths are absolute, and the run's own folder is left out."""
+    here = lambda name: glob.escape(os.getcwd()) if glob.has_magic(name) else os.getcwd()
+    whole = lambda name: name if name in ("stdlib", "bytes") else os.path.join(here(name), name)
+    sources = lambda named: named if named is None else whole(named) if isinstance(named, str) else tuple(map(whole, named))
+    path = lambda given: given and given.absolute()
+    data = {"train": sources(config.data.train), "validation": sources(config.data.validation), "tokenizer": sources(config.data.tokenizer)}
+    changed = {
+        "model": config.model.model_copy(update={"path": path(config.model.path)}),
+        "data": config.data.model_copy(update={**data, "cache": path(config.data.cache)}),
+    }
+    return config.model_copy(update={**changed, "run": None})
+
+
+def dump(config: Config, comments: bool = False) -> str:
+    """The whole configuration as YAML that loads back equal; with what each field means, if asked for."""
+    return "\n".join(lines(config, "", comments)) + "\n"

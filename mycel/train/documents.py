@@ -1,0 +1,195 @@
+"""What is in a data file: segments of text with and without loss, or an array of token ids.
+
+    text     the file is one document
+    jsonl    {"text": …}                      a document
+             {"prompt": …, "response": …}     loss on the response only
+             {"messages": [{role, content}]}  loss on the assistant's turns only, written out by the tokenizer's chat template
+    tokens   .npy of one dim (a stream) or two (rows are sequences);  .bin, flat, uint16 unless a JSON beside it says {"dtype": …}
+
+Long text comes in several segments, cut after a line's end, so that no file is ever whole in memory.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mycel.errors import TrainError
+from mycel.train.sources import Source, reading
+from mycel.train.tokenize import Part, Tokenizer
+
+PIECE_BYTES = 4 << 20
+
+FIELDS = {"text": "text", "prompt": "prompt", "response": "response", "messages": "messages"}
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A piece of a document; `marked`: it has its own marks of begin and end, and gets no bos and eos."""
+
+    text: str
+    loss: bool = True
+    opens: bool = True
+    closes: bool = True
+    marked: bool = False
+
+
+def segments(source: Source, fields: Mapping[str, str], tokenizer: Tokenizer) -> Iterator[Segment]:
+    """The documents of a text or JSONL file, in order."""
+    if source.format == "text":
+        return _text(source.path)
+    return _json_lines(source.path, fields, tokenizer)
+
+
+def array(path: Path) -> npt.NDArray[Any]:
+    """The token ids of a .npy or .bin file, mapped, not read."""
+    found = _bin(path) if path.suffix.lower() == ".bin" else _npy(path)
+    if not np.issubdtype(found.dtype, np.integer):
+        raise TrainError(f"token ids must be integers, the array has dtype {found.dtype}\n  at        {path}")
+    if found.ndim not in (1, 2):
+        raise TrainError(f"an array of tokens has 1 or 2 dims, this has shape {found.shape}\n  at        {path}")
+    if not found.flags.c_contiguous:
+        raise TrainError(f"the array is stored by columns\n  at        {path}\n  try       saving numpy.ascontiguousarray(array)")
+    return found
+
+
+def bin_dtype(path: Path) -> np.dtype[Any]:
+    """The dtype of a .bin file: what `dtype` in the JSON beside it says, otherwise uint16."""
+    for beside in (path.with_suffix(".json"), path.with_name(path.name + ".json")):
+        if not beside.is_file():
+            continue
+        with reading(beside):
+            text = beside.read_bytes()
+        try:
+            name = json.loads(text)["dtype"]
+        except (ValueError, KeyError, TypeError):
+            raise TrainError(f'no dtype is said for {path.name}\n  at        {beside}\n  try       {{"dtype": "uint16"}}') from None
+        if name not in ("uint8", "uint16", "uint32", "int32", "int64"):
+            raise TrainError(f"no dtype for tokens: {name!r}\n  at        {beside}\n  try       uint16, uint32, or uint8, int32, int64")
+        return np.dtype(name)
+    return np.dtype(np.uint16)
+
+
+def _bin(path: Path) -> npt.NDArray[Any]:
+    dtype = bin_dtype(path)
+    with reading(path):
+        size = path.stat().st_size
+        if size % dtype.itemsize:
+            raise TrainError(f"{size} bytes are no whole number of {dtype} ids\n  at        {path}\n  try       the right dtype in {path.stem}.json")
+        return np.asarray(np.memmap(path, dtype, "r")) if size else np.zeros(0, dtype)
+
+
+def _npy(path: Path) -> npt.NDArray[Any]:
+    with reading(path):
+        try:
+            return np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
+        except (ValueError, EOFError) as e:
+            raise TrainError(f"no .npy array, or a damaged one: {str(e).splitlines()[0]}\n  at        {path}") from e
+
+
+def _text(path: Path) -> Iterator[Segment]:
+    """The file's text in pieces that end with a line where that is possible, or between two characters."""
+    offset, data = 0, b""
+    with reading(path), path.open("rb") as file:
+        while True:
+            chunk = file.read(PIECE_BYTES)
+            data, last = data + chunk, len(chunk) < PIECE_BYTES
+            cut = len(data) if last else _boundary(data)
+            text = _decode(data[:cut], path, offset)
+            yield Segment(text.removeprefix("\ufeff") if offset == 0 else text, opens=offset == 0, closes=last)
+            if last:
+                return
+            offset, data = offset + cut, data[cut:]
+
+
+def _boundary(data: bytes) -> int:
+    """Where to cut: after the last line's end, otherwise before the last character's first byte."""
+    if line := data.rfind(b"\n") + 1:
+        return line
+    at = len(data) - 1
+    while at > len(data) - 4 and data[at] & 0xC0 == 0x80:
+        at -= 1
+    return at
+
+
+def _decode(data: bytes, path: Path, offset: int) -> str:
+    try:
+        return data.decode()
+    except UnicodeDecodeError as e:
+        raise TrainError(
+            f"not UTF-8 text: byte 0x{data[e.start]:02x} at offset {offset + e.start}\n  at        {path}\n"
+            "  try       converting it to UTF-8; data of other kinds is read from .jsonl, .npy and .bin"
+        ) from None
+
+
+def _json_lines(path: Path, fields: Mapping[str, str], tokenizer: Tokenizer) -> Iterator[Segment]:
+    offset = 0
+    with reading(path), path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            text = _decode(line, path, offset).removeprefix("\ufeff" if number == 1 else "")
+            offset += len(line)
+            if text.strip():
+                yield from _record(text, f"{path}:{number}", fields, tokenizer)
+
+
+def _record(line: str, where: str, fields: Mapping[str, str], tokenizer: Tokenizer) -> Iterator[Segment]:
+    """One line of JSONL as segments."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as e:
+        reason = f"{e.msg}, column {e.colno}" if isinstance(e, json.JSONDecodeError) else str(e)
+        raise TrainError(f"not a JSON object: {reason}\n  at        {where}\n  try       one whole object on each line") from None
+    if not isinstance(record, dict):
+        raise TrainError(f"not a JSON object but {_kind(record)}\n  at        {where}\n  try       one object on each line")
+    if fields["prompt"] in record or fields["response"] in record:
+        yield Segment(_field(record, fields["prompt"], where), loss=False, closes=False)
+        yield Segment(_field(record, fields["response"], where), opens=False)
+    elif fields["messages"] in record and fields["text"] not in record:
+        yield from _chat(record[fields["messages"]], where, tokenizer)
+    else:
+        yield Segment(_field(record, fields["text"], where))
+
+
+def _field(record: Mapping[str, Any], name: str, where: str) -> str:
+    if name not in record:
+        there = ", ".join(map(repr, record)) or "none"
+        raise TrainError(f"no field {name!r}; fields there are: {there}\n  at        {where}\n  try       data.fields with the names the data has")
+    text = record[name]
+    if not isinstance(text, str):
+        raise TrainError(f"field {name!r} is {_kind(text)}, not text\n  at        {where}")
+    return _sound(text, where)
+
+
+def _chat(messages: Any, where: str, tokenizer: Tokenizer) -> Iterator[Segment]:
+    """A chat as segments; one without a turn of the assistant's is an empty document."""
+    if not isinstance(messages, list) or not all(
+        isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in messages
+    ):
+        raise TrainError(f'messages are a list of {{"role": text, "content": text}}, this is not\n  at        {where}')
+    try:
+        parts: list[Part] = tokenizer.chat(messages) or [("", False)]
+    except ValueError as e:
+        raise TrainError(f"messages cannot be used: {e}\n  at        {where}\n  try       prompt and response fields, or another tokenizer") from e
+    for i, (text, loss) in enumerate(parts):
+        yield Segment(_sound(text, where), loss, opens=i == 0, closes=i == len(parts) - 1, marked=True)
+
+
+def _sound(text: str, where: str) -> str:
+    r"""The text, unless it has half characters (JSON's \ud800): no tokenizer takes these."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as e:
+        raise TrainError(f"half a character, U+{ord(text[e.start]):04X}, in the text\n  at        {where}") from None
+    return text
+
+
+def _kind(value: Any) -> str:
+    return {"NoneType": "null", "bool": "true or false", "int": "a number", "float": "a number", "list": "a list", "dict": "an object"}.get(
+        type(value).__name__, "text"
+    )

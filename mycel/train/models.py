@@ -1,0 +1,389 @@
+"""Models in and out: Hugging Face folders or configurations become modules, modules become folders again.
+
+    folder (config.json, safetensors) | configuration  ──build──▶  Model  ──train──▶  ──export──▶  folder
+
+Nothing is downloaded, unpickled, or run from a folder.  What comes out, `transformers` loads back bit for bit; a folder is replaced only by a
+complete one.
+"""
+
+from __future__ import annotations
+
+import copy
+import errno
+import inspect
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from mycel.train import lora
+from mycel.train.tokenize import SETTINGS, VOCABULARIES, Bytes
+from mycel.train.weights import INDEX, ONE, find, load, one_line, quietly, refusal
+
+ADAPTER = "adapter_config.json"
+PROCESSORS = ("preprocessor_config.json", "processor_config.json")
+TASKS = (
+    "AutoModelForCausalLM", "AutoModelForImageClassification", "AutoModelForSequenceClassification", "AutoModelForSpeechSeq2Seq",
+    "AutoModelForAudioClassification", "AutoModelForCTC", "AutoModelForImageTextToText", "AutoModelForTokenClassification",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Model:
+    """A module ready to train, its configuration as it was given, and where both are from."""
+
+    module: nn.Module
+    config: Any
+    tokenizer_folder: Path | None
+    source: str
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How many numbers a module holds, tied ones counted once."""
+
+    total: int
+    trainable: int
+    embedding: int
+    total_bytes: int
+
+
+# -- in -----------------------------------------------------------------------------------------------------------------
+
+
+def build(
+    path: Path | None,
+    config: Mapping[str, Any] | None,
+    *,
+    weights: Literal["auto", "load", "scratch"] = "auto",
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+) -> Model:
+    """A folder or a configuration → a module in training mode on the device, with loaded or fresh weights."""
+    if (path is None) == (config is None):
+        raise refusal("a model is made from a folder or from a configuration, one of them", "model", "model.path or model.config")
+    device = torch.device(device)
+    with quietly():
+        if path is None:
+            assert config is not None
+            if weights == "load":
+                raise refusal("a configuration has no weights to load", "model.weights", "model.path: a folder with weights, or weights: scratch")
+            settings, notes = _from_mapping(config)
+            module = _fresh(settings, dtype, device, seed)
+            return _ready(module, settings, None, f"fresh {type(module).__name__}, seed {seed}", notes)
+        settings = _from_folder(path)
+        files = [] if weights == "scratch" else find(path)
+        if weights == "load" and not files:
+            raise refusal(f"no weights in the folder: {ONE} or {INDEX}", path, "another folder, or weights: scratch")
+        tokenizer = path if any((path / name).is_file() for name in VOCABULARIES) else None
+        if files:
+            module, notes = load(path, files, _model_class(settings), settings, dtype, device)
+            return _ready(module, settings, tokenizer, f"weights of {path}", notes)
+        module = _fresh(settings, dtype, device, seed)
+        return _ready(module, settings, tokenizer, f"fresh {type(module).__name__} after {path}, seed {seed}", [])
+
+
+def _ready(module: nn.Module, settings: Any, tokenizer: Path | None, source: str, notes: Iterable[str]) -> Model:
+    """In training mode and without a cache of keys and values; `settings` keep what they said about one."""
+    for part in module.modules():
+        held: Any = getattr(part, "config", None)
+        if getattr(held, "use_cache", False):
+            held.use_cache = False
+    return Model(module.train(), settings, tokenizer, source, tuple(notes))
+
+
+def _from_folder(path: Path) -> Any:
+    """The configuration in a folder."""
+    import transformers
+
+    if not path.is_dir():
+        raise refusal(f"no such model folder: {path}", "model.path", "a folder on this machine; nothing is downloaded")
+    if (path / ADAPTER).is_file():
+        raise refusal("the folder holds LoRA adapters, not a model", path / ADAPTER, "the folder of the model they belong to")
+    file = path / "config.json"
+    try:
+        kind = json.loads(file.read_text())["model_type"]
+    except FileNotFoundError:
+        raise refusal("no config.json in the model folder", path, "a folder in Hugging Face form") from None
+    except (OSError, ValueError) as error:
+        raise refusal(f"config.json cannot be read: {one_line(error)}", file) from None
+    except (KeyError, TypeError):
+        raise refusal("config.json does not say its model_type", file, "model_type: llama, or what the model is") from None
+    _check_kind(kind, str(file))
+    try:
+        settings = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # transformers' own checks raise many kinds
+        raise refusal(f"config.json is not a valid {kind} configuration: {one_line(error)}", file) from error
+    if getattr(settings, "quantization_config", None) is not None:
+        raise refusal("the model is quantised: its weights cannot be trained", file, "the model before quantisation")
+    return settings
+
+
+def _from_mapping(given: Mapping[str, Any]) -> tuple[Any, list[str]]:
+    """A configuration from its settings, and notes on settings it does not know; those that look like a slip are errors."""
+    import transformers
+
+    values = copy.deepcopy(dict(given))
+    kind = values.pop("model_type", None)
+    _check_kind(kind, "model.config")
+    try:
+        settings = transformers.AutoConfig.for_model(kind, **values)
+    except Exception as error:  # transformers' own checks raise many kinds
+        raise refusal(f"not a valid {kind} configuration: {one_line(error)}", "model.config") from error
+    fields = [inspect.signature(kind).parameters for kind in (type(settings), transformers.PreTrainedConfig)]
+    known = {*fields[0], *fields[1], *type(settings).attribute_map}
+    stray = [key for key in values if key not in known and key in settings.to_dict()]
+    for key in stray:
+        if near := get_close_matches(key, known - values.keys(), 1, cutoff=0.85):
+            raise refusal(f"{type(settings).__name__} knows no {key!r}", f"model.config.{key}", near[0])
+    return settings, [f"{type(settings).__name__} knows no {key!r}: it changes nothing" for key in stray]
+
+
+def _check_kind(kind: Any, where: str) -> None:
+    """Refuses a model_type that transformers does not know: its code would have to come from elsewhere."""
+    import transformers
+
+    known = list(transformers.CONFIG_MAPPING)
+    if kind not in known:
+        near = ", ".join(get_close_matches(str(kind), known, 3)) or "llama, gpt2, qwen3, …"
+        what = "no model_type" if kind is None else f"transformers {transformers.__version__} knows no model_type {kind!r}"
+        raise refusal(what, where, near)
+
+
+def _model_class(settings: Any) -> Any:
+    """The class the configuration names, else the one for its task: always one that returns a loss for labels."""
+    import transformers
+
+    named = [getattr(transformers, name, None) for name in settings.architectures or ()]
+    tasks = list(TASKS)
+    # families of encoders also have a causal class, which is not what their configuration alone means
+    if not getattr(settings, "is_decoder", False):
+        tasks.insert(0, "AutoModelForMaskedLM")
+    if settings.is_encoder_decoder:
+        tasks.insert(0, "AutoModelForSeq2SeqLM")
+    for task in tasks:
+        found = getattr(transformers, task)._model_mapping.get(type(settings), None)
+        named.extend(found if isinstance(found, tuple) else [found])
+    for kind in named:
+        if inspect.isclass(kind) and issubclass(kind, transformers.PreTrainedModel) and "labels" in inspect.signature(kind.forward).parameters:
+            return kind
+    raise refusal(f"no model of type {settings.model_type!r} returns a loss", "model", "architectures: a class of transformers that takes labels")
+
+
+def _made(settings: Any, dtype: torch.dtype, device: torch.device) -> Any:
+    """A module by its configuration, initialised as transformers does (on the meta device: not at all)."""
+    kind = _model_class(settings)
+    try:
+        with device:
+            return kind._from_config(copy.deepcopy(settings), dtype=dtype)
+    except Exception as error:  # a model's constructor raises what it likes
+        raise refusal(f"{kind.__name__} cannot be made by this configuration: {one_line(error)}", "model") from error
+
+
+def _fresh(settings: Any, dtype: torch.dtype, device: torch.device, seed: int) -> Any:
+    """A module with fresh weights, made on the device, the same for the same seed; torch's own random state is left alone."""
+    gpus = [device.index if device.index is not None else torch.cuda.current_device()] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=gpus):
+        torch.default_generator.manual_seed(seed)
+        for gpu in gpus:
+            torch.cuda.default_generators[gpu].manual_seed(seed)
+        return _made(settings, dtype, device)
+
+
+# -- sizes --------------------------------------------------------------------------------------------------------------
+
+
+def count(module: nn.Module) -> Sizes:
+    """How many parameters, how many of them train, how many are lookup tables only, and their bytes."""
+    parameters = list(module.parameters())
+    total = sum(p.numel() for p in parameters)
+    return Sizes(
+        total=total,
+        trainable=sum(p.numel() for p in parameters if p.requires_grad),
+        embedding=total - sum(p.numel() for _, p in _multiplied(module)),
+        total_bytes=sum(p.numel() * p.element_size() for p in parameters),
+    )
+
+
+def flops_per_token(module_or_config: Any, length: int) -> float:
+    """Floating-point operations of one training step for one token of a sequence: what MFU counts.
+
+        Σ weights (2 forward + 2 backward + 2 if trained)  +  Σ layers 12 · heads · head size · keys
+
+    Weights: all but lookup tables (a tied table is multiplied as the output layer, so it counts); of experts, the share a token visits.
+    Keys: half the sequence under a causal mask, all of it otherwise, at most the window of a layer that has one.  Recomputation is not counted.
+    """
+    module = module_or_config if isinstance(module_or_config, nn.Module) else _made(module_or_config, torch.float32, torch.device("meta"))
+    whole: Any = module.config
+    config = whole.get_text_config()
+    experts = next((n for key in ("num_local_experts", "num_experts", "n_routed_experts") if (n := getattr(config, key, None))), 1)
+    share = (getattr(config, "num_experts_per_tok", None) or experts) / experts
+    products = sum((6 if p.requires_grad else 4) * p.numel() * (share if ".experts." in name else 1) for name, p in _multiplied(module))
+    heads = getattr(config, "num_attention_heads", 0)
+    width = heads * (getattr(config, "head_dim", None) or getattr(config, "d_kv", None) or config.hidden_size // heads) if heads else 0
+    can: Any = getattr(module, "can_generate", bool)
+    keys = length / 2 if can() else length
+    layers = getattr(config, "num_hidden_layers", 0)
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * layers
+    seen = sum(min(keys, config.sliding_window or keys) if kind == "sliding_attention" else keys for kind in kinds if "linear" not in kind)
+    if whole.is_encoder_decoder:
+        # an encoder sees all, a decoder half of itself and all of the encoder
+        decoders = getattr(config, "num_decoder_layers", None) or getattr(config, "decoder_layers", None) or layers
+        seen = length * layers + 1.5 * length * decoders
+    return products + 12 * width * seen
+
+
+def _multiplied(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Parameters that more than lookup tables use, each once."""
+    seen = set()
+    for prefix, part in module.named_modules():
+        for name, parameter in part.named_parameters(prefix, recurse=False):
+            if not isinstance(part, nn.Embedding) and id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield name, parameter
+
+
+def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Groups for an optimiser: trainable parameters, each once; decay on matrices (embeddings too), none on biases, norms and other vectors."""
+    named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+    decayed = [p for name, p in named if p.ndim >= 2 and not name.endswith("bias")]
+    plain = [p for name, p in named if p.ndim < 2 or name.endswith("bias")]
+    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
+
+
+# -- out ----------------------------------------------------------------------------------------------------------------
+
+
+def export(
+    module: nn.Module,
+    folder: Path,
+    *,
+    config: Any,
+    tokenizer_folder: Path | Literal["bytes"] | None = None,
+    max_shard: str = "4GB",
+    merge: bool = True,
+    source: str | None = None,
+) -> Path:
+    """A folder that transformers loads back bitwise; adapters merged into it, or alone in PEFT's form with `source` as their model."""
+    if folder.exists() and not (folder.is_dir() and (not any(folder.iterdir()) or any((folder / n).is_file() for n in ("config.json", ADAPTER)))):
+        raise refusal(f"{folder} is there and is no model folder: it would be replaced", "export", "another folder")
+    folder = folder.resolve()
+    partial, old = (folder.with_name(f".{folder.name}.{state}") for state in ("partial", "old"))
+    try:
+        # what an export that was killed left: half a model, or the old one without its name
+        shutil.rmtree(partial, ignore_errors=True)
+        if old.exists() and not folder.exists():
+            old.rename(folder)
+        partial.mkdir(parents=True)
+        if lora.adapters(module) and not merge:
+            lora.write_adapter(module, partial, source)
+        else:
+            with quietly(), lora.merged(module):
+                _save(module, partial, config, max_shard)
+        _write_tokenizer(tokenizer_folder, partial, config)
+        _replace(folder, partial, old)
+    except Exception as error:
+        from safetensors import SafetensorError
+
+        shutil.rmtree(partial, ignore_errors=True)
+        if not isinstance(error, OSError | SafetensorError):
+            raise
+        kept = "; the folder that was there is unchanged" if folder.exists() else ""
+        what = f"the model cannot be written: {_cause(error, module, folder.parent)}{kept}"
+        raise refusal(what, folder, "free space there, or another folder") from error
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return folder
+
+
+def _save(module: Any, folder: Path, config: Any, max_shard: str) -> None:
+    """transformers' saving, under the configuration the model was built with."""
+    import transformers
+
+    kept = module.config, getattr(module, "generation_config", None)
+    try:
+        module.config = copy.deepcopy(config)
+        if kept[1] is not None:
+            try:
+                kept[1].validate(strict=True)
+            except ValueError:  # transformers loads such a one but does not save it
+                module.generation_config = transformers.GenerationConfig.from_model_config(config)
+        module.save_pretrained(folder, max_shard_size=max_shard)
+    finally:
+        module.config = kept[0]
+        if kept[1] is not None:
+            module.generation_config = kept[1]
+
+
+def _write_tokenizer(tokenizer: Path | Literal["bytes"] | None, folder: Path, config: Any) -> None:
+    """The files of a tokenizer folder; or, for bytes, a tokenizer whose ids are the bytes of the text."""
+    if tokenizer == "bytes":
+        return byte_tokenizer(folder, getattr(config.get_text_config(), "max_position_embeddings", None))
+    for name in (*VOCABULARIES, *SETTINGS, *PROCESSORS) if tokenizer is not None else ():
+        if tokenizer is not None and (tokenizer / name).is_file():
+            shutil.copyfile(tokenizer / name, folder / name)
+
+
+def byte_tokenizer(folder: Path, length: int | None = None) -> None:
+    """tokenizer.json and tokenizer_config.json for `tokenize.Bytes`: encode(text) is the list of its UTF-8 bytes."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    # the letters that stand for bytes in GPT-2's vocabulary: printable Latin-1 for itself, the rest from U+0100 on
+    itself = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in itself]
+    letters = {chr(byte): byte for byte in itself} | {chr(256 + i): byte for i, byte in enumerate(others)}
+    marks = {"<|bos|>": Bytes.bos, "<|eos|>": Bytes.eos}
+    tokenizer = Tokenizer(models.BPE(vocab={**letters, **marks}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<|bos|>", eos_token="<|eos|>", split_special_tokens=True,
+        clean_up_tokenization_spaces=False, model_max_length=length,
+    ).save_pretrained(folder)  # fmt: skip
+
+
+def _replace(folder: Path, complete: Path, old: Path) -> None:
+    """`complete`, safely on disk, takes the folder's name; what had it goes, by way of `old`."""
+    for file in (*complete.rglob("*"), complete):
+        _sync(file)
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        folder.rename(old)
+    try:
+        complete.rename(folder)
+    except OSError:
+        if old.exists():
+            old.rename(folder)
+        raise
+    _sync(folder.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _sync(path: Path) -> None:
+    """What was written is on the disk, not only on its way."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _cause(error: Exception, module: nn.Module, where: Path) -> str:
+    """Why a write failed, with both sizes when the disk is full."""
+    full = getattr(error, "errno", None) == errno.ENOSPC or os.strerror(errno.ENOSPC) in str(error)
+    if not full:
+        return one_line(error)
+    needed, free = count(module).total_bytes / 2**30, shutil.disk_usage(where).free / 2**30
+    return f"disk full: it needs {needed:.3g} GiB, {free:.3g} GiB are free"

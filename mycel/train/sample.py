@@ -1,0 +1,85 @@
+"""Text from a causal model, one token at a time, by plain sampling.
+
+    next ~ softmax(logits(last `window` tokens)[-1] / temperature)          temperature 0: the likeliest
+
+Each token is one forward pass over the window (the model's maximum positions), without a cache: nothing to set up or put back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from mycel.train.weights import refusal
+
+
+def generate(module: nn.Module, prompt_ids: Sequence[int], tokens: int, temperature: float, seed: int, eos: int | None) -> list[int]:
+    """Up to `tokens` ids that follow the prompt, ending before `eos`; the same for the same seed, torch's own random state untouched."""
+    config: Any = _causal_config(module)
+    _check(prompt_ids, tokens, temperature, getattr(config, "vocab_size", None))
+    window = getattr(config, "max_position_embeddings", None) or len(prompt_ids) + tokens
+    device = next(module.parameters()).device
+    generator = torch.Generator().manual_seed(seed)
+    ids = list(prompt_ids)
+    with evaluating(module), torch.no_grad():
+        for _ in range(tokens):
+            logits = module(input_ids=torch.tensor([ids[-window:]], device=device), use_cache=False).logits[0, -1]
+            following = _draw(logits.double().cpu(), temperature, generator)
+            if following == eos:
+                break
+            ids.append(following)
+    return ids[len(prompt_ids) :]
+
+
+@contextlib.contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Evaluation mode inside; after, every part trains or not as it did."""
+    training = [part for part in module.modules() if part.training]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part in training:
+            part.training = True
+
+
+def _draw(logits: torch.Tensor, temperature: float, generator: torch.Generator) -> int:
+    """One id from the logits of the last position."""
+    if not torch.isfinite(logits).any() or logits.isnan().any() or (logits == torch.inf).any():
+        hint = "a lower learning rate, or an earlier checkpoint: training has diverged"
+        raise refusal("the model's logits are not finite: nothing to sample from", "sample", hint)
+    if temperature == 0:
+        return int(logits.argmax())
+    # the largest logit is taken off first: a tiny temperature must not overflow
+    return int(torch.multinomial(torch.softmax((logits - logits.max()) / temperature, -1), 1, generator=generator))
+
+
+def causal(module: nn.Module) -> bool:
+    """Whether the model predicts each token from those before it: it can continue text."""
+    config: Any = getattr(module, "config", None)
+    can: Any = getattr(module, "can_generate", bool)
+    return config is not None and can() and not config.is_encoder_decoder
+
+
+def _causal_config(module: nn.Module) -> Any:
+    """The text configuration of a model that can continue text; an error for all others."""
+    if not causal(module):
+        raise refusal(f"{type(module).__name__} is not a causal language model: it continues no text", "sample", "sample: null")
+    config: Any = module.config
+    return config.get_text_config()
+
+
+def _check(prompt_ids: Sequence[int], tokens: int, temperature: float, vocab: int | None) -> None:
+    """Refuses what cannot be sampled."""
+    if not prompt_ids:
+        raise refusal("the prompt has no tokens", "sample.prompt", "at least one character")
+    if tokens < 0 or not 0 <= temperature < float("inf"):
+        raise refusal(f"cannot sample {tokens} tokens at temperature {temperature}: both must be 0 or more", "sample")
+    beyond = [i for i in prompt_ids if i < 0 or (vocab is not None and i >= vocab)]
+    if beyond:
+        what = f"the prompt has token {beyond[0]}, the model knows 0 to {(vocab or 0) - 1}"
+        raise refusal(what, "sample.prompt", "the tokenizer the model was made with")

@@ -1,0 +1,215 @@
+"""Which files the data is in, and what identifies them: their content, not where they lie.
+
+A source is a file, a folder (all its files), a glob, or `stdlib`: the source text of Python's own standard library.  A folder that
+holds .jsonl or token files gives only these: what lies beside them (a README) is not data.
+A file's identity is the hash of its content.  Hashing large files is remembered under their stat (size, both times, inode), and
+believed only if the file had rested a while when it was hashed: so a changed file never passes for the old one.
+"""
+
+from __future__ import annotations
+
+import difflib
+import glob
+import hashlib
+import json
+import os
+import sys
+import sysconfig
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from mycel.errors import TrainError
+
+File = tuple[Path, str]  # and its format
+
+SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".npy": "tokens", ".bin": "tokens"}  # all others are text
+
+STDLIB_BYTES = 12_000_000
+STDLIB_LEAST_BYTES = 1_000_000  # below this an installation ships compiled files only
+STDLIB_WITHOUT = {  # not Python's own, not code, or not the same on every machine
+    *("site-packages", "dist-packages", "lib-dynload", "__pycache__"),
+    *("test", "tests", "idlelib", "lib2to3", "turtledemo", "distutils", "ensurepip", "pydoc_data", "encodings"),
+}
+
+REMEMBER_BYTES = 64 << 20  # hashing less takes no time worth saving
+REST_S = 2.0  # file systems step their clocks by less
+
+
+@dataclass(frozen=True)
+class Source:
+    """A data file: `format` is text, jsonl or tokens; `digest` the hash of its content when it had the stat `seen`."""
+
+    path: Path
+    format: str
+    digest: str
+    seen: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        """The file's size."""
+        return self.seen[0]
+
+
+def find(sources: str | Path | Sequence[str | Path], format: str) -> list[File]:
+    """Files and their formats, in the order given, those of a folder or glob sorted; no file twice."""
+    if format not in ("auto", "text", "jsonl", "tokens"):
+        raise TrainError(f"no such data format: {format!r}\n  try       auto, text, jsonl or tokens")
+    named = [sources] if isinstance(sources, str | Path) else list(sources)
+    if not named:
+        raise TrainError("the list of data files is empty\n  try       data.train: stdlib, or a path")
+    found: dict[Path, File] = {}
+    for name in named:
+        for path, kind in _expand(str(name), format):
+            found.setdefault(path.resolve(), (path, kind))
+    return list(found.values())
+
+
+def identify(files: Iterable[File], cache: Path) -> list[Source]:
+    """Each file with the hash of its content."""
+    return [Source(path, kind, *_digest(path, cache)) for path, kind in files]
+
+
+def check_unchanged(sources: Iterable[Source]) -> None:
+    """Refuse files that were written to since they were identified."""
+    for source in sources:
+        with reading(source.path):
+            changed = _stat(source.path) != source.seen
+        if changed:
+            raise TrainError(f"the file was changed while it was read\n  at        {source.path}\n  try       again when nothing writes to it")
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """A system's error while reading `path`, in words."""
+    try:
+        yield
+    except OSError as e:
+        raise TrainError(f"cannot read the data: {e.strerror or e}\n  at        {path}") from e
+
+
+def _expand(name: str, format: str) -> Iterator[File]:
+    if name == "stdlib":
+        yield from ((path, "text") for path in _stdlib())
+        return
+    path = Path(name).expanduser()
+    if path.is_dir():
+        yield from _folder(path, format)
+    elif path.exists():
+        yield path, _format(path, format)
+    elif glob.has_magic(name):
+        matches = [Path(p) for p in sorted(glob.glob(str(path), recursive=True))]
+        files = [p for p in matches if p.is_file() and not _describes_tokens(p)]
+        if not files:
+            raise TrainError(f"no file matches the pattern {name!r}\n  at        {Path.cwd()}\n  try       ** for folders at any depth")
+        yield from ((p, _format(p, format)) for p in files)
+    else:
+        raise TrainError(f"no such data file: {name}\n  at        {path.absolute().parent}\n  try       {_near(path)}")
+
+
+def _folder(folder: Path, format: str) -> Iterator[File]:
+    """The folder's files that are data, hidden ones left out."""
+    with reading(folder):
+        files = sorted(p for p in folder.rglob("*") if p.is_file() and not any(part.startswith(".") for part in p.relative_to(folder).parts))
+    kinds = {p: SUFFIXES.get(p.suffix.lower(), "text") for p in files if not _describes_tokens(p)}
+    wanted = format
+    if format == "auto":
+        special = sorted(set(kinds.values()) - {"text"})
+        if len(special) > 1:
+            raise TrainError(f"the folder has several formats: {' and '.join(special)}\n  at        {folder}\n  try       format: {special[0]}")
+        wanted = special[0] if special else "text"
+    chosen = [p for p in kinds if kinds[p] == wanted]
+    if not chosen:
+        raise TrainError(f"the folder has no {wanted} file among its {len(files)} files\n  at        {folder}\n  try       another folder or format")
+    yield from ((p, _format(p, format)) for p in chosen)
+
+
+def _format(path: Path, format: str) -> str:
+    """The format of one file: as asked, or by its suffix."""
+    suffix = path.suffix.lower()
+    if not path.is_file():
+        raise TrainError(f"not a regular file\n  at        {path}")
+    if format == "auto" and suffix == ".json":
+        raise TrainError(f"a .json file may be text or lines of objects\n  at        {path}\n  try       format: jsonl, or format: text")
+    kind = SUFFIXES.get(suffix, "text") if format == "auto" else format
+    if kind == "tokens" and suffix not in (".npy", ".bin"):
+        raise TrainError(f"tokens are read from .npy and .bin files, not from {suffix or 'a file without suffix'}\n  at        {path}")
+    return kind
+
+
+def _describes_tokens(path: Path) -> bool:
+    """Whether this is the JSON beside a .bin file."""
+    return path.suffix == ".json" and (path.with_suffix(".bin").exists() or path.with_suffix("").suffix == ".bin")
+
+
+def _near(path: Path) -> str:
+    """Names like the one that is missing."""
+    try:
+        there = os.listdir(path.absolute().parent)
+    except OSError:
+        return f"a folder that is there: {path.absolute().parent} is not"
+    near = difflib.get_close_matches(path.name, there, n=3)
+    return " or ".join(near) if near else "an absolute path"
+
+
+def _stdlib() -> list[Path]:
+    """Source files of the standard library, sorted, up to STDLIB_BYTES."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files = []
+    for folder, below, names in os.walk(root):
+        below[:] = [name for name in below if name not in STDLIB_WITHOUT and not name.startswith("config-")]
+        files += [Path(folder, name) for name in names if name.endswith(".py") and not name.startswith("_sysconfigdata")]
+    chosen, total = [], 0
+    for path in sorted(p for p in files if p.is_file()):
+        size = path.stat().st_size
+        if total + size <= STDLIB_BYTES:
+            chosen.append(path)
+            total += size
+    if total < STDLIB_LEAST_BYTES:
+        raise TrainError(
+            f"this Python ships no source text of its standard library ({total} bytes in {len(chosen)} .py files)\n"
+            f"  at        {root} (Python {sys.version.split()[0]})\n  try       data.train: a text file or folder"
+        )
+    return chosen
+
+
+def _stat(path: Path) -> tuple[int, ...]:
+    s = path.stat()
+    return s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino, s.st_dev
+
+
+def _digest(path: Path, cache: Path) -> tuple[str, tuple[int, ...]]:
+    """The hash of a file's content and the stat it had, remembered if the file is large."""
+    note = cache / "contents" / f"{hashlib.blake2b(os.fsencode(path.resolve()), digest_size=16).hexdigest()}.json"
+    with reading(path):
+        seen = _stat(path)
+        large = seen[0] >= REMEMBER_BYTES
+        if large and (known := _recall(note, seen)):
+            return known, seen
+        now = time.time()
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+    if large and now - max(seen[1], seen[2]) / 1e9 > REST_S:
+        _remember(note, digest, seen)
+    return digest, seen
+
+
+def _recall(note: Path, seen: tuple[int, ...]) -> str | None:
+    try:
+        known = json.loads(note.read_text())
+        return str(known["digest"]) if known["seen"] == list(seen) else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _remember(note: Path, digest: str, seen: tuple[int, ...]) -> None:
+    """Keep the hash for next time; that it cannot be kept is no fault."""
+    try:
+        note.parent.mkdir(parents=True, exist_ok=True)
+        partial = note.with_suffix(f".{os.getpid()}")
+        partial.write_text(json.dumps({"digest": digest, "seen": seen}))
+        partial.replace(note)
+    except OSError:
+        return

@@ -1,0 +1,128 @@
+"""The weights of a Hugging Face folder: found, checked, loaded.
+
+    files  ──map──▶  names and shapes against the configuration  ──convert, copy──▶  a module on the device
+
+The files are first mapped as they are: no byte of a tensor is read until every name and shape fits.  Only safetensors are read; nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mycel.errors import TrainError
+
+ONE, INDEX = "model.safetensors", "model.safetensors.index.json"
+OTHERS = ("pytorch_model*.bin", "*.safetensors", "consolidated*.pth", "tf_model.h5", "flax_model.msgpack", "*.gguf")
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
+
+def find(path: Path) -> list[Path]:
+    """The safetensors files of a folder, none if it has no weights; weights in any other form are refused."""
+    if (path / ONE).is_file():
+        return [path / ONE]
+    index = path / INDEX
+    if not index.is_file():
+        if others := sorted({file.name for pattern in OTHERS for file in path.glob(pattern)}):
+            what = f"weights in a form that is not read: {some(others)}; expected {ONE}, or shards with {INDEX}"
+            raise refusal(what, path, "load the model with transformers where you trust it, and save_pretrained; or weights: scratch")
+        return []
+    try:
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise refusal(f"the index of the shards is damaged: {one_line(error)}", index, "copy the folder again") from None
+    for name in names:
+        if not isinstance(name, str) or Path(name).name != name or not (path / name).is_file():
+            raise refusal(f"the index names {name!r}, which is no file of the folder", index, "copy the folder again")
+    return [path / name for name in names]
+
+
+def load(path: Path, files: Sequence[Path], kind: Any, settings: Any, dtype: torch.dtype, device: torch.device) -> tuple[Any, list[str]]:
+    """A module of class `kind` with a folder's weights, and notes on what was left over."""
+    stored = stored_dtype(files)
+    module, report = _mapped(kind, path, settings, stored)
+    if wrong := sorted(report["mismatched_keys"]):
+        rows = [f"\n  {name}: {list(found)} in the files, {list(wanted)} by the configuration" for name, found, wanted in wrong[:4]]
+        more = f"\n  and {len(wrong) - 4} more" if len(wrong) > 4 else ""
+        what = f"{len(wrong)} weights do not have the shape that config.json gives them{''.join(rows)}{more}"
+        raise refusal(what, path, "the config.json the weights were saved with")
+    if missing := sorted(report["missing_keys"]):
+        what = f"{len(missing)} weights of {kind.__name__} are not in the files: {some(missing)}"
+        raise refusal(what, path, "architectures in config.json: the class they were saved from; or weights: scratch")
+    if stored != dtype:
+        module, report = _mapped(kind, path, settings, dtype)
+    # what was not converted is still mapped from the files: a file that changes later must not change the model
+    for tensor in (*module.parameters(), *module.buffers()):
+        tensor.data = tensor.data.to(device, copy=True)
+    left = sorted(report["unexpected_keys"])
+    return module, [f"{len(left)} tensors of {path} are not part of {kind.__name__}: {some(left)}"] if left else []
+
+
+def stored_dtype(files: Sequence[Path]) -> torch.dtype:
+    """The floating dtype in which most numbers of the files are stored; damaged files are refused."""
+    from safetensors import SafetensorError, safe_open
+
+    counts: Counter[str] = Counter()
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118 (not a mapping)
+                    part = tensors.get_slice(name)
+                    counts[part.get_dtype()] += torch.Size(part.get_shape()).numel()
+        except (SafetensorError, OSError, ValueError) as error:
+            what = f"the weights are damaged or cut short, {file.stat().st_size} bytes: {one_line(error)}"
+            raise refusal(what, file, "copy the file again") from None
+    if odd := [name for name in counts if name.startswith("F") and name not in DTYPES]:
+        raise refusal(f"weights stored as {odd[0]} cannot be trained", files[0].parent, "the model before quantisation")
+    return next((DTYPES[name] for name, _ in counts.most_common() if name in DTYPES), torch.float32)
+
+
+def _mapped(kind: Any, path: Path, settings: Any, dtype: torch.dtype) -> tuple[Any, Any]:
+    """transformers' loading (its renamings and ties), in memory only where the dtype changes; and its report."""
+    options = {"local_files_only": True, "use_safetensors": True, "ignore_mismatched_sizes": True, "output_loading_info": True}
+    try:
+        with torch.random.fork_rng(devices=[]):  # what is missing is initialised, to be refused afterwards
+            return kind.from_pretrained(path, config=settings, dtype=dtype, **options)
+    except Exception as error:  # transformers and models raise many kinds
+        raise refusal(f"{kind.__name__} cannot be loaded: {one_line(error)}", path) from error
+
+
+# -- words --------------------------------------------------------------------------------------------------------------
+
+
+def refusal(what: str, where: object, hint: str = "") -> TrainError:
+    """An error in the form all of them have: what, where, what to try."""
+    return TrainError(f"{what}\n  at        {where}" + (f"\n  try       {hint}" if hint else ""))
+
+
+def one_line(error: BaseException) -> str:
+    """What an error says, in one line; with its kind where it says a single word."""
+    text = " ".join(str(error).split())[:300]
+    return text if " " in text else f"{type(error).__name__} {text}".strip()
+
+
+def some(names: Sequence[str], shown: int = 4) -> str:
+    """The first few names, and how many more."""
+    return ", ".join(names[:shown]) + (f" and {len(names) - shown} more" if len(names) > shown else "")
+
+
+@contextlib.contextmanager
+def quietly() -> Iterator[None]:
+    """transformers without its progress bars and warnings: what matters of them is told by us."""
+    from transformers.utils import logging
+
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
