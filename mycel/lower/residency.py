@@ -41,13 +41,14 @@ def reside(program: Program, plan: Residuals) -> Program:
     names = Builder()
     names.reserve(v.name for v in (*body.inputs, *(v for e in body.eqns for v in e.outputs)))
     made: dict[object, Halves] = {}
+    forwards: dict[object, str] = {}
     for d, (i, j) in zip(plan.pairs, paired(body), strict=True):
         f, b = body.eqns[i], body.eqns[j]
         of = handed(program, body, i, j)
         outs = tuple(k for k, v in enumerate(f.outputs) if uses[v].is_output or any(u != j for u in uses[v].uses))
         key = (f.params["block"], b.params["block"], d.keep, outs, tuple(of.items()))
         if key not in made:
-            made[key] = _halves(blocks, f.params["block"], b.params["block"], set(d.keep), outs, of)
+            made[key] = _halves(blocks, f.params["block"], b.params["block"], set(d.keep), outs, of, forwards)
         h = made[key]
         old = program.blocks[f.params["block"]]
         known = {v: x for x, v in zip(f.outputs, old.outputs, strict=True) if isinstance(v, Var)}
@@ -60,8 +61,10 @@ def reside(program: Program, plan: Residuals) -> Program:
     return prune(replace(program, blocks=blocks))
 
 
-def _halves(blocks: dict[str, Block], forward: str, backward: str, keep: set[str], outs: tuple[int, ...], of: dict[Var, Var]) -> Halves:
-    """New blocks: forward returns `keep` too, backward computes what else it needs of the forward's values."""
+def _halves(
+    blocks: dict[str, Block], forward: str, backward: str, keep: set[str], outs: tuple[int, ...], of: dict[Var, Var], forwards: dict[object, str]
+) -> Halves:
+    """New blocks: forward returns `keep` too, backward computes what else it needs of the forward's values.  `forwards`: those made so far."""
     f, b = blocks[forward], blocks[backward]
     kept = tuple(v for e in f.eqns for v in e.outputs if v.name in keep)
     again = _again(f, of.values(), {*f.inputs, *kept})
@@ -87,10 +90,11 @@ def _halves(blocks: dict[str, Block], forward: str, backward: str, keep: set[str
     for x in b.outputs:
         if isinstance(x, Var) and x in of and x not in old:
             old[x] = redo.value(of[x])
-    names = [_free(blocks, forward), _free(blocks, backward)]
-    blocks[names[0]] = Block(f.inputs, f.eqns, (*first, *extra))
-    blocks[names[1]] = Block(tuple(w.inputs), tuple(w.eqns), tuple(lookup(x, old) for x in b.outputs))
-    return Halves(names[0], names[1], outs, extra, reused, kept, rest)
+    ahead = forwards.setdefault((forward, outs, extra), _free(blocks, forward))
+    blocks[ahead] = Block(f.inputs, f.eqns, (*first, *extra))
+    back = _free(blocks, backward)
+    blocks[back] = Block(tuple(w.inputs), tuple(w.eqns), tuple(lookup(x, old) for x in b.outputs))
+    return Halves(ahead, back, outs, extra, reused, kept, rest)
 
 
 class _Again:

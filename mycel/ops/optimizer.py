@@ -175,6 +175,11 @@ def global_norm_expand(*xs):
     return o.sqrt(total)
 
 
+def square_sum(x, dtype):
+    """As a dot product, the fastest way on a CPU; 16 bits are widened."""
+    return torch.dot(x, x).to(dtype) if x.dtype in (torch.float32, torch.float64) else torch.linalg.vector_norm(x, dtype=dtype).square()
+
+
 @op(
     types=lambda *types: Type(norm_dtype(types), ()),
     expand=global_norm_expand,
@@ -185,4 +190,6 @@ def global_norm_expand(*xs):
 def global_norm(*xs):
     """The 2-norm of all tensors as one vector, in fp32 at least."""
     wide = torch.float64 if any(x.dtype == torch.float64 for x in xs) else torch.float32
-    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(xs, 2, dtype=wide)))
+    if not xs[0].is_cpu:
+        return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(xs, 2, dtype=wide)))
+    return torch.stack([square_sum(x.reshape(-1), wide) for x in xs]).sum().sqrt()

@@ -15,11 +15,12 @@ less is kept.  Calls in a block count as one equation; between the calls of the 
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from mycel.ir import CONTROL, Block, Eqn, Program, Var, call, chains
+from mycel.ir import CONTROL, Block, Eqn, Program, Var, call, chains, lifetimes
 from mycel.plan.cost import Costs
 
 ENDLESS = 2_000_000_000
@@ -112,8 +113,15 @@ def _loose(block: Block, costs: Costs, price: float) -> tuple[str, ...]:
     needed = tuple(dict.fromkeys(v for e in block.eqns if e in late for v in e.vars if v in made))
     if not needed:
         return ()
-    kept, _, _ = cut(early, needed, dict.fromkeys(block.inputs, 0.0), costs, price, calls=False)
+    share = {**_lifetimes(block, costs), **dict.fromkeys(block.inputs, 0.0)}
+    kept, _, _ = cut(early, needed, share, costs, price, calls=False)
     return tuple(v.name for v in needed if v.name not in kept)
+
+
+def _lifetimes(block: Block, costs: Costs) -> dict[Var, float]:
+    """For how much of the block's time each value is alive: to free one that is used again at once gains nothing."""
+    clock = [0.0, *itertools.accumulate(costs.seconds(e) for e in block.eqns)]
+    return {v: (clock[max(last, first, 0)] - clock[max(first, 0)]) / (clock[-1] or 1.0) for v, (first, last) in lifetimes(block).items()}
 
 
 def backward_part(block: Block) -> set[Eqn]:
