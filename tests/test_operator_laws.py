@@ -67,7 +67,7 @@ def test_expand_is_the_kernel(op, example):
         assert a.dtype == b.dtype and close(a, b, 1e-9)
 
 
-FIRST = [c for c in CASES if c.values[0].compiles is True and c.values[0].inplace is None and c.values[1].text == c.values[0].examples[0]]
+FIRST = [c for c in CASES if c.values[0].compiles and c.values[0].inplace is None and c.values[1].text == c.values[0].examples[0]]
 
 
 @pytest.mark.parametrize("op, example", FIRST)

@@ -26,3 +26,23 @@ def test_weighted_cross_entropy_is_torchs(reduction, label_smoothing):
     params = {"reduction": reduction, "label_smoothing": label_smoothing, "ignore_index": 1}
     want = torch.nn.functional.cross_entropy(x, target, weight, **params)
     torch.testing.assert_close(o.cross_entropy(x, target, weight, **params)[0], want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_fused_loss_in_chunks_is_the_whole(monkeypatch, dtype, bias):
+    """However many rows are taken at a time, and with rows that do not divide evenly."""
+    from mycel.ir import OPS
+
+    torch.manual_seed(0)
+    x, w, b = torch.randn(13, 6, dtype=dtype), torch.randn(9, 6, dtype=dtype), torch.randn(9, dtype=dtype) if bias else None
+    target = torch.randint(0, 9, (13,))
+    target[3:6] = -100
+    op = OPS["linear_cross_entropy"]
+    with torch.no_grad():
+        whole = op.kernel(x, w, b, target)
+        monkeypatch.setitem(op.kernel.__globals__, "CHUNK", 9 * 4)
+        parts = op.kernel(x, w, b, target)
+    tol = 1e-10 if dtype == torch.float64 else 2e-2
+    for a, c in zip(whole, parts, strict=True):
+        torch.testing.assert_close(a, c, rtol=tol, atol=tol)

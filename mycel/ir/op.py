@@ -22,7 +22,7 @@ What the fields mean
   into      its result written over operand i, as Python: one template for each operand that may be, "{0}.add_({1})"; implies fresh
   inplace   a kernel of the same arguments that writes its results over its first operands; runs where these are given away
   scratch   bytes its kernel needs while it runs, besides operands and results: a function of the types and params
-  compiles  a compiler can take its kernel; or the functions it calls, by name, that a compiler takes apart
+  compiles  a compiler can take its kernel
   aten      ATen overloads that mean exactly this, with the same arguments in the same order ("exp.default")
   effect    it is run for what it does, not for its value: never left out
   examples  argument lists the laws run on, e.g. "f[2,3], i64[3]<5, dim=1" (grammar in tests/examples.py)
@@ -64,7 +64,7 @@ class Op:
     inplace: Callable[..., None] | None = None
     aten: Sequence[str] = ()
     scratch: Callable[..., int] | None = None
-    compiles: bool | tuple[str, ...] = True
+    compiles: bool = True
     defaults: dict[str, Any] = field(default_factory=dict)
     _inferred: dict[Any, tuple[Type, ...]] = field(default_factory=dict)
 

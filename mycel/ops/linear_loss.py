@@ -15,7 +15,7 @@ import torch
 from mycel.ir import Type, op
 from mycel.ops.rules import o
 
-CHUNK = 1 << 27  # logits at a time
+CHUNK = 1 << 26  # logits at a time
 
 
 def linear_cross_entropy_types(x, w, b, target, *, reduction="mean", ignore_index=-100):
@@ -24,9 +24,10 @@ def linear_cross_entropy_types(x, w, b, target, *, reduction="mean", ignore_inde
 
 
 def linear_cross_entropy_scratch(x, w, b, target, **_):
-    """A chunk of logits and of their cotangents, in the dtype of the product; what is summed over chunks in fp32."""
-    n = min(x.shape[0], max(CHUNK // w.shape[0], 1))
-    return 2 * n * w.shape[0] * x.dtype.itemsize + (4 * w.numel if n < x.shape[0] else 0)
+    """A chunk of logits, of their log probabilities and cotangents; what is summed over chunks in fp32."""
+    n, wide = min(x.shape[0], max(CHUNK // w.shape[0], 1)), max(x.dtype.itemsize, 4)
+    own = x.dtype.itemsize if x.dtype.itemsize < wide else 0  # else the cotangents lie over the log probabilities
+    return n * w.shape[0] * (2 * wide + own) + ((wide + w.dtype.itemsize) * w.numel if n < x.shape[0] else 0)
 
 
 def linear_cross_entropy_vjp(gs, ys, x, w, b, target, **params):
@@ -72,20 +73,30 @@ def linear_cross_entropy_expand(x, w, b, target, *, reduction="mean", ignore_ind
     return (loss, *grads) if b is None else (loss, *grads, o.sum(dz, dims=(0,)))
 
 
-def chunk_of(x, w, b, target, scale, ignore_index):
-    """One chunk of rows: the sum of its losses, and the cotangents of its logits times `scale`."""
-    logits = torch.nn.functional.linear(x, w, b)
-    wide = logits.to(torch.promote_types(x.dtype, torch.float32))
+def wide_logits(x, w, b):
+    """x @ w.T + b, in 32 bits at least; on a GPU the product itself gives them."""
+    if x.is_cuda and x.dtype.itemsize == 2:
+        z = torch.mm(x, w.t(), out_dtype=torch.float32)
+        return z if b is None else z.add_(b)
+    z = torch.nn.functional.linear(x, w, b)
+    return z.float() if x.dtype.itemsize == 2 else z
+
+
+def chunk_of(x, w, b, target, ignore_index):
+    """Of a chunk of rows: the sum of the losses, and of its gradients those for x, w and b."""
     keep = target != ignore_index
     classes = torch.where(keep, target, 0).unsqueeze(1)
-    logp = torch.log_softmax(wide, 1)
-    loss = -(logp.gather(1, classes).squeeze(1) * keep).sum()
-    weight = (keep * scale).unsqueeze(1)
-    if torch.compiler.is_compiling() or torch.is_grad_enabled():  # no memory of its own for a compiler; autograd needs values as they are
-        hit = torch.arange(w.shape[0], device=x.device) == classes
-        return loss, ((logp.exp() - hit.to(logp.dtype)) * weight).to(x.dtype)
-    d = logp.exp_().mul_(weight).scatter_add_(1, classes, -weight)
-    return loss, d.to(x.dtype)
+    logp = torch.log_softmax(wide_logits(x, w, b), 1)
+    picked = logp.gather(1, classes)
+    loss = -(picked.squeeze(1) * keep).sum()
+    hit = torch.expm1(picked)  # p - 1 without loss where p is nearly 1
+    if torch.is_grad_enabled():  # autograd needs the values as they are
+        d = logp.exp().scatter(1, classes, hit).to(x.dtype)
+    else:
+        d = torch.exp(logp, out=logp if logp.dtype == x.dtype else torch.empty_like(logp, dtype=x.dtype))
+        d.scatter_(1, classes, hit.to(x.dtype))
+    rows = keep.unsqueeze(1).to(x.dtype)
+    return loss, torch.mm(d, w) * rows, torch.mm(d.t(), x * rows), None if b is None else torch.mm(d.t(), rows).squeeze(1)
 
 
 @op(
@@ -96,7 +107,7 @@ def chunk_of(x, w, b, target, scale, ignore_index):
     expand=linear_cross_entropy_expand,
     fresh=True,
     scratch=linear_cross_entropy_scratch,
-    compiles=("chunk_of",),
+    compiles=False,
     examples=[
         "f[6,4], f[5,4], None, i64[6]<5",
         'f[6,4], f[5,4], f[5], i64[6]<5, reduction="sum"',
@@ -106,24 +117,17 @@ def chunk_of(x, w, b, target, scale, ignore_index):
 def linear_cross_entropy(x, w, b, target, *, reduction="mean", ignore_index=-100):
     """The cross entropy of x @ w.T + b against class indices, and its gradients for x, w and b."""
     wide = torch.promote_types(x.dtype, torch.float32)
-    count = (target != ignore_index).sum().to(wide)
-    scale = 1 / count if reduction == "mean" else torch.ones_like(count)
     size = max(CHUNK // w.shape[0], 1)
-    size = next((n for n in range(size, size // 2, -1) if x.shape[0] % n == 0), size)  # all of one size, if there is one
-    total, dxs, dw, db = 0.0, [], None, None
-    for start in range(0, x.shape[0], size):
-        rows = x[start : start + size]
-        loss, d = chunk_of(rows, w, b, target[start : start + size], scale, ignore_index)
-        total = total + loss
-        dxs.append(torch.mm(d, w))
-        part = torch.mm(d.t(), rows)
-        if size < x.shape[0]:
-            dw = part.to(wide) if dw is None else dw + part if torch.is_grad_enabled() else dw.add_(part)
-        else:
-            dw = part
-        if b is not None:
-            db = d.sum(0, dtype=wide) if db is None else db + d.sum(0, dtype=wide)
-    loss = total * scale if reduction == "mean" else total
-    dx = dxs[0] if len(dxs) == 1 else torch.cat(dxs)
-    grads = (dx, dw.to(w.dtype))
-    return (loss, *grads) if b is None else (loss, *grads, db.to(b.dtype))
+    loss, dx, dw, db = chunk_of(x[:size], w, b, target[:size], ignore_index)
+    if size < x.shape[0]:
+        dxs, dw = [dx], dw.to(wide)
+        for i in range(size, x.shape[0], size):
+            more, dx, part, db_part = chunk_of(x[i : i + size], w, b, target[i : i + size], ignore_index)
+            loss, dw, db = loss + more, dw + part if torch.is_grad_enabled() else dw.add_(part), None if b is None else db + db_part
+            dxs.append(dx)
+        dx = torch.cat(dxs)
+    if reduction == "mean":
+        scale = 1 / (target != ignore_index).sum().to(wide)
+        loss, dx, dw, db = loss * scale, dx * scale, dw * scale, None if b is None else db * scale
+    grads = (dx, dw.to(w.dtype)) if b is None else (dx, dw.to(w.dtype), db.to(b.dtype))
+    return loss, *grads

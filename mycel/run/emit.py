@@ -83,11 +83,9 @@ def load(
     linecache.cache[file] = (len(source), None, source.splitlines(True), file)
     env: dict[str, Any] = {}
     exec(compile(source, file, "exec"), env)
-    names = [name for block, name in _block_names(program, _helpers(program, donate)).items() if block in compiled]
-    if compiled:
-        names += [name for _, eqn in walk(program) if isinstance(eqn.op.compiles, tuple) for name in eqn.op.compiles]
-    for name in dict.fromkeys(names):
-        env[name] = compile_function(env[name])
+    for block, name in _block_names(program, _helpers(program, donate)).items():
+        if block in compiled:
+            env[name] = compile_function(env[name])
     return env["main"], source
 
 
