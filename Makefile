@@ -5,7 +5,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: setup test check accept bench clean
+.PHONY: setup train test check accept bench clean
 
 setup: $(READY)
 
@@ -15,6 +15,9 @@ $(READY): pyproject.toml
 	$(BIN)/python -m pip install -q "$(TORCH)"
 	$(BIN)/python -m pip install -q -e ".[dev]"
 	touch $(READY)
+
+train: setup           ## a small model on Python's own sources: about three minutes, no download
+	$(BIN)/mycel train
 
 test: setup            ## everything
 	$(BIN)/python -m pytest -n 2 --dist worksteal
@@ -26,7 +29,7 @@ check: setup           ## lint, types, fast tests
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
 
 accept: setup          ## rewrite golden texts; read the diff before committing
-	MYCEL_ACCEPT=1 $(BIN)/python -m pytest tests/test_passes.py tests/test_golden.py
+	MYCEL_ACCEPT=1 $(BIN)/python -m pytest tests/test_passes.py tests/test_step_passes.py tests/test_golden.py
 
 bench: setup           ## ours and the peers in the same run
 	$(BIN)/python bench/dispatch.py

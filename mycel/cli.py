@@ -1,11 +1,12 @@
 """The command line.  The configuration is read and checked first; only then is torch imported.
 
-mycel train [CONFIG.yaml] [a.b=c …]      exit code 0: done, 1: it failed, 2: wrong usage or configuration, 130: interrupted
+mycel train [CONFIG.yaml] [a.b=c …]      exit code 0: done, 1: it failed, 2: wrong usage or configuration, 130: Ctrl-C, 143: SIGTERM
 mycel config [CONFIG.yaml] [a.b=c …]
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from difflib import get_close_matches
 from importlib.metadata import version
@@ -90,6 +91,8 @@ def show_config(settings: Settings = None) -> None:
 
 def _train(config: Config, resume: Path | None, dry_run: bool, file: Path | None) -> int:
     """Run the loop: its exit code, or that of its error."""
+    # on a machine that does other work too, threads that wait by spinning make a step of small operators several times slower
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     from mycel.train.loop import train as run_loop
 
     try:

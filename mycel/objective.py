@@ -29,23 +29,36 @@ def objective(model: torch.nn.Module, loss: Callable[..., Any] | None) -> Callab
     wanted, asked = _takes(loss.forward if isinstance(loss, torch.nn.Module) else loss)
 
     def of_loss(*args: Any, **kwargs: Any) -> Any:
-        unknown = [k for k in kwargs if named is not None and k not in named and asked is not None and k not in asked]
+        mine = {k: v for k, v in kwargs.items() if asked is not None and k in asked and k != wanted.first}
+        unknown = [k for k in kwargs if named is not None and k not in named and k not in mine]
         if unknown:
             raise TrainError(f"neither the model nor the loss takes {', '.join(unknown)}")
-        out = model(*args[: taken.most], **{k: v for k, v in kwargs.items() if named is None or k in named})
-        rest = args if wanted.rest else args[len(args) - max(wanted.least - 1, 0) :] if wanted.least > 1 else ()
-        return _scalar(loss(out, *rest, **{k: v for k, v in kwargs.items() if asked is not None and k in asked}))
+        count = taken.most
+        if count is None and wanted.most is not None:  # a model that takes anything leaves the loss what it needs
+            count = len(args) - max(wanted.least - 1 - len(mine), 0)
+        out = model(*args[:count], **{k: v for k, v in kwargs.items() if named is None or k in named})
+        return _scalar(loss(out, *wanted.rest_of(args, count, mine), **mine))
 
     return of_loss
 
 
 @dataclass(frozen=True)
 class Arity:
-    """How many positional arguments a function needs and takes; `rest`: any number."""
+    """How many positional arguments a function needs and takes (None: any number), and the name of the first."""
 
     least: int
     most: int | None
-    rest: bool
+    first: str
+
+    def rest_of(self, args: tuple[Any, ...], taken: int | None, named: dict[str, Any]) -> tuple[Any, ...]:
+        """What a loss gets of the batch besides the output: the last ones, as many as it needs, and whatever the model did not take."""
+        if self.most is None:
+            return args
+        left = 0 if taken is None else max(len(args) - taken, 0)
+        if left > self.most - 1:
+            raise TrainError(f"the batch has {len(args)} arguments; the model takes {taken}, the loss {self.most - 1} besides the output")
+        count = max(left, self.least - 1 - len(named))
+        return args[max(len(args) - count, 0) :] if count > 0 else ()
 
 
 def _takes(fn: Callable[..., Any]) -> tuple[Arity, set[str] | None]:
@@ -54,7 +67,7 @@ def _takes(fn: Callable[..., Any]) -> tuple[Arity, set[str] | None]:
     plain = [p for p in ps if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     rest = any(p.kind is p.VAR_POSITIONAL for p in ps)
     names = None if any(p.kind is p.VAR_KEYWORD for p in ps) else {p.name for p in ps if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
-    return Arity(sum(p.default is p.empty for p in plain), None if rest else len(plain), rest), names
+    return Arity(sum(p.default is p.empty for p in plain), None if rest else len(plain), plain[0].name if plain else ""), names
 
 
 def _loss_of(out: Any) -> torch.Tensor:

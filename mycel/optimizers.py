@@ -17,6 +17,7 @@ from mycel.transform import Group
 
 ADAM = ("lr", "beta1", "beta2", "eps", "weight_decay")
 SGD = ("lr", "momentum", "dampening", "weight_decay", "first_step")
+FLAGS = ("nesterov", "amsgrad", "maximize", "decoupled_weight_decay")
 SUPPORTED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 
 
@@ -45,10 +46,20 @@ class Bound:
         """The hyper-parameters as they are now."""
         values = optimizer.param_groups[self.index]
         if self.group.kind == "sgd":
-            first = any("momentum_buffer" not in optimizer.state[p] for p in self.params) if self.group.slots else False
-            return [float(values["lr"]), values["momentum"], values["dampening"], values["weight_decay"], float(first)]
+            return [float(values["lr"]), values["momentum"], values["dampening"], values["weight_decay"], float(self.is_first(optimizer))]
         beta1, beta2 = values["betas"]
         return [float(values["lr"]), float(beta1), float(beta2), values["eps"], values["weight_decay"]]
+
+    def is_first(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Is this the first step of momentum that is dampened?  It is not dampened then; without dampening, buffers of zeros do the same."""
+        if not self.group.slots or self.group.kind != "sgd" or not optimizer.param_groups[self.index]["dampening"]:
+            return False
+        new = [p for p in self.params if "momentum_buffer" not in optimizer.state[p]]
+        if new and len(new) < len(self.params):
+            raise TrainError(
+                "some parameters of a group with dampening have momentum, others have none yet\n  try       a group of their own, or dampening=0"
+            )
+        return bool(new)
 
     def state(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
         """The state tensors, slot by slot, made where there are none yet."""
@@ -63,6 +74,22 @@ def _slot(state: dict[str, Any], name: str, p: torch.nn.Parameter) -> torch.Tens
     elif name == "step" and (not isinstance(found, torch.Tensor) or found.device != p.device or found.dtype != torch.float32):
         state[name] = torch.as_tensor(found, dtype=torch.float32).to(p.device)  # torch keeps it on the host, its fused kernels on the device
     return state[name]
+
+
+def refuse_hooks(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Hooks that run inside of torch's backward or step would not be called."""
+    found = [f"parameter {n}" for n, p in model.named_parameters() if p._backward_hooks or p._post_accumulate_grad_hooks]
+    found += [f"module {n or type(m).__name__}" for n, m in model.named_modules() if m._backward_hooks or m._backward_pre_hooks]
+    found += ["the optimizer"] if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks else []
+    if found:
+        raise TrainError(
+            f"a hook on backward or on the step: {', '.join(found[:5])}\n  try       remove it: the step is one program and calls no such hooks"
+        )
+
+
+def refuse_dtypes(params: Sequence[torch.nn.Parameter]) -> None:
+    if any(p.dtype.is_complex for p in params):
+        raise TrainError("train_step was given complex parameters\n  try       real parameters, and torch.view_as_complex in the model")
 
 
 def bind_groups(optimizer: torch.optim.Optimizer, positions: dict[int, int]) -> list[Bound]:
@@ -89,10 +116,10 @@ def _group(kind: type, values: dict[str, Any], params: tuple[int, ...]) -> Group
 
 def signature(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
     """What of an optimiser a program depends on: its parameters, which of them train, and the flags that change the update."""
-    return tuple(
-        (tuple((id(p), p.requires_grad) for p in g["params"]), bool(g.get("momentum")), g.get("nesterov"), g.get("amsgrad"), g.get("maximize"))
-        for g in optimizer.param_groups
-    )
+    flags = [tuple(g.get(flag) for flag in FLAGS) for g in optimizer.param_groups]
+    params = [tuple((id(p), p.requires_grad) for p in g["params"]) for g in optimizer.param_groups]
+    momentum = [bool(g.get("momentum")) for g in optimizer.param_groups]
+    return tuple(zip(params, momentum, flags, strict=True))
 
 
 def trainable(optimizer: torch.optim.Optimizer) -> Sequence[torch.nn.Parameter]:

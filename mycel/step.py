@@ -58,16 +58,20 @@ def train_step(
         raise TrainError("train_step runs on one device so far: leave mesh and plan out")
     if not isinstance(model, torch.nn.Module):
         raise TrainError(f"train_step takes a torch.nn.Module, not {type(model).__name__}")
+    if loss is not None and not callable(loss):
+        raise TrainError(f"loss={loss!r} is not a function\n  try       torch.nn.functional.cross_entropy, or None where the model returns its loss")
     optimizers.refuse_unsupported(optimizer)
-    if precision not in PRECISIONS:
+    if not isinstance(precision, str) or precision not in PRECISIONS:
         raise TrainError(f"precision={precision!r}\n  known     {', '.join(PRECISIONS)}")
-    if not isinstance(accumulate, int) or accumulate < 1:
+    if not isinstance(accumulate, int) or isinstance(accumulate, bool) or accumulate < 1:
         raise TrainError(f"accumulate={accumulate!r}\n  try       a whole number, at least 1")
-    if clip_norm is not None and not clip_norm > 0:
+    if clip_norm is not None and not (isinstance(clip_norm, (int, float)) and clip_norm > 0):
         raise TrainError(f"clip_norm={clip_norm!r}\n  try       a positive number, or None")
     if compile not in (True, False, "auto"):
         raise TrainError(f"compile={compile!r}\n  known     True, False, 'auto'")
     budget = parse_bytes(memory) if isinstance(memory, str) else memory
+    if budget is not None and not (isinstance(budget, int) and not isinstance(budget, bool) and budget > 0):
+        raise TrainError(f"memory={memory!r}\n  try       bytes as a whole number, or text like '20GiB'")
     return Step(model, optimizer, loss, Settings(precision, accumulate, clip_norm, budget, compile))
 
 
@@ -132,6 +136,7 @@ class Step:
     def compile(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
         """capture -> 16 bits -> head -> shares -> gradient -> parts -> update -> plan -> lower -> code."""
         s = self.settings
+        optimizers.refuse_hooks(self.model, self.optimizer)
         device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
         if s.compiles(device):
             start_workers()
@@ -148,13 +153,13 @@ class Step:
         if s.accumulate > 1:
             if captured.effects:
                 raise TrainError("with accumulate the model keeps tensors in attributes\n  try       accumulate=1, or buffers that it updates")
-            program, counting = transform.shares(program, list(trained.values()), s.accumulate)
+            split = batch.split(captured.leaves)
+            program, counting = transform.shares(program, list(trained.values()), split, s.accumulate)
         results = len(program.results)
         program, groups = self._differentiated(program, trained, scale)
         body = program.entry
         if counting is not None:
             key = len(captured.program.inputs) - 1 if captured.draws else None
-            split = batch.split(captured.leaves)
             program, body = check(transform.microbatch(program, counting, s.accumulate, split, key)), transform.BODY
         program = check(transform.optimise(program, [g.group for g in groups], results, s.clip_norm, scale))
         decided, program, names = self._planned(program, body, captured.device)
@@ -175,6 +180,7 @@ class Step:
         found = {id(p): at[id(p)] for p in optimizers.trainable(self.optimizer) if id(p) in at}
         if self.settings.precision == "fp16" and any(p.dtype == torch.bfloat16 for p in self.model.parameters()):
             raise TrainError('precision="fp16" with parameters in bf16\n  try       precision="bf16", or model.float()')
+        optimizers.refuse_dtypes([p for p in optimizers.trainable(self.optimizer) if id(p) in found])
         if not found:
             raise GradientError("the loss depends on no parameter of the optimizer that requires a gradient")
         return found
@@ -224,14 +230,19 @@ class Step:
         step, optimizer, device, half = self, self.optimizer, captured.device, self.settings.precision == "fp16"
 
         def run(*inputs: Any) -> Any:
-            more = [step.counter("loss_scale", device)] if half else []
-            for g in groups:
-                hyper = g.hyper(optimizer)  # before its state is made: a first step is one without
-                more += [*g.state(optimizer), *hyper]  # type: ignore[list-item]
-            more.append(step.counter("skipped", device))
-            more += [step.counter("good_steps", device)] if half else []
-            with torch.no_grad():
+            with torch.inference_mode(False), torch.no_grad():
+                more: list[Any] = [step.counter("loss_scale", device)] if half else []
+                first = [g for g in groups if g.is_first(optimizer)]
+                before = step.skipped if first else 0
+                for g in groups:
+                    hyper = g.hyper(optimizer)  # before its state is made: a first step is one without
+                    more += [*g.state(optimizer), *hyper]
+                more.append(step.counter("skipped", device))
+                more += [step.counter("good_steps", device)] if half else []
                 outs = code(*inputs, *more)
+                if first and step.skipped > before:  # the next one is the first
+                    for p in (p for g in first for p in g.params):
+                        del optimizer.state[p]["momentum_buffer"]
             step.grad_norm = outs[results]
             optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask whether a step came before theirs
             return outs[:results]

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from mycel.errors import TrainError
+from mycel.sizes import parse_bytes
 from mycel.train import config as sections
 from mycel.train.config import EMBEDDED, Config, dump, load
-from mycel.sizes import parse_bytes
 from mycel.train.sections import Section, find, section_of
 from mycel.train.written import Reader, Writer, inline
 
@@ -219,9 +219,9 @@ def test_words_of_yaml():
 def test_no_model_named_is_the_embedded_one():
     config = load(None)
     assert config == Config() == Config.from_dict({}) == Config.from_dict({"model": None, "data": {"tokenizer": None}})
-    assert config.model.config == EMBEDDED["model"]["config"] and config.data.tokenizer == "bytes" and config.train.steps == 400
+    assert config.model.config == EMBEDDED["model"]["config"] and config.data.tokenizer == "bytes" and config.train.steps == 600
     assert Config.from_dict({"model": {"path": "m"}}).train.steps == 500 and Config.from_dict({"model": {"path": "m"}}).data.tokenizer is None
-    assert Config(train=sections.Train(batch=3)).train == sections.Train(steps=400, batch=3), "sections given as objects are layered alike"
+    assert Config(train=sections.Train(batch=3)).train == sections.Train(steps=600, batch=3), "sections given as objects are layered alike"
 
 
 @quick
@@ -489,7 +489,7 @@ optimizer.nesterov is true, but optimizer.momentum is 0
             nesterov: true
   try       optimizer.momentum=0.9""",
     "schedule: {warmup: 1000}": """\
-schedule.warmup is 1000 steps, but train.steps is 400
+schedule.warmup is 1000 steps, but train.steps is 600
   at        run.yaml:1:12
             schedule: {warmup: 1000}
   try       schedule.warmup=0.1, a tenth of the steps""",

@@ -102,7 +102,7 @@ def test_optimise_with_a_loss_scale():
 def test_microbatch(ignored):
     """The scan over parts gives the loss and gradients of the whole batch, though parts count unequally."""
     program = check(Program.parse(LOSS.replace("None)", f"None, ignore_index={ignored})") if ignored != -100 else LOSS))
-    shared, counting = transform.shares(program, WRT, 3)
+    shared, counting = transform.shares(program, WRT, [0, 1], 3)
     parts = transform.simplify(check(transform.value_and_grad(check(shared), WRT)))
     whole = check(transform.microbatch(parts, check(counting), 3, [0, 1]))
     if ignored == 2:
@@ -116,10 +116,10 @@ def test_microbatch(ignored):
 def test_shares_go_by_terms():
     """A sum of a mean over counted rows and of something without a count."""
     text = LOSS.replace("return loss", "r: f32[] = mean(w, dims=(0,1))\n  m: f32[] = mul(r, 0.1)\n  total: f32[] = add(loss, m)\n  return total")
-    shared, counting = transform.shares(check(Program.parse(text)), WRT, 2)
+    shared, counting = transform.shares(check(Program.parse(text)), WRT, [0, 1], 2)
     assert len(counting.results) == 1
     main = str(check(shared)).split("def main")[1]
-    assert "div(mul, 2)" in main and ", count)" in main  # by the number of parts, and by the count
+    assert "div(r, 2)" in main and ", count)" in main  # by the number of parts, and by the count
 
 
 def test_precision():

@@ -179,20 +179,20 @@ def _grad_types(*operands, target, args, kwargs=(), arity):
     return tuple(t for t in operands[: arity[-1]] if is_float(t.dtype))
 
 
-def _levels(operands, target, args, kwargs, arity):
-    """The operator's float outputs (no arity left), or the cotangents of one level down, with torch's graph kept for the next level up."""
+def _levels(operands, target, args, kwargs, arity, more=False):
+    """The operator's float outputs (no arity left), or the cotangents of one level down, with torch's graph kept if there is one `more` level up."""
     if not arity:
         outs = _run(operands, target, args, kwargs)
         outs = outs if isinstance(outs, tuple) else (outs,)
         return [y for y in outs if y.is_floating_point() or y.is_complex()]
     inner = [x.detach().requires_grad_() if (x.is_floating_point() or x.is_complex()) and not x.requires_grad else x for x in operands[: arity[-1]]]
-    outs = _levels(inner, target, args, kwargs, arity[:-1])
+    outs = _levels(inner, target, args, kwargs, arity[:-1], more=True)
     wanted = [x for x in inner if x.requires_grad]
     pairs = [(y, g) for y, g in zip(outs, operands[arity[-1] :], strict=True) if y.requires_grad]
     if not pairs:
         return [torch.zeros_like(x) for x in wanted]
     ys, gs = zip(*pairs, strict=True)
-    grads = torch.autograd.grad(ys, wanted, gs, create_graph=True, allow_unused=True)
+    grads = torch.autograd.grad(ys, wanted, gs, create_graph=more, allow_unused=True)
     return [torch.zeros_like(x) if g is None else g for x, g in zip(wanted, grads, strict=True)]
 
 
@@ -205,6 +205,7 @@ def _levels(operands, target, args, kwargs, arity):
 )
 def opaque_grad(*operands, target, args, kwargs=(), arity):
     """torch's gradient of its operator: operands are its inputs, then cotangents; each further `arity` is one more derivative."""
+    operands = [x.detach() for x in operands]  # a view of a parameter made without autograd says it needs a gradient, and has no graph
     with torch.enable_grad():
         grads = tuple(g.detach() for g in _levels(operands, target, args, kwargs, arity))
     return grads if len(grads) != 1 else grads[0]

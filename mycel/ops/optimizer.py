@@ -70,7 +70,8 @@ def adam_expand(*xs, count, decoupled=True, amsgrad=False, maximize=False):
         after = (o.sub(base, o.mul(rate, move)), m1, v1, *most, at)
         for column, old, value in zip(new, (p, m, v, *top, t), after, strict=True):
             column.append(o.where(o.eq(skip, 1.0), old, value))
-    return tuple(x for column in new for x in column)
+    made = tuple(x for column in new for x in column)
+    return made if len(made) > 1 else made[0]
 
 
 def adam_update(*xs, count, decoupled=True, amsgrad=False, maximize=False):
@@ -104,7 +105,7 @@ def adam(*xs, count, decoupled=True, amsgrad=False, maximize=False):
     done = (4 + amsgrad) * count
     new = [*(x.clone() for x in xs[:done]), *(g.clone() for g in xs[done : done + count])]
     adam_update(*new, *xs[done + count :], count=count, decoupled=decoupled, amsgrad=amsgrad, maximize=maximize)
-    return tuple(new[:done])
+    return tuple(new[:done]) if done > 1 else new[0]
 
 
 # -- SGD ---------------------------------------------------------------------------------------------------------------
@@ -126,7 +127,8 @@ def sgd_expand(*xs, count, momentum=False, nesterov=False, maximize=False):
             after, g = [b], o.add(g, o.mul(b, keep)) if nesterov else b
         for column, old, value in zip(new, (p, *buffer), (o.sub(p, o.mul(rate, g)), *after), strict=True):
             column.append(o.where(o.eq(skip, 1.0), old, value))
-    return tuple(x for column in new for x in column)
+    made = tuple(x for column in new for x in column)
+    return made if len(made) > 1 else made[0]
 
 
 def sgd_update(*xs, count, momentum=False, nesterov=False, maximize=False):
@@ -156,7 +158,7 @@ def sgd(*xs, count, momentum=False, nesterov=False, maximize=False):
     done = (1 + momentum) * count
     new = [*(x.clone() for x in xs[:done]), *(g.clone() for g in xs[done : done + count])]
     sgd_update(*new, *xs[done + count :], count=count, momentum=momentum, nesterov=nesterov, maximize=maximize)
-    return tuple(new[:done])
+    return tuple(new[:done]) if done > 1 else new[0]
 
 
 # -- the size of all gradients -----------------------------------------------------------------------------------------

@@ -179,11 +179,12 @@ class _Graph:
 
     def __init__(self) -> None:
         self.nodes: dict[str, int] = {"source": 0, "sink": 1}
-        self.arcs: list[tuple[int, int, float | None]] = []
+        self.arcs: dict[tuple[int, int], float | None] = {}
 
     def arc(self, a: str, b: str, capacity: float | None) -> None:
-        at = [self.nodes.setdefault(name, len(self.nodes)) for name in (a, b)]
-        self.arcs.append((at[0], at[1], capacity))
+        at = self.nodes.setdefault(a, len(self.nodes)), self.nodes.setdefault(b, len(self.nodes))
+        before = self.arcs.get(at, 0.0)
+        self.arcs[at] = None if capacity is None or before is None else before + capacity
 
     def near(self) -> set[str]:
         """Nodes on the source's side of a minimum cut."""
@@ -191,10 +192,10 @@ class _Graph:
         from scipy.sparse import csr_array
         from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
-        finite = sum(c for *_, c in self.arcs if c is not None)
+        finite = sum(c for c in self.arcs.values() if c is not None)
         unit = WHOLE / finite if finite > 0 else 1.0
-        sizes = np.array([ENDLESS if c is None else round(c * unit) for *_, c in self.arcs], dtype=np.int32)
-        at = np.array([(a, b) for a, b, _ in self.arcs])
+        sizes = np.array([ENDLESS if c is None else round(c * unit) for c in self.arcs.values()], dtype=np.int32)
+        at = np.array(list(self.arcs))
         graph = csr_array((sizes, (at[:, 0], at[:, 1])), shape=(len(self.nodes),) * 2)
         rest = graph - maximum_flow(graph, 0, 1).flow
         rest.data = np.maximum(rest.data, 0)

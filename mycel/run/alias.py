@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from mycel.ir import CONTROL, Block, Eqn, Program, Var, call, chains, lifetimes, order
+from mycel.ir import CONTROL, Block, Eqn, Program, Var, call, chains, lifetimes, order, scan
 
 Roots = dict[Var, set[int]]
 
@@ -27,10 +27,26 @@ def roots(program: Program) -> dict[str, Roots]:
                 outs = program.blocks[eqn.params["block"]].outputs
                 at = [inner.get(x, set()) if isinstance(x, Var) else set() for x in outs]
                 known.update({v: set().union(*(held[i] for i in one)) for v, one in zip(eqn.outputs, at, strict=True)})
+            elif eqn.op is scan:
+                known.update(zip(eqn.outputs, _scanned(eqn, program.blocks[eqn.params["body"]], found[eqn.params["body"]], held), strict=True))
             elif eqn.op in CONTROL or eqn.op.write is not None:
                 known.update({v: set().union(*held) for v in eqn.outputs})
         found[name] = known
     return found
+
+
+def _scanned(eqn: Eqn, body: Block, inner: Roots, held: list[set[int]]) -> list[set[int]]:
+    """What the results of a scan may share memory with: rows are stacked anew, state is what the last turn made of what it was given."""
+    n, m = eqn.params.get("consts", 0), eqn.params.get("carry", 0)
+    given = [set(h) for h in held]
+    while True:
+        made = [set().union(*(given[i] for i in inner.get(x, set()))) if isinstance(x, Var) else set() for x in body.outputs[:m]]
+        after = [*given[:n], *(a | b for a, b in zip(given[n : n + m], made, strict=True)), *given[n + m :]]
+        if after == given:
+            break
+        given = after
+    state = made if eqn.params["length"] else [set(h) for h in held[n : n + m]]
+    return [*state, *(set() for _ in eqn.outputs[m:])]
 
 
 def shared_outputs(program: Program) -> set[int]:

@@ -169,7 +169,7 @@ EMBEDDED: dict[str, dict[str, Any]] = {
     "data": {"tokenizer": "bytes", "length": 256},
     "optimizer": {"lr": 2e-3},
     "schedule": {"warmup": 0.1},
-    "train": {"steps": 400, "batch": 16},
+    "train": {"steps": 600, "batch": 8},
 }  # fmt: skip
 
 

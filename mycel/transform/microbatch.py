@@ -1,9 +1,11 @@
 """A batch in parts: the same loss and gradients, with the activations of one part at a time.
 
 shares        loss(part) becomes the part's share in the loss of the whole batch, so that shares sum up:
-                  a / b   =>  a / count        where b (how many tokens count, say) depends on no parameter: `count` is its sum over all parts
-                  x       =>  x / parts        otherwise: every part weighs the same
-              A mean cross entropy is a sum over a count.  Sums of such terms, and multiples of them, are taken term by term.
+                  a / b     =>  a / count     where b (how many tokens count, say) is of the part and depends on no parameter; `count` is its sum
+                  sum(x)    =>  sum(x)        over something of the part: parts sum up by themselves
+                  x         =>  x / parts     otherwise: every part weighs the same
+              A mean cross entropy is a sum over a count.  Sums of such terms, multiples and casts of them are taken term by term; what a loss does
+              beyond that (a root of a mean, say) is not seen through: its parts weigh the same.
 microbatch    a program of one part => a scan over the parts that sums up loss and gradients, hands buffers from part to part and gives each
               part random numbers of its own.
 """
@@ -12,10 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
-from mycel.ir import OPS, Atom, Block, Builder, Eqn, Params, Program, Ref, Type, Var, prune, scan
+from mycel.ir import OPS, Atom, Block, Builder, Eqn, Params, Program, Ref, Type, Var, is_float, prune, scan
 from mycel.ops import o
 from mycel.ops.loss import chosen
 from mycel.ops.stack import zeros
@@ -23,32 +26,37 @@ from mycel.transform.dce import dce
 from mycel.transform.vjp import Vjp, active_vars
 
 BODY = "part"
+SUMMED = ("cross_entropy", "nll_loss", "linear_cross_entropy")
+NEXT = 1 << 40  # the key of the next part is the child of this one's that no draw or call is
 
 
 @dataclass(frozen=True)
 class Term:
-    """scale * value, or scale * value / count"""
+    """A summand of the loss: `value`, divided by `count` or by nothing (`sums`: parts sum up) or by the number of parts; then `outer`, equations
+    that are linear in it, from the inside out.  `limits`: what is done to the count once it is summed."""
 
     value: Atom
-    count: Var | None
-    scale: float
+    count: Var | None = None
+    sums: bool = False
+    outer: tuple[Eqn, ...] = ()
+    limits: tuple[Eqn, ...] = ()
 
 
-def shares(program: Program, active: Sequence[int], parts: int) -> tuple[Program, Program]:
-    """The program whose first result is the part's share, with an input for each count at the end; and the program of the counts alone."""
+def shares(program: Program, active: Sequence[int], split: Sequence[int], parts: int) -> tuple[Program, Program]:
+    """The program whose first result is the part's share, with an input for each count at the end; and the program of the counts alone.
+
+    `active`: inputs that are differentiated.  `split`: inputs that are parts of something."""
     program = replace(program, blocks={**program.blocks, program.entry: _means_apart(program.main)})
     main = program.main
-    moving = active_vars(Vjp(program), main, [i in active for i in range(len(main.inputs))])
-    made = {v: e for e in main.eqns for v in e.outputs}
-    terms = _terms(main.outputs[0], made, moving, 1.0)
+    loss = _Loss(program, active, split)
+    terms = loss.terms(main.outputs[0])
     counts = list(dict.fromkeys(t.count for t in terms if t.count is not None))
     b = _after(main)
     given = {c: b.input(f"count_{i}" if i else "count", c.type) for i, c in enumerate(counts)}
     with b:
         total: Atom = None
         for t in terms:
-            value = t.value if t.scale == 1.0 else o.mul(t.value, t.scale)
-            share = o.div(value, parts if t.count is None else given[t.count])
+            share = _share(t, given, parts)
             total = share if total is None else o.add(total, share)
     block = Block(tuple(b.inputs), tuple(b.eqns), (total, *main.outputs[1:]))
     counting = Block(main.inputs, main.eqns, tuple(counts))
@@ -58,27 +66,78 @@ def shares(program: Program, active: Sequence[int], parts: int) -> tuple[Program
     )
 
 
-def _terms(x: Atom, made: dict[Var, Eqn], moving: set[Var], scale: float) -> list[Term]:
-    """A loss as a sum of terms."""
-    eqn = made.get(x) if isinstance(x, Var) else None
-    if eqn is None:
-        return [Term(x, None, scale)]
-    a, b = (*eqn.inputs, None)[:2] if eqn.inputs else (None, None)
-    if eqn.op.name == "add" and _are_scalars(a, b):
-        return _terms(a, made, moving, scale) + _terms(b, made, moving, scale)
-    if eqn.op.name == "sub" and _are_scalars(a, b):
-        return _terms(a, made, moving, scale) + _terms(b, made, moving, -scale)
-    if eqn.op.name in ("mul", "div") and isinstance(b, (int, float)):
-        return _terms(a, made, moving, scale * b if eqn.op.name == "mul" else scale / b)
-    if eqn.op.name == "mul" and isinstance(a, (int, float)):
-        return _terms(b, made, moving, scale * a)
-    if eqn.op.name == "div" and isinstance(b, Var) and b not in moving and b.shape == ():
-        return [Term(a, b, scale)]
-    return [Term(x, None, scale)]
+def _share(t: Term, given: dict[Var, Var], parts: int) -> Any:
+    """What one part contributes to a term."""
+    value: Any = t.value
+    if t.count is not None:
+        count: Any = given[t.count]
+        for eqn in t.limits:
+            count = eqn.op(count, *eqn.inputs[1:], **eqn.params)
+        value = o.div(value, count)
+    elif not t.sums:
+        value = o.div(value, parts) if isinstance(value, Var) else o.full(value / parts, shape=(), dtype=torch.float32)  # type: ignore[operator]
+    for eqn in t.outer:
+        value = eqn.op(*(value if x is eqn.inputs[_linear_in(eqn)] else x for x in eqn.inputs), **eqn.params)
+    return value
 
 
-def _are_scalars(*xs: Atom) -> bool:
-    return all(isinstance(x, Var) and x.shape == () for x in xs)
+def _linear_in(eqn: Eqn) -> int:
+    """The operand an outer equation is linear in: the one that is no plain factor."""
+    return 1 if eqn.op.name == "mul" and not isinstance(eqn.inputs[0], Var) else 0
+
+
+class _Loss:
+    """A loss taken apart: which of its values depend on parameters (`moving`), and which on the part (`varying`)."""
+
+    def __init__(self, program: Program, active: Sequence[int], split: Sequence[int]) -> None:
+        main = program.main
+        self.made = {v: e for e in main.eqns for v in e.outputs}
+        self.moving = active_vars(Vjp(program), main, [i in active for i in range(len(main.inputs))])
+        self.varying = {v for i, v in enumerate(main.inputs) if i in split}
+        for eqn in main.eqns:
+            if any(v in self.varying for v in eqn.vars):
+                self.varying.update(eqn.outputs)
+
+    def terms(self, x: Atom, outer: tuple[Eqn, ...] = ()) -> list[Term]:
+        eqn = self.made.get(x) if isinstance(x, Var) else None
+        if eqn is None:
+            return [Term(x, outer=outer)]
+        name, (a, b) = eqn.op.name, (*eqn.inputs, None, None)[:2]
+        if name in ("add", "sub") and eqn.outputs[0].shape == ():
+            minus = replace(eqn, op=OPS["neg"], inputs=(b,))
+            return self.terms(a, outer) + self.terms(b, outer if name == "add" else (minus, *outer))
+        if name in ("neg", "cast") or (name in ("reshape", "sum", "mean") and isinstance(a, Var) and a.shape == ()):
+            return self.terms(a, (eqn, *outer)) if is_float(a.dtype) else [Term(x, outer=outer)]  # type: ignore[union-attr]
+        if name == "mul" and isinstance(a, Var) and self.is_factor(b):
+            return self.terms(a, (eqn, *outer))
+        if name == "mul" and isinstance(b, Var) and self.is_factor(a):
+            swapped = replace(eqn, inputs=(b, a))
+            return self.terms(b, (swapped, *outer))
+        if name == "div" and isinstance(a, Var) and self.is_factor(b):
+            return self.terms(a, (eqn, *outer))
+        if name == "div" and isinstance(b, Var) and b not in self.moving and b.shape == ():
+            count, limits = self.limited(b)
+            return [Term(a, count, outer=outer, limits=limits)]
+        return [Term(x, sums=self.sums_up(eqn), outer=outer)]
+
+    def is_factor(self, x: Atom) -> bool:
+        """A number, or a scalar that is the same for all parts."""
+        if isinstance(x, Var):
+            return x.shape == () and x not in self.moving and x not in self.varying
+        return isinstance(x, (int, float))
+
+    def limited(self, count: Var) -> tuple[Var, tuple[Eqn, ...]]:
+        """clamp(n, 1) is done to the sum of n, not to each of its parts."""
+        eqn = self.made.get(count)
+        if eqn is None or eqn.op.name not in ("clamp", "cast") or [*eqn.vars] != [eqn.inputs[0]]:
+            return count, ()
+        inner, limits = self.limited(next(eqn.vars))
+        return inner, (*limits, eqn)
+
+    def sums_up(self, eqn: Eqn) -> bool:
+        """Is it a sum over something of the part?"""
+        summed = eqn.op.name == "sum" or (eqn.op.name in SUMMED and eqn.params.get("reduction", "mean") == "sum")
+        return summed and any(v in self.varying for v in eqn.vars)
 
 
 def _means_apart(block: Block) -> Block:
@@ -149,7 +208,7 @@ def _summed(
                 x = results[k]
                 b.source = eqn.source
                 sums[k] = o.add(totals[k], x if x.dtype == totals[k].dtype else o.cast(x, dtype=totals[k].dtype))  # type: ignore[union-attr]
-        folded = [] if key is None else [o.fold_in(key, data=0)]
+        folded = [] if key is None else [o.fold_in(key, data=NEXT)]
     carry = [*totals, *state, *([] if key is None else [key])]
     blocks[name] = Block((*held, *carry, *pieces), tuple(b.eqns), (*(sums[i] for i in range(len(results))), *state.values(), *folded))
     first = [zeros(t.type) for t in totals] + [outer[v] for v in (*state, *([] if key is None else [key]))]

@@ -65,16 +65,18 @@ def optimise(program: Program, groups: Sequence[Group], results: int, clip_norm:
             more = o.clamp(o.div(o.add(norm, CLIP_EPS), clip_norm), 1.0, None)
             scale = more if scale is None else o.mul(scale, more)
         finite = o.isfinite(norm)
+        finite = o.logical_and(finite, o.isfinite(main.outputs[0]))  # of a loss that is no number, too
         skip = o.sub(1.0, o.cast(finite, dtype=torch.float32))
         for name, new in zip(program.updates, main.outputs[n:], strict=True):
             updates[name] = o.where(finite, new, next(v for v in main.inputs if v.name == name))
         at = 0
         for group, (state, hyper) in zip(groups, given, strict=True):
             count = len(group.params)
-            over = [*(main.inputs[i] for i in group.params), *(v for column in state for v in column)]
+            named = [*(main.inputs[i] for i in group.params), *(v for column in state for v in column)]
+            over = [updates.get(v.name, v) for v in named]  # the forward pass may have changed a parameter itself
             flags = {"count": count, **dict(group.flags)}
             made = OPS[group.kind](*over, *grads[at : at + count], *hyper, scale, skip, **flags)
-            updates.update((v.name, new) for v, new in zip(over, made if isinstance(made, tuple) else (made,), strict=True))
+            updates.update((v.name, new) for v, new in zip(named, made if isinstance(made, tuple) else (made,), strict=True))
             at += count
         updates[skipped.name] = o.add(skipped, o.cast(skip, dtype=torch.int64))
         if loss_scale is not None:

@@ -1,0 +1,166 @@
+"""From a configuration to everything a run needs; nothing is written but cached tokens.
+
+Config ──▶ device ──▶ tokenizer, data ──▶ model ──▶ adapters ──▶ optimiser ──▶ step
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from mycel.errors import TrainError
+from mycel.step import Step, train_step
+from mycel.train import config as settings
+from mycel.train import device as devices
+from mycel.train import lora, models
+from mycel.train.data import Data, check_vocab, prepare
+from mycel.train.models import Model
+from mycel.train.order import Order
+from mycel.train.tokenize import VOCABULARIES, Tokenizer, load_tokenizer
+from mycel.train.waiting import Waiting
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a run is made of; `notes` are what its makers have to say."""
+
+    config: settings.Config
+    device: torch.device
+    tokenizer: Tokenizer | None
+    data: Data
+    model: Model
+    optimizer: torch.optim.Optimizer
+    step: Step
+    vocab: int
+    notes: tuple[str, ...]
+
+    @property
+    def module(self) -> nn.Module:
+        return self.model.module
+
+    @property
+    def rows(self) -> int:
+        """Sequences in a step: micro-batch x accumulate."""
+        return self.config.train.batch * self.config.train.accumulate
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in a step, padding counted."""
+        return self.rows * self.config.data.length
+
+    def batch(self, step: int) -> dict[str, torch.Tensor]:
+        """What step `step`, counted from 0, learns from, on its way to the device."""
+        order = Order(self.data.train.count, self.config.train.seed)
+        arrays = self.data.train.batch(order.indices(step, self.rows))
+        host = {name: torch.from_numpy(x) for name, x in arrays.items()}
+        if self.device.type != "cuda":
+            return host
+        return {name: x.pin_memory().to(self.device, non_blocking=True) for name, x in host.items()}
+
+
+def assemble(config: settings.Config, waiting: Waiting) -> Parts:
+    """All parts of a run, each checked against the others."""
+    device = devices.choose(config.train.device)
+    devices.seed_all(config.train.seed)
+    tokenizer = _tokenizer(config)
+    data = _data(config, tokenizer, waiting.say)
+    waiting.say("making the model") if config.model.path is None else waiting.say("loading the model")
+    model = models.build(
+        config.model.path,
+        config.model.config,
+        weights=config.model.weights,
+        dtype=getattr(torch, config.model.dtype),
+        device=device,
+        seed=config.train.seed,
+    )
+    notes = [*model.notes]
+    vocab = _check_tokens(config, data, tokenizer, model.module, notes)
+    _check_length(config, model.module, notes)
+    if adding := config.model.lora:
+        lora.add(model.module, adding.rank, adding.alpha, adding.dropout, adding.targets, seed=config.train.seed)
+    optimizer = _optimizer(config.optimizer, model.module)
+    step = train_step(
+        model.module,
+        optimizer,
+        precision=config.train.precision,
+        accumulate=config.train.accumulate,
+        clip_norm=config.train.clip_norm,
+        memory=config.train.memory,
+        compile=config.train.compile,
+    )
+    return Parts(config, device, tokenizer, data, model, optimizer, step, vocab, tuple(notes))
+
+
+def _tokenizer(config: settings.Config) -> Tokenizer | None:
+    """The one that is named, or the model folder's; arrays of tokens need none."""
+    if config.data.tokenizer is not None:
+        return load_tokenizer(config.data.tokenizer)
+    folder = config.model.path
+    return load_tokenizer(folder) if folder and any((folder / name).is_file() for name in VOCABULARIES) else None
+
+
+def _data(config: settings.Config, tokenizer: Tokenizer | None, progress: Callable[[str, int, int], None]) -> Data:
+    data = config.data
+    return prepare(
+        data.train,
+        validation=data.validation,
+        split=data.split,
+        format=data.format,
+        fields=data.fields.model_dump(),
+        tokenizer=tokenizer,
+        length=data.length,
+        pack=data.pack,
+        cache=data.cache_folder,
+        seed=config.train.seed,
+        progress=progress,
+    )
+
+
+def _check_tokens(config: settings.Config, data: Data, tokenizer: Tokenizer | None, module: Any, notes: list[str]) -> int:
+    """How many ids the model has; refuses a model without, ids that it does not have, and a tokenizer that could give such."""
+    if "input_ids" not in inspect.signature(module.forward).parameters:
+        raise TrainError(f"{type(module).__name__} takes no tokens\n  at        model\n  try       a language model")
+    vocab = int(module.get_input_embeddings().num_embeddings)
+    beyond = tokenizer.vocab - vocab if tokenizer else 0
+    if tokenizer and beyond > 0 and config.data.tokenizer is not None:
+        raise TrainError(
+            f"the tokenizer does not belong to the model: it has {tokenizer.vocab} ids, the model {vocab}\n  at        {config.data.tokenizer}\n"
+            "  try       the tokenizer that belongs to the model, or a model with a larger vocab_size"
+        )
+    check_vocab(data, vocab)
+    if beyond > 0:  # some models are published so: the ids beyond are of tokens that text does not have
+        notes.append(f"the model's own tokenizer has {beyond} ids more than the model; none of them is in the data")
+    return vocab
+
+
+def _check_length(config: settings.Config, module: Any, notes: list[str]) -> None:
+    """Sequences longer than the model has places for."""
+    most = getattr(module.config.get_text_config(), "max_position_embeddings", None)
+    if most is None or config.data.length <= most:
+        return
+    learned = any(isinstance(part, nn.Embedding) and part.num_embeddings in (most, most + 2) for part in module.modules())
+    what = f"data.length is {config.data.length}, but the model knows {most} positions"
+    if learned:
+        raise TrainError(f"{what}\n  at        data.length\n  try       data.length={most}")
+    notes.append(f"{what}: it was made for shorter sequences")
+
+
+def _optimizer(chosen: settings.Optimizer, module: nn.Module) -> torch.optim.Optimizer:
+    """torch's own, with weight decay where it belongs."""
+    groups = models.parameter_groups(module, chosen.weight_decay)
+    if chosen.name == "sgd":
+        return torch.optim.SGD(groups, lr=chosen.lr, momentum=chosen.momentum, nesterov=chosen.nesterov)
+    kind = torch.optim.AdamW if chosen.name == "adamw" else torch.optim.Adam
+    return kind(groups, lr=chosen.lr, betas=chosen.betas, eps=chosen.eps)
+
+
+def tokenizer_source(parts: Parts) -> Any:
+    """What an exported model takes its tokenizer from: a folder, `bytes`, or nothing."""
+    named = parts.config.data.tokenizer
+    return Path(named) if named not in (None, "bytes") else named or parts.model.tokenizer_folder

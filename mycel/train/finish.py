@@ -1,0 +1,77 @@
+"""What is made of a run when its steps are done: the loss curve, the model as a Hugging Face folder, a sample of what it writes.
+
+None of it can lose the run: its last checkpoint is on disk before, and what fails is told and leaves the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from mycel.errors import TrainError
+from mycel.train import curve, metrics, models, sample
+from mycel.train.assemble import Parts, tokenizer_source
+from mycel.train.progress import Progress
+from mycel.train.weights import refusal
+
+CURVE, MODEL = "curve.png", "model"
+SKETCH_WIDTH, SKETCH_HEIGHT = 100, 16
+
+
+def finish(parts: Parts, folder: Path, progress: Progress) -> bool:
+    """Make all that the configuration asks for; whether all of it could be made."""
+    done = True
+    if parts.config.log.curve:
+        done &= _told(progress, lambda: _draw(folder, progress))
+    if parts.config.export:
+        done &= _told(progress, lambda: _export(parts, folder))
+    if parts.config.sample is not None and parts.tokenizer is not None and sample.causal(parts.module):
+        _told(progress, lambda: progress.note(_sample(parts)))
+    return done
+
+
+def _told(progress: Progress, make: Callable[[], None]) -> bool:
+    """Whether it could be made; if not, why is shown."""
+    try:
+        make()
+    except TrainError as error:
+        progress.note(str(error))
+        return False
+    return True
+
+
+def _draw(folder: Path, progress: Progress) -> None:
+    records = metrics.read(folder)
+    progress.note(f"\n{curve.sketch(records, min(progress.console.width, SKETCH_WIDTH), SKETCH_HEIGHT)}\n")
+    curve.draw(records, folder / CURVE)
+
+
+def _export(parts: Parts, folder: Path) -> None:
+    lora = parts.config.model.lora
+    base = parts.config.model.path
+    models.export(
+        parts.module,
+        folder / MODEL,
+        config=parts.model.config,
+        tokenizer_folder=tokenizer_source(parts),
+        merge=lora is None or lora.merge,
+        source=str(base.resolve()) if base else None,
+    )
+
+
+def _sample(parts: Parts) -> str:
+    """The prompt and what the model writes after it."""
+    asked, tokenizer = parts.config.sample, parts.tokenizer
+    assert asked is not None and tokenizer is not None
+    ids = [int(i) for i in tokenizer.encode(asked.prompt)]
+    if tokenizer.bos is not None and (tokenizer.adds_bos or not ids):
+        ids.insert(0, tokenizer.bos)
+    if not ids:
+        raise refusal("the prompt has no tokens", "sample.prompt", "at least one character")
+    new = sample.generate(parts.module, ids, asked.tokens, asked.temperature, parts.config.train.seed, tokenizer.eos)
+    return f"sample\n\n{printable(tokenizer.decode([*ids, *new]))}\n"
+
+
+def printable(text: str) -> str:
+    """What a model writes may hold signs that steer a terminal: these are shown as U+FFFD."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)

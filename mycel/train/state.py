@@ -1,0 +1,167 @@
+"""What a checkpoint of a run holds, and the way back.
+
+    model.NAME               parameters that train, and buffers
+    optimizer.NAME.SLOT      torch's own optimiser state, by the name of its parameter
+    step.NAME                counters of the step, loss scale
+    loop.losses, loop.norms  of the steps since the last report, so that the next one is the same as without interruption
+
+The rest is in `meta`: settings, what identifies data and frozen weights, random states.  A run goes on only from a checkpoint all of which fits.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import platform
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from torch import nn
+
+from mycel.errors import CheckpointError
+from mycel.run.checkpoint import Loaded
+from mycel.train.assemble import Parts
+from mycel.train.device import describe
+
+SHOWN = 4  # differences in an error message
+Tensors = dict[str, torch.Tensor]
+
+
+def tensors(parts: Parts, losses: list[torch.Tensor], norms: list[torch.Tensor]) -> Tensors:
+    """The state as it is now: the tensors themselves, not copies."""
+    found = {f"model.{name}": x for name, x in model_tensors(parts.module).items()}
+    for name, p in parts.module.named_parameters():
+        found |= {f"optimizer.{name}.{slot}": x for slot, x in parts.optimizer.state.get(p, {}).items() if isinstance(x, torch.Tensor)}
+    found |= {f"step.{name}": x for name, x in parts.step.state_dict().items()}
+    for name, values in (("losses", losses), ("norms", norms)):
+        found[f"loop.{name}"] = torch.stack([x.detach().float() for x in values]) if values else torch.zeros(0)
+    return found
+
+
+def model_tensors(module: nn.Module) -> Tensors:
+    """What training changes of a module: its state without frozen parameters."""
+    state = module.state_dict(keep_vars=True)
+    return {name: x for name, x in state.items() if isinstance(x, torch.Tensor) and (x.requires_grad or not isinstance(x, nn.Parameter))}
+
+
+def identity(parts: Parts) -> dict[str, Any]:
+    """What must be the same when the run goes on, each by the name it has for people."""
+    config = parts.config
+    return {
+        "the data": parts.data.fingerprint,
+        "train.seed": config.train.seed,
+        "train.batch x train.accumulate": parts.rows,
+        "optimizer.name": config.optimizer.name,
+        "the frozen weights": frozen_digest(parts.module),
+    }
+
+
+def machine(parts: Parts) -> dict[str, str]:
+    """Where bits may depend on."""
+    return {
+        "mycel": version("mycel"),
+        "torch": torch.__version__,
+        "Python": platform.python_version(),
+        "device": describe(parts.device),
+        "train.precision": parts.config.train.precision,
+        "train.accumulate": str(parts.config.train.accumulate),
+        "train.memory": str(parts.config.train.memory),
+        "train.compile": str(parts.config.train.compile),
+    }
+
+
+def frozen_digest(module: nn.Module) -> str:
+    """A hash over the parameters that do not train: exact sums of their bits, made where they lie; empty if all of them train."""
+    whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    frozen = {name: p.detach() for name, p in module.named_parameters() if not p.requires_grad}
+    if not frozen:
+        return ""
+    sums = torch.stack([p.view(whole[p.element_size()]).sum(dtype=torch.int64) for p in frozen.values()]).tolist()
+    told = [(name, tuple(p.shape), str(p.dtype), total) for (name, p), total in zip(frozen.items(), sums, strict=True)]
+    return hashlib.blake2b(repr(told).encode(), digest_size=16).hexdigest()
+
+
+def random_state(device: torch.device) -> dict[str, str]:
+    """torch's generators, on the host and on the device."""
+    states = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return {name: base64.b64encode(x.numpy().tobytes()).decode() for name, x in states.items()}
+
+
+def set_random_state(saved: Mapping[str, str], device: torch.device) -> None:
+    """As `random_state` found them; a generator that was not saved keeps its seed."""
+    states = {name: torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8) for name, text in saved.items()}
+    torch.set_rng_state(states["cpu"])
+    if device.type == "cuda" and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"], device)
+
+
+# -- the way back -------------------------------------------------------------------------------------------------------
+
+
+def restore(loaded: Loaded, parts: Parts) -> list[str]:
+    """A checkpoint into the parts of a run, random state apart; notes on what may make other bits.  Refused whole if it does not fit."""
+    own, saved = model_tensors(parts.module), _part(loaded, "model.")
+    _check_shapes(loaded, own, saved)
+    _check_identity(loaded, parts)
+    with torch.no_grad():
+        for name, x in own.items():
+            x.copy_(saved[name])
+    parameters = dict(parts.module.named_parameters())
+    for name, x in _part(loaded, "optimizer.").items():
+        owner, _, slot = name.rpartition(".")
+        parts.optimizer.state[parameters[owner]][slot] = x.to(parts.device)
+    parts.step.load_state_dict({name: x.to(parts.device) for name, x in _part(loaded, "step.").items()})
+    before, now = loaded.meta["machine"], machine(parts)
+    changed = [f"{name} was {before[name]}, is {now[name]}" for name in now if before.get(name, now[name]) != now[name]]
+    return [f"{'; '.join(changed)}: losses may differ in their last digits from those of an uninterrupted run"] if changed else []
+
+
+def pending(loaded: Loaded, device: torch.device) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Losses and gradient norms of the steps since the last report."""
+    losses, norms = (list(loaded.tensors[f"loop.{name}"].to(device).unbind()) for name in ("losses", "norms"))
+    return losses, norms
+
+
+def lightened(loaded: Loaded) -> Loaded:
+    """A checkpoint without what has been restored: a copy of all weights need not stay in memory."""
+    return replace(loaded, tensors={name: x for name, x in loaded.tensors.items() if name.startswith("loop.")})
+
+
+def _part(loaded: Loaded, prefix: str) -> Tensors:
+    return {name.removeprefix(prefix): x for name, x in loaded.tensors.items() if name.startswith(prefix)}
+
+
+def _check_identity(loaded: Loaded, parts: Parts) -> None:
+    before, now = loaded.meta["identity"], identity(parts)
+    told = [_difference(name, before[name], now[name]) for name in now if before[name] != now[name]]
+    if told:
+        raise CheckpointError(f"{'; '.join(told)}\n  at        {loaded.path}\n  try       the data, model and settings that the run was started with")
+
+
+def _difference(name: str, before: Any, now: Any) -> str:
+    """Hashes say nothing to people; numbers and names do."""
+    if name == "the data":
+        return "the data is not what the run was started with: files, tokenizer, length or split are others"
+    if name == "the frozen weights":
+        return "the model's frozen weights are not those that the run was started with"
+    return f"{name} is {now}, in the checkpoint it is {before}"
+
+
+def kind(x: torch.Tensor) -> str:
+    """float32 of a tensor."""
+    return str(x.dtype).removeprefix("torch.")
+
+
+def _check_shapes(loaded: Loaded, own: Tensors, saved: Tensors) -> None:
+    told: Callable[[str, Tensors], str] = lambda name, of: f"{kind(of[name])}{list(of[name].shape)}" if name in of else "not there"
+    wrong = [name for name in dict.fromkeys([*own, *saved]) if told(name, own) != told(name, saved)]
+    if wrong:
+        rows = "".join(f"\n  {name}: {told(name, saved)} in the checkpoint, {told(name, own)} in the model" for name in wrong[:SHOWN])
+        more = f"\n  and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
+        what = f"the checkpoint is of another model: {len(wrong)} tensors differ{rows}{more}"
+        raise CheckpointError(f"{what}\n  at        {loaded.path}\n  try       the model settings that the run was started with")

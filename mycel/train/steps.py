@@ -1,0 +1,244 @@
+"""The steps of a run, and what happens between them.
+
+    step ─▶ step ─▶ … ─▶ report (every log.every) ─▶ validation (evaluate.every) ─▶ record ─▶ checkpoint (checkpoint.every) ─▶ step ─▶ …
+
+Nothing waits for the device between reports: losses and gradient norms stay there until a report reads all of them at once.  A report's
+loss is the mean over its steps.  Records are on disk before the checkpoint of their step, so a resumed run has them all.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mycel.errors import TrainError
+from mycel.run.checkpoint import Loaded, Saver
+from mycel.train import device as devices
+from mycel.train import models, state
+from mycel.train.assemble import Parts
+from mycel.train.evaluate import Validation
+from mycel.train.metrics import Metrics
+from mycel.train.progress import Progress
+from mycel.train.schedule import learning_rate
+from mycel.train.signals import Signals
+
+HOPELESS = 10  # steps skipped in a row
+SHOWN = ("loss", "validation", "tokens_per_s", "mfu", "memory_bytes", "lr", "skipped")  # what the progress line has room for
+
+
+class Steps:
+    """A run from its checkpoint (None: its start) to its last step, or until it is asked to stop; `done` steps are taken."""
+
+    def __init__(
+        self, parts: Parts, saver: Saver, metrics: Metrics, progress: Progress, signals: Signals, loaded: Loaded | None, settings: str
+    ) -> None:
+        self.parts, self.saver, self.metrics, self.progress, self.signals = parts, saver, metrics, progress, signals
+        config = parts.config
+        self.total = config.train.steps
+        self.validate = Validation(
+            parts.module, parts.data.validation, batches=config.evaluate.batches, batch=config.train.batch, seed=config.train.seed,
+            precision=config.train.precision, vocab=parts.vocab,
+        )  # fmt: skip
+        self.same = {"config": settings, "identity": state.identity(parts), "machine": state.machine(parts)}  # in every checkpoint of this process
+        before: dict[str, Any] = loaded.meta if loaded else {}
+        self.done: int = loaded.step if loaded else 0
+        self.losses, self.norms = state.pending(loaded, parts.device) if loaded else ([], [])
+        self.skipped_in_a_row: int = before.get("skipped_in_a_row", 0)
+        self.validation: float | None = before.get("validation")
+        self.best: tuple[float, int] | None = tuple(before["best"]) if before.get("best") else None
+        self.seconds_before: float = before.get("seconds", 0.0)
+        self.owed: bool = before.get("owed", False)  # what is due after the last step is not done yet
+        self.given = self.done  # the step last given to the saver
+        self.saved: Path | None = None  # the checkpoint last told of
+        self.clock = Clock(parts.device)
+        peak = devices.peak_flops(parts.device, config.train.precision)
+        self.share_of_peak = models.flops_per_token(parts.module, config.data.length) / peak if peak else None
+
+    @property
+    def seconds(self) -> float:
+        """Time that all steps took, those before an interruption too."""
+        return self.seconds_before + self.clock.total_s
+
+    def run(self) -> None:
+        """Take the steps that are left."""
+        settled = not self.owed or self._settle()
+        batch = self.parts.batch(self.done)
+        first = True
+        while self.done < self.total and settled and self.signals.asked is None:
+            loss = self._step(batch)
+            self.losses.append(loss)
+            assert self.parts.step.grad_norm is not None
+            self.norms.append(self.parts.step.grad_norm)
+            batch = self.parts.batch(self.done)  # of the next step, read while the device is at work
+            if first:
+                first, value = False, float(loss)
+                self.clock.lap()  # the first step compiles: it is no measure of speed
+                if not self._reports():
+                    self.progress.update(self.done, loss=value)
+            settled = self.signals.asked is None and self._settle()
+        if not settled or self.given != self.done:
+            self.owed = not settled
+            self._save()
+        self.saver.wait()
+        self._tell_saves()
+
+    def _step(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        """One step at its learning rate."""
+        for group in self.parts.optimizer.param_groups:
+            group["lr"] = self._rate(self.done)
+        try:
+            loss = self.parts.step(**batch)
+        except RuntimeError as error:  # torch.OutOfMemoryError is one, and of the CPU's allocator there is no other
+            if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
+                raise
+            predicted = self.parts.step.plan.peak / 2**30
+            what = f"out of memory in step {self.done + 1}, which was predicted to need {predicted:.1f} GiB: {str(error).splitlines()[0]}"
+            hint = "train.memory=…GiB to stay below it, or less train.batch and more train.accumulate"
+            raise TrainError(f"{what}\n  at        {devices.describe(self.parts.device)}\n  try       {hint}") from error
+        self.done += 1
+        self.clock.steps += 1
+        return loss
+
+    def _rate(self, step: int) -> float:
+        """The learning rate of a step, counted from 0."""
+        lr, schedule = self.parts.config.optimizer.lr, self.parts.config.schedule
+        return learning_rate(step, lr=lr, kind=schedule.kind, steps=self.total, warmup=schedule.warmup, min_lr=schedule.min_lr)
+
+    def _reports(self) -> bool:
+        return self.done in (1, self.total) or self.done % self.parts.config.log.every == 0
+
+    def _settle(self) -> bool:
+        """Do what is due after this step; whether it could be done before somebody asked to stop.  If not, it is owed, as if not begun."""
+        config = self.parts.config
+        due = lambda every: every > 0 and (self.done == self.total or self.done % every == 0)
+        saves = due(config.checkpoint.every) or self.done == self.total
+        validates = due(config.evaluate.every) or (saves and config.checkpoint.best and config.evaluate.every > 0)
+        read = self._read() if self._reports() else None
+        validation = None
+        if validates:
+            with self.clock.paused():
+                validation = self.validate(lambda: self.signals.asked is not None)
+            if validation is None:
+                return False
+            self.validation = validation
+            if math.isfinite(validation) and (self.best is None or validation < self.best[0]):
+                self.best = (validation, self.done)
+        self.owed = False
+        found = {**(self._report(*read) if read else {}), **({"validation": validation} if validates else {})}
+        if found:
+            self.metrics.write(self.done, **found)
+        self.progress.update(self.done, **{name: found[name] for name in SHOWN if name in found})
+        if saves:
+            self._save(validation if config.checkpoint.best else None)
+        self._tell_saves()
+        if read and self.skipped_in_a_row >= HOPELESS:
+            self._give_up(found["loss"])
+        return True
+
+    def _read(self) -> tuple[list[float], list[float], float | None]:
+        """Losses and gradient norms of the steps since the last report, and tokens a second; here the device is waited for."""
+        count = len(self.losses)
+        read = torch.stack([x.detach().float() for x in (*self.losses, *self.norms)]).tolist()
+        return read[:count], read[count:], self.clock.steps * self.parts.tokens / self.clock.lap() if self.clock.steps else None
+
+    def _report(self, losses: list[float], norms: list[float], tokens_per_s: float | None) -> dict[str, Any]:
+        """What is recorded of the steps since the last report."""
+        self.losses, self.norms = [], []
+        skipped = self.parts.step.skipped
+        if skipped:
+            self._tell_skipped(losses, norms)
+        finite = [x for x in losses if math.isfinite(x)]
+        return {
+            "loss": math.fsum(finite) / len(finite) if finite else losses[-1],
+            "lr": self._rate(self.done - 1),
+            "grad_norm": norms[-1],
+            "tokens": self.done * self.parts.tokens,
+            "tokens_per_s": tokens_per_s,
+            "mfu": tokens_per_s * self.share_of_peak if tokens_per_s and self.share_of_peak else None,
+            "memory_bytes": devices.memory_peak(self.parts.device),
+            "skipped": skipped or None,
+        }
+
+    def _tell_skipped(self, losses: Sequence[float], norms: Sequence[float]) -> None:
+        """Which of the last steps were skipped, and how many in a row by now."""
+        bad = []
+        for step, norm in enumerate(norms, self.done - len(norms) + 1):
+            if math.isfinite(norm):
+                self.skipped_in_a_row = 0
+            else:
+                self.skipped_in_a_row += 1
+                bad.append(step)
+        if bad:
+            loss = losses[bad[-1] - self.done - 1]
+            which = f"step {bad[0]} was" if len(bad) == 1 else f"{len(bad)} steps between {bad[0]} and {bad[-1]} were"
+            text = f"{which} skipped, weights unchanged: the gradients are not finite; the loss was {loss:.4g}"
+            hint = f"\n  try       a lower optimizer.lr (it is {self.parts.config.optimizer.lr:g}), or train.clip_norm=1"
+            self.progress.note(text if math.isfinite(loss) else text + hint)
+
+    def _give_up(self, loss: float) -> None:
+        """Stop a run that no longer learns, its state saved."""
+        if self.given != self.done:
+            self._save()
+        self.saver.wait()
+        self._tell_saves()
+        where = f"step {self.done - self.skipped_in_a_row + 1} to {self.done}, loss {loss:.4g}; saved in {self.saver.last}"
+        hint = f"a lower optimizer.lr (it is {self.parts.config.optimizer.lr:g}), or an earlier checkpoint: delete the later ones, then --resume"
+        what = f"{self.skipped_in_a_row} steps in a row were skipped: their gradients are not finite"
+        raise TrainError(f"{what}\n  at        {where}\n  try       {hint}")
+
+    def _save(self, metric: float | None = None) -> None:
+        """The state after this step, to be written while the next ones run."""
+        self.given = self.done
+        known = self.validation if self.validation is not None and math.isfinite(self.validation) else None
+        more = {"owed": self.owed, "skipped_in_a_row": self.skipped_in_a_row, "validation": known, "best": self.best, "seconds": self.seconds}
+        meta = {**self.same, **more, "random": state.random_state(self.parts.device)}
+        self.saver.save(self.done, state.tensors(self.parts, self.losses, self.norms), meta, metric)
+
+    def _tell_saves(self) -> None:
+        """What became of saves since the last look."""
+        for trouble in self.saver.poll():
+            self.progress.note(trouble)
+        if self.saver.last != self.saved and self.saver.last is not None:
+            self.saved = self.saver.last
+            self.progress.note(f"saved {self.saved.name}")
+
+
+class Clock:
+    """Seconds that steps take: since the last lap, in which `steps` were taken, and in all; pauses are not counted in laps."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.steps, self._paused_s = device, 0, 0.0
+        self._start_s = self._began_s = time.perf_counter()
+
+    @property
+    def total_s(self) -> float:
+        return time.perf_counter() - self._start_s
+
+    def lap(self) -> float:
+        """End this lap and begin the next: the seconds it took."""
+        now_s = time.perf_counter()
+        took_s = now_s - self._began_s - self._paused_s
+        self.steps, self._began_s, self._paused_s = 0, now_s, 0.0
+        return max(took_s, 1e-9)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What is done inside is no step."""
+        self._settle()
+        began_s = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._settle()
+            self._paused_s += time.perf_counter() - began_s
+
+    def _settle(self) -> None:
+        """Until the device has done what it was given."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)

@@ -1,0 +1,60 @@
+"""What will run, in words: the table before the first step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from mycel.train import models
+from mycel.train.assemble import Parts
+from mycel.train.device import describe
+from mycel.train.progress import count, size
+from mycel.train.schedule import warmup_steps
+
+Rows = list[tuple[str, str]]
+
+
+def rows(parts: Parts, start: int, folder: Path) -> Rows:
+    """Each thing that matters and what it is; the step must have been prepared."""
+    train = parts.config.train
+    length, sizes, kind = parts.config.data.length, models.count(parts.module), type(parts.module).__name__
+    seen = train.steps * parts.tokens
+    epochs = train.steps * parts.rows / parts.data.train.count
+    from_step = f", from step {start}" if start else ""
+    return [
+        ("model", parts.model.source if kind in parts.model.source else f"{kind}, {parts.model.source}"),
+        ("parameters", f"{sizes.total:,}, {'all' if sizes.trainable == sizes.total else f'{sizes.trainable:,}'} of them trained"),
+        *(("data", line) for line in parts.data.report[:2]),
+        ("a step", f"{parts.tokens:,} tokens = {train.batch} (batch) x {train.accumulate} (accumulate) x 1 (device) x {length} (length)"),
+        ("steps", f"{train.steps:,}{from_step}: {count(seen)} tokens, {epochs:.2f} epochs"),
+        ("optimizer", _optimizer(parts)),
+        ("precision", f"{train.precision}, parameters in {parts.config.model.dtype}"),
+        ("memory", f"{size(parts.step.plan.peak)} predicted at the peak, {size(parts.step.plan.held)} of it between steps{_budget(parts)}"),
+        ("device", describe(parts.device)),
+        ("results", str(folder)),
+    ]
+
+
+def notes(parts: Parts) -> list[str]:
+    """What the data and the model have to say, and what looks wrong about memory."""
+    found = [*parts.data.report[2:], *parts.notes]
+    if parts.device.type == "cuda":
+        there = torch.cuda.get_device_properties(parts.device).total_memory
+        if parts.step.plan.peak > there:
+            what = f"the step is predicted to need {size(parts.step.plan.peak)}, the device has {size(there)}"
+            found.append(f"{what}\n  try       train.memory={int(0.9 * there / 2**30)}GiB, or more train.accumulate and less train.batch")
+    return found
+
+
+def _optimizer(parts: Parts) -> str:
+    config = parts.config
+    chosen, schedule = config.optimizer, config.schedule
+    rising = warmup_steps(schedule.warmup, config.train.steps)
+    shape = f"{schedule.kind} (warm-up {rising})" if rising else schedule.kind
+    clip = f", norm clipped to {config.train.clip_norm:g}" if config.train.clip_norm else ""
+    return f"{chosen.name}, lr {chosen.lr:g} {shape}, weight decay {chosen.weight_decay:g}{clip}"
+
+
+def _budget(parts: Parts) -> str:
+    return f"; limit {parts.config.train.memory}" if parts.config.train.memory else ""
