@@ -9,6 +9,7 @@ optimiser's own state change in place.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -142,19 +143,19 @@ class Step:
             start_workers()
         batch = Batch(args, kwargs, s.accumulate)
         captured = capture_call(self.fn, *batch.part())
-        half = PRECISIONS[s.precision]
-        program = transform.simplify(captured.program)
-        if half is not None:
-            program = check(transform.precision(program, half, self._state(captured)))
-        program = check(transform.head(program, mean=half is not torch.float16 and s.accumulate == 1))
-        program, scale = _with_scale(program) if half is torch.float16 else (program, None)
+        program, scale = self._prepared(captured), None
+        if s.precision == "fp16":
+            program, scale = _with_scale(program)
         trained = self._trained(captured)
         counting = None
         if s.accumulate > 1:
             if captured.effects:
                 raise TrainError("with accumulate the model keeps tensors in attributes\n  try       accumulate=1, or buffers that it updates")
             split = batch.split(captured.leaves)
-            program, counting = transform.shares(program, list(trained.values()), split, s.accumulate)
+            whole = self._prepared(capture_call(self.fn, args, kwargs))
+            program, counting, unseen = transform.shares(program, whole, list(trained.values()), split, s.accumulate)
+            if unseen:
+                warnings.warn(f"accumulate: no sum or mean over the batch, so its parts weigh the same: {'; '.join(unseen)}", stacklevel=4)
         results = len(program.results)
         program, groups = self._differentiated(program, trained, scale)
         body = program.entry
@@ -168,6 +169,14 @@ class Step:
         code, source = load(program, captured.device, reuse=True, donate=True, compiled=names)
         call = self._bound(captured, program, code, groups, results)
         return Entry(program, source, decided, call, optimizers.signature(self.optimizer))
+
+    def _prepared(self, captured: Captured) -> Program:
+        """The loss, simplified, in its precision, with its head."""
+        half = PRECISIONS[self.settings.precision]
+        program = transform.simplify(captured.program)
+        if half is not None:
+            program = check(transform.precision(program, half, self._state(captured)))
+        return check(transform.head(program, mean=half is not torch.float16 and self.settings.accumulate == 1))
 
     def _state(self, captured: Captured) -> range:
         """Which inputs are parameters and buffers."""

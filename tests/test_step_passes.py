@@ -102,12 +102,13 @@ def test_optimise_with_a_loss_scale():
 def test_microbatch(ignored):
     """The scan over parts gives the loss and gradients of the whole batch, though parts count unequally."""
     program = check(Program.parse(LOSS.replace("None)", f"None, ignore_index={ignored})") if ignored != -100 else LOSS))
-    shared, counting = transform.shares(program, WRT, [0, 1], 3)
+    big = check(Program.parse(str(program).replace("[4,", "[12,").replace("i64[4]", "i64[12]")))
+    shared, counting, unseen = transform.shares(program, big, WRT, [0, 1], 3)
+    assert unseen == []
     parts = transform.simplify(check(transform.value_and_grad(check(shared), WRT)))
     whole = check(transform.microbatch(parts, check(counting), 3, [0, 1]))
     if ignored == 2:
         golden("microbatch", str(whole))
-    big = check(Program.parse(str(program).replace("[4,", "[12,").replace("i64[4]", "i64[12]")))
     args = arguments(big)
     args[1] = torch.tensor([2, 2, 2, 0, 1, 3, 4, 0, 2, 1, 2, 2])
     close(interpret(graded(big), args), interpret(whole, args))
@@ -116,7 +117,8 @@ def test_microbatch(ignored):
 def test_shares_go_by_terms():
     """A sum of a mean over counted rows and of something without a count."""
     text = LOSS.replace("return loss", "r: f32[] = mean(w, dims=(0,1))\n  m: f32[] = mul(r, 0.1)\n  total: f32[] = add(loss, m)\n  return total")
-    shared, counting = transform.shares(check(Program.parse(text)), WRT, [0, 1], 2)
+    big = check(Program.parse(text.replace("[4,", "[8,").replace("i64[4]", "i64[8]")))
+    shared, counting, _ = transform.shares(check(Program.parse(text)), big, WRT, [0, 1], 2)
     assert len(counting.results) == 1
     main = str(check(shared)).split("def main")[1]
     assert "div(r, 2)" in main and ", count)" in main  # by the number of parts, and by the count

@@ -102,6 +102,10 @@ def _tokenizer(config: settings.Config) -> Tokenizer | None:
     if config.data.tokenizer is not None:
         return load_tokenizer(config.data.tokenizer)
     folder = config.model.path
+    if folder and not (folder / "config.json").is_file():
+        raise TrainError(
+            f"no model in {folder}: it has no config.json\n  at        model.path\n  try       a folder in Hugging Face form, or leave model.path out"
+        )
     return load_tokenizer(folder) if folder and any((folder / name).is_file() for name in VOCABULARIES) else None
 
 

@@ -2,10 +2,12 @@
 
 shares        loss(part) becomes the part's share in the loss of the whole batch, so that shares sum up:
                   a / b     =>  a / count     where b (how many tokens count, say) is of the part and depends on no parameter; `count` is its sum
-                  sum(x)    =>  sum(x)        over something of the part: parts sum up by themselves
+                  sum(x)    =>  sum(x)        over something that has the part's rows: parts sum up by themselves
                   x         =>  x / parts     otherwise: every part weighs the same
-              A mean cross entropy is a sum over a count.  Sums of such terms, multiples and casts of them are taken term by term; what a loss does
-              beyond that (a root of a mean, say) is not seen through: its parts weigh the same.
+              A mean cross entropy is a sum over a count.  Sums of such terms, multiples and casts of them are taken term by term.  Beside the
+              program of a part stands that of the whole batch: what is larger there has the part's rows, and a number that is another one there
+              (sum / len(x)) is taken from there.  A loss that goes beyond that (a root of a mean, say) is no sum over the batch: its parts weigh
+              the same, and the caller is told.
 microbatch    a program of one part => a scan over the parts that sums up loss and gradients, hands buffers from part to part and gives each
               part random numbers of its own.
 """
@@ -27,6 +29,7 @@ from mycel.transform.vjp import Vjp, active_vars
 
 BODY = "part"
 SUMMED = ("cross_entropy", "nll_loss", "linear_cross_entropy")
+AVERAGES = ("mean", "cross_entropy", "nll_loss", "linear_cross_entropy")
 NEXT = 1 << 40  # the key of the next part is the child of this one's that no draw or call is
 
 
@@ -42,13 +45,15 @@ class Term:
     limits: tuple[Eqn, ...] = ()
 
 
-def shares(program: Program, active: Sequence[int], split: Sequence[int], parts: int) -> tuple[Program, Program]:
-    """The program whose first result is the part's share, with an input for each count at the end; and the program of the counts alone.
+def shares(program: Program, whole: Program, active: Sequence[int], split: Sequence[int], parts: int) -> tuple[Program, Program, list[str]]:
+    """The program whose first result is the part's share, with an input for each count at the end; the program of the counts alone; and the lines
+    of what is no sum over the batch.
 
-    `active`: inputs that are differentiated.  `split`: inputs that are parts of something."""
-    program = replace(program, blocks={**program.blocks, program.entry: _means_apart(program.main)})
+    `whole`: the program of the whole batch.  `active`: inputs that are differentiated.  `split`: inputs that are parts of something."""
+    large = _means_apart(whole.main)
+    program = replace(program, blocks={**program.blocks, program.entry: _with_numbers_of(_means_apart(program.main), large)})
     main = program.main
-    loss = _Loss(program, active, split)
+    loss = _Loss(program, large, active, split)
     terms = loss.terms(main.outputs[0])
     counts = list(dict.fromkeys(t.count for t in terms if t.count is not None))
     b = _after(main)
@@ -63,7 +68,28 @@ def shares(program: Program, active: Sequence[int], split: Sequence[int], parts:
     return (
         replace(program, blocks={**program.blocks, program.entry: block}),
         dce(replace(program, blocks={**program.blocks, program.entry: counting}, updates=())),
+        loss.unseen,
     )
+
+
+def _are_alike(a: Block, b: Block) -> bool:
+    return [(e.op, len(e.inputs)) for e in a.eqns] == [(e.op, len(e.inputs)) for e in b.eqns]
+
+
+def _with_numbers_of(part: Block, whole: Block) -> Block:
+    """Numbers on the way to the loss that are others for the whole batch (len(x), say) are those of the whole batch."""
+    if not _are_alike(part, whole):
+        return part
+    way = {part.outputs[0]}
+    for eqn in reversed(part.eqns):
+        if any(v in way for v in eqn.outputs):
+            way.update(eqn.vars)
+    pairs = [(e, zip(e.inputs, w.inputs, strict=True)) for e, w in zip(part.eqns, whole.eqns, strict=True)]
+    eqns = [
+        replace(e, inputs=tuple(x if isinstance(x, Var) or isinstance(y, Var) else y for x, y in both)) if way.intersection(e.outputs) else e
+        for e, both in pairs
+    ]
+    return Block(part.inputs, tuple(eqns), part.outputs)
 
 
 def _share(t: Term, given: dict[Var, Var], parts: int) -> Any:
@@ -87,10 +113,13 @@ def _linear_in(eqn: Eqn) -> int:
 
 
 class _Loss:
-    """A loss taken apart: which of its values depend on parameters (`moving`), and which on the part (`varying`)."""
+    """A loss taken apart: which of its values depend on parameters (`moving`), and which on the part (`varying`); `large`: an equation as it is
+    for the whole batch.  `unseen`: lines of what could not be taken apart."""
 
-    def __init__(self, program: Program, active: Sequence[int], split: Sequence[int]) -> None:
+    def __init__(self, program: Program, whole: Block, active: Sequence[int], split: Sequence[int]) -> None:
         main = program.main
+        self.large = {e.outputs: w for e, w in zip(main.eqns, whole.eqns, strict=True)} if _are_alike(main, whole) else {}
+        self.unseen: list[str] = []
         self.made = {v: e for e in main.eqns for v in e.outputs}
         self.moving = active_vars(Vjp(program), main, [i in active for i in range(len(main.inputs))])
         self.varying = {v for i, v in enumerate(main.inputs) if i in split}
@@ -108,17 +137,17 @@ class _Loss:
             return self.terms(a, outer) + self.terms(b, outer if name == "add" else (minus, *outer))
         if name in ("neg", "cast") or (name in ("reshape", "sum", "mean") and isinstance(a, Var) and a.shape == ()):
             return self.terms(a, (eqn, *outer)) if is_float(a.dtype) else [Term(x, outer=outer)]  # type: ignore[union-attr]
-        if name == "mul" and isinstance(a, Var) and self.is_factor(b):
+        if name in ("mul", "div") and isinstance(a, Var) and self.is_factor(b):
             return self.terms(a, (eqn, *outer))
         if name == "mul" and isinstance(b, Var) and self.is_factor(a):
-            swapped = replace(eqn, inputs=(b, a))
-            return self.terms(b, (swapped, *outer))
-        if name == "div" and isinstance(a, Var) and self.is_factor(b):
-            return self.terms(a, (eqn, *outer))
+            return self.terms(b, (replace(eqn, inputs=(b, a)), *outer))
         if name == "div" and isinstance(b, Var) and b not in self.moving and b.shape == ():
             count, limits = self.limited(b)
             return [Term(a, count, outer=outer, limits=limits)]
-        return [Term(x, sums=self.sums_up(eqn), outer=outer)]
+        sums = self.sums_up(eqn)
+        if not sums and x in self.varying and name not in AVERAGES:
+            self.unseen.append(f"{name}  {eqn.source}".strip())
+        return [Term(x, sums=sums, outer=outer)]
 
     def is_factor(self, x: Atom) -> bool:
         """A number, or a scalar that is the same for all parts."""
@@ -135,9 +164,11 @@ class _Loss:
         return inner, (*limits, eqn)
 
     def sums_up(self, eqn: Eqn) -> bool:
-        """Is it a sum over something of the part?"""
-        summed = eqn.op.name == "sum" or (eqn.op.name in SUMMED and eqn.params.get("reduction", "mean") == "sum")
-        return summed and any(v in self.varying for v in eqn.vars)
+        """Is it a sum over the rows of the part?"""
+        if eqn.op.name in SUMMED:
+            return eqn.params.get("reduction", "mean") == "sum"
+        large = self.large.get(eqn.outputs)
+        return eqn.op.name == "sum" and (large is None or large.input_types[0].numel > eqn.input_types[0].numel)
 
 
 def _means_apart(block: Block) -> Block:

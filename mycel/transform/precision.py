@@ -3,9 +3,9 @@
     y: f32[8,16] = linear(x, w)                =>      x16: bf16[8,4] = cast(x);   w16: bf16[16,4] = cast(w);   y: bf16[8,16] = linear(x16, w16)
     s: f32[8]    = sum(y, dims=(1,))           =>      s: f32[8] = sum(cast(y, dtype=f32), dims=(1,))
 
-    low     products, attention, look-ups in tables: operands in 16 bits, and so the result
-    high    reductions, exponentials, logarithms, powers, losses: operands in 32 bits
-    others  as wide as their widest operand; weights and buffers do not count for that: they follow the activations
+    low     products and attention: operands in 16 bits, and so the result; a bias added to it follows
+    high    reductions, norms, exponentials, logarithms, powers, losses: operands in 32 bits
+    others  as wide as their widest operand
 
 Weights stay what they are and are cast where they are used; so their gradients come out in 32 bits.  Blocks are made anew for the types they are
 called with; what branches and loops hand over keeps its type.  The first result, the loss, keeps its type too.
@@ -22,13 +22,13 @@ from mycel.ir import CONTROL, Atom, Block, Builder, Eqn, Params, Program, Ref, T
 from mycel.ops import o
 
 LOW = frozenset({
-    "linear", "matmul", "einsum", "conv", "conv_transpose", "attention", "sdpa", "embedding", "linear_cross_entropy", "prelu",
+    "linear", "matmul", "einsum", "conv", "conv_transpose", "attention", "sdpa", "linear_cross_entropy",
 })  # fmt: skip
 HIGH = frozenset({
     "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "pow", "rsqrt", "reciprocal", "square", "sqrt", "sum", "mean", "prod", "var", "std",
     "norm", "cumsum", "cumprod", "logcumsumexp", "logsumexp", "softmax", "log_softmax", "cross_entropy", "nll_loss", "binary_cross_entropy",
     "logaddexp", "logaddexp2", "sinh", "cosh", "tan", "acos", "asin", "erfinv", "lgamma", "digamma", "polygamma", "softplus", "logsigmoid", "hypot",
-    "xlogy", "opaque", "batch_norm", "group_norm",
+    "xlogy", "opaque", "batch_norm", "batch_norm_infer", "group_norm", "layer_norm", "rms_norm",
 })  # fmt: skip
 KEPT = frozenset({"cast", "const", "full", "iota", "stop_gradient"})  # say their dtype themselves, or have their operand's
 
@@ -57,6 +57,11 @@ def _typed_output(block: Block, at: int, old: Atom) -> Block:
     return Block(block.inputs, tuple(b.eqns), (*block.outputs[:at], out, *block.outputs[at + 1 :]))
 
 
+def _is_bias(x: Var, args: Sequence[Atom], products: set[Var]) -> bool:
+    """A weight of one dim that is added to a product."""
+    return x.type.numel == max(x.shape) and any(a in products for a in args)
+
+
 @dataclass
 class _Change:
     program: Program
@@ -83,14 +88,17 @@ class _Change:
         inputs = [Var(v.name, t) for v, t in zip(old.inputs, types, strict=True)]
         values: dict[Var, Atom] = dict(zip(old.inputs, inputs, strict=True))
         weights = {v for v, s in zip(inputs, state, strict=True) if s and v.dtype == torch.float32}
+        products: set[Var] = set()
         with b:
             for eqn in old.eqns:
                 b.source = eqn.source
                 args = [lookup(x, values) for x in eqn.inputs]
-                new = self.control(b, eqn, args, weights) if eqn.op in CONTROL else self.equation(b, eqn, args, weights)
+                new = self.control(b, eqn, args, weights) if eqn.op in CONTROL else self.equation(b, eqn, args, weights, products)
                 renamed = tuple(replace(v, name=w.name) for v, w in zip(new, eqn.outputs, strict=True))
                 b.eqns[-1] = replace(b.eqns[-1], outputs=renamed)
                 values.update(zip(eqn.outputs, renamed, strict=True))
+                if eqn.op.name in LOW:
+                    products.update(renamed)
                 if eqn.op.write is not None and eqn.inputs and args[0] in weights:
                     weights.update(renamed)  # a view of a weight is a weight
             results = [lookup(x, values) for x in old.outputs]
@@ -98,7 +106,7 @@ class _Change:
                 results = [o.cast(x, dtype=t.dtype) if isinstance(x, Var) and x.dtype != t.dtype else x for x, t in zip(results, outs, strict=True)]
         return Block(tuple(inputs), tuple(b.eqns), tuple(results))
 
-    def equation(self, b: Builder, eqn: Eqn, args: list[Atom], weights: set[Var]) -> tuple[Var, ...]:
+    def equation(self, b: Builder, eqn: Eqn, args: list[Atom], weights: set[Var], products: set[Var]) -> tuple[Var, ...]:
         """One equation, its operands cast as its kind wants them."""
         name = eqn.op.name
         floats = [x for x in args if isinstance(x, Var) and x.dtype in (torch.float32, self.dtype)]
@@ -109,7 +117,7 @@ class _Change:
         elif name in HIGH:
             target = torch.float32
         else:
-            moving = [x for x in floats if x not in weights and x.ndim]
+            moving = [x for x in floats if x.ndim and not (name == "add" and x in weights and _is_bias(x, args, products))]
             target = torch.float32 if any(x.dtype == torch.float32 for x in moving) or not moving else self.dtype
         if target is not None:
             args = [o.cast(x, dtype=target) if isinstance(x, Var) and x in floats and x.dtype != target else x for x in args]

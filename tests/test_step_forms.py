@@ -1,0 +1,261 @@
+"""What train_step takes: models and losses of every form; and what it says to those who misuse it."""
+
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from stepping import adamw, agree, beside, both, cross_entropy, mlp, rows, sgd
+from torch import nn
+
+import mycel
+from mycel.errors import GradientError, MycelError, PlanError, TrainError
+
+# -- forms of losses and of models --------------------------------------------------------------------------------------------
+
+
+def of_batch(out, *batch):
+    return cross_entropy(out, batch[-1]) + 0.1 * (out.sum(1) - batch[0].sum(1)).square().mean()
+
+
+LOSSES = {
+    "function": F.cross_entropy,
+    "module": nn.CrossEntropyLoss(label_smoothing=0.1),
+    "partial": functools.partial(F.cross_entropy, label_smoothing=0.1),
+    "lambda": lambda out, y: F.cross_entropy(out, y),
+    "keyword only option": lambda out, y, *, scale=2.0: F.cross_entropy(out, y) * scale,
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_of_output_and_target(name):
+    agree(beside(mlp, sgd(), rows, LOSSES[name]))
+
+
+def test_a_loss_of_the_whole_batch():
+    pair = both(mlp, sgd(), of_batch)
+    twin = beside(mlp, sgd(), rows, lambda out, y: cross_entropy(out, y), steps=0)
+    x, y = rows(0)
+    assert pair.step(x, y).item() == pytest.approx(of_batch(twin.twin(x), x, y).item(), rel=1e-5)
+
+
+class Criterion(nn.Module):
+    """A loss with a state of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.tensor(0.0))
+
+    def forward(self, out, y):
+        self.seen += 1
+        return cross_entropy(out, y) * (1 + 0.1 * self.seen)
+
+
+def test_a_loss_that_is_a_module_with_buffers():
+    mine, torchs = Criterion(), Criterion()
+    pair = both(mlp, sgd(), mine)
+    pair.loss = torchs
+    for i in range(3):
+        pair.further(rows(i))
+    agree(pair)
+    assert mine.seen == 3
+
+
+@pytest.mark.parametrize("name, loss, args, kwargs", [
+    ("the target by name", lambda out, target: F.cross_entropy(out, target), 1, {"target": 1}),
+    ("a target with a default", lambda out, y=None: F.cross_entropy(out, y), 2, {}),
+    ("both by name", F.cross_entropy, 0, {"input": 0, "target": 1}),
+])  # fmt: skip
+def test_a_loss_whose_arguments_come_by_name_or_have_defaults(name, loss, args, kwargs):
+    batch = rows(0)
+    pair = both(mlp, sgd(), loss)
+    found = pair.step(*batch[:args], **{k: batch[i] for k, i in kwargs.items()})
+    assert found.item() == pytest.approx(cross_entropy(pair.twin(batch[0]), batch[1]).item(), rel=1e-5)
+
+
+class Returning(nn.Module):
+    def __init__(self, form):
+        super().__init__()
+        self.layer, self.form = nn.Linear(6, 5), form
+
+    def forward(self, x, y=None):
+        out = self.layer(x)
+        loss = None if y is None else cross_entropy(out, y)
+        match self.form:
+            case "scalar":
+                return loss
+            case "tuple":
+                return loss, out
+            case "dict":
+                return {"logits": out, "loss": loss}
+            case "loss last":
+                return out, loss
+            case "list":
+                return [loss]
+        return None
+
+
+@pytest.mark.parametrize("form", ["scalar", "tuple", "dict"])
+def test_models_that_return_their_loss(form):
+    model = Returning(form)
+    x, y = rows(0)
+    wanted = cross_entropy(model.layer(x), y).item()
+    step = mycel.train_step(model, torch.optim.SGD(model.parameters(), lr=0.0), compile=False)
+    for found in (step(x, y), step(x, y=y), step(y=y, x=x)):
+        assert found.item() == pytest.approx(wanted, rel=1e-6)
+        assert found.shape == () and not found.requires_grad
+
+
+@pytest.mark.parametrize("form", ["loss last", "list", "nothing"])
+def test_models_that_return_something_else(form):
+    model = Returning(form)
+    with pytest.raises(TrainError, match=r"returned \w+ without a loss\n  try "):
+        mycel.train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), compile=False)(*rows(0))
+
+
+def test_a_loss_is_a_value_of_its_own():
+    """Later steps do not change it."""
+    pair = both(mlp, sgd(), cross_entropy)
+    losses = [pair.step(*rows(i)) for i in range(4)]
+    values = [pair.step(*rows(0)) is not None and x.item() for x in losses]
+    assert values == [x.item() for x in losses] and len(set(values)) == 4
+    norm = pair.step.grad_norm
+    before = norm.item()
+    pair.step(*rows(1))
+    assert norm.item() == before
+
+
+def test_modes_around_a_step_do_not_matter():
+    """A step is outside of autograd: no_grad around it changes nothing, nor do inference tensors as a batch."""
+    wanted = both(mlp, sgd(), cross_entropy).step(*rows(0)).item()
+    for mode in (torch.no_grad, torch.enable_grad):
+        pair = both(mlp, sgd(), cross_entropy)
+        with mode():
+            batch = tuple(x.clone() for x in rows(0))
+            assert pair.step(*batch).item() == wanted
+        assert pair.step(*batch).item() != wanted, "it trains"
+    with torch.inference_mode():
+        batch = tuple(x.clone() for x in rows(0))
+    assert both(mlp, sgd(), cross_entropy).step(*batch).item() == wanted
+
+
+def test_a_first_step_in_inference_mode():
+    pair = both(mlp, adamw(), cross_entropy)
+    with torch.inference_mode():
+        pair.step(*rows(0))
+    pair.step(*rows(1))
+
+
+# -- misuse --------------------------------------------------------------------------------------------------------------------
+
+
+def step(model=None, optimizer=None, loss=cross_entropy, **settings):
+    model = mlp() if model is None else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1) if optimizer is None else optimizer
+    return mycel.train_step(model, optimizer, loss, **{"compile": False, **settings})
+
+
+X, Y = rows(0)
+NAMES = r"torch\.optim\.SGD, torch\.optim\.Adam, torch\.optim\.AdamW"
+MISUSE = {
+    "no loss": (lambda: step(loss=None)(X), TrainError, r"the loss is torch.float32 of shape \(8, 5\)"),
+    "loss of rows": (lambda: step(loss=lambda o, y: cross_entropy(o, y, reduction="none"))(X, Y), TrainError, r"shape \(8,\).*\n  try +\.mean"),
+    "loss of one element": (lambda: step(loss=lambda o, y: cross_entropy(o, y)[None])(X, Y), TrainError, r"shape \(1,\)"),
+    "loss is a number": (lambda: step(loss=lambda o, y: 1.0)(X, Y), TrainError, "the loss is float"),
+    "loss is an index": (lambda: step(loss=lambda o, y: o.argmax())(X, Y), TrainError, "the loss is torch.int64"),
+    "loss is detached": (lambda: step(loss=lambda o, y: cross_entropy(o, y).detach())(X, Y), GradientError, "depends on no parameter"),
+    "another optimiser": (lambda: step(optimizer=torch.optim.RMSprop(mlp().parameters())), TrainError, NAMES),
+    "a subclass": (lambda: step(optimizer=type("Mine", (torch.optim.SGD,), {})(mlp().parameters())), TrainError, NAMES),
+    "a class": (lambda: step(optimizer=torch.optim.SGD), TrainError, NAMES),
+    "a function as model": (lambda: mycel.train_step(lambda x: x, None), TrainError, "torch.nn.Module, not function"),
+    "parameters of another model": (lambda: step(optimizer=torch.optim.SGD(mlp().parameters()))(X, Y), GradientError, "depends on no parameter"),
+    "all frozen": (lambda: step(model=mlp().requires_grad_(False))(X, Y), GradientError, "depends on no parameter"),
+    "differentiable": (lambda: step(optimizer=torch.optim.SGD(mlp().parameters(), differentiable=True)), TrainError, "differentiable"),
+    "unknown precision": (lambda: step(precision="fp8"), TrainError, "fp8.*\n  known     fp32, bf16, fp16"),
+    "a dtype as precision": (lambda: step(precision=torch.bfloat16), TrainError, "known     fp32, bf16, fp16"),
+    "fp16 of bf16 weights": (lambda: step(model=mlp().bfloat16(), precision="fp16")(X, Y), TrainError, "bf16"),
+    "no parts": (lambda: step(accumulate=0), TrainError, "accumulate=0"),
+    "half a part": (lambda: step(accumulate=1.5), TrainError, "accumulate=1.5"),
+    "parts that do not divide": (lambda: step(accumulate=3)(X, Y), TrainError, "accumulate=3 .* 8\n  try .* multiple of 3"),
+    "more parts than rows": (lambda: step(accumulate=16)(X, Y), TrainError, "accumulate=16 .* 8"),
+    "clip to nothing": (lambda: step(clip_norm=0), TrainError, "clip_norm=0"),
+    "clip to NaN": (lambda: step(clip_norm=float("nan")), TrainError, "clip_norm=nan"),
+    "memory without a unit": (lambda: step(memory="20"), TrainError, "'20' is not a size"),
+    "memory in words": (lambda: step(memory="lots"), TrainError, "'lots' is not a size"),
+    "no memory": (lambda: step(memory="0GiB"), TrainError, "less than one byte"),
+    "too little memory": (lambda: step(memory="1KiB")(X, Y), PlanError, r"needs at least .*, the budget is 1.00 KiB: .* too much"),
+    "compile perhaps": (lambda: step(compile="perhaps"), TrainError, "known     True, False, 'auto'"),
+    "a mesh": (lambda: step(mesh="dp"), TrainError, "one device"),
+    "a name nobody takes": (lambda: step()(X, Y, colour=Y), TrainError, "neither the model nor the loss takes colour"),
+    "asked before the first batch": (lambda: step().plan, TrainError, "not seen a batch.*\n  try"),
+    "explained before the first batch": (lambda: step().explain(), TrainError, "not seen a batch"),
+    "the wrong shape": (lambda: step()(X[:, :3], Y), MycelError, "3 and 6"),
+}
+MISUSE |= {
+    "a word as loss": (lambda: step(loss="mse"), TrainError, "mse"),
+    "an unhashable precision": (lambda: step(precision=[]), TrainError, "fp32, bf16, fp16"),
+    "a word to clip to": (lambda: step(clip_norm="1"), TrainError, "clip_norm='1'"),
+    "a list as memory": (lambda: step(memory=[1]), TrainError, "memory"),
+    "NaN memory": (lambda: step(memory=float("nan")), TrainError, "memory"),
+    "negative memory": (lambda: step(memory=-1), TrainError, "memory"),
+    "memory is True": (lambda: step(memory=True), TrainError, "memory"),
+    "accumulate is True": (lambda: step(accumulate=True), TrainError, "accumulate=True"),
+    "an argument too many": (lambda: step()(X, Y, Y), MycelError, ""),
+    "complex weights": (
+        lambda: step(model=nn.Linear(6, 5, dtype=torch.complex64), loss=lambda o, y: o.abs().mean())(X + 0j, Y),
+        TrainError,
+        "complex",
+    ),
+}
+RAW = {
+    "no arguments": lambda: step()(),
+    "lists as batch": lambda: step()([[1.0] * 6], Y),
+    "another dtype": lambda: step()(X.double(), Y),
+    "a model on two devices": lambda: step(model=nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 5, device="meta")))(X, Y),
+    "a batch on another device": lambda: step()(X.to("meta"), Y.to("meta")),
+    "a target out of range": lambda: step()(X, Y.abs() + 50),
+}
+
+
+@pytest.mark.parametrize("name", MISUSE)
+def test_misuse_is_told(name):
+    call, error, message = MISUSE[name]
+    with pytest.raises(error, match=message):
+        call()
+
+
+@pytest.mark.parametrize("name", RAW)
+@pytest.mark.xfail(strict=True, raises=(TypeError, RuntimeError, IndexError), reason="a bare error of Python or torch")
+def test_misuse_should_be_told(name):
+    with pytest.raises((TrainError, mycel.errors.CaptureError)):
+        RAW[name]()
+
+
+def test_a_failed_step_changes_nothing():
+    """A target out of range stops the step midway: the next one is as if it had not been."""
+    pair = both(mlp, sgd(momentum=0.9), cross_entropy)
+    for i in range(4):
+        if i == 2:
+            with pytest.raises(IndexError):
+                pair.step(rows(0)[0], rows(0)[1].abs() + 50)
+        pair.further(rows(i))
+    agree(pair)
+
+
+def test_integer_and_unused_parameters_are_left_alone():
+    class Integers(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.n = nn.Parameter(torch.tensor([1, 2, 3, 4, 5]), requires_grad=False)
+            self.layer = nn.Linear(6, 5)
+
+        def forward(self, x):
+            return self.layer(x) * self.n
+
+    agree(beside(Integers, sgd(momentum=0.9), rows, cross_entropy))
+
+
+def test_a_step_inside_of_captured_code_is_refused():
+    pair = both(mlp, sgd(), cross_entropy)
+    with pytest.raises(TrainError, match="captured"):
+        mycel.jit(lambda x, y: pair.step(x, y))(X, Y)

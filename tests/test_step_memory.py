@@ -1,0 +1,231 @@
+"""The memory of a step: the prediction is what a step takes, a budget is kept, and the cheapest recomputation is chosen for it.
+
+Measured on the CPU: every storage that an operator of torch returns is counted from then until it is freed.
+"""
+
+import contextlib
+import re
+import weakref
+
+import pytest
+import torch
+from models import gpt2, llama
+from stepping import adamw, agree, beside, both, sgd
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import mycel
+from mycel.errors import PlanError
+from mycel.sizes import parse_bytes
+
+GRAIN = 512  # what the prediction rounds up to
+
+
+class Live(TorchDispatchMode):
+    """Bytes of the storages made while it is on: those alive now, and the most there ever were."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes, self.now, self.peak = {}, 0, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        known = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+        for x in tree_leaves(out):
+            if isinstance(x, torch.Tensor):
+                self.count(x.untyped_storage(), known)
+        return out
+
+    def count(self, storage, known):
+        key = storage._cdata
+        if key in self.sizes or key in known:
+            return
+        self.sizes[key] = -(-storage.nbytes() // GRAIN) * GRAIN
+        self.now += self.sizes[key]
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self.freed, key)
+
+    def freed(self, key):
+        self.now -= self.sizes.pop(key)
+
+
+def test_what_is_alive_is_counted():
+    with Live() as live:
+        a = torch.ones(1024)
+        b = a.view(32, 32)
+        c = a + 1
+        del c
+        d = a * 2
+        del a
+        assert live.now == 2 * 4096 and live.peak == 2 * 4096
+        del b, d
+        assert live.now == 0
+
+
+def measured(pair, batch):
+    """What a step takes beside what is there between steps, as it is and as predicted."""
+    pair.step(**batch)  # state is made by the first one
+    with Live() as live:
+        loss = pair.step(**batch)
+    assert loss.isfinite()
+    plan = pair.step.plan
+    return live.peak, plan.peak - plan.held
+
+
+def small_llama(**more):
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
+    return llama(**{**sizes, "vocab_size": 512, **more})
+
+
+def small_gpt2():
+    return gpt2(n_embd=64, n_layer=4, vocab_size=512)
+
+
+def tokens(i, rows=4, length=32):
+    ids = torch.randint(3, 97, (rows, length), generator=torch.Generator().manual_seed(i))
+    return {"input_ids": ids, "labels": ids}
+
+
+FORMS = {
+    "llama": (small_llama, {}),
+    "llama with clipping": (small_llama, {"clip_norm": 1.0}),
+    "llama in bf16": (small_llama, {"precision": "bf16"}),
+    "llama with a joined head": (lambda: small_llama(vocab_size=4096), {}),
+    "gpt2": (small_gpt2, {}),
+}
+COARSE = pytest.mark.xfail(
+    strict=True, reason="results written over their operands, and the head's chunks, are predicted as memory of their own: 5 to 15 % too much"
+)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_step_takes_no_more_than_predicted(name):
+    make, settings = FORMS[name]
+    found, predicted = measured(both(make, adamw(), **settings), tokens(0))
+    assert 0.8 * predicted <= found <= predicted, f"measured {found}, predicted {predicted}: {found / predicted:.3f}"
+
+
+def test_a_step_in_parts_takes_no_more_than_predicted():
+    found, predicted = measured(both(small_llama, adamw(), accumulate=2), tokens(0))
+    assert found <= 1.05 * predicted, f"measured {found}, predicted {predicted}: {found / predicted:.3f}"
+
+
+def test_parameters_and_state_are_updated_in_place_in_parts():
+    pair = both(small_llama, adamw(), accumulate=2)
+    pair.step(**tokens(0))
+    main = pair.step.source[pair.step.source.index("def main(") :]
+    assert "adam_update(" in main and "= adam(" not in main
+
+
+@pytest.mark.parametrize("name", [name if name == "gpt2" else pytest.param(name, marks=COARSE) for name in FORMS])
+def test_the_predicted_peak_is_the_measured_one(name):
+    make, settings = FORMS[name]
+    found, predicted = measured(both(make, adamw(), **settings), tokens(0))
+    assert found == pytest.approx(predicted, rel=0.05), f"measured {found}, predicted {predicted}: {found / predicted:.3f}"
+
+
+@contextlib.contextmanager
+def refused():
+    with pytest.raises(PlanError) as caught:
+        yield caught
+
+
+def planned(make, batch, budget, **settings):
+    """The plan for a budget, without a step."""
+    return both(make, adamw(), memory=budget, **settings).step.prepare(**batch).plan
+
+
+def least(make, batch, **settings):
+    """The smallest peak there is, as the refusal of a budget says it."""
+    with refused() as caught:
+        planned(make, batch, 1, **settings)
+    (size,) = re.findall(r"needs at least ([\d.]+ \w+),", str(caught.value))
+    return parse_bytes(size.replace(" ", "")) + (6 << 10)  # as precise as it is shown
+
+
+def again_s(plan):
+    return sum(d.seconds for d in plan.residuals.pairs)
+
+
+BUDGETS = 4
+
+
+@pytest.mark.parametrize("settings", [{}, {"accumulate": 2}], ids=str)
+@pytest.mark.parametrize("make", [small_llama, small_gpt2])
+def test_every_budget_is_kept_by_computing_no_more_than_it_takes(make, settings):
+    """Between the smallest peak and that of the fastest plan: all fit, and the larger the budget, the less is computed again."""
+    batch = tokens(0)
+    most = planned(make, batch, None, **settings).peak
+    low = least(make, batch, **settings)
+    assert low < most
+    plans = []
+    for k in range(BUDGETS + 1):
+        budget = low + (most - low) * k // BUDGETS
+        plan = planned(make, batch, budget, **settings)
+        assert plan.peak <= budget and plan.budget == budget
+        plans.append(plan)
+    seconds = [again_s(p) for p in plans]
+    assert seconds == sorted(seconds, reverse=True)
+    assert seconds[-1] == again_s(planned(make, batch, None, **settings)), "a budget that holds changes nothing"
+
+
+def test_a_budget_that_cannot_be_kept_says_by_how_much():
+    batch = tokens(0)
+    low = least(small_llama, batch)
+    budget = low - (100 << 10)
+    with refused() as caught:
+        planned(small_llama, batch, budget)
+    text = str(caught.value)
+    (over,) = re.findall(r": ([\d.]+ \w+) too much", text)
+    assert parse_bytes(over.replace(" ", "")) == pytest.approx(100 << 10, abs=12 << 10)
+    assert "parameters, optimiser state and the batch" in text and "\n  try       a larger accumulate=" in text
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_a_step_under_a_budget_is_the_same_step(share, parts):
+    """Computing again changes no loss, and what is measured stays below the budget too."""
+    batch = tokens(0)
+    low, most = least(small_llama, batch, accumulate=parts), planned(small_llama, batch, None, accumulate=parts).peak
+    budget = int(low + share * (most - low))
+    pair = agree(beside(small_llama, adamw(lr=1e-3), tokens, steps=3, memory=budget, accumulate=parts))
+    found, _ = measured(pair, batch)
+    assert found + pair.step.plan.held <= budget * 1.02, f"measured {found + pair.step.plan.held}, the budget is {budget}"
+
+
+def test_dropout_is_the_same_when_it_is_computed_again():
+    """The mask that backward computes again is forward's."""
+
+    def make():
+        return gpt2(n_embd=64, n_layer=4, vocab_size=512, resid_pdrop=0.3, embd_pdrop=0.3, attn_pdrop=0.3)
+
+    curves = []
+    low = least(make, tokens(0))
+    for budget in (None, low):
+        pair = both(make, sgd(), memory=budget)
+        torch.manual_seed(1)
+        curves.append([pair.step(**tokens(i)).item() for i in range(4)])
+    assert curves[0] == pytest.approx(curves[1], rel=1e-5)
+
+
+def test_a_size_is_a_number_or_a_text():
+    batch = tokens(0)
+    for budget in ("20GiB", "20 GiB", 20 << 30):
+        assert planned(small_llama, batch, budget).budget == 20 << 30
+
+
+def test_parts_take_less():
+    batch = tokens(0, rows=8)
+    peaks = [planned(small_llama, batch, None, accumulate=n).peak for n in (1, 2, 4)]
+    assert peaks == sorted(peaks, reverse=True) and peaks[2] < 0.7 * peaks[0]
+
+
+def test_nothing_is_left_behind_by_a_step():
+    """Between steps there are parameters, optimiser state and the last loss: memory does not grow."""
+    pair = both(small_llama, adamw())
+    pair.step(**tokens(0))
+    with Live() as live:
+        for i in range(3):
+            loss = pair.step(**tokens(i))
+            assert live.now <= 4 * GRAIN, "the loss and the norm"
+    assert loss.isfinite() and isinstance(pair.step, mycel.step.Step)
