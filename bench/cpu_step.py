@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 
-ROUNDS, STEPS = 7, 4
+ROUNDS, STEPS = 25, 2
 WAYS = {"eager": "torch eager, fused AdamW", "compile": "torch.compile, fused AdamW", "ours": "mycel"}
 
 
@@ -72,7 +72,7 @@ def main() -> None:
     for process in running.values():
         process.stdin.close()
         process.wait()
-    best = {way: min(ts) for way, ts in times.items()}
+    best = {way: sorted(ts)[len(ts) // 4] for way, ts in times.items()}  # the lower quartile: what others do to the machine only adds
     print(f"{'how':32} {'step':>9} {'3rd step':>9}   loss of the third")
     for way, name in WAYS.items():
         print(f"{name:32} {best[way] * 1e3:7.1f}ms {third[way]:8.2f}s   {loss[way]:.6f}")

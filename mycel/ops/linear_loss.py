@@ -86,17 +86,31 @@ def chunk_of(x, w, b, target, ignore_index):
     """Of a chunk of rows: the sum of the losses, and of its gradients those for x, w and b."""
     keep = target != ignore_index
     classes = torch.where(keep, target, 0).unsqueeze(1)
-    logp = torch.log_softmax(wide_logits(x, w, b), 1)
-    picked = logp.gather(1, classes)
-    loss = -(picked.squeeze(1) * keep).sum()
-    hit = torch.expm1(picked)  # p - 1 without loss where p is nearly 1
-    if torch.is_grad_enabled():  # autograd needs the values as they are
-        d = logp.exp().scatter(1, classes, hit).to(x.dtype)
+    z = wide_logits(x, w, b)
+    if x.is_cpu and not torch.is_grad_enabled():
+        losses, d, rows = cotangents_on_cpu(z, classes)
     else:
-        d = torch.exp(logp, out=logp if logp.dtype == x.dtype else torch.empty_like(logp, dtype=x.dtype))
-        d.scatter_(1, classes, hit.to(x.dtype))
-    rows = keep.unsqueeze(1).to(x.dtype)
-    return loss, torch.mm(d, w) * rows, torch.mm(d.t(), x * rows), None if b is None else torch.mm(d.t(), rows).squeeze(1)
+        logp = torch.log_softmax(z, 1)
+        picked = logp.gather(1, classes)
+        losses, rows = -picked, torch.ones_like(picked)
+        hit = torch.expm1(picked)  # p - 1 without loss where p is nearly 1
+        if torch.is_grad_enabled():  # autograd needs the values as they are
+            d = logp.exp().scatter(1, classes, hit)
+        else:
+            d = torch.exp(logp, out=logp if logp.dtype == x.dtype else torch.empty_like(logp, dtype=x.dtype))
+            d.scatter_(1, classes, hit.to(d.dtype))
+    rows = (rows * keep.unsqueeze(1)).to(x.dtype)
+    d = d.to(x.dtype)
+    grads = torch.mm(d, w) * rows, torch.mm(d.t(), x * rows), None if b is None else torch.mm(d.t(), rows).squeeze(1)
+    return (losses.squeeze(1) * keep).sum(), *grads
+
+
+def cotangents_on_cpu(z, classes):
+    """Losses of rows of logits, their cotangents up to a factor, and that factor of each row, over the memory of z: log_softmax is slow there."""
+    z.sub_(z.amax(1, keepdim=True))
+    picked = z.gather(1, classes)
+    total = z.exp_().sum(1, keepdim=True)
+    return total.log() - picked, z.scatter_add_(1, classes, -total), 1 / total
 
 
 @op(
