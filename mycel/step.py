@@ -24,7 +24,7 @@ from mycel.ir import Block, Builder, Program, Type, check
 from mycel.objective import objective
 from mycel.ops import o
 from mycel.plan import Plan
-from mycel.run import load, start_workers, warm_up
+from mycel.run import keep_freed_memory, load, start_workers, warm_up
 from mycel.sizes import parse_bytes, shown
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -141,6 +141,8 @@ class Step:
         device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
         if s.compiles(device):
             start_workers()
+        if device.type == "cpu":
+            keep_freed_memory()
         batch = Batch(args, kwargs, s.accumulate)
         captured = capture_call(self.fn, *batch.part())
         program, scale = self._prepared(captured), None

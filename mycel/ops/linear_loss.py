@@ -26,7 +26,7 @@ def linear_cross_entropy_types(x, w, b, target, *, reduction="mean", ignore_inde
 def linear_cross_entropy_scratch(x, w, b, target, **_):
     """A chunk of logits, of their log probabilities and cotangents; what is summed over chunks in fp32."""
     n, wide = min(x.shape[0], max(CHUNK // w.shape[0], 1)), max(x.dtype.itemsize, 4)
-    own = x.dtype.itemsize if x.dtype.itemsize < wide else 0  # else the cotangents lie over the log probabilities
+    own = x.dtype.itemsize if x.dtype.itemsize < wide else 0  # else the cotangents lie over the log probabilities (on a CPU, over the logits)
     return n * w.shape[0] * (2 * wide + own) + ((wide + w.dtype.itemsize) * w.numel if n < x.shape[0] else 0)
 
 

@@ -1,7 +1,8 @@
 """Programs -> Python that runs: `emit` writes and loads source, `interpret` runs equation by equation."""
 
+from mycel.run.allocator import keep_freed_memory
 from mycel.run.compile import start_workers, warm_up
 from mycel.run.emit import emit, load
 from mycel.run.interpret import interpret, not_finite
 
-__all__ = ["emit", "interpret", "load", "not_finite", "start_workers", "warm_up"]
+__all__ = ["emit", "interpret", "keep_freed_memory", "load", "not_finite", "start_workers", "warm_up"]
