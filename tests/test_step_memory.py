@@ -93,16 +93,13 @@ FORMS = {
     "llama with a joined head": (lambda: small_llama(vocab_size=4096), {}),
     "gpt2": (small_gpt2, {}),
 }
-COARSE = pytest.mark.xfail(
-    strict=True, reason="results written over their operands, and the head's chunks, are predicted as memory of their own: 5 to 30 % too much"
-)
 
 
 @pytest.mark.parametrize("name", FORMS)
 def test_a_step_takes_no_more_than_predicted(name):
     make, settings = FORMS[name]
     found, predicted = measured(both(make, adamw(), **settings), tokens(0))
-    assert 0.7 * predicted <= found <= predicted, f"measured {found}, predicted {predicted}: {found / predicted:.3f}"
+    assert 0.8 * predicted <= found <= predicted, f"measured {found}, predicted {predicted}: {found / predicted:.3f}"
 
 
 def test_a_step_in_parts_takes_no_more_than_predicted():
@@ -117,7 +114,7 @@ def test_parameters_and_state_are_updated_in_place_in_parts():
     assert "adam_update(" in main and "= adam(" not in main
 
 
-@pytest.mark.parametrize("name", [name if name == "gpt2" else pytest.param(name, marks=COARSE) for name in FORMS])
+@pytest.mark.parametrize("name", FORMS)
 def test_the_predicted_peak_is_the_measured_one(name):
     make, settings = FORMS[name]
     found, predicted = measured(both(make, adamw(), **settings), tokens(0))

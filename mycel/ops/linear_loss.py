@@ -24,10 +24,11 @@ def linear_cross_entropy_types(x, w, b, target, *, reduction="mean", ignore_inde
 
 
 def linear_cross_entropy_scratch(x, w, b, target, **_):
-    """A chunk of logits, of their log probabilities and cotangents; what is summed over chunks in fp32."""
+    """A chunk of logits, and in 16 bits also of log probabilities and cotangents; rows of x and a few numbers a row; what is summed over chunks."""
     n, wide = min(x.shape[0], max(CHUNK // w.shape[0], 1)), max(x.dtype.itemsize, 4)
-    own = x.dtype.itemsize if x.dtype.itemsize < wide else 0  # else the cotangents lie over the log probabilities (on a CPU, over the logits)
-    return n * w.shape[0] * (2 * wide + own) + ((wide + w.dtype.itemsize) * w.numel if n < x.shape[0] else 0)
+    each = wide if x.dtype.itemsize == wide else 2 * wide + x.dtype.itemsize
+    rows = n * (x.shape[1] * x.dtype.itemsize + 8 * wide)
+    return n * w.shape[0] * each + rows + ((wide + w.dtype.itemsize) * w.numel if n < x.shape[0] else 0)
 
 
 def linear_cross_entropy_vjp(gs, ys, x, w, b, target, **params):
@@ -87,8 +88,8 @@ def chunk_of(x, w, b, target, ignore_index):
     keep = target != ignore_index
     classes = torch.where(keep, target, 0).unsqueeze(1)
     z = wide_logits(x, w, b)
-    if x.is_cpu and not torch.is_grad_enabled():
-        losses, d, rows = cotangents_on_cpu(z, classes)
+    if z.dtype == x.dtype and not torch.is_grad_enabled():
+        losses, d, rows = cotangents_in_place(z, classes)
     else:
         logp = torch.log_softmax(z, 1)
         picked = logp.gather(1, classes)
@@ -97,7 +98,7 @@ def chunk_of(x, w, b, target, ignore_index):
         if torch.is_grad_enabled():  # autograd needs the values as they are
             d = logp.exp().scatter(1, classes, hit)
         else:
-            d = torch.exp(logp, out=logp if logp.dtype == x.dtype else torch.empty_like(logp, dtype=x.dtype))
+            d = torch.exp(logp, out=torch.empty_like(logp, dtype=x.dtype))
             d.scatter_(1, classes, hit.to(d.dtype))
     rows = (rows * keep.unsqueeze(1)).to(x.dtype)
     d = d.to(x.dtype)
@@ -105,8 +106,8 @@ def chunk_of(x, w, b, target, ignore_index):
     return (losses.squeeze(1) * keep).sum(), *grads
 
 
-def cotangents_on_cpu(z, classes):
-    """Losses of rows of logits, their cotangents up to a factor, and that factor of each row, over the memory of z: log_softmax is slow there."""
+def cotangents_in_place(z, classes):
+    """Losses of rows of logits, their cotangents up to a factor, and that factor of each row: all over the memory of z."""
     z.sub_(z.amax(1, keepdim=True))
     picked = z.gather(1, classes)
     total = z.exp_().sum(1, keepdim=True)

@@ -82,7 +82,7 @@ def _make(cache: Path, key: str, make: Callable[[Path], Meta]) -> Entry:
         except OSError as e:
             if e.errno not in (errno.ENOTEMPTY, errno.EEXIST) or _complete(final) is None:
                 raise
-        _sync(cache)
+        sync(cache)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return Entry(final, meta, remade)
@@ -94,9 +94,9 @@ def _seal(folder: Path, key: str, meta: Meta) -> None:
     body = json.dumps({"key": key, "files": files, "meta": meta}, sort_keys=True)
     (folder / "manifest.json").write_text(f"{body}\n{_text_checksum(body)}\n")
     for path in folder.iterdir():
-        _sync(path)
+        sync(path)
     folder.chmod(0o755)  # a temporary folder is its owner's alone
-    _sync(folder)
+    sync(folder)
 
 
 def _complete(folder: Path) -> Entry | None:
@@ -185,7 +185,8 @@ def _text_checksum(text: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """What was written is on the disk, not only on its way."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from mycel.train import lora
+from mycel.train.cache import sync
 from mycel.train.tokenize import SETTINGS, VOCABULARIES, Bytes
 from mycel.train.weights import INDEX, ONE, find, load, one_line, quietly, refusal
 
@@ -357,7 +358,7 @@ def byte_tokenizer(folder: Path, length: int | None = None) -> None:
 def _replace(folder: Path, complete: Path, old: Path) -> None:
     """`complete`, safely on disk, takes the folder's name; what had it goes, by way of `old`."""
     for file in (*complete.rglob("*"), complete):
-        _sync(file)
+        sync(file)
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():
         folder.rename(old)
@@ -367,17 +368,8 @@ def _replace(folder: Path, complete: Path, old: Path) -> None:
         if old.exists():
             old.rename(folder)
         raise
-    _sync(folder.parent)
+    sync(folder.parent)
     shutil.rmtree(old, ignore_errors=True)
-
-
-def _sync(path: Path) -> None:
-    """What was written is on the disk, not only on its way."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _cause(error: Exception, module: nn.Module, where: Path) -> str:
