@@ -62,11 +62,10 @@ def save(folder: str, moment: int | None = None, asynchronous: bool = True, fore
 def hold(folder: str) -> None:
     """A run that holds its folder, with a data worker that outlives it."""
     run = RunFolder(folder)
-    worker = os.fork()
-    if worker == 0:
+    if os.fork() == 0:
+        say(held=str(run.path), worker=os.getpid())  # not before it lives: what it let go at its birth it then has let go
         time.sleep(60)
         os._exit(0)
-    say(held=str(run.path), worker=worker)
     time.sleep(60)
 
 
