@@ -23,6 +23,8 @@ What the fields mean
   inplace   a kernel of the same arguments that writes its results over its first operands; runs where these are given away
   scratch   bytes its kernel needs while it runs, besides operands and results: a function of the types and params
   compiles  a compiler can take its kernel
+  linear    operands it is linear in: groups of places, each linear together while the others stay; "all": all of them.  A sum owed passes through
+  parts     how a part is computed where the kernel on parts is not it: {letter: Part}; "*" for whatever letter is split, "q k" for two together
   aten      ATen overloads that mean exactly this, with the same arguments in the same order ("exp.default")
   effect    it is run for what it does, not for its value: never left out
   examples  argument lists the laws run on, e.g. "f[2,3], i64[3]<5, dim=1" (grammar in tests/examples.py)
@@ -42,6 +44,19 @@ from mycel.ir import dims as dims_language
 from mycel.ir.types import Type, is_float, promote
 
 OPS: dict[str, Op] = {}
+
+
+@dataclass(frozen=True)
+class Part:
+    """A rule for a split letter: write(at, *local inputs, **params) -> local outputs, written with operators, collectives among them.
+
+    `at` tells where the part lies (lower/spmd.py: At).  `owed`: what the outputs that lack the letter owe over its axes, or one for each output.
+    `uneven`: it copes with padding.
+    """
+
+    write: Callable[..., Any]
+    owed: str | tuple[str, ...] = ""
+    uneven: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,6 +80,8 @@ class Op:
     aten: Sequence[str] = ()
     scratch: Callable[..., int] | None = None
     compiles: bool = True
+    linear: Sequence[tuple[int, ...]] | str = ()
+    parts: dict[str, Part] = field(default_factory=dict)
     defaults: dict[str, Any] = field(default_factory=dict)
     _inferred: dict[Any, tuple[Type, ...]] = field(default_factory=dict)
 

@@ -20,6 +20,7 @@ from mycel.ops.rules import conj, normal_dim, o
 @op(
     "..., ... -> ...",
     expand=lambda g, y: o.mul(g, conj(o.mul(y, o.sub(1, y)))),
+    linear=((0,),),
     examples=["f[2,3], f[2,3]"],
 )
 def sigmoid_grad(g, y):
@@ -40,7 +41,7 @@ def sigmoid(x):
     return torch.sigmoid(x)
 
 
-@op("..., ... -> ...", expand=lambda g, y: o.mul(g, conj(o.sub(1, o.square(y)))), examples=["f[2,3], f[2,3]"])
+@op("..., ... -> ...", expand=lambda g, y: o.mul(g, conj(o.sub(1, o.square(y)))), linear=((0,),), examples=["f[2,3], f[2,3]"])
 def tanh_grad(g, y):
     """The cotangent of x where y = tanh(x)"""
     return torch.ops.aten.tanh_backward.default(g, y)
@@ -64,6 +65,7 @@ def tanh(x):
     vjp=lambda g, y, dy, x, *, threshold: (o.threshold_grad(g, x, threshold=threshold), None),
     expand=lambda g, x, *, threshold: where(o.le(x, threshold), 0, g),
     fresh=True,
+    linear=((0,),),
     examples=["f[2,3], f[2,3], threshold=0", "f[2,3], f[2,3], threshold=0.3"],
 )
 def threshold_grad(g, x, *, threshold):
@@ -114,6 +116,7 @@ def gelu_slope(x, approximate):
     expand=lambda g, x, *, approximate="none": o.mul(g, gelu_slope(x, approximate)),
     flops=lambda d: 20 * d.rows,
     fresh=True,
+    linear=((0,),),
     examples=["f[2,3], f[2,3]", 'f[2,3], f[2,3], approximate="tanh"'],
 )
 def gelu_grad(g, x, *, approximate="none"):
@@ -145,6 +148,7 @@ def silu_slope(x):
     expand=lambda g, x: o.mul(g, silu_slope(x)),
     flops=lambda d: 8 * d.rows,
     fresh=True,
+    linear=((0,),),
     examples=["f[2,3], f[2,3]"],
 )
 def silu_grad(g, x):

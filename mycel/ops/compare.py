@@ -152,6 +152,7 @@ def shift_right(a, b):
     "..., ..., ... -> ...",
     vjp=partials(None, lambda g, y, c, a, b: o.where(c, g, 0), lambda g, y, c, a, b: o.where(c, 0, g)),
     dtype=lambda c, a, b: promote(a, b),
+    linear=((1, 2),),
     examples=[
         "bool[2,3], n[2,3], n[2,3]", "bool[2,1], f[3], 0.5", "bool[3], 1.0, 0.0", "bool[2,3], i64[3], 1.5",
         "bool[2], f[3,2], f[1,2]", "bool[2], f32[2], f64[]",

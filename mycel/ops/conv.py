@@ -60,6 +60,7 @@ def conv_vjp(g, y, x, w, *, groups, **window):
     vjp=conv_vjp,
     flops=conv_flops,
     fresh=True,
+    linear=((0,), (1,)),
     examples=[
         "f[2,4,6], f[6,4,3], stride=(1,), padding=(1,), dilation=(1,), groups=1",
         "f[2,4,6,5], f[6,2,3,2], stride=(2,1), padding=(1,0), dilation=(1,2), groups=2",
@@ -136,6 +137,7 @@ def conv_transpose_vjp(g, y, x, w, *, output_padding, **params):
     conv_transpose_dims,
     vjp=conv_transpose_vjp,
     flops=lambda d: 2 * d.n * d.c * d.o * math.prod(n for name, n in vars(d).items() if name[0] in "ks"),
+    linear=((0,), (1,)),
     examples=[
         "f[2,4,3], f[4,6,3], stride=(2,), padding=(1,), dilation=(1,), groups=1, output_padding=(1,)",
         "f[2,4,3,4], f[4,3,2,2], stride=(1,2), padding=(0,1), dilation=(2,1), groups=2, output_padding=(0,0)",
@@ -167,6 +169,7 @@ def conv_weight_vjp(g, y, gy, x, *, shape, groups, **window):
     conv_weight_dims,
     vjp=conv_weight_vjp,
     flops=conv_flops,
+    linear=((0,), (1,)),
     examples=[
         "f[2,6,6], f[2,4,6], shape=(6,4,3), stride=(1,), padding=(1,), dilation=(1,), groups=1",
         "f[2,6,3,3], f[2,4,6,5], shape=(6,2,3,2), stride=(2,1), padding=(1,0), dilation=(1,2), groups=2",
@@ -189,6 +192,7 @@ def im2col_dims(x, *, kernel, dilation, padding, stride):
 @op(
     im2col_dims,
     vjp=lambda g, y, x, **window: (o.col2im(g, size=tuple(x.shape[2:]), **window),),
+    linear=((0,),),
     examples=["f[2,4,4,5], kernel=(2,3), dilation=(1,1), padding=(1,0), stride=(2,1)"],
 )
 def im2col(x, *, kernel, dilation, padding, stride):
@@ -215,6 +219,7 @@ def col2im_dims(x, *, size, kernel, dilation, padding, stride):
 @op(
     col2im_dims,
     vjp=lambda g, y, x, *, size, **window: (im2col(g, **window),),
+    linear=((0,),),
     examples=["f[2,12,4], size=(3,4), kernel=(2,3), dilation=(1,1), padding=(0,0), stride=(1,1)"],
 )
 def col2im(x, *, size, kernel, dilation, padding, stride):

@@ -63,6 +63,7 @@ def _(x, *_, **__):
     vjp=lambda g, y, x: (None,),
     write=lambda x, new: o.carry(new[0], x) if is_float(x.dtype) else new[0],
     aten=["detach.default", "detach_copy.default"],
+    linear=((0,),),
     examples=["a[2,3]"],
 )
 def stop_gradient(x):

@@ -10,7 +10,7 @@ import math
 import torch
 
 from mycel.errors import IRError
-from mycel.ir import Type, op
+from mycel.ir import Part, Type, op
 from mycel.ops.capture_rules import captures
 from mycel.ops.rules import cast_like, letters, o
 from mycel.ops.shape import expanded
@@ -33,6 +33,7 @@ def full_vjp(g, y, value, *, shape, dtype):
     full_dims,
     types=lambda value, *, shape, dtype: Type(dtype, shape),
     vjp=full_vjp,
+    linear=((0,),),
     examples=[
         "1.5, shape=(2,3), dtype=f32", "True, shape=(), dtype=bool", "2, shape=(4,), dtype=f64",
         "f64[], shape=(2,3), dtype=f64", "i64[], shape=(2,), dtype=f32",
@@ -48,13 +49,24 @@ def full(value, *, shape, dtype, device=None):
 def iota_dims(*, shape, dim, dtype, start=0, step=1):
     """The counted dim is whole, the others may be split."""
     names = letters(len(shape))
+    names[dim] = "count"
     flagged = [n + "^" if i == dim else n for i, n in enumerate(names)]
     return f"-> {' '.join(flagged)}", dict(zip(names, shape, strict=True))
+
+
+def iota_part(at, *, shape, dim, dtype, start=0, step=1):
+    """Counting from where this rank's part starts."""
+    count = o.add(iota(shape=shape, dim=dim, dtype=torch.int64), at.start("count"))
+    if not (isinstance(start, int) and isinstance(step, int)):
+        count = o.cast(count, dtype=torch.float64)
+    count = o.add(o.mul(count, step), start)
+    return count if count.dtype == dtype else o.cast(count, dtype=dtype)
 
 
 @op(
     iota_dims,
     types=lambda *, shape, dim, dtype, start=0, step=1: Type(dtype, shape),
+    parts={"count": Part(iota_part, uneven=True)},
     examples=[
         "shape=(6,), dim=0, dtype=i64", "shape=(2,3,4), dim=1, dtype=f32, start=2, step=3",
         "shape=(5,), dim=0, dtype=f64, start=0.5, step=-0.1", "shape=(0,), dim=0, dtype=i32",

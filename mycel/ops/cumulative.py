@@ -36,6 +36,7 @@ EXAMPLES = ["f[2,3,4], dim=1", "f[2,3], dim=0", "f[], dim=0"]
     along(),
     vjp=lambda g, y, x, *, dim: (backwards(o.cumsum, g, dim),),
     dtype=total_dtype,
+    linear=((0,),),
     examples=["n[2,3,4], dim=1", "bool[6], dim=0", *EXAMPLES, "c128[2,3], dim=1"],
 )
 def cumsum(x, *, dim):
@@ -185,6 +186,7 @@ def softmax_expand(x, *, dim):
     along(inputs=2),
     expand=lambda g, y, *, dim: o.mul(y, o.sub(g, o.sum(o.mul(g, y), dims=(dim,) if y.ndim else (), keepdim=True))),
     flops=lambda d: 4 * elements(d),
+    linear=((0,),),
     examples=["f[2,3,4], f[2,3,4], dim=1", "f[2,3], f[2,3], dim=0", "f[], f[], dim=0"],
 )
 def softmax_grad(g, y, *, dim):
@@ -228,6 +230,7 @@ def log_softmax_expand(x, *, dim):
     along(inputs=2),
     expand=lambda g, y, *, dim: o.sub(g, o.mul(o.exp(y), o.sum(g, dims=(dim,) if y.ndim else (), keepdim=True))),
     flops=lambda d: 4 * elements(d),
+    linear=((0,),),
     examples=["f[2,3,4], f[2,3,4], dim=1", "f[2,3], f[2,3], dim=0", "f[], f[], dim=0"],
 )
 def log_softmax_grad(g, y, *, dim):

@@ -14,6 +14,7 @@ from mycel.ops.slicing import zeros
 @op(
     "... n^ m^ -> ... n m",
     vjp=lambda g, y, x, *, diagonal=0: (o.tril(g, diagonal=diagonal),),
+    linear=((0,),),
     examples=["a[2,3,4]", "f[4,4], diagonal=-1", "f[2,3,3], diagonal=1"],
 )
 def tril(x, *, diagonal=0):
@@ -24,6 +25,7 @@ def tril(x, *, diagonal=0):
 @op(
     "... n^ m^ -> ... n m",
     vjp=lambda g, y, x, *, diagonal=0: (o.triu(g, diagonal=diagonal),),
+    linear=((0,),),
     examples=["a[2,3,4]", "f[4,4], diagonal=-1", "f[2,3,3], diagonal=1"],
 )
 def triu(x, *, diagonal=0):
@@ -63,6 +65,7 @@ def diagonal_dims(x, *, offset, dim1, dim2):
     diagonal_dims,
     vjp=lambda g, y, x, **params: (o.diagonal_update(zeros(x.shape, g), g, **params),),
     write=lambda x, new, **params: o.diagonal_update(x, new[0], **params),
+    linear=((0,),),
     examples=[
         "a[3,4], offset=0, dim1=0, dim2=1", "f[2,3,4], offset=1, dim1=2, dim2=0", "f[2,4,3], offset=-2, dim1=1, dim2=2",
         "f[2,3], offset=5, dim1=0, dim2=1",
@@ -98,6 +101,7 @@ def diagonal_update_vjp(g, y, x, new, **params):
     diagonal_update_dims,
     vjp=diagonal_update_vjp,
     dtype="first",
+    linear=((0, 1),),
     examples=["a[3,4], a[3], offset=0, dim1=0, dim2=1", "f[2,3,4], f[3,1], offset=1, dim1=2, dim2=0"],
 )
 def diagonal_update(x, new, *, offset, dim1, dim2):
@@ -122,6 +126,7 @@ def diag_embed_dims(x, *, offset, dim1, dim2):
 @op(
     diag_embed_dims,
     vjp=lambda g, y, x, **params: (diagonal(g, **params),),
+    linear=((0,),),
     examples=["a[2,3], offset=0, dim1=1, dim2=2", "f[2,3], offset=-1, dim1=0, dim2=2"],
 )
 def diag_embed(x, *, offset, dim1, dim2):
@@ -163,6 +168,7 @@ def refuse_unfold_write(x, new, *, dim, size, step):
     unfold_dims,
     vjp=lambda g, y, x, *, dim, size, step: (o.unfold_grad(g, shape=tuple(x.shape), dim=dim, size=size, step=step),),
     write=refuse_unfold_write,
+    linear=((0,),),
     examples=["a[2,6], dim=1, size=3, step=2", "f[5,4], dim=0, size=2, step=1", "f[6], dim=0, size=2, step=3"],
 )
 def unfold(x, *, dim, size, step):
@@ -185,6 +191,7 @@ def unfold_grad_dims(g, *, shape, dim, size, step):
 @op(
     unfold_grad_dims,
     vjp=lambda g, y, x, *, shape, dim, size, step: (unfold(g, dim=dim, size=size, step=step),),
+    linear=((0,),),
     examples=["f[2,2,3], shape=(2,6), dim=1, size=3, step=2", "f[4,4,2], shape=(5,4), dim=0, size=2, step=1"],
 )
 def unfold_grad(g, *, shape, dim, size, step):

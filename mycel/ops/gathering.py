@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from mycel.ir import Type, op
+from mycel.ir import Part, Type, op
 from mycel.ops.capture_rules import captures
 from mycel.ops.rules import cast_like, letters, normal_dim, o
 from mycel.ops.shape import reshaped
@@ -20,13 +20,26 @@ def lanes(dim, *operands):
     rows = [[] for _ in operands]
     for d, (name, sizes) in enumerate(zip(letters(len(operands[0])), zip(*operands, strict=True), strict=True)):
         for i, row in enumerate(rows):
-            row.append(f"{name}{i}^" if d == dim or len(set(sizes)) > 1 else name)
+            row.append(f"along{i}^" if d == dim else f"{name}{i}^" if len(set(sizes)) > 1 else name)
     return rows
 
 
 def free(names, dim, flag=""):
     """Letters with another flag on `dim`."""
     return [name.rstrip("^") + flag if d == dim else name for d, name in enumerate(names)]
+
+
+def here(at, letter, index):
+    """Indices into the whole of a split letter -> indices into this rank's part, and which of them fall into it."""
+    n = at.local(letter)
+    local = o.sub(index, at.start(letter))
+    return o.clamp(local, 0, n - 1), o.logical_and(o.ge(local, 0), o.lt(local, n))
+
+
+def gather_part(at, x, index, *, dim):
+    """What this rank does not hold counts as zero."""
+    index, hit = here(at, "along0", index)
+    return o.where(hit, gather(x, index, dim=dim), 0)
 
 
 def gather_dims(x, index, *, dim):
@@ -40,6 +53,8 @@ def gather_dims(x, index, *, dim):
     gather_dims,
     vjp=lambda g, y, x, index, *, dim: (o.gather_grad(g, index, shape=tuple(x.shape), dim=dim), None),
     dtype="first",
+    linear=((0,),),
+    parts={"along0": Part(gather_part, owed="+", uneven=True)},
     examples=["a[2,6,4], i64[2,3,4]<6, dim=1", "f[4,6], i64[2,3]<6, dim=1", "f[4], i64[6]<4, dim=0"],
 )
 def gather(x, index, *, dim):
@@ -68,10 +83,17 @@ def gather_grad_dims(g, index, *, shape, dim):
     return f"{' '.join(b)}, {' '.join(b)} -> {' '.join(a)}", {k: n for k, n in sizes.items() if len(k) > 1}
 
 
+def gather_grad_part(at, g, index, *, shape, dim):
+    index, hit = here(at, "along0", index)
+    return gather_grad(o.where(hit, g, 0), index, shape=shape, dim=dim)
+
+
 @op(
     gather_grad_dims,
     vjp=lambda g, y, x, index, *, shape, dim: (gather(g, index, dim=dim), None),
     dtype="first",
+    linear=((0,),),
+    parts={"along0": Part(gather_grad_part, uneven=True)},
     examples=["f[2,3,4], i64[2,3,4]<6, shape=(2,6,4), dim=1", "f[2,3], i64[2,3]<6, shape=(4,6), dim=1"],
 )
 def gather_grad(g, index, *, shape, dim):
@@ -124,10 +146,25 @@ def scattered(into, x, dim, index, src, **params):
     return reshaped(into(row(x), row(index), src, dim=normal_dim(dim, x.ndim), **params), x.shape)
 
 
+def scatter_add_part(at, x, index, src, *, dim):
+    index, hit = here(at, "along0", index)
+    src = o.where(hit, cut(src, index), 0)
+    return scatter_add(x, index, src, dim=dim)
+
+
+def cut(src, index):
+    """What of src the index reaches."""
+    for d, n in enumerate(index.shape):
+        src = src if src.shape[d] == n else o.slice(src, dim=d, start=0, stop=n)
+    return src
+
+
 @op(
     scatter_dims,
     vjp=lambda g, y, x, index, src, *, dim: (g, None, gather_src(g, index, src, dim)),
     dtype="first",
+    linear=((0, 2),),
+    parts={"along0": Part(scatter_add_part, uneven=True)},
     examples=["n[2,6,4], i64[2,3,4]<6, n[2,3,4], dim=1", "f[4,6], i64[2,3]<6, f[2,3], dim=1"],
 )
 def scatter_add(x, index, src, *, dim):
@@ -215,10 +252,22 @@ def index_select_dims(x, index, *, dim):
     return f"{along(names, dim, 'n^')}, p -> {along(names, dim, 'p')}"
 
 
+def index_select_part(at, x, index, *, dim):
+    index, hit = here(at, "n", index)
+    return o.where(lane(hit, dim, x.ndim), index_select(x, index, dim=dim), 0)
+
+
+def lane(v, dim, ndim):
+    """A vector as a tensor along one dim."""
+    return reshaped(v, tuple(v.shape[0] if d == dim else 1 for d in range(ndim)))
+
+
 @op(
     index_select_dims,
     vjp=lambda g, y, x, index, *, dim: (o.index_grad(g, index, shape=tuple(x.shape), at=(dim,)), None),
     dtype="first",
+    linear=((0,),),
+    parts={"n": Part(index_select_part, owed="+", uneven=True)},
     examples=["a[2,6,4], i64[3]<6, dim=1", "f[4], i32[6]<4, dim=0"],
 )
 def index_select(x, index, *, dim):
@@ -262,10 +311,17 @@ def index_add_dims(x, index, src, *, dim):
     return f"{along(names, dim, 'n^')}, p^, {along(names, dim, 'p^')} -> {along(names, dim, 'n')}"
 
 
+def index_add_part(at, x, index, src, *, dim):
+    index, hit = here(at, "n", index)
+    return index_add(x, index, o.where(lane(hit, dim, x.ndim), src, 0), dim=dim)
+
+
 @op(
     index_add_dims,
     vjp=lambda g, y, x, index, src, *, dim: (g, None, cast_like(index_select(g, index, dim=dim), src)),
     dtype="first",
+    linear=((0, 2),),
+    parts={"n": Part(index_add_part, uneven=True)},
     examples=["n[2,6,4], i64[3]<6, n[2,3,4], dim=1", "f[4], i32[6]<4, f[6], dim=0"],
 )
 def index_add(x, index, src, *, dim):
@@ -314,11 +370,19 @@ def embedding_vjp(g, y, w, ids, *, padding=-1):
     return o.embedding_grad(g, ids, shape=tuple(w.shape), padding=padding), None
 
 
+def embedding_part(at, w, ids, *, padding=-1):
+    """Each rank its share of the vocabulary: rows of the others count as zero."""
+    ids, hit = here(at, "v", ids)
+    return o.where(reshaped(hit, (*ids.shape, 1)), embedding(w, ids), 0)
+
+
 @op(
     "v^ d, ... -> ... d",
     vjp=embedding_vjp,
     dtype="first",
     flops=lambda d: 0,
+    linear=((0,),),
+    parts={"v": Part(embedding_part, owed="+", uneven=True)},
     examples=["f[6,4], i64[2,3]<6", "f[6,4], i64[]<6", "f[6,4], i32[4]<2, padding=2", "i64[6,4], i64[4]<6"],
 )
 def embedding(w, ids, *, padding=-1):
@@ -336,7 +400,7 @@ def _embedding(w, ids, padding_idx=-1, scale_grad_by_freq=False, sparse=False):
 def embedding_grad_dims(g, ids, *, shape, padding=-1):
     """The dims of ids are summed over; the features may be split."""
     rows = " ".join(f"{name}+" for name in letters(ids.ndim, "dv"))
-    return f"{rows} d, {rows} -> v d", {"v": shape[0]}
+    return f"{rows} d, {rows} -> v^ d", {"v": shape[0]}
 
 
 def embedding_grad_vjp(g, y, x, ids, *, shape, padding=-1):
@@ -347,10 +411,18 @@ def embedding_grad_vjp(g, y, x, ids, *, shape, padding=-1):
     return rows, None
 
 
+def embedding_grad_part(at, g, ids, *, shape, padding=-1):
+    local, hit = here(at, "v", ids)
+    hit = hit if padding < 0 else o.logical_and(hit, o.ne(ids, padding))
+    return embedding_grad(o.where(reshaped(hit, (*ids.shape, 1)), g, 0), local, shape=shape)
+
+
 @op(
     embedding_grad_dims,
     vjp=embedding_grad_vjp,
     dtype="first",
+    linear=((0,),),
+    parts={"v": Part(embedding_grad_part, uneven=True)},
     examples=[
         "f[2,3,4], i64[2,3]<6, shape=(6,4)", "f[4], i64[]<6, shape=(6,4)", "f[4,2], i64[4]<6, shape=(6,2), padding=1",
     ],

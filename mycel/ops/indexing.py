@@ -60,6 +60,7 @@ def index_vjp(g, y, x, *indices, at):
     index_dims,
     vjp=index_vjp,
     dtype="first",
+    linear=((0,),),
     examples=[
         "a[4,6,2], i64[3]<4, at=(0,)", "f[4,6,2], i64[2,3]<6, at=(1,)", "f[4,6,2], i64[2,1]<4, i64[3]<6, at=(0,1)",
         "f[4,6,2], i64[3]<4, i64[3]<2, at=(0,2)", "f[2,4,6,2], i64[]<4, i64[3]<6, at=(1,2)",
@@ -110,6 +111,7 @@ def index_grad_vjp(g, y, x, *indices, shape, at):
     index_grad_dims,
     vjp=index_grad_vjp,
     dtype="first",
+    linear=((0,),),
     examples=[
         "f[3,6,2], i64[3]<4, shape=(4,6,2), at=(0,)", "f[4,2,3,2], i64[2,3]<6, shape=(4,6,2), at=(1,)",
         "f[2,3,2], i64[2,1]<4, i64[3]<6, shape=(4,6,2), at=(0,1)", "f[6,2], i64[]<4, shape=(4,6,2), at=(0,)",

@@ -12,8 +12,9 @@ import functools
 
 import torch
 
-from mycel.ir import Type, op
-from mycel.ops.rules import o
+from mycel.ir import Part, Type, op
+from mycel.ops.gathering import here
+from mycel.ops.rules import cast_like, o
 
 CHUNK = 1 << 26  # logits at a time
 
@@ -114,6 +115,44 @@ def cotangents_in_place(z, classes):
     return total.log() - picked, z.scatter_add_(1, classes, -total), 1 / total
 
 
+def linear_cross_entropy_part(at, x, w, b, target, *, reduction="mean", ignore_index=-100):
+    """Rows: each rank the sum of its own, divided by the count of all.  Classes: each rank its logits, maxima and sums of them over all."""
+    target = at.masked(target, 0, "n", ignore_index)
+    made = (
+        split_classes(at, x, w, b, target, ignore_index)
+        if at.axes("v")
+        else linear_cross_entropy(x, w, b, target, reduction="sum", ignore_index=ignore_index)
+    )
+    if reduction == "sum":
+        return made
+    count = o.sum(o.cast(o.ne(target, ignore_index), dtype=made[0].dtype), dims=(0,))
+    count = at.all_reduce(count, "n") if at.axes("n") else count
+    return tuple(o.mul(y, cast_like(o.div(1.0, count), y)) for y in made)
+
+
+def split_classes(at, x, w, b, target, ignore_index):
+    """The sum of the losses and its gradients where each rank has some of the classes."""
+    z = o.linear(x, w) if b is None else o.add(o.linear(x, w), b)
+    z = at.masked(o.cast(z, dtype=torch.float32) if z.dtype.itemsize == 2 else z, 1, "v", float("-inf"))
+    z = o.sub(z, at.all_reduce(o.amax(z, dims=(1,), keepdim=True), "v", ">"))
+    e = o.exp(z)
+    total = at.all_reduce(o.sum(e, dims=(1,), keepdim=True), "v")
+    keep = o.ne(target, ignore_index)
+    classes, hit = here(at, "v", o.reshape(o.where(keep, target, 0), shape=(x.shape[0], 1)))
+    picked = at.all_reduce(o.where(hit, o.gather(z, classes, dim=1), 0.0), "v")
+    rows = o.reshape(o.cast(keep, dtype=z.dtype), shape=(x.shape[0], 1))
+    loss = o.sum(o.mul(o.sub(o.log(total), picked), rows), dims=(0, 1))
+    d = o.mul(o.scatter_add(o.div(e, total), classes, o.neg(o.cast(hit, dtype=z.dtype)), dim=1), rows)
+    d = cast_like(d, x)
+    return loss, o.matmul(d, w), o.linear_weight(d, x), *([] if b is None else [o.sum(d, dims=(0,))])
+
+
+SPLIT = {
+    "n": Part(linear_cross_entropy_part, owed="+", uneven=True),
+    "v": Part(linear_cross_entropy_part, owed=("", "+", "", ""), uneven=True),
+}
+
+
 @op(
     lambda x, w, b, target, **_: f"n^ k^, v^ k^, {'' if b is None else 'v^'}, n^ -> , n k, v k{'' if b is None else ', v'}",
     types=linear_cross_entropy_types,
@@ -122,6 +161,7 @@ def cotangents_in_place(z, classes):
     expand=linear_cross_entropy_expand,
     fresh=True,
     scratch=linear_cross_entropy_scratch,
+    parts=SPLIT,
     compiles=False,
     examples=[
         "f[6,4], f[5,4], None, i64[6]<5",

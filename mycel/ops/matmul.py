@@ -25,6 +25,7 @@ def every_letter(d):
     vjp=lambda g, y, x, w: (o.matmul(g, conj(w)), o.linear_weight(g, conj(x))),
     flops=every_letter,
     fresh=True,
+    linear=((0,), (1,)),
     examples=["f[2,3,4], f[6,4]", "f[4], f[6,4]", "f[6,4], f[1,4]", "c128[2,4], c128[3,4]", "i64[2,3], i64[4,3]"],
 )
 def linear(x, w):
@@ -41,6 +42,7 @@ def _linear_weight_dims(g, x):
     _linear_weight_dims,
     vjp=lambda h, y, g, x: (linear(conj(x), h), o.matmul(conj(g), h)),
     flops=every_letter,
+    linear=((0,), (1,)),
     examples=["f[2,3,4], f[2,3,6]", "f[4], f[6]", "f[6,4], f[6,3]", "c128[2,4], c128[2,3]"],
 )
 def linear_weight(g, x):
@@ -107,6 +109,7 @@ def _matmul_dims(a, b):
     vjp=_matmul_vjp,
     flops=every_letter,
     fresh=True,
+    linear=((0,), (1,)),
     examples=[
         "f[2,4], f[4,6]", "f[2,3,4], f[2,4,6]", "f[2,3,4], f[4,6]", "f[3,4], f[2,4,6]", "f[2,1,3,4], f[6,4,2]",
         "f[4], f[4]", "f[4], f[4,6]", "f[4], f[2,3,4,6]", "f[3,4], f[4]", "f[2,3,4], f[4]",
@@ -227,6 +230,7 @@ def _einsum_cotangent(terms, names, x, subscript):
     _einsum_dims,
     vjp=_einsum_vjp,
     flops=every_letter,
+    linear=((0,), (1,), (2,)),
     examples=[
         'f[2,3,4], f[2,4,6], equation="bij,bjk->bik"', 'f[2,3], f[4,3,6], f[2,6], equation="bi,oij,bj->bo"',
         'f[2,3,4], equation="abc->cb"', 'f[2,3], equation="ab->"', 'f[2,3], f[3,4], equation="ab,bc->c"',

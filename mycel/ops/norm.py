@@ -144,6 +144,7 @@ def layer_norm_grad_expand(g, x, mean, rstd, w, *, ndim=1):
     expand=layer_norm_grad_expand,
     flops=lambda d: 12 * math.prod(vars(d).values()),
     fresh=True,
+    linear=((0,),),
     examples=[
         "f[2,3,8], f[2,3,8], f64[2,3,1], f64[2,3,1]>0, None",
         "f[6,4], f[6,4], f64[6,1], f64[6,1]>0, f[4]",
@@ -227,6 +228,7 @@ def rms_norm_grad_expand(g, x, w, *, ndim=1, eps=None):
     types=lambda g, x, w, *, ndim=1, eps=None: x if w is None else (x, w),
     expand=rms_norm_grad_expand,
     flops=lambda d: 10 * math.prod(vars(d).values()),
+    linear=((0,),),
     examples=[
         "f[2,3,8], f[2,3,8], f[8], eps=1e-06",
         "f[6,4], f[6,4], None, eps=None",

@@ -35,6 +35,7 @@ def no_gradient(g, y, *inputs, **params):
     "..., ... -> ...",
     vjp=partials(lambda g, y, a, b: g, lambda g, y, a, b: g),
     into=("{0}.add_({1})", "{1}.add_({0})"),
+    linear=((0, 1),),
     examples=["n[2,3], n[2,3]", "f[2,1,4], f[3,1]", "f[2,3], 1.5", "i64[2], 1.5", "f32[2], f64[]", "i64[3], f32[3]"],
 )
 def add(a, b):
@@ -56,6 +57,7 @@ def times(x, factor):
     "..., ... -> ...",
     vjp=partials(lambda g, y, a, b: g, lambda g, y, a, b: o.neg(g)),
     into=("{0}.sub_({1})",),
+    linear=((0, 1),),
     examples=["n[2,3], n[2,3]", "f[2,1,4], f[3,1]", "f[2,3], 1.5", "1, f[2,3]", "i64[2], 1.5", "c128[2], f64[2]"],
 )
 def sub(a, b):
@@ -78,6 +80,7 @@ def _(x, y, alpha=1):
     vjp=partials(lambda g, y, a, b: o.mul(g, conj(b)), lambda g, y, a, b: o.mul(g, conj(a))),
     aten=["mul.Tensor", "mul.Scalar"],
     into=("{0}.mul_({1})", "{1}.mul_({0})"),
+    linear=((0,), (1,)),
     examples=[
         "n[2,3], n[2,3]",
         "f[2,1,4], f[3,1]",
@@ -103,6 +106,7 @@ def _(x, a, b, value=1):
     dtype="float",
     aten=["div.Scalar", "true_divide.Tensor", "true_divide.Scalar"],
     into=("{0}.div_({1})",),
+    linear=((0,),),
     examples=["f[2,3], f[2,3]>0", "n[4,3], f[3]>0", "f[2,3], 2", "3.0, f[2]>0", "i64[3], i64[3]<9", "c128[2], c128[2]"],
 )
 def div(a, b):

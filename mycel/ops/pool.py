@@ -108,6 +108,7 @@ def put_back_dims(x, indices, *, shape):
     put_back_dims,
     dtype="first",
     vjp=put_back_vjp,
+    linear=((0,),),
     examples=["f[2,4,2,3], i64[2,4,2,3]<20, shape=(2,4,4,5)", "f[2,2,2,1,2], i64[2,2,2,1,2]<12, shape=(2,2,3,2,2)"],
 )
 def put_back(x, indices, *, shape):
@@ -134,6 +135,7 @@ def avg_pool_vjp(g, y, x, **window):
     ),
     vjp=avg_pool_vjp,
     flops=lambda d: d.n * d.c * math.prod(n for k, n in vars(d).items() if k[0] == "s"),
+    linear=((0,),),
     examples=[
         "f[2,4,4,6], kernel=(2,3), stride=(2,3), padding=(0,0)",
         "f[2,3,5,5], kernel=(3,2), stride=(2,1), padding=(1,1), ceil=True, count_padding=False",
@@ -162,6 +164,7 @@ captures("aten.avg_pool3d.default")(avg_pool_rule(3))
     lambda g, *, shape, kernel, **_: pool_dims(g, shape[2:]),
     vjp=lambda g, y, x, *, shape, **window: (avg_pool(g, **window),),
     flops=lambda d: d.n * d.c * math.prod(n for k, n in vars(d).items() if k[0] == "y"),
+    linear=((0,),),
     examples=[
         "f[2,4,2,2], shape=(2,4,4,6), kernel=(2,3), stride=(2,3), padding=(0,0)",
         "f[2,3,3,6], shape=(2,3,5,5), kernel=(3,2), stride=(2,1), padding=(1,1), ceil=True, count_padding=False",

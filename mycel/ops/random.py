@@ -13,7 +13,7 @@ import math
 
 import torch
 
-from mycel.ir import Type, is_float, op
+from mycel.ir import OPS, Part, Type, is_float, op
 from mycel.ops.capture_rules import captures, draw
 from mycel.ops.convert import PARTS, part_dtype
 from mycel.ops.rules import letters, o
@@ -68,14 +68,35 @@ def drawn_dims(key, offset, *inputs, shape, **_):
     return f",{rest} -> {' '.join(names)}", dict(zip(names, shape, strict=True))
 
 
+def placed(at, offset, strides):
+    """Where a part of a draw starts, and the strides of the whole."""
+    strides = strides or tuple(math.prod(at.shape[d + 1 :]) for d in range(len(at.shape)))
+    for d, stride in enumerate(strides):
+        start = at.start_of(d)
+        if not isinstance(start, int):
+            offset = o.add(o.mul(start, stride), offset)
+    return offset, strides
+
+
+def draw_part(name):
+    """A part of a random tensor: the same numbers as in the whole."""
+
+    def write(at, key, offset, *inputs, strides=None, **params):
+        offset, strides = placed(at, offset, strides)
+        return OPS[name](key, offset, *inputs, strides=strides, **params)
+
+    return {"*": Part(write, uneven=True)}
+
+
 def drawn(dtype=torch.float32, examples=()):
     """A random operator: its type is in its params, and nothing is to be differentiated."""
-    return op(
+    return lambda kernel: op(
         drawn_dims,
         types=lambda *_, shape, dtype=dtype, **__: Type(dtype, tuple(shape)),
         vjp=lambda g, y, *inputs, **_: (None,) * len(inputs),
+        parts=draw_part(kernel.__name__),
         examples=[f"i64[], {text}" for text in examples],
-    )
+    )(kernel)
 
 
 @op("... -> ...", examples=["i64[], data=3"])
@@ -156,10 +177,17 @@ def _dropout_vjp(g, y, x, key, offset, **params):
     return dropout(g, key, offset, **params), None, None
 
 
+def _dropout_part(at, x, key, offset, *, strides=None, **params):
+    offset, strides = placed(at, offset, strides)
+    return dropout(x, key, offset, strides=strides, **params)
+
+
 @op(
     "..., , -> ...",
     dtype="first",
     vjp=_dropout_vjp,
+    parts={"*": Part(_dropout_part, uneven=True)},
+    linear=((0,),),
     examples=[
         "f[2,3,4], i64[], 0, p=0.25", "f[4,6], i64[], i64[], p=0.5, site=2", "f[6], i64[], 0, p=0.0",
         "f[2,3], i64[], 0, p=1.0", "c128[2,3], i64[], 0, p=0.5", "f[], i64[], 0, p=0.5",

@@ -66,6 +66,7 @@ EXAMPLES = ["f[2,3,4], dims=(1,)", "f[2,3,4], dims=(0,2), keepdim=True", "f[4,6]
     vjp=lambda g, y, x, *, dims, keepdim=False: (spread(g, x, dims, keepdim),),
     dtype=total_dtype,
     flops=elements,
+    linear=((0,),),
     examples=[*EXAMPLES, "n[2,3,4], dims=(1,)", "bool[4,6], dims=(0,1)", "c128[2,3], dims=(1,)"],
 )
 def sum(x, *, dims, keepdim=False):
@@ -99,6 +100,7 @@ def mean_vjp(g, y, x, *, dims, keepdim=False, count=None):
     vjp=mean_vjp,
     expand=lambda x, *, dims, keepdim=False, count=None: o.div(sum(x, dims=dims, keepdim=keepdim), count or count_of(x, dims)),
     flops=elements,
+    linear=((0,),),
     examples=[*EXAMPLES, "f[2,3,4], dims=(0,2), keepdim=True, count=8", "f[4,6], dims=(0,1), count=24"],
 )
 def mean(x, *, dims, keepdim=False, count=None):

@@ -74,6 +74,7 @@ def reshape_dims(x, *, shape):
     reshape_dims,
     vjp=lambda g, y, x, *, shape: (o.reshape(g, shape=tuple(x.shape)),),
     write=lambda x, new, *, shape: o.reshape(new[0], shape=tuple(x.shape)),
+    linear=((0,),),
     examples=[
         "a[4,3,2], shape=(12,2)", "f[12,6], shape=(2,6,2,3)", "f[4,6], shape=(6,4)", "f[2,3], shape=(6,)",
         "f[1,4,1,3], shape=(4,3,1)", "f[1], shape=()", "f[], shape=(1,1)", "f[0,3], shape=(3,0,2)",
@@ -149,6 +150,7 @@ def permute_back(g, dims):
     permute_dims,
     vjp=lambda g, y, x, *, dims: (permute_back(g, dims),),
     write=lambda x, new, *, dims: permute_back(new[0], dims),
+    linear=((0,),),
     examples=["a[2,3,4], dims=(2,0,1)", "f[2,3], dims=(0,1)", "f[], dims=()"],
 )
 def permute(x, *, dims):
@@ -200,6 +202,7 @@ def refuse_expand_write(x, new, *, shape):
     expand_dims,
     vjp=lambda g, y, x, *, shape: (unbroadcast(g, x),),
     write=refuse_expand_write,
+    linear=((0,),),
     examples=["a[2,1,3], shape=(2,4,3)", "f[3,1], shape=(2,3,1)", "f[], shape=(2,4)", "f[1,2], shape=(0,2)"],
 )
 def expand(x, *, shape):

@@ -48,6 +48,7 @@ def slice_vjp(g, y, x, *, dim, start, stop, step=1):
     slice_dims,
     vjp=slice_vjp,
     write=lambda x, new, **params: o.slice_update(x, new[0], **params),
+    linear=((0,),),
     examples=[
         "a[2,6,4], dim=1, start=1, stop=4", "f[6,2], dim=0, start=1, stop=6, step=2", "f[4], dim=0, start=2, stop=2",
         "f[2,6], dim=1, start=0, stop=6",
@@ -106,6 +107,7 @@ def slice_update_vjp(g, y, x, new, *, dim, start, stop, step=1):
     slice_update_dims,
     vjp=slice_update_vjp,
     dtype="first",
+    linear=((0, 1),),
     examples=[
         "a[2,6,4], a[2,3,4], dim=1, start=1, stop=4", "f[6,2], f[3,2], dim=0, start=1, stop=6, step=2",
         "f32[4], f64[2], dim=0, start=2, stop=4",
@@ -144,6 +146,7 @@ def select_vjp(g, y, x, *, dim, index):
     select_dims,
     vjp=select_vjp,
     write=lambda x, new, **params: o.select_update(x, new[0], **params),
+    linear=((0,),),
     examples=["a[2,3,4], dim=1, index=2", "f[4], dim=0, index=0"],
 )
 def select(x, *, dim, index):
@@ -182,6 +185,7 @@ def select_update_vjp(g, y, x, new, *, dim, index):
     select_update_dims,
     vjp=select_update_vjp,
     dtype="first",
+    linear=((0, 1),),
     examples=["a[2,3,4], a[2,4], dim=1, index=2", "f[4], f[], dim=0, index=0", "f32[4,2], f64[4], dim=1, index=1"],
 )
 def select_update(x, new, *, dim, index):
@@ -225,6 +229,7 @@ def split_vjp(g, y, x, *, sizes, dim):
     split_dims,
     vjp=split_vjp,
     write=lambda x, new, *, sizes, dim: o.cat(*new, dim=dim),
+    linear=((0,),),
     examples=["a[2,6,4], sizes=(1,2,3), dim=1", "f[4,2], sizes=(4,), dim=0", "f[5], sizes=(3,0,2), dim=0"],
 )
 def split(x, *, sizes, dim):
@@ -260,6 +265,7 @@ def unbind_vjp(g, y, x, *, dim):
     unbind_dims,
     vjp=unbind_vjp,
     write=lambda x, new, *, dim: o.stack(*new, dim=dim),
+    linear=((0,),),
     examples=["a[2,3,4], dim=1", "f[2], dim=0", "f[1,2], dim=0"],
 )
 def unbind(x, *, dim):
@@ -289,6 +295,7 @@ def cat_vjp(g, y, *xs, dim):
 @op(
     cat_dims,
     vjp=cat_vjp,
+    linear="all",
     examples=[
         "a[2,3,4], a[2,1,4], a[2,2,4], dim=1", "f[4,2], dim=0", "f32[2], f64[3], i64[1], dim=0",
         "f[3,0], f[3,2], dim=1",
@@ -322,6 +329,7 @@ def stack_vjp(g, y, *xs, dim):
 @op(
     stack_dims,
     vjp=stack_vjp,
+    linear="all",
     examples=["a[2,3], a[2,3], a[2,3], dim=1", "f[2,3], f[2,3], dim=2", "f[], f[], dim=0", "f32[2], f64[2], dim=0"],
 )
 def stack(*xs, dim):

@@ -75,6 +75,7 @@ def pad_edge_expand(x, *, widths, mode):
 @op(
     pad_dims,
     expand=pad_edge_expand,
+    linear=((0,),),
     examples=[
         'f[2,3,4], widths=((0,0),(0,0),(1,2)), mode="reflect"', 'f[2,3,4], widths=((0,0),(2,0),(1,2)), mode="reflect"',
         'f[2,3,4], widths=((0,0),(2,1),(5,0)), mode="replicate"', 'f[2,4], widths=((0,0),(1,1)), mode="replicate"',
@@ -124,6 +125,7 @@ def whole_dims(x, dims):
 @op(
     lambda x, *, dims: whole_dims(x, dims),
     vjp=lambda g, y, x, *, dims: (o.flip(g, dims=dims),),
+    linear=((0,),),
     examples=["a[2,3,4], dims=(0,2)", "f[3], dims=(0,)"],
 )
 def flip(x, *, dims):
@@ -140,6 +142,7 @@ def _flip(x, dims):
 @op(
     lambda x, *, shifts, dims: whole_dims(x, dims),
     vjp=lambda g, y, x, *, shifts, dims: (o.roll(g, shifts=tuple(-s for s in shifts), dims=dims),),
+    linear=((0,),),
     examples=["a[2,3,4], shifts=(1,-2), dims=(0,2)", "f[3], shifts=(5,), dims=(0,)", "f[6], shifts=(1,2), dims=(0,0)"],
 )
 def roll(x, *, shifts, dims):
@@ -193,6 +196,7 @@ def repeat_vjp(g, y, x, *, times):
 @op(
     repeat_dims,
     vjp=repeat_vjp,
+    linear=((0,),),
     examples=["a[2,3], times=(1,2)", "f[2,3], times=(4,2,1)", "f[], times=(2,)", "f[2], times=(0,)"],
 )
 def repeat(x, *, times):
@@ -220,6 +224,7 @@ def repeat_each_vjp(g, y, x, *, times, dim):
 @op(
     repeat_each_dims,
     vjp=repeat_each_vjp,
+    linear=((0,),),
     examples=["a[2,3], times=2, dim=1", "f[4,3], times=3, dim=0"],
 )
 def repeat_each(x, *, times, dim):

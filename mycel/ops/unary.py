@@ -31,7 +31,7 @@ def slope(rule):
     return lambda g, y, x: (o.mul(g, conj(rule(y, x))),)
 
 
-@op("... -> ...", vjp=lambda g, y, x: (o.neg(g),), aten=["neg.default"], examples=["n[2,3]", "c128[3]"])
+@op("... -> ...", vjp=lambda g, y, x: (o.neg(g),), aten=["neg.default"], linear=((0,),), examples=["n[2,3]", "c128[3]"])
 def neg(x):
     """-x"""
     return -x

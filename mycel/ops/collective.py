@@ -1,0 +1,162 @@
+"""What ranks say to each other, as operators: pure, typed, each over the axes of a mesh it names.
+
+    y = all_reduce(x, axes=("dp",), count=2)                     the sum (or maximum, minimum) over the ranks along dp
+    y = all_gather(x, axes=("tp",), count=4, dim=0, size=10)     the parts of all, joined along a dim and cut to its size
+    y = reduce_scatter(x, axes=("dp",), count=2, dim=0)          each its part of the sum
+    y = all_to_all(x, axes=("cp",), count=2, split=1, join=2)    part i of dim `split` to rank i; what comes in joined along `join`
+    y = permute(x, axes=("cp",), count=2, to=(1, 0))             to rank to[i] from rank i; -1: to nobody (who gets nothing has zeros)
+    y = own_part(x, axes=("tp",), count=4, dim=0)                this rank's part of what all hold
+    y = only_first(x, axes=("tp",), count=4)                     x on the first rank along the axes, zeros on the others: a sum owed
+    i = place(axes=("tp",), count=4)                             this rank's index along the axes
+
+`count` is the number of ranks along the axes, so that types need no mesh.  Parts are of equal size, the last ones padded with zeros where
+needed.  Kernels ask the communicator that the run has put up (`COMMUNICATORS`): real processes or simulated ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from mycel.errors import RunError
+from mycel.ir import Type, op
+from mycel.ops.rules import o
+
+COMMUNICATORS: list[Any] = []  # the innermost is asked; owned by the runs
+
+
+def communicator():
+    """Whoever carries the messages of this run."""
+    if not COMMUNICATORS:
+        raise RunError(
+            "a collective needs ranks to speak to\n  try       run it in a training step with a mesh, under torchrun or mycel train --nproc"
+        )
+    return COMMUNICATORS[-1]
+
+
+def with_size(type, dim, size):
+    return Type(type.dtype, tuple(size if d == dim else n for d, n in enumerate(type.shape)), type.depth)
+
+
+def linear_in_first(transpose):
+    """The gradient of an operator that is linear in x: its transpose."""
+    return lambda g, y, x, **params: (transpose(g, x, **params),)
+
+
+@op("... -> ...", dtype="first", vjp=linear_in_first(lambda g, x, *, axes, count, kind="+": o.all_reduce(g, axes=axes, count=count)), compiles=False)
+def all_reduce(x, *, axes, count, kind="+"):
+    """The sum, maximum (>) or minimum (<) of x over the ranks along the axes."""
+    return communicator().all_reduce(x, axes, kind)
+
+
+def gather_transpose(g, x, *, axes, count, dim, size):
+    return o.reduce_scatter(g, axes=axes, count=count, dim=dim)
+
+
+@op(
+    types=lambda x, *, axes, count, dim, size: with_size(x, dim, size),
+    vjp=linear_in_first(gather_transpose),
+    compiles=False,
+)
+def all_gather(x, *, axes, count, dim, size):
+    """The parts of all ranks along the axes, joined along `dim` and cut to `size`."""
+    y = communicator().all_gather(x, axes, dim)
+    return y if y.shape[dim] == size else y.narrow(dim, 0, size)
+
+
+def scatter_transpose(g, x, *, axes, count, dim, kind="+"):
+    return o.all_gather(g, axes=axes, count=count, dim=dim, size=x.shape[dim])
+
+
+@op(
+    types=lambda x, *, axes, count, dim, kind="+": with_size(x, dim, -(-x.shape[dim] // count)),
+    vjp=linear_in_first(scatter_transpose),
+    compiles=False,
+)
+def reduce_scatter(x, *, axes, count, dim, kind="+"):
+    """This rank's part along `dim` of the sum (maximum, minimum) of x over the ranks along the axes."""
+    return communicator().reduce_scatter(padded(x, dim, count), axes, dim, kind)
+
+
+def all_to_all_type(x, *, axes, count, split, join, size):
+    return with_size(with_size(x, split, -(-x.shape[split] // count)), join, size)
+
+
+def all_to_all_transpose(g, x, *, axes, count, split, join, size):
+    return o.all_to_all(g, axes=axes, count=count, split=join, join=split, size=x.shape[split])
+
+
+@op(types=all_to_all_type, vjp=linear_in_first(all_to_all_transpose), compiles=False)
+def all_to_all(x, *, axes, count, split, join, size):
+    """Part i of dim `split` goes to rank i; the parts that come in are joined along `join` and cut to `size`."""
+    y = communicator().all_to_all(padded(x, split, count), axes, split, join)
+    return y if y.shape[join] == size else y.narrow(join, 0, size)
+
+
+def permute_transpose(g, x, *, axes, count, to):
+    back = [-1] * count
+    for i, j in enumerate(to):
+        if j >= 0:
+            back[j] = i
+    return o.permute_ranks(g, axes=axes, count=count, to=tuple(back))
+
+
+@op("... -> ...", dtype="first", vjp=linear_in_first(permute_transpose), compiles=False)
+def permute_ranks(x, *, axes, count, to):
+    """x of rank i arrives at rank to[i] (-1: nowhere); zeros where nothing arrives."""
+    return communicator().permute(x, axes, to)
+
+
+def own_part_transpose(g, x, *, axes, count, dim):
+    """Parts of the others count as zero: what is owed over the axes is a sum."""
+    return o.spread(g, axes=axes, count=count, dim=dim, size=x.shape[dim])
+
+
+@op(
+    types=lambda x, *, axes, count, dim: with_size(x, dim, -(-x.shape[dim] // count)),
+    vjp=linear_in_first(own_part_transpose),
+    compiles=False,
+)
+def own_part(x, *, axes, count, dim):
+    """This rank's part of x along `dim`."""
+    n = -(-x.shape[dim] // count)
+    i = communicator().index(axes)
+    return padded(x, dim, count).narrow(dim, i * n, n)
+
+
+@op(
+    types=lambda x, *, axes, count, dim, size: with_size(x, dim, size),
+    vjp=linear_in_first(lambda g, x, *, axes, count, dim, size: o.own_part(g, axes=axes, count=count, dim=dim)),
+    compiles=False,
+)
+def spread(x, *, axes, count, dim, size):
+    """x at this rank's place along `dim`, zeros elsewhere: `own_part` turned round."""
+    shape = list(x.shape)
+    shape[dim] *= count
+    y = x.new_zeros(shape)
+    y.narrow(dim, communicator().index(axes) * x.shape[dim], x.shape[dim]).copy_(x)
+    return y.narrow(dim, 0, size)
+
+
+@op("... -> ...", dtype="first", vjp=linear_in_first(lambda g, x, *, axes, count: o.only_first(g, axes=axes, count=count)), compiles=False)
+def only_first(x, *, axes, count):
+    """x on the first rank along the axes, zeros on the others."""
+    return x if communicator().index(axes) == 0 else torch.zeros_like(x)
+
+
+@op(types=lambda *, axes, count: Type(torch.int64, ()), vjp=lambda g, y, **_: (), compiles=False)
+def place(*, axes, count, device=None):
+    """This rank's index along the axes."""
+    return torch.tensor(communicator().index(axes), device=device)
+
+
+def padded(x, dim, count):
+    """x with zeros behind it along `dim`, so that it has `count` equal parts."""
+    n = x.shape[dim]
+    more = -(-n // count) * count - n
+    if not more:
+        return x
+    shape = list(x.shape)
+    shape[dim] = more
+    return torch.cat([x, x.new_zeros(shape)], dim)

@@ -1,0 +1,199 @@
+"""How one equation can lie on a mesh: which letters of its dims are split over which axes, and what that makes of its operands and results.
+
+    y = linear(x, w)       "... k+, n k+ -> ... n"
+
+    k over tp              x[…,k@tp], w[n,k@tp]  ->  y[…,n]+tp
+    n over tp              x[…,k],    w[n@tp,k]  ->  y[…,n@tp]
+    linear in x            x[…,k]+tp, w[n,k]     ->  y[…,n]+tp
+    nothing                x[…,k],    w[n,k]     ->  y[…,n]
+
+A letter that must stay whole (`^`) can be split where its operator has a rule for that (`Op.parts`), or a meaning in smaller operators, which are
+then lowered in its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mycel.ir import Axes, Eqn, Layout, Mesh, Op, Part, Type, is_even
+from mycel.ir.dims import Fit
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The layouts of an equation's operands (None: no tensor) and results; `letters` are what is split; `expand`: by way of smaller operators."""
+
+    ins: tuple[Layout | None, ...]
+    outs: tuple[Layout, ...]
+    letters: Mapping[str, Axes] = field(default_factory=dict)
+    expand: bool = False
+
+
+@dataclass(frozen=True)
+class Laid:
+    """The layouts of a block: of its inputs, its equations (None: control flow, whose layouts are its blocks'), its outputs."""
+
+    inputs: tuple[Layout, ...]
+    choices: tuple[Choice | None, ...]
+    outputs: tuple[Layout, ...]
+
+
+Layouts = Mapping[str, Laid]
+
+
+@dataclass(frozen=True)
+class Label:
+    """What an equation does with one axis: splits a letter, lets a sum owed on a group of operands through, or (neither) the same on all ranks."""
+
+    letter: str = ""
+    group: tuple[int, ...] = ()
+
+
+SAME = Label()
+
+
+class Options:
+    """The labels of one equation for each axis, and the choice that labels for all axes make."""
+
+    def __init__(self, op: Op, inputs: Sequence[Any], params: Mapping[str, Any], outputs: Sequence[Type]) -> None:
+        self.op, self.inputs, self.params, self.outputs = op, inputs, params, outputs
+        self.fit: Fit | None = op.fit(inputs, dict(params)) if op.dims is not None else None
+        self.groups = [] if self.fit is None and not op.linear else linear_groups(op, inputs, outputs)
+        self._plain = set(self.fit.splits()) if self.fit is not None else set()
+
+    @staticmethod
+    def of(eqn: Eqn) -> Options:
+        return Options(eqn.op, eqn.input_types, eqn.params, [v.type for v in eqn.outputs])
+
+    def labels(self, mesh: Mesh, axis: str, before: Mapping[str, Axes]) -> list[Label]:
+        """What can be done along an axis, when letters are split over other axes already."""
+        found = [SAME]
+        if self.fit is not None:
+            found += [Label(k) for k in self.fit.sizes if self.may_split(k, (*before.get(k, ()), axis), mesh)]
+            found += [Label(key) for key in self.op.parts if " " in key and self._may_split_together(key, axis, before, mesh)]
+        return found + [Label(group=g) for g in self.groups]
+
+    def may_split(self, letter: str, axes: Axes, mesh: Mesh) -> bool:
+        """Can a letter be split over these axes?"""
+        assert self.fit is not None
+        n = self.fit.sizes[letter]
+        if n < 2 or not self._is_major(letter):
+            return False
+        even, rule = is_even(n, axes, mesh), self.rule({letter: axes}, letter)
+        if rule is not None:
+            return even or (rule.uneven and not self._is_joined(letter))
+        if letter not in self._plain:
+            return even and self.op.expand is not None and not self._is_joined(letter) and any(self._has(item, letter) for item in self.fit.ins)
+        return even or (not self._is_joined(letter) and self.covers(letter))
+
+    def _may_split_together(self, key: str, axis: str, before: Mapping[str, Axes], mesh: Mesh) -> bool:
+        """Can all letters of a joint rule be split over one more axis?"""
+        assert self.fit is not None
+        letters = {k: (*before.get(k, ()), axis) for k in key.split()}
+        if not all(k in self.fit.sizes for k in letters) or len(set(letters.values())) > 1:
+            return False
+        fits = [self.fit.sizes[k] > 1 and self._is_major(k) and not self._is_joined(k) for k in letters]
+        return all(fits) and (self.op.parts[key].uneven or all(is_even(self.fit.sizes[k], axes, mesh) for k, axes in letters.items()))
+
+    def rule(self, letters: Mapping[str, Axes], letter: str) -> Part | None:
+        """The operator's own way to be split along a letter, when these letters are split."""
+        for key, part in self.op.parts.items():
+            together = key.split()
+            if len(together) > 1 and letter in together and all(letters.get(k) == letters[letter] for k in together):
+                return part
+        return self.op.parts.get(letter) or (self.op.parts.get("*") if letter in self._plain else None)
+
+    def covers(self, letter: str) -> bool:
+        """Can padding along this letter be made harmless?"""
+        assert self.fit is not None
+        flag = self.fit.flags.get(letter)
+        if flag == "+":
+            return any(all(self._has(self.fit.ins[i], letter) for i in g) for g in self.groups)
+        if flag in (">", "<"):
+            return sum(item is not None for item in self.fit.ins) == 1
+        return True
+
+    def needs_expansion(self, letters: Mapping[str, Axes], letter: str) -> bool:
+        """Is it split by way of smaller operators?"""
+        return letter not in self._plain and self.rule(letters, letter) is None
+
+    def choice(self, labels: Mapping[str, Label], mesh: Mesh, before: Mapping[str, Axes] | None = None) -> Choice:
+        """The layouts that one label for each axis makes; axes in the order given, the first the slowest."""
+        letters: dict[str, Axes] = {k: tuple(a) for k, a in (before or {}).items()}
+        flows: dict[str, tuple[int, ...]] = {}
+        for axis, label in labels.items():
+            if label.letter:
+                letters.update((k, (*letters.get(k, ()), axis)) for k in label.letter.split())
+            elif label.group:
+                flows[axis] = label.group
+        return self.laid(letters, flows)
+
+    def laid(self, letters: Mapping[str, Axes], flows: Mapping[str, tuple[int, ...]] | None = None) -> Choice:
+        """Letters over axes, and sums owed along axes on groups of operands -> layouts."""
+        flows = flows or {}
+        ins: list[Layout | None] = []
+        for i, x in enumerate(self.inputs):
+            if not isinstance(x, Type):
+                ins.append(None)
+                continue
+            dims = self._dims(self.fit.ins[i] if self.fit is not None else None, x, letters)
+            ins.append(Layout(dims, tuple(sorted((a, "+") for a, g in flows.items() if i in g))))
+        outs = []
+        for j, t in enumerate(self.outputs):
+            item = self.fit.outs[j] if self.fit is not None else None
+            owed = [(a, "+") for a in flows]
+            for letter, axes in letters.items():
+                owed += [(a, kind) for a in axes if (kind := self.owes(letters, letter, j)) and not self._has(item, letter)]
+            outs.append(Layout(self._dims(item, t, letters), tuple(sorted(owed))))
+        return Choice(tuple(ins), tuple(outs), dict(letters), any(self.needs_expansion(letters, k) for k in letters))
+
+    def owes(self, letters: Mapping[str, Axes], letter: str, output: int) -> str:
+        """What a result without a letter owes over its axes."""
+        assert self.fit is not None
+        rule = self.rule(letters, letter)
+        if rule is not None:
+            return rule.owed if isinstance(rule.owed, str) else rule.owed[output]
+        flag = self.fit.flags.get(letter, "")
+        return flag if flag != "^" else ""
+
+    def _dims(self, item: Any, type: Type, letters: Mapping[str, Axes]) -> tuple[Axes, ...]:
+        if item is None:
+            return ((),) * type.ndim
+        return tuple(next((tuple(letters[k]) for k in dim if k in letters), ()) for dim in item)
+
+    def _has(self, item: Any, letter: str) -> bool:
+        return item is not None and any(letter in dim for dim in item)
+
+    def _is_major(self, letter: str) -> bool:
+        """Is it the slowest letter of every dim it is part of?"""
+        assert self.fit is not None
+        items = [item for item in (*self.fit.ins, *self.fit.outs) if item is not None]
+        return all(next(k for k in dim if self.fit.sizes[k] > 1) == letter for item in items for dim in item if letter in dim)
+
+    def _is_joined(self, letter: str) -> bool:
+        """Is it part of a dim of several letters?"""
+        assert self.fit is not None
+        items = [item for item in (*self.fit.ins, *self.fit.outs) if item is not None]
+        return any(letter in dim and sum(self.fit.sizes[k] > 1 for k in dim) > 1 for item in items for dim in item)
+
+
+def linear_groups(op: Op, inputs: Sequence[Any], outputs: Sequence[Type]) -> list[tuple[int, ...]]:
+    """The groups of operands whose sums owed pass through this equation."""
+    if any(not (t.dtype.is_floating_point or t.dtype.is_complex) or t.depth for t in outputs):
+        return []
+    groups: list[tuple[int, ...]] = [tuple(range(len(inputs)))] if isinstance(op.linear, str) else list(op.linear)
+    found = []
+    for group in groups:
+        types = [inputs[i] for i in group if i < len(inputs)]
+        if len(types) == len(group) and all(_can_owe(t) for t in types):  # zeros everywhere are a sum owed as well
+            found.append(group)
+    return found
+
+
+def _can_owe(x: Any) -> bool:
+    """A floating point tensor, or the literal zero."""
+    if isinstance(x, Type):
+        return x.dtype.is_floating_point or x.dtype.is_complex
+    return isinstance(x, (int, float)) and not isinstance(x, bool) and x == 0

@@ -1,0 +1,78 @@
+"""What messages cost: the seconds of a collective over axes of a mesh, and the bytes each rank sends.
+
+all-reduce       2 (k-1)/k of the tensor         in 2 (k-1) steps of a ring
+all-gather, reduce-scatter    (k-1)/k of the whole     k-1 steps
+all-to-all       (k-1)/k of what a rank holds    one step to each
+permute          what a rank holds               one step
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from mycel.ir import Axes, Eqn, Mesh
+
+COLLECTIVES = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute_ranks"})
+
+
+@dataclass(frozen=True)
+class Link:
+    """The wire along an axis: bytes a second that a rank sends, and seconds to start one message."""
+
+    bytes_s: float
+    start_s: float
+
+
+CPU_LINK = Link(1e9, 100e-6)
+GPU_LINK = Link(150e9, 10e-6)
+
+
+@dataclass(frozen=True)
+class Links:
+    """The links of a mesh; axes not named have the one of `other`."""
+
+    mesh: Mesh
+    other: Link = GPU_LINK
+    named: Mapping[str, Link] = field(default_factory=dict)
+
+    def of(self, axes: Axes) -> Link:
+        """The slowest link among some axes."""
+        found = [self.named.get(a, self.other) for a in axes]
+        return Link(min(x.bytes_s for x in found), max(x.start_s for x in found))
+
+    def seconds(self, name: str, axes: Axes, local_bytes: float) -> float:
+        """One collective; `local_bytes` is what a rank puts in."""
+        k, link = self.mesh.count(axes), self.of(axes)
+        return sent(name, k, local_bytes) / link.bytes_s + _steps(name, k) * link.start_s
+
+
+def sent(name: str, k: int, local_bytes: float) -> float:
+    """Bytes that each of k ranks puts on the wire when it puts `local_bytes` in."""
+    if k == 1:
+        return 0.0
+    match name:
+        case "all_reduce":
+            return 2 * (k - 1) / k * local_bytes
+        case "all_gather":
+            return (k - 1) * local_bytes
+        case "reduce_scatter" | "all_to_all":
+            return (k - 1) / k * local_bytes
+        case "permute_ranks":
+            return float(local_bytes)
+    return 0.0
+
+
+def _steps(name: str, k: int) -> int:
+    """Messages that wait for each other."""
+    if k == 1 or name not in COLLECTIVES:
+        return 0
+    return {"all_reduce": 2 * (k - 1), "all_to_all": 1, "permute_ranks": 1}.get(name, k - 1)
+
+
+def sent_by(eqn: Eqn) -> tuple[Axes, float]:
+    """The axes and bytes on the wire of one execution of an equation, each rank's."""
+    if eqn.op.name not in COLLECTIVES:
+        return (), 0.0
+    local = sum(v.type.bytes for v in eqn.vars)
+    return eqn.params["axes"], sent(eqn.op.name, eqn.params["count"], local)

@@ -1,0 +1,193 @@
+"""N ranks of a local program in one process, in step: every value is a list, one tensor a rank.
+
+The reference for all that lowers: deterministic, no process group.  Ranks must agree on where control flow goes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from mycel.errors import RunError
+from mycel.ir import Axes, Block, Eqn, Layout, Mesh, Program, Type, Var, call, cond, custom, extent, loop, part, scan
+from mycel.ops.collective import COMMUNICATORS, padded
+
+Values = list[Any]  # one for each rank; a literal stands for itself on all
+
+
+def simulate(program: Program, mesh: Mesh, inputs: Sequence[Values]) -> list[Values]:
+    """Run a local program on all ranks; `inputs` and results hold for each value a list over ranks."""
+    if len(inputs) != len(program.inputs):
+        raise RunError(f"the program takes {len(program.inputs)} inputs, was given {len(inputs)}")
+    return _Ranks(program, mesh).block(program.main, list(inputs))
+
+
+class _Rank:
+    """What a kernel that knows its rank may ask; what needs the others is done by `_Ranks`."""
+
+    def __init__(self, mesh: Mesh, rank: int) -> None:
+        self.mesh, self.rank = mesh, rank
+
+    def index(self, axes: Axes) -> int:
+        return self.mesh.index(self.rank, axes)
+
+
+class _Ranks:
+    def __init__(self, program: Program, mesh: Mesh) -> None:
+        self.program, self.mesh, self.n = program, mesh, mesh.world
+        self.ranks = [_Rank(mesh, r) for r in range(self.n)]
+
+    def named(self, name: str, inputs: list[Values]) -> list[Values]:
+        return self.block(self.program.blocks[name], inputs)
+
+    def block(self, block: Block, inputs: list[Values]) -> list[Values]:
+        values: dict[Var, Values] = dict(zip(block.inputs, inputs, strict=True))
+        for eqn in block.eqns:
+            args = [values[x] if isinstance(x, Var) else [x] * self.n for x in eqn.inputs]
+            values.update(zip(eqn.outputs, self.eqn(eqn, args), strict=True))
+        return [values[x] if isinstance(x, Var) else [x] * self.n for x in block.outputs]
+
+    def eqn(self, eqn: Eqn, args: list[Values]) -> list[Values]:
+        p: Mapping[str, Any] = eqn.params
+        if eqn.op is call:
+            return self.named(p["block"], args)
+        if eqn.op is custom:
+            return self.named(p["forward"], args)
+        if eqn.op is cond:
+            return self.named(p["then" if self.agreed(args[0], eqn) else "orelse"], args[1:])
+        n = p.get("consts", 0)
+        if eqn.op is loop:
+            held, state = args[:n], args[n:]
+            while self.agreed(self.named(p["test"], held + state)[0], eqn):
+                state = self.named(p["body"], held + state)
+            return state
+        if eqn.op is scan:
+            return self.scan(p, args, n, n + p.get("carry", 0))
+        if eqn.op.name == "const":
+            return [[self.program.consts[p["name"]]] * self.n]
+        together = getattr(self, "_" + eqn.op.name, None)
+        if together is not None:
+            return [together(args[0], **p)]
+        return self.each(eqn, args)
+
+    def each(self, eqn: Eqn, args: list[Values]) -> list[Values]:
+        """A kernel on every rank by itself."""
+        outs = []
+        for r, rank in enumerate(self.ranks):
+            COMMUNICATORS.append(rank)
+            try:
+                made = eqn.op.kernel(*(a[r] for a in args), **eqn.params)
+            finally:
+                COMMUNICATORS.pop()
+            is_stack = len(eqn.outputs) == 1 and eqn.outputs[0].type.depth > 0
+            outs.append(list(made) if isinstance(made, (tuple, list)) and not is_stack else [made])
+        return [list(column) for column in zip(*outs, strict=True)]
+
+    def scan(self, p: Mapping[str, Any], args: list[Values], n: int, m: int) -> list[Values]:
+        held, state, xs = args[:n], args[n:m], args[m:]
+        turns = range(p["length"])
+        rows: list[list[Values]] = []
+        for i in reversed(turns) if p.get("reverse") else turns:
+            outs = self.named(p["body"], held + state + [[x[i] for x in column] for column in xs])
+            state = outs[: m - n]
+            rows.append(outs[m - n :])
+        if p.get("reverse"):
+            rows.reverse()
+        if rows:
+            return state + [[torch.stack(list(mine)) for mine in zip(*column, strict=True)] for column in zip(*rows, strict=True)]
+        body = self.program.blocks[p["body"]].outputs[m - n :]
+        return state + [[torch.empty((0, *v.shape), dtype=v.dtype) for _ in range(self.n)] for v in body if isinstance(v, Var)]
+
+    def agreed(self, test: Values, eqn: Eqn) -> bool:
+        found = {bool(t) for t in test}
+        if len(found) != 1:
+            raise RunError(f"ranks disagree about {eqn.op.name}: {[bool(t) for t in test]}\n  at        {eqn.source or 'unknown'}")
+        return found.pop()
+
+    # -- what ranks say to each other ------------------------------------------------------------------------------------
+
+    def group(self, xs: Values, axes: Axes, rank: int) -> list[torch.Tensor]:
+        return [xs[r] for r in self.mesh.group(rank, axes)]
+
+    def _all_reduce(self, xs: Values, *, axes: Axes, count: int, kind: str = "+") -> Values:
+        return [reduced(self.group(xs, axes, r), kind) for r in range(self.n)]
+
+    def _all_gather(self, xs: Values, *, axes: Axes, count: int, dim: int, size: int) -> Values:
+        return [torch.cat(self.group(xs, axes, r), dim).narrow(dim, 0, size) for r in range(self.n)]
+
+    def _reduce_scatter(self, xs: Values, *, axes: Axes, count: int, dim: int, kind: str = "+") -> Values:
+        whole = [padded(x, dim, count) for x in self._all_reduce(xs, axes=axes, count=count, kind=kind)]
+        return [x.chunk(count, dim)[self.mesh.index(r, axes)] if x.shape[dim] else x for r, x in enumerate(whole)]
+
+    def _all_to_all(self, xs: Values, *, axes: Axes, count: int, split: int, join: int, size: int) -> Values:
+        def arrivals(r: int) -> list[torch.Tensor]:
+            mine = self.mesh.index(r, axes)
+            return [padded(x, split, count).tensor_split(count, split)[mine] for x in self.group(xs, axes, r)]
+
+        return [torch.cat(arrivals(r), join).narrow(join, 0, size) for r in range(self.n)]
+
+    def _permute_ranks(self, xs: Values, *, axes: Axes, count: int, to: tuple[int, ...]) -> Values:
+        def arrival(r: int) -> torch.Tensor:
+            mine = self.mesh.index(r, axes)
+            return self.group(xs, axes, r)[to.index(mine)] if mine in to else torch.zeros_like(xs[r])
+
+        return [arrival(r) for r in range(self.n)]
+
+
+def reduced(xs: Sequence[torch.Tensor], kind: str) -> torch.Tensor:
+    """The sum, maximum or minimum of the ranks' tensors, in their order."""
+    if kind == "+":
+        wide = xs[0].dtype in (torch.float16, torch.bfloat16)
+        total = xs[0].float() if wide else xs[0]
+        for x in xs[1:]:
+            total = total + x
+        return total.to(xs[0].dtype)
+    stacked = torch.stack(list(xs))
+    return stacked.amax(0) if kind == ">" else stacked.amin(0)
+
+
+# -- between a whole tensor and the parts of all ranks ---------------------------------------------------------------------
+
+
+def spread_out(x: torch.Tensor, layout: Layout, mesh: Mesh) -> Values:
+    """A tensor as the ranks hold it; padding is zero, and of a sum owed the first rank holds all."""
+    return [part_of(x, layout, mesh, r) for r in range(mesh.world)]
+
+
+def part_of(x: torch.Tensor, layout: Layout, mesh: Mesh, rank: int) -> torch.Tensor:
+    """What one rank holds."""
+    at = mesh.coordinates(rank)
+    for d, axes in enumerate(layout.dims):
+        if axes:
+            start, count = extent(x.shape[d], axes, mesh, at)
+            stored = part(x.shape[d], axes, mesh)
+            mine = x.narrow(d, min(start, x.shape[d]), count)
+            x = torch.cat([mine, x.new_zeros([stored - count if e == d else n for e, n in enumerate(mine.shape)])], d) if count < stored else mine
+    if any(kind == "+" and at[axis] for axis, kind in layout.owed):
+        x = torch.zeros_like(x)
+    return x
+
+
+def put_together(xs: Values, layout: Layout, type: Type, mesh: Mesh) -> torch.Tensor:
+    """The whole of what the ranks hold; RunError where replicas differ."""
+    xs = list(xs)
+    for kind in dict.fromkeys(k for _, k in layout.owed):
+        axes = tuple(a for a, k in layout.owed if k == kind)
+        xs = [reduced([xs[r] for r in mesh.group(rank, axes)], kind) for rank in range(mesh.world)]
+    whole = torch.zeros(type.shape, dtype=type.dtype)
+    seen = torch.zeros(type.shape, dtype=torch.bool)
+    for rank, x in enumerate(xs):
+        at = mesh.coordinates(rank)
+        extents = [extent(n, axes, mesh, at) for n, axes in zip(type.shape, layout.dims, strict=True)]
+        here = tuple(slice(start, start + count) for start, count in extents)
+        mine = x[tuple(slice(0, count) for _, count in extents)]
+        if bool(seen[here].any()) and not _same(whole[here], mine):
+            raise RunError(f"ranks that should hold the same part of {type} in {layout} hold different ones (rank {rank})")
+        whole[here], seen[here] = mine, True
+    return whole
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.allclose(a, b, rtol=1e-4, atol=1e-5, equal_nan=True) if a.is_floating_point() or a.is_complex() else bool((a == b).all())
