@@ -15,18 +15,21 @@ import math
 
 import torch
 
-from mycel.ir import is_float, op
+from mycel.ir import Part, is_float, op
 from mycel.ops.matmul import swap
+from mycel.ops.ring import attention_grad_ring, attention_grad_rows, attention_ring, attention_rows
 from mycel.ops.rules import o, unbroadcast
 
 
-def _mask_dims(mask):
-    """The dims of a mask as it broadcasts over scores."""
+def _mask_dims(mask, k, columns="c^"):
+    """The dims of a mask as it broadcasts over scores.  Its columns are whole where k is split with q: rows see all columns in turn (`ring.py`)."""
     if mask is None:
         return ""
     if mask.ndim > 4:
         raise ValueError(f"attention: a mask of {mask.ndim} dims")
-    names = ["b", "(g n)", "q", "k"][4 - mask.ndim :]
+    if mask.ndim and mask.shape[-1] not in (1, k.shape[2]):
+        raise ValueError(f"attention: a mask of {mask.shape[-1]} columns for {k.shape[2]} keys")
+    names = ["b", "(g n)", "q", columns][4 - mask.ndim :]
     return " ".join("1" if n == 1 else name for n, name in zip(mask.shape, names, strict=True))
 
 
@@ -35,16 +38,16 @@ def attention_dims(q, k, v, mask, *, causal=False, scale=None):
     if causal and mask is not None:
         raise ValueError("attention: causal excludes a mask")
     rows = "q^" if causal else "q"
-    return f"b (g n) {rows} d^, b g k^ d^, b g k^ e^, {_mask_dims(mask)} -> b (g n) q e, b (g n) q"
+    return f"b (g n) {rows} d^, b g k^ d^, b g k^ e^, {_mask_dims(mask, k)} -> b (g n) q e, b (g n) q"
 
 
 def _grad_dims(g, q, k, v, mask, y, lse, *, causal=False, scale=None):
-    flag = "^" if causal else "+"
-    return f"b (g n+) q{flag} e^, b (g n) q d^, b g k{flag} d, b g k e, {_mask_dims(mask)}, b (g n) q e, b (g n) q -> b (g n) q d, b g k d, b g k e"
+    rows = "q^" if causal else "q+"
+    return f"b (g n+) {rows} e^, b (g n) q d^, b g k^ d, b g k e, {_mask_dims(mask, k)}, b (g n) q e, b (g n) q -> b (g n) q d, b g k d, b g k e"
 
 
 def _mask_grad_dims(g, q, k, v, mask, y, lse, *, scale=None):
-    dims = _mask_dims(mask)
+    dims = _mask_dims(mask, k, "k")
     return f"b+ (g+ n+) q+ e^, b (g n) q d^, b g k+ d, b g k e, {dims}, b (g n) q e, b (g n) q -> {dims}"
 
 
@@ -237,6 +240,7 @@ def _plain_attention(q, k, v, mask, causal, scale):
     vjp=_attention_vjp,
     expand=_attention_in_operators,
     flops=forward_flops,
+    parts={"q": Part(attention_rows, uneven=True), "q k": Part(attention_ring, uneven=True)},
     examples=[
         "f[2,4,6,8], f[2,4,3,8], f[2,4,3,8], None", "f[2,4,6,8], f[2,2,6,8], f[2,2,6,8], None, causal=True",
         "f[2,4,6,8], f[2,1,3,8], f[2,1,3,8], bool[2,1,6,3], scale=0.3", "f[2,2,6,8], f[2,2,4,8], f[2,2,4,8], f[2,6,4]",
@@ -279,6 +283,8 @@ def _plain_grad(g, q, k, v, mask, y, lse, causal, scale):
     dtype=tuple(lambda *types, at=at: types[at].dtype for at in (1, 2, 3)),
     expand=_grad_in_operators,
     flops=_backward_flops,
+    linear=((0,),),
+    parts={"q": Part(attention_grad_rows, owed="+", uneven=True), "q k": Part(attention_grad_ring, uneven=True)},
     examples=[
         "f64[2,4,6,8], f64[2,4,6,8], f64[2,4,3,8], f64[2,4,3,8], None, f64[2,4,6,8], f64[2,4,6]>4",
         "f64[2,4,6,8], f64[2,4,6,8], f64[2,2,6,8], f64[2,2,6,8], None, f64[2,4,6,8], f64[2,4,6]>4, causal=True",
@@ -327,6 +333,7 @@ def attention_grad(g, q, k, v, mask, y, lse, *, causal=False, scale=None):
     dtype=lambda *types: types[4].dtype,
     expand=_mask_grad_in_operators,
     flops=forward_flops,
+    linear=((0,),),
     examples=[
         "f64[2,2,6,8], f64[2,2,6,8], f64[2,2,4,8], f64[2,2,4,8], f64[2,6,4], f64[2,2,6,8], f64[2,2,6]>4",
         "f64[2,4,6,8], f64[2,4,6,8], f64[2,2,4,8], f64[2,2,4,8], f64[2,1,1,4], f64[2,4,6,8], f64[2,4,6]>4, scale=0.3",

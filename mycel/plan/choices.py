@@ -52,6 +52,7 @@ class Label:
 
 
 SAME = Label()
+WHOLE, OWED = -1, {"+": -2, ">": -3, "<": -4}  # places of an axis besides the dims
 
 
 class Options:
@@ -61,7 +62,14 @@ class Options:
         self.op, self.inputs, self.params, self.outputs = op, inputs, params, outputs
         self.fit: Fit | None = op.fit(inputs, dict(params)) if op.dims is not None else None
         self.groups = [] if self.fit is None and not op.linear else linear_groups(op, inputs, outputs)
-        self._plain = set(self.fit.splits()) if self.fit is not None else set()
+        self.plain = set(self.fit.splits()) if self.fit is not None else set()
+        self._at: dict[str, tuple[dict[int, int], dict[int, int]]] = {}  # letters -> the dims they are, by operand and by result
+        if self.fit is not None:
+            for side, items in enumerate((self.fit.ins, self.fit.outs)):
+                for i, item in enumerate(items):
+                    for d, dim in enumerate(item or ()):
+                        for letter in dim:
+                            self._at.setdefault(letter, ({}, {}))[side][i] = d
 
     @staticmethod
     def of(eqn: Eqn) -> Options:
@@ -84,7 +92,7 @@ class Options:
         even, rule = is_even(n, axes, mesh), self.rule({letter: axes}, letter)
         if rule is not None:
             return even or (rule.uneven and not self._is_joined(letter))
-        if letter not in self._plain:
+        if letter not in self.plain:
             return even and self.op.expand is not None and not self._is_joined(letter) and any(self._has(item, letter) for item in self.fit.ins)
         return even or (not self._is_joined(letter) and self.covers(letter))
 
@@ -103,7 +111,7 @@ class Options:
             together = key.split()
             if len(together) > 1 and letter in together and all(letters.get(k) == letters[letter] for k in together):
                 return part
-        return self.op.parts.get(letter) or (self.op.parts.get("*") if letter in self._plain else None)
+        return self.op.parts.get(letter) or (self.op.parts.get("*") if letter in self.plain else None)
 
     def covers(self, letter: str) -> bool:
         """Can padding along this letter be made harmless?"""
@@ -117,7 +125,7 @@ class Options:
 
     def needs_expansion(self, letters: Mapping[str, Axes], letter: str) -> bool:
         """Is it split by way of smaller operators?"""
-        return letter not in self._plain and self.rule(letters, letter) is None
+        return letter not in self.plain and self.rule(letters, letter) is None
 
     def choice(self, labels: Mapping[str, Label], mesh: Mesh, before: Mapping[str, Axes] | None = None) -> Choice:
         """The layouts that one label for each axis makes; axes in the order given, the first the slowest."""
@@ -148,6 +156,22 @@ class Options:
                 owed += [(a, kind) for a in axes if (kind := self.owes(letters, letter, j)) and not self._has(item, letter)]
             outs.append(Layout(self._dims(item, t, letters), tuple(sorted(owed))))
         return Choice(tuple(ins), tuple(outs), dict(letters), any(self.needs_expansion(letters, k) for k in letters))
+
+    def places(self, label: Label, axis: str) -> tuple[dict[int, int], dict[int, int]]:
+        """Where the axis of a label lies, by operand and by result: a dim, or what is owed; where it is whole nothing is said."""
+        if label.group:
+            return dict.fromkeys(label.group, OWED["+"]), dict.fromkeys(range(len(self.outputs)), OWED["+"])
+        ins: dict[int, int] = {}
+        outs: dict[int, int] = {}
+        letters = dict.fromkeys(label.letter.split(), (axis,))
+        for letter in letters:
+            ins.update(self._at[letter][0])
+            outs.update(self._at[letter][1])
+            for j in range(len(self.outputs)):
+                kind = self.owes(letters, letter, j)
+                if kind and j not in self._at[letter][1]:
+                    outs.setdefault(j, OWED[kind])
+        return ins, outs
 
     def owes(self, letters: Mapping[str, Axes], letter: str, output: int) -> str:
         """What a result without a letter owes over its axes."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mycel.ir import Layout, Mesh, Program, Type, Var
+from mycel.ir import Layout, Program, Type, Var
 from mycel.plan.choices import SAME, Choice, Label, Laid, Options
+from mycel.plan.layouts import slowest_first
 from mycel.plan.moves import Moves
 
 
@@ -27,7 +28,7 @@ def nearest(options: Options, given: Sequence[Layout | None], moves: Moves) -> C
     mesh = moves.mesh
     labels: dict[str, Label] = {}
     used = [a for a in mesh.axes if any(x is not None and a in x.axes for x in given)]
-    for axis in _slowest_first(used, given, mesh):
+    for axis in slowest_first(used, [x for x in given if x is not None]):
         before: dict[str, tuple[str, ...]] = {}
         for a, label in labels.items():
             before.update((k, (*before.get(k, ()), a)) for k in label.letter.split())
@@ -47,14 +48,3 @@ def _only(layout: Layout, axes: set[str]) -> Layout:
     for axis in layout.axes - axes:
         layout = layout.without(axis)
     return layout
-
-
-def _slowest_first(axes: Sequence[str], given: Sequence[Layout | None], mesh: Mesh) -> list[str]:
-    """Axes in an order in which those before others on a dim come first, as far as the operands agree."""
-    left, found = list(axes), []
-    while left:
-        blocked = {b for x in given if x is not None for dim in x.dims for i, b in enumerate(dim) if any(a in left for a in dim[:i])}
-        nxt = next((a for a in left if a not in blocked), left[0])
-        left.remove(nxt)
-        found.append(nxt)
-    return found

@@ -1,0 +1,254 @@
+"""Attention where a sequence is split: rows of q alone, or rows and, over the same ranks, the columns k and v.
+
+Rows alone: k and v are whole, and a causal triangle is the mask of a rank's rows.
+
+Rows and columns: in `count` turns all parts of k and v come by, and what they give is merged.  Backward, cotangents of k and v travel with them, and home:
+
+    lse = log(exp lse₁ + exp lse₂)          y = y₁ exp(lse₁ - lse) + y₂ exp(lse₂ - lse)
+
+In a causal triangle the last rank would have most to do, so it is folded first: of 2n chunks, rank r takes r and 2n-1-r, its early and its late one.
+
+    rows 0  ◣               rank 0      In turn 0 both chunks against themselves are one smaller triangle.  Later, with keys from a rank before, both
+         1  ■ ◣             rank 1      chunks see the early keys and neither the late; with keys from a rank behind, the late chunk sees all of them and
+         2  ■ ■ ◣           rank 1      the early one none.  Either way two full blocks, one of them late on early: the other is picked by the rank.
+         3  ■ ■ ■ ◣         rank 0
+
+A mask comes with the rows of a rank and all columns, of which each turn takes those that came by.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+
+from mycel.ops.rules import cast_like, o
+
+
+class Ring:
+    """The ranks a sequence is split over."""
+
+    def __init__(self, at):
+        self.axes, self.count = at.axes("q"), at.count("q")
+
+    @functools.cached_property
+    def place(self):
+        return o.place(axes=self.axes, count=self.count)
+
+    def sent(self, x, to):
+        return o.permute_ranks(x, axes=self.axes, count=self.count, to=tuple(to))
+
+    def passed(self, xs):
+        """Each to the next rank."""
+        return tuple(self.sent(x, ((r + 1) % self.count for r in range(self.count))) for x in xs)
+
+    def is_before(self, turn):
+        """Do the keys of a turn come from a rank before this one?"""
+        return o.ge(self.place, turn)
+
+    # Even chunks go to different ranks, and odd ones too; on an even rank the even chunk is the early one.
+
+    def folds(self):
+        """The ranks that take the even chunks, and the odd ones."""
+        taker = [min(chunk, 2 * self.count - 1 - chunk) for chunk in range(2 * self.count)]
+        return taker[::2], taker[1::2]
+
+    def in_order(self, x, y):
+        """(x, y) on even ranks, (y, x) on odd ones"""
+        even = o.eq(o.remainder(self.place, 2), 0)
+        return o.where(even, x, y), o.where(even, y, x)
+
+    def folded(self, x):
+        """Chunks 2r and 2r+1 -> chunks r and 2n-1-r"""
+        chunks = [self.sent(half, to) for half, to in zip(halves(x), self.folds(), strict=True)]
+        return o.cat(*self.in_order(*chunks), dim=2)
+
+    def unfolded(self, x):
+        """Chunks r and 2n-1-r -> chunks 2r and 2r+1"""
+        chunks = self.in_order(*halves(x))
+        back = [[to.index(r) for r in range(self.count)] for to in self.folds()]
+        return o.cat(*(self.sent(chunk, to) for chunk, to in zip(chunks, back, strict=True)), dim=2)
+
+
+def is_foldable(at, causal):
+    """Is it a square triangle of two whole chunks a rank?"""
+    return causal and at.sizes["q"] == at.sizes["k"] and at.sizes["q"] % (2 * at.count("q")) == 0
+
+
+def halves(x):
+    """Early and late rows."""
+    n = x.shape[2] // 2
+    return o.slice(x, dim=2, start=0, stop=n), o.slice(x, dim=2, start=n, stop=2 * n)
+
+
+def is_uneven(at, letter):
+    return at.sizes[letter] % at.count(letter) != 0
+
+
+def rows_here(at, *xs):
+    """xs with zeros where their rows, dim 2, are padding: in sums over rows these count for nothing."""
+    return tuple(at.masked(x, 2, "q", 0.0) for x in xs)
+
+
+# -- which columns rows see ----------------------------------------------------------------------------------------------
+
+
+def triangle(at, columns):
+    """Where this rank's rows see columns, given by number."""
+    rows = o.iota(shape=(at.local("q"), 1), dim=0, dtype=torch.int64)
+    return o.ge(o.add(rows, at.start("q")), o.reshape(columns, shape=(1, columns.shape[0])))
+
+
+def columns_here(at):
+    """The numbers of this rank's columns; padding has the first number that is none."""
+    columns = o.add(o.iota(shape=(at.local("k"),), dim=0, dtype=torch.int64), at.start("k"))
+    return at.masked(columns, 0, "k", at.sizes["k"])
+
+
+def has_columns(mask):
+    return mask is not None and mask.ndim > 0 and mask.shape[-1] > 1
+
+
+def seen(at, mask, causal, columns):
+    """The mask of this rank's rows and the columns that came by."""
+    if columns is None:
+        return mask
+    n, shown = at.sizes["k"], None
+    if has_columns(mask):
+        mask = o.index_select(mask, o.clamp(columns, 0, n - 1) if is_uneven(at, "k") else columns, dim=mask.ndim - 1)
+    if is_uneven(at, "k"):
+        shown = o.reshape(o.lt(columns, n), shape=(1, columns.shape[0]))
+    if causal:
+        shown = triangle(at, columns) if shown is None else o.logical_and(shown, triangle(at, columns))
+    if shown is None or mask is None:
+        return mask if shown is None else shown
+    return o.logical_and(mask, shown) if mask.dtype == torch.bool else o.where(shown, mask, -math.inf)
+
+
+def on_the_way(at, k, v, mask, causal):
+    """What goes round: keys, values, and the numbers of their columns where rows do not see all."""
+    k, v = (at.masked(x, 2, "k", 0.0) for x in (k, v))
+    return (k, v, columns_here(at)) if causal or is_uneven(at, "k") or has_columns(mask) else (k, v)
+
+
+# -- rows alone ----------------------------------------------------------------------------------------------------------
+
+
+def attention_rows(at, q, k, v, mask, *, causal=False, scale=None):
+    if not causal or at.count("q") == 1:
+        return o.attention(q, k, v, mask, causal=causal, scale=scale)
+    return o.attention(q, k, v, triangle(at, all_columns(k)), scale=scale)
+
+
+def attention_grad_rows(at, g, q, k, v, mask, y, lse, *, causal=False, scale=None):
+    if not causal or at.count("q") == 1:
+        return o.attention_grad(g, q, k, v, mask, y, lse, causal=causal, scale=scale)
+    g, q, y, lse = rows_here(at, g, q, y, lse)
+    return o.attention_grad(g, q, k, v, triangle(at, all_columns(k)), y, lse, scale=scale)
+
+
+def all_columns(k):
+    return o.iota(shape=(k.shape[2],), dim=0, dtype=torch.int64)
+
+
+# -- rows and columns, forward -------------------------------------------------------------------------------------------
+
+
+def attention_ring(at, q, k, v, mask, *, causal=False, scale=None):
+    ring = Ring(at)
+    if ring.count == 1:
+        return o.attention(q, k, v, mask, causal=causal, scale=scale)
+    if is_foldable(at, causal):
+        rows, columns = ring.folded(q), (ring.folded(k), ring.folded(v))
+        y, lse = merged(ring, columns, lambda turn, k, v: folded_turn(ring, turn, rows, k, v, scale))
+        return ring.unfolded(cast_like(y, q)), ring.unfolded(lse)
+    turn = lambda _, k, v, columns=None: o.attention(q, k, v, seen(at, mask, causal, columns), scale=scale)
+    y, lse = merged(ring, on_the_way(at, k, v, mask, causal), turn)
+    return cast_like(y, q), lse
+
+
+def merged(ring, travelling, block):
+    """block(turn, *what came by) for every turn, merged; what goes on is sent first."""
+    found = None
+    for turn in range(ring.count):
+        ahead = ring.passed(travelling) if turn + 1 < ring.count else ()
+        part = block(turn, *travelling)
+        found = part if found is None else merge(found, part)
+        travelling = ahead
+    return found
+
+
+def merge(one, two):
+    """Attention over two sets of columns, from that over each."""
+    lse = o.logaddexp(one[1], two[1])
+    level = o.where(o.eq(lse, -math.inf), 0.0, lse)
+    parts = [o.mul(cast_like(y, lse), o.reshape(o.exp(o.sub(part, level)), shape=(*lse.shape, 1))) for y, part in (one, two)]
+    return o.add(*parts), lse
+
+
+def folded_turn(ring, turn, q, k, v, scale):
+    """Both chunks of a rank on what came by: (y, lse), -inf where a row sees nothing of it."""
+    if turn == 0:
+        return o.attention(q, k, v, None, causal=True, scale=scale)
+    before, (early, late), keys, values = ring.is_before(turn), halves(q), halves(k), halves(v)
+    fixed = o.attention(late, keys[0], values[0], None, scale=scale)
+    y, lse = o.attention(o.where(before, early, late), o.where(before, *keys), o.where(before, *values), None, scale=scale)
+    y_late, lse_late = merge(fixed, (y, o.where(before, -math.inf, lse)))
+    return o.cat(cast_like(y, y_late), y_late, dim=2), o.cat(o.where(before, lse, -math.inf), lse_late, dim=2)
+
+
+# -- rows and columns, backward ------------------------------------------------------------------------------------------
+
+
+def attention_grad_ring(at, g, q, k, v, mask, y, lse, *, causal=False, scale=None):
+    ring = Ring(at)
+    if ring.count == 1:
+        return o.attention_grad(g, q, k, v, mask, y, lse, causal=causal, scale=scale)
+    if is_foldable(at, causal):
+        rows = tuple(map(ring.folded, (g, q, y, lse)))
+        made = summed(ring, (ring.folded(k), ring.folded(v)), lambda turn, k, v: folded_grad_turn(ring, turn, rows, k, v, scale))
+        return tuple(ring.unfolded(cast_like(d, x)) for d, x in zip(made, (q, k, v), strict=True))
+    g, q, y, lse = rows_here(at, g, q, y, lse) if causal else (g, q, y, lse)
+    turn = lambda _, k, v, columns=None: wide(lse, o.attention_grad(g, q, k, v, seen(at, mask, causal, columns), y, lse, scale=scale))
+    made = summed(ring, on_the_way(at, k, v, mask, causal), turn)
+    return tuple(cast_like(d, x) for d, x in zip(made, (q, k, v), strict=True))
+
+
+def wide(lse, xs):
+    """xs in the dtype that sums are kept in."""
+    return tuple(cast_like(x, lse) for x in xs)
+
+
+def summed(ring, travelling, block):
+    """The sum of dq over all turns; those of dk and dv follow their keys and values, and come home."""
+    dq, home, away = None, (), ()
+    for turn in range(ring.count):
+        ahead = ring.passed(travelling) if turn + 1 < ring.count else ()
+        arrived = ring.passed(away)
+        made = block(turn, *travelling)
+        if turn == 0:
+            dq, *home = made
+        else:
+            dq, away = o.add(dq, made[0]), plus(arrived, made[1:])
+        travelling = ahead
+    return dq, *plus(ring.passed(away), home)
+
+
+def plus(xs, ys):
+    return tuple(map(o.add, xs, ys)) if xs else tuple(ys)
+
+
+def folded_grad_turn(ring, turn, rows, k, v, scale):
+    """Cotangents of both chunks of a rank and of what came by."""
+    g, q, y, lse = rows
+    if turn == 0:
+        return wide(lse, o.attention_grad(g, q, k, v, None, y, lse, causal=True, scale=scale))
+    before, chunks, keys, values = ring.is_before(turn), [halves(x) for x in rows], halves(k), halves(v)
+    g, q, y, lse = (late for _, late in chunks)
+    fixed = wide(lse, o.attention_grad(g, q, keys[0], values[0], None, y, lse, scale=scale))
+    g, q, y, lse = (o.where(before, *pair) for pair in chunks)
+    picked = wide(lse, o.attention_grad(g, q, o.where(before, *keys), o.where(before, *values), None, y, lse, scale=scale))
+    as_early, as_late = ([o.where(before, *pair) for pair in pairs] for pairs in ([(d, 0.0) for d in picked], [(0.0, d) for d in picked]))
+    dq = o.cat(as_early[0], o.add(fixed[0], as_late[0]), dim=2)
+    return dq, *(o.cat(o.add(f, a), b, dim=2) for f, a, b in zip(fixed[1:], as_early[1:], as_late[1:], strict=True))

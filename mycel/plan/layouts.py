@@ -1,0 +1,484 @@
+"""Layouts for a whole program, from those of its inputs: for one axis of the mesh after another, the labels that cost least together.
+
+    variables   for each equation, in each distinct block once: what it does with the axis (`Label`: splits a letter, lets a sum through, neither)
+                for each input of a block: where the axis lies (whole, split along a dim, a sum owed)
+    objective   seconds of computing, as often as a block is run, + seconds of moving each value from how it is made to how it is used
+    fixed       what the plan gives: inputs of the entry, `shard` equations; state must come out as it went in, results whole
+
+All calls of a block have the same layouts: a layer is solved once, with the edge from its output to its own input among the costs.  Axes later in the
+order see parts that the earlier ones made.  The sum is solved by elimination (`least.py`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from mycel.ir import Atom, Axes, Block, Eqn, Layout, Mesh, Program, Type, Var, call, cond, loop, order, part, scan, walk
+from mycel.plan.choices import OWED, SAME, WHOLE, Choice, Label, Laid, Layouts, Options
+from mycel.plan.cost import PRODUCTS, Costs
+from mycel.plan.least import Sum
+from mycel.plan.links import Links
+
+SHARE = 1e4  # products count so much that they are shared before anything else is saved
+NEVER = float("inf")
+
+Node = tuple[Any, ...]
+Price = Callable[[Eqn, Label, str], float]
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a value is made: a node, which of its outputs, and how many leading dims scans have put before it."""
+
+    node: Node
+    output: int
+    rows: int = 0
+
+
+@dataclass
+class Graph:
+    """The nodes of a program and its edges, for all axes the same."""
+
+    program: Program
+    runs: dict[str, int] = field(default_factory=dict)
+    options: dict[Node, Options] = field(default_factory=dict)
+    eqns: dict[Node, Eqn] = field(default_factory=dict)
+    parts: dict[tuple[str, int], list[frozenset[str]]] = field(default_factory=dict)  # letters of an equation that lie independently of the others
+    ports: dict[Node, Type] = field(default_factory=dict)
+    edges: Counter[tuple[Source, Node, int, int]] = field(default_factory=Counter)  # (from, to, operand, rows cut off) -> how often
+    alias: dict[Node, Node] = field(default_factory=dict)
+    made: dict[str, dict[Var, Source]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        names = order(self.program)
+        self.runs = _runs(self.program, names)
+        for _, eqn in walk(self.program):  # branches take the same operands, and a loop's test what its body takes
+            if eqn.op in (cond, loop):
+                first, second = (eqn.params[k] for k in (("then", "orelse") if eqn.op is cond else ("body", "test")))
+                self.alias.update((("in", second, i), ("in", first, i)) for i in range(len(self.program.blocks[second].inputs)))
+        for name in names:  # inner blocks first: what they make is known when they are called
+            self._ports(name)
+            self._block(name, self.program.blocks[name])
+
+    def port(self, block: str, i: int) -> Node:
+        return self.alias.get(("in", block, i), ("in", block, i))
+
+    def _ports(self, name: str) -> None:
+        block = self.program.blocks[name]
+        for i, v in enumerate(block.inputs):
+            self.ports.setdefault(self.port(name, i), v.type)
+        self.made[name] = {v: Source(self.port(name, i), 0) for i, v in enumerate(block.inputs)}
+
+    def _block(self, name: str, block: Block) -> None:
+        made, often = self.made[name], self.runs[name]
+        for i, eqn in enumerate(block.eqns):
+            if eqn.op in (call, cond, loop, scan):
+                self._control(name, eqn, made, often)
+                continue
+            options = Options.of(eqn)
+            parts = self.parts[name, i] = independent(options)
+            for p in range(len(parts)):
+                self.options["eqn", name, i, p], self.eqns["eqn", name, i, p] = options, eqn
+            for k, x in enumerate(eqn.inputs):
+                if isinstance(x, Var):
+                    self.edges[made[x], ("eqn", name, i, self._part_of(options, parts, k)), k, 0] += often
+            for j, v in enumerate(eqn.outputs):
+                made[v] = Source(("eqn", name, i, self._part_of(options, parts, len(eqn.inputs) + j)), j)
+
+    def _part_of(self, options: Options, parts: list[frozenset[str]], k: int) -> int:
+        """Which of an equation's independent parts an operand, or behind them a result, belongs to."""
+        if options.fit is None or len(parts) == 1:
+            return 0
+        items = (*options.fit.ins, *(None,) * (len(options.inputs) - len(options.fit.ins)), *options.fit.outs)
+        letters = {letter for dim in (items[k] or ()) for letter in dim}
+        return next((p for p, own in enumerate(parts) if letters & own), 0)
+
+    def source(self, block: str, x: Atom) -> Source | None:
+        return self.made[block].get(x) if isinstance(x, Var) else None
+
+    def _control(self, name: str, eqn: Eqn, made: dict[Var, Source], often: int) -> None:
+        p = eqn.params
+        if eqn.op is call:
+            self._pass(eqn.inputs, made, p["block"], often)
+            outs: list[Source | None] = [self.source(p["block"], x) for x in self.program.blocks[p["block"]].outputs]
+        elif eqn.op is cond:
+            self._whole(eqn.inputs[0], made, often)
+            self._pass(eqn.inputs[1:], made, p["then"], often)
+            outs = []
+            for j, v in enumerate(eqn.outputs):
+                join: Node = ("out", p["then"], j)
+                self.ports[join] = v.type
+                outs.append(Source(join, 0))
+                for branch in ("then", "orelse"):
+                    self._into(p[branch], self.program.blocks[p[branch]].outputs[j], join, often)
+        else:
+            n = p.get("consts", 0)
+            m = n + (p.get("carry", 0) if eqn.op is scan else len(eqn.outputs))
+            self._pass(eqn.inputs[:m], made, p["body"], often)
+            self._pass(eqn.inputs[m:], made, p["body"], often, start=m, rows=1)
+            outs = [Source(self.port(p["body"], n + j), 0) for j in range(m - n)]
+            for j in range(m - n):
+                self._into(p["body"], self.program.blocks[p["body"]].outputs[j], self.port(p["body"], n + j), often)
+            if eqn.op is loop:
+                self._into(p["test"], self.program.blocks[p["test"]].outputs[0], ("whole",), often)
+            for x in self.program.blocks[p["body"]].outputs[m - n :]:
+                row = self.source(p["body"], x)
+                outs.append(row and Source(row.node, row.output, row.rows + 1))
+        for v, s in zip(eqn.outputs, outs, strict=True):
+            made[v] = s or Source(("whole",), 0)
+
+    def _into(self, block: str, x: Atom, node: Node, often: int) -> None:
+        """An output of a block that a node takes."""
+        found = self.source(block, x)
+        if found is not None:
+            self.edges[found, node, 0, 0] += often
+
+    def _pass(self, inputs: Sequence[Atom], made: dict[Var, Source], block: str, often: int, start: int = 0, rows: int = 0) -> None:
+        for k, x in enumerate(inputs):
+            if isinstance(x, Var):
+                self.edges[made[x], self.port(block, start + k), 0, rows] += often
+
+    def _whole(self, x: Atom, made: dict[Var, Source], often: int) -> None:
+        if isinstance(x, Var):
+            self.edges[made[x], ("whole",), 0, 0] += often
+
+
+def _runs(program: Program, names: Sequence[str]) -> dict[str, int]:
+    """How often each block runs in one run of the entry; a loop counts as one turn."""
+    runs = Counter({program.entry: 1})
+    for name in reversed(names):
+        for eqn in program.blocks[name].eqns:
+            for ref in eqn.refs:
+                runs[str(ref)] += runs[name] * (eqn.params["length"] if eqn.op is scan else 1)
+    return dict(runs)
+
+
+def independent(options: Options) -> list[frozenset[str]]:
+    """Groups of letters that never meet in an operand or a result: they are split independently of each other."""
+    if options.fit is None:
+        return [frozenset()]
+    groups: list[set[str]] = []
+    for item in (*options.fit.ins, *options.fit.outs):
+        letters = {letter for dim in item or () for letter in dim}
+        if letters:
+            touching = [g for g in groups if g & letters]
+            groups = [g for g in groups if not g & letters] + [letters.union(*touching)]
+    return [frozenset(g) for g in groups] or [frozenset()]
+
+
+# -- one axis --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Solver:
+    """Labels and places, axis by axis."""
+
+    graph: Graph
+    links: Links
+    costs: Costs
+    price: Price
+    given: Mapping[int, Layout]  # inputs of the entry
+    gathered: Mapping[str, frozenset[int]] = field(default_factory=dict)  # by axis: inputs whose users see them whole along it
+    share: float = SHARE
+    labels: dict[Node, dict[str, Label]] = field(default_factory=dict)
+    places: dict[Node, Layout] = field(default_factory=dict)
+    exact: bool = True
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.links.mesh
+
+    def solve(self) -> Layouts:
+        g = self.graph
+        self.labels = {node: {} for node in g.options}
+        self.places = {node: Layout.whole(t.ndim) for node, t in g.ports.items()}
+        for axis in slowest_first(self.mesh.axes, self.given.values()):
+            self._axis(axis)
+        return self._laid()
+
+    def letters(self, node: Node) -> dict[str, Axes]:
+        """What the axes so far have split of an equation's part."""
+        found: dict[str, Axes] = {}
+        for axis, label in self.labels[node].items():
+            found.update((k, (*found.get(k, ()), axis)) for k in label.letter.split())
+        return found
+
+    def _axis(self, axis: str) -> None:
+        g, k = self.graph, self.mesh[axis]
+        if k == 1:
+            for labels in self.labels.values():
+                labels[axis] = SAME
+            return
+        problem = Sum()
+        domains: dict[Node, list[Any]] = {("whole",): [WHOLE]}
+        before = {node: self.letters(node) for node in self.labels}
+        for node in g.options:
+            domains[node] = self._labels(node, axis, before[node])
+        for node, t in g.ports.items():
+            domains[node] = self._places(node, t, axis)
+        lies = {node: self._lies(node, domain, axis) for node, domain in domains.items()}
+        sizes: dict[Source, float] = {}
+        problem.sizes = {node: len(domain) for node, domain in domains.items()}
+        for node, domain in domains.items():
+            if len(domain) > 1:
+                problem.add((node,), [self._work(node, x, axis, before.get(node, {})) for x in domain])
+        derived = self._derived(axis)
+        for (source, node, operand, cut), often in g.edges.items():
+            if source not in sizes:
+                sizes[source] = self._bytes(source)
+            shift = source.rows - cut
+            have = [_shifted(x.get(source.output, WHOLE), shift) for x in lies[source.node][1]]
+            want = [x.get(operand, WHOLE) for x in lies[node][0]]
+            table = np.array([[NEVER if h is None else often * self.moving(h, w, sizes[source], axis) for w in want] for h in have])
+            if (
+                source in derived
+                and node in g.options
+                and len([x for x in g.options[node].inputs if isinstance(x, Type)]) > 1
+                and not _updates(g.eqns[node])
+            ):
+                table[:, [b for b, w in enumerate(want) if w >= 0]] = NEVER
+            if source.node == node:
+                problem.add((node,), np.diagonal(table))
+            else:
+                problem.add((source.node, node), table)
+        for source, target in self._wanted(axis):
+            made = [_shifted(x.get(source.output, WHOLE), source.rows) for x in lies[source.node][1]]
+            problem.add((source.node,), [NEVER if h is None else self.moving(h, target, self._bytes(source), axis) for h in made])
+        chosen, exact = problem.least()
+        self.exact &= exact
+        for node, domain in domains.items():
+            value = domain[chosen[node]]
+            if node in g.options:
+                self.labels[node][axis] = value
+            elif node in self.places:
+                self.places[node] = _put(self.places[node], value, axis)
+
+    # -- what a node can do, and how its operands and results then lie ---------------------------------------------------
+
+    def _labels(self, node: Node, axis: str, before: Mapping[str, Axes]) -> list[Label]:
+        options, eqn = self.graph.options[node], self.graph.eqns[node]
+        if eqn.op.name == "shard":
+            return [_shard_label(options, eqn, axis)]
+        parts = self.graph.parts[node[1], node[2]]
+        found = options.labels(self.mesh, axis, before)
+        if len(parts) == 1:
+            return found
+        return [x for x in found if x == SAME or (x.letter and set(x.letter.split()) <= parts[node[3]])]
+
+    def _places(self, node: Node, t: Type, axis: str) -> list[int]:
+        if node[:2] == ("in", self.graph.program.entry):
+            return [place(self.given.get(node[2], Layout.whole(t.ndim)), axis)]
+        if t.depth:
+            return [WHOLE]
+        owed = [OWED["+"]] if t.dtype.is_floating_point else []
+        return [WHOLE, *(d for d, n in enumerate(t.shape) if n > 1), *owed]
+
+    def _lies(self, node: Node, domain: Sequence[Any], axis: str) -> tuple[list[dict[int, int]], list[dict[int, int]]]:
+        """For each value of a node: where the axis lies in its operands, and in its results."""
+        if node not in self.graph.options:
+            return [{0: x} for x in domain], [{0: x} for x in domain]
+        found = [self.graph.options[node].places(x, axis) for x in domain]
+        return [ins for ins, _ in found], [outs for _, outs in found]
+
+    # -- costs ----------------------------------------------------------------------------------------------------------
+
+    def _work(self, node: Node, value: Any, axis: str, before: Mapping[str, Axes]) -> float:
+        g = self.graph
+        if node not in g.options:
+            return 1e-12 if value == OWED["+"] else 0.0
+        eqn, often = g.eqns[node], g.runs[node[1]]
+        seconds = self.costs.seconds(eqn) / len(g.parts[node[1], node[2]])
+        seconds *= self.share if eqn.op.name in PRODUCTS else 1.0
+        for letter, axes in before.items():
+            seconds *= _share(g.options[node], letter, axes, self.mesh)
+        comm = 0.0
+        if value.letter:
+            for letter in value.letter.split():
+                seconds *= _share(g.options[node], letter, (*before.get(letter, ()), axis), self.mesh) / _share(
+                    g.options[node], letter, before.get(letter, ()), self.mesh
+                )
+            if not all(
+                letter in g.options[node].plain and g.options[node].rule({letter: (axis,)}, letter) is None for letter in value.letter.split()
+            ):
+                comm = self.price(eqn, value, axis)
+        return often * (seconds + comm)
+
+    def moving(self, have: int, want: int, size: float, axis: str) -> float:
+        """Seconds from one place of an axis to another, for a tensor of `size` bytes where the axis is whole."""
+        if have == want:
+            return 0.0
+        k = self.mesh[axis]
+        if have in OWED.values():
+            if want >= 0:
+                return self.links.seconds("reduce_scatter", (axis,), size)
+            return self.links.seconds("all_reduce", (axis,), size) if want == WHOLE else NEVER
+        if have == WHOLE:
+            return 1e-9 + size / k / self.costs.hardware.bytes_s if want >= 0 else 1e-7
+        if want >= 0:
+            return self.links.seconds("all_to_all", (axis,), size / k)
+        return self.links.seconds("all_gather", (axis,), size / k) if want == WHOLE else NEVER
+
+    def _bytes(self, source: Source) -> float:
+        """What a rank holds of a value along the axes so far."""
+        g = self.graph
+        if source.node in g.ports:
+            t, layout = g.ports[source.node], self.places[source.node]
+        elif source.node in g.options:
+            t, letters = g.options[source.node].outputs[source.output], self.letters(source.node)
+            item = g.options[source.node].fit.outs[source.output] if letters else ((),) * t.ndim  # type: ignore[union-attr]
+            layout = Layout(tuple(next((letters[k] for k in dim if k in letters), ()) for dim in item))
+        else:
+            return 8.0
+        return float(layout.local(t, self.mesh).bytes)
+
+    def _wanted(self, axis: str) -> Iterable[tuple[Source, int]]:
+        """How outputs of the entry must lie: results whole, state as it was."""
+        program = self.graph.program
+        at = {v.name: i for i, v in enumerate(program.inputs)}
+        n = len(program.results)
+        for j, x in enumerate(program.main.outputs):
+            found = self.graph.source(program.entry, x)
+            if found is not None:
+                layout = self._given(at[program.updates[j - n]]) if j >= n else None
+                yield found, WHOLE if layout is None else place(layout, axis)
+
+    def _given(self, i: int) -> Layout:
+        return self.given.get(i, Layout.whole(self.graph.program.inputs[i].type.ndim))
+
+    def _derived(self, axis: str) -> set[Source]:
+        """Values that are parameters gathered along this axis, or made of one such alone."""
+        g = self.graph
+        found = {Source(g.port(g.program.entry, i), 0) for i in self.gathered.get(axis, ())}
+        if not found:
+            return found
+        feeds: dict[Node, list[Source]] = {}
+        for source, node, _, _ in g.edges:
+            feeds.setdefault(node, []).append(source)
+        for _ in range(8):  # through nested calls
+            more = set()
+            for node, sources in feeds.items():
+                if all(s in found for s in sources) and (node in g.ports or len(sources) == 1):
+                    count = len(g.options[node].outputs) if node in g.options else 1
+                    more |= {Source(node, j) for j in range(count)}
+            if more <= found:
+                break
+            found |= more
+        return found
+
+    # -- all axes together ------------------------------------------------------------------------------------------------
+
+    def _laid(self) -> Layouts:
+        g = self.graph
+        laid: dict[str, Laid] = {}
+        choices: dict[tuple[str, int], Choice] = {}
+        for (name, i), parts in g.parts.items():
+            node = ("eqn", name, i, 0)
+            flows = {axis: label.group for axis, label in self.labels[node].items() if label.group}
+            letters = {k: axes for p in range(len(parts)) for k, axes in self.letters(("eqn", name, i, p)).items()}
+            choices[name, i] = g.options[node].laid(letters, flows)
+        for name in order(g.program):
+            block = g.program.blocks[name]
+            inputs = [self._entry_layout(name, i, self.places[g.port(name, i)]) for i in range(len(block.inputs))]
+            made = [choices.get((name, i)) for i in range(len(block.eqns))]
+            laid[name] = Laid(tuple(inputs), tuple(made), tuple(self._output(name, j, x, choices) for j, x in enumerate(block.outputs)))
+        return laid
+
+    def _entry_layout(self, name: str, i: int, found: Layout) -> Layout:
+        return self._given(i) if name == self.graph.program.entry else found
+
+    def _output(self, name: str, j: int, x: Atom, choices: Mapping[tuple[str, int], Choice]) -> Layout:
+        g = self.graph
+        program = g.program
+        if name == program.entry:
+            n = len(program.results)
+            if j >= n:
+                return self._given(next(i for i, v in enumerate(program.inputs) if v.name == program.updates[j - n]))
+            return Layout.whole(x.type.ndim if isinstance(x, Var) else 0)
+        held = self._held(name, j)
+        if held is not None:
+            return self.places[held]
+        found = g.source(name, x)
+        return self.layout_of(found, choices) if found is not None else Layout(())
+
+    def _held(self, name: str, j: int) -> Node | None:
+        """The node that fixes an output of a branch or a loop's body."""
+        for _, eqn in walk(self.graph.program):
+            p = eqn.params
+            if eqn.op is cond and name in (p["then"], p["orelse"]):
+                return ("out", p["then"], j)
+            if eqn.op in (loop, scan) and name == p["body"]:
+                n = p.get("consts", 0)
+                count = p.get("carry", 0) if eqn.op is scan else len(eqn.outputs)
+                return self.graph.port(name, n + j) if j < count else None
+            if eqn.op is loop and name == p["test"]:
+                return ("whole",)
+        return None
+
+    def layout_of(self, source: Source, choices: Mapping[tuple[str, int], Choice]) -> Layout:
+        node = source.node
+        if node in self.places:
+            layout = self.places[node]
+        elif node == ("whole",):
+            return Layout(())
+        else:
+            layout = choices[node[1], node[2]].outs[source.output]
+        return Layout(((),) * source.rows + layout.dims, layout.owed)
+
+
+def place(layout: Layout | None, axis: str) -> int:
+    """Where an axis lies in a layout: a dim, WHOLE, or something owed."""
+    if layout is None:
+        return WHOLE
+    for d, axes in enumerate(layout.dims):
+        if axis in axes:
+            return d
+    return next((OWED[kind] for a, kind in layout.owed if a == axis), WHOLE)
+
+
+def _put(layout: Layout, where: int, axis: str) -> Layout:
+    if where >= 0:
+        return layout.split(where, axis)
+    kind = next((k for k, n in OWED.items() if n == where), "")
+    return layout.owing(axis, kind) if kind else layout
+
+
+def _shifted(where: int, rows: int) -> int | None:
+    """A place seen through leading dims that a scan put on (or took off: None if it lies there)."""
+    if where < 0 or rows == 0:
+        return where
+    return where + rows if where + rows >= 0 else None
+
+
+def _share(options: Options, letter: str, axes: Axes, mesh: Mesh) -> float:
+    """The part of the work that is left when a letter is split."""
+    assert options.fit is not None
+    n = options.fit.sizes[letter]
+    return part(n, axes, mesh) / n
+
+
+def _shard_label(options: Options, eqn: Eqn, axis: str) -> Label:
+    assert options.fit is not None
+    for dim, axes in zip(options.fit.ins[0] or (), eqn.params["layout"], strict=True):
+        if axis in axes:
+            return Label(dim[0]) if dim else SAME
+    return SAME
+
+
+def _updates(eqn: Eqn) -> bool:
+    """Is it an optimiser's update?"""
+    return eqn.op.inplace is not None
+
+
+def slowest_first(axes: Sequence[str], layouts: Iterable[Layout]) -> list[str]:
+    """Axes in an order in which those before others on a dim come first, as far as the layouts agree."""
+    before = {(a, b) for x in layouts for dim in x.dims for i, b in enumerate(dim) for a in dim[:i]}
+    left, found = list(axes), []
+    while left:
+        found.append(next((b for b in left if not any((a, b) in before for a in left)), left[0]))
+        left.remove(found[-1])
+    return found
