@@ -15,19 +15,21 @@ from mycel.errors import CaptureError, CheckpointError, GradientError, IRError, 
 if TYPE_CHECKING:
     from mycel.api import Jit, capture, jit
     from mycel.derivatives import CustomVjp, Derived, custom_vjp, grad, hessian, jvp, stop_gradient, value_and_grad, vjp
-    from mycel.ir import Block, Eqn, Program, Type, Var
+    from mycel.ir import Block, Eqn, Mesh, Program, Type, Var
+    from mycel.plan import Plan
     from mycel.step import Step, train_step
 
 __all__ = [
     "Block", "CaptureError", "CheckpointError", "CustomVjp", "Derived", "Eqn", "GradientError", "IRError", "Jit", "LoadError",
-    "MycelError", "PlanError", "Program", "RunError", "Step", "TextError", "TrainError", "Type", "Var", "capture", "custom_vjp",
+    "Mesh", "MycelError", "Plan", "PlanError", "Program", "RunError", "Step", "TextError", "TrainError", "Type", "Var", "capture", "custom_vjp",
     "grad", "hessian", "jit", "jvp", "stop_gradient", "train_step", "value_and_grad", "vjp",
 ]  # fmt: skip
 
 NAMES_OF = {
     "mycel.api": ["Jit", "capture", "jit"],
     "mycel.derivatives": ["CustomVjp", "Derived", "custom_vjp", "grad", "hessian", "jvp", "stop_gradient", "value_and_grad", "vjp"],
-    "mycel.ir": ["Block", "Eqn", "Program", "Type", "Var"],
+    "mycel.ir": ["Block", "Eqn", "Mesh", "Program", "Type", "Var"],
+    "mycel.plan": ["Plan"],
     "mycel.step": ["Step", "train_step"],
 }
 HOME = {name: module for module, names in NAMES_OF.items() for name in names}

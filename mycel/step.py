@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,11 +20,12 @@ import torch
 from mycel import lower, optimizers, plan, transform
 from mycel.capture import MISS, TRACING, Captured, bind, flatten
 from mycel.capture import capture as capture_call
-from mycel.errors import GradientError, TrainError
-from mycel.ir import Block, Builder, Program, Type, check
+from mycel.errors import GradientError, PlanError, TrainError
+from mycel.ir import Block, Builder, Mesh, Program, Type, check
 from mycel.objective import objective
 from mycel.ops import o
-from mycel.plan import Plan
+from mycel.parts import Joined, Parts
+from mycel.plan import Decided
 from mycel.run import keep_freed_memory, load, start_workers, warm_up
 from mycel.sizes import parse_bytes, shown
 
@@ -46,6 +48,8 @@ def train_step(
 ) -> Step:
     """A callable that takes one step on a batch and returns its loss.
 
+    mesh        the devices, e.g. mycel.Mesh(dp=2, tp=4); None: one.  Every rank calls the step with the whole batch, and holds its parts of the model
+    plan        "auto", or how to spread the step: a mycel.Plan, a .yaml file, or names of ready plans such as "zero3+tp"
     loss        None: the model returns the loss, or an object or dict with `loss`.  Otherwise loss(output, *rest): the model gets as many of the
                 positional arguments as it takes, the loss the last ones, as many as it asks for (all, if it takes *args)
     precision   "fp32": as the model is written;  "bf16", "fp16": weights and their updates stay as they are, the computation is in 16 bits, sums
@@ -55,8 +59,7 @@ def train_step(
     memory      the peak to stay below, in bytes or as "20GiB": what does not fit is computed again in backward
     compile     True, False, or "auto": where there is a GPU
     """
-    if mesh is not None or plan != "auto":
-        raise TrainError("train_step runs on one device so far: leave mesh and plan out")
+    written = _written(mesh, plan)
     if not isinstance(model, torch.nn.Module):
         raise TrainError(f"train_step takes a torch.nn.Module, not {type(model).__name__}")
     if loss is not None and not callable(loss):
@@ -73,7 +76,18 @@ def train_step(
     budget = parse_bytes(memory) if isinstance(memory, str) else memory
     if budget is not None and not (isinstance(budget, int) and not isinstance(budget, bool) and budget > 0):
         raise TrainError(f"memory={memory!r}\n  try       bytes as a whole number, or text like '20GiB'")
-    return Step(model, optimizer, loss, Settings(precision, accumulate, clip_norm, budget, compile))
+    return Step(model, optimizer, loss, Settings(precision, accumulate, clip_norm, budget, compile), written)
+
+
+def _written(mesh: Any, given: Any) -> plan.Plan | None:
+    """The plan for several ranks; None for one device.  With a mesh alone the batch is split over `dp`, or the first axis."""
+    if mesh is not None and not isinstance(mesh, Mesh):
+        raise PlanError(f"mesh={mesh!r} is no mesh\n  try       mycel.Mesh(dp=2, tp=4)")
+    if given is not None and not (isinstance(given, str) and given == "auto"):
+        return plan.Plan.read(given, mesh)
+    if mesh is None or not mesh.axes:
+        return None
+    return plan.Plan(mesh, batch=["dp" if "dp" in mesh else mesh.axes[0]])
 
 
 @dataclass(frozen=True)
@@ -96,7 +110,7 @@ class Entry:
 
     program: Program
     source: str
-    plan: Plan
+    plan: Decided
     call: Callable[[tuple[Any, ...], dict[str, Any]], Any]
     signature: tuple[Any, ...]
 
@@ -104,8 +118,16 @@ class Entry:
 class Step:
     """One training step, compiled once for each signature of the batch."""
 
-    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, loss: Callable[..., Any] | None, settings: Settings) -> None:
-        self.model, self.optimizer, self.settings = model, optimizer, settings
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loss: Callable[..., Any] | None,
+        settings: Settings,
+        written: plan.Plan | None = None,
+    ) -> None:
+        self.model, self.optimizer, self.settings, self.written = model, optimizer, settings, written
+        self.parts = Parts(model, optimizer, written) if written is not None and written.mesh.world > 1 else None
         self.fn = objective(model, loss)
         self.entries: list[Entry] = []
         self.grad_norm: torch.Tensor | None = None
@@ -143,6 +165,24 @@ class Step:
             start_workers()
         if device.type == "cpu":
             keep_freed_memory()
+        with self.parts.whole() if self.parts is not None else nullcontext():
+            made = self._joined(args, kwargs)
+        program = made.program
+        if self.parts is not None:
+            spread = self.parts.distribute(made, plan.hardware_of(made.captured.device), s.compiles(device))
+            program = check(transform.simplify(spread.local))
+        decided, program, names = self._planned(program, made.body, made.captured.device)
+        if names:
+            warm_up(program, plan.PRODUCTS, made.captured.device)
+        code, source = load(program, made.captured.device, reuse=True, donate=True, compiled=names)
+        if self.parts is not None:
+            code = self.parts.taken(code, spread, len(set(made.captured.leaves)))
+        call = self._bound(made, program, code)
+        return Entry(program, source, decided, call, optimizers.signature(self.optimizer))
+
+    def _joined(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Joined:
+        """The whole step as one program, on one device."""
+        s = self.settings
         batch = Batch(args, kwargs, s.accumulate)
         captured = capture_call(self.fn, *batch.part())
         program, scale = self._prepared(captured), None
@@ -164,13 +204,9 @@ class Step:
         if counting is not None:
             key = len(captured.program.inputs) - 1 if captured.draws else None
             program, body = check(transform.microbatch(program, counting, s.accumulate, split, key)), transform.BODY
+        base = len(program.inputs)
         program = check(transform.optimise(program, [g.group for g in groups], results, s.clip_norm, scale))
-        decided, program, names = self._planned(program, body, captured.device)
-        if names:
-            warm_up(program, plan.PRODUCTS, captured.device)
-        code, source = load(program, captured.device, reuse=True, donate=True, compiled=names)
-        call = self._bound(captured, program, code, groups, results)
-        return Entry(program, source, decided, call, optimizers.signature(self.optimizer))
+        return Joined(captured, program, tuple(groups), results, base, body)
 
     def _prepared(self, captured: Captured) -> Program:
         """The loss, simplified, in its precision, with its head."""
@@ -211,7 +247,7 @@ class Step:
         block = replace(made.main, outputs=(*outs[:results], *ordered, *outs[results + len(wrt) :]))
         return transform.simplify(replace(made, blocks={**made.blocks, made.entry: block})), groups
 
-    def _planned(self, program: Program, body: str, device: torch.device) -> tuple[Plan, Program, set[str]]:
+    def _planned(self, program: Program, body: str, device: torch.device) -> tuple[Decided, Program, set[str]]:
         """What to keep for backward, and the program that does so, with the blocks to compile."""
         compiled = self.settings.compiles(device)
         hardware = plan.hardware_of(device)
@@ -234,10 +270,9 @@ class Step:
         decided = plan.decide(program, body, plan.Costs(program, hardware, compiled), measure, self.settings.budget)
         return decided, *(ready.get(id(decided.residuals)) or lowered(decided.residuals))
 
-    def _bound(
-        self, captured: Captured, program: Program, code: Callable[..., Any], groups: list[optimizers.Bound], results: int
-    ) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
+    def _bound(self, made: Joined, program: Program, code: Callable[..., Any]) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
         """The guarded call: it reads the model's and the optimiser's state and runs the code."""
+        captured, groups, results = made.captured, made.groups, made.results
         step, optimizer, device, half = self, self.optimizer, captured.device, self.settings.precision == "fp16"
 
         def run(*inputs: Any) -> Any:
@@ -247,7 +282,7 @@ class Step:
                 before = step.skipped if first else 0
                 for g in groups:
                     hyper = g.hyper(optimizer)  # before its state is made: a first step is one without
-                    more += [*g.state(optimizer), *hyper]
+                    more += [*(g.state(optimizer) if step.parts is None else step.parts.state(g)), *hyper]
                 more.append(step.counter("skipped", device))
                 more += [step.counter("good_steps", device)] if half else []
                 outs = code(*inputs, *more)
@@ -258,7 +293,9 @@ class Step:
             optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask whether a step came before theirs
             return outs[:results]
 
-        shell = Block(program.inputs[: len(captured.program.inputs)], (), captured.program.results)
+        arguments = len(set(captured.leaves))  # as the caller gives them: whole, where the program takes parts
+        inputs = (*made.program.inputs[:arguments], *program.inputs[arguments : len(captured.program.inputs)])
+        shell = Block(inputs, (), captured.program.results)
         return bind(replace(captured, program=Program({"main": shell})), run)[0]
 
     # -- what one may ask ----------------------------------------------------------------------------------------
@@ -285,7 +322,7 @@ class Step:
         self._counters = {k: v.to(device).clone() for k, v in state.items()}
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> Decided:
         """What was decided for the last batch."""
         return self._entry().plan
 

@@ -1,5 +1,6 @@
 """Program + Plan -> the programs that run.  Rewriting never decides."""
 
+from mycel.lower.distribute import Distributed, distribute
 from mycel.lower.residency import reside
 
-__all__ = ["reside"]
+__all__ = ["Distributed", "distribute", "reside"]

@@ -17,7 +17,7 @@ import torch
 
 from mycel.ir import Part, is_float, op
 from mycel.ops.matmul import swap
-from mycel.ops.ring import attention_grad_ring, attention_grad_rows, attention_ring, attention_rows
+from mycel.ops.ring import attention_grad_ring, attention_grad_rows, attention_ring, attention_rows, has_columns
 from mycel.ops.rules import o, unbroadcast
 
 
@@ -42,8 +42,9 @@ def attention_dims(q, k, v, mask, *, causal=False, scale=None):
 
 
 def _grad_dims(g, q, k, v, mask, y, lse, *, causal=False, scale=None):
-    rows = "q^" if causal else "q+"
-    return f"b (g n+) {rows} e^, b (g n) q d^, b g k^ d, b g k e, {_mask_dims(mask, k)}, b (g n) q e, b (g n) q -> b (g n) q d, b g k d, b g k e"
+    rows, columns = ("q^", "k^") if causal else ("q+", "k^" if has_columns(mask) else "k+")
+    given = f"b (g n+) {rows} e^, b (g n) q d^, b g {columns} d, b g k e, {_mask_dims(mask, k)}, b (g n) q e, b (g n) q"
+    return f"{given} -> b (g n) q d, b g k d, b g k e"
 
 
 def _mask_grad_dims(g, q, k, v, mask, y, lse, *, scale=None):

@@ -2,16 +2,16 @@
 
 Rows alone: k and v are whole, and a causal triangle is the mask of a rank's rows.
 
-Rows and columns: in `count` turns all parts of k and v come by, and what they give is merged.  Backward, cotangents of k and v travel with them, and home:
+Rows and columns: in `count` turns all parts of k and v come by.  What they give is merged; backward, cotangents of k and v follow them, and go home.
 
     lse = log(exp lse₁ + exp lse₂)          y = y₁ exp(lse₁ - lse) + y₂ exp(lse₂ - lse)
 
-In a causal triangle the last rank would have most to do, so it is folded first: of 2n chunks, rank r takes r and 2n-1-r, its early and its late one.
+Of a causal triangle the last rank would have most, so it is folded first: of 2n chunks rank r takes r and 2n-1-r, its early and its late one.
 
-    rows 0  ◣               rank 0      In turn 0 both chunks against themselves are one smaller triangle.  Later, with keys from a rank before, both
-         1  ■ ◣             rank 1      chunks see the early keys and neither the late; with keys from a rank behind, the late chunk sees all of them and
-         2  ■ ■ ◣           rank 1      the early one none.  Either way two full blocks, one of them late on early: the other is picked by the rank.
-         3  ■ ■ ■ ◣         rank 0
+    rows 0  ◣            rank 0       In turn 0 a rank's chunks on themselves are a smaller triangle.  With keys from a rank before, both its chunks
+         1  ■ ◣          rank 1       see the early keys and neither the late; with keys from a rank behind, its late chunk sees all of them and its
+         2  ■ ■ ◣        rank 1       early one none.  Either way two full blocks: late on early, and one that the rank picks.  Each rank computes
+         3  ■ ■ ■ ◣      rank 0       the same number of scores, and none that is masked.
 
 A mask comes with the rows of a rank and all columns, of which each turn takes those that came by.
 """

@@ -184,10 +184,12 @@ class Solver:
     price: Price
     given: Mapping[int, Layout]  # inputs of the entry
     gathered: Mapping[str, frozenset[int]] = field(default_factory=dict)  # by axis: inputs whose users see them whole along it
+    reduced: frozenset[str] = frozenset()  # axes along which sums are paid in every turn of a scan, not owed until its end
     share: float = SHARE
     labels: dict[Node, dict[str, Label]] = field(default_factory=dict)
     places: dict[Node, Layout] = field(default_factory=dict)
     exact: bool = True
+    bodies: set[str] = field(default_factory=set)
 
     @property
     def mesh(self) -> Mesh:
@@ -195,6 +197,7 @@ class Solver:
 
     def solve(self) -> Layouts:
         g = self.graph
+        self.bodies = {str(e.params["body"]) for _, e in walk(g.program) if e.op is scan}
         self.labels = {node: {} for node in g.options}
         self.places = {node: Layout.whole(t.ndim) for node, t in g.ports.items()}
         for axis in slowest_first(self.mesh.axes, self.given.values()):
@@ -275,7 +278,8 @@ class Solver:
             return [place(self.given.get(node[2], Layout.whole(t.ndim)), axis)]
         if t.depth:
             return [WHOLE]
-        owed = [OWED["+"]] if t.dtype.is_floating_point else []
+        waits = axis in self.reduced and node[1] in self.bodies
+        owed = [OWED["+"]] if t.dtype.is_floating_point and not waits else []
         return [WHOLE, *(d for d, n in enumerate(t.shape) if n > 1), *owed]
 
     def _lies(self, node: Node, domain: Sequence[Any], axis: str) -> tuple[list[dict[int, int]], list[dict[int, int]]]:

@@ -1,28 +1,24 @@
-"""Checkpoints of a run: saved whole or not at all, bit for bit, in the background; read back only if every checksum is right.
+"""Checkpoints of a run: saved whole or not at all, bit for bit, in the background, by all ranks at once; read back only if every checksum is right.
 
-    FOLDER/.tmp-step-00000200-PID    written here and synced to disk, then in one rename
-    FOLDER/step-00000200             complete, always
-    FOLDER/.old-step-00000200        the earlier one of the same step, until the new one is in its place
-    FOLDER/.trash-…                  on its way to be deleted
-    FOLDER/abandoned-step-00000400   later than a step saved after it: the run went back before it, and on from there
+    rank 0   copy │ write, hash ──┐              ┌─ manifest, rename, prune ─┐
+    rank 1   copy │ write, hash ──┼─ did all? ───┤                           ├─ it is there
+    rank 2   copy │ write, hash ──┘  no: nobody  └───────────────────────────┘
+                  └ training goes on
 
-Whoever writes holds the folder's lock, so what it finds in hidden places at its start was left by the dead.
-The best checkpoint is the one whose manifest has the lowest metric: no second file can disagree.
+A run of one process is one rank.  What is on the disk is in `kept.py`, what is in a checkpoint in `shards.py`, how it is read in `reading.py`.
 """
 
 from __future__ import annotations
 
 import errno
 import json
-import math
 import os
-import re
 import shutil
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -31,14 +27,44 @@ from typing import Any, Self
 import torch
 
 from mycel.errors import CheckpointError
+from mycel.ir import Mesh
 from mycel.run.folder import Lock, RunFolder, explain, free_bytes
-from mycel.run.shards import DTYPE_NAMES, MANIFEST, SHARD_BYTES, Crew, Entry, Manifest, Piece, Shard, pack, read_manifest, read_tensors, to_bytes
+from mycel.run.kept import best, claim, latest, prune, put, steps
+from mycel.run.reading import Tensors, Wanted, load_parts, load_whole, read
+from mycel.run.shards import MANIFEST, SHARD_BYTES, Crew, File, Manifest, Piece, Shard, pack, read_manifest, to_bytes
+from mycel.run.snapshot import Buffers, Layouts, State, on_host, take
 
-__all__ = ["Loaded", "RunFolder", "Saver", "best", "latest", "load", "load_latest", "save", "verify"]
+__all__ = [
+    "ALONE", "Loaded", "Ranks", "RunFolder", "Saver",
+    "best", "latest", "load", "load_latest", "load_latest_parts", "load_parts", "read", "save", "verify",
+]  # fmt: skip
 
 Folder = str | os.PathLike[str]
-Tensors = dict[str, torch.Tensor]
-Copy = Callable[[Tensors], tuple[Tensors, Callable[[], None]]]  # to the host; the copies are there once the function returned
+Failure = tuple[str, str]  # why, and what to try
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among those of a mesh.
+
+    `share` gives each rank the texts of all, in their order.  All call it equally often; it is called by one thread at a time, not always the
+    main one, so it needs a channel of its own.  It raises when a rank is gone.
+    """
+
+    mesh: Mesh
+    rank: int
+    share: Callable[[str], Sequence[str]]
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.mesh.world:
+            raise CheckpointError(f"there is no rank {self.rank} in {self.mesh}, which has {self.mesh.world}\n  try       a mesh of all ranks")
+
+    def tell(self, what: Any) -> list[Any]:
+        """What each rank has told."""
+        return [json.loads(text) for text in self.share(json.dumps(what))]
+
+
+ALONE = Ranks(Mesh(), 0, lambda text: [text])
 
 
 @dataclass(frozen=True)
@@ -49,26 +75,14 @@ class Loaded:
     tensors: Tensors
     meta: dict[str, Any]
     path: Path
-
-
-@dataclass(frozen=True)
-class State:
-    """What is to be saved: contiguous host tensors, filled once `ready` returns; `owner` says under which name each is stored."""
-
-    step: int
-    tensors: Tensors
-    owner: dict[str, str]
-    meta: dict[str, Any]
-    metric: float | None
-    ready: Callable[[], None]
+    plan: str | None = None
 
 
 def save(folder: Folder, step: int, tensors: Mapping[str, torch.Tensor], meta: dict[str, Any], *, shard_bytes: int = SHARD_BYTES) -> Path:
     """Write a checkpoint; when this returns it is on disk, when it raises nothing has changed."""
-    state = _state(step, tensors, meta, None, _on_host)
-    with _claim(Path(folder)):
-        writing = Writing(Path(folder), state, shard_bytes)
-        writing.begin()
+    with claim(Path(folder)):
+        writing = Writing(Path(folder), step, f"{os.getpid()}", ALONE, None, shard_bytes)
+        writing.begin(lambda: take(tensors, meta, None, on_host, {}, ALONE.mesh, ALONE.rank))
         return writing.finish()
 
 
@@ -77,9 +91,7 @@ def load(path: Folder, device: str | torch.device = "cpu", only: Callable[[str],
     path = Path(path)
     manifest = read_manifest(path)
     names = [name for name in manifest.tensors if only is None or only(name)]
-    owner = {name: x if isinstance(x := manifest.tensors[name], str) else name for name in names}
-    tensors = read_tensors(path, manifest, dict.fromkeys(owner.values()), torch.device(device))
-    return Loaded(manifest.step, {name: tensors[owner[name]] for name in names}, manifest.meta, path)
+    return Loaded(manifest.step, load_whole(path, manifest, names, torch.device(device)), manifest.meta, path, manifest.plan)
 
 
 def verify(path: Folder) -> None:
@@ -89,57 +101,78 @@ def verify(path: Folder) -> None:
 
 def load_latest(folder: Folder, device: str | torch.device = "cpu", only: Callable[[str], bool] | None = None) -> tuple[Loaded, list[str]]:
     """The newest undamaged checkpoint, and a warning for each newer one that was passed over."""
-    refused: dict[Path, str] = {}
+    return _newest(Path(folder), lambda path: load(path, device, only), ALONE)
+
+
+def load_latest_parts(
+    folder: Folder, wanted: Callable[[Manifest], Wanted], ranks: Ranks, device: str | torch.device = "cpu"
+) -> tuple[Loaded, list[str]]:
+    """The same under a mesh: each rank its own parts, of one checkpoint none of whose parts is damaged on any."""
+
+    def parts(path: Path) -> Loaded:
+        manifest = read_manifest(path)
+        tensors = load_parts(path, wanted(manifest), ranks.mesh, ranks.rank, device, manifest)
+        return Loaded(manifest.step, tensors, manifest.meta, path, manifest.plan)
+
+    return _newest(Path(folder), parts, ranks)
+
+
+def _newest(folder: Path, read_one: Callable[[Path], Loaded], ranks: Ranks) -> tuple[Loaded, list[str]]:
+    refused: dict[str, str] = {}
     # listed anew each time: while one is read, a run may replace it by newer ones
-    while left := [path for path in _steps(Path(folder)).values() if path not in refused]:
+    while left := ranks.tell([path.name for path in steps(folder).values() if path.name not in refused])[0]:
+        loaded, why = None, None
         try:
-            loaded = load(left[-1], device, only)
-            return loaded, [f"{why}; using {loaded.path.name}" for why in refused.values()]
+            loaded = read_one(folder / left[-1])
         except CheckpointError as e:
-            refused[left[-1]] = str(e).split("\n")[0]
+            why = str(e).split("\n")[0]
+        troubles = [trouble for trouble in ranks.tell(why) if trouble is not None]
+        if loaded is not None and not troubles:
+            return loaded, [f"{trouble}; using {loaded.path.name}" for trouble in refused.values()]
+        refused[left[-1]] = troubles[0]
     seen = "".join(f"\n  tried     {why}" for why in refused.values())
     what = "no checkpoint is undamaged" if refused else "there is no checkpoint"
     raise CheckpointError(f"{what}{seen}\n  at        {folder}\n  try       a new run, in another folder")
 
 
-def latest(folder: Folder) -> Path | None:
-    """The newest complete checkpoint: manifest right, shards there and of the right size."""
-    return next((path for path in reversed(_steps(Path(folder)).values()) if _complete(path)), None)
-
-
-def best(folder: Folder) -> Path | None:
-    """The complete checkpoint with the lowest metric, the earliest of equals."""
-    return _best({path: m for path in _steps(Path(folder)).values() if (m := _complete(path))})
-
-
 class Saver:
-    """Saves a run's state every now and then, and keeps the last `keep` and the best; one save is under way at most."""
+    """Saves a run's state every now and then, and keeps the last `keep` and the best; one save is under way at most.  Each rank has one."""
 
-    def __init__(self, folder: Folder, keep: int = 2, asynchronous: bool = True, *, shard_bytes: int = SHARD_BYTES) -> None:
+    def __init__(
+        self,
+        folder: Folder,
+        keep: int = 2,
+        asynchronous: bool = True,
+        *,
+        ranks: Ranks = ALONE,
+        plan: str | None = None,
+        shard_bytes: int = SHARD_BYTES,
+    ) -> None:
         if keep < 1:
             raise CheckpointError(f"keep={keep}: at least one checkpoint must be kept\n  at        {folder}\n  try       keep=1")
-        self.folder, self.keep, self.asynchronous, self.shard_bytes = Path(folder), keep, asynchronous, shard_bytes
+        self.folder, self.keep, self.asynchronous = Path(folder), keep, asynchronous
+        self.ranks, self.plan, self.shard_bytes = ranks, plan, shard_bytes
         self.last: Path | None = None  # the newest one completed by this saver
-        self.lock = _claim(self.folder)
         self.reports: deque[str] = deque()
         self.thread: threading.Thread | None = None
         self.writing: Writing | None = None  # the save last begun
-        self.buffers: Tensors = {}  # host copies, used again by the next save: allocating them is most of a copy's time
+        self.buffers = Buffers()
+        self.saves = 0
+        self.lock, self.owner = _claim_for_all(self.folder, ranks)
 
-    def save(self, step: int, tensors: Mapping[str, torch.Tensor], meta: dict[str, Any], metric: float | None = None) -> None:
-        """Take the state as it is now; a save that fails is reported by `poll`, and leaves the earlier checkpoints as they are."""
+    def save(
+        self, step: int, tensors: Mapping[str, torch.Tensor], meta: dict[str, Any], metric: float | None = None, layouts: Layouts | None = None
+    ) -> None:
+        """Take the state as it is now; a save that fails is reported by `poll`, and leaves the earlier checkpoints as they are.
+
+        `layouts` says how tensors lie on the mesh, and their global shapes; others are whole on every rank.  All ranks call this with the same
+        step and names; `meta` and `metric` are rank 0's.
+        """
         self.wait()
-        try:
-            state = _state(step, tensors, meta, metric, self._snapshot if self.asynchronous else _on_host)
-            self.writing = writing = Writing(self.folder, state, self.shard_bytes)
-            writing.begin()
-        except (RuntimeError, MemoryError) as e:  # torch says RuntimeError where it cannot allocate
-            why = f"step {step} is not saved: no copy of the state could be made: {e}"
-            self.reports.append(f"{why}\n  at        {self.folder}\n  try       saving without asynchronous copies, or more host memory")
-            return
-        except SaveFailed as e:
-            self.reports.append(str(e))
-            return
+        self.saves += 1
+        self.writing = writing = Writing(self.folder, step, f"{self.owner}-{self.saves}", self.ranks, self.plan, self.shard_bytes)
+        copy = self.buffers.copy if self.asynchronous else on_host
+        writing.begin(lambda: take(tensors, meta, metric, copy, layouts or {}, self.ranks.mesh, self.ranks.rank))
         if self.asynchronous:
             self.thread = threading.Thread(target=self._finish, args=(writing,), name="checkpoint")
             self.thread.start()
@@ -160,40 +193,16 @@ class Saver:
         """Wait, and let others write to the folder; a second call does nothing."""
         self.wait()
         self.writing = None
-        self.buffers.clear()
-        self.lock.release()
+        self.buffers = Buffers()
+        if self.lock is not None:
+            self.lock.release()
 
     def _finish(self, writing: Writing) -> None:
         try:
             self.last = writing.finish()
-            self.reports.extend(_prune(self.folder, writing.state.step, self.keep))
+            self.reports.extend(prune(self.folder, writing.step, self.keep) if self.ranks.rank == 0 else ())
         except CheckpointError as e:
             self.reports.append(str(e))
-
-    def _snapshot(self, tensors: Tensors) -> tuple[Tensors, Callable[[], None]]:
-        """Copies of the tensors as they are now: host tensors at once, CUDA ones on a stream of their own that later work waits for."""
-        host = {name: _buffer(x, self.buffers.get(name)) for name, x in tensors.items()}
-        self.buffers = host
-        events = []
-        for device in {x.device for x in tensors.values() if x.is_cuda}:
-            side, current = torch.cuda.Stream(device), torch.cuda.current_stream(device)
-            side.wait_stream(current)
-            with torch.cuda.stream(side):
-                for name, x in tensors.items():
-                    if x.device == device:
-                        host[name].copy_(x, non_blocking=True)
-                        x.record_stream(side)
-            events.append(side.record_event())
-            current.wait_event(events[-1])
-        for name, x in tensors.items():
-            if not x.is_cuda:
-                host[name].copy_(x)
-
-        def ready() -> None:
-            for event in events:
-                event.synchronize()
-
-        return host, ready
 
     def __enter__(self) -> Self:
         return self
@@ -206,196 +215,157 @@ class Saver:
         self.close()
 
 
+def _claim_for_all(folder: Path, ranks: Ranks) -> tuple[Lock | None, int]:
+    """Rank 0 takes the folder for all; its lock, on rank 0 alone, and its process id."""
+    lock, error = None, None
+    try:
+        lock = claim(folder) if ranks.rank == 0 else None
+    except CheckpointError as e:
+        error = e
+    refused, owner = ranks.tell([str(error) if error else None, os.getpid()])[0]
+    if refused:
+        raise error or CheckpointError(refused)
+    return lock, owner
+
+
 class SaveFailed(CheckpointError):
-    """The disk did not take a checkpoint."""
+    """The disk did not take a checkpoint, or a rank could not give its part of it."""
 
 
 class Writing:
-    """A checkpoint under way: threads hash and write its shards from `begin` on; `finish` completes it, or leaves nothing of it."""
+    """A checkpoint under way: threads hash and write this rank's shards from `begin` on; `finish` completes it for all, or leaves nothing of it."""
 
-    def __init__(self, folder: Path, state: State, shard_bytes: int) -> None:
-        self.folder, self.state = folder, state
-        self.final = folder / f"step-{state.step:08d}"
-        self.temp = folder / f".tmp-{self.final.name}-{os.getpid()}"
-        self.shards = pack(state.tensors, shard_bytes)
-        self.bytes = sum(shard.bytes for shard in self.shards)
-        self.sha256: dict[str, str] = {}
+    def __init__(self, folder: Path, step: int, mark: str, ranks: Ranks, plan: str | None, shard_bytes: int) -> None:
+        self.folder, self.step, self.ranks, self.plan, self.shard_bytes = folder, step, ranks, plan, shard_bytes
+        self.final = folder / f"step-{step:08d}"
+        self.temp = folder / f".tmp-{self.final.name}-{mark}"
+        self.state: State | None = None
+        self.shards: list[Shard] = []
+        self.sha256: dict[str, list[str]] = {}
+        self.failure: Failure | None = None
         self.crew = Crew([])
         self.abandoned = threading.Event()
 
-    def begin(self) -> None:
-        """Start the threads, if there is room for what they write."""
-        with self._whole_or_nothing():
+    def begin(self, taken: Callable[[], State]) -> None:
+        """Take the state and start the threads, if there is room for what they write; what fails is told by `finish`, to all ranks."""
+        try:
+            self.state = taken()
+            self.shards = pack(self.state.parts, self.shard_bytes, self.ranks.rank)
+        except (RuntimeError, MemoryError) as e:  # torch says RuntimeError where it cannot allocate
+            self.failure = f"no copy of the state could be made: {e}", "saving without asynchronous copies, or more host memory"
+            return
+        try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            shutil.rmtree(self.temp, ignore_errors=True)
-            if free_bytes(self.folder) < self.bytes:  # said now, not after filling the disk to its brim
+            if free_bytes(self.folder) < self._bytes():  # said now, not after filling the disk to its brim
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            self.temp.mkdir()
-            self.crew = Crew(partial(task, shard) for shard in self.shards for task in (self._write, self._hash))
+            self.temp.mkdir(exist_ok=True)
+            self.crew = Crew(partial(task, shard, self.state.ready) for shard in self.shards for task in (self._write, self._hash))
+        except Exception as e:
+            self.failure = self._why(e)
+        except BaseException:
+            self.abandon()
+            raise
 
     def finish(self) -> Path:
-        """Wait for the shards, write the manifest, and put the whole in its place by one rename."""
-        with self._whole_or_nothing():
-            self.crew.join()
-            with open(self.temp / MANIFEST, "xb") as file:
-                file.write(to_bytes(self._manifest()))
-                file.flush()
-                os.fsync(file.fileno())
-            _sync(self.temp)
-            old = self.folder / f".old-{self.final.name}"
-            if self.final.exists():
-                shutil.rmtree(old, ignore_errors=True)
-                os.rename(self.final, old)  # `_steps` finds it there until the new one is in its place
-            os.rename(self.temp, self.final)
-            _sync(self.folder)
-        shutil.rmtree(old, ignore_errors=True)
+        """Wait for the shards of all ranks; then rank 0 writes the manifest, and puts the whole in its place by one rename."""
+        try:
+            told = self._tell(self._written(), f"step {self.step} is not saved")
+            failure = _first_failure(told)
+            if failure is None:
+                done = self._publish(told) if self.ranks.rank == 0 else None
+                failure = self._tell(done, f"step {self.step} may not be saved")[0]
+        except BaseException:
+            self.abandon()
+            raise
+        if failure is not None:
+            self.abandon()
+            raise SaveFailed(f"step {self.step} is not saved: {failure[0]}\n  at        {self.folder}\n  try       {failure[1]}")
         return self.final
 
     def abandon(self) -> None:
         """Leave nothing of it, unless it is complete."""
         self.abandoned.set()
         self.crew.stop()
-        shutil.rmtree(self.temp, ignore_errors=True)
+        if self.ranks.rank == 0:
+            shutil.rmtree(self.temp, ignore_errors=True)
 
-    def _write(self, shard: Shard) -> None:
-        self.state.ready()
+    def _write(self, shard: Shard, ready: Callable[[], None]) -> None:
+        ready()
         shard.write(self.temp, self.abandoned)
 
-    def _hash(self, shard: Shard) -> None:
-        self.state.ready()
+    def _hash(self, shard: Shard, ready: Callable[[], None]) -> None:
+        ready()
         self.sha256[shard.file] = shard.sha256(self.abandoned)
 
-    def _manifest(self) -> Manifest:
-        state = self.state
-        pieces: dict[str, list[Piece]] = {name: [] for name in state.tensors}
-        for shard in self.shards:
-            for name, piece in shard.pieces():
-                pieces[name].append(piece)
-        entries = {name: Entry(x.dtype, tuple(x.shape), tuple(pieces[name])) for name, x in state.tensors.items()}
-        tensors = {name: entries[name] if owner == name else owner for name, owner in state.owner.items()}
-        shards = {shard.file: (shard.bytes, self.sha256[shard.file]) for shard in self.shards}
-        return Manifest(state.step, state.metric, state.meta, shards, tensors)
-
-    @contextmanager
-    def _whole_or_nothing(self) -> Iterator[None]:
+    def _written(self) -> dict[str, Any]:
+        """What this rank has to tell of its shards, once they are on the disk or have failed."""
         try:
-            yield
-        except BaseException as e:
-            self.abandon()
-            if not isinstance(e, Exception):
-                raise
-            why, hint = explain(e, self.folder, self.bytes) if isinstance(e, OSError) else (f"{type(e).__name__}: {e}", "to save again")
-            raise SaveFailed(f"step {self.state.step} is not saved: {why}\n  at        {self.folder}\n  try       {hint}") from e
+            self.crew.join()
+        except Exception as e:
+            for shard in self.shards:  # its own: others are still writing theirs
+                with suppress(OSError):
+                    (self.temp / shard.file).unlink(missing_ok=True)
+            self.failure = self._why(e)
+        if self.failure is not None or self.state is None:
+            return {"failure": self.failure}
+        described = [shard.described(self.sha256[shard.file]) for shard in self.shards]
+        files = {shard.file: vars(file) for shard, (file, _) in zip(self.shards, described, strict=True)}
+        return {
+            "digest": f"{self.step} {self.state.digest}",
+            "files": files,
+            "pieces": [(name, vars(piece)) for _, pieces in described for name, piece in pieces],
+        }
 
-
-def _state(step: int, tensors: Mapping[str, torch.Tensor], meta: dict[str, Any], metric: float | None, copy: Copy) -> State:
-    """What the caller gave, with names of the same tensor joined and everything copied that could change."""
-    try:
-        meta = json.loads(json.dumps(meta))
-    except (TypeError, ValueError) as e:
-        raise CheckpointError(f"meta of step {step} cannot be written as JSON: {e}\n  try       numbers, strings, lists, objects") from e
-    owner: dict[str, str] = {}
-    first: dict[Any, str] = {}
-    for name, x in tensors.items():
-        if x.dtype not in DTYPE_NAMES or x.layout is not torch.strided or x.is_meta or name == "__metadata__":
-            known = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPE_NAMES)
-            raise CheckpointError(f"cannot save {name!r}, a {x.layout} {x.dtype} tensor on {x.device}\n  try       a dense tensor of {known}")
-        same = (x.device, x.data_ptr(), x.shape, x.stride(), x.dtype, x.is_conj(), x.is_neg()) if x.numel() else name
-        owner[name] = first.setdefault(same, name)
-    host, ready = copy({name: tensors[name].detach() for name, other in owner.items() if name == other})
-    return State(step, host, owner, meta, metric if metric is not None and math.isfinite(metric) else None, ready)
-
-
-def _on_host(tensors: Tensors) -> tuple[Tensors, Callable[[], None]]:
-    """The tensors themselves where they are contiguous host ones already: the caller waits."""
-    return {name: x.resolve_conj().resolve_neg().cpu().contiguous() for name, x in tensors.items()}, lambda: None
-
-
-def _buffer(x: torch.Tensor, old: torch.Tensor | None) -> torch.Tensor:
-    """Host memory for a copy of `x`, page-locked if it comes from a GPU and there is any."""
-    if old is not None and old.shape == x.shape and old.dtype == x.dtype:
-        return old
-    if x.is_cuda:
-        with suppress(RuntimeError):
-            return torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
-    return torch.empty(x.shape, dtype=x.dtype)
-
-
-def _claim(folder: Path) -> Lock:
-    """The folder: made, locked, and freed of what dead processes left."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as e:
-        raise CheckpointError(f"cannot make the folder of checkpoints: {e.strerror}\n  at        {folder}\n  try       another folder") from e
-    lock = Lock(folder)
-    with suppress(OSError):  # a parent that may not be listed
-        _sync(folder.parent)
-    for path in list(folder.iterdir()) if lock.held else []:
-        name = path.name.removeprefix(".old-")
-        if path.name.startswith((".tmp-", ".trash-")) or (name != path.name and (folder / name).exists()):
-            shutil.rmtree(path, ignore_errors=True)
-        elif name != path.name:
-            with suppress(OSError):
-                os.rename(path, folder / name)
-    return lock
-
-
-def _steps(folder: Path) -> dict[int, Path]:
-    """Checkpoints by step, in order, complete or damaged; `.old-` ones only where there is no other of that step."""
-    try:
-        found = [(m, path) for path in folder.iterdir() if (m := re.fullmatch(r"(\.old-)?step-([0-9]{8,})", path.name))]
-    except (FileNotFoundError, NotADirectoryError):
-        return {}
-    by_step = {int(m[2]): path for m, path in sorted(found, key=lambda x: x[0][1] is None)}
-    return dict(sorted(by_step.items()))
-
-
-def _complete(path: Path) -> Manifest | None:
-    """Its manifest, if that is right and the shards are there."""
-    try:
-        return read_manifest(path)
-    except CheckpointError:
+    def _publish(self, told: list[dict[str, Any]]) -> Failure | None:
+        try:
+            manifest = self._manifest(told)
+            there = {path.name: path.stat().st_size for path in self.temp.iterdir()}
+            if lost := [name for name, file in manifest.files.items() if there.get(name) != file.bytes]:
+                return f"rank 0 does not see {lost[0]} as it was written", "a folder on a disk that all ranks share"
+            with open(self.temp / MANIFEST, "xb") as file:
+                file.write(to_bytes(manifest))
+                file.flush()
+                os.fsync(file.fileno())
+            put(self.temp, self.final)
+        except Exception as e:
+            shutil.rmtree(self.temp, ignore_errors=True)  # before it is said how much is free
+            return self._why(e)
         return None
 
+    def _manifest(self, told: list[dict[str, Any]]) -> Manifest:
+        """All ranks' pieces as one."""
+        assert self.state is not None
+        files = {name: File(**file) for rank in told for name, file in rank["files"].items()}
+        pieces: dict[str, list[Piece]] = {name: [] for name in self.state.tensors}
+        for rank in told:
+            for name, piece in rank["pieces"]:
+                pieces[name].append(Piece(**{**piece, "offset": tuple(piece["offset"]), "shape": tuple(piece["shape"])}))
+        tensors = {name: x if isinstance(x, str) else replace(x, pieces=tuple(pieces[name])) for name, x in self.state.tensors.items()}
+        return Manifest(self.step, self.state.metric, self.state.meta, self.plan, files, tensors)
 
-def _best(manifests: dict[Path, Manifest]) -> Path | None:
-    return min(((m.metric, m.step, path) for path, m in manifests.items() if m.metric is not None), default=(0, 0, None))[2]
+    def _tell(self, what: Any, otherwise: str) -> list[Any]:
+        try:
+            return self.ranks.tell(what)
+        except Exception as e:
+            why = f"{otherwise}: the ranks did not all answer: {type(e).__name__}: {e}"
+            raise SaveFailed(f"{why}\n  at        {self.folder}\n  try       to resume: earlier checkpoints are as they were") from e
 
+    def _bytes(self) -> int:
+        return sum(shard.bytes for shard in self.shards)
 
-def _prune(folder: Path, step: int, keep: int) -> list[str]:
-    """After `step` is complete: delete all but the last `keep` and the best, set aside what is later; what could not be done, in words."""
-    reports = []
-    try:
-        steps = _steps(folder)
-        for path in [path for s, path in steps.items() if s > step]:
-            aside = folder / f"abandoned-{path.name.removeprefix('.old-')}"
-            _discard(aside)
-            os.rename(path, aside)
-            reports.append(f"{path.name} is later than step {step}, from which the run went on: set aside as {aside.name}\n  at        {folder}")
-        complete = {path: m for s, path in steps.items() if s <= step and (m := _complete(path))}
-        for path in {*list(complete)[:-keep]} - {_best(complete)}:
-            _discard(path)
-    except OSError as e:
-        reports.append(f"an old checkpoint could not be deleted: {e.strerror}\n  at        {e.filename or folder}")
-    return reports
-
-
-def _discard(path: Path) -> None:
-    """Delete a checkpoint; if killed meanwhile, none is there in part."""
-    if path.exists():
-        trash = path.with_name(f".trash-{path.name}-{os.getpid()}")
-        shutil.rmtree(trash, ignore_errors=True)
-        os.rename(path, trash)
-        shutil.rmtree(trash)
+    def _why(self, e: Exception) -> Failure:
+        if self.abandoned.is_set():
+            return "it was interrupted", "to resume: earlier checkpoints are as they were"
+        return explain(e, self.folder, self._bytes()) if isinstance(e, OSError) else (f"{type(e).__name__}: {e}", "to save again")
 
 
-def _sync(folder: Path) -> None:
-    """The names in a folder onto the disk."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    except OSError as e:
-        if e.errno not in (errno.EINVAL, errno.EOPNOTSUPP):  # some network filesystems know no such thing
-            raise
-    finally:
-        os.close(fd)
+def _first_failure(told: list[dict[str, Any]]) -> Failure | None:
+    """Why no rank saves: one of them could not, or they do not speak of the same state."""
+    failed = {rank: said["failure"] for rank, said in enumerate(told) if said.get("failure")}
+    others = [rank for rank, said in enumerate(told) if rank not in failed and said["digest"] != told[0].get("digest")]
+    if failed:
+        (rank, (why, hint)), *more = failed.items()
+        return f"{f'rank {rank}: ' if len(told) > 1 else ''}{why}{f' (and {len(more)} ranks more)' if more else ''}", hint
+    if others:
+        return f"step, names, shapes or layouts on rank {others[0]} are not those on rank 0", "the same model, optimiser and plan on all ranks"
+    return None

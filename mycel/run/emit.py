@@ -28,7 +28,8 @@ from mycel.run.compile import compiled as compile_function
 from mycel.run.kernels import literal, sources_of, write, write_inplace, write_into
 
 _WRITTEN_HERE = {"call", "cond", "custom", "loop", "scan", "const", "opaque"}
-_TAKEN = {*keyword.kwlist, *dir(builtins), "torch", "math", "base64", "device"}
+RANKS = "mycel.ops.collective"  # what is said to other ranks
+_TAKEN = {*keyword.kwlist, *dir(builtins), "torch", "math", "base64", "device", "ranks"}
 
 
 def emit(program: Program, device: torch.device | str = "cpu", reuse: bool = False, donate: bool = False) -> str:
@@ -50,6 +51,7 @@ def emit(program: Program, device: torch.device | str = "cpu", reuse: bool = Fal
     body = "\n\n\n".join([*needed.values(), *functions]) + "\n"
     head = ["import base64"] if any(_is_bytes(c) for c in program.consts.values()) else []
     head += ["import math", "", "import torch"]
+    head += ["", "from mycel.ops import collective as ranks"] if re.search(r"\branks\.", body) else []
     if program.consts or re.search(r"\bdevice\b", body):
         head += ["", f"device = torch.device({str(device)!r})"]
     head += [f"{_const(k)} = {_constant_text(c)}" for k, c in program.consts.items()]
@@ -200,6 +202,9 @@ class _Function:
         self.line(write_inplace(eqn.op, args, eqn.params))
 
     def expression(self, eqn: Eqn, args: list[str]) -> str:
+        if eqn.op.kernel.__module__ == RANKS:
+            more = [f"{k}={literal(v)}" for k, v in eqn.params.items()] + ["device=device"] * ("device" in eqn.op.defaults)
+            return f"ranks.{eqn.op.name}({', '.join([*args, *more])})"
         return _const(eqn.params["name"]) if eqn.op.name == "const" else write(eqn.op, args, eqn.params, eqn.input_types)
 
     def held(self, name: str, args: Sequence[str], outs: Sequence[str], over: dict[int, int] | None = None) -> None:
@@ -296,7 +301,11 @@ def _inlined(program: Program) -> set[str]:
 def _helpers(program: Program, donate: bool) -> dict[str, str]:
     """Functions and constants that the kernels need beside them, by name."""
     ops = {e.op for _, e in walk(program)}
-    return dict(sorted((k, text) for op in ops if op.name not in _WRITTEN_HERE for k, text in sources_of(op, donate).items()))
+    return dict(
+        sorted(
+            (k, text) for op in ops if op.name not in _WRITTEN_HERE and op.kernel.__module__ != RANKS for k, text in sources_of(op, donate).items()
+        )
+    )
 
 
 def _block_names(program: Program, helpers: Container[str]) -> dict[str, str]:

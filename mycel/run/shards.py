@@ -1,16 +1,18 @@
-"""The files of one checkpoint: safetensors shards, and a manifest that says what is in them.
+"""The files of one checkpoint: safetensors shards, of which every rank writes its own, and a manifest that says what is in them.
 
     step-00000200/
-      shard-00000.safetensors, …    tensors, or pieces of tensors larger than a shard
-      manifest.json                 {"format", "step", "metric", "meta",
-                                     "shards":  {file: {"bytes", "sha256"}},
-                                     "tensors": {name: {"dtype", "shape", "pieces": [{"shard", "begin", "part": {"offset", "shape"}}]},
-                                                 tied name: {"same": name}},
-                                     "sha256"}
+      shard-00003-00001.safetensors, …   the second one of rank 3
+      manifest.json                      {"format", "step", "metric", "meta", "plan",
+                                          "files":   {file: {"bytes", "header", "sha256"}},
+                                          "tensors": {name: {"dtype", "shape", "pieces": [{"file", "begin", "offset", "shape", "sha256"}]},
+                                                      tied name: {"same": name}},
+                                          "sha256"}
 
-A piece lies at byte `begin` of its shard; one without "part" is the whole tensor.  Pieces may be any boxes that fill their tensor,
-so ranks can each write their own.  The manifest's last line is the checksum of all lines before it.  Reading believes the manifest
-only when that line is right, and tensors only when their shard's checksum is; nothing is unpickled or evaluated.
+A piece is a box of a tensor: `shape` large at `offset` of it, at byte `begin` of a file.  Pieces fill their tensor and, behind its header, their
+file, none over another.  Each has a checksum and some MiB at most (one row at least), so a box of a tensor can be read, and checked, without
+reading much else; those that a rank has of a tensor lie one after the other, and other programs read them as one.  The manifest's last line is the
+checksum of all lines before it.  Reading believes the manifest only when that line is right, and tensors only when their pieces' checksums are;
+nothing is unpickled or evaluated.
 """
 
 from __future__ import annotations
@@ -24,17 +26,19 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 
 from mycel.errors import CheckpointError
+from mycel.run.boxes import Dims
 
-FORMAT = "mycel-checkpoint-1"
+FORMAT = "mycel-checkpoint-2"
 MANIFEST = "manifest.json"
 SHARD_BYTES = 2 << 30
+PIECE_BYTES = 16 << 20
 CHUNK = 4 << 20  # bytes hashed, written or read at a time
 THREADS = 4  # one hashes a shard while another writes it; more saturate neither the disk nor a few cores that also train
 NEVER = threading.Event()
@@ -48,17 +52,27 @@ DTYPES = {
 }  # fmt: skip
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
-Dims = tuple[int, ...]
+Part = tuple[str, Dims, torch.Tensor]  # of a tensor: its name, where in it, and what is there
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of a tensor, `shape` large at `offset`, at byte `begin` of a shard."""
+    """A box of a tensor, `shape` large at `offset`, at byte `begin` of a file."""
 
-    shard: str
+    file: str
     begin: int
     offset: Dims
     shape: Dims
+    sha256: str
+
+
+@dataclass(frozen=True)
+class File:
+    """A shard: its size, and size and checksum of its header."""
+
+    bytes: int
+    header: int
+    sha256: str
 
 
 @dataclass(frozen=True)
@@ -72,12 +86,13 @@ class Entry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What is in a checkpoint; a tied tensor is the name of the one it is the same as, a shard its bytes and checksum."""
+    """What is in a checkpoint; a tied tensor is the name of the one it is the same as."""
 
     step: int
     metric: float | None
     meta: dict[str, Any]
-    shards: dict[str, tuple[int, str]]
+    plan: str | None
+    files: dict[str, File]
     tensors: dict[str, Entry | str]
 
 
@@ -116,10 +131,13 @@ class Crew:
             thread.join()
 
 
-class Shard:
-    """A safetensors file to be: its header, and pieces of host tensors in the order of their bytes."""
+# -- shards -------------------------------------------------------------------------------------------------------------
 
-    def __init__(self, file: str, parts: list[tuple[str, Dims, torch.Tensor]]) -> None:
+
+class Shard:
+    """A safetensors file to be: its header, and parts of tensors, on the host and contiguous, in the order of their bytes."""
+
+    def __init__(self, file: str, parts: list[Part]) -> None:
         self.file = file
         self.parts = sorted(parts, key=lambda part: -part[2].itemsize)  # large items first keeps all of them aligned
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -131,21 +149,12 @@ class Shard:
         text += b" " * (-len(text) % 8)
         self.header = len(text).to_bytes(8, "little") + text
         self.bytes = len(self.header) + at
-
-    def pieces(self) -> Iterator[tuple[str, Piece]]:
-        """Name of the tensor and place of each piece."""
-        begin = len(self.header)
-        for name, offset, x in self.parts:
-            yield name, Piece(self.file, begin, offset, tuple(x.shape))
-            begin += x.nbytes
+        self.pieces = [piece for part in self.parts for piece in cut(part, PIECE_BYTES)]
 
     def chunks(self, abandoned: threading.Event = NEVER) -> Iterator[memoryview]:
         """The bytes of the file, as long as they are wanted."""
-        for whole in [memoryview(self.header), *(as_bytes(x) for _, _, x in self.parts)]:
-            for at in range(0, len(whole), CHUNK):
-                if abandoned.is_set():
-                    raise InterruptedError("abandoned")
-                yield whole[at : at + CHUNK]
+        for stretch in self._stretches():
+            yield from _chunks(stretch, abandoned)
 
     def write(self, folder: Path, abandoned: threading.Event = NEVER) -> None:
         """Onto the disk, not only into its cache."""
@@ -155,12 +164,35 @@ class Shard:
             file.flush()
             os.fsync(file.fileno())
 
-    def sha256(self, abandoned: threading.Event = NEVER) -> str:
-        """The checksum of the file's bytes, from memory."""
-        digest = hashlib.sha256()
-        for chunk in self.chunks(abandoned):
-            digest.update(chunk)
-        return digest.hexdigest()
+    def sha256(self, abandoned: threading.Event = NEVER) -> list[str]:
+        """The checksums of the header and of each piece, from memory."""
+        found = []
+        for stretch in self._stretches():
+            digest = hashlib.sha256()
+            for chunk in _chunks(stretch, abandoned):
+                digest.update(chunk)
+            found.append(digest.hexdigest())
+        return found
+
+    def described(self, sha256: list[str]) -> tuple[File, list[tuple[str, Piece]]]:
+        """What a manifest says of it: the file, and each piece with the name of its tensor."""
+        begin, found = len(self.header), []
+        for (name, offset, x), digest in zip(self.pieces, sha256[1:], strict=True):
+            found.append((name, Piece(self.file, begin, offset, tuple(x.shape), digest)))
+            begin += x.nbytes
+        return File(self.bytes, len(self.header), sha256[0]), found
+
+    def _stretches(self) -> Iterator[memoryview]:
+        yield memoryview(self.header)
+        for _, _, x in self.pieces:
+            yield as_bytes(x)
+
+
+def _chunks(whole: memoryview, abandoned: threading.Event) -> Iterator[memoryview]:
+    for at in range(0, len(whole), CHUNK):
+        if abandoned.is_set():
+            raise InterruptedError("abandoned")
+        yield whole[at : at + CHUNK]
 
 
 def as_bytes(x: torch.Tensor) -> memoryview:
@@ -169,36 +201,41 @@ def as_bytes(x: torch.Tensor) -> memoryview:
     return x.as_strided((x.numel(),), (1,)).view(torch.uint8).numpy().data
 
 
-def pack(tensors: Mapping[str, torch.Tensor], shard_bytes: int) -> list[Shard]:
-    """Contiguous host tensors -> shards of at most `shard_bytes`; a larger tensor is cut along its first dim, one row at least."""
-    groups: list[list[tuple[str, Dims, torch.Tensor]]] = []
+def pack(parts: Iterable[Part], shard_bytes: int, rank: int = 0) -> list[Shard]:
+    """Parts of tensors -> shards of at most `shard_bytes`; a larger part is cut along its first dim, one row at least."""
+    groups: list[list[Part]] = []
     room = -1
-    for name, x in tensors.items():
-        for offset, part in _cut(x, shard_bytes):
-            if part.nbytes > room:  # always so after another part of the same tensor: names in a shard are unique
+    for part in parts:
+        for piece in cut(part, shard_bytes):
+            if piece[2].nbytes > room:  # always so after another part of the same tensor: names in a shard are unique
                 groups.append([])
                 room = shard_bytes
-            groups[-1].append((name, offset, part))
-            room -= part.nbytes
-    return [Shard(f"shard-{i:05d}.safetensors", parts) for i, parts in enumerate(groups)]
+            groups[-1].append(piece)
+            room -= piece[2].nbytes
+    return [Shard(f"shard-{rank:05d}-{i:05d}.safetensors", group) for i, group in enumerate(groups)]
 
 
-def _cut(x: torch.Tensor, shard_bytes: int) -> Iterator[tuple[Dims, torch.Tensor]]:
-    if x.nbytes <= shard_bytes or x.dim() == 0:
-        yield (0,) * x.dim(), x
+def cut(part: Part, limit_bytes: int) -> Iterator[Part]:
+    """A part in parts of at most so many bytes along its first dim, one row at least."""
+    name, offset, x = part
+    if x.nbytes <= limit_bytes or x.dim() == 0:
+        yield part
         return
-    rows = max(1, shard_bytes // (x.nbytes // x.shape[0]))
+    rows = max(1, limit_bytes // (x.nbytes // x.shape[0]))
     for at in range(0, x.shape[0], rows):
-        yield (at,) + (0,) * (x.dim() - 1), x[at : at + rows]
+        yield name, (offset[0] + at, *offset[1:]), x[at : at + rows]
+
+
+# -- the manifest -------------------------------------------------------------------------------------------------------
 
 
 def to_bytes(manifest: Manifest) -> bytes:
-    """The manifest as JSON, one line for each tensor and shard, and its checksum in the last line."""
+    """The manifest as JSON, one line for each tensor and file, and its checksum in the last line."""
+    files = {name: vars(file) for name, file in manifest.files.items()}
     tensors = {name: {"same": x} if isinstance(x, str) else _entry_json(x) for name, x in manifest.tensors.items()}
-    shards = {file: {"bytes": size, "sha256": sha256} for file, (size, sha256) in manifest.shards.items()}
-    head = {"format": FORMAT, "step": manifest.step, "metric": manifest.metric, "meta": manifest.meta}
+    head = {"format": FORMAT, "step": manifest.step, "metric": manifest.metric, "meta": manifest.meta, "plan": manifest.plan}
     lines = [f"{json.dumps(key)}: {json.dumps(value)},\n" for key, value in head.items()]
-    for key, table in (("shards", shards), ("tensors", tensors)):
+    for key, table in (("files", files), ("tensors", tensors)):
         rows = ",\n".join(f" {json.dumps(name)}: {json.dumps(value)}" for name, value in table.items())
         lines.append(f'"{key}": {{\n{rows}\n}},\n')
     body = ("{" + "".join(lines)).encode()
@@ -206,11 +243,7 @@ def to_bytes(manifest: Manifest) -> bytes:
 
 
 def _entry_json(entry: Entry) -> dict[str, Any]:
-    pieces = []
-    for p in entry.pieces:
-        part = {} if p.shape == entry.shape else {"part": {"offset": p.offset, "shape": p.shape}}
-        pieces.append({"shard": p.shard, "begin": p.begin, **part})
-    return {"dtype": DTYPE_NAMES[entry.dtype], "shape": entry.shape, "pieces": pieces}
+    return {"dtype": DTYPE_NAMES[entry.dtype], "shape": entry.shape, "pieces": [vars(piece) for piece in entry.pieces]}
 
 
 def _last_line(body: bytes) -> bytes:
@@ -223,7 +256,7 @@ def damaged(path: Path, why: str) -> NoReturn:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest of the checkpoint at `path`, its checksum and the sizes of its shards checked."""
+    """The manifest of the checkpoint at `path`, its checksum and the sizes of its files checked."""
     if not path.is_dir():
         raise CheckpointError(f"there is no checkpoint {path.name}\n  at        {path}\n  try       a folder like step-00000200 of a run")
     try:
@@ -240,8 +273,8 @@ def read_manifest(path: Path) -> Manifest:
         manifest = _manifest(json.loads(text))
     except (ValueError, KeyError, TypeError, AttributeError) as e:
         damaged(path, f"{MANIFEST} is not one this version reads: {e}")
-    for file, (size, _) in manifest.shards.items():
-        _check_size(path, file, size)
+    for name, file in manifest.files.items():
+        _check_size(path, name, file.bytes)
     return manifest
 
 
@@ -262,94 +295,58 @@ def _check_size(path: Path, file: str, size: int) -> None:
 def _manifest(x: dict[str, Any]) -> Manifest:
     if x["format"] != FORMAT:
         raise ValueError(f"format {x['format']!r}, expected {FORMAT!r}")
-    shards = {file: (int(s["bytes"]), str(s["sha256"])) for file, s in x["shards"].items()}
-    for file in shards:
-        _require(re.fullmatch(r"shard-[0-9]+\.safetensors", file), f"a shard called {file!r}")
-    tensors: dict[str, Entry | str] = {name: t["same"] if "same" in t else _entry(name, t, shards) for name, t in x["tensors"].items()}
+    files = {name: File(int(f["bytes"]), int(f["header"]), str(f["sha256"])) for name, f in x["files"].items()}
+    for name in files:
+        _require(re.fullmatch(r"shard-[0-9]+-[0-9]+\.safetensors", name), f"a file called {name!r}")
+    tensors: dict[str, Entry | str] = {name: t["same"] if "same" in t else _entry(name, t) for name, t in x["tensors"].items()}
     for name, t in tensors.items():
         _require(not isinstance(t, str) or isinstance(tensors.get(t), Entry), f"{name} is the same as {t}, which is not there")
+    _check_files_are_filled(files, [t for t in tensors.values() if isinstance(t, Entry)])
     _require(isinstance(x["meta"], dict), "meta is no object")
     metric = None if x["metric"] is None else float(x["metric"])
-    return Manifest(int(x["step"]), metric, x["meta"], shards, tensors)
+    return Manifest(int(x["step"]), metric, x["meta"], None if x["plan"] is None else str(x["plan"]), files, tensors)
 
 
-def _entry(name: str, x: dict[str, Any], shards: Mapping[str, tuple[int, str]]) -> Entry:
+def _entry(name: str, x: dict[str, Any]) -> Entry:
     dtype, shape = DTYPES[x["dtype"]], _dims(x["shape"])
-    pieces = []
-    for p in x["pieces"]:
-        part = p.get("part") or {"offset": [0] * len(shape), "shape": shape}
-        piece = Piece(p["shard"], int(p["begin"]), _dims(part["offset"]), _dims(part["shape"]))
-        _require(all(o + n <= whole for o, n, whole in zip(piece.offset, piece.shape, shape, strict=True)), f"{name} has a piece outside itself")
-        end = piece.begin + math.prod(piece.shape) * dtype.itemsize
-        _require(piece.begin >= 0 and end <= shards[piece.shard][0], f"{name} reaches outside {piece.shard}")
-        pieces.append(piece)
-    _require(sum(math.prod(p.shape) for p in pieces) == math.prod(shape), f"{name} has a hole")
-    return Entry(dtype, shape, tuple(pieces))
+    pieces = tuple(Piece(p["file"], int(p["begin"]), _dims(p["offset"]), _dims(p["shape"]), str(p["sha256"])) for p in x["pieces"])
+    for p in pieces:
+        _require(all(o + n <= whole and n for o, n, whole in zip(p.offset, p.shape, shape, strict=True)), f"{name} has a piece outside itself")
+    _require(sum(math.prod(p.shape) for p in pieces) == math.prod(shape) and _apart(pieces), f"{name} has a hole")
+    return Entry(dtype, shape, pieces)
+
+
+def _apart(pieces: tuple[Piece, ...]) -> bool:
+    """Does no piece of a tensor lie over another?"""
+    if len(pieces) <= 1:
+        return True
+    start = np.array([p.offset for p in pieces])
+    stop = start + np.array([p.shape for p in pieces])
+    order = start[:, 0].argsort()
+    start, stop = start[order], stop[order]
+    # those behind a piece in this order start in its rows only up to some place
+    last = np.searchsorted(start[:, 0], stop[:, 0])
+    return not any(((start[i] < stop[i + 1 : n]) & (start[i + 1 : n] < stop[i])).all(1).any() for i, n in enumerate(last) if n > i + 1)
+
+
+def _check_files_are_filled(files: Mapping[str, File], entries: Iterable[Entry]) -> None:
+    """Header and pieces follow one another, and leave nothing of a file unchecked."""
+    spans: dict[str, list[tuple[int, int]]] = {name: [(0, file.header)] for name, file in files.items()}
+    for entry in entries:
+        for p in entry.pieces:
+            spans[p.file].append((p.begin, p.begin + math.prod(p.shape) * entry.dtype.itemsize))
+    for name, found in spans.items():
+        found.sort()
+        ends = [0, *(end for _, end in found)]
+        _require([begin for begin, _ in found] == ends[:-1] and ends[-1] == files[name].bytes, f"pieces do not fill {name}")
 
 
 def _dims(x: Iterable[Any]) -> Dims:
     dims = tuple(int(n) for n in x)
-    _require(all(n >= 0 for n in dims), f"dims {dims}")
+    _require(all(0 <= n < 1 << 62 for n in dims), f"dims {dims}")
     return dims
 
 
 def _require(true: object, why: str) -> None:
     if not true:
         raise ValueError(why)
-
-
-def read_tensors(path: Path, manifest: Manifest, names: Iterable[str], device: torch.device) -> dict[str, torch.Tensor]:
-    """These tensors, not tied ones, on the device; every byte of every shard is checked, wanted or not."""
-    entries = {name: entry for name in names if isinstance(entry := manifest.tensors[name], Entry)}
-    tensors = {name: torch.empty(entry.shape, dtype=entry.dtype, device=device) for name, entry in entries.items()}
-    targets: dict[str, list[tuple[int, torch.Tensor]]] = {file: [] for file in manifest.shards}
-    for name, entry in entries.items():
-        for p in entry.pieces:
-            box = tuple(slice(o, o + n) for o, n in zip(p.offset, p.shape, strict=True))
-            targets[p.shard].append((p.begin, tensors[name][box]))
-    Crew(partial(_read_shard, path, file, *manifest.shards[file], targets[file]) for file in targets).join()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return tensors
-
-
-def _read_shard(path: Path, file: str, size: int, sha256: str, targets: list[tuple[int, torch.Tensor]]) -> None:
-    """Fill the targets, each (byte in the shard, tensor), if the whole shard is right."""
-    digest = hashlib.sha256()
-    scratch = memoryview(bytearray(min(size, CHUNK)))
-    staged = []
-    try:
-        with open(path / file, "rb", buffering=0) as shard:
-            for begin, x in sorted(targets, key=lambda target: target[0]):
-                host = x if x.device.type == "cpu" and x.is_contiguous() else torch.empty(x.shape, dtype=x.dtype)
-                _require(shard.tell() <= begin or not x.numel(), "pieces overlap")
-                _skim(shard, begin, digest.update, scratch)
-                _fill(shard, as_bytes(host), digest.update)
-                if host is not x:
-                    staged.append((x, host))
-            _skim(shard, size, digest.update, scratch)
-            _require(not shard.read(1), f"more than {size} bytes")
-    except ValueError as e:
-        damaged(path, f"{file}: {e}")
-    except OSError as e:
-        damaged(path, f"{file} cannot be read: {e.strerror}")
-    if digest.hexdigest() != sha256:
-        damaged(path, f"{file} has sha256 {digest.hexdigest()[:16]}…, expected {sha256[:16]}…")
-    for x, host in staged:
-        x.copy_(host)
-
-
-def _skim(file: Any, end: int, update: Callable[[memoryview], None], scratch: memoryview) -> None:
-    """Read and hash up to byte `end`."""
-    while (left := end - file.tell()) > 0:
-        _fill(file, scratch[:left], update)
-
-
-def _fill(file: Any, into: memoryview, update: Callable[[memoryview], None]) -> None:
-    """Read and hash as many bytes as there is room for."""
-    at = 0
-    while at < len(into):
-        n = file.readinto(into[at : at + CHUNK])
-        _require(n, f"ends at byte {file.tell()}")
-        update(into[at : at + n])
-        at += n

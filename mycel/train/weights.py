@@ -1,8 +1,11 @@
-"""The weights of a Hugging Face folder: found, checked, loaded.
+"""The weights of a Hugging Face folder: found, checked, loaded; whole into a module, or by slices into the parts that ranks hold.
 
     files  ──map──▶  names and shapes against the configuration  ──convert, copy──▶  a module on the device
+    files  ──map──▶  slices  ──copy──▶  a rank's part of a tensor
+    parts  ──gather, one tensor at a time──▶  files
 
-The files are first mapped as they are: no byte of a tensor is read until every name and shape fits.  Only safetensors are read; nothing is unpickled.
+The files are first mapped as they are: no byte of a tensor is read until every name and shape fits, and of a part none that the rank does not hold.
+Only safetensors are read; nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -10,16 +13,22 @@ from __future__ import annotations
 import contextlib
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
 from mycel.errors import TrainError
+from mycel.ir import Layout, Mesh
+from mycel.run import boxes
+from mycel.run.folder import explain
+from mycel.run.shards import DTYPES as STORED
+from mycel.run.shards import Part, Shard
 
 ONE, INDEX = "model.safetensors", "model.safetensors.index.json"
 OTHERS = ("pytorch_model*.bin", "*.safetensors", "consolidated*.pth", "tf_model.h5", "flax_model.msgpack", "*.gguf")
+MAX_SHARD_BYTES = 4_000_000_000
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
@@ -66,21 +75,30 @@ def load(path: Path, files: Sequence[Path], kind: Any, settings: Any, dtype: tor
 
 def stored_dtype(files: Sequence[Path]) -> torch.dtype:
     """The floating dtype in which most numbers of the files are stored; damaged files are refused."""
-    from safetensors import SafetensorError, safe_open
-
     counts: Counter[str] = Counter()
     for file in files:
-        try:
-            with safe_open(file, framework="pt") as tensors:
-                for name in tensors.keys():  # noqa: SIM118 (not a mapping)
-                    part = tensors.get_slice(name)
-                    counts[part.get_dtype()] += torch.Size(part.get_shape()).numel()
-        except (SafetensorError, OSError, ValueError) as error:
-            what = f"the weights are damaged or cut short, {file.stat().st_size} bytes: {one_line(error)}"
-            raise refusal(what, file, "copy the file again") from None
+        with mapped(file) as tensors:
+            for name in tensors.keys():  # noqa: SIM118 (not a mapping)
+                part = tensors.get_slice(name)
+                counts[part.get_dtype()] += torch.Size(part.get_shape()).numel()
     if odd := [name for name in counts if name.startswith("F") and name not in DTYPES]:
         raise refusal(f"weights stored as {odd[0]} cannot be trained", files[0].parent, "the model before quantisation")
     return next((DTYPES[name] for name, _ in counts.most_common() if name in DTYPES), torch.float32)
+
+
+@contextlib.contextmanager
+def mapped(file: Path) -> Iterator[Any]:
+    """A safetensors file, open: its header read, its tensors mapped; one that is damaged is refused."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            yield tensors
+    except (SafetensorError, OSError, ValueError) as error:
+        what = f"the weights are damaged or cut short, {file.stat().st_size} bytes: {one_line(error)}"
+        raise refusal(what, file, "copy the file again") from None
+    except RuntimeError as error:  # torch's, where the system has no room for it
+        raise refusal(f"the file cannot be mapped: {one_line(error)}", file, "smaller files: save_pretrained with max_shard_size") from None
 
 
 def _mapped(kind: Any, path: Path, settings: Any, dtype: torch.dtype) -> tuple[Any, Any]:
@@ -91,6 +109,120 @@ def _mapped(kind: Any, path: Path, settings: Any, dtype: torch.dtype) -> tuple[A
             return kind.from_pretrained(path, config=settings, dtype=dtype, **options)
     except Exception as error:  # transformers and models raise many kinds
         raise refusal(f"{kind.__name__} cannot be loaded: {one_line(error)}", path) from error
+
+
+# -- by slices ----------------------------------------------------------------------------------------------------------
+
+
+class Stored:
+    """The tensors in a folder's safetensors files: shapes and dtypes known, contents mapped and read by slices."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.slices: dict[str, Any] = {}
+        self.open = contextlib.ExitStack()
+        for file in find(path):
+            tensors = self.open.enter_context(mapped(file))
+            self.slices |= {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118 (not a mapping)
+
+    def type(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
+        """dtype and shape of a tensor."""
+        if name not in self.slices:
+            raise refusal(f"there are no weights called {name}, but {some(sorted(self.slices)) or 'none at all'}", self.path, "one of these")
+        if (kind := self.slices[name].get_dtype()) not in STORED:
+            raise refusal(f"{name} is stored as {kind}, which is not read", self.path, "the model before quantisation")
+        return STORED[kind], tuple(self.slices[name].get_shape())
+
+    def part(self, name: str, layout: Layout, mesh: Mesh, rank: int) -> torch.Tensor:
+        """What a rank holds of a tensor, on the host, padded with zeros; nothing else of it is read."""
+        dtype, shape = self.type(name)
+        box = boxes.held(boxes.checked(name, layout, shape, mesh), layout, mesh, rank)
+        part = torch.zeros(boxes.stored(shape, layout, mesh), dtype=dtype)
+        if all(start < stop for start, stop in box):
+            part[tuple(slice(n) for n in boxes.extents(box))] = self.slices[name][tuple(slice(start, stop) for start, stop in box)]
+        return part
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.slices.clear()
+        self.open.close()
+
+
+def read_part(folder: Path, name: str, layout: Layout, mesh: Mesh, rank: int) -> torch.Tensor:
+    """What a rank holds of one tensor of a folder; for many, `Stored` opens the files once."""
+    with Stored(folder) as stored:
+        return stored.part(name, layout, mesh, rank)
+
+
+def write_gathered(folder: Path, names: Iterable[str], whole: Callable[[str], torch.Tensor | None], max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
+    """Tensors that ranks hold in parts, as the safetensors files of a folder; at most one of them and one file are in memory.
+
+    All ranks call this with the same names: `whole(name)` gathers a tensor, and returns it on the rank that writes, None on the others.
+    """
+    files, failed = Files(folder, max_shard_bytes), None
+    for name in names:
+        x = whole(name)  # also after a failure: the other ranks are waiting for this one
+        try:
+            if x is not None and failed is None:
+                files.add(name, x)
+        except OSError as error:
+            failed = error
+    try:
+        if failed is None:
+            files.close()
+    except OSError as error:
+        failed = error
+    if failed is not None:
+        files.discard()
+        why, hint = explain(failed, folder, files.total_bytes)
+        raise refusal(f"the weights cannot be written: {why}", folder, hint) from failed
+
+
+class Files:
+    """The safetensors files of a folder to be, written one after the other, and the index over them if there are several."""
+
+    def __init__(self, folder: Path, max_shard_bytes: int) -> None:
+        self.folder, self.max_shard_bytes = folder, max_shard_bytes
+        self.parts: list[Part] = []
+        self.names: list[list[str]] = []  # of each file that is written
+        self.total_bytes = 0
+
+    def add(self, name: str, x: torch.Tensor) -> None:
+        """One more tensor; those that are waiting are written if there is no room for it beside them."""
+        x = x.detach().cpu().contiguous()
+        if self.parts and sum(part.nbytes for _, _, part in self.parts) + x.nbytes > self.max_shard_bytes:
+            self._write()
+        self.parts.append((name, (0,) * x.dim(), x))
+        self.total_bytes += x.nbytes
+
+    def close(self) -> None:
+        """Write the last, and give all their names."""
+        if self.parts:
+            self._write()
+        count = len(self.names)
+        final = [ONE] if count == 1 else [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+        for i, name in enumerate(final):
+            (self.folder / _unnamed(i)).rename(self.folder / name)
+        if count > 1:
+            index = {"metadata": {"total_size": self.total_bytes}, "weight_map": {x: final[i] for i, names in enumerate(self.names) for x in names}}
+            (self.folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+    def discard(self) -> None:
+        """Leave nothing."""
+        for i in range(len(self.names) + 1):
+            (self.folder / _unnamed(i)).unlink(missing_ok=True)
+
+    def _write(self) -> None:
+        Shard(_unnamed(len(self.names)), self.parts).write(self.folder)
+        self.names.append([name for name, _, _ in self.parts])
+        self.parts = []
+
+
+def _unnamed(i: int) -> str:
+    """A file is called `2 of 3` only once it is known that there are 3."""
+    return f".{i:05d}.part"
 
 
 # -- words --------------------------------------------------------------------------------------------------------------

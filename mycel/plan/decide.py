@@ -1,4 +1,4 @@
-"""The Plan of a step: what was decided, as plain data that prints."""
+"""What was decided for a step, as plain data that prints."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STEPS = 24  # prices tried, each twice the one before
 
 
 @dataclass(frozen=True)
-class Plan:
+class Decided:
     """`peak` is the memory of the whole step in bytes, as predicted; `held` what is there between steps; `at` the line of the peak."""
 
     residuals: Residuals
@@ -48,13 +48,13 @@ class Plan:
 Measure = Callable[[Residuals], Footprint]
 
 
-def decide(program: Program, body: str, costs: Costs, measure: Measure, budget: int | None) -> Plan:
+def decide(program: Program, body: str, costs: Costs, measure: Measure, budget: int | None) -> Decided:
     """What to keep for backward: the fastest that fits the budget.  `measure` gives the peak of the step under a decision."""
     price = KEEPING / costs.hardware.bytes_s if costs.compiled else 0.0
     found = residuals(program, body, costs, [price])
     foot = measure(found)
     if budget is None or foot.peak <= budget:
-        return Plan(found, foot.peak, foot.held, foot.at, budget)
+        return Decided(found, foot.peak, foot.held, foot.at, budget)
     least = price or 0.01 / costs.hardware.bytes_s
     before, smallest = price, foot
     for k in range(1, STEPS):
@@ -63,7 +63,7 @@ def decide(program: Program, body: str, costs: Costs, measure: Measure, budget: 
         foot = measure(found)
         smallest = min(smallest, foot, key=lambda f: f.peak)
         if foot.peak <= budget:
-            return _mixed(program, body, costs, measure, budget, before, dear, Plan(found, foot.peak, foot.held, foot.at, budget))
+            return _mixed(program, body, costs, measure, budget, before, dear, Decided(found, foot.peak, foot.held, foot.at, budget))
         before = dear
     raise PlanError(
         f"a step needs at least {shown(smallest.peak)}, the budget is {shown(budget)}: {shown(smallest.peak - budget)} too much\n"
@@ -72,7 +72,7 @@ def decide(program: Program, body: str, costs: Costs, measure: Measure, budget: 
     )
 
 
-def _mixed(program: Program, body: str, costs: Costs, measure: Measure, budget: int, cheap: float, dear: float, plan: Plan) -> Plan:
+def _mixed(program: Program, body: str, costs: Costs, measure: Measure, budget: int, cheap: float, dear: float, plan: Decided) -> Decided:
     """As many pairs as fit at the lower price.  Those whose backward comes first: memory is fullest then, and computing again needs some."""
     low, high = 0, len(list(paired(program.blocks[body])))
     while low < high:
@@ -80,7 +80,7 @@ def _mixed(program: Program, body: str, costs: Costs, measure: Measure, budget: 
         found = residuals(program, body, costs, _prices(cheap, dear, k))
         foot = measure(found)
         if foot.peak <= budget:
-            low, plan = k, Plan(found, foot.peak, foot.held, foot.at, budget)
+            low, plan = k, Decided(found, foot.peak, foot.held, foot.at, budget)
         else:
             high = k - 1
     return plan

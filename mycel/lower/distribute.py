@@ -1,0 +1,84 @@
+"""A global program under a plan -> the local program of every rank.
+
+    settle      one layout for each block
+    pin         layouts of activations the plan names
+    solve       (plan/layouts.py) all other layouts, at the least cost
+    spmd        local types, explicit collectives
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from mycel.ir import Block, Eqn, Layout, Params, Program, Var, check, substitute
+from mycel.lower.price import Prices
+from mycel.lower.settle import settle
+from mycel.lower.spmd import spmd
+from mycel.ops import o
+from mycel.plan.choices import Layouts
+from mycel.plan.cost import Costs
+from mycel.plan.hardware import Hardware
+from mycel.plan.layouts import Graph, Solver
+from mycel.plan.links import CPU_LINK, GPU_LINK, Links
+from mycel.plan.moves import Moves
+from mycel.plan.written import Plan
+
+
+@dataclass(frozen=True)
+class Distributed:
+    """The program of all ranks, and the global one with the layouts it came from; `exact`: no cheaper layouts exist."""
+
+    local: Program
+    whole: Program
+    layouts: Layouts
+    exact: bool
+
+    @property
+    def inputs(self) -> tuple[Layout, ...]:
+        return self.layouts[self.whole.entry].inputs
+
+    @property
+    def outputs(self) -> tuple[Layout, ...]:
+        return self.layouts[self.whole.entry].outputs
+
+
+def distribute(
+    program: Program, plan: Plan, given: Mapping[int, Layout], gathered: frozenset[int], hardware: Hardware, compiled: bool = False
+) -> Distributed:
+    """`given`: layouts of inputs of the entry; `gathered`: those that are used whole along ZeRO's axes."""
+    links = Links(plan.mesh, GPU_LINK if hardware.memory else CPU_LINK)
+    whole = settle(pin(program, plan), given)
+    along = dict.fromkeys(plan.over, gathered) if plan.zero == 3 else {}
+    reduced = frozenset(plan.over) if plan.zero >= 2 else frozenset()
+    solver = Solver(Graph(whole), links, Costs(whole, hardware, compiled), Prices(links), given, along, reduced)
+    layouts = solver.solve()
+    return Distributed(check(spmd(whole, layouts, Moves(links))), whole, layouts, solver.exact)
+
+
+def pin(program: Program, plan: Plan) -> Program:
+    """Values the plan names are followed by the layout it wants: h = add(x, y)  =>  h = add(x, y); h_1 = shard(h, layout=…)"""
+    if not plan.activations:
+        return program
+    wanted = {name: tuple(plan.activation_layout(name).dims) for name in plan.activations}
+    blocks = {name: _pinned(block, wanted) for name, block in program.blocks.items()}
+    return replace(program, blocks=blocks)
+
+
+def _pinned(block: Block, wanted: Mapping[str, tuple[tuple[str, ...], ...]]) -> Block:
+    taken = {v.name for v in (*block.inputs, *(v for e in block.eqns for v in e.outputs))}
+    values: dict[Var, Var] = {}
+    eqns: list[Eqn] = []
+    for eqn in block.eqns:
+        eqns.append(substitute(eqn, dict(values)))
+        for v in eqn.outputs:
+            layout = wanted.get(re.sub(r"_\d+$", "", v.name))
+            if layout is not None and len(layout) == v.type.ndim:
+                new = f"{v.name}_pinned"
+                while new in taken:
+                    new += "_"
+                taken.add(new)
+                values[v] = Var(new, v.type)
+                eqns.append(Eqn(o.shard, (v,), Params(layout=layout), (values[v],), eqn.source))
+    return Block(block.inputs, tuple(eqns), tuple(values.get(x, x) if isinstance(x, Var) else x for x in block.outputs))

@@ -1,0 +1,157 @@
+"""The parts of a model that this rank holds, and what a plan says of the inputs of its step.
+
+    batch          as the plan says; every rank is given the whole batch and takes its part
+    parameters     as the plan says; under ZeRO-3 split once more, and gathered for use
+    their state    as the parameters; under ZeRO split once more
+
+A parameter's own tensor becomes the rank's part when a step is first compiled; the shape of the whole is remembered, and shown again whenever the
+model is captured.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from mycel import lower
+from mycel.capture import Captured
+from mycel.ir import Layout, Program
+from mycel.lower import Distributed
+from mycel.ops.collective import COMMUNICATORS
+from mycel.optimizers import Bound
+from mycel.plan import Hardware, Plan
+from mycel.run import part_of, world
+
+
+@dataclass(frozen=True)
+class Joined:
+    """A step as one program on one device: inputs before `base` are the batch, the model's state and the random key (and the loss scale), then come
+    optimiser state and hyper-parameters of the groups; `body` is the block that holds forward and backward."""
+
+    captured: Captured
+    program: Program
+    groups: tuple[Bound, ...]
+    results: int
+    base: int
+    body: str
+
+
+@dataclass
+class Parts:
+    """The parameters and optimiser state of one rank."""
+
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    plan: Plan
+    ranks: Any = None  # the communicator
+    shapes: dict[str, torch.Size] = field(default_factory=dict)  # of whole parameters and buffers
+    layouts: dict[str, Layout] = field(default_factory=dict)  # in which they are held
+    slots: dict[int, tuple[int, ...]] = field(default_factory=dict)  # the shape of a part of a parameter's state, by its id
+    is_split: bool = False
+
+    def __post_init__(self) -> None:
+        self.shapes = {name: x.shape for name, x in self._tensors()}
+
+    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self.model.named_parameters(remove_duplicate=False)
+        yield from self.model.named_buffers(remove_duplicate=False)
+
+    @contextlib.contextmanager
+    def whole(self) -> Iterator[None]:
+        """Parameters show the shapes of the whole, without data: for capture."""
+        if not self.is_split:
+            yield
+            return
+        held = {name: x.data for name, x in self._tensors() if not self.layouts.get(name, Layout()).is_whole}
+        by_name = dict(self._tensors())
+        try:
+            for name, x in held.items():
+                by_name[name].data = _without_data(x, self.shapes[name])
+            yield
+        finally:
+            for name, x in held.items():
+                by_name[name].data = x
+
+    # -- layouts of a step's inputs ------------------------------------------------------------------------------------------
+
+    def distribute(self, made: Joined, hardware: Hardware, compiled: bool) -> Distributed:
+        """The step's program for every rank; parameters become their parts."""
+        if self.ranks is None:
+            self.ranks = world(self.plan.mesh)
+        given, gathered = self.given(made)
+        found = lower.distribute(made.program, self.plan, given, gathered, hardware, compiled)
+        self.split()
+        return found
+
+    def given(self, made: Joined) -> tuple[dict[int, Layout], frozenset[int]]:
+        """Layouts of the step's inputs by position, those that are not whole; and the parameters that are gathered for use."""
+        c, types = made.captured, [v.type for v in made.program.inputs]
+        arguments = len(set(c.leaves))
+        given = {i: self.plan.batch_layout(v.name, v.type.shape) for i, v in enumerate(made.program.inputs[:arguments])}
+        ids = {id(x): name for name, x in self._tensors()}
+        state = {arguments + i: ids.get(id(places[0].read()), "") for i, places in enumerate(c.state)}
+        used = self.plan.parameter_layouts(self.shapes)
+        trained = {i: p for g in made.groups for i, p in zip(g.group.params, g.params, strict=True)}
+        stored = {i: self.plan.stored(used[state[i]], types[i].shape) if self.plan.zero else used[state[i]] for i in trained}
+        given |= {i: stored[i] if self.plan.zero == 3 and i in trained else used[name] for i, name in state.items() if name}
+        self.slots = {id(p): stored[i].local(types[i], self.plan.mesh).shape for i, p in trained.items()}
+        held = {state[i]: given[i] for i in trained}
+        self.layouts = {name: held.get(ids[id(x)], used[name]) for name, x in self._tensors()}
+        at = made.base
+        for g in made.groups:
+            for slot in g.group.slots:
+                for i in g.group.params:
+                    given[at] = stored[i] if g.group.slot_type(slot, types[i]) == types[i] else Layout()
+                    at += 1
+            at += len(g.group.hyper)
+        return {i: layout for i, layout in given.items() if not layout.is_whole}, frozenset(trained) if self.plan.zero == 3 else frozenset()
+
+    # -- what this rank holds ---------------------------------------------------------------------------------------------
+
+    def split(self) -> None:
+        """Parameters become this rank's parts, once."""
+        if self.is_split:
+            return
+        self.is_split = True
+        done: set[int] = set()
+        for name, x in self._tensors():
+            layout = self.layouts[name]
+            if not layout.is_whole and id(x) not in done:
+                done.add(id(x))
+                x.data = part_of(x.data, layout, self.plan.mesh, self.ranks.rank).clone()
+
+    def state(self, group: Bound) -> list[torch.Tensor]:
+        """A group's optimiser state in parts, made where there is none yet."""
+        for p in group.params:
+            for slot in group.group.slots:
+                if slot != "step" and slot not in self.optimizer.state[p]:
+                    self.optimizer.state[p][slot] = torch.zeros(self.slots[id(p)], dtype=p.dtype, device=p.device)
+        return group.state(self.optimizer)
+
+    def taken(self, code: Callable[..., Any], found: Distributed, arguments: int) -> Callable[..., Any]:
+        """The code on this rank's parts of the batch, its first inputs, with its ranks to speak to."""
+        mesh, ranks = self.plan.mesh, self.ranks
+        split = [(i, layout) for i, layout in enumerate(found.inputs[:arguments]) if not layout.is_whole]
+
+        def run(*inputs: Any) -> Any:
+            values = list(inputs)
+            for i, layout in split:
+                values[i] = part_of(values[i], layout, mesh, ranks.rank)
+            COMMUNICATORS.append(ranks)
+            try:
+                return code(*values)
+            finally:
+                COMMUNICATORS.pop()
+
+        return run
+
+
+def _without_data(like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """A tensor of the whole's shape that holds nothing."""
+    x = torch.empty(tuple(shape), dtype=like.dtype, device=like.device)
+    x.untyped_storage().resize_(0)
+    return x

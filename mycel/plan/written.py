@@ -1,0 +1,214 @@
+"""A plan as people write it: plain data, in YAML or Python.
+
+    mesh: {dp: 2, tp: 4}
+    parameters:                        # layouts by name, the first pattern that matches; one entry a dim
+      "*.q_proj.weight": [tp, -]
+      "*.o_proj.weight": [-, tp]
+    batch: [dp]                        # leading dims of every tensor of the batch; or by name: {input_ids: [dp, cp]}
+    activations:                       # values of the program by the name the code gives them
+      hidden_states: [dp, tp, -]
+    zero: 3 over dp                    # optimiser state (1), gradients (2), parameters (3) split over axes
+    recompute: full                    # auto (default), full or none
+
+Everything else follows by propagation.  Ready plans (`mycel/plans/*.yaml`) are such files without a mesh; "zero3+tp" is two of them laid over
+each other.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mycel.errors import PlanError
+from mycel.ir import Axes, Layout, Mesh, part, read_layout
+
+READY = Path(__file__).parent.parent / "plans"
+KEYS = ("mesh", "parameters", "batch", "activations", "zero", "recompute", "loose")
+RECOMPUTE = ("auto", "full", "none")
+_ZERO = re.compile(r"\s*([0-3])\s*(?:over\s+([\w. ,]+))?\s*")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is given; `loose`: patterns may match nothing (ready plans know several families of models)."""
+
+    mesh: Mesh
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    batch: Any = ()
+    activations: Mapping[str, Any] = field(default_factory=dict)
+    zero: int = 0
+    over: Axes = ()
+    recompute: str = "auto"
+    loose: bool = False
+
+    def __post_init__(self) -> None:
+        for name, entry in self.parameters.items():
+            read_layout(entry, self.mesh, f"parameters: {name}")
+        for name, entry in self.activations.items():
+            read_layout(entry, self.mesh, f"activations: {name}")
+        for name, entry in self.batch.items() if isinstance(self.batch, Mapping) else [("", self.batch)]:
+            read_layout(entry, self.mesh, f"batch: {name}".rstrip(": "))
+        if self.zero and not self.over:
+            raise PlanError(
+                f"zero: {self.zero} says not over which axes\n  try       zero: {self.zero} over {self.mesh.axes[0] if self.mesh.axes else 'dp'}"
+            )
+        read_layout([list(self.over)], self.mesh, "zero")
+        if self.recompute not in RECOMPUTE:
+            raise PlanError(f"recompute: {self.recompute!r}\n  known     {', '.join(RECOMPUTE)}")
+
+    # -- reading and writing ----------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def read(source: Any, mesh: Mesh | None = None) -> Plan:
+        """From a file, the names of ready plans, a mapping or a Plan; `mesh` takes the place of the one written."""
+        if isinstance(source, Plan):
+            return source if mesh is None or mesh == source.mesh else replace(source, mesh=mesh)
+        if isinstance(source, (str, Path)) and Path(source).suffix in (".yaml", ".yml"):
+            return Plan._of(_file(Path(source)), mesh, str(source))
+        if isinstance(source, str):
+            found: dict[str, Any] = {}
+            for name in source.split("+"):
+                _over(found, _ready(name.strip()))
+            return Plan._of(found, mesh, f"plan {source}")
+        if isinstance(source, Mapping):
+            return Plan._of(dict(source), mesh, "the plan")
+        raise PlanError(f"{source!r} is no plan\n  try       a Plan, a mapping, a .yaml file, or one of {', '.join(ready_plans())}")
+
+    @staticmethod
+    def _of(data: dict[str, Any], mesh: Mesh | None, where: str) -> Plan:
+        for key in data:
+            if key not in KEYS:
+                close = get_close_matches(str(key), KEYS, 1)
+                raise PlanError(f"{where}: unknown key {key!r}\n  try       {close[0] if close else ', '.join(KEYS)}")
+        for key in ("parameters", "activations"):
+            if not isinstance(data.get(key) or {}, Mapping):
+                raise PlanError(f"{where}: {key} is {data[key]!r}\n  try       names with layouts, such as  '*.q_proj.weight': [tp, -]")
+        written = data.get("mesh")
+        if mesh is None and not isinstance(written, Mapping):
+            raise PlanError(f"{where}: no mesh is given\n  try       mesh: {{dp: 2}} in the plan, or mesh=Mesh(dp=2)")
+        text = str(data.get("zero") or 0)
+        zero = _ZERO.fullmatch(text)
+        if zero is None:
+            raise PlanError(f"{where}: zero is {text!r}\n  try       1, 2 or 3 over an axis: zero: 3 over dp")
+        over = tuple(re.split(r"[\s,.]+", zero[2].strip())) if zero[2] else ()
+        return Plan(
+            mesh or Mesh(written), dict(data.get("parameters") or {}), data.get("batch") or (), dict(data.get("activations") or {}),
+            int(zero[1]), over, str(data.get("recompute") or "auto"), bool(data.get("loose")),
+        )  # fmt: skip
+
+    def data(self) -> dict[str, Any]:
+        """Plain data that `read` takes back."""
+        found: dict[str, Any] = {"mesh": self.mesh.sizes()}
+        found |= {"parameters": {k: _plain(v) for k, v in self.parameters.items()}} if self.parameters else {}
+        if self.batch:
+            found["batch"] = {k: _plain(v) for k, v in self.batch.items()} if isinstance(self.batch, Mapping) else _plain(self.batch)
+        found |= {"activations": {k: _plain(v) for k, v in self.activations.items()}} if self.activations else {}
+        found |= {"zero": f"{self.zero} over {'.'.join(self.over)}"} if self.zero else {}
+        found |= {"recompute": self.recompute} if self.recompute != "auto" else {}
+        found |= {"loose": True} if self.loose else {}
+        return found
+
+    def __str__(self) -> str:
+        return yaml.safe_dump(self.data(), sort_keys=False, default_flow_style=None, width=120)
+
+    # -- what it says of a program's inputs --------------------------------------------------------------------------------
+
+    def parameter_layouts(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, Layout]:
+        """Where each parameter is used in a step lies, by name: as given, else whole.  Stored parts of ZeRO-3 are split once more (`stored`)."""
+        found: dict[str, Layout] = {}
+        used: set[str] = set()
+        for name, shape in shapes.items():
+            pattern = next((p for p in self.parameters if fnmatchcase(name, p)), None)
+            found[name] = Layout.whole(len(shape))
+            if pattern is not None:
+                used.add(pattern)
+                layout = read_layout(self.parameters[pattern], self.mesh, f"parameters: {pattern}")
+                if len(layout.dims) != len(shape):
+                    raise PlanError(f"parameters: {pattern}: {layout} has {len(layout.dims)} dims, {name} has {len(shape)}: {list(shape)}")
+                found[name] = layout
+        unused = [p for p in self.parameters if p not in used and not any(fnmatchcase(n, p) for n in shapes)]
+        if unused and not self.loose:
+            close = get_close_matches(unused[0], list(shapes), 3, 0.3)
+            raise PlanError(f"parameters: {unused[0]} matches no parameter\n  try       {', '.join(close) or ', '.join(list(shapes)[:3])}")
+        return found
+
+    def stored(self, layout: Layout, shape: Sequence[int]) -> Layout:
+        """A layout split further over ZeRO's axes, along the dim that divides best."""
+        axes = tuple(a for a in self.over if a not in layout.axes)
+        k = self.mesh.count(axes)
+        left = [part(n, a, self.mesh) for n, a in zip(shape, layout.dims, strict=True)]
+        if k == 1 or not left or max(left) < k:
+            return layout
+        dim = next((d for d, n in enumerate(left) if n % k == 0), left.index(max(left)))
+        for axis in axes:
+            layout = layout.split(dim, axis)
+        return layout
+
+    def activation_layout(self, name: str) -> Layout:
+        return read_layout(self.activations[name], self.mesh, f"activations: {name}")
+
+    def batch_layout(self, name: str, shape: Sequence[int]) -> Layout:
+        """Of a tensor of the batch: leading dims as given, the rest whole; a dim of one element stays whole."""
+        entry = self.batch.get(name, ()) if isinstance(self.batch, Mapping) else self.batch
+        dims = read_layout(entry, self.mesh, f"batch: {name}").dims[: len(shape)]
+        return Layout(tuple(() if n == 1 else axes for n, axes in zip(shape, (*dims, *((),) * (len(shape) - len(dims))), strict=True)))
+
+
+def ready_plans() -> list[str]:
+    """Names of the plans that ship."""
+    return sorted(p.stem for p in READY.glob("*.yaml"))
+
+
+def _ready(name: str) -> dict[str, Any]:
+    path = READY / f"{name}.yaml"
+    if name not in ready_plans():
+        close = get_close_matches(name, ready_plans(), 1)
+        raise PlanError(
+            f"there is no plan {name!r}\n  ready     {', '.join(ready_plans())}\n  try       {close[0] if close else 'one of these, or a .yaml file'}"
+        )
+    return _file(path)
+
+
+def _file(path: Path) -> dict[str, Any]:
+    try:
+        data = yaml.safe_load(path.read_text())
+    except (OSError, yaml.YAMLError) as e:
+        raise PlanError(f"cannot read the plan\n  at        {path}\n  because   {' '.join(str(e).split())}") from e
+    if not isinstance(data, dict):
+        raise PlanError(f"a plan is a mapping\n  at        {path}\n  try       mesh: {{dp: 2}}")
+    return data
+
+
+def _over(under: dict[str, Any], more: dict[str, Any]) -> None:
+    """Lay one plan over another: names are added, batch dims joined, the rest replaced."""
+    for key, value in more.items():
+        if key in ("parameters", "activations"):
+            under[key] = _both(under.get(key) or {}, value or {})
+        elif key == "batch" and under.get("batch"):
+            under["batch"] = _joined(under["batch"], value)
+        else:
+            under[key] = value
+
+
+def _both(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: _joined(a[k], b[k]) if k in a and k in b else a.get(k, b.get(k)) for k in (*a, *(k for k in b if k not in a))}
+
+
+def _joined(a: Sequence[Any], b: Sequence[Any]) -> list[Any]:
+    """Dim by dim, the axes of both."""
+    longer = [*a, *["-"] * (len(b) - len(a))]
+    other = [*b, *["-"] * (len(a) - len(b))]
+    return [
+        ".".join(dict.fromkeys(w for e in pair if e not in (None, "-") for w in str(e).split("."))) or "-" for pair in zip(longer, other, strict=True)
+    ]
+
+
+def _plain(entry: Any) -> Any:
+    return list(map(_plain, entry)) if isinstance(entry, (list, tuple)) else entry

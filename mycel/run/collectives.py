@@ -1,0 +1,169 @@
+"""What each collective packs, sends and unpacks; whole tensors in, whole tensors out.
+
+A collective is a generator over the messages of a group (`run/groups.py`): it packs its tensors, yields the messages that are then under way, and
+when they have come, unpacks and returns.  Several tensors of one type go in one message:
+
+    all_reduce        [ a | b | c ]                 summed where it lies; the results are views of it
+    all_gather        [ a | b | c ] of each rank    one row each; a column is one tensor's parts
+    reduce_scatter    a row for each rank, of its parts of a, b and c
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
+
+import torch
+
+from mycel.errors import RunError
+from mycel.run.groups import Group, Works, wide
+
+Tensor = torch.Tensor
+Messages = Generator[Works, None, list[Tensor]]
+
+ALONE_BYTES = 1 << 20  # larger tensors travel alone in a gather or scatter: packing them costs more than a message
+
+
+def begin(group: Group, name: str, xs: Sequence[Tensor], how: dict[str, Any]) -> Messages:
+    """A collective of one bucket."""
+    return COLLECTIVES[name](group, [_plain(x) for x in xs], **how)
+
+
+def buckets(name: str, xs: Sequence[Tensor], how: dict[str, Any]) -> list[tuple[list[int], dict[str, Any]]]:
+    """The tensors that travel together, by their positions, with the arguments for them: those of one type; large ones may go alone."""
+    together: dict[object, list[int]] = {}
+    for i, x in enumerate(xs):
+        alone = name in ("all_to_all", "permute") or (name != "all_reduce" and x.nbytes >= ALONE_BYTES)
+        together.setdefault(i if alone else (x.dtype, x.device), []).append(i)
+    if "dim" not in how:
+        return [(bucket, how) for bucket in together.values()]
+    dims = [how["dim"]] * len(xs) if isinstance(how["dim"], int) else how["dim"]
+    return [(bucket, {**how, "dim": [dims[i] for i in bucket]}) for bucket in together.values()]
+
+
+def finish(messages: Messages) -> list[Tensor]:
+    """What a collective returns once its messages have come."""
+    try:
+        next(messages)
+    except StopIteration as done:
+        return done.value
+    raise AssertionError("a collective has messages to send after its last")
+
+
+def all_reduce(group: Group, xs: list[Tensor], kind: str = "+") -> Messages:
+    if kind == "+":
+        x = _joined(xs, group.adds(xs[0].dtype), fresh=True)
+        yield group.sum(x)
+        return _views(_as(x, xs[0].dtype), xs)
+    # brought together and compared here: the networks' own maximum loses NaN
+    x = _joined(xs, xs[0].dtype)
+    parts = x.new_empty(group.count, x.numel())
+    yield group.gather(parts, x)
+    return _views(_reduced(parts, kind), xs)
+
+
+def all_gather(group: Group, xs: list[Tensor], dim: list[int]) -> Messages:
+    x = _joined(xs, xs[0].dtype)
+    parts = x.new_empty(group.count, x.numel())
+    yield group.gather(parts, x)
+    each = parts.split([x.numel() for x in xs], 1) if len(xs) > 1 else [parts]
+    return [_side_by_side(p.view(group.count, *x.shape), d) for p, x, d in zip(each, xs, dim, strict=True)]
+
+
+def reduce_scatter(group: Group, xs: list[Tensor], dim: list[int], kind: str = "+") -> Messages:
+    shaped = [_parted(x, d, group.count) for x, d in zip(xs, dim, strict=True)]
+    rows = [p.reshape(group.count, p.numel() // group.count) for p in shaped]
+    x = (rows[0] if len(rows) == 1 else torch.cat(rows, 1)).contiguous()
+    if kind == "+" and group.scatters:
+        x = _as(x, group.adds(x.dtype))
+        y = x.new_empty(x.shape[1])
+        yield group.scatter(y, x)
+    else:
+        parts = torch.empty_like(x)
+        yield group.exchange(parts, x)
+        y = _reduced(parts, kind)
+    return _views(_as(y, xs[0].dtype), [p[0] for p in shaped])
+
+
+def all_to_all(group: Group, xs: list[Tensor], split: int, join: int) -> Messages:
+    x = _parted(xs[0], split, group.count).contiguous()
+    parts = torch.empty_like(x)
+    yield group.exchange(parts, x)
+    return [_side_by_side(parts, join)]
+
+
+def permute(group: Group, xs: list[Tensor], to: tuple[int, ...]) -> Messages:
+    x, me, n = xs[0].contiguous(), group.index, xs[0].numel()
+    comes = me in to
+    y = torch.empty_like(x) if comes else torch.zeros_like(x)
+    nothing = x.new_empty(0)
+    received = [n if to[i] == me else 0 for i in range(group.count)]
+    sent = [n if to[me] == i else 0 for i in range(group.count)]
+    yield group.exchange(y if comes else nothing, x if to[me] >= 0 else nothing, received, sent)
+    return [y]
+
+
+COLLECTIVES: dict[str, Callable[..., Messages]] = {
+    "all_reduce": all_reduce,
+    "all_gather": all_gather,
+    "reduce_scatter": reduce_scatter,
+    "all_to_all": all_to_all,
+    "permute": permute,
+}
+
+
+def _plain(x: Tensor) -> Tensor:
+    """The numbers as they lie in memory, and no gradient."""
+    x = x.detach() if x.requires_grad else x
+    return x.resolve_conj().resolve_neg() if x.is_conj() or x.is_neg() else x
+
+
+def _as(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x if x.dtype is dtype else x.to(dtype)
+
+
+def _joined(xs: list[Tensor], dtype: torch.dtype, fresh: bool = False) -> Tensor:
+    """All elements one behind the other; `fresh`: in memory of their own."""
+    if len(xs) > 1:
+        return _as(torch.cat([x.reshape(-1) for x in xs]), dtype)
+    x = _as(xs[0], dtype)
+    x = x.clone(memory_format=torch.contiguous_format) if fresh and x is xs[0] else x.contiguous()
+    return x.view(-1)
+
+
+def _views(x: Tensor, like: list[Tensor]) -> list[Tensor]:
+    """`_joined` turned round."""
+    if len(like) == 1:
+        return [x.view(like[0].shape)]
+    return [part.view(y.shape) for part, y in zip(x.split([y.numel() for y in like]), like, strict=True)]
+
+
+def _parted(x: Tensor, dim: int, count: int) -> Tensor:
+    """A dim of n -> a new first dim of `count` parts, n / count left."""
+    dim, size = dim % x.ndim, x.shape[dim]
+    if size % count:
+        raise RunError(f"a dim of {size} has no {count} equal parts\n  at        dim {dim} of {list(x.shape)}\n  try       padding it first")
+    parts = x.view(*x.shape[:dim], count, size // count, *x.shape[dim + 1 :])
+    return parts.movedim(dim, 0) if dim else parts
+
+
+def _side_by_side(parts: Tensor, dim: int) -> Tensor:
+    """The first dim -> parts along `dim` of the others."""
+    count, *shape = parts.shape
+    dim %= len(shape)
+    shape[dim] *= count
+    return (parts.movedim(0, dim) if dim else parts).reshape(shape)
+
+
+def _reduced(parts: Tensor, kind: str) -> Tensor:
+    """The rows' sum (rounded once), maximum or minimum."""
+    if kind == "+":
+        y = _as(parts[0], wide(parts.dtype)) + parts[1]
+        for part in parts[2:]:
+            y += part
+        return _as(y, parts.dtype)
+    larger = {">": torch.maximum, "<": torch.minimum}[kind]
+    y = larger(parts[0], parts[1])
+    for part in parts[2:]:
+        y = larger(y, part)
+    return y

@@ -1,0 +1,199 @@
+"""The communicator of real ranks: one process each, over torch.distributed (gloo on the CPU, NCCL on GPUs).
+
+    ranks = world(mesh)                                            from the environment of torchrun or `mycel.launch`
+    ranks.agree({"plan": text, "code": code_version()})            refused on all ranks if it is not the same on all
+    y = ranks.all_reduce(x, ("dp",), "+")                          as in `ops/collective.py`: split and joined by the index along the axes
+    p = ranks.start("all_gather", [a, b], axes=("dp",), dim=0)     the same without waiting, several tensors in one message
+    a, b = ranks.wait(p)
+
+Tensors that are given are never changed; where nothing is to be done, they are what comes back.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import distributed as dist
+
+from mycel.errors import PlanError, RunError
+from mycel.ir.layout import Axes, Mesh
+from mycel.run.collectives import Messages, begin, buckets, finish
+from mycel.run.groups import Gloo, Group, Nccl, Works
+from mycel.run.rendezvous import LATER_S, Rendezvous, Seat, code_version, is_loopback, seat
+from mycel.run.watch import Place, Watch
+
+__all__ = ["Pending", "Processes", "code_version", "world"]
+
+Tensor = torch.Tensor
+
+
+@dataclass
+class Pending:
+    """A collective under way: its results so far, and for each bucket the tensors' positions, the messages, and what is left to do."""
+
+    results: list[Tensor]
+    flights: list[tuple[list[int], Works, Messages]]
+    place: Place | None = None
+
+
+class Processes:
+    """Speaks to the other ranks of a mesh.  `at`: the user's source line that the next collectives stand for, told when one does not end."""
+
+    worlds = 0  # made in this process: each has keys of its own
+
+    def __init__(self, mesh: Mesh, rank: int = 0, device: torch.device | None = None, meeting: Rendezvous | None = None) -> None:
+        Processes.worlds += 1
+        self.mesh, self.rank, self.device, self.at = mesh, rank, device or torch.device("cpu"), ""
+        self.name = f"world/{Processes.worlds}"
+        self.groups: dict[tuple[Axes, str], Group] = {}
+        self.meeting = meeting
+        self.watch = Watch(meeting) if meeting else None
+        self.owner = os.getpid()
+        atexit.register(self.close)
+
+    def index(self, axes: Axes) -> int:
+        """This rank's place along the axes, the first the slowest."""
+        return self.mesh.index(self.rank, axes)
+
+    def all_reduce(self, x: Tensor, axes: Axes, kind: str = "+", at: str = "") -> Tensor:
+        """The sum (+), maximum (>) or minimum (<) over the ranks along the axes."""
+        return self.wait(self.start("all_reduce", [x], axes=axes, at=at, kind=kind))[0]
+
+    def all_gather(self, x: Tensor, axes: Axes, dim: int, at: str = "") -> Tensor:
+        """What all have, joined along a dim."""
+        return self.wait(self.start("all_gather", [x], axes=axes, at=at, dim=dim))[0]
+
+    def reduce_scatter(self, x: Tensor, axes: Axes, dim: int, kind: str = "+", at: str = "") -> Tensor:
+        """This rank's part along a dim of the sum, maximum or minimum."""
+        return self.wait(self.start("reduce_scatter", [x], axes=axes, at=at, dim=dim, kind=kind))[0]
+
+    def all_to_all(self, x: Tensor, axes: Axes, split: int, join: int, at: str = "") -> Tensor:
+        """Part i of dim `split` to index i; what comes in joined along `join`."""
+        return self.wait(self.start("all_to_all", [x], axes=axes, at=at, split=split, join=join))[0]
+
+    def permute(self, x: Tensor, axes: Axes, to: Sequence[int], at: str = "") -> Tensor:
+        """From index i to index to[i], -1: to nobody; zeros where nothing comes."""
+        return self.wait(self.start("permute", [x], axes=axes, at=at, to=tuple(to)))[0]
+
+    def start(self, name: str, xs: Sequence[Tensor], *, axes: Axes, at: str = "", **how: Any) -> Pending:
+        """Begin a collective on several tensors; all ranks along the axes begin the same ones in the same order.
+
+        A `dim` is one for all of them, or a list with one for each."""
+        axes = tuple(a for a in axes if self.mesh[a] > 1)
+        if not axes:
+            return Pending([torch.zeros_like(x) for x in xs] if name == "permute" and how["to"][0] else list(xs), [])
+        watch = self._watch()
+        place = watch.enter(f"{name} over {'.'.join(axes)}", at or self.at, self.mesh.group(self.rank, axes))
+        flights = []
+        for bucket, args in buckets(name, xs, how):
+            group = self._group(axes, xs[bucket[0]].device.type, place)
+            messages = begin(group, name, [xs[i] for i in bucket], args)
+            try:
+                flights.append((bucket, next(messages), messages))
+            except dist.DistError as e:
+                raise watch.explain(place, e) from e
+        return Pending(list(xs), flights, place)
+
+    def wait(self, pending: Pending) -> list[Tensor]:
+        """What the collective brought; a second call brings the same."""
+        if pending.place is None:
+            return pending.results
+        watch = self._watch()
+        for bucket, works, messages in pending.flights:
+            try:
+                for work in works:
+                    work.wait()
+            except RuntimeError as e:
+                raise watch.explain(pending.place, e) from e
+            for i, y in zip(bucket, finish(messages), strict=True):
+                pending.results[i] = y
+        watch.leave(pending.place, _reached() if pending.results and pending.results[0].is_cuda else None)
+        pending.flights, pending.place = [], None
+        return pending.results
+
+    def agree(self, facts: Mapping[str, str]) -> None:
+        """Refuse, on all ranks, a world whose ranks do not have the same facts: the text of the plan, of the configuration, the versions."""
+        if self.meeting is not None:
+            place = self._watch().enter("an agreement", "before the first collective", range(self.mesh.world))
+            self.meeting.agree(facts)
+            self._watch().leave(place)
+
+    def close(self) -> None:
+        """This rank is done with the others; a second call does nothing."""
+        atexit.unregister(self.close)
+        if self.watch is None or self.meeting is None or os.getpid() != self.owner:  # a forked child has its parent's
+            return
+        watch, self.watch = self.watch, None
+        self.groups.clear()
+        watch.close()
+        if not watch.reason:
+            self.meeting.leave()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _watch(self) -> Watch:
+        if self.watch is None:
+            raise RunError(f"rank {self.rank} has left its world\n  try       collectives before `close`")
+        return self.watch
+
+    def _group(self, axes: Axes, device: str, place: Place) -> Group:
+        """The ranks along the axes: made when first needed, which is the same collective for all of them."""
+        if (axes, device) not in self.groups:
+            try:
+                self.groups[axes, device] = self._connected(axes, device, place.ranks)
+            except RuntimeError as e:
+                raise self._watch().explain(place, e) from e
+        return self.groups[axes, device]
+
+    def _connected(self, axes: Axes, device: str, ranks: Sequence[int]) -> Group:
+        assert self.meeting is not None
+        key = f"{self.name}/{device}/{'.'.join(axes)}/{ranks[0]}"
+        self.meeting.meet(f"{key}/meet", len(ranks))  # so that the connecting, which cannot be interrupted, is short
+        store, index, timeout = self.meeting.under(key), self.index(axes), timedelta(seconds=self.meeting.timeout_s + LATER_S)
+        if device == "cuda":
+            return Nccl(store, index, len(ranks), timeout)
+        return Gloo(store, index, len(ranks), "" if "GLOO_SOCKET_IFNAME" in os.environ else self.meeting.address, timeout)
+
+
+def world(mesh: Mesh, device: str | torch.device = "auto") -> Processes:
+    """The ranks of this run, which has to have as many as the mesh; `device`: cpu, cuda, or auto for GPUs if there are any."""
+    mine = seat()
+    if mine.world != mesh.world:
+        hint = f"a mesh of {mine.world}, or mycel train --nproc {mesh.world} (torchrun --nproc-per-node {mesh.world})"
+        raise PlanError(f"the mesh has {mesh.world} ranks, but {mine.world} processes run\n  the mesh  {mesh}\n  try       {hint}")
+    if mesh.world == 1:
+        return Processes(mesh, 0, _device(device, mine))
+    if is_loopback(mine.host):
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    return Processes(mesh, mine.rank, _device(device, mine), Rendezvous(mine))
+
+
+def _device(wanted: str | torch.device, mine: Seat) -> torch.device:
+    """The device of this process: of the GPUs of its host the one with its number there."""
+    kind = ("cuda" if torch.cuda.is_available() else "cpu") if wanted == "auto" else torch.device(wanted).type
+    if kind != "cuda":
+        return torch.device(kind)
+    there = torch.cuda.device_count()
+    if mine.local_rank >= there:
+        what = f"rank {mine.rank} has no GPU of its own: it is number {mine.local_rank} on its host, which has {there}"
+        raise PlanError(f"{what}\n  at        LOCAL_RANK={mine.local_rank}\n  try       {there} processes on this host, or device: cpu")
+    torch.cuda.set_device(mine.local_rank)
+    return torch.device("cuda", mine.local_rank)
+
+
+def _reached() -> Callable[[], bool]:
+    """Says whether the GPU has come to where it was told to go by now: waiting for a message only queues it there."""
+    event = torch.cuda.Event()
+    event.record()
+    return event.query

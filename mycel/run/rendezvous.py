@@ -1,0 +1,229 @@
+"""Where the ranks of a world meet: a store of keys and values at one address, which every rank can ask, and which exists before any collective.
+
+    RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR MASTER_PORT       as torchrun and `mycel.launch` set them
+    TORCHELASTIC_USE_AGENT_STORE=True                        whoever started the ranks holds the store; otherwise rank 0 does
+
+    stop               why the world has to end: written once, by whoever sees it first
+    beat/RANK          where a rank is, written by its watch
+    agree/N/…          the facts of the N-th agreement
+
+A world at a loopback address listens on loopback only: the store's socket is bound to the address by which it is known, and the messages of
+a rank leave from the address by which it reaches the store.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import ipaddress
+import json
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+from torch import distributed as dist
+
+from mycel.errors import RunError
+
+VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+DIFFERENCE_LINES = 12
+STOP = "stop"
+LATER_S = 60.0  # timeouts of torch and of the store come after that of the watch, which says more
+
+
+def timeout_s() -> float:
+    """How long a rank waits for another before it gives up: MYCEL_TIMEOUT."""
+    text = os.environ.get("MYCEL_TIMEOUT", "600")
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < 1e8:
+        raise RunError(f"MYCEL_TIMEOUT is {text!r}\n  try       a number of seconds, such as 600")
+    return seconds
+
+
+def serve(server: socket.socket, host: str) -> dist.Store:
+    """The store at a socket, for as long as the result lives in this process."""
+    port = server.getsockname()[1]
+    store = dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=server.detach())
+    return _prefixed(store)
+
+
+def connect(host: str, port: int, within_s: float) -> dist.Store:
+    """One more connection to a store; its calls block, so each thread needs its own."""
+    return _prefixed(dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=within_s)))
+
+
+def tell(store: dist.Store, why: str) -> str:
+    """End the world; the first reason stays, and is what this returns."""
+    return store.compare_set(STOP, "", why).decode()
+
+
+def is_loopback(host: str) -> bool:
+    """Is it this machine, and nothing but this machine?"""
+    try:
+        found = socket.getaddrinfo(host, None)
+    except OSError:
+        return False
+    return all(ipaddress.ip_address(address[0]).is_loopback for *_, address in found)
+
+
+@dataclass(frozen=True)
+class Seat:
+    """This process in its world, as the environment says; without a word there, it is alone."""
+
+    rank: int = 0
+    world: int = 1
+    local_rank: int = 0
+    host: str = ""
+    port: int = 0
+    hosting: bool = False  # is the store in this process?
+
+
+def seat() -> Seat:
+    """Read the environment."""
+    given = {name: os.environ.get(name, "") for name in VARIABLES}
+    if not given["RANK"] and not given["WORLD_SIZE"]:
+        return Seat()
+    where = "at        the environment\n  try       mycel train --nproc N, or torchrun"
+    if missing := [name for name, value in given.items() if not value]:
+        raise RunError(f"RANK or WORLD_SIZE is set, but not {', '.join(missing)}\n  {where}")
+    try:
+        rank, world, port, local_rank = (
+            int(given.get(name) or os.environ.get(name, "0")) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_RANK")
+        )
+    except ValueError as e:
+        raise RunError(f"RANK, WORLD_SIZE, MASTER_PORT or LOCAL_RANK is no number: {e}\n  {where}") from e
+    if not 0 <= rank < world:
+        raise RunError(f"RANK is {rank}, but WORLD_SIZE is {world}\n  {where}")
+    held = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or dist.is_initialized()
+    return Seat(rank, world, local_rank, given["MASTER_ADDR"], port, hosting=rank == 0 and not held)
+
+
+class Rendezvous:
+    """A process at its seat, connected to the store."""
+
+    def __init__(self, seat: Seat) -> None:
+        self.rank, self.world, self.host, self.port = seat.rank, seat.world, seat.host, seat.port
+        self.timeout_s = timeout_s()
+        self.agreements = 0
+        self.hosted: dist.Store | None = None
+        try:
+            if seat.hosting:
+                family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+                self.hosted = serve(socket.create_server((self.host, self.port), family=family, backlog=4096), self.host)
+            self.store = self.connect()
+        except (OSError, dist.DistError) as e:
+            what = f"rank {self.rank} does not reach the store at {self.host}:{self.port}: {str(e).splitlines()[0]}"
+            raise RunError(f"{what}\n  at        MASTER_ADDR, MASTER_PORT\n  try       the address of the host of rank 0, as all hosts see it") from e
+
+    def connect(self) -> dist.Store:
+        """A connection of its own, for another thread."""
+        return connect(self.host, self.port, self.timeout_s)
+
+    def under(self, key: str) -> dist.Store:
+        """The store, where all keys begin with this one."""
+        return dist.PrefixStore(key, self.store)
+
+    @property
+    def address(self) -> str:
+        """The address by which this host reaches the store: others reach it by that too."""
+        family, kind, _, _, address = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)  # nothing is sent: it only asks for the route
+            return str(probe.getsockname()[0])
+
+    def agree(self, facts: Mapping[str, str]) -> None:
+        """Refuse, on all ranks, a world whose ranks have different facts: name -> text."""
+        self.agreements += 1
+        store = self.under(f"agree/{self.agreements}")
+        if self.rank == 0:
+            store.set("facts", json.dumps(dict(facts)))
+            verdict = self._verdict(store)
+            store.set("verdict", verdict)
+        else:
+            store.set(f"difference/{self.rank}", difference(json.loads(self._get(store, "facts")), facts))
+            verdict = self._get(store, "verdict").decode()
+        if verdict:
+            raise RunError(verdict)
+
+    def meet(self, place: str, count: int) -> None:
+        """Wait until so many ranks have come to a place, once."""
+        self.store.add(place, 1)
+        self._until(lambda: self.store.add(place, 0) >= count, place)
+
+    def leave(self) -> None:
+        """Go; whoever holds the store waits for all to have gone."""
+        with suppress(dist.DistError):
+            self.store.add("left", 1)
+            if self.hosted is not None:
+                self._until(lambda: self.store.add("left", 0) >= self.world or self.store.check([STOP]), "the end")
+
+    def _verdict(self, store: dist.Store) -> str:
+        """What all ranks are to be told; nothing when they agree."""
+        ranks: dict[str, list[int]] = {}
+        for rank in range(1, self.world):
+            ranks.setdefault(self._get(store, f"difference/{rank}").decode(), []).append(rank)
+        ranks.pop("", None)
+        told = [text.replace("RANKS", named(group)) for text, group in ranks.items()]
+        hint = ["  at        before the first collective", "  try       the same files, settings and packages for all ranks"]
+        return "\n".join([*told, *hint]) if told else ""
+
+    def _get(self, store: dist.Store, key: str) -> bytes:
+        self._until(lambda: store.check([key]), key)
+        return store.get(key)
+
+    def _until(self, true: Callable[[], bool], what: str) -> None:
+        """Ask again and again, in Python: a call that blocks in the store could not be interrupted."""
+        end, pause_s = time.monotonic() + self.timeout_s + LATER_S, 0.001
+        while not true():
+            if time.monotonic() > end:
+                raise RunError(f"rank {self.rank} waits for {what} in vain\n  try       a look at the logs of the others, or a longer MYCEL_TIMEOUT")
+            time.sleep(pause_s)
+            pause_s = min(pause_s * 1.5, 0.1)
+
+
+def difference(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str:
+    """What facts of rank 0 other ranks see differently, as a short diff for each; nothing when they are the same."""
+    told = []
+    for name in sorted({*ours, *theirs}):
+        a, b = ours.get(name, ""), theirs.get(name, "")
+        if a != b:
+            lines = list(difflib.unified_diff(a.splitlines(), b.splitlines(), lineterm="", n=0))[2:]
+            lines = [line for line in lines if not line.startswith("@@")] or [f"-{a!r}", f"+{b!r}"]
+            more = [f"  … and {len(lines) - DIFFERENCE_LINES} lines more"] if len(lines) > DIFFERENCE_LINES else []
+            shown = [f"  {line[:150]}" for line in lines[:DIFFERENCE_LINES]]
+            told += [f"{name} is not the same on all ranks: - on rank 0, + on RANKS", *shown, *more]
+    return "\n".join(told)
+
+
+def named(ranks: list[int]) -> str:
+    """[1, 2, 3, 7] -> ranks 1-3, 7"""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    text = ", ".join(str(r[0]) if len(r) == 1 else f"{r[0]}-{r[-1]}" for r in runs)
+    return f"rank {text}" if len(ranks) == 1 else f"ranks {text}"
+
+
+def code_version(root: Path = Path(__file__).parents[1]) -> str:
+    """A hash of Mycel's own source files."""
+    found = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        source = path.read_bytes()
+        found.update(f"{path.relative_to(root).as_posix()}\0{len(source)}\0".encode() + source)
+    return found.hexdigest()[:16]
+
+
+def _prefixed(store: dist.Store) -> dist.Store:
+    """Keys of this start of the world: torchrun starts it again with the same store."""
+    return dist.PrefixStore(f"mycel/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
