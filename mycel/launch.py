@@ -1,8 +1,8 @@
 """Starts the ranks of one host as processes, and ends them together.
 
-    launch(["train", "my.yaml"], nproc=4)                                                           python -m mycel train my.yaml, four times
-    launch([…], nproc=8, nnodes=2, node_rank=1, rendezvous="10.0.0.1:29500")                        the second of two hosts, the same on each
-    launch(["x", "y"], nproc=2, program=["script.py"])                                              any script
+    launch(["train", "my.yaml"], nproc=4)                                         python -m mycel train my.yaml, four times
+    launch([…], nproc=8, nnodes=2, node_rank=1, rendezvous="10.0.0.1:29500")      the second of two hosts
+    launch(["x", "y"], nproc=2, program=["script.py"])                            any script, or -m module
 
 The environment of each rank is the one torchrun makes.  The launcher of the first host holds the store in which the ranks meet: at the
 address of the rendezvous, or at a free port of loopback.
@@ -12,7 +12,7 @@ address of the rendezvous, or at a free port of loopback.
     the launcher dies      the kernel kills the ranks with it (prctl PR_SET_PDEATHSIG; where there is none, they see the store vanish)
 
 Each rank is a process group of its own, and whatever it started is killed when it has ended.  Rank 0 writes to the console; the others
-to RANK.log in a folder, which stays if they fail.
+to RANK.log in a folder, which stays if one fails.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def launch(
 ) -> int:
     """Run `python PROGRAM ARGV` as `nproc` ranks on this host, to the end: the exit code of the first that failed, 128 + N for signal N.
 
-    `env`: more variables for the ranks.  `logs`: the folder of their logs; otherwise a temporary one, deleted if all goes well."""
+    `env`: more variables for the ranks.  `logs`: the folder of their logs; otherwise a temporary one, kept if a rank fails."""
     host, port = _address(nproc, nnodes, node_rank, rendezvous)
     server = _listen(host, port) if node_rank == 0 else None
     folder = Path(logs) if logs is not None else Path(tempfile.mkdtemp(prefix="mycel-logs-"))
@@ -66,7 +66,7 @@ def launch(
         ranks.hold(server)
         ranks.follow()
     code = ranks.report()
-    if code == 0 and logs is None:
+    if logs is None and (code == 0 or ranks.asked):
         shutil.rmtree(folder, ignore_errors=True)
     return code
 
@@ -100,7 +100,7 @@ class Rank:
         code = self.process.returncode
         if code >= 0:
             return f"rank {self.rank} ended with exit code {code}"
-        hint = ", which the system sends when memory runs out" if code == -signal.SIGKILL else ""
+        hint = " (no memory left, or someone's kill -9)" if code == -signal.SIGKILL else ""
         return f"rank {self.rank} was killed by {_signal_name(-code)}{hint}"
 
     def signal(self, number: int, group: bool = False) -> None:

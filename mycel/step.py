@@ -256,11 +256,11 @@ class Step:
         def lowered(found: plan.Residuals) -> tuple[Program, set[str]]:
             made = check(transform.fuse(lower.reside(program, found)))
             if not compiled:
-                return made, set()
+                return self._overlapped(made), set()
             costs = plan.Costs(made, hardware, compiled)
             least = WORTH * costs.whole()
             made, names = transform.outline(made, lambda run: costs.gain(run) > least)
-            return check(made), names
+            return self._overlapped(check(made)), names
 
         def measure(found: plan.Residuals) -> plan.Footprint:
             ready.clear()
@@ -269,6 +269,9 @@ class Step:
 
         decided = plan.decide(program, body, plan.Costs(program, hardware, compiled), measure, self.settings.budget)
         return decided, *(ready.get(id(decided.residuals)) or lowered(decided.residuals))
+
+    def _overlapped(self, program: Program) -> Program:
+        return program if self.parts is None else check(lower.overlap(program))
 
     def _bound(self, made: Joined, program: Program, code: Callable[..., Any]) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
         """The guarded call: it reads the model's and the optimiser's state and runs the code."""

@@ -7,16 +7,22 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import sys
 import time
+from pathlib import Path
 
 import torch
+from checkpoints import part_of
 
-from mycel.run.checkpoint import RunFolder, Saver
+from mycel.ir import Layout, Mesh
+from mycel.run.checkpoint import Ranks, RunFolder, Saver
 
 METRICS = [3.0, 1.0, 2.0]
 STEPS = [1, 2, 3, 3]  # the last one again: it replaces a complete checkpoint
+MESH = Mesh(a=2, b=2)
+LAYOUTS = {"w": Layout((("a",), ())), "tied": Layout((("a",), ())), "half": Layout((("b",), ("a",))), "count": Layout()}
 COUNTED = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir"}
 
 
@@ -59,6 +65,58 @@ def save(folder: str, moment: int | None = None, asynchronous: bool = True, fore
     saver.close()
 
 
+def ranks(folder: str, board: str, victim: int = -1, moment: int = 0, small: int = -1) -> None:
+    """The same run by all ranks of a mesh, a process each; the victim is killed, the small one may write but little."""
+    pids = {}
+    for rank in range(MESH.world):
+        if (pid := os.fork()) == 0:
+            try:
+                signal.alarm(60)
+                be_rank(rank, folder, Path(board), moment if rank == victim else None, rank == small)
+                os._exit(0)
+            finally:
+                os._exit(1)
+        pids[pid] = rank
+    while pids:
+        pid, status = os.wait()
+        rank = pids.pop(pid)
+        if status:
+            (Path(board) / f"gone-{rank}").touch()
+    os._exit(0)  # taking torch down takes longer than the run
+
+
+def be_rank(rank: int, folder: str, board: Path, moment: int | None, small: bool) -> None:
+    """One of them: it says what became of each save."""
+    told = 0
+
+    def share(text: str) -> list[str]:
+        nonlocal told
+        told += 1
+        mine, *_ = texts = [board / f"{told:04d}-{(rank + i) % MESH.world}" for i in range(MESH.world)]
+        (part := board / f"part-{rank}").write_text(text)
+        part.rename(mine)
+        while not all(path.exists() for path in texts):
+            if gone := sorted(board.glob("gone-*")):
+                raise ConnectionError(f"rank {gone[0].name[5:]} is gone")
+            time.sleep(0.001)
+        return [path.read_text() for path in sorted(texts)]
+
+    if moment is not None:
+        die_at(moment)
+    saver = Saver(folder, keep=1, shard_bytes=5000, ranks=Ranks(MESH, rank, share), plan="a plan")
+    for step in STEPS:
+        limit = 4000 if small and step == 2 else resource.RLIM_INFINITY
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+        whole = state(step)
+        tensors = {name: part_of(x, LAYOUTS[name], MESH, rank, padding=90) for name, x in whole.items()}
+        tensors["tied"] = tensors["w"]
+        layouts = {name: (LAYOUTS[name], tuple(x.shape)) for name, x in whole.items()}
+        saver.save(step, tensors, {"step": step}, METRICS[(step - 1) % len(METRICS)], layouts)
+        saver.wait()
+        say(rank=rank, saved=saver.last and saver.last.name, reports=saver.poll())
+    saver.close()
+
+
 def hold(folder: str) -> None:
     """A run that holds its folder, with a data worker that outlives it."""
     run = RunFolder(folder)
@@ -78,13 +136,14 @@ def leave(folder: str) -> None:
 
 def main() -> None:
     torch.set_num_threads(1)
+    part_of(torch.ones(2, 2), LAYOUTS["w"], MESH, 0)  # torch loads some of its own only now
     for line in sys.stdin:
         job = json.loads(line)
         pid = os.fork()
         if pid == 0:
             signal.alarm(60)
             say(pid=os.getpid())
-            {"save": save, "hold": hold, "leave": leave}[job.pop("do")](**job)
+            {"save": save, "ranks": ranks, "hold": hold, "leave": leave}[job.pop("do")](**job)
             return
         say(ended=os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 

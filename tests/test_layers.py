@@ -1,6 +1,7 @@
 """Who may look into whom, read from the imports themselves.
 
-errors < ir < ops < {capture | transform | plan} < lower < step < train < cli,   ops < run < {api | step},   capture, transform < api < derivatives
+errors < ir < ops < {capture | transform | plan} < lower < step < train < cli,   ops < run < {api | step},   capture, transform < api < derivatives,
+run < launch < cli
 """
 
 from __future__ import annotations
@@ -26,11 +27,13 @@ MAY_IMPORT = {
     "derivatives": {"errors", "ir", "ops", "capture", "transform", "run", "api"},
     "objective": {"errors"},
     "optimizers": {"errors", "ir", "ops", "transform"},
-    "step": {"errors", "sizes", "ir", "ops", "capture", "transform", "plan", "lower", "run", "objective", "optimizers"},
+    "parts": {"errors", "ir", "ops", "capture", "plan", "lower", "run", "optimizers"},
+    "step": {"errors", "sizes", "ir", "ops", "capture", "transform", "plan", "lower", "run", "objective", "optimizers", "parts"},
     "train": {"errors", "sizes", "ir", "ops", "run", "api", "derivatives", "step"},
-    "cli": {"errors", "train"},
+    "launch": {"errors", "run"},
+    "cli": {"errors", "train", "launch"},
     "__main__": {"cli"},
-    "__init__": {"errors", "ir", "api", "derivatives", "step"},
+    "__init__": {"errors", "ir", "plan", "api", "derivatives", "step"},
 }
 
 

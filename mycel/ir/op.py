@@ -23,6 +23,7 @@ What the fields mean
   inplace   a kernel of the same arguments that writes its results over its first operands; runs where these are given away
   scratch   bytes its kernel needs while it runs, besides operands and results: a function of the types and params
   compiles  a compiler can take its kernel
+  by_rank   its value depends on the rank, or on other ranks
   linear    operands it is linear in: groups of places, each linear together while the others stay; "all": all of them.  A sum owed passes through
   parts     how a part is computed where the kernel on parts is not it: {letter: Part}; "*" for whatever letter is split, "q k" for two together
   aten      ATen overloads that mean exactly this, with the same arguments in the same order ("exp.default")
@@ -80,6 +81,7 @@ class Op:
     aten: Sequence[str] = ()
     scratch: Callable[..., int] | None = None
     compiles: bool = True
+    by_rank: bool = False
     linear: Sequence[tuple[int, ...]] | str = ()
     parts: dict[str, Part] = field(default_factory=dict)
     defaults: dict[str, Any] = field(default_factory=dict)

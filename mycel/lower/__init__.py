@@ -1,6 +1,7 @@
 """Program + Plan -> the programs that run.  Rewriting never decides."""
 
 from mycel.lower.distribute import Distributed, distribute
+from mycel.lower.overlap import overlap
 from mycel.lower.residency import reside
 
-__all__ = ["Distributed", "distribute", "reside"]
+__all__ = ["Distributed", "distribute", "overlap", "reside"]

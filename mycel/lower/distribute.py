@@ -1,9 +1,9 @@
 """A global program under a plan -> the local program of every rank.
 
-    settle      one layout for each block
-    pin         layouts of activations the plan names
-    solve       (plan/layouts.py) all other layouts, at the least cost
-    spmd        local types, explicit collectives
+settle      one layout for each block
+pin         layouts of activations the plan names
+solve       (plan/layouts.py) all other layouts, at the least cost
+spmd        local types, explicit collectives
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def distribute(
     reduced = frozenset(plan.over) if plan.zero >= 2 else frozenset()
     solver = Solver(Graph(whole), links, Costs(whole, hardware, compiled), Prices(links), given, along, reduced)
     layouts = solver.solve()
-    return Distributed(check(spmd(whole, layouts, Moves(links))), whole, layouts, solver.exact)
+    return Distributed(check(spmd(whole, layouts, Moves(links), gathered)), whole, layouts, solver.exact)
 
 
 def pin(program: Program, plan: Plan) -> Program:

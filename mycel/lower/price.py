@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from mycel.ir import Block, Eqn, Mesh, Program, Var
@@ -11,19 +11,21 @@ from mycel.plan.choices import Label, Laid, Options
 from mycel.plan.links import COLLECTIVES, Links
 from mycel.plan.moves import Moves
 
+FOUND: dict[Any, float] = {}  # by equation, label, ranks along the axis and link: layers and plans repeat
+
 
 @dataclass
 class Prices:
     """Seconds of messages by equation, label and axis; found once for each."""
 
     links: Links
-    _found: dict[Any, float] = field(default_factory=dict)
 
     def __call__(self, eqn: Eqn, label: Label, axis: str) -> float:
-        key = (eqn.op.name, eqn.input_types, eqn.params, label, axis)
-        if key not in self._found:
-            self._found[key] = self._seconds(eqn, label, axis)
-        return self._found[key]
+        link = self.links.of((axis,))
+        key = (eqn.op.name, eqn.input_types, eqn.params, label, self.links.mesh[axis], link)
+        if key not in FOUND:
+            FOUND[key] = self._seconds(eqn, label, axis)
+        return FOUND[key]
 
     def _seconds(self, eqn: Eqn, label: Label, axis: str) -> float:
         mesh = Mesh({axis: self.links.mesh[axis]})

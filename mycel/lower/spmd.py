@@ -15,7 +15,7 @@ the same on all ranks, however many they are.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -47,9 +47,9 @@ from mycel.plan.follow import follow
 from mycel.plan.moves import Moves
 
 
-def spmd(program: Program, layouts: Layouts, moves: Moves) -> Program:
-    """Every block on local types, with the collectives its layouts ask for."""
-    blocks = {name: _Block(program, name, layouts, moves).lowered() for name in program.blocks}
+def spmd(program: Program, layouts: Layouts, moves: Moves, again: Collection[int] = ()) -> Program:
+    """Every block on local types, with the collectives its layouts ask for.  `again`: inputs of the entry that are moved anew for each use."""
+    blocks = {name: _Block(program, name, layouts, moves).lowered(again if name == program.entry else ()) for name in program.blocks}
     return replace(program, blocks=blocks)
 
 
@@ -131,13 +131,17 @@ class _Block:
         self.b = Builder()
         self.at_hand: dict[Var, dict[Layout, Atom]] = {}
 
-    def lowered(self) -> Block:
+    def lowered(self, again: Collection[int] = ()) -> Block:
         for v, layout in zip(self.block.inputs, self.laid.inputs, strict=True):
             self.at_hand[v] = {layout: self.b.input(v.name, layout.local(v.type, self.mesh))}
+        first = {self.block.inputs[i]: dict(self.at_hand[self.block.inputs[i]]) for i in again}
         with self.b:
             for eqn, choice in zip(self.block.eqns, self.laid.choices, strict=True):
                 self.b.source = eqn.source
                 self.equation(eqn, choice)
+                for v in eqn.vars:
+                    if v in first:
+                        self.at_hand[v] = dict(first[v])
             self.b.source = ""
             outs = [self.get(x, layout) for x, layout in zip(self.block.outputs, self.laid.outputs, strict=True)]
         return self.b.block(outs)

@@ -22,7 +22,7 @@ from mycel.ops.rules import o, unbroadcast
 
 
 def _mask_dims(mask, k, columns="c^"):
-    """The dims of a mask as it broadcasts over scores.  Its columns are whole where k is split with q: rows see all columns in turn (`ring.py`)."""
+    """The dims of a mask as it broadcasts over scores.  It has all columns, also where k is split: in a ring rows see them in turn."""
     if mask is None:
         return ""
     if mask.ndim > 4:

@@ -7,6 +7,8 @@
     y = permute(x, axes=("cp",), count=2, to=(1, 0))             to rank to[i] from rank i; -1: to nobody (who gets nothing has zeros)
     y = own_part(x, axes=("tp",), count=4, dim=0)                this rank's part of what all hold
     y = only_first(x, axes=("tp",), count=4)                     x on the first rank along the axes, zeros on the others: a sum owed
+    t = begin(x, z, op="all_reduce", axes=("dp",), count=2)      the same for several tensors in one message, without waiting;
+    y, w = finish(t, x, z, op="all_reduce", …)                   what it brought
     i = place(axes=("tp",), count=4)                             this rank's index along the axes
 
 `count` is the number of ranks along the axes, so that types need no mesh.  Parts are of equal size, the last ones padded with zeros where
@@ -44,7 +46,13 @@ def linear_in_first(transpose):
     return lambda g, y, x, **params: (transpose(g, x, **params),)
 
 
-@op("... -> ...", dtype="first", vjp=linear_in_first(lambda g, x, *, axes, count, kind="+": o.all_reduce(g, axes=axes, count=count)), compiles=False)
+@op(
+    "... -> ...",
+    dtype="first",
+    vjp=linear_in_first(lambda g, x, *, axes, count, kind="+": o.all_reduce(g, axes=axes, count=count)),
+    compiles=False,
+    by_rank=True,
+)
 def all_reduce(x, *, axes, count, kind="+"):
     """The sum, maximum (>) or minimum (<) of x over the ranks along the axes."""
     return communicator().all_reduce(x, axes, kind)
@@ -58,6 +66,7 @@ def gather_transpose(g, x, *, axes, count, dim, size):
     types=lambda x, *, axes, count, dim, size: with_size(x, dim, size),
     vjp=linear_in_first(gather_transpose),
     compiles=False,
+    by_rank=True,
 )
 def all_gather(x, *, axes, count, dim, size):
     """The parts of all ranks along the axes, joined along `dim` and cut to `size`."""
@@ -73,6 +82,7 @@ def scatter_transpose(g, x, *, axes, count, dim, kind="+"):
     types=lambda x, *, axes, count, dim, kind="+": with_size(x, dim, -(-x.shape[dim] // count)),
     vjp=linear_in_first(scatter_transpose),
     compiles=False,
+    by_rank=True,
 )
 def reduce_scatter(x, *, axes, count, dim, kind="+"):
     """This rank's part along `dim` of the sum (maximum, minimum) of x over the ranks along the axes."""
@@ -87,7 +97,7 @@ def all_to_all_transpose(g, x, *, axes, count, split, join, size):
     return o.all_to_all(g, axes=axes, count=count, split=join, join=split, size=x.shape[split])
 
 
-@op(types=all_to_all_type, vjp=linear_in_first(all_to_all_transpose), compiles=False)
+@op(types=all_to_all_type, vjp=linear_in_first(all_to_all_transpose), compiles=False, by_rank=True)
 def all_to_all(x, *, axes, count, split, join, size):
     """Part i of dim `split` goes to rank i; the parts that come in are joined along `join` and cut to `size`."""
     y = communicator().all_to_all(padded(x, split, count), axes, split, join)
@@ -102,7 +112,7 @@ def permute_transpose(g, x, *, axes, count, to):
     return o.permute_ranks(g, axes=axes, count=count, to=tuple(back))
 
 
-@op("... -> ...", dtype="first", vjp=linear_in_first(permute_transpose), compiles=False)
+@op("... -> ...", dtype="first", vjp=linear_in_first(permute_transpose), compiles=False, by_rank=True)
 def permute_ranks(x, *, axes, count, to):
     """x of rank i arrives at rank to[i] (-1: nowhere); zeros where nothing arrives."""
     return communicator().permute(x, axes, to)
@@ -117,6 +127,7 @@ def own_part_transpose(g, x, *, axes, count, dim):
     types=lambda x, *, axes, count, dim: with_size(x, dim, -(-x.shape[dim] // count)),
     vjp=linear_in_first(own_part_transpose),
     compiles=False,
+    by_rank=True,
 )
 def own_part(x, *, axes, count, dim):
     """This rank's part of x along `dim`."""
@@ -129,6 +140,7 @@ def own_part(x, *, axes, count, dim):
     types=lambda x, *, axes, count, dim, size: with_size(x, dim, size),
     vjp=linear_in_first(lambda g, x, *, axes, count, dim, size: o.own_part(g, axes=axes, count=count, dim=dim)),
     compiles=False,
+    by_rank=True,
 )
 def spread(x, *, axes, count, dim, size):
     """x at this rank's place along `dim`, zeros elsewhere: `own_part` turned round."""
@@ -139,16 +151,48 @@ def spread(x, *, axes, count, dim, size):
     return y.narrow(dim, 0, size)
 
 
-@op("... -> ...", dtype="first", vjp=linear_in_first(lambda g, x, *, axes, count: o.only_first(g, axes=axes, count=count)), compiles=False)
+@op(
+    "... -> ...",
+    dtype="first",
+    vjp=linear_in_first(lambda g, x, *, axes, count: o.only_first(g, axes=axes, count=count)),
+    compiles=False,
+    by_rank=True,
+)
 def only_first(x, *, axes, count):
     """x on the first rank along the axes, zeros on the others."""
     return x if communicator().index(axes) == 0 else torch.zeros_like(x)
 
 
-@op(types=lambda *, axes, count: Type(torch.int64, ()), vjp=lambda g, y, **_: (), compiles=False)
+@op(types=lambda *, axes, count: Type(torch.int64, ()), vjp=lambda g, y, **_: (), compiles=False, by_rank=True)
 def place(*, axes, count, device=None):
     """This rank's index along the axes."""
     return torch.tensor(communicator().index(axes), device=device)
+
+
+def finish_types(token, *xs, op, axes, count, kind="+", dims=(), sizes=()):
+    if op == "all_reduce":
+        return tuple(xs)
+    if op == "all_gather":
+        return tuple(with_size(x, d, n) for x, d, n in zip(xs, dims, sizes, strict=True))
+    return tuple(with_size(x, d, -(-x.shape[d] // count)) for x, d in zip(xs, dims, strict=True))
+
+
+@op(types=lambda *xs, **_: Type(torch.int64, ()), compiles=False, by_rank=True, effect=True)
+def begin(*xs, op, axes, count, kind="+", dims=(), sizes=()):
+    """Begin a collective on several tensors; `finish` waits for it."""
+    how = {} if op == "all_reduce" else {"dim": list(dims)}
+    how |= {} if op == "all_gather" else {"kind": kind}
+    xs = [padded(x, d, count) for x, d in zip(xs, dims, strict=True)] if op == "reduce_scatter" else xs
+    return communicator().start(op, xs, axes=axes, **how)
+
+
+@op(types=finish_types, compiles=False, by_rank=True)
+def finish(token, *xs, op, axes, count, kind="+", dims=(), sizes=()):
+    """What a collective that was begun has brought."""
+    ys = communicator().wait(token)
+    if op == "all_gather":
+        ys = [y if y.shape[d] == n else y.narrow(d, 0, n) for y, d, n in zip(ys, dims, sizes, strict=True)]
+    return tuple(ys) if len(ys) > 1 else ys[0]
 
 
 def padded(x, dim, count):

@@ -110,8 +110,14 @@ def has_columns(mask):
     return mask is not None and mask.ndim > 0 and mask.shape[-1] > 1
 
 
-def seen(at, mask, causal, columns):
-    """The mask of this rank's rows and the columns that came by."""
+def on_the_way(at, k, v, mask, causal):
+    """What goes round: keys, values, and the numbers of their columns where rows do not see all."""
+    k, v = (at.masked(x, 2, "k", 0.0) for x in (k, v))
+    return (k, v, columns_here(at)) if causal or is_uneven(at, "k") or has_columns(mask) else (k, v)
+
+
+def seen(at, mask, causal, columns=None):
+    """The mask of this rank's rows and the columns that came by; no numbers: all of them."""
     if columns is None:
         return mask
     n, shown = at.sizes["k"], None
@@ -124,12 +130,6 @@ def seen(at, mask, causal, columns):
     if shown is None or mask is None:
         return mask if shown is None else shown
     return o.logical_and(mask, shown) if mask.dtype == torch.bool else o.where(shown, mask, -math.inf)
-
-
-def on_the_way(at, k, v, mask, causal):
-    """What goes round: keys, values, and the numbers of their columns where rows do not see all."""
-    k, v = (at.masked(x, 2, "k", 0.0) for x in (k, v))
-    return (k, v, columns_here(at)) if causal or is_uneven(at, "k") or has_columns(mask) else (k, v)
 
 
 # -- rows alone ----------------------------------------------------------------------------------------------------------
@@ -160,10 +160,10 @@ def attention_ring(at, q, k, v, mask, *, causal=False, scale=None):
     if ring.count == 1:
         return o.attention(q, k, v, mask, causal=causal, scale=scale)
     if is_foldable(at, causal):
-        rows, columns = ring.folded(q), (ring.folded(k), ring.folded(v))
-        y, lse = merged(ring, columns, lambda turn, k, v: folded_turn(ring, turn, rows, k, v, scale))
+        rows = ring.folded(q)
+        y, lse = merged(ring, (ring.folded(k), ring.folded(v)), lambda turn, k, v: folded_turn(ring, turn, rows, k, v, scale))
         return ring.unfolded(cast_like(y, q)), ring.unfolded(lse)
-    turn = lambda _, k, v, columns=None: o.attention(q, k, v, seen(at, mask, causal, columns), scale=scale)
+    turn = lambda _, k, v, *columns: o.attention(q, k, v, seen(at, mask, causal, *columns), scale=scale)
     y, lse = merged(ring, on_the_way(at, k, v, mask, causal), turn)
     return cast_like(y, q), lse
 
@@ -210,7 +210,7 @@ def attention_grad_ring(at, g, q, k, v, mask, y, lse, *, causal=False, scale=Non
         made = summed(ring, (ring.folded(k), ring.folded(v)), lambda turn, k, v: folded_grad_turn(ring, turn, rows, k, v, scale))
         return tuple(ring.unfolded(cast_like(d, x)) for d, x in zip(made, (q, k, v), strict=True))
     g, q, y, lse = rows_here(at, g, q, y, lse) if causal else (g, q, y, lse)
-    turn = lambda _, k, v, columns=None: wide(lse, o.attention_grad(g, q, k, v, seen(at, mask, causal, columns), y, lse, scale=scale))
+    turn = lambda _, k, v, *columns: wide(lse, o.attention_grad(g, q, k, v, seen(at, mask, causal, *columns), y, lse, scale=scale))
     made = summed(ring, on_the_way(at, k, v, mask, causal), turn)
     return tuple(cast_like(d, x) for d, x in zip(made, (q, k, v), strict=True))
 

@@ -13,11 +13,12 @@ then lowered in its place.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mycel.ir import Axes, Eqn, Layout, Mesh, Op, Part, Type, is_even
+from mycel.ir import Axes, Eqn, Layout, Mesh, Op, Params, Part, Type, is_even
 from mycel.ir.dims import Fit
 
 
@@ -63,6 +64,10 @@ class Options:
         self.fit: Fit | None = op.fit(inputs, dict(params)) if op.dims is not None else None
         self.groups = [] if self.fit is None and not op.linear else linear_groups(op, inputs, outputs)
         self.plain = set(self.fit.splits()) if self.fit is not None else set()
+        dims = [dim for item in (*self.fit.ins, *self.fit.outs) if item is not None for dim in item] if self.fit is not None else []
+        large = [[k for k in dim if self.fit.sizes[k] > 1] for dim in dims] if self.fit is not None else []
+        self.minor = {k for dim in large for k in dim[1:]}  # letters that are not the slowest of every dim they are part of
+        self.joined = {k for dim in large if len(dim) > 1 for k in dim}  # part of a dim of several letters
         self._at: dict[str, tuple[dict[int, int], dict[int, int]]] = {}  # letters -> the dims they are, by operand and by result
         if self.fit is not None:
             for side, items in enumerate((self.fit.ins, self.fit.outs)):
@@ -73,13 +78,14 @@ class Options:
 
     @staticmethod
     def of(eqn: Eqn) -> Options:
-        return Options(eqn.op, eqn.input_types, eqn.params, [v.type for v in eqn.outputs])
+        return _options(eqn.op, eqn.input_types, eqn.params, tuple(v.type for v in eqn.outputs))
 
     def labels(self, mesh: Mesh, axis: str, before: Mapping[str, Axes]) -> list[Label]:
         """What can be done along an axis, when letters are split over other axes already."""
         found = [SAME]
         if self.fit is not None:
-            found += [Label(k) for k in self.fit.sizes if self.may_split(k, (*before.get(k, ()), axis), mesh)]
+            alone = [k for k in self.fit.sizes if not self._is_together(k, before)]
+            found += [Label(k) for k in alone if self.may_split(k, (*before.get(k, ()), axis), mesh)]
             found += [Label(key) for key in self.op.parts if " " in key and self._may_split_together(key, axis, before, mesh)]
         return found + [Label(group=g) for g in self.groups]
 
@@ -87,14 +93,19 @@ class Options:
         """Can a letter be split over these axes?"""
         assert self.fit is not None
         n = self.fit.sizes[letter]
-        if n < 2 or not self._is_major(letter):
+        if n < 2 or letter in self.minor:
             return False
         even, rule = is_even(n, axes, mesh), self.rule({letter: axes}, letter)
         if rule is not None:
-            return even or (rule.uneven and not self._is_joined(letter))
+            return even or (rule.uneven and letter not in self.joined)
         if letter not in self.plain:
-            return even and self.op.expand is not None and not self._is_joined(letter) and any(self._has(item, letter) for item in self.fit.ins)
-        return even or (not self._is_joined(letter) and self.covers(letter))
+            return even and self.op.expand is not None and letter not in self.joined and any(self._has(item, letter) for item in self.fit.ins)
+        return even or (letter not in self.joined and self.covers(letter))
+
+    def _is_together(self, letter: str, before: Mapping[str, Axes]) -> bool:
+        """Is it split by a joint rule already?  Then it goes on with the other letters or not at all: a result would owe over an axis of its own."""
+        joint = [key.split() for key in self.op.parts if " " in key]
+        return any(letter in key and before.get(letter) and all(before.get(k) == before[letter] for k in key) for key in joint)
 
     def _may_split_together(self, key: str, axis: str, before: Mapping[str, Axes], mesh: Mesh) -> bool:
         """Can all letters of a joint rule be split over one more axis?"""
@@ -102,7 +113,7 @@ class Options:
         letters = {k: (*before.get(k, ()), axis) for k in key.split()}
         if not all(k in self.fit.sizes for k in letters) or len(set(letters.values())) > 1:
             return False
-        fits = [self.fit.sizes[k] > 1 and self._is_major(k) and not self._is_joined(k) for k in letters]
+        fits = [self.fit.sizes[k] > 1 and k not in self.minor and k not in self.joined for k in letters]
         return all(fits) and (self.op.parts[key].uneven or all(is_even(self.fit.sizes[k], axes, mesh) for k, axes in letters.items()))
 
     def rule(self, letters: Mapping[str, Axes], letter: str) -> Part | None:
@@ -190,17 +201,11 @@ class Options:
     def _has(self, item: Any, letter: str) -> bool:
         return item is not None and any(letter in dim for dim in item)
 
-    def _is_major(self, letter: str) -> bool:
-        """Is it the slowest letter of every dim it is part of?"""
-        assert self.fit is not None
-        items = [item for item in (*self.fit.ins, *self.fit.outs) if item is not None]
-        return all(next(k for k in dim if self.fit.sizes[k] > 1) == letter for item in items for dim in item if letter in dim)
 
-    def _is_joined(self, letter: str) -> bool:
-        """Is it part of a dim of several letters?"""
-        assert self.fit is not None
-        items = [item for item in (*self.fit.ins, *self.fit.outs) if item is not None]
-        return any(letter in dim and sum(self.fit.sizes[k] > 1 for k in dim) > 1 for item in items for dim in item)
+@functools.lru_cache(maxsize=1 << 14)
+def _options(op: Op, inputs: tuple[Any, ...], params: Params, outputs: tuple[Type, ...]) -> Options:
+    """Layers repeat, and so do their equations."""
+    return Options(op, inputs, params, outputs)
 
 
 def linear_groups(op: Op, inputs: Sequence[Any], outputs: Sequence[Type]) -> list[tuple[int, ...]]:

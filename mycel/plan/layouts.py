@@ -25,6 +25,7 @@ from mycel.plan.least import Sum
 from mycel.plan.links import Links
 
 SHARE = 1e4  # products count so much that they are shared before anything else is saved
+HIDDEN, MEANT = 0.1, 10.0  # what counts of a message that goes on beside computing; of one that takes apart what the plan put together
 NEVER = float("inf")
 
 Node = tuple[Any, ...]
@@ -190,6 +191,7 @@ class Solver:
     places: dict[Node, Layout] = field(default_factory=dict)
     exact: bool = True
     bodies: set[str] = field(default_factory=set)
+    _moving: dict[Any, float] = field(default_factory=dict)
 
     @property
     def mesh(self) -> Mesh:
@@ -222,6 +224,8 @@ class Solver:
         before = {node: self.letters(node) for node in self.labels}
         for node in g.options:
             domains[node] = self._labels(node, axis, before[node])
+        for node, label in self._norm_labels(axis).items():  # the size of gradients is taken of them as they are updated
+            domains[node] = [label] if label in domains[node] else domains[node]
         for node, t in g.ports.items():
             domains[node] = self._places(node, t, axis)
         lies = {node: self._lies(node, domain, axis) for node, domain in domains.items()}
@@ -229,9 +233,11 @@ class Solver:
         problem.sizes = {node: len(domain) for node, domain in domains.items()}
         for node, domain in domains.items():
             if len(domain) > 1:
-                problem.add((node,), [self._work(node, x, axis, before.get(node, {})) for x in domain])
+                problem.add((node,), self._work(node, domain, axis, before.get(node, {})))
         derived = self._derived(axis)
-        for (source, node, operand, cut), often in g.edges.items():
+        hidden = self._weights(axis, derived)
+        for (source, node, operand, cut), times in g.edges.items():
+            often = times * hidden.get((source, node), 1.0)
             if source not in sizes:
                 sizes[source] = self._bytes(source)
             shift = source.rows - cut
@@ -273,6 +279,36 @@ class Solver:
             return found
         return [x for x in found if x == SAME or (x.letter and set(x.letter.split()) <= parts[node[3]])]
 
+    def _norm_labels(self, axis: str) -> dict[Node, Label]:
+        """For each gradient whose norm is taken: the label under which it lies as its optimiser state does."""
+        g = self.graph
+        state: dict[Node, int] = {}  # by part of an update: where the axis lies in what it updates
+        for source, node, _, _ in g.edges:
+            if node in g.eqns and _updates(g.eqns[node]) and source.node[:2] == ("in", g.program.entry) and g.ports[source.node].ndim:
+                where = place(self._given(source.node[2]), axis)
+                state[node] = max(state.get(node, WHOLE), where)
+        lies = {source: state[node] for source, node, _, _ in g.edges if node in state and source.node not in g.ports}
+        found = {}
+        for source, node, operand, _ in g.edges:
+            if node in g.eqns and g.eqns[node].op.name == "global_norm" and source in lies:
+                where = lies[source]
+                found[node] = Label(f"p{operand}d{where}") if where >= 0 else SAME
+        return found
+
+    def _weights(self, axis: str, derived: set[Source]) -> dict[tuple[Source, Node], float]:
+        """Messages that count less, since they go on beside computing: gathered parameters on their way to a layer, gradients to their update.  And
+        those that count more: inputs that were given in parts are meant to be used in parts."""
+        g = self.graph
+        late = {node for node, eqn in g.eqns.items() if _updates(eqn) or eqn.op.name == "global_norm"}
+        meant = self._made_of(i for i in range(len(g.program.inputs)) if place(self._given(i), axis) >= 0) - derived
+        found = {}
+        for source, node, _, _ in g.edges:
+            if source in meant:
+                found[source, node] = MEANT
+            elif node in late or source in derived:
+                found[source, node] = HIDDEN
+        return found
+
     def _places(self, node: Node, t: Type, axis: str) -> list[int]:
         if node[:2] == ("in", self.graph.program.entry):
             return [place(self.given.get(node[2], Layout.whole(t.ndim)), axis)]
@@ -291,31 +327,40 @@ class Solver:
 
     # -- costs ----------------------------------------------------------------------------------------------------------
 
-    def _work(self, node: Node, value: Any, axis: str, before: Mapping[str, Axes]) -> float:
+    def _work(self, node: Node, domain: Sequence[Any], axis: str, before: Mapping[str, Axes]) -> list[float]:
+        """Seconds that a node takes by itself, for each of its values."""
         g = self.graph
         if node not in g.options:
-            return 1e-12 if value == OWED["+"] else 0.0
-        eqn, often = g.eqns[node], g.runs[node[1]]
+            return [1e-12 if value == OWED["+"] else 1e-9 * (value >= 0) for value in domain]  # of equals: gathered outside, where it can begin early
+        eqn = g.eqns[node]
         seconds = self.costs.seconds(eqn) / len(g.parts[node[1], node[2]])
         seconds *= self.share if eqn.op.name in PRODUCTS else 1.0
         for letter, axes in before.items():
             seconds *= _share(g.options[node], letter, axes, self.mesh)
-        comm = 0.0
-        if value.letter:
-            for letter in value.letter.split():
-                seconds *= _share(g.options[node], letter, (*before.get(letter, ()), axis), self.mesh) / _share(
-                    g.options[node], letter, before.get(letter, ()), self.mesh
-                )
-            if not all(
-                letter in g.options[node].plain and g.options[node].rule({letter: (axis,)}, letter) is None for letter in value.letter.split()
-            ):
-                comm = self.price(eqn, value, axis)
-        return often * (seconds + comm)
+        return [g.runs[node[1]] * self._seconds(node, seconds, value, axis, before) for value in domain]
+
+    def _seconds(self, node: Node, seconds: float, value: Label, axis: str, before: Mapping[str, Axes]) -> float:
+        """What is left of an equation's seconds under a label, and what its messages take."""
+        if not value.letter:
+            return seconds
+        options, letters = self.graph.options[node], dict.fromkeys(value.letter.split(), (axis,))
+        first = next(iter(letters))  # letters split together by a rule: every rank goes through all of the others
+        axes = before.get(first, ())
+        seconds *= _share(options, first, (*axes, axis), self.mesh) / _share(options, first, axes, self.mesh)
+        is_plain = all(k in options.plain and options.rule(letters, k) is None for k in letters)
+        return seconds if is_plain else seconds + self.price(self.graph.eqns[node], value, axis)
 
     def moving(self, have: int, want: int, size: float, axis: str) -> float:
         """Seconds from one place of an axis to another, for a tensor of `size` bytes where the axis is whole."""
         if have == want:
             return 0.0
+        key = (have if have < 0 else 0, want if want < 0 else 0, size, axis)
+        found = self._moving.get(key)
+        if found is None:
+            found = self._moving[key] = self._moved(have, want, size, axis)
+        return found
+
+    def _moved(self, have: int, want: int, size: float, axis: str) -> float:
         k = self.mesh[axis]
         if have in OWED.values():
             if want >= 0:
@@ -356,8 +401,12 @@ class Solver:
 
     def _derived(self, axis: str) -> set[Source]:
         """Values that are parameters gathered along this axis, or made of one such alone."""
+        return self._made_of(self.gathered.get(axis, ()))
+
+    def _made_of(self, inputs: Iterable[int]) -> set[Source]:
+        """Inputs of the entry, and values made of one of them alone."""
         g = self.graph
-        found = {Source(g.port(g.program.entry, i), 0) for i in self.gathered.get(axis, ())}
+        found = {Source(g.port(g.program.entry, i), 0) for i in inputs}
         if not found:
             return found
         feeds: dict[Node, list[Source]] = {}
@@ -405,7 +454,7 @@ class Solver:
             return Layout.whole(x.type.ndim if isinstance(x, Var) else 0)
         held = self._held(name, j)
         if held is not None:
-            return self.places[held]
+            return self.places.get(held, Layout())
         found = g.source(name, x)
         return self.layout_of(found, choices) if found is not None else Layout(())
 

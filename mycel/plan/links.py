@@ -72,7 +72,7 @@ def _steps(name: str, k: int) -> int:
 
 def sent_by(eqn: Eqn) -> tuple[Axes, float]:
     """The axes and bytes on the wire of one execution of an equation, each rank's."""
-    if eqn.op.name not in COLLECTIVES:
+    name = eqn.params["op"] if eqn.op.name == "begin" else eqn.op.name
+    if name not in COLLECTIVES:
         return (), 0.0
-    local = sum(v.type.bytes for v in eqn.vars)
-    return eqn.params["axes"], sent(eqn.op.name, eqn.params["count"], local)
+    return eqn.params["axes"], sent(name, eqn.params["count"], sum(v.type.bytes for v in eqn.vars))

@@ -30,7 +30,7 @@ from mycel.errors import CheckpointError
 from mycel.ir import Mesh
 from mycel.run.folder import Lock, RunFolder, explain, free_bytes
 from mycel.run.kept import best, claim, latest, prune, put, steps
-from mycel.run.reading import Tensors, Wanted, load_parts, load_whole, read
+from mycel.run.reading import Folder, Tensors, Wanted, load_parts, load_whole, read
 from mycel.run.shards import MANIFEST, SHARD_BYTES, Crew, File, Manifest, Piece, Shard, pack, read_manifest, to_bytes
 from mycel.run.snapshot import Buffers, Layouts, State, on_host, take
 
@@ -39,7 +39,6 @@ __all__ = [
     "best", "latest", "load", "load_latest", "load_latest_parts", "load_parts", "read", "save", "verify",
 ]  # fmt: skip
 
-Folder = str | os.PathLike[str]
 Failure = tuple[str, str]  # why, and what to try
 
 
@@ -222,7 +221,12 @@ def _claim_for_all(folder: Path, ranks: Ranks) -> tuple[Lock | None, int]:
         lock = claim(folder) if ranks.rank == 0 else None
     except CheckpointError as e:
         error = e
-    refused, owner = ranks.tell([str(error) if error else None, os.getpid()])[0]
+    try:
+        refused, owner = ranks.tell([str(error) if error else None, os.getpid()])[0]
+    except BaseException:
+        if lock is not None:
+            lock.release()
+        raise
     if refused:
         raise error or CheckpointError(refused)
     return lock, owner

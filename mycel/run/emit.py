@@ -28,7 +28,6 @@ from mycel.run.compile import compiled as compile_function
 from mycel.run.kernels import literal, sources_of, write, write_inplace, write_into
 
 _WRITTEN_HERE = {"call", "cond", "custom", "loop", "scan", "const", "opaque"}
-RANKS = "mycel.ops.collective"  # what is said to other ranks
 _TAKEN = {*keyword.kwlist, *dir(builtins), "torch", "math", "base64", "device", "ranks"}
 
 
@@ -202,7 +201,7 @@ class _Function:
         self.line(write_inplace(eqn.op, args, eqn.params))
 
     def expression(self, eqn: Eqn, args: list[str]) -> str:
-        if eqn.op.kernel.__module__ == RANKS:
+        if eqn.op.by_rank:
             more = [f"{k}={literal(v)}" for k, v in eqn.params.items()] + ["device=device"] * ("device" in eqn.op.defaults)
             return f"ranks.{eqn.op.name}({', '.join([*args, *more])})"
         return _const(eqn.params["name"]) if eqn.op.name == "const" else write(eqn.op, args, eqn.params, eqn.input_types)
@@ -303,7 +302,7 @@ def _helpers(program: Program, donate: bool) -> dict[str, str]:
     ops = {e.op for _, e in walk(program)}
     return dict(
         sorted(
-            (k, text) for op in ops if op.name not in _WRITTEN_HERE and op.kernel.__module__ != RANKS for k, text in sources_of(op, donate).items()
+            (k, text) for op in ops if op.name not in _WRITTEN_HERE and not op.by_rank for k, text in sources_of(op, donate).items()
         )
     )
 

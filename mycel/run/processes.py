@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -46,17 +47,13 @@ class Pending:
 class Processes:
     """Speaks to the other ranks of a mesh.  `at`: the user's source line that the next collectives stand for, told when one does not end."""
 
-    worlds = 0  # made in this process: each has keys of its own
-
     def __init__(self, mesh: Mesh, rank: int = 0, device: torch.device | None = None, meeting: Rendezvous | None = None) -> None:
-        Processes.worlds += 1
         self.mesh, self.rank, self.device, self.at = mesh, rank, device or torch.device("cpu"), ""
-        self.name = f"world/{Processes.worlds}"
         self.groups: dict[tuple[Axes, str], Group] = {}
         self.meeting = meeting
         self.watch = Watch(meeting) if meeting else None
         self.owner = os.getpid()
-        atexit.register(self.close)
+        atexit.register(self._exit)
 
     def index(self, axes: Axes) -> int:
         """This rank's place along the axes, the first the slowest."""
@@ -125,22 +122,28 @@ class Processes:
             self.meeting.agree(facts)
             self._watch().leave(place)
 
-    def close(self) -> None:
-        """This rank is done with the others; a second call does nothing."""
-        atexit.unregister(self.close)
+    def close(self, error: BaseException | None = None) -> None:
+        """This rank is done with the others, or an error is done with it: then they are told.  A second call does nothing."""
+        atexit.unregister(self._exit)
         if self.watch is None or self.meeting is None or os.getpid() != self.owner:  # a forked child has its parent's
             return
+        if isinstance(error, Exception):  # an interrupt comes to all ranks, and a wish to exit is no failure
+            self.meeting.fail(error)
         watch, self.watch = self.watch, None
         self.groups.clear()
         watch.close()
-        if not watch.reason:
+        if not watch.reason and error is None:
             self.meeting.leave()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
+        self.close(error)
+
+    def _exit(self) -> None:
+        """At the end of a process that did not close; what Python printed the traceback of, if it did, is still to be seen."""
+        self.close(getattr(sys, "last_value", None))
 
     def _watch(self) -> Watch:
         if self.watch is None:
@@ -158,7 +161,7 @@ class Processes:
 
     def _connected(self, axes: Axes, device: str, ranks: Sequence[int]) -> Group:
         assert self.meeting is not None
-        key = f"{self.name}/{device}/{'.'.join(axes)}/{ranks[0]}"
+        key = f"{device}/{'.'.join(axes)}/{ranks[0]}"
         self.meeting.meet(f"{key}/meet", len(ranks))  # so that the connecting, which cannot be interrupted, is short
         store, index, timeout = self.meeting.under(key), self.index(axes), timedelta(seconds=self.meeting.timeout_s + LATER_S)
         if device == "cuda":

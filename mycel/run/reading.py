@@ -27,6 +27,7 @@ from mycel.run import boxes
 from mycel.run.boxes import Box, Dims
 from mycel.run.shards import CHUNK, DTYPE_NAMES, Crew, Entry, File, Manifest, Piece, as_bytes, damaged, read_manifest
 
+Folder = str | os.PathLike[str]
 Tensors = dict[str, torch.Tensor]
 Wanted = Mapping[str, tuple[Layout, Dims, torch.dtype]]  # by name: how it lies on the mesh, its global shape, its dtype
 
@@ -49,8 +50,9 @@ class Job:
     copies: list[tuple[tuple[slice, ...], torch.Tensor]]
 
 
-def read(path: Path, name: str, want: Box, manifest: Manifest | None = None, device: str | torch.device = "cpu") -> torch.Tensor:
+def read(path: Folder, name: str, want: Box, manifest: Manifest | None = None, device: str | torch.device = "cpu") -> torch.Tensor:
     """A box, (start, stop) for each dim, of a tensor in the checkpoint at `path`."""
+    path = Path(path)
     manifest = manifest or read_manifest(path)
     owner, entry = _find(path, manifest, name)
     if len(want) != len(entry.shape) or not all(0 <= start <= stop <= n for (start, stop), n in zip(want, entry.shape, strict=True)):
@@ -60,8 +62,9 @@ def read(path: Path, name: str, want: Box, manifest: Manifest | None = None, dev
     return x
 
 
-def load_parts(path: Path, wanted: Wanted, mesh: Mesh, rank: int, device: str | torch.device = "cpu", manifest: Manifest | None = None) -> Tensors:
+def load_parts(path: Folder, wanted: Wanted, mesh: Mesh, rank: int, device: str | torch.device = "cpu", manifest: Manifest | None = None) -> Tensors:
     """A rank's parts of tensors in the checkpoint at `path`, padded with zeros; tied names that lie alike share one tensor."""
+    path = Path(path)
     manifest = manifest or read_manifest(path)
     parts: dict[tuple[str, Layout], torch.Tensor] = {}
     targets, found = [], {}
@@ -93,9 +96,7 @@ def _find(path: Path, manifest: Manifest, name: str) -> tuple[str, Entry]:
     owner = x if isinstance(x := manifest.tensors.get(name), str) else name
     entry = manifest.tensors.get(owner)
     if not isinstance(entry, Entry):
-        raise CheckpointError(
-            f"there is no {name} in the checkpoint\n  at        {path}\n  try       one that was saved by the same model and optimiser"
-        )
+        raise CheckpointError(f"there is no {name} in the checkpoint\n  at        {path}\n  try       one of the same model and optimiser")
     return owner, entry
 
 

@@ -3,9 +3,9 @@
     RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR MASTER_PORT       as torchrun and `mycel.launch` set them
     TORCHELASTIC_USE_AGENT_STORE=True                        whoever started the ranks holds the store; otherwise rank 0 does
 
-    stop               why the world has to end: written once, by whoever sees it first
-    beat/RANK          where a rank is, written by its watch
-    agree/N/…          the facts of the N-th agreement
+    stop               why all has to end: written once, by whoever sees it first
+    K/beat/RANK        of the K-th world that these processes make: where a rank is, written by its watch
+    K/agree/N/…        the facts of the N-th agreement
 
 A world at a loopback address listens on loopback only: the store's socket is bound to the address by which it is known, and the messages of
 a rank leave from the address by which it reaches the store.
@@ -107,21 +107,26 @@ def seat() -> Seat:
 
 
 class Rendezvous:
-    """A process at its seat, connected to the store."""
+    """A process at its seat, connected to the store; each has keys of its own, the same on all ranks that make as many."""
+
+    made = 0
+    held: dist.Store | None = None  # the store itself, where it is in this process: until the process ends
 
     def __init__(self, seat: Seat) -> None:
+        Rendezvous.made += 1
         self.rank, self.world, self.host, self.port = seat.rank, seat.world, seat.host, seat.port
+        self.name, self.hosting = str(Rendezvous.made), seat.hosting
         self.timeout_s = timeout_s()
         self.agreements = 0
-        self.hosted: dist.Store | None = None
         try:
-            if seat.hosting:
+            if seat.hosting and Rendezvous.held is None:
                 family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
-                self.hosted = serve(socket.create_server((self.host, self.port), family=family, backlog=4096), self.host)
-            self.store = self.connect()
+                Rendezvous.held = serve(socket.create_server((self.host, self.port), family=family, backlog=4096), self.host)
+            self.all = self.connect()
         except (OSError, dist.DistError) as e:
             what = f"rank {self.rank} does not reach the store at {self.host}:{self.port}: {str(e).splitlines()[0]}"
             raise RunError(f"{what}\n  at        MASTER_ADDR, MASTER_PORT\n  try       the address of the host of rank 0, as all hosts see it") from e
+        self.store = dist.PrefixStore(self.name, self.all)
 
     def connect(self) -> dist.Store:
         """A connection of its own, for another thread."""
@@ -134,7 +139,8 @@ class Rendezvous:
     @property
     def address(self) -> str:
         """The address by which this host reaches the store: others reach it by that too."""
-        family, kind, _, _, address = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_DGRAM)[0]
+        found = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_DGRAM)
+        family, kind, _, _, address = min(found, key=lambda each: each[0] != socket.AF_INET)  # all ranks have to speak the same
         with socket.socket(family, kind) as probe:
             probe.connect(address)  # nothing is sent: it only asks for the route
             return str(probe.getsockname()[0])
@@ -158,12 +164,18 @@ class Rendezvous:
         self.store.add(place, 1)
         self._until(lambda: self.store.add(place, 0) >= count, place)
 
+    def fail(self, error: Exception) -> None:
+        """End the world because of an error of this rank."""
+        lines = str(error).splitlines()
+        with suppress(dist.DistError):
+            tell(self.all, f"rank {self.rank} failed: {type(error).__name__}{': ' + lines[0] if lines else ''}\n  try       a look at its log")
+
     def leave(self) -> None:
         """Go; whoever holds the store waits for all to have gone."""
         with suppress(dist.DistError):
             self.store.add("left", 1)
-            if self.hosted is not None:
-                self._until(lambda: self.store.add("left", 0) >= self.world or self.store.check([STOP]), "the end")
+            if self.hosting:
+                self._until(lambda: self.store.add("left", 0) >= self.world or self.all.check([STOP]), "the end")
 
     def _verdict(self, store: dist.Store) -> str:
         """What all ranks are to be told; nothing when they agree."""

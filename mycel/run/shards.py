@@ -41,6 +41,7 @@ SHARD_BYTES = 2 << 30
 PIECE_BYTES = 16 << 20
 CHUNK = 4 << 20  # bytes hashed, written or read at a time
 THREADS = 4  # one hashes a shard while another writes it; more saturate neither the disk nor a few cores that also train
+COMPARED = 256  # pieces compared with others at a time
 NEVER = threading.Event()
 
 DTYPES = {
@@ -324,9 +325,13 @@ def _apart(pieces: tuple[Piece, ...]) -> bool:
     stop = start + np.array([p.shape for p in pieces])
     order = start[:, 0].argsort()
     start, stop = start[order], stop[order]
-    # those behind a piece in this order start in its rows only up to some place
-    last = np.searchsorted(start[:, 0], stop[:, 0])
-    return not any(((start[i] < stop[i + 1 : n]) & (start[i + 1 : n] < stop[i])).all(1).any() for i, n in enumerate(last) if n > i + 1)
+    last = np.searchsorted(start[:, 0], stop[:, 0])  # in this order, those from here on start behind a piece's last row
+    for i in range(0, len(pieces), COMPARED):
+        some, others = slice(i, i + COMPARED), slice(i, last[i : i + COMPARED].max())
+        over = (start[some, None] < stop[None, others]) & (start[None, others] < stop[some, None])
+        if over.all(2).sum() > len(start[some]):  # each lies over itself
+            return False
+    return True
 
 
 def _check_files_are_filled(files: Mapping[str, File], entries: Iterable[Entry]) -> None:

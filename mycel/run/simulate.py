@@ -67,6 +67,10 @@ class _Ranks:
             return self.scan(p, args, n, n + p.get("carry", 0))
         if eqn.op.name == "const":
             return [[self.program.consts[p["name"]]] * self.n]
+        if eqn.op.name == "begin":
+            return [[torch.tensor(0)] * self.n]
+        if eqn.op.name == "finish":
+            return self.finished(p, args[1:])
         together = getattr(self, "_" + eqn.op.name, None)
         if together is not None:
             return [together(args[0], **p)]
@@ -110,6 +114,14 @@ class _Ranks:
 
     def group(self, xs: Values, axes: Axes, rank: int) -> list[torch.Tensor]:
         return [xs[r] for r in self.mesh.group(rank, axes)]
+
+    def finished(self, p: Mapping[str, Any], args: list[Values]) -> list[Values]:
+        """What was begun, tensor by tensor."""
+        how = {k: p[k] for k in ("axes", "count", "kind") if k in p}
+        each = [
+            {**how, **({"dim": p["dims"][i]} if "dims" in p else {}), **({"size": p["sizes"][i]} if "sizes" in p else {})} for i in range(len(args))
+        ]
+        return [getattr(self, "_" + p["op"])(xs, **more) for xs, more in zip(args, each, strict=True)]
 
     def _all_reduce(self, xs: Values, *, axes: Axes, count: int, kind: str = "+") -> Values:
         return [reduced(self.group(xs, axes, r), kind) for r in range(self.n)]

@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from mycel.run.rendezvous import STOP, Rendezvous, named, tell
 LOST = 71  # exit code of a rank that ends because of another
 GRACE_S = 1.5
 EVERY_S = 0.4
-TOLD_WITHIN_S = 3.0  # of a death: the starter looks every 0.1 s, the watch every EVERY_S
+TOLD_WITHIN_S = 3.0  # of a death, by whoever started the rank, if that knows of the store
 
 
 @dataclass
@@ -50,7 +51,8 @@ class Watch:
     """Looks after the other ranks of a world until `close`."""
 
     def __init__(self, meeting: Rendezvous) -> None:
-        self.meeting, self.store = meeting, meeting.connect()
+        self.meeting, self.all = meeting, meeting.connect()
+        self.store = dist.PrefixStore(meeting.name, self.all)
         self.every_s = max(EVERY_S, meeting.world / 2000)  # one store serves all
         self.reason = ""
         self.told, self.closing = threading.Event(), threading.Event()
@@ -82,8 +84,10 @@ class Watch:
     def explain(self, place: Place, error: Exception) -> RunError:
         """Why a collective failed: what is known about the others, a moment later."""
         if not self.told.wait(TOLD_WITHIN_S):
-            lines = str(error).splitlines() or [type(error).__name__]
-            self.reason = tell(self.store, self._accuse(place, f"{place.what} failed: {lines[0]}"))
+            reason = f"{place.what} failed: {(str(error).splitlines() or [type(error).__name__])[0]}"
+            with suppress(RuntimeError):  # the store may be gone as well
+                reason = tell(self.all, self._accuse(place, reason))
+            self.reason = self.reason or reason
         return RunError(_placed(self.reason, place))
 
     def close(self) -> None:
@@ -96,12 +100,12 @@ class Watch:
         try:
             while not self.closing.wait(self.every_s):
                 self._beat("works")
-                if self.store.check([STOP]):
-                    self._end(self.store.get(STOP).decode())
+                if self.all.check([STOP]):
+                    self._end(self.all.get(STOP).decode())
                 elif late := self._late():
-                    self._end(tell(self.store, self._accuse(late, f"no answer in {late.what} for {self.meeting.timeout_s:g} s")))
+                    self._end(tell(self.all, self._accuse(late, f"no answer in {late.what} for {self.meeting.timeout_s:g} s")))
             self._beat("ended")
-        except dist.DistError as e:
+        except RuntimeError as e:
             if not self.closing.is_set():
                 store = f"the store at {self.meeting.host}:{self.meeting.port} does not answer: {str(e).splitlines()[0]}"
                 self._end(f"{store}\n  try       a look at what started rank 0: it has ended")

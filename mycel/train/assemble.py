@@ -18,7 +18,7 @@ from mycel.errors import TrainError
 from mycel.step import Step, train_step
 from mycel.train import config as settings
 from mycel.train import device as devices
-from mycel.train import lora, models
+from mycel.train import lora, models, sample
 from mycel.train.data import Data, check_vocab, prepare
 from mycel.train.models import Model
 from mycel.train.order import Order
@@ -82,6 +82,7 @@ def assemble(config: settings.Config, waiting: Waiting) -> Parts:
     notes = [*model.notes]
     vocab = _check_tokens(config, data, tokenizer, model.module, notes)
     _check_length(config, model.module, notes)
+    notes += _odd(config, tokenizer, model.module)
     if adding := config.model.lora:
         lora.add(model.module, adding.rank, adding.alpha, adding.dropout, adding.targets, seed=config.train.seed)
     optimizer = _optimizer(config.optimizer, model.module)
@@ -102,6 +103,8 @@ def _tokenizer(config: settings.Config) -> Tokenizer | None:
     if config.data.tokenizer is not None:
         return load_tokenizer(config.data.tokenizer)
     folder = config.model.path
+    if folder and (folder / models.ADAPTER).is_file():
+        raise models.no_model(folder)
     if folder and not (folder / "config.json").is_file():
         raise TrainError(
             f"no model in {folder}: it has no config.json\n  at        model.path\n  try       a folder in Hugging Face form, or leave model.path out"
@@ -130,6 +133,8 @@ def _check_tokens(config: settings.Config, data: Data, tokenizer: Tokenizer | No
     """How many ids the model has; refuses a model without, ids that it does not have, and a tokenizer that could give such."""
     if "input_ids" not in inspect.signature(module.forward).parameters:
         raise TrainError(f"{type(module).__name__} takes no tokens\n  at        model\n  try       a language model")
+    if type(module).__name__.endswith("Classification"):
+        raise TrainError(f"{type(module).__name__} predicts classes, not tokens\n  at        model\n  try       architectures: [a language model]")
     vocab = int(module.get_input_embeddings().num_embeddings)
     beyond = tokenizer.vocab - vocab if tokenizer else 0
     if tokenizer and beyond > 0 and config.data.tokenizer is not None:
@@ -153,6 +158,24 @@ def _check_length(config: settings.Config, module: Any, notes: list[str]) -> Non
     if learned:
         raise TrainError(f"{what}\n  at        data.length\n  try       data.length={most}")
     notes.append(f"{what}: it was made for shorter sequences")
+
+
+def _odd(config: settings.Config, tokenizer: Tokenizer | None, module: Any) -> list[str]:
+    """What can be trained, but hardly as it was meant."""
+    kind, found = type(module).__name__, []
+    if not sample.causal(module):
+        found.append(f"{kind} is no causal language model: it sees the tokens that it has to predict, and learns to copy them")
+    if tokenizer and tokenizer.eos is None:
+        found.append(
+            "the tokenizer names no end of text: no document is ended, and the model does not learn to stop\n  try       an eos_token for it"
+        )
+    elif tokenizer and sample.causal(module) and tokenizer.eos not in (ends := sample.ends(module)):
+        what = f"the tokenizer ends a text with id {tokenizer.eos}, the model's eos_token_id is {', '.join(map(str, ends)) or None}"
+        where = f"eos_token_id in {config.model.path / 'config.json'}" if config.model.path else f"model.config.eos_token_id={tokenizer.eos}"
+        found.append(f"{what}: what it writes will not end where it should\n  try       {where}")
+    if (adding := config.model.lora) and not adding.merge and config.model.path is None and config.export:
+        found.append("the adapters are exported without the weights they belong to, which are fresh\n  try       model.lora.merge=true")
+    return found
 
 
 def _optimizer(chosen: settings.Optimizer, module: nn.Module) -> torch.optim.Optimizer:

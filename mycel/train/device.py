@@ -133,6 +133,18 @@ def peak_of(name: str, precision: str) -> float | None:
     return PEAKS[entry][UNITS[precision]] * 1e12 or None
 
 
+def memory_total(device: torch.device) -> int | None:
+    """Bytes that there are: of a GPU, or of the machine; None where the system does not say."""
+    import torch
+
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return None
+
+
 def memory_used(device: torch.device) -> int:
     """Bytes in use now: of tensors on a GPU, of the whole process on a CPU."""
     import torch

@@ -23,6 +23,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from mycel.errors import TrainError
 from mycel.train import lora
 from mycel.train.cache import sync
 from mycel.train.tokenize import SETTINGS, VOCABULARIES, Bytes
@@ -109,7 +110,7 @@ def _from_folder(path: Path) -> Any:
     if not path.is_dir():
         raise refusal(f"no such model folder: {path}", "model.path", "a folder on this machine; nothing is downloaded")
     if (path / ADAPTER).is_file():
-        raise refusal("the folder holds LoRA adapters, not a model", path / ADAPTER, "the folder of the model they belong to")
+        raise no_model(path)
     file = path / "config.json"
     try:
         kind = json.loads(file.read_text())["model_type"]
@@ -127,6 +128,11 @@ def _from_folder(path: Path) -> Any:
     if getattr(settings, "quantization_config", None) is not None:
         raise refusal("the model is quantised: its weights cannot be trained", file, "the model before quantisation")
     return settings
+
+
+def no_model(adapters: Path) -> TrainError:
+    """For a folder of LoRA adapters."""
+    return refusal("the folder holds LoRA adapters, not a model", adapters / ADAPTER, "the folder of the model they belong to")
 
 
 def _from_mapping(given: Mapping[str, Any]) -> tuple[Any, list[str]]:
@@ -187,6 +193,9 @@ def _made(settings: Any, dtype: torch.dtype, device: torch.device) -> Any:
         with device:
             return kind._from_config(copy.deepcopy(settings), dtype=dtype)
     except Exception as error:  # a model's constructor raises what it likes
+        if "padding_idx" in str(error).lower():  # often a default, made for the vocabulary of the published model
+            what = f"pad_token_id is {settings.pad_token_id}, but the model has {getattr(settings.get_text_config(), 'vocab_size', 'fewer')} ids"
+            raise refusal(what, "model.config.pad_token_id", "pad_token_id: null, or one of the ids") from error
         raise refusal(f"{kind.__name__} cannot be made by this configuration: {one_line(error)}", "model") from error
 
 

@@ -65,6 +65,13 @@ def causal(module: nn.Module) -> bool:
     return config is not None and can() and not config.is_encoder_decoder
 
 
+def ends(module: nn.Module) -> list[int]:
+    """The ids with which the model ends a text, by its configuration and by the one for generating."""
+    config: Any = module.config
+    given = [getattr(held, "eos_token_id", None) for held in (config.get_text_config(), getattr(module, "generation_config", None))]
+    return sorted({i for ids in given if ids is not None for i in (ids if isinstance(ids, list) else [ids])})
+
+
 def _causal_config(module: nn.Module) -> Any:
     """The text configuration of a model that can continue text; an error for all others."""
     if not causal(module):

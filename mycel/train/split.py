@@ -12,6 +12,7 @@ Labels are the ids themselves (the model shifts them), -100 where a token carrie
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -118,7 +119,7 @@ def divide(tokens: Tokens, length: int, pack: bool, share: float, seed: int, not
         parts = _cut_tail(_joined(spans), total // length, length, share)
         notes.append("validation is the end of the data: it has too few documents to draw from")
     else:
-        raise TrainError(f"all {total} examples are equal: none can be kept for validation\n  at        {tokens.paths[0]}")
+        raise _undivided(tokens.hashes[documents], int(target), tokens.paths[0])
     return _split(tokens, parts[0], length, pack, "train", notes), _split(tokens, parts[1], length, pack, "validation", notes)
 
 
@@ -176,6 +177,18 @@ def _draw(hashes: npt.NDArray[np.uint64], weights: npt.NDArray[np.int64], target
     if weights.sum() - sums[number - 1] < least:
         return None
     return np.isin(kind, order[:number])
+
+
+def _undivided(hashes: npt.NDArray[np.uint64], target: int, path: Path) -> TrainError:
+    """Why no examples can be held back: equal ones stay together, and of each there are more than are asked for."""
+    sizes, hint = np.unique(hashes, return_counts=True)[1], "data.validation with a file of its own"
+    least, most, total = int(sizes.min()), int(sizes.max()), len(hashes)
+    what = f"all {total} examples are equal: none can be kept for validation"
+    if len(sizes) > 1:
+        what = f"{target} of {total} examples cannot be kept for validation alone: {len(sizes)} are different, each there {least} to {most} times"
+        share = next(near for digits in range(2, 17) if round((near := round(least / total, digits)) * total) == least)
+        hint = f"data.split={share}, or {hint}"
+    return TrainError(f"{what}\n  at        {path}\n  try       {hint}")
 
 
 def _cut_tail(spans: I64, windows: int, length: int, share: float) -> list[I64]:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
-
 from mycel.train import models
 from mycel.train.assemble import Parts
-from mycel.train.device import describe
+from mycel.train.device import describe, memory_total
 from mycel.train.progress import count, size
 from mycel.train.schedule import warmup_steps
 
@@ -39,11 +37,10 @@ def rows(parts: Parts, start: int, folder: Path) -> Rows:
 def notes(parts: Parts) -> list[str]:
     """What the data and the model have to say, and what looks wrong about memory."""
     found = [*parts.data.report[2:], *parts.notes]
-    if parts.device.type == "cuda":
-        there = torch.cuda.get_device_properties(parts.device).total_memory
-        if parts.step.plan.peak > there:
-            what = f"the step is predicted to need {size(parts.step.plan.peak)}, the device has {size(there)}"
-            found.append(f"{what}\n  try       train.memory={int(0.9 * there / 2**30)}GiB, or more train.accumulate and less train.batch")
+    there = memory_total(parts.device)
+    if there is not None and parts.step.plan.peak > there:
+        what = f"the step is predicted to need {size(parts.step.plan.peak)}, the device has {size(there)}"
+        found.append(f"{what}\n  try       train.memory={int(0.9 * there / 2**30)}GiB, or more train.accumulate and less train.batch")
     return found
 
 

@@ -46,6 +46,9 @@ def _merge(block: Block, refs: Mapping[str, str], consts: Mapping[str, str]) -> 
     eqns = []
     for eqn in block.eqns:
         eqn = _renamed(substitute(eqn, values), refs, consts)
+        if eqn.op.name == "all_gather":  # where it stands twice it is gathered again on purpose: what it brings is large
+            eqns.append(eqn)
+            continue
         found = first.setdefault((_key(eqn), tuple(v.type for v in eqn.outputs)), eqn.outputs)
         if found is eqn.outputs:
             eqns.append(eqn)

@@ -68,7 +68,9 @@ def _folded(block: Block, consts: dict[str, torch.Tensor]) -> Block:
 def _values(eqn: Eqn, known: Mapping[Var, torch.Tensor], consts: Mapping[str, torch.Tensor]) -> list[torch.Tensor] | None:
     """What an equation computes, if that is known and small; one number everywhere is a tensor with strides of zero."""
     types = [v.type for v in eqn.outputs]
-    if eqn.op in CONTROL or eqn.op.effect or _is_random(eqn.op) or any(v not in known for v in eqn.vars) or any(t.depth for t in types):
+    if eqn.op in CONTROL or eqn.op.effect or eqn.op.by_rank or _is_random(eqn.op) or any(t.depth for t in types):
+        return None
+    if any(v not in known for v in eqn.vars):
         return None
     inputs = [known[x] if isinstance(x, Var) else x for x in eqn.inputs]
     tensors = [x for x in inputs if isinstance(x, torch.Tensor)]

@@ -1,0 +1,132 @@
+"""Collectives begin as early as they can and end as late as they may, and those that begin together go in one message.
+
+    dx, dw, db = call(…, block=@layer_backward)          dx, dw, db = call(…, block=@layer_backward)
+    dx1, dw1 = call(dx, …, block=@layer_backward)        t = begin(dw, db, op="all_reduce", …)
+    gw = all_reduce(dw, …)                        =>     dx1, dw1 = call(dx, …, block=@layer_backward)
+    gb = all_reduce(db, …)                               gw, gb = finish(t, dw, db, op="all_reduce", …)
+    w1 = adam(w, gw, …)                                  w1 = adam(w, gw, …)
+
+What is made on the way (gradients) is sent right after it is made.  What could be sent at any time (parts of parameters) is sent one call ahead of
+its use: earlier it would only take memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from mycel.ir import Block, Builder, Chain, Eqn, Program, Var, call, chains, custom, loop, rewrite, scan
+from mycel.ops import o
+
+TOGETHER = ("all_reduce", "all_gather", "reduce_scatter")
+BUCKET = 32 << 20  # bytes in one message
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A collective of a block: where it stands, where it can begin, where its result is first used."""
+
+    at: int
+    begin: int
+    use: int
+
+
+def overlap(program: Program) -> Program:
+    """Every block with its collectives begun early, finished late, and in buckets."""
+    return rewrite(program, _overlapped)
+
+
+def _overlapped(block: Block) -> Block:
+    found = [i for i, e in enumerate(block.eqns) if e.op.name in TOGETHER]
+    if not found:
+        return block
+    uses = chains(block)
+    calls = [i for i, e in enumerate(block.eqns) if e.op in (call, custom, scan, loop)]
+    sent = [_sent(block, i, uses, calls) for i in found]
+    buckets = [b for b in _buckets(block, sent) if len(b) > 1 or b[0].begin < b[0].use - 1 and _works(block, b[0])]
+    gone = {s.at for b in buckets for s in b}
+    begins: dict[int, list[int]] = {}
+    ends: dict[int, list[int]] = {}
+    for k, b in enumerate(buckets):
+        begins.setdefault(max(s.begin for s in b), []).append(k)
+        ends.setdefault(min(s.use for s in b), []).append(k)
+    names = Builder()
+    names.reserve(v.name for v in (*block.inputs, *(v for e in block.eqns for v in e.outputs)))
+    tokens: dict[int, Var] = {}
+    eqns: list[Eqn] = []
+    for i in range(len(block.eqns) + 1):
+        eqns += [_finish(block, buckets[k], tokens[k]) for k in ends.get(i, ()) if k in tokens]
+        for k in begins.get(i, ()):
+            eqn = _begin(names, block, buckets[k])
+            tokens[k] = eqn.outputs[0]
+            eqns.append(eqn)
+            if min(s.use for s in buckets[k]) <= i:  # begun where it is needed
+                eqns.append(_finish(block, buckets[k], tokens[k]))
+        if i < len(block.eqns) and i not in gone:
+            eqns.append(block.eqns[i])
+    return Block(block.inputs, tuple(eqns), block.outputs)
+
+
+def _sent(block: Block, i: int, uses: Mapping[Var, Chain], calls: Sequence[int]) -> Sent:
+    eqn = block.eqns[i]
+    chain = uses[eqn.outputs[0]]
+    use = min(chain.uses, default=len(block.eqns))
+    ready = max((uses[v].defined for v in eqn.vars), default=-1) + 1
+    before = [c for c in calls if c < use]
+    if before and ready <= calls[0]:
+        ready = max(ready, before[-1])
+    return Sent(i, min(ready, i), use)
+
+
+def _works(block: Block, s: Sent) -> bool:
+    """Is anything computed between its beginning and its use?"""
+    between = [block.eqns[i] for i in range(s.begin, min(s.use, len(block.eqns))) if i != s.at]
+    return any(e.op.write is None and not e.op.by_rank for e in between)
+
+
+def _buckets(block: Block, sent: Sequence[Sent]) -> list[list[Sent]]:
+    """Collectives of one kind that can begin at the same place, as many as fit one message."""
+    open_: dict[object, list[Sent]] = {}
+    done: list[list[Sent]] = []
+    for s in sorted(sent, key=lambda s: (s.begin, s.at)):
+        eqn = block.eqns[s.at]
+        key = (_gap(block, s.begin), eqn.op.name, eqn.params["axes"], eqn.params.get("kind", "+"))
+        bucket = open_.get(key)
+        full = bucket is not None and sum(v.type.bytes for x in (*bucket, s) for v in block.eqns[x.at].vars) > BUCKET
+        if bucket is None or full or max(x.begin for x in (*bucket, s)) > min(x.use for x in (*bucket, s)):
+            bucket = open_[key] = []
+            done.append(bucket)
+        bucket.append(s)
+    return done
+
+
+def _gap(block: Block, at: int) -> int:
+    """The number of calls before a place: between two calls the exact place does not matter."""
+    return sum(e.op in (call, custom, scan, loop) for e in block.eqns[:at])
+
+
+def _params(block: Block, bucket: Sequence[Sent]) -> tuple[tuple[Var, ...], dict[str, object]]:
+    eqns = [block.eqns[s.at] for s in bucket]
+    p = eqns[0].params
+    how: dict[str, object] = {"op": eqns[0].op.name, "axes": p["axes"], "count": p["count"]}
+    how |= {"kind": p["kind"]} if p.get("kind", "+") != "+" else {}
+    if "dim" in p:
+        how["dims"] = tuple(e.params["dim"] for e in eqns)
+    if "size" in p:
+        how["sizes"] = tuple(e.params["size"] for e in eqns)
+    return tuple(v for e in eqns for v in e.vars), how
+
+
+def _begin(names: Builder, block: Block, bucket: Sequence[Sent]) -> Eqn:
+    inputs, how = _params(block, bucket)
+    names.source = block.eqns[bucket[0].at].source
+    names.emit(o.begin, inputs, how)
+    return names.eqns[-1]
+
+
+def _finish(block: Block, bucket: Sequence[Sent], token: Var) -> Eqn:
+    inputs, how = _params(block, bucket)
+    b = Builder()
+    b.source = block.eqns[bucket[0].at].source
+    b.append(o.finish, (token, *inputs), how, [block.eqns[s.at].outputs[0].type for s in bucket])
+    return Eqn(o.finish, b.eqns[0].inputs, b.eqns[0].params, tuple(block.eqns[s.at].outputs[0] for s in bucket), b.source)

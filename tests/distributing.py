@@ -1,0 +1,120 @@
+"""A program or a training step on simulated ranks beside the serial one.
+
+equals_serial     a program with inputs in given layouts: all outputs equal, within 1e-10 in f64 and 1e-5 in f32
+step_equals       a training step under a plan: results, new parameters, buffers and optimiser state equal those of one device, from a random state
+random_plan       a mesh, layouts of parameters, batch and ZeRO by chance
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+import mycel
+from mycel import lower, transform
+from mycel.ir import Layout, Mesh, Program, check, type_of
+from mycel.parts import Parts
+from mycel.plan import CPU, Plan
+from mycel.run import interpret, simulate
+from mycel.run.simulate import put_together, spread_out
+
+SIZES = [2, 3, 4, 6, 8]
+
+
+def compared(program: Program, found: lower.Distributed, mesh: Mesh, values: Sequence[torch.Tensor]) -> None:
+    """Serial and simulated, on the same inputs."""
+    local = check(lower.overlap(check(transform.simplify(found.local))))
+    wanted = interpret(program, list(values))
+    got = simulate(local, mesh, [spread_out(x, layout, mesh) for x, layout in zip(values, found.inputs, strict=True)])
+    assert len(got) == len(wanted)
+    for want, parts, layout, x in zip(wanted, got, found.outputs, program.main.outputs, strict=True):
+        want = want if isinstance(want, torch.Tensor) else torch.tensor(want)
+        if not isinstance(parts[0], torch.Tensor):
+            assert all(p == parts[0] for p in parts) and parts[0] == want, x
+            continue
+        whole = put_together(parts, layout, type_of(want), mesh)
+        tolerance = 1e-10 if want.dtype in (torch.float64, torch.complex128) else 1e-5
+        if not want.is_floating_point() and not want.is_complex():
+            assert torch.equal(whole, want), x
+        else:
+            assert torch.allclose(whole, want, rtol=tolerance, atol=tolerance, equal_nan=True), (x, (whole - want).abs().max())
+
+
+def equals_serial(program: Program, written: Plan, given: Mapping[int, Layout], values: Sequence[torch.Tensor]) -> lower.Distributed:
+    found = lower.distribute(program, written, given, frozenset(), CPU)
+    compared(program, found, written.mesh, values)
+    return found
+
+
+@dataclass
+class OneDevice:
+    """A training step joined on one device, to be laid out by plans."""
+
+    model: nn.Module
+    batch: Mapping[str, Any]
+    optimizer: torch.optim.Optimizer
+    made: Any
+
+    @staticmethod
+    def of(model: nn.Module, batch: Mapping[str, Any], **settings: Any) -> OneDevice:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        step = mycel.train_step(model, optimizer, compile=False, **settings)
+        return OneDevice(model, batch, optimizer, step._joined((), dict(batch)))
+
+    def under(self, written: Plan) -> lower.Distributed:
+        given, gathered = Parts(self.model, self.optimizer, written).given(self.made)
+        return lower.distribute(self.made.program, written, given, gathered, CPU)
+
+
+def step_equals(one: OneDevice, written: Plan, seed: int = 0) -> lower.Distributed:
+    made, batch, found = one.made, one.batch, one.under(written)
+    gen = torch.Generator().manual_seed(seed)
+    c = made.captured
+    leaves: list[torch.Tensor] = []
+    for x in batch.values():
+        leaves += [x] if isinstance(x, torch.Tensor) and not any(x is y for y in leaves) else []
+    values: list[torch.Tensor] = [*leaves, *(places[0].read().detach() for places in c.state)]
+    values += [torch.tensor(7)] * c.draws
+    for v in made.program.inputs[len(values) :]:
+        if v.name == "loss_scale":
+            values.append(torch.tensor(16.0))
+        elif v.type.ndim:
+            values.append(torch.rand(v.shape, generator=gen, dtype=v.dtype) * 0.1)
+        elif v.dtype.is_floating_point:  # a hyper-parameter or a count of steps
+            values.append(torch.tensor(3.0 if v.name.endswith(".step") else 0.01, dtype=v.dtype))
+        else:
+            values.append(torch.zeros((), dtype=v.dtype))
+    compared(made.program, found, written.mesh, values)
+    return found
+
+
+def random_plan(shapes: Mapping[str, Sequence[int]], batch_dims: int, rng: random.Random, most: int = 12) -> Plan:
+    """Any mesh of one to three axes; each parameter as it falls; the batch over some axes; ZeRO or not."""
+    while True:
+        sizes = [rng.choice(SIZES) for _ in range(rng.randint(1, 3))]
+        if torch.tensor(sizes).prod() <= most:
+            break
+    mesh = Mesh(dict(zip("abc", sizes, strict=False)))
+    parameters = {}
+    for name, shape in shapes.items():
+        if shape and rng.random() < 0.6:
+            dims: list[list[str]] = [[] for _ in shape]
+            for axis in rng.sample(mesh.axes, rng.randint(0, len(mesh.axes))):
+                dims[rng.randrange(len(shape))].append(axis)
+            parameters[name] = [".".join(d) or "-" for d in dims]
+    batch: list[list[str]] = [[] for _ in range(batch_dims)]
+    for axis in mesh.axes:
+        if rng.random() < 0.7:
+            batch[rng.randrange(batch_dims) if rng.random() < 0.4 else 0].append(axis)
+    zero = rng.choice([0, 0, 1, 2, 3])
+    over = tuple(rng.sample(mesh.axes, rng.randint(1, len(mesh.axes)))) if zero else ()
+    return Plan(mesh, parameters, [".".join(d) or "-" for d in batch], {}, zero, over)
+
+
+def tensors(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(x.shape) for name, x in (*model.named_parameters(), *model.named_buffers())}

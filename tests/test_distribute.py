@@ -1,0 +1,194 @@
+"""The law the project lives by: lowered on simulated ranks equals serial; programs and training steps, random plans and ready ones."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import models
+from distributing import SIZES, OneDevice, equals_serial, random_plan, step_equals, tensors
+from mycel.errors import PlanError
+from mycel.ir import Layout, Mesh
+from mycel.plan import Plan, ready_plans
+from zoo import ZOO, inputs, programs
+
+# -- programs ------------------------------------------------------------------------------------------------------------
+
+
+def random_inputs(program, mesh, rng):
+    """Any layout for each input, sums owed among them."""
+    found = {}
+    for i, v in enumerate(program.inputs):
+        dims = [[] for _ in v.shape]
+        owed = []
+        for axis in mesh.axes:
+            where = rng.randrange(len(dims) + 2)
+            if where < len(dims):
+                dims[where].append(axis)
+            elif where == len(dims) and v.dtype.is_floating_point and v.name not in program.updates:
+                owed.append((axis, "+"))
+        found[i] = Layout(tuple(map(tuple, dims)), tuple(owed))
+    return found
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_the_zoo(name):
+    rng = random.Random(name)
+    program = ZOO[name]
+    for sizes in ({"a": 2}, {"a": 3, "b": 2}):
+        mesh = Mesh(sizes)
+        equals_serial(program, Plan(mesh), random_inputs(program, mesh, rng), inputs(program))
+
+
+@given(programs(), st.sampled_from(SIZES), st.booleans(), st.randoms(use_true_random=False))
+@settings(max_examples=40, deadline=None)
+def test_random_programs(program, size, second, rng):
+    mesh = Mesh({"a": size, **({"b": 2} if second and size < 6 else {})})
+    equals_serial(program, Plan(mesh), random_inputs(program, mesh, rng), inputs(program))
+
+
+# -- training steps --------------------------------------------------------------------------------------------------------
+
+
+class Mlp(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 10), nn.GELU(), nn.LayerNorm(10), nn.Linear(10, 7), nn.Dropout(0.2), nn.Linear(7, 5))
+
+    def forward(self, x, target):
+        return nn.functional.cross_entropy(self.net(x), target)
+
+
+class Convolutions(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 6, 3, padding=1), nn.Conv2d(6, 4, 3, groups=2)
+        self.norm, self.group, self.head = nn.BatchNorm2d(6), nn.GroupNorm(2, 4), nn.Linear(4, 5)
+
+    def forward(self, x, target):
+        h = self.group(self.b(torch.relu(self.norm(self.a(x)))))
+        return nn.functional.cross_entropy(self.head(h.mean((2, 3))), target)
+
+
+class Branches(nn.Module):
+    """A branch, a loop and a scan of the user's."""
+
+    def __init__(self):
+        super().__init__()
+        self.w, self.v = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x, target):
+        h = self.w(x)
+        if h.sum() > 0:
+            h = self.v(h)
+        else:
+            h = torch.tanh(h)
+        n = torch.tensor(0)
+        while n < 2:
+            h = torch.tanh(self.w(h))
+            n = n + 1
+        return ((h - target) ** 2).mean()
+
+
+def rows(*shape):
+    return lambda: {"x": torch.randn(*shape, dtype=torch.float64), "target": torch.randint(0, 5, shape[:1])}
+
+
+def text(**more):
+    ids = torch.randint(3, models.VOCAB, (4, 6))
+    return {"input_ids": ids, "labels": torch.where(torch.rand(4, 6) < 0.8, ids, -100), **more}
+
+
+def small(make, **sizes):
+    def of():
+        before = dict(models.TEXT)
+        models.TEXT.update(num_hidden_layers=2, **sizes)
+        try:
+            return make()
+        finally:
+            models.TEXT.clear()
+            models.TEXT.update(before)
+
+    return of
+
+
+MODELS = {
+    "mlp": (Mlp, rows(5, 6)),
+    "convolutions": (Convolutions, rows(4, 3, 6, 6)),
+    "branches": (Branches, lambda: {"x": torch.randn(5, 6, dtype=torch.float64), "target": torch.randn(5, 6, dtype=torch.float64)}),
+    "llama": (small(models.llama), text),
+    "qwen3": (small(models.qwen3), text),
+    "gpt2": (lambda: models.gpt2(n_layer=2), text),
+    "bert": (small(models.bert), text),
+    "t5": (models.t5, text),
+    "vit": (small(models.vit), lambda: {"pixel_values": torch.randn(4, 3, 32, 32, dtype=torch.float64), "labels": torch.randint(0, 2, (4,))}),
+}
+TIMES = {"mlp": 80, "convolutions": 40, "branches": 30, "llama": 40, "qwen3": 25, "gpt2": 25, "bert": 25, "t5": 15, "vit": 25}
+
+
+def made(name):
+    torch.manual_seed(0)
+    make, batch = MODELS[name]
+    model = make().double()
+    return model, batch()
+
+
+@pytest.mark.parametrize("name, chunk", [(name, k) for name, n in TIMES.items() for k in range(n // 5)])
+def test_random_plans(name, chunk):
+    """300 and more plans by chance, uneven sizes among them."""
+    rng = random.Random(f"{name} {chunk}")
+    model, batch = made(name)
+    more = {"clip_norm": 1.0} if rng.random() < 0.5 else {}
+    if name not in ("branches", "convolutions") and rng.random() < 0.3:
+        more["accumulate"] = 2 if next(iter(batch.values())).shape[0] % 2 == 0 else 5
+    one = OneDevice.of(model, batch, **more)
+    for _ in range(5):
+        step_equals(one, random_plan(tensors(model), 2, rng))
+
+
+PRODUCTS = [
+    ("dp", {"dp": 4}), ("zero1", {"dp": 4}), ("zero2", {"dp": 3}), ("zero3", {"dp": 4}), ("tp", {"tp": 4}), ("tp2d", {"tx": 2, "ty": 2}), ("cp", {"cp": 3}),
+    ("dp+tp", {"dp": 2, "tp": 2}), ("zero3+tp", {"dp": 2, "tp": 2}), ("zero3+tp", {"tp": 2, "dp": 3}), ("dp+cp", {"dp": 2, "cp": 2}),
+    ("dp+tp+cp", {"dp": 2, "tp": 2, "cp": 2}), ("zero1+tp2d", {"dp": 2, "tx": 2, "ty": 2}), ("zero2+cp", {"dp": 2, "cp": 2}),
+    ("zero3+tp+cp", {"dp": 2, "tp": 2, "cp": 2}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2", "bert", "t5"])
+def test_ready_plans_and_their_products(name):
+    one = OneDevice.of(*made(name), clip_norm=1.0)
+    for names, sizes in PRODUCTS:
+        step_equals(one, Plan.read(names, Mesh(sizes)))
+
+
+def test_every_ready_plan_is_among_them():
+    assert {n for names, _ in PRODUCTS for n in names.split("+")} == set(ready_plans())
+
+
+# -- what is refused -------------------------------------------------------------------------------------------------------
+
+
+def test_mistakes_in_plans_are_told():
+    model, _ = made("mlp")
+    mesh = Mesh(dp=2)
+    for written, message in [
+        ({"parameters": {"net.9.weight": ["dp", "-"]}}, "net.9.weight matches no parameter\n  try       net"),
+        ({"parameters": {"net.0.weight": ["dp"]}}, "1 dims, net.0.weight has 2"),
+        ({"parameters": {"net.0.weight": ["dp", "dp"]}}, "axis 'dp' is used twice"),
+        ({"parameters": {"net.0.weight": ["tp", "-"]}}, "no axis 'tp'\n  the mesh  Mesh\\(dp=2\\)"),
+        ({"batch": ["pp"]}, "no axis 'pp'"),
+        ({"zero": "4 over dp"}, "zero is '4 over dp'"),
+        ({"zero": 3}, "says not over which axes"),
+        ({"parametres": {}}, "unknown key 'parametres'\n  try       parameters"),
+        ({"recompute": "some"}, "recompute: 'some'"),
+        ("megatron", "there is no plan 'megatron'"),
+    ]:
+        with pytest.raises(PlanError, match=message):
+            Plan.read(written, mesh).parameter_layouts(tensors(model))
+    with pytest.raises(PlanError, match="no mesh is given"):
+        Plan.read({"batch": ["dp"]})

@@ -1,0 +1,280 @@
+"""Real processes: every collective is what it says on lists of tensors, and a rank that fails ends the others, who say which and how.
+
+The ranks run `process_child.py`; what they find is in its asserts, in their exit codes, and in the notes they leave in a folder.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from mycel.errors import PlanError, RunError
+from mycel.ir.layout import Mesh
+from mycel.launch import launch
+from mycel.run.processes import world
+from mycel.run.rendezvous import code_version, difference, named
+from mycel.run.watch import LOST
+
+CHILD = str(Path(__file__).parent / "process_child.py")
+QUICK = {"OMP_NUM_THREADS": "1", "MYCEL_TIMEOUT": "60"}
+LAUNCHER = """
+import sys
+from mycel.launch import launch
+job, folder, child, grace_s = sys.argv[1:]
+sys.exit(launch([job, folder], 2, program=[child], logs=folder, grace_s=float(grace_s)))
+"""
+
+
+def run(job: str, nproc: int, folder: Path, **env: str) -> int:
+    return launch([job, str(folder)], nproc, program=[CHILD], env={**QUICK, **env}, logs=folder / "logs")
+
+
+def until(true, within_s: float = 30.0):
+    """The first true answer; a failure if there is none."""
+    end = time.monotonic() + within_s
+    while not (answer := true()):
+        assert time.monotonic() < end, "it never came true"
+        time.sleep(0.02)
+    return answer
+
+
+def notes(folder: Path, what: str) -> dict[str, str]:
+    return {path.name: path.read_text() for path in folder.glob(f"{what}*")}
+
+
+def alive(pid: str) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+@pytest.mark.parametrize("nproc", [2, 3, 4])
+def test_every_collective_is_its_reference(nproc, tmp_path):
+    assert run("laws", nproc, tmp_path) == 0
+
+
+# -- faults ---------------------------------------------------------------------------------------------------------------------
+
+FATES = {  # ranks, exit code, what the others say
+    "kill": (3, 137, "rank 1 was killed by SIGKILL"),
+    "early": (2, 137, "rank 1 was killed by SIGKILL"),  # before any connection
+    "exit": (2, 3, "rank 1 ended with exit code 3"),
+    "raise": (2, 1, "rank 1 failed: ValueError: a mistake of rank 1"),
+}
+
+
+@pytest.mark.parametrize("how", FATES)
+def test_when_a_rank_dies_the_others_end_by_themselves_and_say_why(how, tmp_path, capfd):
+    """By themselves: had the launcher had to kill them, five seconds later, they would have said nothing."""
+    nproc, code, fate = FATES[how]
+    assert run(f"fail-{how}", nproc, tmp_path) == code
+    console, logs = capfd.readouterr().err, [tmp_path / "logs" / f"{rank}.log" for rank in range(1, nproc)]
+    for told in [console, *(log.read_text() for log in logs[1:])]:
+        assert fate in told
+        assert "at        model.py:31, in all_reduce over dp" in told
+    last_words = console.rpartition("error: rank 1 ")[2]
+    assert f"log       {logs[0]}" in last_words
+    assert "| the last words of rank 1" in last_words
+    assert how != "raise" or "| ValueError: a mistake of rank 1" in last_words
+    assert not any(alive(pid) for pid in notes(tmp_path, "pid-").values())
+
+
+LATE = {
+    "stop": "rank 1 is stopped (process {pid}, by SIGSTOP or a debugger), last in all_reduce over dp, model.py:30",
+    "late": "rank 1 has not come to it: it works after all_reduce over dp, model.py:30",
+}
+
+
+@pytest.mark.parametrize("how", LATE)
+def test_a_rank_that_does_not_come_is_named_at_the_timeout(how, tmp_path, capfd):
+    assert run(f"fail-{how}", 2, tmp_path, MYCEL_TIMEOUT="2") == LOST
+    told = capfd.readouterr().err
+    pids = notes(tmp_path, "pid-")
+    assert f"no answer in all_reduce over dp for 2 s: {LATE[how].format(pid=pids['pid-1'])}" in told
+    assert "at        model.py:31, rank 0 waits in all_reduce over dp" in told
+    assert not any(alive(pid) for pid in pids.values())
+
+
+def test_ranks_that_differ_are_refused_on_all_before_the_first_collective(tmp_path):
+    assert run("disagree", 3, tmp_path) == 0
+    plan, config, code = (set(notes(tmp_path, f"refused-{i}-").values()) for i in range(3))
+    assert [len(notes(tmp_path, f"refused-{i}-")) for i in range(3)] == [3, 3, 3]
+    hint = "\n  at        before the first collective\n  try       the same files, settings and packages for all ranks"
+    assert plan == {f"plan is not the same on all ranks: - on rank 0, + on rank 1\n  -zero: 1\n  +zero: 3{hint}"}
+    assert config == {f"config is not the same on all ranks: - on rank 0, + on rank 2\n  -lr: 0.1\n  +lr: 0.2{hint}"}
+    assert code == {f"code version is not the same on all ranks: - on rank 0, + on rank 1\n  -{code_version()}\n  +another{hint}"}
+
+
+def test_a_difference_is_short_and_names_its_ranks():
+    assert difference({"a": "x"}, {"a": "x"}) == ""
+    long = difference({"a": "\n".join(f"{i}" for i in range(100))}, {"a": ""})
+    assert len(long.splitlines()) < 16
+    assert "and 88 lines more" in long
+    assert "-'x'\n  +'x\\n'" in difference({"a": "x"}, {"a": "x\n"})
+    assert "+new" in difference({}, {"a": "new"})
+    assert [named([3]), named([1, 2, 3, 7]), named([0, 2])] == ["rank 3", "ranks 1-3, 7", "ranks 0, 2"]
+
+
+def test_the_code_version_is_that_of_all_source_files(tmp_path):
+    seen = set()
+    for name, text in [("a.py", "x"), ("a.py", "y"), ("b/c.py", "y"), ("b/c.py", ""), ("notes.txt", "z")]:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+        seen.add(code_version(tmp_path))
+    assert len(seen) == 4
+    assert code_version() == code_version()
+
+
+# -- who starts the ranks -----------------------------------------------------------------------------------------------------------
+
+
+def test_ranks_get_the_environment_and_only_the_first_the_console(tmp_path, capfd, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert launch(["say", str(tmp_path)], 3, program=[CHILD]) == 0
+    assert capfd.readouterr().out == "this is rank 0 of 3\n"
+    assert not list(tmp_path.glob("mycel-logs-*"))
+    assert launch(["say", str(tmp_path)], 2, program=[CHILD], logs=tmp_path / "logs", env={"OMP_NUM_THREADS": "7"}) == 0
+    assert [(p.name, p.read_text()) for p in (tmp_path / "logs").iterdir()] == [("1.log", "this is rank 1 of 2\n")]
+    got = {rank: dict(line.split("=", 1) for line in text.splitlines() if "=" in line) for rank, text in notes(tmp_path, "env-").items()}
+    assert [got[f"env-{r}"]["OMP_NUM_THREADS"] for r in range(3)] == ["7", "7", str(max(1, len(os.sched_getaffinity(0)) // 3))]
+    for r in range(2):
+        env = got[f"env-{r}"]
+        assert [env[k] for k in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")] == [str(r), str(r), "2", "2", "127.0.0.1"]
+
+
+def test_ranks_die_with_their_launcher(tmp_path):
+    launcher = subprocess.Popen([sys.executable, "-c", LAUNCHER, "sleep", str(tmp_path), CHILD, "60"])
+    pids = until(lambda: len(found := notes(tmp_path, "pid-")) == 2 and found).values()
+    assert all(alive(pid) for pid in pids)
+    launcher.kill()
+    assert launcher.wait() == -signal.SIGKILL
+    until(lambda: not any(alive(pid) for pid in pids))
+
+
+@pytest.mark.parametrize(("job", "grace_s"), [("family", 60), ("deaf", 0.5)])
+def test_an_interrupt_goes_to_all_ranks_and_none_stays(job, grace_s, tmp_path):
+    """Those that end by themselves, with what they started; and those that do not, when their time is over."""
+    launcher = subprocess.Popen([sys.executable, "-c", LAUNCHER, job, str(tmp_path), CHILD, str(grace_s)])
+    pids = until(lambda: len(found := notes(tmp_path, "pid-")) == (4 if job == "family" else 2) and found).values()
+    launcher.send_signal(signal.SIGINT)
+    assert launcher.wait(30) == 130
+    assert len(notes(tmp_path, "interrupted-")) == (2 if job == "family" else 0)
+    assert not any(alive(pid) for pid in pids)
+
+
+def test_ranks_of_torchrun_meet(tmp_path):
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--master-addr",
+        "127.0.0.1",
+        "--master-port",
+        str(free_port()),
+    ]
+    done = subprocess.run([*command, CHILD, "meet", str(tmp_path)], env={**os.environ, **QUICK}, capture_output=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr.decode()
+    assert len(notes(tmp_path, "met-")) == 2
+
+
+def test_ranks_meet_without_anyone_to_hold_the_store(tmp_path):
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = [subprocess.Popen([sys.executable, CHILD, "meet", str(tmp_path)], env={**os.environ, **QUICK, **place, "RANK": str(r)}) for r in range(2)]
+    assert [rank.wait(100) for rank in ranks] == [0, 0]
+    assert len(notes(tmp_path, "met-")) == 2
+
+
+@pytest.mark.parametrize("job", ["meet", "fail-kill"])
+def test_hosts_meet_and_a_death_on_one_ends_the_others(job, tmp_path, capfd):
+    """Two launchers, as on two hosts, one rank each."""
+    meeting, codes = f"127.0.0.1:{free_port()}", {}
+
+    def host(number: int) -> None:
+        codes[number] = launch([job, str(tmp_path)], 1, 2, number, meeting, QUICK, program=[CHILD], logs=tmp_path / f"logs-{number}")
+
+    hosts = [threading.Thread(target=host, args=(number,)) for number in range(2)]
+    for each in hosts:
+        each.start()
+    for each in hosts:
+        each.join()
+    if job == "meet":
+        assert codes == {0: 0, 1: 0}
+        assert len(notes(tmp_path, "met-")) == 2
+    else:
+        assert codes[1] == 137
+        assert codes[0] in (1, LOST)
+        assert "rank 1 was killed by SIGKILL" in capfd.readouterr().err
+    assert not any(alive(pid) for pid in notes(tmp_path, "pid-").values())
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+# -- misuse ---------------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_mesh_of_another_size_is_refused(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(PlanError, match=r"the mesh has 4 ranks, but 1 processes run\n  the mesh  Mesh\(dp=2, tp=2\)\n  try .*--nproc 4"):
+        world(Mesh(dp=2, tp=2))
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(RunError, match="not MASTER_ADDR, MASTER_PORT"):
+        world(Mesh(dp=3))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "many")
+    with pytest.raises(RunError, match=r"is no number: .*many"):
+        world(Mesh(dp=3))
+    monkeypatch.setenv("MASTER_PORT", "1")
+    with pytest.raises(PlanError, match="the mesh has 2 ranks, but 3 processes run"):
+        world(Mesh(dp=2))
+    monkeypatch.setenv("RANK", "3")
+    with pytest.raises(RunError, match="RANK is 3, but WORLD_SIZE is 3"):
+        world(Mesh(dp=3))
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("MYCEL_TIMEOUT", "soon")
+    with pytest.raises(RunError, match="MYCEL_TIMEOUT is 'soon'"):
+        world(Mesh(dp=3))
+
+
+def test_a_world_of_one_needs_nobody(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    before = threading.active_count()
+    with world(Mesh(dp=1, tp=1), "cpu") as ranks:
+        ranks.agree({"plan": "any"})
+        x = torch.ones(2, 3)
+        for axes in [(), ("dp",), ("tp", "dp")]:
+            assert ranks.all_reduce(x, axes, "+") is x
+            assert ranks.all_gather(x, axes, 1) is x
+            assert ranks.reduce_scatter(x, axes, 0, ">") is x
+            assert ranks.all_to_all(x, axes, 0, 1) is x
+            assert ranks.permute(x, axes, (0,)) is x
+            assert not ranks.permute(x, axes, (-1,)).any()
+            assert ranks.index(axes) == 0
+        assert threading.active_count() == before
+
+
+def test_wrong_places_to_meet_are_refused():
+    for bad in ({"nproc": 0}, {"nproc": 1, "nnodes": 2, "node_rank": 2}, {"nproc": 1, "nnodes": 2}, {"nproc": 1, "rendezvous": "host"}):
+        with pytest.raises(RunError, match="\n  try "):
+            launch(["say"], **bad)
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(RunError, match=r"cannot listen at 127\.0\.0\.1:"):
+        launch(["say"], 1, rendezvous=f"127.0.0.1:{taken.getsockname()[1]}")
