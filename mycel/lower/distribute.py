@@ -52,7 +52,9 @@ def distribute(
     whole = settle(pin(program, plan), given)
     along = dict.fromkeys(plan.over, gathered) if plan.zero == 3 else {}
     reduced = frozenset(plan.over) if plan.zero >= 2 else frozenset()
-    solver = Solver(Graph(whole), links, Costs(whole, hardware, compiled), Prices(links), given, along, reduced)
+    first = [a for a in plan.batch_axes() if a in plan.mesh]  # activations are split by these anyway: what others split of a dim lies inside
+    order = [*first, *(a for a in plan.mesh.axes if a not in first)]
+    solver = Solver(Graph(whole), links, Costs(whole, hardware, compiled), Prices(links), given, along, reduced, order)
     layouts = solver.solve()
     return Distributed(check(spmd(whole, layouts, Moves(links), gathered)), whole, layouts, solver.exact)
 

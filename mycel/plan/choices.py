@@ -14,7 +14,7 @@ then lowered in its place.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,6 +53,7 @@ class Label:
 
 
 SAME = Label()
+TURNS = 64  # ranks in the largest ring: its turns are written out
 WHOLE, OWED = -1, {"+": -2, ">": -3, "<": -4}  # places of an axis besides the dims
 
 
@@ -80,11 +81,11 @@ class Options:
     def of(eqn: Eqn) -> Options:
         return _options(eqn.op, eqn.input_types, eqn.params, tuple(v.type for v in eqn.outputs))
 
-    def labels(self, mesh: Mesh, axis: str, before: Mapping[str, Axes]) -> list[Label]:
-        """What can be done along an axis, when letters are split over other axes already."""
+    def labels(self, mesh: Mesh, axis: str, before: Mapping[str, Axes], only: Collection[str] | None = None) -> list[Label]:
+        """What can be done along an axis, when letters are split over other axes already; `only`: with these letters."""
         found = [SAME]
         if self.fit is not None:
-            alone = [k for k in self.fit.sizes if not self._is_together(k, before)]
+            alone = [k for k in (self.fit.sizes if only is None else only) if not self._is_together(k, before)]
             found += [Label(k) for k in alone if self.may_split(k, (*before.get(k, ()), axis), mesh)]
             found += [Label(key) for key in self.op.parts if " " in key and self._may_split_together(key, axis, before, mesh)]
         return found + [Label(group=g) for g in self.groups]
@@ -111,7 +112,7 @@ class Options:
         """Can all letters of a joint rule be split over one more axis?"""
         assert self.fit is not None
         letters = {k: (*before.get(k, ()), axis) for k in key.split()}
-        if not all(k in self.fit.sizes for k in letters) or len(set(letters.values())) > 1:
+        if not all(k in self.fit.sizes for k in letters) or len(set(letters.values())) > 1 or mesh.count(next(iter(letters.values()))) > TURNS:
             return False
         fits = [self.fit.sizes[k] > 1 and k not in self.minor and k not in self.joined for k in letters]
         return all(fits) and (self.op.parts[key].uneven or all(is_even(self.fit.sizes[k], axes, mesh) for k, axes in letters.items()))
@@ -160,10 +161,11 @@ class Options:
             dims = self._dims(self.fit.ins[i] if self.fit is not None else None, x, letters)
             ins.append(Layout(dims, tuple(sorted((a, "+") for a, g in flows.items() if i in g))))
         outs = []
+        owing = {k: axes for k, axes in letters.items() if self._may_owe(k)}
         for j, t in enumerate(self.outputs):
             item = self.fit.outs[j] if self.fit is not None else None
             owed = [(a, "+") for a in flows]
-            for letter, axes in letters.items():
+            for letter, axes in owing.items():
                 owed += [(a, kind) for a in axes if (kind := self.owes(letters, letter, j)) and not self._has(item, letter)]
             outs.append(Layout(self._dims(item, t, letters), tuple(sorted(owed))))
         return Choice(tuple(ins), tuple(outs), dict(letters), any(self.needs_expansion(letters, k) for k in letters))
@@ -178,11 +180,16 @@ class Options:
         for letter in letters:
             ins.update(self._at[letter][0])
             outs.update(self._at[letter][1])
-            for j in range(len(self.outputs)):
+            for j in range(len(self.outputs)) if self._may_owe(letter) else ():
                 kind = self.owes(letters, letter, j)
                 if kind and j not in self._at[letter][1]:
                     outs.setdefault(j, OWED[kind])
         return ins, outs
+
+    def _may_owe(self, letter: str) -> bool:
+        """Could a result owe anything over its axes?"""
+        assert self.fit is not None
+        return bool(self.op.parts) or letter in self.fit.flags
 
     def owes(self, letters: Mapping[str, Axes], letter: str, output: int) -> str:
         """What a result without a letter owes over its axes."""

@@ -186,12 +186,15 @@ class Solver:
     given: Mapping[int, Layout]  # inputs of the entry
     gathered: Mapping[str, frozenset[int]] = field(default_factory=dict)  # by axis: inputs whose users see them whole along it
     reduced: frozenset[str] = frozenset()  # axes along which sums are paid in every turn of a scan, not owed until its end
+    order: Sequence[str] = ()  # of the axes; the first split slowest
     share: float = SHARE
     labels: dict[Node, dict[str, Label]] = field(default_factory=dict)
     places: dict[Node, Layout] = field(default_factory=dict)
     exact: bool = True
     bodies: set[str] = field(default_factory=set)
+    swapped: dict[tuple[Node, str], Axes] = field(default_factory=dict)
     _moving: dict[Any, float] = field(default_factory=dict)
+    _computing: dict[tuple[str, int], float] = field(default_factory=dict)
 
     @property
     def mesh(self) -> Mesh:
@@ -202,16 +205,36 @@ class Solver:
         self.bodies = {str(e.params["body"]) for _, e in walk(g.program) if e.op is scan}
         self.labels = {node: {} for node in g.options}
         self.places = {node: Layout.whole(t.ndim) for node, t in g.ports.items()}
-        for axis in slowest_first(self.mesh.axes, self.given.values()):
+        for axis in self.order or slowest_first(self.mesh.axes, self.given.values()):
             self._axis(axis)
+        self._reorder()
         return self._laid()
+
+    def _reorder(self) -> None:
+        """Where several axes split a dim of a parameter, or of what is made of it alone or updates it: in the order in which it is held."""
+        g = self.graph
+        several = {i: [dim for dim in layout.dims if len(dim) > 1] for i, layout in self.given.items()}
+        orders = {frozenset(dim): dim for dims in several.values() for dim in dims}
+        if not orders:
+            return
+        held = self._made_of(i for i, dims in several.items() if dims)
+        for source, node, operand, _ in g.edges:
+            if node in g.options and (source in held or g.eqns[node].op.name == "global_norm"):
+                fit = g.options[node].fit
+                mine = {k for dim in (fit.ins[operand] or () if fit is not None else ()) for k in dim}
+                for letter, axes in self.letters(node).items():
+                    if letter in mine and frozenset(axes) in orders:
+                        self.swapped[node, letter] = orders[frozenset(axes)]
+        for node in {s.node for s in held} & self.places.keys():
+            layout = self.places[node]
+            self.places[node] = Layout(tuple(orders.get(frozenset(dim), dim) for dim in layout.dims), layout.owed)
 
     def letters(self, node: Node) -> dict[str, Axes]:
         """What the axes so far have split of an equation's part."""
         found: dict[str, Axes] = {}
         for axis, label in self.labels[node].items():
             found.update((k, (*found.get(k, ()), axis)) for k in label.letter.split())
-        return found
+        return {k: self.swapped.get((node, k), axes) for k, axes in found.items()} if self.swapped else found
 
     def _axis(self, axis: str) -> None:
         g, k = self.graph, self.mesh[axis]
@@ -274,10 +297,9 @@ class Solver:
         if eqn.op.name == "shard":
             return [_shard_label(options, eqn, axis)]
         parts = self.graph.parts[node[1], node[2]]
-        found = options.labels(self.mesh, axis, before)
         if len(parts) == 1:
-            return found
-        return [x for x in found if x == SAME or (x.letter and set(x.letter.split()) <= parts[node[3]])]
+            return options.labels(self.mesh, axis, before)
+        return [x for x in options.labels(self.mesh, axis, before, sorted(parts[node[3]])) if not x.group]
 
     def _norm_labels(self, axis: str) -> dict[Node, Label]:
         """For each gradient whose norm is taken: the label under which it lies as its optimiser state does."""
@@ -333,7 +355,10 @@ class Solver:
         if node not in g.options:
             return [1e-12 if value == OWED["+"] else 1e-9 * (value >= 0) for value in domain]  # of equals: gathered outside, where it can begin early
         eqn = g.eqns[node]
-        seconds = self.costs.seconds(eqn) / len(g.parts[node[1], node[2]])
+        at = node[1], node[2]
+        if at not in self._computing:
+            self._computing[at] = self.costs.seconds(eqn) / len(g.parts[at])
+        seconds = self._computing[at]
         seconds *= self.share if eqn.op.name in PRODUCTS else 1.0
         for letter, axes in before.items():
             seconds *= _share(g.options[node], letter, axes, self.mesh)

@@ -72,6 +72,9 @@ class _Elimination:
             self.put(names, t)
 
     def put(self, names: tuple[Name, ...], table: Table) -> None:
+        free = [i for i, n in enumerate(names) if self.sizes[n] > 1]  # where there is no choice there is nothing to decide
+        if len(free) < len(names):
+            names, table = tuple(names[i] for i in free), table.reshape([table.shape[i] for i in free])
         if names:
             self.tables[self.next] = (names, table)
             for n in names:

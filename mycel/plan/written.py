@@ -154,6 +154,11 @@ class Plan:
     def activation_layout(self, name: str) -> Layout:
         return read_layout(self.activations[name], self.mesh, f"activations: {name}")
 
+    def batch_axes(self) -> list[str]:
+        """The axes that split the batch."""
+        entries = self.batch.values() if isinstance(self.batch, Mapping) else [self.batch]
+        return list(dict.fromkeys(a for e in entries for axes in read_layout(e, self.mesh, "batch").dims for a in axes))
+
     def batch_layout(self, name: str, shape: Sequence[int]) -> Layout:
         """Of a tensor of the batch: leading dims as given, the rest whole; a dim of one element stays whole."""
         entry = self.batch.get(name, ()) if isinstance(self.batch, Mapping) else self.batch
