@@ -29,12 +29,13 @@ check: setup           ## lint, types, fast tests
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
 
 accept: setup          ## rewrite golden texts; read the diff before committing
-	MYCEL_ACCEPT=1 $(BIN)/python -m pytest tests/test_passes.py tests/test_step_passes.py tests/test_golden.py
+	MYCEL_ACCEPT=1 $(BIN)/python -m pytest tests/test_passes.py tests/test_step_passes.py tests/test_golden.py tests/test_explain.py
 
 bench: setup           ## ours and the peers in the same run
 	$(BIN)/python bench/dispatch.py
 	$(BIN)/python bench/capture.py
 	$(BIN)/python bench/grad.py
+	$(BIN)/python bench/cpu_step.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
