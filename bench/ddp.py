@@ -2,9 +2,9 @@
 
     python bench/ddp.py [--ranks 2 4] [--models gpt llama]
 
-Each way is a world of processes of its own, started once; then all are timed in turns, so that they see the same machine.  `dp` is compared with DDP (and
-FSDP2 that does not reshard is the same exchange), `zero2` with FSDP2 that keeps parameters after forward, `zero3` with FSDP2 that reshards.  Fused AdamW on all
-sides.  Losses of the third step must agree.
+Each way is a world of processes of its own, started once; then all are timed in turns, so that they see the same machine.  `dp` is compared with DDP,
+`zero2` with FSDP2 that keeps parameters after forward, `zero3` with FSDP2 that reshards.  Fused AdamW on all sides.  Losses of the third step must
+agree.
 """
 
 from __future__ import annotations

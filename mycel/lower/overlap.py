@@ -42,7 +42,8 @@ def _overlapped(block: Block) -> Block:
         return block
     uses = chains(block)
     calls = [i for i, e in enumerate(block.eqns) if e.op in (call, custom, scan, loop)]
-    sent = [_sent(block, i, uses, calls) for i in found]
+    begin = {i: _ready(block, i, uses, calls) for i in found}
+    sent = [Sent(i, begin[i], _first_use(block, i, uses, begin)) for i in found]
     buckets = [b for b in _buckets(block, sent) if len(b) > 1 or b[0].begin < b[0].use - 1 and _works(block, b[0])]
     gone = {s.at for b in buckets for s in b}
     begins: dict[int, list[int]] = {}
@@ -67,15 +68,19 @@ def _overlapped(block: Block) -> Block:
     return Block(block.inputs, tuple(eqns), block.outputs)
 
 
-def _sent(block: Block, i: int, uses: Mapping[Var, Chain], calls: Sequence[int]) -> Sent:
+def _ready(block: Block, i: int, uses: Mapping[Var, Chain], calls: Sequence[int]) -> int:
+    """Where a collective can begin: right behind what it sends; one call ahead of its use, if that has been there all the time."""
     eqn = block.eqns[i]
-    chain = uses[eqn.outputs[0]]
-    use = min(chain.uses, default=len(block.eqns))
     ready = max((uses[v].defined for v in eqn.vars), default=-1) + 1
-    before = [c for c in calls if c < use]
+    before = [c for c in calls if c < min(uses[eqn.outputs[0]].uses, default=len(block.eqns))]
     if before and ready <= calls[0]:
         ready = max(ready, before[-1])
-    return Sent(i, min(ready, i), use)
+    return min(ready, i)
+
+
+def _first_use(block: Block, i: int, uses: Mapping[Var, Chain], begin: Mapping[int, int]) -> int:
+    """Where its result is needed; another collective needs it where that begins."""
+    return min((begin.get(u, u) for u in uses[block.eqns[i].outputs[0]].uses), default=len(block.eqns))
 
 
 def _works(block: Block, s: Sent) -> bool:

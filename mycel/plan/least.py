@@ -4,18 +4,21 @@
 
 Variables are eliminated one after another, those with the smallest resulting table first:  e[y] = min over x of (a[x] + c[x, y]).  This is exact.
 Where the table would become too large, the variable with the most neighbours is fixed first, to the value that looks best with each neighbour at its
-best: then the answer is only good, and is improved one variable at a time until nothing helps.
+best: then the answer is only good, and is improved: neighbourhoods are solved anew, all else as it is, until nothing helps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+import heapq
+import itertools
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-LARGEST = 1 << 15  # elements of a table
+LARGEST = 1 << 18  # elements of a table
+BALL, BALLS = 40, 24  # variables that are improved together; how many such sets are tried
 
 Name = Hashable
 Table = np.ndarray[Any, np.dtype[np.float64]]
@@ -40,15 +43,41 @@ class Sum:
         exact = state.run()
         chosen = state.back()
         if not exact:
-            self._improve(chosen)
+            by: dict[Name, list[tuple[tuple[Name, ...], Table]]] = {n: [] for n in self.sizes}
+            for names, t in self.tables:
+                for n in names:
+                    by[n].append((names, t))
+            while self._improve_balls(chosen, by):
+                pass
+            self._improve(chosen, by)
         return chosen, exact
 
-    def _improve(self, chosen: dict[Name, int]) -> None:
+    def _improve_balls(self, chosen: dict[Name, int], by: Mapping[Name, list[tuple[tuple[Name, ...], Table]]]) -> bool:
+        """Neighbourhoods of variables, each solved anew; whether that helped."""
+        free = [n for n, size in self.sizes.items() if size > 1]
+        helped = False
+        for start in free[:: max(1, len(free) // BALLS)]:
+            ball, todo = {start: None}, [start]
+            while todo and len(ball) < BALL:
+                near = [m for names, _ in by[todo.pop(0)] for m in names if self.sizes[m] > 1 and m not in ball]
+                ball.update(dict.fromkeys(near[: BALL - len(ball)]))
+                todo += [m for m in near if m in ball]
+            part = Sum({n: self.sizes[n] for n in ball})
+            seen: set[int] = set()
+            for names, t in (x for n in ball for x in by[n]):
+                if id(t) not in seen:
+                    seen.add(id(t))
+                    part.add([n for n in names if n in ball], t[tuple(slice(None) if n in ball else chosen[n] for n in names)])
+            state = _Elimination(part)
+            state.run()
+            new = state.back()
+            if part.value(new) < part.value({n: chosen[n] for n in ball}) * (1 - 1e-9) - 1e-15:
+                chosen.update(new)
+                helped = True
+        return helped
+
+    def _improve(self, chosen: dict[Name, int], by: Mapping[Name, list[tuple[tuple[Name, ...], Table]]]) -> None:
         """One variable at a time, while it helps."""
-        by: dict[Name, list[tuple[tuple[Name, ...], Table]]] = {n: [] for n in self.sizes}
-        for names, t in self.tables:
-            for n in names:
-                by[n].append((names, t))
         todo = list(self.sizes)
         while todo:
             n = todo.pop(0)
@@ -103,8 +132,14 @@ class _Elimination:
     def run(self) -> bool:
         exact = True
         left = {n: self.size_without(n) for n in self.sizes}
+        count = itertools.count()
+        heap = [(size, next(count), n) for n, size in left.items()]
+        heapq.heapify(heap)
         while left:
-            name = min(left, key=left.__getitem__)
+            size, _, name = heap[0]
+            if left.get(name) != size:  # it has changed since
+                heapq.heappop(heap)
+                continue
             touched = self.neighbours(name)
             if left[name] <= LARGEST:
                 self.eliminate(name, touched)
@@ -114,7 +149,10 @@ class _Elimination:
                 touched = self.neighbours(name)
                 self.fix(name)
             del left[name]
-            left.update((n, self.size_without(n)) for n in touched)
+            for n in touched:
+                if left[n] != (size := self.size_without(n)):
+                    left[n] = size
+                    heapq.heappush(heap, (size, next(count), n))
         return exact
 
     def eliminate(self, name: Name, others: list[Name]) -> None:
