@@ -17,6 +17,7 @@ import shutil
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -153,7 +154,9 @@ class Saver:
         self.ranks, self.plan, self.shard_bytes = ranks, plan, shard_bytes
         self.last: Path | None = None  # the newest one completed by this saver
         self.reports: deque[str] = deque()
-        self.thread: threading.Thread | None = None
+        self.worker = ThreadPoolExecutor(1, "checkpoint")
+        self.worker.submit(int).result()  # its thread is there from now on: an interrupt cannot fall into its start
+        self.under_way: Future[None] | None = None
         self.writing: Writing | None = None  # the save last begun
         self.buffers = Buffers()
         self.saves = 0
@@ -173,8 +176,7 @@ class Saver:
         copy = self.buffers.copy if self.asynchronous else on_host
         writing.begin(lambda: take(tensors, meta, metric, copy, layouts or {}, self.ranks.mesh, self.ranks.rank))
         if self.asynchronous:
-            self.thread = threading.Thread(target=self._finish, args=(writing,), name="checkpoint")
-            self.thread.start()
+            self.under_way = self.worker.submit(self._finish, writing)
         else:
             self._finish(writing)
 
@@ -184,13 +186,14 @@ class Saver:
 
     def wait(self) -> None:
         """Until no save is under way."""
-        if self.thread is not None:
-            self.thread.join()
-            self.thread = None
+        if self.under_way is not None:
+            self.under_way.result()
+            self.under_way = None
 
     def close(self) -> None:
         """Wait, and let others write to the folder; a second call does nothing."""
         self.wait()
+        self.worker.shutdown()
         self.writing = None
         self.buffers = Buffers()
         if self.lock is not None:
@@ -209,7 +212,7 @@ class Saver:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if isinstance(error, KeyboardInterrupt) and self.writing is not None:  # who interrupts does not want to wait for it
             self.writing.abandoned.set()
-            self.wait()
+            self.worker.shutdown()
             self.writing.abandon()  # if it had begun, and nobody was there yet to finish it
         self.close()
 

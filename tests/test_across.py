@@ -1,0 +1,67 @@
+"""From one mesh to another: each rank of the target gets its part, from pieces that overlap and nothing more."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_layouts import MESHES, random_layout
+
+from mycel.errors import PlanError
+from mycel.ir import Layout, Mesh, type_of
+from mycel.plan.across import Placed, rounds, transfers, wire_bytes
+from mycel.run.simulate import part_of
+
+
+def moved(x, source, target):
+    """What the target's ranks hold after the transfers, done one by one."""
+    parts = {rank: part_of(x, source.layout, source.mesh, i) for i, rank in enumerate(source.ranks)}
+    found = transfers(type_of(x), source, target)
+    made = {rank: torch.zeros_like(part_of(x, target.layout, target.mesh, i)) for i, rank in enumerate(target.ranks)}
+    for t in found:
+        piece = parts[t.source][tuple(slice(a, a + n) for a, n in zip(t.taken, t.shape, strict=True))]
+        made[t.target][tuple(slice(a, a + n) for a, n in zip(t.put, t.shape, strict=True))] = piece
+    return made, found
+
+
+@given(
+    st.lists(st.integers(1, 9), min_size=0, max_size=3),
+    st.sampled_from(MESHES),
+    st.sampled_from(MESHES),
+    st.integers(0, 6),
+    st.randoms(use_true_random=False),
+)
+@settings(max_examples=150, deadline=None)
+def test_every_rank_gets_its_part(shape, first, second, start, rng):
+    x = torch.randn(shape, dtype=torch.float64)
+    source = Placed(random_layout(len(shape), first, rng, owed=False), first, tuple(range(first.world)))
+    target = Placed(random_layout(len(shape), second, rng, owed=False), second, tuple(range(start, start + second.world)))
+    made, found = moved(x, source, target)
+    for i, rank in enumerate(target.ranks):
+        assert torch.equal(made[rank], part_of(x, target.layout, second, i))
+    boxes = [target.box(type_of(x), i) for i in range(second.world)]
+    assert sum(t.numel for t in found) == sum(math.prod(b - a for a, b in box) for box in boxes)  # nothing is sent twice to anybody
+    own = {t for t in found if t.source == t.target}
+    in_rounds = [t for r in rounds(found) for t in r]
+    assert sorted(map(repr, in_rounds)) == sorted(repr(t) for t in found if t not in own)
+    for r in rounds(found):
+        assert len({t.source for t in r}) == len(r) == len({t.target for t in r})
+
+
+def test_senders_share_the_work_and_keep_what_they_have():
+    x = torch.zeros(8, 4)
+    whole = Placed(Layout(((), ())), Mesh(a=4), (0, 1, 2, 3))
+    found = transfers(type_of(x), whole, Placed(Layout((("b",), ())), Mesh(b=4), (4, 5, 6, 7)))
+    assert sorted(t.source for t in found) == [0, 1, 2, 3] and wire_bytes(type_of(x), found) == 8 * 4 * 4
+    same = transfers(type_of(x), whole, Placed(Layout((("b",), ())), Mesh(b=4), (0, 1, 2, 3)))
+    assert all(t.source == t.target for t in same) and wire_bytes(type_of(x), same) == 0
+
+
+def test_what_is_refused():
+    with pytest.raises(PlanError, match="has 2 ranks, was given \\[0\\]"):
+        Placed(Layout(()), Mesh(a=2), (0,))
+    with pytest.raises(PlanError, match="owes a sum"):
+        Placed(Layout((), (("a", "+"),)), Mesh(a=2), (0, 1))
