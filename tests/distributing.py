@@ -72,16 +72,18 @@ class OneDevice:
         return lower.distribute(self.made.program, written, given, gathered, hardware, compiled)
 
 
-def step_equals(one: OneDevice, written: Plan, seed: int = 0) -> lower.Distributed:
-    made, batch, found = one.made, one.batch, one.under(written)
-    gen = torch.Generator().manual_seed(seed)
-    c = made.captured
+def start_values(one: OneDevice, seed: int = 0, poison: bool = False) -> list[torch.Tensor]:
+    """Inputs of the step's program: the batch, the model's state, optimiser state by chance; `poison`: a weight is infinite."""
+    c, gen = one.made.captured, torch.Generator().manual_seed(seed)
     leaves: list[torch.Tensor] = []
-    for x in batch.values():
+    for x in one.batch.values():
         leaves += [x] if isinstance(x, torch.Tensor) and not any(x is y for y in leaves) else []
     values: list[torch.Tensor] = [*leaves, *(places[0].read().detach() for places in c.state)]
+    if poison:
+        values[-1] = values[-1].clone()
+        values[-1].view(-1)[-1] = torch.inf
     values += [torch.tensor(7)] * c.draws
-    for v in made.program.inputs[len(values) :]:
+    for v in one.made.program.inputs[len(values) :]:
         if v.name == "loss_scale":
             values.append(torch.tensor(16.0))
         elif v.type.ndim:
@@ -90,7 +92,13 @@ def step_equals(one: OneDevice, written: Plan, seed: int = 0) -> lower.Distribut
             values.append(torch.tensor(3.0 if v.name.endswith(".step") else 0.01, dtype=v.dtype))
         else:
             values.append(torch.zeros((), dtype=v.dtype))
-    compared(made.program, found, written.mesh, values)
+    return values
+
+
+def step_equals(one: OneDevice, written: Plan, seed: int = 0, poison: bool = False) -> lower.Distributed:
+    """Results, new parameters, buffers and optimiser state under a plan are those of one device."""
+    found = one.under(written)
+    compared(one.made.program, found, written.mesh, start_values(one, seed, poison))
     return found
 
 

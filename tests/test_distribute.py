@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import random
 
+import models
 import pytest
 import torch
+from distributing import SIZES, OneDevice, equals_serial, random_plan, start_values, step_equals, tensors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-
-import models
-from distributing import SIZES, OneDevice, equals_serial, random_plan, step_equals, tensors
-from mycel.errors import PlanError
-from mycel.ir import Layout, Mesh
-from mycel.plan import Plan, ready_plans
 from zoo import ZOO, inputs, programs
+
+from mycel.errors import PlanError
+from mycel.ir import Layout, Mesh, check
+from mycel.plan import Plan, least, ready_plans
+from mycel.run import interpret, simulate
+from mycel.run.simulate import spread_out
 
 # -- programs ------------------------------------------------------------------------------------------------------------
 
@@ -138,8 +140,15 @@ def made(name):
     return model, batch()
 
 
+@pytest.fixture
+def quick(monkeypatch):
+    """Layouts need not be the cheapest to be right."""
+    monkeypatch.setattr(least, "LARGEST", 1 << 10)
+    monkeypatch.setattr(least, "BALLS", 1)
+
+
 @pytest.mark.parametrize("name, chunk", [(name, k) for name, n in TIMES.items() for k in range(n // 5)])
-def test_random_plans(name, chunk):
+def test_random_plans(name, chunk, quick):
     """300 and more plans by chance, uneven sizes among them."""
     rng = random.Random(f"{name} {chunk}")
     model, batch = made(name)
@@ -152,7 +161,8 @@ def test_random_plans(name, chunk):
 
 
 PRODUCTS = [
-    ("dp", {"dp": 4}), ("zero1", {"dp": 4}), ("zero2", {"dp": 3}), ("zero3", {"dp": 4}), ("tp", {"tp": 4}), ("tp2d", {"tx": 2, "ty": 2}), ("cp", {"cp": 3}),
+    ("dp", {"dp": 4}), ("zero1", {"dp": 4}), ("zero2", {"dp": 3}), ("zero3", {"dp": 4}), ("tp", {"tp": 4}), ("tp2d", {"tx": 2, "ty": 2}),
+    ("cp", {"cp": 3}),
     ("dp+tp", {"dp": 2, "tp": 2}), ("zero3+tp", {"dp": 2, "tp": 2}), ("zero3+tp", {"tp": 2, "dp": 3}), ("dp+cp", {"dp": 2, "cp": 2}),
     ("dp+tp+cp", {"dp": 2, "tp": 2, "cp": 2}), ("zero1+tp2d", {"dp": 2, "tx": 2, "ty": 2}), ("zero2+cp", {"dp": 2, "cp": 2}),
     ("zero3+tp+cp", {"dp": 2, "tp": 2, "cp": 2}),
@@ -160,10 +170,29 @@ PRODUCTS = [
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2", "bert", "t5"])
-def test_ready_plans_and_their_products(name):
+def test_ready_plans_and_their_products(name, quick):
     one = OneDevice.of(*made(name), clip_norm=1.0)
     for names, sizes in PRODUCTS:
         step_equals(one, Plan.read(names, Mesh(sizes)))
+
+
+@pytest.mark.parametrize("names, sizes", [("zero3", {"dp": 3}), ("tp", {"tp": 2}), ("zero1+cp", {"dp": 2, "cp": 2})], ids=str)
+def test_a_step_that_is_skipped_is_skipped_by_all(names, sizes):
+    one = OneDevice.of(*made("llama"), clip_norm=1.0)
+    step_equals(one, Plan.read(names, Mesh(sizes)), poison=True)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("names, sizes", [("zero3", {"dp": 2}), ("tp", {"tp": 2}), ("cp", {"cp": 2})], ids=str)
+def test_half_precision(precision, names, sizes):
+    """The same loss up to the rounding of 16 bits, in which sums in another order differ."""
+    torch.manual_seed(0)
+    one = OneDevice.of(MODELS["llama"][0](), text(), precision=precision)
+    found = one.under(Plan.read(names, Mesh(sizes)))
+    values = start_values(one)
+    serial = interpret(one.made.program, values)[0]
+    parts = [spread_out(x, layout, Mesh(sizes)) for x, layout in zip(values, found.inputs, strict=True)]
+    assert all(torch.allclose(loss, serial, rtol=4e-3) for loss in simulate(check(found.local), Mesh(sizes), parts)[0])
 
 
 def test_every_ready_plan_is_among_them():

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-LARGEST = 1 << 18  # elements of a table
+LARGEST = 1 << 16  # elements of a table
 BALL, BALLS = 40, 24  # variables that are improved together; how many such sets are tried
 
 Name = Hashable
