@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from test_layouts import MESHES, random_layout
 
 from mycel.errors import PlanError
 from mycel.ir import Layout, Mesh, type_of
+from mycel.launch import launch
 from mycel.plan.across import Placed, rounds, transfers, wire_bytes
 from mycel.run.simulate import part_of
 
@@ -58,6 +60,11 @@ def test_senders_share_the_work_and_keep_what_they_have():
     assert sorted(t.source for t in found) == [0, 1, 2, 3] and wire_bytes(type_of(x), found) == 8 * 4 * 4
     same = transfers(type_of(x), whole, Placed(Layout((("b",), ())), Mesh(b=4), (0, 1, 2, 3)))
     assert all(t.source == t.target for t in same) and wire_bytes(type_of(x), same) == 0
+
+
+def test_by_real_messages(tmp_path):
+    tests = str(Path(__file__).parent)
+    assert launch([], 3, program=[str(Path(tests) / "across_child.py")], logs=tmp_path, env={"PYTHONPATH": tests, "OMP_NUM_THREADS": "1"}) == 0
 
 
 def test_what_is_refused():

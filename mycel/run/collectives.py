@@ -10,8 +10,9 @@ when they have come, unpacks and returns.  Several tensors of one type go in one
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -33,7 +34,7 @@ def buckets(name: str, xs: Sequence[Tensor], how: dict[str, Any]) -> list[tuple[
     """The tensors that travel together, by their positions, with the arguments for them: those of one type; large ones may go alone."""
     together: dict[object, list[int]] = {}
     for i, x in enumerate(xs):
-        alone = name in ("all_to_all", "permute") or (name != "all_reduce" and x.nbytes >= ALONE_BYTES)
+        alone = name in ("all_to_all", "permute", "exchange") or (name != "all_reduce" and x.nbytes >= ALONE_BYTES)
         together.setdefault(i if alone else (x.dtype, x.device), []).append(i)
     if "dim" not in how:
         return [(bucket, how) for bucket in together.values()]
@@ -103,12 +104,46 @@ def permute(group: Group, xs: list[Tensor], to: tuple[int, ...]) -> Messages:
     return [y]
 
 
+class Piece(Protocol):
+    """A piece that goes from rank to rank (plan/across.py: Transfer): where it lies in the sender's part and in the receiver's."""
+
+    source: int
+    target: int
+    taken: tuple[int, ...]
+    put: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+def exchange(group: Group, xs: list[Tensor], pieces: Sequence[Piece], shape: Sequence[int]) -> Messages:
+    x, me = xs[0], group.index
+    y = x.new_zeros(tuple(shape))
+    out = sorted((p for p in pieces if p.source == me != p.target), key=lambda p: p.target)
+    come = sorted((p for p in pieces if p.target == me != p.source), key=lambda p: p.source)
+    count = [
+        [sum(math.prod(p.shape) for p in ps if getattr(p, end) == i) for i in range(group.count)] for ps, end in ((come, "source"), (out, "target"))
+    ]
+    sent = torch.cat([x.new_empty(0), *(_box(x, p.taken, p.shape).reshape(-1) for p in out)])
+    received = x.new_empty(sum(count[0]))
+    yield group.exchange(received, sent, *count)
+    for p, values in zip(come, received.split([math.prod(p.shape) for p in come]), strict=True):
+        _box(y, p.put, p.shape).copy_(values.view(p.shape))
+    for p in pieces:
+        if p.source == me == p.target:
+            _box(y, p.put, p.shape).copy_(_box(x, p.taken, p.shape))
+    return [y]
+
+
+def _box(x: Tensor, start: Sequence[int], shape: Sequence[int]) -> Tensor:
+    return x[tuple(slice(a, a + n) for a, n in zip(start, shape, strict=True))]
+
+
 COLLECTIVES: dict[str, Callable[..., Messages]] = {
     "all_reduce": all_reduce,
     "all_gather": all_gather,
     "reduce_scatter": reduce_scatter,
     "all_to_all": all_to_all,
     "permute": permute,
+    "exchange": exchange,
 }
 
 

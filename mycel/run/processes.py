@@ -25,7 +25,7 @@ from torch import distributed as dist
 
 from mycel.errors import PlanError, RunError
 from mycel.ir.layout import Axes, Mesh
-from mycel.run.collectives import Messages, begin, buckets, finish
+from mycel.run.collectives import Messages, Piece, begin, buckets, finish
 from mycel.run.groups import Gloo, Group, Nccl, Works
 from mycel.run.rendezvous import LATER_S, Rendezvous, Seat, code_version, is_loopback, seat
 from mycel.run.watch import Place, Watch
@@ -78,6 +78,12 @@ class Processes:
     def permute(self, x: Tensor, axes: Axes, to: Sequence[int], at: str = "") -> Tensor:
         """From index i to index to[i], -1: to nobody; zeros where nothing comes."""
         return self.wait(self.start("permute", [x], axes=axes, at=at, to=tuple(to)))[0]
+
+    def exchange(self, x: Tensor, pieces: Sequence[Piece], shape: Sequence[int], at: str = "") -> Tensor:
+        """From the part of a tensor on one mesh to the part on another, of this shape: pieces go from rank to rank of the world (plan/across.py).
+
+        All ranks call it; who has no part of the first gives an empty tensor, who has none of the second gets zeros."""
+        return self.wait(self.start("exchange", [x], axes=self.mesh.axes, at=at, pieces=pieces, shape=tuple(shape)))[0]
 
     def start(self, name: str, xs: Sequence[Tensor], *, axes: Axes, at: str = "", **how: Any) -> Pending:
         """Begin a collective on several tensors; all ranks along the axes begin the same ones in the same order.
