@@ -14,7 +14,7 @@ from torch import nn
 from zoo import ZOO, inputs, programs
 
 from mycel.errors import PlanError
-from mycel.ir import Layout, Mesh, check
+from mycel.ir import Layout, Mesh, check, walk
 from mycel.plan import Plan, least, ready_plans
 from mycel.run import interpret, simulate
 from mycel.run.simulate import spread_out
@@ -193,6 +193,30 @@ def test_half_precision(precision, names, sizes):
     serial = interpret(one.made.program, values)[0]
     parts = [spread_out(x, layout, Mesh(sizes)) for x, layout in zip(values, found.inputs, strict=True)]
     assert all(torch.allclose(loss, serial, rtol=4e-3) for loss in simulate(check(found.local), Mesh(sizes), parts)[0])
+
+
+def test_parameters_travel_in_16_bits_and_gradients_in_32():
+    """A weight is cast before it is gathered, its gradient widened before it is summed."""
+    one = OneDevice.of(MODELS["llama"][0](), text(), precision="bf16")
+    found = [(e.op.name, e.inputs[0].type) for _, e in walk(one.under(Plan.read("zero3", Mesh(dp=2))).local)]
+    tables = {(97, 16), (97, 32)}  # the embedding is looked up in as it is
+    gathered = [t for name, t in found if name == "all_gather" and t.ndim == 2 and t.shape not in tables]
+    summed = [t for name, t in found if name == "reduce_scatter"]
+    assert gathered and all(t.dtype == torch.bfloat16 for t in gathered)
+    assert summed and all(t.dtype == torch.float32 for t in summed)
+
+
+def test_what_a_rank_holds_under_zero():
+    """Parameters, gradients and optimiser state: a quarter on four ranks."""
+    one = OneDevice.of(*made("llama"))
+    found = one.under(Plan.read("zero3", Mesh(dp=4)))
+    sizes = lambda program: sum(v.type.bytes for v in program.inputs if v.dtype.is_floating_point and v.type.ndim)
+    assert sizes(found.local) <= 0.27 * sizes(one.made.program)
+    gradients = [e for _, e in walk(found.local) if e.op.name == "adam"][0]
+    count = gradients.params["count"]
+    whole = [e for e in one.made.program.main.eqns if e.op.name == "adam"][0]
+    mine, all_ = (sum(v.type.bytes for v in e.inputs[4 * count : 5 * count]) for e in (gradients, whole))
+    assert mine <= 0.27 * all_
 
 
 def test_every_ready_plan_is_among_them():

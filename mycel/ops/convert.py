@@ -26,6 +26,7 @@ def whole_dtype(x, *_):
     "... -> ...",
     types=lambda x, *, dtype: Type(dtype, x.shape),
     vjp=lambda g, y, x, *, dtype: (unbroadcast(g, x),),
+    linear=((0,),),
     examples=[
         "a[2,3], dtype=f32",
         "f[2,3], dtype=bf16",

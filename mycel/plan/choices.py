@@ -219,6 +219,8 @@ def linear_groups(op: Op, inputs: Sequence[Any], outputs: Sequence[Type]) -> lis
     """The groups of operands whose sums owed pass through this equation."""
     if any(not (t.dtype.is_floating_point or t.dtype.is_complex) or t.depth for t in outputs):
         return []
+    if op.name == "cast" and (not isinstance(inputs[0], Type) or outputs[0].dtype.itemsize < inputs[0].dtype.itemsize):
+        return []  # parts are not rounded before they are added up
     groups: list[tuple[int, ...]] = [tuple(range(len(inputs)))] if isinstance(op.linear, str) else list(op.linear)
     found = []
     for group in groups:
