@@ -198,7 +198,7 @@ def test_half_precision(precision, names, sizes):
 def test_parameters_travel_in_16_bits_and_gradients_in_32():
     """A weight is cast before it is gathered, its gradient widened before it is summed."""
     one = OneDevice.of(MODELS["llama"][0](), text(), precision="bf16")
-    found = [(e.op.name, e.inputs[0].type) for _, e in walk(one.under(Plan.read("zero3", Mesh(dp=2))).local)]
+    found = [(e.op.name, e.inputs[0].type) for _, e in walk(one.under(Plan.read("zero3", Mesh(dp=2))).local) if e.op.by_rank and e.inputs]
     tables = {(97, 16), (97, 32)}  # the embedding is looked up in as it is
     gathered = [t for name, t in found if name == "all_gather" and t.ndim == 2 and t.shape not in tables]
     summed = [t for name, t in found if name == "reduce_scatter"]
@@ -212,9 +212,9 @@ def test_what_a_rank_holds_under_zero():
     found = one.under(Plan.read("zero3", Mesh(dp=4)))
     sizes = lambda program: sum(v.type.bytes for v in program.inputs if v.dtype.is_floating_point and v.type.ndim)
     assert sizes(found.local) <= 0.27 * sizes(one.made.program)
-    gradients = [e for _, e in walk(found.local) if e.op.name == "adam"][0]
+    gradients = next(e for _, e in walk(found.local) if e.op.name == "adam")
     count = gradients.params["count"]
-    whole = [e for e in one.made.program.main.eqns if e.op.name == "adam"][0]
+    whole = next(e for e in one.made.program.main.eqns if e.op.name == "adam")
     mine, all_ = (sum(v.type.bytes for v in e.inputs[4 * count : 5 * count]) for e in (gradients, whole))
     assert mine <= 0.27 * all_
 
