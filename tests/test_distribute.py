@@ -7,6 +7,7 @@ import random
 import models
 import pytest
 import torch
+import transformers as hf
 from distributing import SIZES, OneDevice, equals_serial, random_plan, start_values, step_equals, tensors
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -174,6 +175,32 @@ def test_ready_plans_and_their_products(name, quick):
     one = OneDevice.of(*made(name), clip_norm=1.0)
     for names, sizes in PRODUCTS:
         step_equals(one, Plan.read(names, Mesh(sizes)))
+
+
+def named(name, **more):
+    """A small Hugging Face model by the name of its class."""
+    return lambda: getattr(hf, name)(getattr(hf, name).config_class(**{**models.TEXT, "num_hidden_layers": 2, **more}))
+
+
+OTHERS = {
+    "gemma2": named("Gemma2ForCausalLM", num_key_value_heads=2, head_dim=8),
+    "falcon": named("FalconForCausalLM"),
+    "bloom": named("BloomForCausalLM", n_layer=2, n_head=4),
+    "mixtral": models.mixtral,
+    "mamba": named("MambaForCausalLM", state_size=4),
+    "bart": lambda: hf.BartForConditionalGeneration(
+        hf.BartConfig(d_model=32, encoder_layers=2, decoder_layers=2, encoder_ffn_dim=64, decoder_ffn_dim=64, vocab_size=models.VOCAB, dropout=0.0)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_models_no_plan_was_written_for(name, quick):
+    torch.manual_seed(0)
+    model, rng = OTHERS[name]().double(), random.Random(name)
+    one = OneDevice.of(model, text(), clip_norm=1.0)
+    for written in (Plan.read("zero3+tp+cp", Mesh(dp=2, tp=2, cp=2)), random_plan(tensors(model), 2, rng)):
+        step_equals(one, written)
 
 
 @pytest.mark.parametrize("names, sizes", [("zero3", {"dp": 3}), ("tp", {"tp": 2}), ("zero1+cp", {"dp": 2, "cp": 2})], ids=str)
