@@ -13,21 +13,24 @@ from typing import TYPE_CHECKING, Any
 from mycel.errors import CaptureError, CheckpointError, GradientError, IRError, LoadError, MycelError, PlanError, RunError, TextError, TrainError
 
 if TYPE_CHECKING:
+    from mycel import comm
     from mycel.api import Jit, capture, jit
     from mycel.derivatives import CustomVjp, Derived, custom_vjp, grad, hessian, jvp, stop_gradient, value_and_grad, vjp
+    from mycel.hints import manual, shard
     from mycel.ir import Block, Eqn, Mesh, Program, Type, Var
     from mycel.plan import Plan
     from mycel.step import Step, train_step
 
 __all__ = [
     "Block", "CaptureError", "CheckpointError", "CustomVjp", "Derived", "Eqn", "GradientError", "IRError", "Jit", "LoadError",
-    "Mesh", "MycelError", "Plan", "PlanError", "Program", "RunError", "Step", "TextError", "TrainError", "Type", "Var", "capture", "custom_vjp",
-    "grad", "hessian", "jit", "jvp", "stop_gradient", "train_step", "value_and_grad", "vjp",
+    "Mesh", "MycelError", "Plan", "PlanError", "Program", "RunError", "Step", "TextError", "TrainError", "Type", "Var", "capture", "comm",
+    "custom_vjp", "grad", "hessian", "jit", "jvp", "manual", "shard", "stop_gradient", "train_step", "value_and_grad", "vjp",
 ]  # fmt: skip
 
 NAMES_OF = {
     "mycel.api": ["Jit", "capture", "jit"],
     "mycel.derivatives": ["CustomVjp", "Derived", "custom_vjp", "grad", "hessian", "jvp", "stop_gradient", "value_and_grad", "vjp"],
+    "mycel.hints": ["manual", "shard"],
     "mycel.ir": ["Block", "Eqn", "Mesh", "Program", "Type", "Var"],
     "mycel.plan": ["Plan"],
     "mycel.step": ["Step", "train_step"],
@@ -39,6 +42,8 @@ class Package(ModuleType):
     """This module: a public name is loaded from its home when first asked for."""
 
     def __getattr__(self, name: str) -> Any:
+        if name == "comm":
+            return import_module("mycel.comm")
         if name not in HOME:
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         value = getattr(import_module(HOME[name]), name)

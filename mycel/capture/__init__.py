@@ -2,12 +2,15 @@
 
 from mycel.capture.bind import MISS, bind, draw_key
 from mycel.capture.custom import trace_custom
+from mycel.capture.fence import refuse
 from mycel.capture.function import TRACING, Captured, capture, paused
 from mycel.capture.inline import input_tensors, input_values, results, splice, splice_program
+from mycel.capture.region import Open, checked, closed, divided, meshed, opened
 from mycel.capture.syntax import rewritten
 from mycel.capture.tree import LEAF, Tree, flatten
 
 __all__ = [
-    "LEAF", "MISS", "TRACING", "Captured", "Tree", "bind", "capture", "draw_key", "flatten", "input_tensors", "input_values", "paused", "results",
+    "LEAF", "MISS", "TRACING", "Captured", "Open", "Tree", "bind", "capture", "checked", "closed", "divided", "draw_key", "flatten", "input_tensors",
+    "input_values", "meshed", "opened", "paused", "refuse", "results",
     "rewritten", "splice", "splice_program", "trace_custom",
 ]  # fmt: skip

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -105,6 +105,8 @@ class Tracer(Builder):
         self.maybe: set[str] = set()  # variables that only one of two branches defines
         self._arguments: list[torch.Tensor] = []
         self.mode: Any = None  # the dispatch mode that feeds this tracer
+        self.manual: list[Any] = []  # manual regions that are open (`region.py`)
+        self.local: dict[Var, frozenset[str]] = {}  # values of closed ones that differ from rank to rank, and along which axes
 
     # -- values ---------------------------------------------------------------------------------------------
 
@@ -114,11 +116,21 @@ class Tracer(Builder):
         return f"v{n}"
 
     def append(self, op: Op, inputs: tuple[Atom, ...], params: dict[str, Any], types: Sequence[Type]) -> Any:
+        for region in self.manual:
+            inputs = region.given(inputs)
+        return self.write(op, inputs, params, types)
+
+    def write(self, op: Op, inputs: tuple[Atom, ...], params: dict[str, Any], types: Sequence[Type], outputs: tuple[Var, ...] = ()) -> Any:
+        """Append an equation as it is."""
         if not torch.is_grad_enabled() and op not in CONTROL:  # what a branch or a loop computes is frozen inside; what it passes on is not
             self.frozen.add(len(self.eqns))
         self.lines.append((self.frame, self.source))
         out = super().append(op, inputs, params, types)
+        if outputs:
+            self.eqns[-1], out = replace(self.eqns[-1], outputs=outputs), outputs
         self.made.update((v, self.eqns[-1]) for v in self.eqns[-1].outputs)
+        for region in self.manual:
+            region.note(self.eqns[-1])
         return out
 
     def concrete(self, x: torch.Tensor) -> torch.Tensor | None:
@@ -129,7 +141,7 @@ class Tracer(Builder):
             if var in known:
                 return True
             eqn = self.made.get(var)
-            if eqn is None or eqn.op in CONTROL or eqn.op.effect or var.type.numel > LARGEST_CONCRETE:
+            if eqn is None or eqn.op in CONTROL or eqn.op.effect or eqn.op.by_rank or var.type.numel > LARGEST_CONCRETE:
                 return False
             if (answer := decide(eqn, self.made)) is not None:
                 known[var] = torch.full(var.shape, answer)
@@ -184,6 +196,12 @@ class Tracer(Builder):
         if type(tensor) is Traced and tensor.tracer is self:
             if tensor.cell.var in self.closed:
                 raise refuse("a tensor made in a branch or loop was used outside of it", "a variable, attribute or item that every branch assigns")
+            if tensor.cell.var in self.local:
+                axes = ", ".join(sorted(self.local[tensor.cell.var]))
+                raise refuse(
+                    f"a tensor that differs from rank to rank along {axes} was used outside of its manual region",
+                    "comm.all_gather or comm.all_reduce inside, or a decorated function with outs=",
+                )
             return tensor.cell
         if type(tensor) is Traced and not tensor.tracer.running:
             raise refuse("a tensor of another capture was used", "do not keep tensors across calls of captured functions")

@@ -44,6 +44,16 @@ def rewrite(program: Program, change: Callable[[Block], Block]) -> Program:
     return prune(replace(program, blocks={name: change(program.blocks[name]) for name in order(program)}))
 
 
+def runs(program: Program) -> dict[str, int]:
+    """How often each block runs in one run of the entry; a loop counts as one turn, a branch as taken."""
+    found = dict.fromkeys(order(program), 0) | {program.entry: 1}
+    for name in reversed(list(found)):
+        for eqn in program.blocks[name].eqns:
+            for ref in eqn.refs:
+                found[str(ref)] += found[name] * (eqn.params["length"] if eqn.op.name == "scan" else 1)
+    return found
+
+
 def prune(program: Program) -> Program:
     """The program without blocks and constants that nothing reaches."""
     reached = order(program)

@@ -1,7 +1,8 @@
 """Program + Plan -> the programs that run.  Rewriting never decides."""
 
 from mycel.lower.distribute import Distributed, distribute
+from mycel.lower.explain import explain, sent, sent_text
 from mycel.lower.overlap import overlap
 from mycel.lower.residency import reside
 
-__all__ = ["Distributed", "distribute", "overlap", "reside"]
+__all__ = ["Distributed", "distribute", "explain", "overlap", "reside", "sent", "sent_text"]

@@ -12,7 +12,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from mycel.ir import Block, Eqn, Layout, Params, Program, Var, check, substitute
+from mycel.errors import PlanError
+from mycel.ir import Block, Eqn, Layout, Mesh, Params, Program, Var, check, substitute, walk
 from mycel.lower.price import Prices
 from mycel.lower.settle import settle
 from mycel.lower.spmd import spmd
@@ -28,12 +29,14 @@ from mycel.plan.written import Plan
 
 @dataclass(frozen=True)
 class Distributed:
-    """The program of all ranks, and the global one with the layouts it came from; `exact`: no cheaper layouts exist."""
+    """The program of all ranks, and the global one with the layouts it came from; `exact`: no cheaper layouts exist; `gathered`: see `distribute`."""
 
     local: Program
     whole: Program
     layouts: Layouts
     exact: bool
+    moves: Moves
+    gathered: frozenset[int] = frozenset()
 
     @property
     def inputs(self) -> tuple[Layout, ...]:
@@ -49,14 +52,25 @@ def distribute(
 ) -> Distributed:
     """`given`: layouts of inputs of the entry; `gathered`: those that are used whole along ZeRO's axes."""
     links = Links(plan.mesh, GPU_LINK if hardware.memory else CPU_LINK)
-    whole = settle(pin(program, plan), given)
+    whole = settle(pin(known(program, plan.mesh), plan), given)
     along = dict.fromkeys(plan.over, gathered) if plan.zero == 3 else {}
     reduced = frozenset(plan.over) if plan.zero >= 2 else frozenset()
     first = [a for a in plan.batch_axes() if a in plan.mesh]  # activations are split by these anyway: what others split of a dim lies inside
     order = [*first, *(a for a in plan.mesh.axes if a not in first)]
     solver = Solver(Graph(whole), links, Costs(whole, hardware, compiled), Prices(links), given, along, reduced, order)
-    layouts = solver.solve()
-    return Distributed(check(spmd(whole, layouts, Moves(links), gathered)), whole, layouts, solver.exact)
+    layouts, moves = solver.solve(), Moves(links)
+    return Distributed(check(spmd(whole, layouts, moves, gathered)), whole, layouts, solver.exact, moves, gathered)
+
+
+def known(program: Program, mesh: Mesh) -> Program:
+    """The program itself; PlanError for a hint that names an axis the mesh lacks."""
+    for _, eqn in walk(program):
+        lost = [a for dim in eqn.params["layout"] for a in dim if a not in mesh] if eqn.op.name == "shard" else []
+        if lost:
+            raise PlanError(
+                f"mycel.shard: there is no axis {lost[0]!r}\n  the mesh  {mesh}\n  at        {eqn.source}\n  try       one of {', '.join(mesh.axes)}"
+            )
+    return program
 
 
 def pin(program: Program, plan: Plan) -> Program:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -51,6 +51,21 @@ def spmd(program: Program, layouts: Layouts, moves: Moves, again: Collection[int
     """Every block on local types, with the collectives its layouts ask for.  `again`: inputs of the entry that are moved anew for each use."""
     blocks = {name: _Block(program, name, layouts, moves).lowered(again if name == program.entry else ()) for name in program.blocks}
     return replace(program, blocks=blocks)
+
+
+@dataclass(frozen=True)
+class Written:
+    """The local equations that each equation of a block became, last those for its outputs; and what moves among them have made of which value."""
+
+    made: list[list[Eqn]]
+    moved: dict[Var, tuple[Var, Layout]]
+
+
+def written(program: Program, name: str, layouts: Layouts, moves: Moves, again: Collection[int] = ()) -> Written:
+    """What a block becomes, equation by equation."""
+    block = _Block(program, name, layouts, moves)
+    block.lowered(again if name == program.entry else ())
+    return Written(block.made, block.moved)
 
 
 class At:
@@ -130,6 +145,8 @@ class _Block:
         self.mesh = moves.mesh
         self.b = Builder()
         self.at_hand: dict[Var, dict[Layout, Atom]] = {}
+        self.moved: dict[Var, tuple[Var, Layout]] = {}  # what moves have made: of which value, in which layout
+        self.made: list[list[Eqn]] = []  # of each equation of the block, and last of its outputs
 
     def lowered(self, again: Collection[int] = ()) -> Block:
         for v, layout in zip(self.block.inputs, self.laid.inputs, strict=True):
@@ -138,12 +155,15 @@ class _Block:
         with self.b:
             for eqn, choice in zip(self.block.eqns, self.laid.choices, strict=True):
                 self.b.source = eqn.source
+                before = len(self.b.eqns)
                 self.equation(eqn, choice)
+                self.made.append(self.b.eqns[before:])
                 for v in eqn.vars:
                     if v in first:
                         self.at_hand[v] = dict(first[v])
-            self.b.source = ""
+            self.b.source, before = "", len(self.b.eqns)
             outs = [self.get(x, layout) for x, layout in zip(self.block.outputs, self.laid.outputs, strict=True)]
+            self.made.append(self.b.eqns[before:])
         return self.b.block(outs)
 
     def get(self, x: Atom, layout: Layout | None) -> Atom:
@@ -157,6 +177,7 @@ class _Block:
             for move in self.moves.chain(x.type, source, layout)[1]:
                 if move.op:
                     value = OPS[move.op](value, **move.params)
+                    self.moved[value] = x, move.layout
                 have.setdefault(move.layout, value)
         return have[layout]
 
@@ -167,7 +188,7 @@ class _Block:
         if choice is None:
             types = [layout.local(v.type, self.mesh) for v, layout in zip(eqn.outputs, outs, strict=True)]
             made = self.b.append(eqn.op, tuple(values), dict(eqn.params), types)
-        elif eqn.op.name == "shard":
+        elif eqn.op.name in ("shard", "enter", "leave"):  # a rank has its part already
             made = values[0]
         elif choice.expand:
             made = self.expanded(eqn, choice, values)

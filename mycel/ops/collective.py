@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from mycel.errors import RunError
+from mycel.errors import GradientError, RunError
 from mycel.ir import Type, op
 from mycel.ops.rules import o
 
@@ -46,13 +46,23 @@ def linear_in_first(transpose):
     return lambda g, y, x, **params: (transpose(g, x, **params),)
 
 
-@op(
-    "... -> ...",
-    dtype="first",
-    vjp=linear_in_first(lambda g, x, *, axes, count, kind="+": o.all_reduce(g, axes=axes, count=count)),
-    compiles=False,
-    by_rank=True,
-)
+def resized(x, dims):
+    """The dims of an operator that gives these dims another size: they are whole along all other axes."""
+    left = " ".join(f"p{d}^" if d in dims else f"d{d}" for d in range(x.ndim))
+    right = " ".join(f"q{d}" if d in dims else f"d{d}" for d in range(x.ndim))
+    return f"{left} -> {right}", {f"q{d}": n for d, n in dims.items()}
+
+
+def all_reduce_vjp(g, y, x, *, axes, count, kind="+"):
+    """Of a maximum: to the elements that are it, in equal shares."""
+    total = o.all_reduce(g, axes=axes, count=count)
+    if kind == "+":
+        return (total,)
+    hit = o.cast(o.eq(x, y), dtype=x.dtype)
+    return (o.div(o.mul(total, hit), o.all_reduce(hit, axes=axes, count=count)),)
+
+
+@op("... -> ...", dtype="first", vjp=all_reduce_vjp, compiles=False, by_rank=True)
 def all_reduce(x, *, axes, count, kind="+"):
     """The sum, maximum (>) or minimum (<) of x over the ranks along the axes."""
     return communicator().all_reduce(x, axes, kind)
@@ -63,8 +73,10 @@ def gather_transpose(g, x, *, axes, count, dim, size):
 
 
 @op(
+    lambda x, *, axes, count, dim, size: resized(x, {dim: size}),
     types=lambda x, *, axes, count, dim, size: with_size(x, dim, size),
     vjp=linear_in_first(gather_transpose),
+    linear=((0,),),
     compiles=False,
     by_rank=True,
 )
@@ -75,10 +87,13 @@ def all_gather(x, *, axes, count, dim, size):
 
 
 def scatter_transpose(g, x, *, axes, count, dim, kind="+"):
+    if kind != "+":
+        raise GradientError("no gradient of a maximum or minimum in parts\n  try       all_reduce, or a sum")
     return o.all_gather(g, axes=axes, count=count, dim=dim, size=x.shape[dim])
 
 
 @op(
+    lambda x, *, axes, count, dim, kind="+": resized(x, {dim: -(-x.shape[dim] // count)}),
     types=lambda x, *, axes, count, dim, kind="+": with_size(x, dim, -(-x.shape[dim] // count)),
     vjp=linear_in_first(scatter_transpose),
     compiles=False,
@@ -97,7 +112,14 @@ def all_to_all_transpose(g, x, *, axes, count, split, join, size):
     return o.all_to_all(g, axes=axes, count=count, split=join, join=split, size=x.shape[split])
 
 
-@op(types=all_to_all_type, vjp=linear_in_first(all_to_all_transpose), compiles=False, by_rank=True)
+@op(
+    lambda x, *, axes, count, split, join, size: resized(x, {split: -(-x.shape[split] // count), join: size}),
+    types=all_to_all_type,
+    vjp=linear_in_first(all_to_all_transpose),
+    linear=((0,),),
+    compiles=False,
+    by_rank=True,
+)
 def all_to_all(x, *, axes, count, split, join, size):
     """Part i of dim `split` goes to rank i; the parts that come in are joined along `join` and cut to `size`."""
     y = communicator().all_to_all(padded(x, split, count), axes, split, join)
@@ -112,7 +134,7 @@ def permute_transpose(g, x, *, axes, count, to):
     return o.permute_ranks(g, axes=axes, count=count, to=tuple(back))
 
 
-@op("... -> ...", dtype="first", vjp=linear_in_first(permute_transpose), compiles=False, by_rank=True)
+@op("... -> ...", dtype="first", vjp=linear_in_first(permute_transpose), linear=((0,),), compiles=False, by_rank=True)
 def permute_ranks(x, *, axes, count, to):
     """x of rank i arrives at rank to[i] (-1: nowhere); zeros where nothing arrives."""
     return communicator().permute(x, axes, to)
@@ -124,8 +146,10 @@ def own_part_transpose(g, x, *, axes, count, dim):
 
 
 @op(
+    lambda x, *, axes, count, dim: resized(x, {dim: -(-x.shape[dim] // count)}),
     types=lambda x, *, axes, count, dim: with_size(x, dim, -(-x.shape[dim] // count)),
     vjp=linear_in_first(own_part_transpose),
+    linear=((0,),),
     compiles=False,
     by_rank=True,
 )
@@ -137,7 +161,9 @@ def own_part(x, *, axes, count, dim):
 
 
 @op(
+    lambda x, *, axes, count, dim, size: resized(x, {dim: size}),
     types=lambda x, *, axes, count, dim, size: with_size(x, dim, size),
+    linear=((0,),),
     vjp=linear_in_first(lambda g, x, *, axes, count, dim, size: o.own_part(g, axes=axes, count=count, dim=dim)),
     compiles=False,
     by_rank=True,
@@ -155,6 +181,7 @@ def spread(x, *, axes, count, dim, size):
     "... -> ...",
     dtype="first",
     vjp=linear_in_first(lambda g, x, *, axes, count: o.only_first(g, axes=axes, count=count)),
+    linear=((0,),),
     compiles=False,
     by_rank=True,
 )

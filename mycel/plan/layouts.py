@@ -11,6 +11,7 @@ order see parts that the earlier ones made.  The sum is solved by elimination (`
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,11 +19,12 @@ from typing import Any
 
 import numpy as np
 
-from mycel.ir import Atom, Axes, Block, Eqn, Layout, Mesh, Program, Type, Var, call, cond, loop, order, part, scan, walk
+from mycel.ir import Atom, Axes, Block, Eqn, Layout, Mesh, Program, Type, Var, call, cond, loop, order, part, runs, scan, walk
 from mycel.plan.choices import OWED, SAME, WHOLE, Choice, Label, Laid, Layouts, Options
 from mycel.plan.cost import PRODUCTS, Costs
 from mycel.plan.least import Sum
 from mycel.plan.links import Links
+from mycel.plan.region import fixed_label, fixed_letters, is_fixed, own_axes
 
 SHARE = 1e4  # products count so much that they are shared before anything else is saved
 HIDDEN, MEANT = 0.1, 10.0  # what counts of a message that goes on beside computing; of one that takes apart what the plan put together
@@ -54,10 +56,11 @@ class Graph:
     edges: Counter[tuple[Source, Node, int, int]] = field(default_factory=Counter)  # (from, to, operand, rows cut off) -> how often
     alias: dict[Node, Node] = field(default_factory=dict)
     made: dict[str, dict[Var, Source]] = field(default_factory=dict)
+    own: dict[Node, frozenset[str]] = field(default_factory=dict)  # axes along which values are a rank's own: inside manual regions
 
     def __post_init__(self) -> None:
         names = order(self.program)
-        self.runs = _runs(self.program, names)
+        self.runs = runs(self.program)
         for _, eqn in walk(self.program):  # branches take the same operands, and a loop's test what its body takes
             if eqn.op in (cond, loop):
                 first, second = (eqn.params[k] for k in (("then", "orelse") if eqn.op is cond else ("body", "test")))
@@ -65,6 +68,23 @@ class Graph:
         for name in names:  # inner blocks first: what they make is known when they are called
             self._ports(name)
             self._block(name, self.program.blocks[name])
+        self.own = own_axes(self.eqns, self.edges)
+        self._share()
+
+    def _share(self) -> None:
+        """What several equations use is moved once for all of them: to a place of its own, from where each takes it."""
+        users: dict[Source, list[tuple[Node, int, int]]] = {}
+        for source, node, operand, cut in self.edges:
+            users.setdefault(source, []).append((node, operand, cut))
+        for source, found in users.items():
+            if len(found) < 2 or source.rows or any(cut for _, _, cut in found) or source.node == ("whole",) or self.own.get(source.node):
+                continue
+            hub: Node = ("hub", source.node, source.output)
+            self.ports[hub] = self.ports[source.node] if source.node in self.ports else self.options[source.node].outputs[source.output]
+            often = [self.edges.pop((source, *use)) for use in found]
+            self.edges[source, hub, 0, 0] = max(often)
+            for use, times in zip(found, often, strict=True):
+                self.edges[Source(hub, 0), *use] = times
 
     def port(self, block: str, i: int) -> Node:
         return self.alias.get(("in", block, i), ("in", block, i))
@@ -149,16 +169,6 @@ class Graph:
             self.edges[made[x], ("whole",), 0, 0] += often
 
 
-def _runs(program: Program, names: Sequence[str]) -> dict[str, int]:
-    """How often each block runs in one run of the entry; a loop counts as one turn."""
-    runs = Counter({program.entry: 1})
-    for name in reversed(names):
-        for eqn in program.blocks[name].eqns:
-            for ref in eqn.refs:
-                runs[str(ref)] += runs[name] * (eqn.params["length"] if eqn.op is scan else 1)
-    return dict(runs)
-
-
 def independent(options: Options) -> list[frozenset[str]]:
     """Groups of letters that never meet in an operand or a result: they are split independently of each other."""
     if options.fit is None:
@@ -193,8 +203,10 @@ class Solver:
     exact: bool = True
     bodies: set[str] = field(default_factory=set)
     swapped: dict[tuple[Node, str], Axes] = field(default_factory=dict)
+    _inputs: dict[str, int] = field(default_factory=dict)
     _moving: dict[Any, float] = field(default_factory=dict)
     _computing: dict[tuple[str, int], float] = field(default_factory=dict)
+    _elements: dict[tuple[str, int], list[int]] = field(default_factory=dict)
 
     @property
     def mesh(self) -> Mesh:
@@ -202,6 +214,7 @@ class Solver:
 
     def solve(self) -> Layouts:
         g = self.graph
+        self._inputs = {v.name: i for i, v in enumerate(g.program.inputs)}
         self.bodies = {str(e.params["body"]) for _, e in walk(g.program) if e.op is scan}
         self.labels = {node: {} for node in g.options}
         self.places = {node: Layout.whole(t.ndim) for node, t in g.ports.items()}
@@ -294,9 +307,12 @@ class Solver:
 
     def _labels(self, node: Node, axis: str, before: Mapping[str, Axes]) -> list[Label]:
         options, eqn = self.graph.options[node], self.graph.eqns[node]
-        if eqn.op.name == "shard":
-            return [_shard_label(options, eqn, axis)]
         parts = self.graph.parts[node[1], node[2]]
+        if is_fixed(eqn, axis):
+            label = fixed_label(eqn, options, axis, self.graph.own.get(node, frozenset()))
+            return [label if len(parts) == 1 or label.letter in parts[node[3]] else SAME]
+        if axis in self.graph.own.get(node, ()):
+            return [SAME]
         if len(parts) == 1:
             return options.labels(self.mesh, axis, before)
         return [x for x in options.labels(self.mesh, axis, before, sorted(parts[node[3]])) if not x.group]
@@ -306,10 +322,11 @@ class Solver:
         g = self.graph
         state: dict[Node, int] = {}  # by part of an update: where the axis lies in what it updates
         for source, node, _, _ in g.edges:
-            if node in g.eqns and _updates(g.eqns[node]) and source.node[:2] == ("in", g.program.entry) and g.ports[source.node].ndim:
-                where = place(self._given(source.node[2]), axis)
+            origin = _origin(source)
+            if node in g.eqns and _updates(g.eqns[node]) and origin[:2] == ("in", g.program.entry) and g.ports[origin].ndim:
+                where = place(self._given(origin[2]), axis)
                 state[node] = max(state.get(node, WHOLE), where)
-        lies = {source: state[node] for source, node, _, _ in g.edges if node in state and source.node not in g.ports}
+        lies = {source: state[node] for source, node, _, _ in g.edges if node in state and _origin(source)[:2] != ("in", g.program.entry)}
         found = {}
         for source, node, operand, _ in g.edges:
             if node in g.eqns and g.eqns[node].op.name == "global_norm" and source in lies:
@@ -319,13 +336,15 @@ class Solver:
 
     def _weights(self, axis: str, derived: set[Source]) -> dict[tuple[Source, Node], float]:
         """Messages that count less, since they go on beside computing: gathered parameters on their way to a layer, gradients to their update.  And
-        those that count more: inputs that were given in parts are meant to be used in parts."""
+        those that count more: inputs that were given in parts are meant to be used in parts, and what is widened is to be added up wide."""
         g = self.graph
         late = {node for node, eqn in g.eqns.items() if _updates(eqn) or eqn.op.name == "global_norm"}
         meant = self._made_of(i for i in range(len(g.program.inputs)) if place(self._given(i), axis) >= 0) - derived
+        wanted = {source.node for source, node, _, _ in g.edges if source.node[0] == "hub" and node not in late}
+        late |= {node for node in g.ports if node[0] == "hub" and node not in wanted}  # on its way to updates alone
         found = {}
         for source, node, _, _ in g.edges:
-            if source in meant:
+            if source in meant or (node in g.eqns and _widens(g.eqns[node])):
                 found[source, node] = MEANT
             elif node in late or source in derived:
                 found[source, node] = HIDDEN
@@ -334,7 +353,7 @@ class Solver:
     def _places(self, node: Node, t: Type, axis: str) -> list[int]:
         if node[:2] == ("in", self.graph.program.entry):
             return [place(self.given.get(node[2], Layout.whole(t.ndim)), axis)]
-        if t.depth:
+        if t.depth or axis in self.graph.own.get(node, ()):
             return [WHOLE]
         waits = axis in self.reduced and node[1] in self.bodies
         owed = [OWED["+"]] if t.dtype.is_floating_point and not waits else []
@@ -357,12 +376,23 @@ class Solver:
         eqn = g.eqns[node]
         at = node[1], node[2]
         if at not in self._computing:
-            self._computing[at] = self.costs.seconds(eqn) / len(g.parts[at])
-        seconds = self._computing[at]
+            self._computing[at] = self.costs.seconds(eqn)
+        seconds = self._computing[at] * self._fraction(node)
         seconds *= self.share if eqn.op.name in PRODUCTS else 1.0
         for letter, axes in before.items():
             seconds *= _share(g.options[node], letter, axes, self.mesh)
         return [g.runs[node[1]] * self._seconds(node, seconds, value, axis, before) for value in domain]
+
+    def _fraction(self, node: Node) -> float:
+        """What one of an equation's independent parts is of the whole, by elements."""
+        options, parts = self.graph.options[node], self.graph.parts[node[1], node[2]]
+        if len(parts) == 1:
+            return 1.0
+        assert options.fit is not None
+        at, sizes = (node[1], node[2]), options.fit.sizes
+        if at not in self._elements:
+            self._elements[at] = [math.prod(sizes[k] for k in own) for own in parts]
+        return self._elements[at][node[3]] / sum(self._elements[at])
 
     def _seconds(self, node: Node, seconds: float, value: Label, axis: str, before: Mapping[str, Axes]) -> float:
         """What is left of an equation's seconds under a label, and what its messages take."""
@@ -458,6 +488,7 @@ class Solver:
             node = ("eqn", name, i, 0)
             flows = {axis: label.group for axis, label in self.labels[node].items() if label.group}
             letters = {k: axes for p in range(len(parts)) for k, axes in self.letters(("eqn", name, i, p)).items()}
+            letters |= fixed_letters(g.eqns[node], g.options[node], g.own.get(node, frozenset()))
             choices[name, i] = g.options[node].laid(letters, flows)
         for name in order(g.program):
             block = g.program.blocks[name]
@@ -475,7 +506,7 @@ class Solver:
         if name == program.entry:
             n = len(program.results)
             if j >= n:
-                return self._given(next(i for i, v in enumerate(program.inputs) if v.name == program.updates[j - n]))
+                return self._given(self._inputs[program.updates[j - n]])
             return Layout.whole(x.type.ndim if isinstance(x, Var) else 0)
         held = self._held(name, j)
         if held is not None:
@@ -506,6 +537,11 @@ class Solver:
         else:
             layout = choices[node[1], node[2]].outs[source.output]
         return Layout(((),) * source.rows + layout.dims, layout.owed)
+
+
+def _origin(source: Source) -> Node:
+    """The node a value comes from, seen through the place it is shared at."""
+    return source.node[1] if source.node[0] == "hub" else source.node
 
 
 def place(layout: Layout | None, axis: str) -> int:
@@ -539,17 +575,15 @@ def _share(options: Options, letter: str, axes: Axes, mesh: Mesh) -> float:
     return part(n, axes, mesh) / n
 
 
-def _shard_label(options: Options, eqn: Eqn, axis: str) -> Label:
-    assert options.fit is not None
-    for dim, axes in zip(options.fit.ins[0] or (), eqn.params["layout"], strict=True):
-        if axis in axes:
-            return Label(dim[0]) if dim else SAME
-    return SAME
-
-
 def _updates(eqn: Eqn) -> bool:
     """Is it an optimiser's update?"""
     return eqn.op.inplace is not None
+
+
+def _widens(eqn: Eqn) -> bool:
+    """Does it take 16 bits to more?"""
+    x = eqn.inputs[0] if eqn.op.name == "cast" else None
+    return isinstance(x, Var) and x.dtype.is_floating_point and x.dtype.itemsize < eqn.outputs[0].dtype.itemsize
 
 
 def slowest_first(axes: Sequence[str], layouts: Iterable[Layout]) -> list[str]:

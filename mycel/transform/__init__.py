@@ -19,6 +19,7 @@ from mycel.transform.microbatch import BODY, microbatch, shares
 from mycel.transform.optimise import Group, optimise
 from mycel.transform.outline import outline
 from mycel.transform.precision import precision
+from mycel.transform.unhinted import unhinted
 from mycel.transform.vjp import forward_and_backward, value_and_grad
 
 Pass = Callable[[Program], Program]
@@ -27,14 +28,14 @@ Pass = Callable[[Program], Program]
 SIMPLIFY: list[Pass] = [dce, cse, inline, algebra, causal, fold, algebra, cse, dce]
 
 
-def simplify(program: Program) -> Program:
-    """The passes of SIMPLIFY in order, each checked."""
-    for change in SIMPLIFY:
+def simplify(program: Program, hints: bool = False) -> Program:
+    """The passes of SIMPLIFY in order, each checked; layouts the user asks for are kept only where `hints` says so."""
+    for change in SIMPLIFY if hints else (unhinted, *SIMPLIFY):
         program = check(change(program))
     return program
 
 
 __all__ = [
     "BODY", "SIMPLIFY", "Group", "Pass", "algebra", "causal", "cse", "dce", "fold", "forward_and_backward", "fuse", "head", "inline", "jvp",
-    "microbatch", "optimise", "outline", "precision", "shares", "simplify", "value_and_grad",
+    "microbatch", "optimise", "outline", "precision", "shares", "simplify", "unhinted", "value_and_grad",
 ]  # fmt: skip

@@ -359,9 +359,38 @@ def _holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
     return torch.iinfo(wide).min <= low and high <= torch.iinfo(wide).max
 
 
+# -- messages of manual regions -------------------------------------------------------------------------------
+
+
+def sum_of_one(e: Eqn, m: Made) -> Any:
+    """all_reduce(only_first(x)) => x, where x is what all ranks were given alike"""
+    return x if e.params.get("kind", "+") == "+" and (x := _alike(e, m)) is not None else None
+
+
+def part_of_one(e: Eqn, m: Made) -> Any:
+    """reduce_scatter(only_first(enter(x)), dim=d) => enter(x) in parts along d, where all ranks were given x alike"""
+    inside = m.by(_alike(e, m), "enter") if e.params.get("kind", "+") == "+" else None
+    if inside is None:
+        return None
+    p = inside.params
+    layout = tuple((*axes, *e.params["axes"]) if d == e.params["dim"] else axes for d, axes in enumerate(p["layout"]))
+    return "enter", inside.inputs, {**p, "layout": layout}
+
+
+def _alike(e: Eqn, m: Made) -> Any:
+    """The operand of an only_first over the axes of e, entered without them; None if e has no such operand."""
+    first = m.by(e.inputs[0], "only_first")
+    inside = m.by(first.inputs[0], "enter") if first is not None and first.params["axes"] == e.params["axes"] else None
+    if first is None or inside is None:
+        return None
+    named = {a for axes in inside.params["layout"] for a in axes}
+    return None if named & set(e.params["axes"]) or not set(e.params["axes"]) <= set(inside.params["axes"]) else first.inputs[0]
+
+
 TABLE: dict[str, tuple[Rule, ...]] = {
     "abs": (twice_is_once,),
     "add": (add_zero, add_neg),
+    "all_reduce": (sum_of_one,),
     "amax": (reduce_nothing,),
     "amin": (reduce_nothing,),
     "attention": (attention_of_repeated,),
@@ -394,6 +423,7 @@ TABLE: dict[str, tuple[Rule, ...]] = {
     "permute": (permute_nothing, permute_twice),
     "pow": (second_is_one, square, root),
     "prod": (reduce_nothing,),
+    "reduce_scatter": (part_of_one,),
     "relu": (twice_is_once,),
     "repeat": (repeat_once,),
     "reshape": (nothing_changes, outer_alone),

@@ -1,0 +1,101 @@
+"""A distributed program as people read it: the global program, each value in its layout, each collective where it is sent, with its bytes.
+
+    def main(x: f32[64@dp,8], w: f32[16@dp,8]):
+      all_gather w over dp -> f32[16,8]                           # 256 bytes
+      h: f32[64@dp,16] = linear(x, w)                             # model.py:31
+      return h
+
+Bytes are what one rank puts on the wire each time the line runs.  A line without a value's name is sent inside the operator below it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from mycel.ir import Atom, Axes, Block, Eqn, Layout, Program, Var, order, runs, typed, walk
+from mycel.ir.text import value_text
+from mycel.lower.distribute import Distributed
+from mycel.lower.spmd import Written, interface, written
+from mycel.plan.links import sent_by
+
+WIDTH = 100  # at most, before the comment of a line
+
+
+def sent(program: Program) -> dict[Axes, float]:
+    """Bytes that a rank puts on the wire in one run of a local program, by axes; a loop counts as one turn, a branch as taken."""
+    often, found = runs(program), dict[Axes, float]()
+    for name, eqn in walk(program):
+        axes, count = sent_by(eqn)
+        if count:
+            found[axes] = found.get(axes, 0.0) + often[name] * count
+    return dict(sorted(found.items()))
+
+
+def sent_text(found: Mapping[Axes, float]) -> str:
+    """dp 1,024 bytes, tp 96 bytes"""
+    return ", ".join(f"{'.'.join(axes)} {_bytes(n)}" for axes, n in found.items()) or "nothing"
+
+
+def explain(found: Distributed) -> str:
+    """All blocks, inner ones first."""
+    often = runs(found.whole)
+    return "\n".join(_block(found, name, often[name]) for name in order(found.whole))
+
+
+def _block(found: Distributed, name: str, often: int) -> str:
+    block, laid = found.whole.blocks[name], found.layouts[name]
+    made = written(found.whole, name, found.layouts, found.moves, found.gathered)
+    inputs = [f"{v.name}: {typed(v.type, layout)}" for v, layout in zip(block.inputs, laid.inputs, strict=True)]
+    lines: list[tuple[str, str]] = []
+    for eqn, choice, sends in zip(block.eqns, laid.choices, made.made[:-1], strict=True):
+        lines += _messages(made, sends)
+        outs = choice.outs if choice is not None else interface(eqn, found.layouts)[1]
+        lines.append((_equation(eqn, outs), " ".join(eqn.source.split())))
+    lines += _messages(made, made.made[-1])
+    width = min(max((len(text) for text, _ in lines), default=0), WIDTH)
+    times = f"  # {often} times" if often != 1 else ""
+    body = [f"  {text:<{width}}  # {note}" if note else f"  {text}" for text, note in lines]
+    return "\n".join([*_head(name, inputs, times), *body, f"  return {', '.join(_outputs(found, name, block))}".rstrip()]) + "\n"
+
+
+def _head(name: str, inputs: Sequence[str], times: str) -> list[str]:
+    """One input a line where they do not fit one."""
+    line = f"def {name}({', '.join(inputs)}):{times}"
+    if len(line) <= WIDTH + 20:
+        return [line]
+    return [f"def {name}({times}", *(f"    {x}," for x in inputs), "):"]
+
+
+def _messages(made: Written, eqns: Sequence[Eqn]) -> Iterator[tuple[str, str]]:
+    """The collectives among the equations that one equation became."""
+    for eqn in eqns:
+        axes, count = sent_by(eqn)
+        if not count:
+            continue
+        out = eqn.outputs[0]
+        value, after = made.moved.get(out, (None, None))
+        what = value.name if value is not None else str(next(eqn.vars).type)
+        shown = typed(value.type, after) if value is not None and after is not None else str(out.type)
+        yield f"{eqn.op.name} {what} over {'.'.join(axes)} -> {shown}", _bytes(count)
+
+
+def _equation(eqn: Eqn, outs: Sequence[Layout]) -> str:
+    """y: f32[8@dp,6]+tp = linear(x, w)"""
+    args = [value_text(x) for x in eqn.inputs] + [f"{k}={value_text(v)}" for k, v in sorted(eqn.params.items())]
+    left = ", ".join(f"{v.name}: {typed(v.type, layout)}" for v, layout in zip(eqn.outputs, outs, strict=True))
+    return f"{left} = {eqn.op.name}({', '.join(args)})" if left else f"{eqn.op.name}({', '.join(args)})"
+
+
+def _outputs(found: Distributed, name: str, block: Block) -> Iterator[str]:
+    updates = found.whole.updates if name == found.whole.entry else ()
+    first = len(block.outputs) - len(updates)
+    for i, (x, layout) in enumerate(zip(block.outputs, found.layouts[name].outputs, strict=True)):
+        yield (f"{updates[i - first]}=" if i >= first else "") + _output(x, layout)
+
+
+def _output(x: Atom, layout: Layout) -> str:
+    return value_text(x) if not isinstance(x, Var) else f"{x.name}: {typed(x.type, layout)}"
+
+
+def _bytes(count: float) -> str:
+    return f"{count:,.0f} bytes"
