@@ -1,6 +1,7 @@
 """The command line.  The configuration is read and checked first; only then is torch imported.
 
 mycel train [CONFIG.yaml] [a.b=c …]      exit code 0: done, 1: it failed, 2: wrong usage or configuration, 130: Ctrl-C, 143: SIGTERM
+mycel train … --nproc N                  the same by N processes, or 128 + the signal that killed one, 71: a rank was lost
 mycel config [CONFIG.yaml] [a.b=c …]
 """
 
@@ -15,7 +16,8 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from mycel.errors import MycelError, TrainError
+from mycel.errors import MycelError, PlanError, TrainError
+from mycel.launch import launch
 from mycel.train.config import Config, dump, load
 
 FAILED, MISUSED = 1, 2
@@ -51,6 +53,10 @@ def train(
     resume: Annotated[str | None, typer.Option("--resume", metavar="RUN", help="Continue this run, from its last checkpoint.")] = None,
     run: Annotated[str | None, typer.Option("--run", metavar="FOLDER", help="Write results here (the same as run=FOLDER).")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would run, and stop.")] = False,
+    nproc: Annotated[int | None, typer.Option("--nproc", metavar="N", min=1, help="Start N processes here: the ranks of parallel.mesh.")] = None,
+    nnodes: Annotated[int, typer.Option("--nnodes", metavar="N", min=1, help="On so many hosts.")] = 1,
+    node_rank: Annotated[int, typer.Option("--node-rank", metavar="I", min=0, help="Which of them this is, from 0.")] = 0,
+    rendezvous: Annotated[str | None, typer.Option("--rendezvous", metavar="HOST:PORT", help="Where they meet: an address of the first.")] = None,
 ) -> None:
     """Train a model, as CONFIG.yaml and the settings a.b=c over it say.
 
@@ -62,6 +68,7 @@ def train(
       mycel train my.yaml optimizer.lr=1e-3 train.steps=2000
       mycel train model.path=llama data.train='books/*.txt'
       mycel train --resume runs/my-20260102-130405
+      mycel train my.yaml --nproc 4 parallel.plan=zero3
     """
     try:
         file, overrides = _split(settings or [])
@@ -69,8 +76,12 @@ def train(
         if old:
             file = _run_config(old, file, folder)
         config = load(file, overrides)
-    except TrainError as e:
+        _check_ranks(config, nproc, nnodes, node_rank, rendezvous)
+    except (TrainError, PlanError) as e:
         _fail(e, MISUSED)
+    if nproc is not None:
+        again = [*(["--resume", resume] if resume else []), *(["--run", run] if run else []), *(["--dry-run"] if dry_run else [])]
+        raise typer.Exit(_launch(["train", *(settings or []), *again], nproc, nnodes, node_rank, rendezvous))
     if old or folder:
         config = config.model_copy(update={"run": old or folder})
     raise typer.Exit(_train(config, old, dry_run, file))
@@ -87,6 +98,34 @@ def show_config(settings: Settings = None) -> None:
     except TrainError as e:
         _fail(e, MISUSED)
     typer.echo(dump(config, comments=True), nl=False)
+
+
+def _check_ranks(config: Config, nproc: int | None, nnodes: int, node_rank: int, rendezvous: str | None) -> None:
+    """What is said of ranks, before any is started."""
+    if nproc is None:
+        if nnodes > 1 or node_rank or rendezvous is not None:
+            raise TrainError(
+                "--nnodes, --node-rank and --rendezvous are for processes that are started here\n  try       --nproc N, as many on each host"
+            )
+        return
+    running, ranks = nproc * nnodes, config.parallel.ranks
+    if "RANK" in os.environ:
+        raise TrainError(
+            "--nproc is for who starts the ranks, but this process is one: RANK is set\n  at        the environment\n  try       leave it out"
+        )
+    if ranks is not None and ranks != running:
+        shown = ", ".join(f"{axis}: {n}" for axis, n in (config.parallel.mesh or {}).items())
+        hint = f"--nproc {ranks // nnodes}" if ranks % nnodes == 0 else "another mesh"
+        raise PlanError(f"the mesh has {ranks} ranks, but {running} processes would run\n  at        parallel.mesh: {{{shown}}}\n  try       {hint}")
+
+
+def _launch(arguments: list[str], nproc: int, nnodes: int, node_rank: int, rendezvous: str | None) -> int:
+    """Start the ranks, each with these arguments: the exit code of the first that failed."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    try:
+        return launch(arguments, nproc, nnodes, node_rank, rendezvous)
+    except MycelError as e:
+        _fail(e, FAILED)
 
 
 def _train(config: Config, resume: Path | None, dry_run: bool, file: Path | None) -> int:

@@ -4,14 +4,14 @@
     parameters     as the plan says; under ZeRO-3 split once more, and gathered for use
     their state    as the parameters; under ZeRO split once more
 
-A parameter's own tensor becomes the rank's part when a step is first compiled; the shape of the whole is remembered, and shown again whenever the
-model is captured.
+A parameter's own tensor becomes the rank's part when a step is first compiled, or was made as one (`adopt`); the shape of the whole is remembered,
+and shown again whenever the model is captured.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,12 +19,12 @@ import torch
 
 from mycel import lower
 from mycel.capture import Captured
-from mycel.ir import Layout, Program
+from mycel.ir import Layout, Program, part
 from mycel.lower import Distributed
 from mycel.ops.collective import COMMUNICATORS
 from mycel.optimizers import Bound
 from mycel.plan import Hardware, Plan
-from mycel.run import part_of, world
+from mycel.run import boxes, part_of, world
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Parts:
     ranks: Any = None  # the communicator
     shapes: dict[str, torch.Size] = field(default_factory=dict)  # of whole parameters and buffers
     layouts: dict[str, Layout] = field(default_factory=dict)  # in which they are held
-    slots: dict[int, tuple[int, ...]] = field(default_factory=dict)  # the shape of a part of a parameter's state, by its id
+    stored: dict[int, Layout] = field(default_factory=dict)  # of a trained parameter's state, by its id
     is_split: bool = False
 
     def __post_init__(self) -> None:
@@ -76,6 +76,10 @@ class Parts:
             for name, x in held.items():
                 by_name[name].data = x
 
+    def adopt(self, shapes: Mapping[str, torch.Size], layouts: Mapping[str, Layout]) -> None:
+        """The model was made in parts: these are the shapes of the whole, and how its tensors lie."""
+        self.shapes, self.layouts, self.is_split = dict(shapes), dict(layouts), True
+
     # -- layouts of a step's inputs ------------------------------------------------------------------------------------------
 
     def distribute(self, made: Joined, hardware: Hardware, compiled: bool) -> Distributed:
@@ -97,10 +101,11 @@ class Parts:
         used = self.plan.parameter_layouts(self.shapes)
         trained = {i: p for g in made.groups for i, p in zip(g.group.params, g.params, strict=True)}
         stored = {i: self.plan.stored(used[state[i]], types[i].shape) if self.plan.zero else used[state[i]] for i in trained}
-        given |= {i: stored[i] if self.plan.zero == 3 and i in trained else used[name] for i, name in state.items() if name}
-        self.slots = {id(p): stored[i].local(types[i], self.plan.mesh).shape for i, p in trained.items()}
-        held = {state[i]: given[i] for i in trained}
-        self.layouts = {name: held.get(ids[id(x)], used[name]) for name, x in self._tensors()}
+        self.stored |= {id(p): stored[i] for i, p in trained.items()}
+        if not self.is_split:
+            self.layouts = parameter_layouts(self.plan, self.shapes, {state[i] for i in trained}, {n: ids[id(x)] for n, x in self._tensors()})
+        given |= {i: self.layouts[name] for i, name in state.items() if name}
+        split = frozenset(i for i, name in state.items() if name and (i in trained or self.layouts[name] != used[name]))
         at = made.base
         for g in made.groups:
             for slot in g.group.slots:
@@ -108,7 +113,7 @@ class Parts:
                     given[at] = stored[i] if g.group.slot_type(slot, types[i]) == types[i] else Layout()
                     at += 1
             at += len(g.group.hyper)
-        return {i: layout for i, layout in given.items() if not layout.is_whole}, frozenset(trained) if self.plan.zero == 3 else frozenset()
+        return {i: layout for i, layout in given.items() if not layout.is_whole}, split if self.plan.zero == 3 else frozenset()
 
     # -- what this rank holds ---------------------------------------------------------------------------------------------
 
@@ -129,8 +134,20 @@ class Parts:
         for p in group.params:
             for slot in group.group.slots:
                 if slot != "step" and slot not in self.optimizer.state[p]:
-                    self.optimizer.state[p][slot] = torch.zeros(self.slots[id(p)], dtype=p.dtype, device=p.device)
+                    shape = boxes.stored(tuple(self.shape(p)), self.stored[id(p)], self.plan.mesh)
+                    self.optimizer.state[p][slot] = torch.zeros(shape, dtype=p.dtype, device=p.device)
         return group.state(self.optimizer)
+
+    def shape(self, p: torch.nn.Parameter) -> torch.Size:
+        """Of the whole of a parameter."""
+        return self.shapes[next(name for name, x in self._tensors() if x is p)]
+
+    def gather(self, x: torch.Tensor, layout: Layout, shape: Sequence[int]) -> torch.Tensor:
+        """The whole of a tensor of which this rank has a part; all ranks call it."""
+        for dim, axes in enumerate(layout.dims):
+            for k in range(len(axes) - 1, -1, -1):  # the fastest first: each axis has padding of its own
+                x = self.ranks.all_gather(x, axes[k : k + 1], dim).narrow(dim, 0, part(shape[dim], axes[:k], self.plan.mesh))
+        return x
 
     def taken(self, code: Callable[..., Any], found: Distributed, arguments: int) -> Callable[..., Any]:
         """The code on this rank's parts of the batch, its first inputs, with its ranks to speak to."""
@@ -148,6 +165,13 @@ class Parts:
                 COMMUNICATORS.pop()
 
         return run
+
+
+def parameter_layouts(plan: Plan, shapes: Mapping[str, torch.Size], trained: Collection[str], one: Mapping[str, str]) -> dict[str, Layout]:
+    """How tensors are held, by name: as the plan says, trained ones under ZeRO-3 split further; `one` says which of tied names counts."""
+    used = plan.parameter_layouts(shapes)
+    split = {name: plan.stored(used[name], shapes[name]) for name in trained} if plan.zero == 3 else {}
+    return {name: split.get(one[name], used[one[name]]) for name in shapes}
 
 
 def _without_data(like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from mycel import lower, optimizers, plan, transform
-from mycel.capture import MISS, TRACING, Captured, bind, flatten
+from mycel.capture import MISS, TRACING, Captured, bind, flatten, meshed
 from mycel.capture import capture as capture_call
 from mycel.errors import GradientError, PlanError, TrainError
 from mycel.ir import Block, Builder, Mesh, Program, Type, check
@@ -113,6 +113,7 @@ class Entry:
     plan: Decided
     call: Callable[[tuple[Any, ...], dict[str, Any]], Any]
     signature: tuple[Any, ...]
+    spread: lower.Distributed | None = None
 
 
 class Step:
@@ -167,7 +168,7 @@ class Step:
             keep_freed_memory()
         with self.parts.whole() if self.parts is not None else nullcontext():
             made = self._joined(args, kwargs)
-        program = made.program
+        program, spread = made.program, None
         if self.parts is not None:
             spread = self.parts.distribute(made, plan.hardware_of(made.captured.device), s.compiles(device))
             program = check(transform.simplify(spread.local))
@@ -175,13 +176,17 @@ class Step:
         if names:
             warm_up(program, plan.PRODUCTS, made.captured.device)
         code, source = load(program, made.captured.device, reuse=True, donate=True, compiled=names)
-        if self.parts is not None:
+        if self.parts is not None and spread is not None:
             code = self.parts.taken(code, spread, len(set(made.captured.leaves)))
         call = self._bound(made, program, code)
-        return Entry(program, source, decided, call, optimizers.signature(self.optimizer))
+        return Entry(program, source, decided, call, optimizers.signature(self.optimizer), spread)
 
     def _joined(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Joined:
-        """The whole step as one program, on one device."""
+        """The whole step as one program, on one device; manual regions are those of the mesh."""
+        with meshed(self.written.mesh if self.written is not None else None):
+            return self._captured(args, kwargs)
+
+    def _captured(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Joined:
         s = self.settings
         batch = Batch(args, kwargs, s.accumulate)
         captured = capture_call(self.fn, *batch.part())
@@ -211,7 +216,7 @@ class Step:
     def _prepared(self, captured: Captured) -> Program:
         """The loss, simplified, in its precision, with its head."""
         half = PRECISIONS[self.settings.precision]
-        program = transform.simplify(captured.program)
+        program = transform.simplify(captured.program, hints=self.parts is not None)
         if half is not None:
             program = check(transform.precision(program, half, self._state(captured)))
         return check(transform.head(program, mean=half is not torch.float16 and self.settings.accumulate == 1))
@@ -245,7 +250,7 @@ class Step:
         groups = optimizers.bind_groups(self.optimizer, {k: i for k, i in trained.items() if i in reached})
         ordered = [reached[i] for g in groups for i in g.group.params]
         block = replace(made.main, outputs=(*outs[:results], *ordered, *outs[results + len(wrt) :]))
-        return transform.simplify(replace(made, blocks={**made.blocks, made.entry: block})), groups
+        return transform.simplify(replace(made, blocks={**made.blocks, made.entry: block}), hints=self.parts is not None), groups
 
     def _planned(self, program: Program, body: str, device: torch.device) -> tuple[Decided, Program, set[str]]:
         """What to keep for backward, and the program that does so, with the blocks to compile."""
@@ -301,6 +306,10 @@ class Step:
         shell = Block(inputs, (), captured.program.results)
         return bind(replace(captured, program=Program({"main": shell})), run)[0]
 
+    def forward(self, fn: Callable[..., Any] | None = None) -> Forward:
+        """The loss of a batch (or what `fn` makes of it with the model), under the plan, without a step."""
+        return Forward(self, fn or self.fn)
+
     # -- what one may ask ----------------------------------------------------------------------------------------
 
     def counter(self, name: str, device: torch.device) -> torch.Tensor:
@@ -353,7 +362,52 @@ class Step:
             lines.append(f"measured peak    {shown(torch.cuda.max_memory_allocated(device))}")
         foreign = sorted({e.params["target"] for b in entry.program.blocks.values() for e in b.eqns if e.op.name.startswith("opaque")})
         lines += [f"as torch has it  {', '.join(foreign)}"] if foreign else []
-        return "\n".join([*lines, "", str(entry.program)])
+        if entry.spread is None:
+            return "\n".join([*lines, "", str(entry.program)])
+        proved = "at the least cost" if entry.spread.exact else "perhaps not the cheapest"
+        lines.append(f"mesh             {entry.spread.moves.mesh}; layouts {proved}")
+        all_, once = lower.sent(entry.program), lower.sent(entry.spread.local)
+        lines.append(f"sent by a rank   {lower.sent_text(all_)}")
+        again = {axes: n - once.get(axes, 0.0) for axes, n in all_.items() if n > once.get(axes, 0.0)}
+        lines += [f"of that          {lower.sent_text(again)} because backward computes values again"] if again else []
+        return "\n".join([*lines, "", lower.explain(entry.spread)])
+
+
+class Forward:
+    """A function of the model without gradients, compiled once for each signature: under the plan of a step, in its precision."""
+
+    def __init__(self, step: Step, fn: Callable[..., Any]) -> None:
+        self.step, self.fn = step, fn
+        self.calls: list[Callable[[tuple[Any, ...], dict[str, Any]], Any]] = []
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        for call in self.calls:
+            out = call(args, kwargs)
+            if out is not MISS:
+                return out
+        self.calls.insert(0, self._compiled(args, kwargs))
+        return self.calls[0](args, kwargs)
+
+    def _compiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
+        step, parts = self.step, self.step.parts
+        with parts.whole() if parts is not None else nullcontext():
+            captured = capture_call(self.fn, args, kwargs)
+            program = step._prepared(captured)
+            made = Joined(captured, program, (), len(program.results), len(program.inputs), program.entry)
+        arguments = len(set(captured.leaves))
+        if parts is None:
+            run, local = load(program, captured.device, reuse=True)[0], program
+        else:
+            spread = parts.distribute(made, plan.hardware_of(captured.device), compiled=False)
+            local = step._overlapped(check(transform.simplify(spread.local)))
+            run = parts.taken(load(local, captured.device, reuse=True)[0], spread, arguments)
+
+        def without_gradients(*inputs: Any) -> Any:
+            with torch.no_grad():
+                return run(*inputs)[: made.results]
+
+        inputs = (*program.inputs[:arguments], *local.inputs[arguments:])
+        return bind(replace(captured, program=Program({"main": Block(inputs, (), captured.program.results)}), effects=()), without_gradients)[0]
 
 
 class Batch:

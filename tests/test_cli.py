@@ -46,6 +46,8 @@ def test_help_version_and_wrong_configurations_do_without_torch(tmp_path):
         ["train", "a=1"],
         ["train", "--resume", "none"],
         ["train", "--nope"],
+        ["train", "--nproc", "2", "parallel.mesh={dp: 3}"],
+        ["train", "--nnodes", "2"],
         ["nope"],
     ]
     ran = python("-c", ALL_COMMANDS, json.dumps(good + bad), cwd=tmp_path)
@@ -207,3 +209,21 @@ def test_an_interrupt_is_130_and_silent():
     child.send_signal(signal.SIGINT)
     _, err = child.communicate(timeout=60)
     assert (child.returncode, err) == (130, "")
+
+
+def test_ranks_are_started_with_the_same_arguments(ran, monkeypatch):
+    started: list[tuple] = []
+    monkeypatch.setattr("mycel.cli.launch", lambda *arguments: started.append(arguments) or 7)
+    monkeypatch.delenv("RANK", raising=False)
+    Path("a.yaml").write_text("parallel: {mesh: {dp: 2, tp: 2}}\n")
+    assert ran("train", "a.yaml", "--nproc", "4", "train.steps=3", "--run", "out", "--dry-run").exit_code == 7
+    assert ran("train", "a.yaml", "--nproc", "2", "--nnodes", "2", "--node-rank", "1", "--rendezvous", "10.0.0.1:29500").exit_code == 7
+    assert started == [
+        (["train", "a.yaml", "train.steps=3", "--run", "out", "--dry-run"], 4, 1, 0, None),
+        (["train", "a.yaml"], 2, 2, 1, "10.0.0.1:29500"),
+    ]
+    wrong = ran("train", "a.yaml", "--nproc", "3")
+    assert wrong.exit_code == 2 and "the mesh has 4 ranks, but 3 processes would run\n  at        parallel.mesh: {dp: 2, tp: 2}" in wrong.output
+    monkeypatch.setenv("RANK", "0")
+    assert "this process is one" in ran("train", "a.yaml", "--nproc", "4").output
+    assert not ran.calls and len(started) == 2

@@ -1,7 +1,7 @@
 """Who may look into whom, read from the imports themselves.
 
 errors < ir < ops < {capture | transform | plan} < lower < step < train < cli,   ops < run < {api | step},   capture, transform < api < derivatives,
-run < launch < cli
+capture < hints < comm,   run < launch < cli
 """
 
 from __future__ import annotations
@@ -25,15 +25,17 @@ MAY_IMPORT = {
     "run": {"errors", "ir", "ops"},
     "api": {"errors", "ir", "ops", "capture", "transform", "run"},
     "derivatives": {"errors", "ir", "ops", "capture", "transform", "run", "api"},
+    "hints": {"errors", "ir", "ops", "capture"},
+    "comm": {"errors", "ops", "capture", "hints"},
     "objective": {"errors"},
     "optimizers": {"errors", "ir", "ops", "transform"},
     "parts": {"errors", "ir", "ops", "capture", "plan", "lower", "run", "optimizers"},
     "step": {"errors", "sizes", "ir", "ops", "capture", "transform", "plan", "lower", "run", "objective", "optimizers", "parts"},
-    "train": {"errors", "sizes", "ir", "ops", "run", "api", "derivatives", "step"},
+    "train": {"errors", "sizes", "ir", "ops", "plan", "run", "api", "derivatives", "parts", "step"},
     "launch": {"errors", "run"},
     "cli": {"errors", "train", "launch"},
     "__main__": {"cli"},
-    "__init__": {"errors", "ir", "plan", "api", "derivatives", "step"},
+    "__init__": {"errors", "ir", "plan", "api", "derivatives", "hints", "comm", "step"},
 }
 
 

@@ -1,4 +1,4 @@
-"""The least sum of tables: by elimination it is the one brute force finds; where variables are fixed first it is never worse than any single change."""
+"""The least sum of tables: by elimination it is the one brute force finds; where variables are fixed first no single change improves it."""
 
 from __future__ import annotations
 

@@ -20,8 +20,9 @@ from mycel.lower.spmd import spmd
 from mycel.ops import o
 from mycel.plan.choices import Layouts
 from mycel.plan.cost import Costs
+from mycel.plan.graph import Graph
 from mycel.plan.hardware import Hardware
-from mycel.plan.layouts import Graph, Solver
+from mycel.plan.layouts import Solver
 from mycel.plan.links import CPU_LINK, GPU_LINK, Links
 from mycel.plan.moves import Moves
 from mycel.plan.written import Plan

@@ -12,177 +12,25 @@ order see parts that the earlier ones made.  The sum is solved by elimination (`
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from mycel.ir import Atom, Axes, Block, Eqn, Layout, Mesh, Program, Type, Var, call, cond, loop, order, part, runs, scan, walk
+from mycel.ir import Atom, Axes, Eqn, Layout, Mesh, Type, Var, cond, loop, order, part, scan, walk
 from mycel.plan.choices import OWED, SAME, WHOLE, Choice, Label, Laid, Layouts, Options
 from mycel.plan.cost import PRODUCTS, Costs
+from mycel.plan.graph import Graph, Node, Source, origin
 from mycel.plan.least import Sum
 from mycel.plan.links import Links
-from mycel.plan.region import fixed_label, fixed_letters, is_fixed, own_axes
+from mycel.plan.region import fixed_label, fixed_letters, is_fixed
 
 SHARE = 1e4  # products count so much that they are shared before anything else is saved
 HIDDEN, MEANT = 0.1, 10.0  # what counts of a message that goes on beside computing; of one that takes apart what the plan put together
 NEVER = float("inf")
 
-Node = tuple[Any, ...]
 Price = Callable[[Eqn, Label, str], float]
-
-
-@dataclass(frozen=True)
-class Source:
-    """Where a value is made: a node, which of its outputs, and how many leading dims scans have put before it."""
-
-    node: Node
-    output: int
-    rows: int = 0
-
-
-@dataclass
-class Graph:
-    """The nodes of a program and its edges, for all axes the same."""
-
-    program: Program
-    runs: dict[str, int] = field(default_factory=dict)
-    options: dict[Node, Options] = field(default_factory=dict)
-    eqns: dict[Node, Eqn] = field(default_factory=dict)
-    parts: dict[tuple[str, int], list[frozenset[str]]] = field(default_factory=dict)  # letters of an equation that lie independently of the others
-    ports: dict[Node, Type] = field(default_factory=dict)
-    edges: Counter[tuple[Source, Node, int, int]] = field(default_factory=Counter)  # (from, to, operand, rows cut off) -> how often
-    alias: dict[Node, Node] = field(default_factory=dict)
-    made: dict[str, dict[Var, Source]] = field(default_factory=dict)
-    own: dict[Node, frozenset[str]] = field(default_factory=dict)  # axes along which values are a rank's own: inside manual regions
-
-    def __post_init__(self) -> None:
-        names = order(self.program)
-        self.runs = runs(self.program)
-        for _, eqn in walk(self.program):  # branches take the same operands, and a loop's test what its body takes
-            if eqn.op in (cond, loop):
-                first, second = (eqn.params[k] for k in (("then", "orelse") if eqn.op is cond else ("body", "test")))
-                self.alias.update((("in", second, i), ("in", first, i)) for i in range(len(self.program.blocks[second].inputs)))
-        for name in names:  # inner blocks first: what they make is known when they are called
-            self._ports(name)
-            self._block(name, self.program.blocks[name])
-        self.own = own_axes(self.eqns, self.edges)
-        self._share()
-
-    def _share(self) -> None:
-        """What several equations use is moved once for all of them: to a place of its own, from where each takes it."""
-        users: dict[Source, list[tuple[Node, int, int]]] = {}
-        for source, node, operand, cut in self.edges:
-            users.setdefault(source, []).append((node, operand, cut))
-        for source, found in users.items():
-            if len(found) < 2 or source.rows or any(cut for _, _, cut in found) or source.node == ("whole",) or self.own.get(source.node):
-                continue
-            hub: Node = ("hub", source.node, source.output)
-            self.ports[hub] = self.ports[source.node] if source.node in self.ports else self.options[source.node].outputs[source.output]
-            often = [self.edges.pop((source, *use)) for use in found]
-            self.edges[source, hub, 0, 0] = max(often)
-            for use, times in zip(found, often, strict=True):
-                self.edges[Source(hub, 0), *use] = times
-
-    def port(self, block: str, i: int) -> Node:
-        return self.alias.get(("in", block, i), ("in", block, i))
-
-    def _ports(self, name: str) -> None:
-        block = self.program.blocks[name]
-        for i, v in enumerate(block.inputs):
-            self.ports.setdefault(self.port(name, i), v.type)
-        self.made[name] = {v: Source(self.port(name, i), 0) for i, v in enumerate(block.inputs)}
-
-    def _block(self, name: str, block: Block) -> None:
-        made, often = self.made[name], self.runs[name]
-        for i, eqn in enumerate(block.eqns):
-            if eqn.op in (call, cond, loop, scan):
-                self._control(name, eqn, made, often)
-                continue
-            options = Options.of(eqn)
-            parts = self.parts[name, i] = independent(options)
-            for p in range(len(parts)):
-                self.options["eqn", name, i, p], self.eqns["eqn", name, i, p] = options, eqn
-            for k, x in enumerate(eqn.inputs):
-                if isinstance(x, Var):
-                    self.edges[made[x], ("eqn", name, i, self._part_of(options, parts, k)), k, 0] += often
-            for j, v in enumerate(eqn.outputs):
-                made[v] = Source(("eqn", name, i, self._part_of(options, parts, len(eqn.inputs) + j)), j)
-
-    def _part_of(self, options: Options, parts: list[frozenset[str]], k: int) -> int:
-        """Which of an equation's independent parts an operand, or behind them a result, belongs to."""
-        if options.fit is None or len(parts) == 1:
-            return 0
-        items = (*options.fit.ins, *(None,) * (len(options.inputs) - len(options.fit.ins)), *options.fit.outs)
-        letters = {letter for dim in (items[k] or ()) for letter in dim}
-        return next((p for p, own in enumerate(parts) if letters & own), 0)
-
-    def source(self, block: str, x: Atom) -> Source | None:
-        return self.made[block].get(x) if isinstance(x, Var) else None
-
-    def _control(self, name: str, eqn: Eqn, made: dict[Var, Source], often: int) -> None:
-        p = eqn.params
-        if eqn.op is call:
-            self._pass(eqn.inputs, made, p["block"], often)
-            outs: list[Source | None] = [self.source(p["block"], x) for x in self.program.blocks[p["block"]].outputs]
-        elif eqn.op is cond:
-            self._whole(eqn.inputs[0], made, often)
-            self._pass(eqn.inputs[1:], made, p["then"], often)
-            outs = []
-            for j, v in enumerate(eqn.outputs):
-                join: Node = ("out", p["then"], j)
-                self.ports[join] = v.type
-                outs.append(Source(join, 0))
-                for branch in ("then", "orelse"):
-                    self._into(p[branch], self.program.blocks[p[branch]].outputs[j], join, often)
-        else:
-            n = p.get("consts", 0)
-            m = n + (p.get("carry", 0) if eqn.op is scan else len(eqn.outputs))
-            self._pass(eqn.inputs[:m], made, p["body"], often)
-            self._pass(eqn.inputs[m:], made, p["body"], often, start=m, rows=1)
-            outs = [Source(self.port(p["body"], n + j), 0) for j in range(m - n)]
-            for j in range(m - n):
-                self._into(p["body"], self.program.blocks[p["body"]].outputs[j], self.port(p["body"], n + j), often)
-            if eqn.op is loop:
-                self._into(p["test"], self.program.blocks[p["test"]].outputs[0], ("whole",), often)
-            for x in self.program.blocks[p["body"]].outputs[m - n :]:
-                row = self.source(p["body"], x)
-                outs.append(row and Source(row.node, row.output, row.rows + 1))
-        for v, s in zip(eqn.outputs, outs, strict=True):
-            made[v] = s or Source(("whole",), 0)
-
-    def _into(self, block: str, x: Atom, node: Node, often: int) -> None:
-        """An output of a block that a node takes."""
-        found = self.source(block, x)
-        if found is not None:
-            self.edges[found, node, 0, 0] += often
-
-    def _pass(self, inputs: Sequence[Atom], made: dict[Var, Source], block: str, often: int, start: int = 0, rows: int = 0) -> None:
-        for k, x in enumerate(inputs):
-            if isinstance(x, Var):
-                self.edges[made[x], self.port(block, start + k), 0, rows] += often
-
-    def _whole(self, x: Atom, made: dict[Var, Source], often: int) -> None:
-        if isinstance(x, Var):
-            self.edges[made[x], ("whole",), 0, 0] += often
-
-
-def independent(options: Options) -> list[frozenset[str]]:
-    """Groups of letters that never meet in an operand or a result: they are split independently of each other."""
-    if options.fit is None:
-        return [frozenset()]
-    groups: list[set[str]] = []
-    for item in (*options.fit.ins, *options.fit.outs):
-        letters = {letter for dim in item or () for letter in dim}
-        if letters:
-            touching = [g for g in groups if g & letters]
-            groups = [g for g in groups if not g & letters] + [letters.union(*touching)]
-    return [frozenset(g) for g in groups] or [frozenset()]
-
-
-# -- one axis --------------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -322,11 +170,11 @@ class Solver:
         g = self.graph
         state: dict[Node, int] = {}  # by part of an update: where the axis lies in what it updates
         for source, node, _, _ in g.edges:
-            origin = _origin(source)
-            if node in g.eqns and _updates(g.eqns[node]) and origin[:2] == ("in", g.program.entry) and g.ports[origin].ndim:
-                where = place(self._given(origin[2]), axis)
+            first = origin(source)
+            if node in g.eqns and _updates(g.eqns[node]) and first[:2] == ("in", g.program.entry) and g.ports[first].ndim:
+                where = place(self._given(first[2]), axis)
                 state[node] = max(state.get(node, WHOLE), where)
-        lies = {source: state[node] for source, node, _, _ in g.edges if node in state and _origin(source)[:2] != ("in", g.program.entry)}
+        lies = {source: state[node] for source, node, _, _ in g.edges if node in state and origin(source)[:2] != ("in", g.program.entry)}
         found = {}
         for source, node, operand, _ in g.edges:
             if node in g.eqns and g.eqns[node].op.name == "global_norm" and source in lies:
@@ -537,11 +385,6 @@ class Solver:
         else:
             layout = choices[node[1], node[2]].outs[source.output]
         return Layout(((),) * source.rows + layout.dims, layout.owed)
-
-
-def _origin(source: Source) -> Node:
-    """The node a value comes from, seen through the place it is shared at."""
-    return source.node[1] if source.node[0] == "hub" else source.node
 
 
 def place(layout: Layout | None, axis: str) -> int:

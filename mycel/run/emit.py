@@ -28,6 +28,7 @@ from mycel.run.compile import compiled as compile_function
 from mycel.run.kernels import literal, sources_of, write, write_inplace, write_into
 
 _WRITTEN_HERE = {"call", "cond", "custom", "loop", "scan", "const", "opaque"}
+_SPEAKING = {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute_ranks", "begin"}
 _TAKEN = {*keyword.kwlist, *dir(builtins), "torch", "math", "base64", "device", "ranks"}
 
 
@@ -191,6 +192,8 @@ class _Function:
             name = eqn.params["block" if eqn.op is call else "forward"]
             self.line(f"{_unpack(outs)}{self.blocks[name]}({', '.join(args)}){comment}")
         else:
+            if eqn.op.name in _SPEAKING and eqn.source:  # told if the others do not answer
+                self.line(f"ranks.COMMUNICATORS[-1].at = {' '.join(eqn.source.split())!r}")
             text = self.expression(eqn, args) if over is None else write_into(eqn.op, over, args, eqn.params)
             self.line(f"{', '.join(outs)} = {text}{comment}")
 
@@ -300,11 +303,7 @@ def _inlined(program: Program) -> set[str]:
 def _helpers(program: Program, donate: bool) -> dict[str, str]:
     """Functions and constants that the kernels need beside them, by name."""
     ops = {e.op for _, e in walk(program)}
-    return dict(
-        sorted(
-            (k, text) for op in ops if op.name not in _WRITTEN_HERE and not op.by_rank for k, text in sources_of(op, donate).items()
-        )
-    )
+    return dict(sorted((k, text) for op in ops if op.name not in _WRITTEN_HERE and not op.by_rank for k, text in sources_of(op, donate).items()))
 
 
 def _block_names(program: Program, helpers: Container[str]) -> dict[str, str]:

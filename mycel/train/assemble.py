@@ -15,13 +15,16 @@ import torch
 from torch import nn
 
 from mycel.errors import TrainError
+from mycel.ir import Mesh
 from mycel.step import Step, train_step
 from mycel.train import config as settings
 from mycel.train import device as devices
 from mycel.train import lora, models, sample
+from mycel.train.cutting import Cuts
 from mycel.train.data import Data, check_vocab, prepare
 from mycel.train.models import Model
 from mycel.train.order import Order
+from mycel.train.ranks import Team
 from mycel.train.tokenize import VOCABULARIES, Tokenizer, load_tokenizer
 from mycel.train.waiting import Waiting
 
@@ -39,6 +42,8 @@ class Parts:
     step: Step
     vocab: int
     notes: tuple[str, ...]
+    team: Team
+    outline: nn.Module  # the model with its whole shapes: itself, or one without data
 
     @property
     def module(self) -> nn.Module:
@@ -46,13 +51,18 @@ class Parts:
 
     @property
     def rows(self) -> int:
-        """Sequences in a step: micro-batch x accumulate."""
+        """Sequences in a step, on all ranks together: micro-batch x accumulate."""
         return self.config.train.batch * self.config.train.accumulate
 
     @property
     def tokens(self) -> int:
         """Tokens in a step, padding counted."""
         return self.rows * self.config.data.length
+
+    def whole(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        """All of a parameter or buffer; where ranks hold it in parts, all of them call this."""
+        held = self.step.parts
+        return x.detach() if held is None else held.gather(x.detach(), held.layouts[name], held.shapes[name])
 
     def batch(self, step: int) -> dict[str, torch.Tensor]:
         """What step `step`, counted from 0, learns from, on its way to the device."""
@@ -64,13 +74,15 @@ class Parts:
         return {name: x.pin_memory().to(self.device, non_blocking=True) for name, x in host.items()}
 
 
-def assemble(config: settings.Config, waiting: Waiting) -> Parts:
-    """All parts of a run, each checked against the others."""
-    device = devices.choose(config.train.device)
+def assemble(config: settings.Config, waiting: Waiting, team: Team | None = None) -> Parts:
+    """All parts of a run, each checked against the others; of the model, this rank's part."""
+    team = team or Team(Mesh())
+    device = team.processes.device if team.processes else devices.choose(config.train.device)
     devices.seed_all(config.train.seed)
     tokenizer = _tokenizer(config)
     data = _data(config, tokenizer, waiting.say)
     waiting.say("making the model") if config.model.path is None else waiting.say("loading the model")
+    cuts = _cuts(config, team)
     model = models.build(
         config.model.path,
         config.model.config,
@@ -78,24 +90,47 @@ def assemble(config: settings.Config, waiting: Waiting) -> Parts:
         dtype=getattr(torch, config.model.dtype),
         device=device,
         seed=config.train.seed,
+        cuts=cuts,
     )
     notes = [*model.notes]
     vocab = _check_tokens(config, data, tokenizer, model.module, notes)
     _check_length(config, model.module, notes)
     notes += _odd(config, tokenizer, model.module)
-    if adding := config.model.lora:
-        lora.add(model.module, adding.rank, adding.alpha, adding.dropout, adding.targets, seed=config.train.seed)
+    _adapt(config, model.module)
+    if cuts is not None:
+        cuts.cut(model.module)  # what was added
     optimizer = _optimizer(config.optimizer, model.module)
     step = train_step(
         model.module,
         optimizer,
+        mesh=team.mesh if team.mesh.axes else None,
+        plan=team.plan or "auto",
         precision=config.train.precision,
         accumulate=config.train.accumulate,
         clip_norm=config.train.clip_norm,
         memory=config.train.memory,
         compile=config.train.compile,
     )
-    return Parts(config, device, tokenizer, data, model, optimizer, step, vocab, tuple(notes))
+    if cuts is not None and step.parts is not None:
+        step.parts.ranks = team.processes
+        step.parts.adopt(cuts.shapes, cuts.layouts)
+        notes += cuts.notes
+    outline = cuts.outline if cuts else model.module
+    return Parts(config, device, tokenizer, data, model, optimizer, step, vocab, tuple(notes), team, outline)
+
+
+def _cuts(config: settings.Config, team: Team) -> Cuts | None:
+    """How the model is cut for this rank; None: it is the only one."""
+    if team.processes is None or team.plan is None:
+        return None
+    outline = models.outline_of(config.model.path, config.model.config, getattr(torch, config.model.dtype))
+    _adapt(config, outline.module)
+    return Cuts(outline, team.plan, team.mesh, team.rank)
+
+
+def _adapt(config: settings.Config, module: nn.Module) -> None:
+    if adding := config.model.lora:
+        lora.add(module, adding.rank, adding.alpha, adding.dropout, adding.targets, seed=config.train.seed)
 
 
 def _tokenizer(config: settings.Config) -> Tokenizer | None:

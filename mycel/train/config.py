@@ -9,6 +9,7 @@ one is used, with the settings that suit it beneath whatever else is given.
 from __future__ import annotations
 
 import glob
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -116,7 +117,7 @@ class Train(Section):
     """the steps"""
 
     steps: forms.Count = Field(default=500, description="in all")
-    batch: forms.Count = Field(default=16, description="sequences in a micro-batch")
+    batch: forms.Count = Field(default=16, description="sequences in a micro-batch, on all ranks together")
     accumulate: forms.Count = Field(default=1, description="micro-batches in a step")
     clip_norm: forms.Positive | None = Field(default=1.0, description="of the whole gradient; null: no clipping")
     precision: Literal["fp32", "bf16", "fp16"] = Field(default="fp32", description="of the computation")
@@ -124,6 +125,22 @@ class Train(Section):
     compile: forms.Compile = Field(default="auto", description="auto, true or false")
     seed: forms.Whole = Field(default=0, description="of weights, order of data, dropout")
     device: forms.Device = Field(default="auto", description="auto, cpu, cuda or cuda:N")
+
+
+class Parallel(Section):
+    """the ranks, and how a step is spread over them"""
+
+    mesh: forms.Axes | None = Field(default=None, description="{dp: 2, tp: 2}; null: dp, as many as processes run")
+    plan: forms.Plan | None = Field(default=None, description="zero3+tp, a .yaml file, or a plan; null: by the axes")
+
+    @property
+    def ranks(self) -> int | None:
+        """How many the mesh has; None: as many as run."""
+        return math.prod(self.mesh.values()) if self.mesh is not None else None
+
+    def axes(self, world: int) -> dict[str, int]:
+        """The mesh for so many processes."""
+        return dict(self.mesh) if self.mesh is not None else {"dp": world} if world > 1 else {}
 
 
 class Evaluate(Section):
@@ -181,6 +198,7 @@ class Config(Section):
     optimizer: Optimizer = Optimizer()
     schedule: Schedule = Schedule()
     train: Train = Train()
+    parallel: Parallel = Parallel()
     evaluate: Evaluate = Evaluate()
     checkpoint: Checkpoint = Checkpoint()
     log: Log = Log()
@@ -229,6 +247,11 @@ def load(path: Path | None, overrides: Sequence[str] = ()) -> Config:
     return checked(Config, written)
 
 
+def is_file(plan: str) -> bool:
+    """Whether a plan is the name of a file; else it is one of ready plans."""
+    return Path(plan).suffix in (".yaml", ".yml")
+
+
 def anchored(config: Config) -> Config:
     """The same whichever folder it is used in: paths are absolute, and the run's own folder is left out."""
     here = lambda name: glob.escape(os.getcwd()) if glob.has_magic(name) else os.getcwd()
@@ -236,7 +259,9 @@ def anchored(config: Config) -> Config:
     sources = lambda named: named if named is None else whole(named) if isinstance(named, str) else tuple(map(whole, named))
     path = lambda given: given and given.absolute()
     data = {"train": sources(config.data.train), "validation": sources(config.data.validation), "tokenizer": sources(config.data.tokenizer)}
+    plan = config.parallel.plan
     changed = {
+        "parallel": config.parallel.model_copy(update={"plan": whole(plan) if isinstance(plan, str) and is_file(plan) else plan}),
         "model": config.model.model_copy(update={"path": path(config.model.path)}),
         "data": config.data.model_copy(update={**data, "cache": path(config.data.cache)}),
     }

@@ -2,7 +2,8 @@
 
     loss = Σ parts (mean loss of the part · its tokens with loss) / Σ tokens with loss
 
-In evaluation mode, without gradients, in the precision of training, a few rows at a time; no random state moves.
+In evaluation mode, without gradients, in the precision of training, a few rows at a time; no random state moves.  Where ranks hold the model in
+parts, `forward` is the loss as they compute it together.
 """
 
 from __future__ import annotations
@@ -27,8 +28,19 @@ COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 class Validation:
     """Up to `batches` times `batch` sequences of a split; a call gives their loss under the module as it is then."""
 
-    def __init__(self, module: nn.Module, split: Split, *, batches: int, batch: int, seed: int, precision: str, vocab: int) -> None:
-        self.module, self.split, self.precision = module, split, precision
+    def __init__(
+        self,
+        module: nn.Module,
+        split: Split,
+        *,
+        batches: int,
+        batch: int,
+        seed: int,
+        precision: str,
+        vocab: int,
+        forward: Callable[..., torch.Tensor] | None = None,
+    ) -> None:
+        self.module, self.split, self.precision, self.forward = module, split, precision, forward
         self.device = next(module.parameters()).device
         chosen = Order(split.count, seed).indices(0, min(split.count, batches * batch))
         rows = max(1, min(batch, LOGITS // (split.length * vocab)))
@@ -47,11 +59,12 @@ class Validation:
                 batch = self.split.batch(part)
                 loud = int(np.count_nonzero(batch["labels"][:, self._shift :] != NO_LOSS))
                 if loud:
-                    loss = self.module(**{name: torch.from_numpy(x).to(self.device) for name, x in batch.items()}).loss
+                    given = {name: torch.from_numpy(x).to(self.device) for name, x in batch.items()}
+                    loss = self.forward(**given) if self.forward else self.module(**given).loss
                     total += loss.double() * loud
                     tokens += loud
         return float(total) / tokens if tokens else math.nan
 
     def _cast(self) -> contextlib.AbstractContextManager[Any]:
-        dtype = COMPUTE.get(self.precision)
+        dtype = COMPUTE.get(self.precision) if self.forward is None else None
         return torch.autocast(self.device.type, dtype) if dtype else contextlib.nullcontext()

@@ -5,11 +5,14 @@ None of it can lose the run: its last checkpoint is on disk before, and what fai
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+
 from mycel.errors import TrainError
-from mycel.train import curve, metrics, models, sample
+from mycel.train import curve, gathering, metrics, models, sample
 from mycel.train.assemble import Parts, tokenizer_source
 from mycel.train.progress import Progress
 from mycel.train.weights import refusal
@@ -21,7 +24,7 @@ SKETCH_WIDTH, SKETCH_HEIGHT = 100, 16
 def finish(parts: Parts, folder: Path, progress: Progress) -> bool:
     """Make all that the configuration asks for; whether all of it could be made."""
     done = True
-    if parts.config.log.curve:
+    if parts.config.log.curve and parts.team.rank == 0:
         done &= _told(progress, lambda: _draw(folder, progress))
     if parts.config.export:
         done &= _told(progress, lambda: _export(parts, folder))
@@ -49,7 +52,8 @@ def _draw(folder: Path, progress: Progress) -> None:
 def _export(parts: Parts, folder: Path) -> None:
     lora = parts.config.model.lora
     base = parts.config.model.path
-    models.export(
+    write = functools.partial(
+        models.export,
         parts.module,
         folder / MODEL,
         config=parts.model.config,
@@ -57,6 +61,10 @@ def _export(parts: Parts, folder: Path) -> None:
         merge=lora is None or lora.merge,
         source=str(base.resolve()) if base else None,
     )
+    if parts.team.processes is None:
+        write()
+    else:
+        gathering.export(parts, write, merge=lora is None or lora.merge)
 
 
 def _sample(parts: Parts) -> str:
@@ -68,8 +76,17 @@ def _sample(parts: Parts) -> str:
         ids.insert(0, tokenizer.bos)
     if not ids:
         raise refusal("the prompt has no tokens", "sample.prompt", "at least one character")
-    new = sample.generate(parts.module, ids, asked.tokens, asked.temperature, parts.config.train.seed, tokenizer.eos)
+    new = sample.generate(parts.module, ids, asked.tokens, asked.temperature, parts.config.train.seed, tokenizer.eos, _together(parts))
     return f"sample\n\n{printable(tokenizer.decode([*ids, *new]))}\n"
+
+
+def _together(parts: Parts) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None:
+    """The logits at a place in ids, by all ranks together and the same to the bit on all; None: there is one rank."""
+    ranks, module = parts.team.processes, parts.module
+    if ranks is None:
+        return None
+    forward = parts.step.forward(lambda ids, place: module(input_ids=ids, use_cache=False).logits[0].index_select(0, place)[0])
+    return lambda ids, place: ranks.all_reduce(forward(ids, place), parts.team.mesh.axes, ">", at="sample")
 
 
 def printable(text: str) -> str:

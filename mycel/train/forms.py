@@ -49,6 +49,20 @@ def _homes(given: Any) -> Any:
     return tuple(_home(each) for each in given) if isinstance(given, list | tuple) and given else _home(given)
 
 
+def _axes(given: dict[str, Any]) -> dict[str, int]:
+    """Names of axes with how many ranks lie along each."""
+    if not given or not all(name.isidentifier() and type(n) is int and 1 <= n <= LARGEST for name, n in given.items()):
+        raise ValueError("not a mesh")
+    return given
+
+
+def _some(given: Any) -> Any:
+    """What is not empty."""
+    if not given:
+        raise ValueError("empty")
+    return given
+
+
 def _steps(warmup: float) -> float:
     """100.0 => 100, 0.05 => 0.05; refuses 1.5."""
     if warmup >= 1 and warmup != int(warmup):
@@ -76,3 +90,5 @@ Folder = Annotated[Path, BeforeValidator(_home), Form("a path", verbatim=True)]
 Source = Annotated[str, BeforeValidator(_home), Form("a path", verbatim=True)]
 Sources = Annotated[str | tuple[str, ...], BeforeValidator(_homes), Form("a path or a list of paths", verbatim=True)]
 Free = Annotated[dict[str, JsonValue], Form("a mapping of plain values", "{model_type: llama}")]
+Axes = Annotated[dict[str, Any], AfterValidator(_axes), Form("axes with their sizes, whole numbers from 1", "{dp: 2, tp: 2}")]
+Plan = Annotated[str | dict[str, JsonValue], AfterValidator(_some), Form("names of ready plans, a .yaml file or a mapping", "zero3+tp")]

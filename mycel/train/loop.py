@@ -20,7 +20,7 @@ from __future__ import annotations
 import itertools
 import shlex
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -28,8 +28,10 @@ from typing import Any
 from rich.console import Console
 
 from mycel.errors import CheckpointError
-from mycel.run.checkpoint import Loaded, Saver, latest, load_latest
+from mycel.ir import Mesh
+from mycel.run.checkpoint import Loaded, Saver, latest, load_latest, load_latest_parts
 from mycel.run.folder import RunFolder, explain, refuse_used
+from mycel.run.rendezvous import seat
 from mycel.run.shards import read_manifest
 from mycel.train import device as devices
 from mycel.train import state, summary
@@ -38,12 +40,16 @@ from mycel.train.config import Config, anchored, dump, load
 from mycel.train.finish import CURVE, MODEL, finish
 from mycel.train.metrics import FILE, Metrics
 from mycel.train.progress import Progress, duration, number, size
+from mycel.train.ranks import Team, team
 from mycel.train.sections import Section
 from mycel.train.signals import Interrupted, Signals
 from mycel.train.steps import Steps
 from mycel.train.waiting import Waiting
 
 FAILED = 1
+CHECKPOINTS = "checkpoints"
+
+Load = Callable[[Parts], tuple[Loaded, list[str]]]  # a checkpoint, for the parts of a run, and what was passed over
 
 
 def train(config: Config, resume: Path | None = None, dry_run: bool = False, started_from: Path | None = None) -> int:
@@ -53,7 +59,7 @@ def train(config: Config, resume: Path | None = None, dry_run: bool = False, sta
     dry_run       say what would run, and stop
     started_from  the file the configuration is from: the run is called after it
     """
-    progress = Progress(Console(), config.train.steps)
+    progress = Progress(Console(quiet=seat().rank > 0), config.train.steps)
     with Signals() as signals, ExitStack() as held:
         run = Run(config, resume, dry_run, started_from, progress, signals)
         try:
@@ -70,35 +76,42 @@ class Run:
     def __init__(self, config: Config, resume: Path | None, dry_run: bool, started_from: Path | None, progress: Progress, signals: Signals) -> None:
         self.config, self.resume, self.dry_run, self.started_from = config, resume, dry_run, started_from
         self.progress, self.signals = progress, signals
-        self.folder: RunFolder | None = None  # locked, once this is set
+        self.team = Team(Mesh())
+        self.folder: Path | None = None  # locked by rank 0, once this is set
 
     def run(self, held: ExitStack) -> int:
         """All of it; what is entered into `held` is left at the end, however that comes."""
-        if self.resume and not self.dry_run:
-            self.folder = held.enter_context(RunFolder(self.resume, resume=True))
-        if self.resume and (done := self._finished(self.resume)):
-            self.progress.note(f"the run is finished: {done} steps are done\n  at        {self.resume}\n  try       train.steps=… for more")
+        self.team = held.enter_context(team(self.config))
+        if (resume := self.resume) and not self.dry_run:
+            self.folder = self._claimed(held, lambda: RunFolder(resume, resume=True))
+        if resume and (done := self.team.first(lambda: self._finished(resume))):
+            self.progress.note(f"the run is finished: {done} steps are done\n  at        {resume}\n  try       train.steps=… for more")
             return 0
-        loaded = self._earlier(self.resume) if self.resume else None
-        if not self.resume and self.config.run:
+        earlier = self._earlier(resume) if resume else None
+        if not self.resume and self.config.run and self.team.rank == 0:
             refuse_used(self.config.run)
-        parts = self._parts(loaded)
-        loaded = state.lightened(loaded) if loaded else None
+        parts, loaded = self._parts(earlier)
+        earlier = None  # it may hold a copy of all weights
         if not self.dry_run and self.folder is None:
-            self.folder = held.enter_context(_new_folder(self.config, self.started_from))
-        where = self.folder.path if self.folder else self.resume or _folder_name(self.config, self.started_from)
+            self.folder = self._claimed(held, lambda: _new_folder(self.config, self.started_from))
+        where = self.folder or self.resume or _folder_name(self.config, self.started_from)
         self.progress.summary(summary.rows(parts, loaded.step if loaded else 0, where), "what will run")
         for note in summary.notes(parts):
             self._note(note)
         if self.folder is None:
             return 0
         settings = dump(anchored(self.config))
-        _write(self.folder.path / "config.yaml", settings)
+        if self.team.rank == 0:
+            _write(self.folder / "config.yaml", settings)
         steps = self._steps(parts, loaded, settings)
-        if self.signals.asked is not None:
+        if steps.stop is not None:
             self.progress.note(self.where_it_stands())
-            return 128 + self.signals.asked
-        return self._end(parts, steps)
+            return 128 + steps.stop
+        return int(self.team.tell(self._end(parts, steps))[0])
+
+    def _claimed(self, held: ExitStack, claim: Callable[[], RunFolder]) -> Path:
+        """The folder that rank 0 has locked for all."""
+        return Path(self.team.first(lambda: str(held.enter_context(claim()).path)))
 
     def _finished(self, folder: Path) -> int:
         """How many steps are done if nothing is left to do, otherwise 0."""
@@ -107,59 +120,67 @@ class Run:
         exported = not self.config.export or any((folder / MODEL).glob("*config.json"))
         return done if done > self.config.train.steps or (done == self.config.train.steps and exported) else 0
 
-    def _earlier(self, folder: Path) -> Loaded | None:
-        """The checkpoint to go on from; None if the run was interrupted before its first."""
+    def _earlier(self, folder: Path) -> Load | None:
+        """The checkpoint to go on from, of which each rank loads its parts once it knows them; None if the run was interrupted before its first."""
         before = load(folder / "config.yaml") if (folder / "config.yaml").is_file() else self.config
         for name, old, new in _changes(before, self.config):
             if name != "run":
                 self._note(f"{name} was {old}, is now {new}")
-        if not any((folder / "checkpoints").glob("step-*")):
+        if not self.team.first(lambda: any((folder / "checkpoints").glob("step-*"))):
             self._note("the run has no checkpoint yet: it starts anew")
             return None
-        loaded, passed_over = load_latest(folder / "checkpoints")
-        for warning in passed_over:
-            self._note(warning)
-        return loaded
+        if self.team.processes is not None:
+            ranks = self.team.savers
+            return lambda parts: load_latest_parts(folder / CHECKPOINTS, lambda saved: state.wanted(parts, saved), ranks, parts.device)
+        found = load_latest(folder / CHECKPOINTS)  # before anything is made
+        return lambda parts: found
 
     def _note(self, text: str) -> None:
         self.progress.note(f"note: {text}")
 
-    def _parts(self, loaded: Loaded | None) -> Parts:
-        """Everything that runs, checked, in the state it goes on from, and compiled."""
-        waiting = Waiting(self.progress)
+    def _parts(self, earlier: Load | None) -> tuple[Parts, Loaded | None]:
+        """Everything that runs, checked, in the state it goes on from, and compiled; and what is left of its checkpoint."""
+        waiting, loaded, notes = Waiting(self.progress), None, list[str]()
         with waiting.shown("reading the data"):
-            parts = assemble(self.config, waiting)
-            notes = state.restore(loaded, parts) if loaded else []
+            parts = assemble(self.config, waiting, self.team)
+            if self.team.processes is not None:
+                self.team.processes.agree({"the data": parts.data.fingerprint, "the model": str(parts.outline)})
             waiting.say("preparing the step")
-            parts.step.prepare(**parts.batch(loaded.step if loaded else 0))
+            parts.step.prepare(**parts.batch(0))
+            if earlier is not None:
+                loaded, notes = earlier(parts)
+                notes = [*notes, *state.restore(loaded, parts)]
         for note in notes:
             self._note(note)
         devices.seed_all(self.config.train.seed)  # what was drawn until here does not count
         if loaded:
             state.set_random_state(loaded.meta["random"], parts.device)
-        return parts
+        return parts, state.lightened(loaded) if loaded else None
 
     def _steps(self, parts: Parts, loaded: Loaded | None, settings: str) -> Steps:
         """Take the steps, patiently: the first signal ends them, with their state saved."""
         assert self.folder is not None
         start = loaded.step if loaded else 0
-        progress = Progress(self.progress.console, self.config.train.steps, start)
+        progress, checkpoint, rank = Progress(self.progress.console, self.config.train.steps, start), self.config.checkpoint, self.team.rank
         with (
             self.signals.patiently(progress.stopping),
-            Metrics(self.folder.path, self.config.log.tensorboard, start if self.resume else None, progress.note) as metrics,
-            Saver(self.folder.checkpoints, self.config.checkpoint.keep, self.config.checkpoint.asynchronous) as saver,
+            Metrics(self.folder, self.config.log.tensorboard and not rank, start if self.resume else None, progress.note, rank) as metrics,
+            Saver(self.folder / CHECKPOINTS, checkpoint.keep, checkpoint.asynchronous, ranks=self.team.savers, plan=self._plan()) as saver,
             progress,
         ):
             steps = Steps(parts, saver, metrics, progress, self.signals, loaded, settings)
             steps.run()
         return steps
 
+    def _plan(self) -> str | None:
+        return str(self.team.plan) if self.team.plan is not None else None
+
     def _end(self, parts: Parts, steps: Steps) -> int:
         """The results, and where they are."""
         assert self.folder is not None
-        folder = self.folder.path
+        folder = self.folder
         complete = finish(parts, folder, self.progress)
-        last = latest(self.folder.checkpoints)
+        last = latest(folder / CHECKPOINTS)
         saved = last is not None and _step_of(last) >= steps.done
         rows = [
             *([("validation", _validation(steps))] if steps.validation is not None else []),
@@ -174,10 +195,10 @@ class Run:
         """After an interruption: what is safe, and how to go on."""
         if self.folder is None:
             return "interrupted: nothing was begun"
-        last = latest(self.folder.checkpoints)
+        last = latest(self.folder / CHECKPOINTS)
         if last is None:
-            return f"interrupted before the first checkpoint\n  at        {self.folder.path}"
-        again = f"mycel train --resume {shlex.quote(str(self.folder.path))}"
+            return f"interrupted before the first checkpoint\n  at        {self.folder}"
+        again = f"mycel train --resume {shlex.quote(str(self.folder))}"
         return f"interrupted; {last.name} is safe\n  at        {last.parent}\n  try       {again}"
 
 

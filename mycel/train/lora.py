@@ -38,7 +38,9 @@ class Adapted(nn.Module):
         weight = layer.weight
         assert isinstance(weight, nn.Parameter)
         # transformers' Conv1D is a linear layer whose weight lies the other way round
-        self.outs, self.ins = reversed(weight.shape) if transposed(layer) else weight.shape
+        # the layer's own numbers: of the weight this rank may hold a part
+        known: Any = layer
+        self.outs, self.ins = (known.nf, known.nx) if transposed(layer) else (known.out_features, known.in_features)
         self.frozen, self.rank, self.alpha = layer, rank, alpha
         dtype = weight.dtype if weight.dtype.itemsize >= 4 else torch.float32
         self.dropout = nn.Dropout(dropout)

@@ -6,6 +6,7 @@
 Strict JSON: a number that JSON does not have is a string that `float` reads ("nan", "inf", "-inf"); `read` gives it back as a number.
 A resumed run first cuts off what it is going to write again, so that the file is that of a run without interruption.  A file grows by
 whole records only, and a record never stops training: what a full disk refused waits in memory and goes out with the next record.
+Every other rank has a file of its own, `metrics-rank3.jsonl`.
 """
 
 from __future__ import annotations
@@ -32,13 +33,14 @@ Value = float | int | str | bool | None
 class Metrics:
     """The records of one run: `write(step, loss=…, …)` adds one; trouble is said once to `report` and training goes on."""
 
-    def __init__(self, folder: Path, tensorboard: bool, resume_at: int | None, report: Callable[[str], None] = warnings.warn) -> None:
+    def __init__(self, folder: Path, tensorboard: bool, resume_at: int | None, report: Callable[[str], None] = warnings.warn, rank: int = 0) -> None:
         self._report, self._reported = report, False
-        self._records = Log(folder / FILE, self._refused)
+        file = folder / file_of(rank)
+        self._records = Log(file, self._refused)
         try:
-            cut(folder / FILE, resume_at)
+            cut(file, resume_at)
         except OSError as error:
-            report(f"metrics after step {resume_at} could not be cut off and stay in the file: {error.strerror}\n  at        {folder / FILE}")
+            report(f"metrics after step {resume_at} could not be cut off and stay in the file: {error.strerror}\n  at        {file}")
         self._events = self._open_events(folder / EVENTS, resume_at) if tensorboard else None
 
     def write(self, step: int, **values: Any) -> None:
@@ -78,10 +80,15 @@ class Metrics:
         self.close()
 
 
-def read(folder: Path) -> list[dict[str, Any]]:
+def file_of(rank: int) -> str:
+    """Every rank has a file of its own; the first has the run's."""
+    return f"metrics-rank{rank}.jsonl" if rank else FILE
+
+
+def read(folder: Path, rank: int = 0) -> list[dict[str, Any]]:
     """The records of a run in the order of writing; a torn or foreign line is passed over, no file is no records."""
     try:
-        lines = (folder / FILE).read_bytes().splitlines(keepends=True)
+        lines = (folder / file_of(rank)).read_bytes().splitlines(keepends=True)
     except FileNotFoundError:
         return []
     return [record for line in lines if (record := from_line(line)) is not None]

@@ -14,7 +14,7 @@ import inspect
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -26,6 +26,7 @@ from torch import nn
 from mycel.errors import TrainError
 from mycel.train import lora
 from mycel.train.cache import sync
+from mycel.train.cutting import Cuts, Outline, outline
 from mycel.train.tokenize import SETTINGS, VOCABULARIES, Bytes
 from mycel.train.weights import INDEX, ONE, find, load, one_line, quietly, refusal
 
@@ -69,8 +70,9 @@ def build(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     seed: int = 0,
+    cuts: Cuts | None = None,
 ) -> Model:
-    """A folder or a configuration → a module in training mode on the device, with loaded or fresh weights."""
+    """A folder or a configuration → a module in training mode on the device, with loaded or fresh weights; with `cuts`, in parts."""
     if (path is None) == (config is None):
         raise refusal("a model is made from a folder or from a configuration, one of them", "model", "model.path or model.config")
     device = torch.device(device)
@@ -80,7 +82,7 @@ def build(
             if weights == "load":
                 raise refusal("a configuration has no weights to load", "model.weights", "model.path: a folder with weights, or weights: scratch")
             settings, notes = _from_mapping(config)
-            module = _fresh(settings, dtype, device, seed)
+            module = _fresh(settings, dtype, device, seed, cuts)
             return _ready(module, settings, None, f"fresh {type(module).__name__}, seed {seed}", notes)
         settings = _from_folder(path)
         files = [] if weights == "scratch" else find(path)
@@ -88,9 +90,9 @@ def build(
             raise refusal(f"no weights in the folder: {ONE} or {INDEX}", path, "another folder, or weights: scratch")
         tokenizer = path if any((path / name).is_file() for name in VOCABULARIES) else None
         if files:
-            module, notes = load(path, files, _model_class(settings), settings, dtype, device)
+            module, notes = load(path, files, _model_class(settings), settings, dtype, device, cuts)
             return _ready(module, settings, tokenizer, f"weights of {path}", notes)
-        module = _fresh(settings, dtype, device, seed)
+        module = _fresh(settings, dtype, device, seed, cuts)
         return _ready(module, settings, tokenizer, f"fresh {type(module).__name__} after {path}, seed {seed}", [])
 
 
@@ -199,8 +201,17 @@ def _made(settings: Any, dtype: torch.dtype, device: torch.device) -> Any:
         raise refusal(f"{kind.__name__} cannot be made by this configuration: {one_line(error)}", "model") from error
 
 
-def _fresh(settings: Any, dtype: torch.dtype, device: torch.device, seed: int) -> Any:
+def outline_of(path: Path | None, config: Mapping[str, Any] | None, dtype: torch.dtype) -> Outline:
+    """The same module without data."""
+    with quietly():
+        settings = _from_folder(path) if path is not None else _from_mapping(config or {})[0]
+        return outline(lambda: _made(settings, dtype, torch.device("meta")))
+
+
+def _fresh(settings: Any, dtype: torch.dtype, device: torch.device, seed: int, cuts: Cuts | None = None) -> Any:
     """A module with fresh weights, made on the device, the same for the same seed; torch's own random state is left alone."""
+    if cuts is not None:
+        return cuts.made(lambda: _fresh(settings, dtype, device, seed))
     gpus = [device.index if device.index is not None else torch.cuda.current_device()] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=gpus):
         torch.default_generator.manual_seed(seed)
@@ -283,8 +294,11 @@ def export(
     max_shard: str = "4GB",
     merge: bool = True,
     source: str | None = None,
+    write: Callable[[Path], None] | None = None,
 ) -> Path:
-    """A folder that transformers loads back bitwise; adapters merged into it, or alone in PEFT's form with `source` as their model."""
+    """A folder that transformers loads back bitwise; adapters merged into it, or alone in PEFT's form with `source` as their model.
+
+    `write` puts the weights into the folder, where the module does not hold them whole."""
     if folder.exists() and not (folder.is_dir() and (not any(folder.iterdir()) or any((folder / n).is_file() for n in ("config.json", ADAPTER)))):
         raise refusal(f"{folder} is there and is no model folder: it would be replaced", "export", "another folder")
     folder = folder.resolve()
@@ -297,6 +311,11 @@ def export(
         partial.mkdir(parents=True)
         if lora.adapters(module) and not merge:
             lora.write_adapter(module, partial, source)
+        elif write is not None:
+            with quietly():
+                _save(module, partial, config, max_shard, {})
+            (partial / ONE).unlink(missing_ok=True)
+            write(partial)
         else:
             with quietly(), lora.merged(module):
                 _save(module, partial, config, max_shard)
@@ -317,8 +336,8 @@ def export(
     return folder
 
 
-def _save(module: Any, folder: Path, config: Any, max_shard: str) -> None:
-    """transformers' saving, under the configuration the model was built with."""
+def _save(module: Any, folder: Path, config: Any, max_shard: str, state: dict[str, torch.Tensor] | None = None) -> None:
+    """transformers' saving, under the configuration the model was built with; of its own weights, or of others."""
     import transformers
 
     kept = module.config, getattr(module, "generation_config", None)
@@ -329,7 +348,7 @@ def _save(module: Any, folder: Path, config: Any, max_shard: str) -> None:
                 kept[1].validate(strict=True)
             except ValueError:  # transformers loads such a one but does not save it
                 module.generation_config = transformers.GenerationConfig.from_model_config(config)
-        module.save_pretrained(folder, max_shard_size=max_shard)
+        module.save_pretrained(folder, max_shard_size=max_shard, state_dict=state)
     finally:
         module.config = kept[0]
         if kept[1] is not None:

@@ -97,7 +97,7 @@ class Progress:
         """Say that the run ends after this step.  A signal calls this, in the middle of anything: nothing is printed the usual way."""
         text = "stopping after this step; Ctrl-C again: at once"
         self._fields["stopping"] = Field("stopping", text, "yellow")
-        if self.plain:
+        if self.plain and not self.console.quiet:
             with suppress(OSError):
                 os.write(2, f"{text}\n".encode())
 

@@ -8,7 +8,7 @@ Each token is one forward pass over the window (the model's maximum positions), 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,8 +17,18 @@ from torch import nn
 from mycel.train.weights import refusal
 
 
-def generate(module: nn.Module, prompt_ids: Sequence[int], tokens: int, temperature: float, seed: int, eos: int | None) -> list[int]:
-    """Up to `tokens` ids that follow the prompt, ending before `eos`; the same for the same seed, torch's own random state untouched."""
+def generate(
+    module: nn.Module,
+    prompt_ids: Sequence[int],
+    tokens: int,
+    temperature: float,
+    seed: int,
+    eos: int | None,
+    forward: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
+) -> list[int]:
+    """Up to `tokens` ids that follow the prompt, ending before `eos`; the same for the same seed, torch's own random state untouched.
+
+    `forward(ids, place)`: the logits at a place in ids, as ranks that hold the model in parts compute them together; always of as many ids."""
     config: Any = _causal_config(module)
     _check(prompt_ids, tokens, temperature, getattr(config, "vocab_size", None))
     window = getattr(config, "max_position_embeddings", None) or len(prompt_ids) + tokens
@@ -27,7 +37,12 @@ def generate(module: nn.Module, prompt_ids: Sequence[int], tokens: int, temperat
     ids = list(prompt_ids)
     with evaluating(module), torch.no_grad():
         for _ in range(tokens):
-            logits = module(input_ids=torch.tensor([ids[-window:]], device=device), use_cache=False).logits[0, -1]
+            seen = ids[-window:]
+            if forward is not None:  # a causal model does not see what stands behind
+                room = min(window, len(prompt_ids) + tokens) - len(seen)
+                logits = forward(torch.tensor([seen + [0] * room], device=device), torch.tensor([len(seen) - 1], device=device))
+            else:
+                logits = module(input_ids=torch.tensor([seen], device=device), use_cache=False).logits[0, -1]
             following = _draw(logits.double().cpu(), temperature, generator)
             if following == eos:
                 break

@@ -22,7 +22,11 @@ import torch
 from torch import nn
 
 from mycel.errors import CheckpointError
+from mycel.ir import Layout
 from mycel.run.checkpoint import Loaded
+from mycel.run.reading import Wanted
+from mycel.run.shards import Manifest
+from mycel.run.snapshot import Layouts
 from mycel.train.assemble import Parts
 from mycel.train.device import describe
 
@@ -41,6 +45,19 @@ def tensors(parts: Parts, losses: list[torch.Tensor], norms: list[torch.Tensor])
     return found
 
 
+def layouts(parts: Parts) -> Layouts:
+    """How these tensors lie on the mesh, and their global shapes; others are whole on every rank."""
+    held = parts.step.parts
+    if held is None:
+        return {}
+    found = {f"model.{name}": (held.layouts[name], tuple(held.shapes[name])) for name in model_tensors(parts.module)}
+    for name, p in parts.module.named_parameters():
+        for slot, x in parts.optimizer.state.get(p, {}).items():
+            if isinstance(x, torch.Tensor) and x.dim():
+                found[f"optimizer.{name}.{slot}"] = held.stored[id(p)], tuple(held.shapes[name])
+    return found
+
+
 def model_tensors(module: nn.Module) -> Tensors:
     """What training changes of a module: its state without frozen parameters."""
     state = module.state_dict(keep_vars=True)
@@ -55,7 +72,7 @@ def identity(parts: Parts) -> dict[str, Any]:
         "train.seed": config.train.seed,
         "train.batch x train.accumulate": parts.rows,
         "optimizer.name": config.optimizer.name,
-        "the frozen weights": frozen_digest(parts.module),
+        "the frozen weights": frozen_digest(parts.module, parts.whole),
     }
 
 
@@ -66,6 +83,7 @@ def machine(parts: Parts) -> dict[str, str]:
         "torch": torch.__version__,
         "Python": platform.python_version(),
         "device": describe(parts.device),
+        "parallel": str(parts.team) if parts.team.processes else "one process",
         "train.precision": parts.config.train.precision,
         "train.accumulate": str(parts.config.train.accumulate),
         "train.memory": str(parts.config.train.memory),
@@ -73,14 +91,18 @@ def machine(parts: Parts) -> dict[str, str]:
     }
 
 
-def frozen_digest(module: nn.Module) -> str:
+def frozen_digest(module: nn.Module, whole: Callable[[str, torch.Tensor], torch.Tensor] = lambda name, p: p.detach()) -> str:
     """A hash over the parameters that do not train: exact sums of their bits, made where they lie; empty if all of them train."""
-    whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    frozen = {name: p.detach() for name, p in module.named_parameters() if not p.requires_grad}
+    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    frozen = [(name, p) for name, p in module.named_parameters() if not p.requires_grad]
     if not frozen:
         return ""
-    sums = torch.stack([p.view(whole[p.element_size()]).sum(dtype=torch.int64) for p in frozen.values()]).tolist()
-    told = [(name, tuple(p.shape), str(p.dtype), total) for (name, p), total in zip(frozen.items(), sums, strict=True)]
+    found = []
+    for name, p in frozen:
+        x = whole(name, p)
+        found.append(((name, tuple(x.shape), str(x.dtype)), x.contiguous().view(bits[x.element_size()]).sum(dtype=torch.int64)))
+    sums = torch.stack([total for _, total in found]).tolist()
+    told = [(*kind, total) for (kind, _), total in zip(found, sums, strict=True)]
     return hashlib.blake2b(repr(told).encode(), digest_size=16).hexdigest()
 
 
@@ -119,6 +141,23 @@ def restore(loaded: Loaded, parts: Parts) -> list[str]:
     before, now = loaded.meta["machine"], machine(parts)
     changed = [f"{name} was {before[name]}, is {now[name]}" for name in now if before.get(name, now[name]) != now[name]]
     return [f"{'; '.join(changed)}: losses may differ in their last digits from those of an uninterrupted run"] if changed else []
+
+
+def wanted(parts: Parts, manifest: Manifest) -> Wanted:
+    """This rank's parts of what a checkpoint holds, however they were saved."""
+    held = parts.step.parts
+    assert held is not None
+    parameters, own = dict(parts.module.named_parameters()), model_tensors(parts.module)
+    found = {f"model.{name}": (held.layouts[name], tuple(held.shapes[name]), x.dtype) for name, x in own.items()}
+    for name, entry in manifest.tensors.items():
+        saved = manifest.tensors[entry] if isinstance(entry, str) else entry
+        if isinstance(saved, str) or name in found:
+            continue
+        kind, _, rest = name.partition(".")
+        owner = rest.rpartition(".")[0]
+        split = kind == "optimizer" and owner in parameters and id(parameters[owner]) in held.stored and saved.shape == tuple(held.shapes[owner])
+        found[name] = held.stored[id(parameters[owner])] if split else Layout.whole(len(saved.shape)), saved.shape, saved.dtype
+    return found
 
 
 def pending(loaded: Loaded, device: torch.device) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

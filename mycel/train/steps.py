@@ -9,8 +9,9 @@ loss is the mean over its steps.  Records are on disk before the checkpoint of t
 from __future__ import annotations
 
 import math
+import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,7 @@ class Steps:
         self.total = config.train.steps
         self.validate = Validation(
             parts.module, parts.data.validation, batches=config.evaluate.batches, batch=config.train.batch, seed=config.train.seed,
-            precision=config.train.precision, vocab=parts.vocab,
+            precision=config.train.precision, vocab=parts.vocab, forward=parts.step.forward() if parts.team.processes else None,
         )  # fmt: skip
         self.same = {"config": settings, "identity": state.identity(parts), "machine": state.machine(parts)}  # in every checkpoint of this process
         before: dict[str, Any] = loaded.meta if loaded else {}
@@ -56,9 +57,10 @@ class Steps:
         self.owed: bool = before.get("owed", False)  # what is due after the last step is not done yet
         self.given = self.done  # the step last given to the saver
         self.saved: Path | None = None  # the checkpoint last told of
+        self.stop: signal.Signals | None = None  # what all ranks know of their signals
         self.clock = Clock(parts.device)
         peak = devices.peak_flops(parts.device, config.train.precision)
-        self.share_of_peak = models.flops_per_token(parts.module, config.data.length) / peak if peak else None
+        self.share_of_peak = models.flops_per_token(parts.outline, config.data.length) / (peak * parts.team.mesh.world) if peak else None
 
     @property
     def seconds(self) -> float:
@@ -70,8 +72,10 @@ class Steps:
         settled = not self.owed or self._settle()
         batch = self.parts.batch(self.done)
         first = True
-        while self.done < self.total and settled and self.signals.asked is None:
+        self._ask()()
+        while self.done < self.total and settled and self.stop is None:
             loss = self._step(batch)
+            stopping = self._ask()
             self.losses.append(loss)
             assert self.parts.step.grad_norm is not None
             self.norms.append(self.parts.step.grad_norm)
@@ -81,12 +85,23 @@ class Steps:
                 self.clock.lap()  # the first step compiles: it is no measure of speed
                 if not self._reports():
                     self.progress.update(self.done, loss=value)
-            settled = self.signals.asked is None and self._settle()
+            settled = not stopping() and self._settle()
         if not settled or self.given != self.done:
             self.owed = not settled
             self._save()
         self.saver.wait()
         self._tell_saves()
+        self._ask()()
+
+    def _ask(self) -> Callable[[], bool]:
+        """Ask all ranks whether to stop, and go on; the result says it, when it is called, and notes why."""
+        answer = self.parts.team.asked(lambda: self.signals.asked)
+
+        def heard() -> bool:
+            self.stop = self.stop or answer()
+            return self.stop is not None
+
+        return heard
 
     def _step(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         """One step at its learning rate."""
@@ -123,7 +138,7 @@ class Steps:
         validation = None
         if validates:
             with self.clock.paused():
-                validation = self.validate(lambda: self.signals.asked is not None)
+                validation = self.validate(lambda: self._ask()())
             if validation is None:
                 return False
             self.validation = validation
@@ -198,7 +213,7 @@ class Steps:
         known = self.validation if self.validation is not None and math.isfinite(self.validation) else None
         more = {"owed": self.owed, "skipped_in_a_row": self.skipped_in_a_row, "validation": known, "best": self.best, "seconds": self.seconds}
         meta = {**self.same, **more, "random": state.random_state(self.parts.device)}
-        self.saver.save(self.done, state.tensors(self.parts, self.losses, self.norms), meta, metric)
+        self.saver.save(self.done, state.tensors(self.parts, self.losses, self.norms), meta, metric, state.layouts(self.parts))
 
     def _tell_saves(self) -> None:
         """What became of saves since the last look."""

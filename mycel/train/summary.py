@@ -16,7 +16,7 @@ Rows = list[tuple[str, str]]
 def rows(parts: Parts, start: int, folder: Path) -> Rows:
     """Each thing that matters and what it is; the step must have been prepared."""
     train = parts.config.train
-    length, sizes, kind = parts.config.data.length, models.count(parts.module), type(parts.module).__name__
+    length, sizes, kind = parts.config.data.length, models.count(parts.outline), type(parts.module).__name__
     seen = train.steps * parts.tokens
     epochs = train.steps * parts.rows / parts.data.train.count
     from_step = f", from step {start}" if start else ""
@@ -24,7 +24,8 @@ def rows(parts: Parts, start: int, folder: Path) -> Rows:
         ("model", parts.model.source if kind in parts.model.source else f"{kind}, {parts.model.source}"),
         ("parameters", f"{sizes.total:,}, {'all' if sizes.trainable == sizes.total else f'{sizes.trainable:,}'} of them trained"),
         *(("data", line) for line in parts.data.report[:2]),
-        ("a step", f"{parts.tokens:,} tokens = {train.batch} (batch) x {train.accumulate} (accumulate) x 1 (device) x {length} (length)"),
+        ("a step", f"{parts.tokens:,} tokens = {_batch(parts)} x {length} (length)"),
+        *([("parallel", str(parts.team))] if parts.team.plan is not None else []),
         ("steps", f"{train.steps:,}{from_step}: {count(seen)} tokens, {epochs:.2f} epochs"),
         ("optimizer", _optimizer(parts)),
         ("precision", f"{train.precision}, parameters in {parts.config.model.dtype}"),
@@ -42,6 +43,16 @@ def notes(parts: Parts) -> list[str]:
         what = f"the step is predicted to need {size(parts.step.plan.peak)}, the device has {size(there)}"
         found.append(f"{what}\n  try       train.memory={int(0.9 * there / 2**30)}GiB, or more train.accumulate and less train.batch")
     return found
+
+
+def _batch(parts: Parts) -> str:
+    """Sequences in a step, and how many ranks share them: the configuration's batch is that of all together."""
+    train, plan = parts.config.train, parts.team.plan
+    first = plan.batch_layout("input_ids", (train.batch, parts.config.data.length)).dims[0] if plan is not None else ()
+    ranks = parts.team.mesh.count(first)
+    if train.batch % ranks:
+        return f"{train.batch} (batch, over {ranks} devices) x {train.accumulate} (accumulate)"
+    return f"{train.batch // ranks} (batch) x {train.accumulate} (accumulate) x {ranks} (device{'s' if ranks > 1 else ''})"
 
 
 def _optimizer(parts: Parts) -> str:

@@ -25,6 +25,7 @@ from mycel.run import boxes
 from mycel.run.folder import explain
 from mycel.run.shards import DTYPES as STORED
 from mycel.run.shards import Part, Shard
+from mycel.train.cutting import Cuts
 
 ONE, INDEX = "model.safetensors", "model.safetensors.index.json"
 OTHERS = ("pytorch_model*.bin", "*.safetensors", "consolidated*.pth", "tf_model.h5", "flax_model.msgpack", "*.gguf")
@@ -52,8 +53,10 @@ def find(path: Path) -> list[Path]:
     return [path / name for name in names]
 
 
-def load(path: Path, files: Sequence[Path], kind: Any, settings: Any, dtype: torch.dtype, device: torch.device) -> tuple[Any, list[str]]:
-    """A module of class `kind` with a folder's weights, and notes on what was left over."""
+def load(
+    path: Path, files: Sequence[Path], kind: Any, settings: Any, dtype: torch.dtype, device: torch.device, cuts: Cuts | None = None
+) -> tuple[Any, list[str]]:
+    """A module of class `kind` with a folder's weights, and notes on what was left over; with `cuts`, only a rank's parts of them are read."""
     stored = stored_dtype(files)
     module, report = _mapped(kind, path, settings, stored)
     if wrong := sorted(report["mismatched_keys"]):
@@ -64,10 +67,12 @@ def load(path: Path, files: Sequence[Path], kind: Any, settings: Any, dtype: tor
     if missing := sorted(report["missing_keys"]):
         what = f"{len(missing)} weights of {kind.__name__} are not in the files: {some(missing)}"
         raise refusal(what, path, "architectures in config.json: the class they were saved from; or weights: scratch")
-    if stored != dtype:
+    if cuts is not None:
+        cuts.cut(module, lambda x, is_parameter: x.to(device, dtype if is_parameter and x.is_floating_point() else x.dtype, copy=True))
+    elif stored != dtype:
         module, report = _mapped(kind, path, settings, dtype)
     # what was not converted is still mapped from the files: a file that changes later must not change the model
-    for tensor in (*module.parameters(), *module.buffers()):
+    for tensor in (*module.parameters(), *module.buffers()) if cuts is None else ():
         tensor.data = tensor.data.to(device, copy=True)
     left = sorted(report["unexpected_keys"])
     return module, [f"{len(left)} tensors of {path} are not part of {kind.__name__}: {some(left)}"] if left else []

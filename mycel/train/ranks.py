@@ -1,0 +1,162 @@
+"""The ranks of a run: which of them this process is, by which plan they work, and what they tell each other besides the messages of a step.
+
+    parallel, environment ──▶ mesh, plan ──▶ the same on all? ──▶ Team
+
+    team.tell(x)         what each rank says, through the store
+    team.first(x)        what rank 0 says
+    team.asked(s)        a question that is under way while the next batch is read: has any rank been asked to stop?
+
+A run of one process is a team of one, which says nothing to nobody.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from signal import Signals
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+import yaml
+from torch import distributed as dist
+
+from mycel.errors import PlanError, RunError
+from mycel.ir import Mesh
+from mycel.plan import Plan
+from mycel.plan.written import ready_plans
+from mycel.run.checkpoint import ALONE, Ranks
+from mycel.run.processes import Processes, code_version, world
+from mycel.run.rendezvous import LATER_S, STOP, Rendezvous, seat
+from mycel.train.config import Config, Parallel, anchored, dump, is_file
+
+TWO_AXES = {"tx", "ty"}  # of the plan tp2d
+
+
+@dataclass
+class Team:
+    """This process among those of the run; `processes` is None where it is the only one."""
+
+    mesh: Mesh
+    plan: Plan | None = None
+    processes: Processes | None = None
+    share: Callable[[str], Sequence[str]] = lambda text: [text]
+    savers: Ranks = ALONE  # for checkpoints: they are written by another thread, through a connection of its own
+    name: str = ""  # of the plan, for people
+
+    def __str__(self) -> str:
+        return f"{self.mesh.world} ranks, {self.mesh}; plan {self.name}" if self.plan is not None else "one process"
+
+    @property
+    def rank(self) -> int:
+        return self.processes.rank if self.processes else 0
+
+    def tell(self, what: Any) -> list[Any]:
+        """What each rank tells; all call this equally often."""
+        return [json.loads(text) for text in self.share(json.dumps(what))]
+
+    def first(self, make: Callable[[], Any]) -> Any:
+        """What rank 0 makes, on all."""
+        return self.tell(make() if self.rank == 0 else None)[0]
+
+    def asked(self, signal: Callable[[], Signals | None]) -> Callable[[], Signals | None]:
+        """Ask all ranks whether they were asked to stop; the answer, the same on all, is waited for by a call of the result."""
+        if self.processes is None:
+            return signal
+        processes = self.processes
+        pending = processes.start("all_reduce", [torch.tensor([int(signal() or 0)])], axes=self.mesh.axes, kind=">", at="between steps")
+
+        def answer() -> Signals | None:
+            found = int(processes.wait(pending)[0])
+            return Signals(found) if found else None
+
+        return answer
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self.processes is not None:
+            self.processes.close(error)
+
+
+def team(config: Config) -> Team:
+    """The ranks that the environment and the configuration speak of, once all are there and agree on what they are about to do."""
+    parallel, count = config.parallel, seat().world
+    mesh = Mesh(_axes(parallel, count))
+    plan, name = (_plan(parallel, mesh), _name(parallel, mesh)) if mesh.axes and mesh.world == count else (None, "")
+    if mesh.world == count == 1:
+        return Team(mesh, plan, name=name)
+    processes = world(mesh, config.train.device if config.train.device in ("auto", "cpu") else "cuda")
+    try:
+        facts = {"plan": str(plan), "config": dump(anchored(config)), "code version": code_version()}
+        processes.agree({**facts, "torch": torch.__version__, "transformers": version("transformers"), "Python": platform.python_version()})
+        assert processes.meeting is not None
+        savers = Ranks(mesh, processes.rank, Shares(processes.meeting, "saves"))
+        return Team(mesh, plan, processes, Shares(processes.meeting, "loop"), savers, name)
+    except BaseException as error:
+        processes.close(error)
+        raise
+
+
+def _axes(parallel: Parallel, count: int) -> dict[str, int]:
+    """The mesh: as it is said, else the plan's own, else one of data parallel ranks."""
+    plan = parallel.plan
+    written: Any = plan if isinstance(plan, dict) else _read(Path(plan)) if plan is not None and is_file(plan) else None
+    own = written.get("mesh") if isinstance(written, dict) else None
+    return own if parallel.mesh is None and isinstance(own, dict) else parallel.axes(count)
+
+
+def _read(path: Path) -> Any:
+    """A plan's file; one that cannot be read is told of where it is used."""
+    with suppress(OSError, ValueError, yaml.YAMLError):
+        return yaml.safe_load(path.read_text())
+    return None
+
+
+def _plan(parallel: Parallel, mesh: Mesh) -> Plan:
+    """As it is given; else the ready plans that have the names of the mesh's axes."""
+    return Plan.read(parallel.plan if parallel.plan is not None else _name(parallel, mesh), mesh)
+
+
+def _name(parallel: Parallel, mesh: Mesh) -> str:
+    """Of the plan: as it is given, or those that are ready for the axes."""
+    if parallel.plan is not None:
+        return parallel.plan if isinstance(parallel.plan, str) else "of its own"
+    names = [axis for axis in mesh.axes if axis in ready_plans()] + ["tp2d"] * (set(mesh.axes) >= TWO_AXES)
+    if strange := [axis for axis in mesh.axes if axis not in names and axis not in TWO_AXES]:
+        hint = f"parallel.plan, or axes called {', '.join(name for name in ready_plans() if name.isalpha())}"
+        raise PlanError(f"no plan is given, and none is ready for axis {strange[0]!r} of {mesh}\n  at        parallel.mesh\n  try       {hint}")
+    return "+".join(names)
+
+
+class Shares:
+    """Gives each rank the texts of all, round by round, through a connection of its own to the store."""
+
+    def __init__(self, meeting: Rendezvous, name: str) -> None:
+        self.meeting, self.all = meeting, meeting.connect()
+        self.store = dist.PrefixStore(f"{meeting.name}/share/{name}", self.all)
+        self.round = 0
+
+    def __call__(self, text: str) -> list[str]:
+        self.round += 1
+        self.store.set(f"{self.round}/{self.meeting.rank}", text)
+        if self.round > 2:  # who is in this round has read all of that
+            self.store.delete_key(f"{self.round - 2}/{self.meeting.rank}")
+        keys = [f"{self.round}/{rank}" for rank in range(self.meeting.world)]
+        end, pause_s = time.monotonic() + self.meeting.timeout_s + LATER_S, 0.001
+        while not self.store.check(keys):
+            if self.all.check([STOP]):
+                raise RunError(self.all.get(STOP).decode())
+            if time.monotonic() > end:
+                missing = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
+                raise RunError(f"no word from ranks {missing} for {self.meeting.timeout_s:g} s\n  try       a look at their logs")
+            time.sleep(pause_s)
+            pause_s = min(pause_s * 1.5, 0.05)
+        return [found.decode() for found in self.store.multi_get(keys)]

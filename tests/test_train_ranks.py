@@ -1,0 +1,273 @@
+"""`mycel train` on several ranks: the losses of one process under every plan, runs that go on under any other, faults that are told.
+
+Worlds are forked from one warm process (`ranks_child.py`); the last tests start the command line itself.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import training
+import transformers as hf
+from safetensors.torch import load_file
+from test_cutting import FAMILIES
+from training import LLAMA, config, measured, nothing_left, settings, tensors
+
+from mycel.errors import PlanError
+from mycel.run.checkpoint import latest, load
+from mycel.train import metrics
+from mycel.train.config import dump
+from mycel.train.loop import train
+from mycel.train.ranks import Team, team
+
+disk = training.disk  # fixture
+
+MODEL = {"config": {**LLAMA, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}}
+QUIET = {"evaluate": {"every": 0}, "checkpoint": {"every": 0}, "log": {"every": 1, "curve": False, "tensorboard": False}}
+STEPS = 20
+
+
+class Worlds:
+    """Worlds of ranks, one after the other: see ranks_child."""
+
+    def __init__(self, out: Path) -> None:
+        self.out = out
+        script = Path(__file__).with_name("ranks_child.py")
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "MYCEL_TIMEOUT": "60"}
+        self.server = subprocess.Popen([sys.executable, script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
+
+    def __call__(self, world: int, *runs: dict) -> list[str]:
+        """What each rank printed; all have to end well."""
+        self.server.stdin.write(json.dumps({"world": world, "out": str(self.out), "runs": runs}) + "\n")
+        self.server.stdin.flush()
+        ended = json.loads(self.server.stdout.readline())["ended"]
+        told = [(self.out / f"{rank}.txt").read_text() for rank in range(world)]
+        assert ended == [0] * world, "\n".join(f"--- rank {rank}\n{text}" for rank, text in enumerate(told))
+        return told
+
+
+@pytest.fixture(scope="module")
+def worlds(tmp_path_factory):
+    made = Worlds(tmp_path_factory.mktemp("ranks"))
+    yield made
+    made.server.stdin.close()
+    made.server.wait(60)
+
+
+def tiny(disk: Path, run: Path, mesh: dict | None = None, plan: object = None, **sections: dict) -> dict:
+    """Settings of a run on ranks."""
+    sections = {"model": MODEL, "train": {"steps": STEPS}, **QUIET, **sections}
+    return settings(disk, run, parallel={"mesh": mesh, "plan": plan}, **sections)
+
+
+def losses(run: Path) -> list[float]:
+    return [r["loss"] for r in measured(run)]
+
+
+@pytest.fixture(scope="module")
+def alone(disk, tmp_path_factory):
+    """The run of one process."""
+    run = tmp_path_factory.mktemp("alone") / "run"
+    assert train(config(disk, run, model=MODEL, train={"steps": STEPS}, export=True, **QUIET)) == 0
+    return run
+
+
+PLANS = {
+    "dp": {"dp": 4}, "zero1": {"dp": 4}, "zero2": {"dp": 4}, "zero3": {"dp": 4}, "zero3+tp": {"dp": 2, "tp": 2}, "dp+cp": {"dp": 2, "cp": 2},
+}  # fmt: skip
+
+
+def test_losses_are_those_of_one_process_under_every_plan(disk, tmp_path, worlds, alone):
+    """Also: each rank has its own log, only the first writes, and what comes out is what one process makes."""
+    runs = [{"settings": tiny(disk, tmp_path / plan, mesh, plan, export=plan == "zero3+tp")} for plan, mesh in PLANS.items()]
+    told = worlds(4, *runs)
+    for plan in PLANS:
+        assert losses(tmp_path / plan) == pytest.approx(losses(alone), rel=1e-5), plan
+        assert load(latest(tmp_path / plan / "checkpoints")).plan is not None
+        assert all([r["loss"] for r in metrics.read(tmp_path / plan, rank)] == losses(tmp_path / plan) for rank in (1, 2, 3))
+        assert nothing_left(tmp_path / plan)
+    assert "4 ranks, Mesh(dp=2, tp=2); plan zero3+tp" in told[0] and "2 (batch) x 1 (accumulate) x 2 (devices)" in told[0]
+    assert all(text == "run ended with 0\n" * len(PLANS) for text in told[1:])
+    made, serial = (load_file(run / "model" / "model.safetensors") for run in (tmp_path / "zero3+tp", alone))
+    assert made.keys() == serial.keys() and all(torch.allclose(made[k], serial[k], rtol=1e-5, atol=1e-5) for k in made)
+    ours, theirs = (json.loads((run / "model" / "config.json").read_text()) for run in (tmp_path / "zero3+tp", alone))
+    assert ours == theirs
+    module = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "zero3+tp" / "model")
+    assert torch.equal(module.state_dict()["lm_head.weight"], made["model.embed_tokens.weight"])
+
+
+def test_a_run_goes_on_under_any_plan_on_any_number_of_ranks(disk, tmp_path, worlds, alone):
+    """4, 3, 2 and 1 ranks take turns, each stopped by a signal to one of them; what is loaded is to the bit what was saved."""
+    run = tmp_path / "run"
+    turns = [(4, {"dp": 2, "tp": 2}, "zero3+tp", [3, 4]), (3, {"dp": 3}, "zero3", [1, 8]), (2, {"tp": 2}, "tp", [0, 13])]
+    for i, (world, mesh, plan, (rank, step)) in enumerate(turns):
+        told = worlds(
+            world,
+            {
+                "settings": tiny(disk, run, mesh, plan), "resume": str(run) if i else None, "check": "restored",
+                "signal": [rank, step, signal.SIGTERM], "ends": 143,
+            },
+        )  # fmt: skip
+        assert "interrupted; step-" in told[0] and step <= latest_step(run) <= step + 2
+        assert not i or all("restored to the bit" in text for text in told)
+    assert train(config(disk, run, model=MODEL, train={"steps": STEPS}, export=True, **QUIET), resume=run) == 0
+    assert losses(run) == pytest.approx(losses(alone), rel=1e-5)
+    ours, theirs = tensors(run), tensors(alone)
+    assert ours.keys() == theirs.keys() and all(torch.allclose(ours[k], theirs[k], rtol=1e-4, atol=1e-5) for k in ours)
+
+
+def latest_step(run: Path) -> int:
+    return int(latest(run / "checkpoints").name.rpartition("-")[2])
+
+
+def test_memory_of_a_rank_under_zero3_on_4_ranks(disk, tmp_path, worlds):
+    """Parameters and optimiser state are a quarter; while the model is made, a rank never holds half of it."""
+    big = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 4}
+    sections = {"model": {"config": {**LLAMA, **big, "tie_word_embeddings": False}}, "train": {"steps": 1}}
+    found = lambda text: json.loads(next(line for line in text.splitlines() if line.startswith("{")))
+    serial = found(worlds(1, {"settings": tiny(disk, tmp_path / "one", **sections), "check": "memory"})[0])
+    whole = sum(x.nbytes for name, x in tensors(tmp_path / "one").items() if name.startswith("model."))
+    told = worlds(4, {"settings": tiny(disk, tmp_path / "four", {"dp": 4}, "zero3", **sections), "check": "memory"})
+    for rank in map(found, told):
+        assert rank["held"] <= 0.27 * serial["held"]
+        assert rank["plan"][0] <= 0.27 * serial["plan"][0]
+        assert rank["making"] < whole / 2, (rank, whole)
+    assert serial["making"] > 0.9 * whole, "the count does not see what it should"
+
+
+def test_accumulation_validation_and_adapters(disk, tmp_path, worlds):
+    """Parts of a batch, dropout, validation on the way, LoRA merged on export: all as in one process; the sample is written by all together."""
+    gpt2 = {"model": {"config": training.GPT2, "lora": {"rank": 4, "dropout": 0.1, "targets": ["c_attn"]}}, "export": True}
+    some = {
+        "whole": {"train": {"steps": 6, "accumulate": 2, "precision": "bf16"}, "evaluate": {"every": 3, "batches": 2}, "sample": {"tokens": 4}},
+        "lora": {**gpt2, "train": {"steps": 4}, "evaluate": {"every": 4, "batches": 2}},
+    }  # fmt: skip
+    for name, sections in some.items():
+        assert train(config(disk, tmp_path / f"{name}-1", **{"model": MODEL, **QUIET, **sections})) == 0
+    told = worlds(2, *({"settings": tiny(disk, tmp_path / f"{name}-2", {"dp": 2}, "zero3", **sections)} for name, sections in some.items()))
+    assert "sample\n\ndef" in told[0]
+    for name, close in (("whole", 2e-3), ("lora", 1e-5)):  # sums of bf16 products in another order
+        ours, theirs = measured(tmp_path / f"{name}-2"), measured(tmp_path / f"{name}-1")
+        for key in ("loss", "validation"):
+            assert [r[key] for r in ours if key in r] == pytest.approx([r[key] for r in theirs if key in r], rel=close), (name, key)
+    merged = [load_file(tmp_path / f"lora-{n}" / "model" / "model.safetensors") for n in (1, 2)]
+    assert merged[0].keys() == merged[1].keys() and all(torch.allclose(merged[1][k], x, rtol=1e-5, atol=1e-5) for k, x in merged[0].items())
+
+
+def test_weights_of_a_folder_are_read_in_parts(disk, tmp_path, worlds, alone):
+    """A run from the folder that another one exported is the same on one rank and on several."""
+    sections = {"model": {"path": str(alone / "model"), "config": None}, "train": {"steps": 3}}
+    assert train(config(disk, tmp_path / "one", **QUIET, **sections)) == 0
+    worlds(2, {"settings": tiny(disk, tmp_path / "two", {"tp": 2}, None, **sections)})
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "plan", "mesh"), [("qwen2_moe", "zero3", {"dp": 2}), ("gpt2", "tp", {"tp": 2}), ("llama", "tp2d", {"tx": 2, "ty": 2})]
+)
+def test_other_families_come_out_as_from_one_process(disk, tmp_path, worlds, kind, plan, mesh):
+    model = {"config": {"model_type": kind, **FAMILIES[kind], "bos_token_id": 1, "eos_token_id": 1}}
+    sections = {**QUIET, "model": model, "export": True, "train": {"steps": 3}, "evaluate": {"every": 3, "batches": 2}}
+    assert train(config(disk, tmp_path / "one", **sections)) == 0
+    worlds(2 ** len(mesh), {"settings": tiny(disk, tmp_path / "ranks", mesh, plan, **sections)})
+    for key in ("loss", "validation"):
+        ours, theirs = ([r[key] for r in measured(tmp_path / run) if key in r] for run in ("ranks", "one"))
+        assert ours == pytest.approx(theirs, rel=1e-5)
+    ours, theirs = (hf.AutoModelForCausalLM.from_pretrained(tmp_path / run / "model").state_dict() for run in ("ranks", "one"))
+    assert all(torch.allclose(ours[k], theirs[k], rtol=1e-5, atol=1e-5) for k in theirs)
+
+
+# what is wrong is told, and nothing is left
+
+
+def test_ranks_that_differ_and_meshes_that_do_not_fit_are_refused(disk, tmp_path, worlds):
+    given, other = (tiny(disk, tmp_path / "run", {"dp": 2}, plan, optimizer={"lr": lr}) for plan, lr in (("dp", 0.01), ("zero1", 0.02)))
+    for text in worlds(2, {"settings": given, "others": {"1": other}, "ends": 1}):
+        assert "config is not the same on all ranks: - on rank 0, + on rank 1" in text
+        assert all(line in text for line in ("-  lr: 0.01", "+  lr: 0.02", "-  plan: dp", "+  plan: zero1", "+zero: 1 over dp")), text
+        assert "plan is not the same on all ranks" in text and "at        before the first collective" in text
+    meshes = [({"dp": 3}, "the mesh has 3 ranks, but 2 processes run"), ({"xy": 2}, "none is ready for axis 'xy' of Mesh(xy=2)")]
+    told = worlds(2, *({"settings": tiny(disk, tmp_path / "run", mesh), "ends": 1} for mesh, _ in meshes))
+    assert all(what in text for _, what in meshes for text in told), told
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_plan_may_bring_its_own_mesh_and_one_rank_needs_none(tmp_path):
+    (tmp_path / "plan.yaml").write_text("mesh: {dp: 1}\nzero: 1 over dp\n")
+    of = lambda **parallel: team(training.Config.from_dict({"parallel": parallel}))
+    assert of() == Team(of().mesh) and str(of()) == "one process"
+    assert of(plan=str(tmp_path / "plan.yaml")).mesh.axes == of(plan={"mesh": {"dp": 1}}).mesh.axes == ("dp",)
+    assert str(of(mesh={"dp": 1, "tp": 1})) == "1 ranks, Mesh(dp=1, tp=1); plan dp+tp"
+    assert of(mesh={"tx": 1, "ty": 1}).name == "tp2d"
+    with pytest.raises(PlanError, match="the mesh has 4 ranks, but 1 processes run"):
+        of(mesh={"dp": 4})
+
+
+class Launched:
+    """`mycel train` with two ranks, as a user starts it, on a run that goes on until it is ended."""
+
+    def __init__(self, disk: Path, folder: Path, *more: str, **env: str) -> None:
+        self.run, self.folder = folder / "run", folder
+        (folder / "my.yaml").write_text(dump(config(disk, self.run, model=MODEL, **QUIET)))
+        command = [sys.executable, "-m", "mycel", "train", "my.yaml", "--nproc", "2", "train.steps=1000000", "parallel.plan=zero3", *more]
+        quick = {"OMP_NUM_THREADS": "1", "TMPDIR": str(folder), "MYCEL_TIMEOUT": "60", **env}
+        self.out = open(folder / "out.txt", "w")  # noqa: SIM115
+        self.process = subprocess.Popen(command, cwd=folder, env={**os.environ, **quick}, stdout=self.out, stderr=subprocess.STDOUT)
+        self.ranks = self._ranks()
+
+    def _ranks(self) -> dict[int, int]:
+        """Once all ranks have taken a few steps: their processes."""
+        end = time.monotonic() + 90
+        while not all(len(metrics.read(self.run, rank)) > 2 for rank in (0, 1)):
+            assert time.monotonic() < end and self.process.poll() is None, self.told()
+            time.sleep(0.1)
+        found = {}
+        for pid in Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split():
+            env = dict(each.split("=", 1) for each in Path(f"/proc/{pid}/environ").read_text().split("\0") if "=" in each)
+            found[int(env["RANK"])] = int(pid)
+        return found
+
+    def end(self) -> int:
+        """The exit code; nothing is left."""
+        code = self.process.wait(60)
+        self.out.close()
+        assert not any(Path(f"/proc/{pid}").exists() for pid in self.ranks.values())
+        return code
+
+    def told(self) -> str:
+        return (self.folder / "out.txt").read_text()
+
+
+def test_a_killed_rank_ends_the_others_which_say_who_it_was(disk, tmp_path):
+    launched = Launched(disk, tmp_path)
+    os.kill(launched.ranks[1], signal.SIGKILL)
+    assert launched.end() == 137
+    assert launched.told().count("rank 1 was killed by SIGKILL") == 2, launched.told()  # rank 0 by itself, and who started it
+
+
+def test_a_stopped_rank_is_named_at_the_timeout_with_collective_and_line(disk, tmp_path):
+    launched = Launched(disk, tmp_path, MYCEL_TIMEOUT="3")
+    os.kill(launched.ranks[1], signal.SIGSTOP)
+    assert launched.end() == 71
+    told = launched.told()
+    assert re.search(rf"no answer in \w+ over dp for 3 s: rank 1 is stopped \(process {launched.ranks[1]}, by SIGSTOP or a debugger\)", told), told
+    assert re.search(r"at        (\S+\.py:\d+( backward)?|between steps), rank 0 waits in \w+ over dp", told), told
+
+
+@pytest.mark.slow
+def test_sigterm_to_the_launcher_saves_and_ends_all_ranks(disk, tmp_path):
+    launched = Launched(disk, tmp_path)
+    launched.process.send_signal(signal.SIGTERM)
+    assert launched.end() == 143
+    assert "interrupted; step-" in launched.told() and nothing_left(launched.run), launched.told()
+    assert latest_step(launched.run) - measured(launched.run)[-1]["step"] in (0, 1), "the last step may not be reported yet"
