@@ -36,6 +36,9 @@ bench: setup           ## ours and the peers in the same run
 	$(BIN)/python bench/capture.py
 	$(BIN)/python bench/grad.py
 	$(BIN)/python bench/cpu_step.py
+	$(BIN)/python bench/bytes.py
+	$(BIN)/python bench/lowering.py
+	$(BIN)/python bench/ddp.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 LARGEST = 1 << 16  # elements of a table
-BALL, BALLS = 40, 24  # variables that are improved together; how many such sets are tried
+BALL, BALLS = 40, 12  # variables that are improved together; how many such sets are tried
 
 Name = Hashable
 Table = np.ndarray[Any, np.dtype[np.float64]]
