@@ -29,8 +29,9 @@ WAYS = {
     "ours": "mycel",
     "ours-20": 'mycel, memory="20GiB"',
     "again": "mycel, second start",
+    "mesh": "mycel, on a mesh of one",
 }
-ROWS = [("1b", "compile"), ("1b", "ours"), ("1b", "again"), ("1b", "recompute"), ("1b", "ours-20"), ("3b", "compile"), ("3b", "ours")]
+ROWS = [("1b", "compile"), ("1b", "ours"), ("1b", "again"), ("1b", "mesh"), ("1b", "recompute"), ("1b", "ours-20"), ("3b", "compile"), ("3b", "ours")]
 
 
 def measure(size: str, way: str, steps: int = 10) -> dict[str, float]:
@@ -77,10 +78,11 @@ def measure(size: str, way: str, steps: int = 10) -> dict[str, float]:
 
 
 def make_step(model, optimizer, way):
-    if way in ("ours", "ours-20", "again"):
+    if way in ("ours", "ours-20", "again", "mesh"):
         import mycel
 
-        ours = mycel.train_step(model, optimizer, memory="20GiB" if way == "ours-20" else None)
+        mesh = mycel.Mesh(dp=1, tp=1) if way == "mesh" else None
+        ours = mycel.train_step(model, optimizer, mesh=mesh, memory="20GiB" if way == "ours-20" else None)
         return (lambda ids: ours(input_ids=ids, labels=ids)), (lambda: ours.plan.peak)
     import torch
 
@@ -111,7 +113,7 @@ def main(args: list[str]) -> None:
     )  # .pyc
     print(f"{'model':6} {'how':42} {'tokens/s':>9} {'MFU':>6} {'peak GiB':>9} {'predicted':>9} {'3rd step':>9}  loss", flush=True)
     for size, way in rows:
-        cache = os.path.join(caches, f"{size}-{'ours' if way == 'again' else way}")
+        cache = os.path.join(caches, f"{size}-{'ours' if way in ('again', 'mesh') else way}")
         env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache, "TRITON_CACHE_DIR": os.path.join(cache, "triton")}
         done = subprocess.run([sys.executable, __file__, "--one", size, way], env=env, check=False, capture_output=True, text=True)
         if done.returncode:
@@ -128,6 +130,7 @@ def main(args: list[str]) -> None:
         compare(
             results.get((size, "ours-20")), results.get((size, "recompute")), f"{size}: mycel in 20 GiB against torch.compile + recomputation", "1.15"
         )
+        compare(results.get((size, "mesh")), results.get((size, "again")), f"{size}: mycel on a mesh of one against no mesh", "1.0")
 
 
 def compare(ours: dict[str, float] | None, theirs: dict[str, float] | None, title: str, bars: str) -> None:

@@ -85,7 +85,7 @@ class Parts:
     def distribute(self, made: Joined, hardware: Hardware, compiled: bool) -> Distributed:
         """The step's program for every rank; parameters become their parts."""
         if self.ranks is None:
-            self.ranks = world(self.plan.mesh)
+            self.ranks = world(self.plan.mesh, made.captured.device)
         given, gathered = self.given(made)
         found = lower.distribute(made.program, self.plan, given, gathered, hardware, compiled)
         self.split()

@@ -26,7 +26,7 @@ from mycel.objective import objective
 from mycel.ops import o
 from mycel.parts import Joined, Parts
 from mycel.plan import Decided
-from mycel.run import keep_freed_memory, load, start_workers, warm_up
+from mycel.run import keep_freed_memory, load, start_workers, warm_up, without_collector
 from mycel.sizes import parse_bytes, shown
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -144,7 +144,8 @@ class Step:
                     if i:  # the last one used is tried first
                         self.entries.insert(0, self.entries.pop(i))
                     return out
-        out = self.prepare(*args, **kwargs).entries[0].call(args, kwargs)
+        with without_collector():
+            out = self.prepare(*args, **kwargs).entries[0].call(args, kwargs)
         assert out is not MISS, "a step does not fit the arguments it was made for"
         return out
 
@@ -174,7 +175,7 @@ class Step:
             program = check(transform.simplify(spread.local))
         decided, program, names = self._planned(program, made.body, made.captured.device)
         if names:
-            warm_up(program, plan.PRODUCTS, made.captured.device)
+            warm_up(program, {*plan.PRODUCTS, "linear_cross_entropy"}, made.captured.device)
         code, source = load(program, made.captured.device, reuse=True, donate=True, compiled=names)
         if self.parts is not None and spread is not None:
             code = self.parts.taken(code, spread, len(set(made.captured.leaves)))

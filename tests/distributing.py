@@ -92,7 +92,7 @@ def start_values(one: OneDevice, seed: int = 0, poison: bool = False) -> list[to
             values.append(torch.tensor(3.0 if v.name.endswith(".step") else 0.01, dtype=v.dtype))
         else:
             values.append(torch.zeros((), dtype=v.dtype))
-    return values
+    return [x.to(c.device) for x in values]
 
 
 def step_equals(one: OneDevice, written: Plan, seed: int = 0, poison: bool = False) -> lower.Distributed:

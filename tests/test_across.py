@@ -63,8 +63,7 @@ def test_senders_share_the_work_and_keep_what_they_have():
 
 
 def test_by_real_messages(tmp_path):
-    tests = str(Path(__file__).parent)
-    assert launch([], 3, program=[str(Path(tests) / "across_child.py")], logs=tmp_path, env={"PYTHONPATH": tests, "OMP_NUM_THREADS": "1"}) == 0
+    assert launch([], 3, program=[str(Path(__file__).parent / "across_child.py")], logs=tmp_path, env={"OMP_NUM_THREADS": "1"}) == 0
 
 
 def test_what_is_refused():

@@ -90,3 +90,38 @@ def test_a_program_moves_with_its_inputs():
     run = mycel.jit(mycel.Program.parse(text))
     (y,) = run(torch.ones(4, device="cuda"))
     assert y.is_cuda and y.tolist() == [0, 1, 2, 3] and run(torch.ones(4))[0].tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("classes", [7, 256, 10001])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_fused_loss_in_16_bits(monkeypatch, classes, reduction, bias, dtype):
+    """Against torch in 64 bits, in one chunk and in several."""
+    from mycel.ir import OPS
+
+    op = OPS["linear_cross_entropy"]
+    torch.manual_seed(0)
+    x, w = torch.randn(300, 32, device="cuda", dtype=dtype), torch.randn(classes, 32, device="cuda", dtype=dtype)
+    b = torch.randn(classes, device="cuda", dtype=dtype) if bias else None
+    target = torch.randint(0, classes, (300,), device="cuda")
+    target[10:20] = -100
+    wide = [t.double().requires_grad_() for t in (x, w, b) if t is not None]
+    loss = torch.nn.functional.cross_entropy(torch.nn.functional.linear(*wide), target, reduction=reduction)
+    want = loss, *torch.autograd.grad(loss, wide)
+    for chunk in (op.kernel.__globals__["CHUNK"], 64 * classes):
+        monkeypatch.setitem(op.kernel.__globals__, "CHUNK", chunk)
+        with torch.no_grad():
+            found = op.kernel(x, w, b, target, reduction=reduction)
+        for a, c in zip(found, want, strict=True):
+            assert (a.double() - c).norm() <= 1e-2 * c.norm()
+        assert abs(found[0] - loss) <= 1e-4 * abs(loss)
+
+
+def test_the_fused_loss_is_nan_where_there_is_no_such_class():
+    from mycel.ir import OPS
+
+    x, w = torch.randn(4, 8, device="cuda", dtype=torch.bfloat16), torch.randn(5, 8, device="cuda", dtype=torch.bfloat16)
+    with torch.no_grad():
+        loss, *_ = OPS["linear_cross_entropy"].kernel(x, w, None, torch.tensor([0, 1, 5, 2], device="cuda"))
+    assert loss.isnan()

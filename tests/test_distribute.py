@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 from zoo import ZOO, inputs, programs
 
+import mycel
 from mycel.errors import PlanError
 from mycel.ir import Layout, Mesh, check, walk
 from mycel.plan import Plan, least, ready_plans
@@ -272,3 +273,14 @@ def test_mistakes_in_plans_are_told():
             Plan.read(written, mesh).parameter_layouts(tensors(model))
     with pytest.raises(PlanError, match="no mesh is given"):
         Plan.read({"batch": ["dp"]})
+
+
+@pytest.mark.parametrize("mesh, plan", [(Mesh(dp=1), "auto"), (Mesh(dp=1, tp=1), "zero3+tp"), (Mesh(), "auto")], ids=str)
+def test_a_mesh_of_one_costs_nothing(mesh, plan):
+    """The same program and the same code as without a mesh."""
+    sources = []
+    for more in ({}, {"mesh": mesh, "plan": plan}):
+        model, batch = made("llama")
+        step = mycel.train_step(model, torch.optim.AdamW(model.parameters()), **more).prepare(**batch)
+        sources.append(step.source)
+    assert sources[0] == sources[1]

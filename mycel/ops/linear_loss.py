@@ -16,7 +16,7 @@ from mycel.ir import Part, Type, op
 from mycel.ops.gathering import here
 from mycel.ops.rules import cast_like, o
 
-CHUNK = 1 << 26  # logits at a time
+CHUNK = 1 << 26  # logits at a time; twice as many on a GPU in 16 bits
 
 
 def linear_cross_entropy_types(x, w, b, target, *, reduction="mean", ignore_index=-100):
@@ -25,9 +25,10 @@ def linear_cross_entropy_types(x, w, b, target, *, reduction="mean", ignore_inde
 
 
 def linear_cross_entropy_scratch(x, w, b, target, **_):
-    """A chunk of logits, and in 16 bits also of log probabilities and cotangents; rows of x and a few numbers a row; what is summed over chunks."""
-    n, wide = min(x.shape[0], max(CHUNK // w.shape[0], 1)), max(x.dtype.itemsize, 4)
-    each = wide if x.dtype.itemsize == wide else 2 * wide + x.dtype.itemsize
+    """A chunk of logits, and in 16 bits also of cotangents, as on a GPU; rows of x and a few numbers a row; what is summed over chunks."""
+    short, wide = x.dtype.itemsize == 2, max(x.dtype.itemsize, 4)
+    n = min(x.shape[0], max((2 * CHUNK if short else CHUNK) // w.shape[0], 1))
+    each = wide + (x.dtype.itemsize if short else 0)
     rows = n * (x.shape[1] * x.dtype.itemsize + 8 * wide)
     return n * w.shape[0] * each + rows + ((wide + w.dtype.itemsize) * w.numel if n < x.shape[0] else 0)
 
@@ -75,36 +76,49 @@ def linear_cross_entropy_expand(x, w, b, target, *, reduction="mean", ignore_ind
     return (loss, *grads) if b is None else (loss, *grads, o.sum(dz, dims=(0,)))
 
 
-def wide_logits(x, w, b):
-    """x @ w.T + b, in 32 bits at least; on a GPU the product itself gives them."""
-    if x.is_cuda and x.dtype.itemsize == 2:
-        z = torch.mm(x, w.t(), out_dtype=torch.float32)
-        return z if b is None else z.add_(b)
-    z = torch.nn.functional.linear(x, w, b)
-    return z.float() if x.dtype.itemsize == 2 else z
+def is_fused(x):
+    """On a GPU, in 16 bits: its products give and add up 32 bits, and one kernel of ours does the rest."""
+    return x.is_cuda and x.dtype.itemsize == 2 and x.shape[0] > 0 and not torch.is_grad_enabled()
+
+
+def rows_at_once(x, w):
+    """How many rows have their logits at a time: whole tiles of a product."""
+    n = max((2 * CHUNK if is_fused(x) else CHUNK) // w.shape[0], 1)
+    return n - n % 128 if n > 128 else n
 
 
 def chunk_of(x, w, b, target, ignore_index):
-    """Of a chunk of rows: the sum of the losses, and of its gradients those for x, w and b."""
+    """Of a chunk of rows: the sum of the losses, the cotangents of its logits up to a factor, and that factor of each row; None: one."""
+    if is_fused(x):
+        from mycel.ops.triton_loss import cotangents
+
+        z = torch.mm(x, w.t(), out_dtype=torch.float32)
+        losses, d = cotangents(z if b is None else z.add_(b), target, ignore_index, x.dtype)
+        return losses.sum(), d, None
     keep = target != ignore_index
     classes = torch.where(keep, target, 0).unsqueeze(1)
-    z = wide_logits(x, w, b)
-    if z.dtype == x.dtype and not torch.is_grad_enabled():
-        losses, d, rows = cotangents_in_place(z, classes)
-    else:
+    z = torch.nn.functional.linear(x, w, b)
+    z = z.float() if x.dtype.itemsize == 2 else z
+    if torch.is_grad_enabled():  # autograd needs the values as they are
         logp = torch.log_softmax(z, 1)
         picked = logp.gather(1, classes)
+        d = logp.exp().scatter(1, classes, torch.expm1(picked))  # p - 1 without loss where p is nearly 1
         losses, rows = -picked, torch.ones_like(picked)
-        hit = torch.expm1(picked)  # p - 1 without loss where p is nearly 1
-        if torch.is_grad_enabled():  # autograd needs the values as they are
-            d = logp.exp().scatter(1, classes, hit)
-        else:
-            d = torch.exp(logp, out=torch.empty_like(logp, dtype=x.dtype))
-            d.scatter_(1, classes, hit.to(d.dtype))
-    rows = (rows * keep.unsqueeze(1)).to(x.dtype)
-    d = d.to(x.dtype)
-    grads = torch.mm(d, w) * rows, torch.mm(d.t(), x * rows), None if b is None else torch.mm(d.t(), rows).squeeze(1)
-    return (losses.squeeze(1) * keep).sum(), *grads
+    else:
+        losses, d, rows = cotangents_in_place(z, classes)
+        if x.dtype.itemsize == 2:  # in 32 bits while they last
+            d, rows = torch.mul(d, rows, out=torch.empty_like(d, dtype=x.dtype)), torch.ones_like(rows)
+    return (losses.squeeze(1) * keep).sum(), d.to(x.dtype), (rows * keep.unsqueeze(1)).to(x.dtype)
+
+
+def weight_gradient(total, d, x):
+    """d.T @ x, added to what there is."""
+    if is_fused(x):
+        return torch.mm(d.t(), x, out_dtype=torch.float32) if total is None else torch.addmm(total, d.t(), x, out_dtype=torch.float32)
+    part = torch.mm(d.t(), x)
+    if total is None:
+        return part
+    return total + part if torch.is_grad_enabled() else total.to(torch.promote_types(x.dtype, torch.float32)).add_(part)
 
 
 def cotangents_in_place(z, classes):
@@ -172,15 +186,19 @@ SPLIT = {
 def linear_cross_entropy(x, w, b, target, *, reduction="mean", ignore_index=-100):
     """The cross entropy of x @ w.T + b against class indices, and its gradients for x, w and b."""
     wide = torch.promote_types(x.dtype, torch.float32)
-    size = max(CHUNK // w.shape[0], 1)
-    loss, dx, dw, db = chunk_of(x[:size], w, b, target[:size], ignore_index)
-    if size < x.shape[0]:
-        dxs, dw = [dx], dw.to(wide)
-        for i in range(size, x.shape[0], size):
-            more, dx, part, db_part = chunk_of(x[i : i + size], w, b, target[i : i + size], ignore_index)
-            loss, dw, db = loss + more, dw + part if torch.is_grad_enabled() else dw.add_(part), None if b is None else db + db_part
-            dxs.append(dx)
-        dx = torch.cat(dxs)
+    size = rows_at_once(x, w)
+    loss, dxs, dw, db = 0.0, [], None, None
+    for i in range(0, max(x.shape[0], 1), size):
+        chunk = x[i : i + size]
+        more, d, rows = chunk_of(chunk, w, b, target[i : i + size], ignore_index)
+        loss = loss + more
+        dxs.append(torch.mm(d, w) if rows is None else torch.mm(d, w) * rows)
+        dw = weight_gradient(dw, d, chunk if rows is None else chunk * rows)
+        if b is not None:
+            part = d.sum(0, dtype=wide) if rows is None else torch.mm(d.t(), rows).squeeze(1)
+            db = part if db is None else db + part
+        del d
+    dx = dxs[0] if len(dxs) == 1 else torch.cat(dxs)
     if reduction == "mean":
         scale = 1 / (target != ignore_index).sum().to(wide)
         loss, dx, dw, db = loss * scale, dx * scale, dw * scale, None if b is None else db * scale

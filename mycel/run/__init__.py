@@ -1,10 +1,22 @@
 """Programs -> Python that runs: `emit` writes and loads source, `interpret` runs equation by equation."""
 
 from mycel.run.allocator import keep_freed_memory
-from mycel.run.compile import start_workers, warm_up
+from mycel.run.compile import start_workers, warm_up, without_collector
 from mycel.run.emit import emit, load
 from mycel.run.interpret import interpret, not_finite
 from mycel.run.processes import world
 from mycel.run.simulate import part_of, simulate
 
-__all__ = ["emit", "interpret", "keep_freed_memory", "load", "not_finite", "part_of", "simulate", "start_workers", "warm_up", "world"]
+__all__ = [
+    "emit",
+    "interpret",
+    "keep_freed_memory",
+    "load",
+    "not_finite",
+    "part_of",
+    "simulate",
+    "start_workers",
+    "warm_up",
+    "without_collector",
+    "world",
+]

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -19,6 +20,18 @@ from mycel.ir import Program, Type, Var, walk
 def compiled(fn: Callable[..., Any]) -> Callable[..., Any]:
     """The function, compiled at its first call."""
     return torch.compile(fn, fullgraph=True, dynamic=False)
+
+
+@contextlib.contextmanager
+def without_collector() -> Iterator[None]:
+    """No search for cyclic garbage meanwhile: a compiler makes objects by the million, few of them garbage."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
 
 
 @functools.cache

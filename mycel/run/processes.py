@@ -176,7 +176,7 @@ class Processes:
 
 
 def world(mesh: Mesh, device: str | torch.device = "auto") -> Processes:
-    """The ranks of this run, which has to have as many as the mesh; `device`: cpu, cuda, or auto for GPUs if there are any."""
+    """The ranks of this run, which has to have as many as the mesh; `device`: cpu, cuda (the one with this process's number), or auto."""
     mine = seat()
     if mine.world != mesh.world:
         hint = f"a mesh of {mine.world}, or mycel train --nproc {mesh.world} (torchrun --nproc-per-node {mesh.world})"
@@ -189,10 +189,13 @@ def world(mesh: Mesh, device: str | torch.device = "auto") -> Processes:
 
 
 def _device(wanted: str | torch.device, mine: Seat) -> torch.device:
-    """The device of this process: of the GPUs of its host the one with its number there."""
-    kind = ("cuda" if torch.cuda.is_available() else "cpu") if wanted == "auto" else torch.device(wanted).type
-    if kind != "cuda":
-        return torch.device(kind)
+    """The device of this process: as wanted, or of the GPUs of its host the one with its number there."""
+    device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if wanted == "auto" else wanted)
+    if device.type != "cuda":
+        return device
+    if device.index is not None:
+        torch.cuda.set_device(device)
+        return device
     there = torch.cuda.device_count()
     if mine.local_rank >= there:
         what = f"rank {mine.rank} has no GPU of its own: it is number {mine.local_rank} on its host, which has {there}"

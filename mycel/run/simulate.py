@@ -21,7 +21,8 @@ def simulate(program: Program, mesh: Mesh, inputs: Sequence[Values]) -> list[Val
     """Run a local program on all ranks; `inputs` and results hold for each value a list over ranks."""
     if len(inputs) != len(program.inputs):
         raise RunError(f"the program takes {len(program.inputs)} inputs, was given {len(inputs)}")
-    return _Ranks(program, mesh).block(program.main, list(inputs))
+    device = next((x.device for values in inputs for x in values if isinstance(x, torch.Tensor)), torch.device("cpu"))
+    return _Ranks(program, mesh, device).block(program.main, list(inputs))
 
 
 class _Rank:
@@ -35,8 +36,8 @@ class _Rank:
 
 
 class _Ranks:
-    def __init__(self, program: Program, mesh: Mesh) -> None:
-        self.program, self.mesh, self.n = program, mesh, mesh.world
+    def __init__(self, program: Program, mesh: Mesh, device: torch.device) -> None:
+        self.program, self.mesh, self.n, self.device = program, mesh, mesh.world, device
         self.ranks = [_Rank(mesh, r) for r in range(self.n)]
 
     def named(self, name: str, inputs: list[Values]) -> list[Values]:
@@ -66,9 +67,9 @@ class _Ranks:
         if eqn.op is scan:
             return self.scan(p, args, n, n + p.get("carry", 0))
         if eqn.op.name == "const":
-            return [[self.program.consts[p["name"]]] * self.n]
+            return [[self.program.consts[p["name"]].to(self.device)] * self.n]
         if eqn.op.name == "begin":
-            return [[torch.tensor(0)] * self.n]
+            return [[torch.tensor(0)] * self.n]  # a token
         if eqn.op.name == "finish":
             return self.finished(p, args[1:])
         together = getattr(self, "_" + eqn.op.name, None)
@@ -79,10 +80,11 @@ class _Ranks:
     def each(self, eqn: Eqn, args: list[Values]) -> list[Values]:
         """A kernel on every rank by itself."""
         outs = []
+        extra = {"device": self.device} if "device" in eqn.op.defaults else {}
         for r, rank in enumerate(self.ranks):
             COMMUNICATORS.append(rank)
             try:
-                made = eqn.op.kernel(*(a[r] for a in args), **eqn.params)
+                made = eqn.op.kernel(*(a[r] for a in args), **eqn.params, **extra)
             finally:
                 COMMUNICATORS.pop()
             is_stack = len(eqn.outputs) == 1 and eqn.outputs[0].type.depth > 0
@@ -102,7 +104,7 @@ class _Ranks:
         if rows:
             return state + [[torch.stack(list(mine)) for mine in zip(*column, strict=True)] for column in zip(*rows, strict=True)]
         body = self.program.blocks[p["body"]].outputs[m - n :]
-        return state + [[torch.empty((0, *v.shape), dtype=v.dtype) for _ in range(self.n)] for v in body if isinstance(v, Var)]
+        return state + [[torch.empty((0, *v.shape), dtype=v.dtype, device=self.device) for _ in range(self.n)] for v in body if isinstance(v, Var)]
 
     def agreed(self, test: Values, eqn: Eqn) -> bool:
         found = {bool(t) for t in test}
@@ -188,8 +190,8 @@ def put_together(xs: Values, layout: Layout, type: Type, mesh: Mesh) -> torch.Te
     for kind in dict.fromkeys(k for _, k in layout.owed):
         axes = tuple(a for a, k in layout.owed if k == kind)
         xs = [reduced([xs[r] for r in mesh.group(rank, axes)], kind) for rank in range(mesh.world)]
-    whole = torch.zeros(type.shape, dtype=type.dtype)
-    seen = torch.zeros(type.shape, dtype=torch.bool)
+    whole = torch.zeros(type.shape, dtype=type.dtype, device=xs[0].device)
+    seen = torch.zeros(type.shape, dtype=torch.bool, device=xs[0].device)
     for rank, x in enumerate(xs):
         at = mesh.coordinates(rank)
         extents = [extent(n, axes, mesh, at) for n, axes in zip(type.shape, layout.dims, strict=True)]

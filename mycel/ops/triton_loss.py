@@ -1,0 +1,50 @@
+"""The cross entropy of rows of logits and its cotangents in one kernel for GPUs: a row is read twice, the second time out of the cache.
+
+Beside `linear_loss.py`, which imports it where tensors are on a GPU: Triton comes with torch there.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra import libdevice
+
+BLOCK = 8192  # logits at a time
+
+
+def cotangents(z, target, ignore_index, dtype):
+    """Losses of rows of logits in 32 bits, and their cotangents in `dtype`; zeros where the target is `ignore_index`, NaN where it is no class."""
+    rows, classes = z.shape
+    losses, d = torch.empty_like(z[:, 0]), torch.empty_like(z, dtype=dtype)
+    block = min(BLOCK, triton.next_power_of_2(classes))
+    cotangents_kernel[(rows,)](z, target, losses, d, classes, ignore_index, BLOCK=block, num_warps=max(block // 512, 1))
+    return losses, d
+
+
+@triton.jit
+def cotangents_kernel(z, target, losses, d, classes, ignore_index, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    hit = tl.load(target + row)
+    keep = hit != ignore_index
+    there = (hit >= 0) & (hit < classes)
+    z += row * classes
+    d += row * classes
+    at = tl.arange(0, BLOCK)
+    top = tl.full((BLOCK,), -3.0e38, tl.float32)  # finite: a lane past the end never sees a logit
+    total = tl.zeros((BLOCK,), tl.float32)
+    for i in range(0, classes, BLOCK):
+        x = tl.load(z + i + at, mask=i + at < classes, other=float("-inf"))
+        higher = tl.maximum(top, x)
+        total = total * tl.exp(top - higher) + tl.exp(x - higher)
+        top = higher
+    highest = tl.max(top, 0)
+    lse = highest + tl.log(tl.sum(total * tl.exp(top - highest), 0))
+    picked = tl.load(z + tl.where(there, hit, 0)) - lse
+    picked = tl.where(there, picked, float("nan"))
+    tl.store(losses + row, tl.where(keep, -picked, 0.0))
+    for i in range(0, classes, BLOCK):
+        x = tl.load(z + i + at, mask=i + at < classes, other=float("-inf"))
+        tl.store(d + i + at, tl.where(keep, tl.exp(x - lse), 0.0), mask=i + at < classes)
+    tl.debug_barrier()  # behind what the loop has stored there
+    tl.store(d + tl.where(there, hit, 0), tl.where(keep, libdevice.expm1(picked), 0.0), mask=keep)  # p - 1 without loss where p is nearly 1
