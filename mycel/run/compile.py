@@ -51,6 +51,7 @@ def warm_up(program: Program, names: Collection[str], device: torch.device) -> N
 
     def run() -> None:
         with torch.no_grad(), torch.cuda.device(device), contextlib.suppress(RuntimeError):  # what fails here fails where it belongs, or not at all
+            torch.cuda.synchronize(device)  # this thread meets the device
             for eqn in seen.values():
                 eqn.op.kernel(*(_memory(x.type, device) if isinstance(x, Var) else x for x in eqn.inputs), **eqn.params)
 
