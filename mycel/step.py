@@ -260,7 +260,8 @@ class Step:
         ready: dict[int, tuple[Program, set[str]]] = {}
 
         def lowered(found: plan.Residuals) -> tuple[Program, set[str]]:
-            made = check(transform.fuse(lower.reside(program, found)))
+            made = lower.reside(program, found)
+            made = check(transform.fuse(made if self.parts is None else lower.hoist(made)))
             if not compiled:
                 return self._overlapped(made), set()
             costs = plan.Costs(made, hardware, compiled)
@@ -400,7 +401,7 @@ class Forward:
             run, local = load(program, captured.device, reuse=True)[0], program
         else:
             spread = parts.distribute(made, plan.hardware_of(captured.device), compiled=False)
-            local = step._overlapped(check(transform.simplify(spread.local)))
+            local = step._overlapped(check(lower.hoist(transform.simplify(spread.local))))
             run = parts.taken(load(local, captured.device, reuse=True)[0], spread, arguments)
 
         def without_gradients(*inputs: Any) -> Any:

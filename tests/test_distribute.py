@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
+from pathlib import Path
 
 import models
 import pytest
 import torch
 import transformers as hf
-from distributing import SIZES, OneDevice, equals_serial, random_plan, start_values, step_equals, tensors
+from distributing import SIZES, OneDevice, equals_serial, random_plan, ready_to_run, start_values, step_equals, tensors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -16,7 +20,7 @@ from zoo import ZOO, inputs, programs
 
 import mycel
 from mycel.errors import PlanError
-from mycel.ir import Layout, Mesh, check, walk
+from mycel.ir import Layout, Mesh, call, chains, check, walk
 from mycel.plan import Plan, least, ready_plans
 from mycel.run import interpret, simulate
 from mycel.run.simulate import spread_out
@@ -284,3 +288,39 @@ def test_a_mesh_of_one_costs_nothing(mesh, plan):
         step = mycel.train_step(model, torch.optim.AdamW(model.parameters()), **more).prepare(**batch)
         sources.append(step.source)
     assert sources[0] == sources[1]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_parameters_come_one_layer_ahead(precision):
+    """A layer's parameters are asked for before the layer that comes before it, and not before the one before that; no layer holds a message."""
+    torch.manual_seed(0)
+    one = OneDevice.of(models.gpt2(n_layer=6), text(), precision=precision)
+    program = ready_to_run(one.under(Plan.read("zero3", Mesh(dp=2))))
+    assert not any(e.op.by_rank for name, e in walk(program) if name != program.entry)
+    eqns, uses = program.main.eqns, chains(program.main)
+    calls = [i for i, e in enumerate(eqns) if e.op is call]
+    ahead = []
+    for i in calls:
+        arguments = [v for v in eqns[i].vars if uses[v].defined >= 0 and eqns[uses[v].defined].op.name == "finish"]
+        begun = [uses[eqns[uses[v].defined].inputs[0]].defined for v in arguments if eqns[uses[v].defined].params["op"] == "all_gather"]
+        ahead.append({sum(b < c < i for c in calls) for b in begun})
+    assert len(calls) == 12 and all(n <= {0, 1} for n in ahead) and sum(1 in n for n in ahead) >= 10, ahead
+
+
+def test_all_ranks_make_the_same_program():
+    """Processes order the same sets differently: the messages of their programs must not follow."""
+    code = (
+        "from test_distribute import *; one = OneDevice.of(*made('llama'), clip_norm=1.0)\n"
+        "for names, sizes in (('zero3', {'dp': 2}), ('zero1+tp+cp', {'dp': 2, 'tp': 2, 'cp': 2})):\n"
+        "    print(ready_to_run(one.under(Plan.read(names, Mesh(sizes)))))"
+    )
+    here = Path(__file__).parent
+    path = os.pathsep.join([str(here), str(here.parent), *sys.path])
+    ran = [
+        subprocess.Popen(
+            [sys.executable, "-c", code], env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": path}, stdout=subprocess.PIPE, text=True
+        )
+        for seed in ("1", "2")
+    ]
+    first, second = (p.communicate()[0] for p in ran)
+    assert first == second and len(first) > 10_000

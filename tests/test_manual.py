@@ -153,7 +153,7 @@ def step_is_plain(make, plain, batch, mesh, written, **settings):
     wanted = named_outputs(simple.program, interpret(simple.program, [values[v.name] for v in simple.program.inputs]))
     given, gathered = step.parts.given(made)
     found = lower.distribute(made.program, step.written, given, gathered, mycel.plan.CPU)
-    local = check(lower.overlap(check(transform.simplify(found.local))))
+    local = check(lower.overlap(check(lower.hoist(transform.simplify(found.local)))))
     inputs = [spread_out(values[v.name], layout, mesh) for v, layout in zip(made.program.inputs, found.inputs, strict=True)]
     parts = simulate(local, mesh, inputs)
     for (name, got), layout in zip(named_outputs(made.program, parts).items(), found.outputs, strict=True):

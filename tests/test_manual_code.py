@@ -242,7 +242,7 @@ def test_gradients_of_chains_are_finite_differences(seed):
     other = [a for a in mesh.axes if a != "a"]
     given = {i: Layout((tuple(other), ()) if rng.random() < 0.5 else ((), tuple(mesh.axes))) for i in range(2)}
     found = lower.distribute(program, Plan(mesh), given, frozenset(), CPU)
-    local = check(lower.overlap(check(transform.simplify(found.local))))
+    local = check(lower.overlap(check(lower.hoist(transform.simplify(found.local)))))
 
     def run(xs):
         return simulate(local, mesh, [spread_out(x, layout, mesh) for x, layout in zip(xs, found.inputs, strict=True)])

@@ -47,7 +47,7 @@ def user_frame() -> FrameType | None:
 
 
 def here() -> tuple[str, int]:
-    """The user's file and line, as equations show it, and which frame it is."""
+    """The user's file and line, as equations show it, and how deep its frame is: not which, since addresses differ from run to run."""
     frame = user_frame()
     if frame is None:
         return "", 0
@@ -56,7 +56,14 @@ def here() -> tuple[str, int]:
     if text is None:
         text = _TEXTS[place] = f"{short_path(place[0])}:{place[1]}"
         SOURCES[text] = place
-    return text, id(frame)
+    return text, _depth(frame)
+
+
+def _depth(frame: FrameType | None) -> int:
+    depth = 0
+    while frame is not None:
+        frame, depth = frame.f_back, depth + 1
+    return depth
 
 
 SOURCES: dict[str, tuple[str, int]] = {}  # "model.py:31" -> the file's path and the line

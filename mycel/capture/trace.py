@@ -92,7 +92,7 @@ class Tracer(Builder):
         self.regions = [Region("main", "", 0)]
         self.draws = False
         self.frozen: set[int] = set()  # equations recorded under torch.no_grad()
-        self.lines: list[tuple[int, str]] = []  # for each equation, the user's frame and line
+        self.lines: list[tuple[int, str]] = []  # for each equation, how deep the user's frame is, and its line
         self.frame = 0
         self.made: dict[Var, Eqn] = {}
         self.running = True  # a capture inside another may use the outer one's tensors while that is under way

@@ -2,7 +2,8 @@
 
 from mycel.lower.distribute import Distributed, distribute
 from mycel.lower.explain import explain, sent, sent_text
+from mycel.lower.hoist import hoist
 from mycel.lower.overlap import overlap
 from mycel.lower.residency import reside
 
-__all__ = ["Distributed", "distribute", "explain", "overlap", "reside", "sent", "sent_text"]
+__all__ = ["Distributed", "distribute", "explain", "hoist", "overlap", "reside", "sent", "sent_text"]

@@ -6,8 +6,8 @@
     gb = all_reduce(db, …)                               gw, gb = finish(t, dw, db, op="all_reduce", …)
     w1 = adam(w, gw, …)                                  w1 = adam(w, gw, …)
 
-What is made on the way (gradients) is sent right after it is made.  What could be sent at any time (parts of parameters) is sent one call ahead of
-its use: earlier it would only take memory.
+What is made on the way (gradients) is sent right after it is made.  What could be sent at any time (parts of parameters), or takes more memory
+once it has come, is sent one call ahead of its use.
 """
 
 from __future__ import annotations
@@ -69,11 +69,11 @@ def _overlapped(block: Block) -> Block:
 
 
 def _ready(block: Block, i: int, uses: Mapping[Var, Chain], calls: Sequence[int]) -> int:
-    """Where a collective can begin: right behind what it sends; one call ahead of its use, if that has been there all the time."""
+    """Where a collective can begin: right behind what it sends; one call ahead of its use, if that has been there all the time or it grows."""
     eqn = block.eqns[i]
     ready = max((uses[v].defined for v in eqn.vars), default=-1) + 1
     before = [c for c in calls if c < min(uses[eqn.outputs[0]].uses, default=len(block.eqns))]
-    if before and ready <= calls[0]:
+    if before and (eqn.op.name == "all_gather" or ready <= calls[0]):
         ready = max(ready, before[-1])
     return min(ready, i)
 
@@ -90,12 +90,12 @@ def _works(block: Block, s: Sent) -> bool:
 
 
 def _buckets(block: Block, sent: Sequence[Sent]) -> list[list[Sent]]:
-    """Collectives of one kind that can begin at the same place, as many as fit one message."""
+    """Collectives of one kind that can begin at the same place and end at the same place, as many as fit one message."""
     open_: dict[object, list[Sent]] = {}
     done: list[list[Sent]] = []
     for s in sorted(sent, key=lambda s: (s.begin, s.at)):
         eqn = block.eqns[s.at]
-        key = (_gap(block, s.begin), eqn.op.name, eqn.params["axes"], eqn.params.get("kind", "+"))
+        key = (_gap(block, s.begin), _gap(block, s.use), eqn.op.name, eqn.params["axes"], eqn.params.get("kind", "+"))
         bucket = open_.get(key)
         full = bucket is not None and sum(v.type.bytes for x in (*bucket, s) for v in block.eqns[x.at].vars) > BUCKET
         sends = bucket is not None and any(block.eqns[x.at].outputs[0] in eqn.vars for x in bucket)  # what one of them brings
