@@ -15,7 +15,8 @@ from mycel.errors import CaptureError, CheckpointError, GradientError, IRError, 
 if TYPE_CHECKING:
     from mycel import comm
     from mycel.api import Jit, capture, jit
-    from mycel.derivatives import CustomVjp, Derived, custom_vjp, grad, hessian, jvp, stop_gradient, value_and_grad, vjp
+    from mycel.custom import CustomVjp, custom_vjp
+    from mycel.derivatives import Derived, grad, hessian, jvp, stop_gradient, value_and_grad, vjp
     from mycel.hints import manual, shard
     from mycel.ir import Block, Eqn, Mesh, Program, Type, Var
     from mycel.plan import Plan
@@ -29,7 +30,8 @@ __all__ = [
 
 NAMES_OF = {
     "mycel.api": ["Jit", "capture", "jit"],
-    "mycel.derivatives": ["CustomVjp", "Derived", "custom_vjp", "grad", "hessian", "jvp", "stop_gradient", "value_and_grad", "vjp"],
+    "mycel.custom": ["CustomVjp", "custom_vjp"],
+    "mycel.derivatives": ["Derived", "grad", "hessian", "jvp", "stop_gradient", "value_and_grad", "vjp"],
     "mycel.hints": ["manual", "shard"],
     "mycel.ir": ["Block", "Eqn", "Mesh", "Program", "Type", "Var"],
     "mycel.plan": ["Plan"],

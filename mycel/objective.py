@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from mycel.capture import flatten
 from mycel.errors import TrainError
 
 
@@ -89,3 +90,32 @@ def _scalar(loss: Any) -> torch.Tensor:
         shown = f"{loss.dtype} of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
         raise TrainError(f"the loss is {shown}, not a floating point scalar\n  try       .mean() or .sum() at the end of the loss")
     return loss
+
+
+class Batch:
+    """The arguments of a call, and the first of the parts they are split into."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], parts: int) -> None:
+        self.args, self.kwargs, self.parts = args, kwargs, parts
+        self.leaves: list[torch.Tensor] = []
+        self.tree = flatten((args, kwargs), self.leaves)
+        self.rows = next((x.shape[0] for x in self.leaves if x.ndim), None)
+        if parts > 1 and (self.rows is None or self.rows % parts):
+            raise TrainError(
+                f"accumulate={parts} splits the first dim of the batch, which is {self.rows}\n  try       a batch whose size is a multiple of {parts}"
+            )
+
+    def is_split(self, x: torch.Tensor) -> bool:
+        return self.parts > 1 and x.ndim > 0 and x.shape[0] == self.rows
+
+    def part(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments for one part."""
+        if self.parts == 1:
+            return self.args, self.kwargs
+        assert self.rows is not None
+        made = {id(x): x[: self.rows // self.parts] if self.is_split(x) else x for x in self.leaves}
+        return self.tree.unflatten(iter([made[id(x)] for x in self.leaves]))
+
+    def split(self, positions: tuple[int, ...]) -> list[int]:
+        """Which inputs of the program are split."""
+        return sorted({at for x, at in zip(self.leaves, positions, strict=True) if self.is_split(x)})

@@ -18,12 +18,12 @@ from typing import Any
 import torch
 
 from mycel import lower, optimizers, plan, transform
-from mycel.capture import MISS, TRACING, Captured, bind, flatten, meshed
+from mycel.capture import MISS, TRACING, Captured, bind, meshed
 from mycel.capture import capture as capture_call
 from mycel.errors import GradientError, PlanError, TrainError
-from mycel.ir import Block, Builder, Mesh, Program, Type, check
-from mycel.objective import objective
-from mycel.ops import o
+from mycel.forward import Forward
+from mycel.ir import Block, Mesh, Program, check
+from mycel.objective import Batch, objective
 from mycel.parts import Joined, Parts
 from mycel.plan import Decided
 from mycel.run import keep_freed_memory, load, start_workers, warm_up, without_collector
@@ -193,7 +193,7 @@ class Step:
         captured = capture_call(self.fn, *batch.part())
         program, scale = self._prepared(captured), None
         if s.precision == "fp16":
-            program, scale = _with_scale(program)
+            program, scale = transform.with_scale(program)
         trained = self._trained(captured)
         counting = None
         if s.accumulate > 1:
@@ -241,7 +241,7 @@ class Step:
     def _differentiated(self, program: Program, trained: dict[int, int], scale: int | None) -> tuple[Program, list[optimizers.Bound]]:
         """The program that also returns gradients, group by group, of the parameters the loss depends on."""
         wrt, results = list(trained.values()), len(program.results)
-        made = transform.value_and_grad(_scaled(program, scale), wrt, 0 if scale is None else results, dense=False)
+        made = transform.value_and_grad(transform.scaled(program, scale), wrt, 0 if scale is None else results, dense=False)
         outs = list(made.main.outputs)
         if scale is not None:
             del outs[results]  # the scaled loss
@@ -310,7 +310,7 @@ class Step:
 
     def forward(self, fn: Callable[..., Any] | None = None) -> Forward:
         """The loss of a batch (or what `fn` makes of it with the model), under the plan, without a step."""
-        return Forward(self, fn or self.fn)
+        return Forward(fn or self.fn, self._prepared, self.parts)
 
     # -- what one may ask ----------------------------------------------------------------------------------------
 
@@ -373,93 +373,3 @@ class Step:
         again = {axes: n - once.get(axes, 0.0) for axes, n in all_.items() if n > once.get(axes, 0.0)}
         lines += [f"of that          {lower.sent_text(again)} because backward computes values again"] if again else []
         return "\n".join([*lines, "", lower.explain(entry.spread)])
-
-
-class Forward:
-    """A function of the model without gradients, compiled once for each signature: under the plan of a step, in its precision."""
-
-    def __init__(self, step: Step, fn: Callable[..., Any]) -> None:
-        self.step, self.fn = step, fn
-        self.calls: list[Callable[[tuple[Any, ...], dict[str, Any]], Any]] = []
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        for call in self.calls:
-            out = call(args, kwargs)
-            if out is not MISS:
-                return out
-        self.calls.insert(0, self._compiled(args, kwargs))
-        return self.calls[0](args, kwargs)
-
-    def _compiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
-        step, parts = self.step, self.step.parts
-        with parts.whole() if parts is not None else nullcontext():
-            captured = capture_call(self.fn, args, kwargs)
-            program = step._prepared(captured)
-            made = Joined(captured, program, (), len(program.results), len(program.inputs), program.entry)
-        arguments = len(set(captured.leaves))
-        if parts is None:
-            run, local = load(program, captured.device, reuse=True)[0], program
-        else:
-            spread = parts.distribute(made, plan.hardware_of(captured.device), compiled=False)
-            local = step._overlapped(check(lower.hoist(transform.simplify(spread.local))))
-            run = parts.taken(load(local, captured.device, reuse=True)[0], spread, arguments)
-
-        def without_gradients(*inputs: Any) -> Any:
-            with torch.no_grad():
-                return run(*inputs)[: made.results]
-
-        inputs = (*program.inputs[:arguments], *local.inputs[arguments:])
-        return bind(replace(captured, program=Program({"main": Block(inputs, (), captured.program.results)}), effects=()), without_gradients)[0]
-
-
-class Batch:
-    """The arguments of a call, and the first of the parts they are split into."""
-
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], parts: int) -> None:
-        self.args, self.kwargs, self.parts = args, kwargs, parts
-        self.leaves: list[torch.Tensor] = []
-        self.tree = flatten((args, kwargs), self.leaves)
-        self.rows = next((x.shape[0] for x in self.leaves if x.ndim), None)
-        if parts > 1 and (self.rows is None or self.rows % parts):
-            raise TrainError(
-                f"accumulate={parts} splits the first dim of the batch, which is {self.rows}\n  try       a batch whose size is a multiple of {parts}"
-            )
-
-    def is_split(self, x: torch.Tensor) -> bool:
-        return self.parts > 1 and x.ndim > 0 and x.shape[0] == self.rows
-
-    def part(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments for one part."""
-        if self.parts == 1:
-            return self.args, self.kwargs
-        assert self.rows is not None
-        made = {id(x): x[: self.rows // self.parts] if self.is_split(x) else x for x in self.leaves}
-        return self.tree.unflatten(iter([made[id(x)] for x in self.leaves]))
-
-    def split(self, positions: tuple[int, ...]) -> list[int]:
-        """Which inputs of the program are split."""
-        return sorted({at for x, at in zip(self.leaves, positions, strict=True) if self.is_split(x)})
-
-
-def _with_scale(program: Program) -> tuple[Program, int]:
-    """The program with an input for the loss scale, and its position."""
-    main = program.main
-    b = Builder()
-    b.inputs = list(main.inputs)
-    b.reserve(v.name for v in (*main.inputs, *(v for e in main.eqns for v in e.outputs)))
-    b.input("loss_scale", Type(torch.float32, ()))
-    block = replace(main, inputs=tuple(b.inputs))
-    return replace(program, blocks={**program.blocks, program.entry: block}), len(main.inputs)
-
-
-def _scaled(program: Program, scale: int | None) -> Program:
-    """The program with its loss times the scale behind its results."""
-    if scale is None:
-        return program
-    main, n = program.main, len(program.results)
-    b = Builder()
-    b.reserve(v.name for v in (*main.inputs, *(v for e in main.eqns for v in e.outputs)))
-    with b:
-        loss = o.mul(main.outputs[0], main.inputs[scale])
-    block = Block(main.inputs, (*main.eqns, *b.eqns), (*main.outputs[:n], loss, *main.outputs[n:]))
-    return replace(program, blocks={**program.blocks, program.entry: block})

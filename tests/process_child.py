@@ -299,6 +299,19 @@ def disagree() -> None:
         ranks.agree(facts)
 
 
+def refused() -> None:
+    """Every rank has facts of its own, and ends by the error; the last one reads it late."""
+    from mycel.ir.layout import Mesh
+    from mycel.run.processes import world
+    from mycel.run.rendezvous import Rendezvous
+
+    get = Rendezvous._get
+    if RANK == WORLD - 1:
+        Rendezvous._get = lambda self, store, key: (time.sleep(1.5 * (key == "verdict")), get(self, store, key))[1]
+    with world(Mesh(dp=WORLD), "cpu") as ranks:
+        ranks.agree({"plan": f"of rank {RANK}"})
+
+
 def fail(how) -> None:
     """Rank 1 fails while the others wait for it in a collective."""
     import torch
@@ -341,7 +354,7 @@ def meet() -> None:
 
 
 JOBS = {
-    "say": say, "sleep": sleep, "family": family, "deaf": deaf, "laws": laws, "disagree": disagree, "meet": meet,
+    "say": say, "sleep": sleep, "family": family, "deaf": deaf, "laws": laws, "disagree": disagree, "refused": refused, "meet": meet,
     **{f"fail-{how}": lambda how=how: fail(how) for how in ("kill", "early", "exit", "raise", "stop", "late")},
 }  # fmt: skip
 

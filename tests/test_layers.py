@@ -1,7 +1,7 @@
 """Who may look into whom, read from the imports themselves.
 
 errors < ir < ops < {capture | transform | plan} < lower < step < train < cli,   ops < run < {api | step},   capture, transform < api < derivatives,
-capture < hints < comm,   run < launch < cli
+capture < hints < comm,   capture < custom,   run < launch < cli
 """
 
 from __future__ import annotations
@@ -25,17 +25,19 @@ MAY_IMPORT = {
     "run": {"errors", "ir", "ops"},
     "api": {"errors", "ir", "ops", "capture", "transform", "run"},
     "derivatives": {"errors", "ir", "ops", "capture", "transform", "run", "api"},
+    "custom": {"errors", "capture"},
     "hints": {"errors", "ir", "ops", "capture"},
     "comm": {"errors", "ops", "capture", "hints"},
-    "objective": {"errors"},
+    "objective": {"errors", "capture"},
     "optimizers": {"errors", "ir", "ops", "transform"},
     "parts": {"errors", "ir", "ops", "capture", "plan", "lower", "run", "optimizers"},
-    "step": {"errors", "sizes", "ir", "ops", "capture", "transform", "plan", "lower", "run", "objective", "optimizers", "parts"},
+    "forward": {"ir", "capture", "transform", "plan", "lower", "run", "parts"},
+    "step": {"errors", "sizes", "ir", "ops", "capture", "transform", "plan", "lower", "run", "objective", "optimizers", "parts", "forward"},
     "train": {"errors", "sizes", "ir", "ops", "plan", "run", "api", "derivatives", "parts", "step"},
     "launch": {"errors", "run"},
     "cli": {"errors", "train", "launch"},
     "__main__": {"cli"},
-    "__init__": {"errors", "ir", "plan", "api", "derivatives", "hints", "comm", "step"},
+    "__init__": {"errors", "ir", "plan", "api", "derivatives", "custom", "hints", "comm", "step"},
 }
 
 

@@ -1,121 +1,26 @@
-"""Hints and manual regions: what people write of layouts inside a model changes where things are computed, never what."""
+"""Manual regions: what a rank does with its parts, written by hand, is the plain code's step."""
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 
 import pytest
 import torch
-from distributing import OneDevice, equals_serial, random_plan, step_equals, tensors
 from torch import nn
 from torch.nn import functional as F
 
 import mycel
 from mycel import comm, lower, transform
-from mycel.capture import meshed
-from mycel.errors import CaptureError, PlanError
-from mycel.hints import OPEN
 from mycel.ir import Mesh, check, runs, type_of, walk
 from mycel.launch import launch
 from mycel.plan import Plan
 from mycel.run import interpret, simulate
 from mycel.run.simulate import put_together, spread_out
 
-# -- hints -----------------------------------------------------------------------------------------------------------------
-
-
-class Hinted(nn.Module):
-    """A small model with a hint behind every line, as they come."""
-
-    def __init__(self, seed=0, axes=("a", "b")):
-        super().__init__()
-        self.up, self.norm, self.down = nn.Linear(6, 10), nn.LayerNorm(10), nn.Linear(10, 5)
-        self.seed, self.axes = seed, axes
-
-    def forward(self, x, target):
-        rng = random.Random(self.seed)
-
-        def hint(h):
-            if rng.random() < 0.3:
-                return h
-            dims = [[] for _ in range(h.ndim)]
-            for axis in rng.sample(self.axes, len(self.axes)):
-                if rng.random() < 0.7:
-                    dims[rng.randrange(h.ndim)].append(axis)
-            return mycel.shard(h, *(tuple(d) if len(d) != 1 else d[0] for d in dims))
-
-        h = hint(self.up(hint(x)))
-        h = hint(self.norm(hint(F.gelu(h))))
-        h = hint(h.reshape(-1, 2, 10).transpose(0, 1))
-        return F.cross_entropy(hint(self.down(h)).reshape(-1, 5), target)
-
 
 def rows():
     torch.manual_seed(0)
     return {"x": torch.randn(4, 6, dtype=torch.float64), "target": torch.randint(0, 5, (4,))}
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_random_hints_keep_the_result(seed):
-    rng = random.Random(seed)
-    batch = rows()
-    while len((written := random_plan(tensors(Hinted()), 1, rng, most=6)).mesh.axes) != 2:
-        pass
-    model = Hinted(seed).double()
-    one = OneDevice.of(model, batch, mesh=written.mesh, plan=written, clip_norm=1.0)
-    found = step_equals(one, written)
-    assert any(e.op.name == "shard" for b in found.whole.blocks.values() for e in b.eqns)
-
-
-def hinted(x):
-    y = torch.sin(x)
-    z = mycel.shard(y, "tp", None)
-    return torch.cos(z)
-
-
-def test_a_hint_fixes_the_layout_and_its_gradient():
-    def loss(x, w):
-        return (mycel.shard(torch.sin(x), ("tp", "dp"), None) * w).sum()
-
-    x, w = torch.randn(8, 3, dtype=torch.float64), torch.randn(3, dtype=torch.float64)
-    program = check(transform.value_and_grad(transform.simplify(mycel.capture(loss, x, w), hints=True), [0, 1]))
-    found = equals_serial(program, Plan(Mesh(dp=2, tp=2)), {}, [x, w])
-    hints = [(e, c) for b, laid in ((found.whole.main, found.layouts["main"]),) for e, c in zip(b.eqns, laid.choices, strict=True)]
-    layouts = [str(c.outs[0]) for e, c in hints if e.op.name == "shard"]
-    assert layouts == ["[tp.dp,-]", "[tp.dp,-]"]
-
-
-def test_without_a_mesh_a_hint_is_nothing():
-    x = torch.randn(4, 3)
-    assert mycel.shard(x, "tp", None) is x
-    assert "shard" in str(mycel.capture(hinted, x))
-    assert "shard" not in str(transform.simplify(mycel.capture(hinted, x)))
-    assert torch.equal(mycel.jit(hinted)(x), hinted(x))
-    assert "shard" not in str(mycel.jit(hinted).program(x))
-    model = Hinted().double()
-    step = mycel.train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), compile=False)
-    step.prepare(**rows())
-    assert "shard" not in str(step.program)
-
-
-def test_wrong_hints_are_told_with_their_line():
-    x = torch.randn(4, 3)
-    for layout, message in [
-        (("tp",), "mycel.shard: 1 entries for a tensor of 2 dims"),
-        (("tp", "tp"), "axis 'tp' is used twice"),
-        ((3, None), "is no layout"),
-    ]:
-        with pytest.raises(PlanError, match=message):
-            mycel.shard(x, *layout)
-        with pytest.raises(CaptureError, match=message) as told:
-            mycel.capture(lambda x, layout=layout: mycel.shard(x, *layout), x)
-        assert "test_manual.py" in str(told.value)
-    with pytest.raises(PlanError, match=r"no axis 'tp'\n  the mesh  Mesh\(dp=2\)\n  at        .*test_manual.py:\d+"):
-        lower.distribute(mycel.capture(hinted, x), Plan(Mesh(dp=2)), {}, frozenset(), mycel.plan.CPU)
-
-
-# -- manual regions ----------------------------------------------------------------------------------------------------------
 
 
 def joined(model, batch, mesh, written, **settings):
@@ -399,105 +304,6 @@ def test_two_axes(make, plain):
     for mesh in (Mesh(a=2, b=2), Mesh(b=2, a=2), Mesh(a=2, dp=2, b=2), Mesh(a=2, b=1)):
         batch = ["dp"] if "dp" in mesh else []
         step_is_plain(make, plain, rows(), mesh, {"batch": batch, "parameters": {"up.weight": ["a.b", "-"]}})
-
-
-# -- what is refused -----------------------------------------------------------------------------------------------------------
-
-
-def captured(fn, *args):
-    with meshed(Mesh(tp=2)):
-        return mycel.capture(fn, *args)
-
-
-def leaks(x):
-    with mycel.manual("tp"):
-        y = comm.part(x, "tp")
-    return y * 2
-
-
-def unknown(x):
-    with mycel.manual("pp"):
-        return x * 2
-
-
-def outside(x):
-    return comm.all_reduce(x, "tp")
-
-
-def uneven(x):
-    with mycel.manual("tp"):
-        return comm.all_gather(comm.part(x, "tp", dim=1), "tp", dim=1)
-
-
-def twice(x):
-    with mycel.manual("tp"), mycel.manual("tp"):
-        return x * 1
-
-
-@mycel.manual("tp", ins=[("dp", None)])
-def foreign(x):
-    return x
-
-
-@mycel.manual("tp", ins=[("tp",)])
-def short(x):
-    return x
-
-
-@mycel.manual("tp", outs=[None, None])
-def fewer(x):
-    return x
-
-
-def hint_inside(x):
-    with mycel.manual("tp"):
-        return mycel.shard(x * 1, "tp", None)
-
-
-@mycel.manual("tp")
-def astray(x):
-    return comm.permute(x, "tp", to=[0, 0])
-
-
-@pytest.mark.parametrize(
-    "fn, message",
-    [
-        (leaks, "differs from rank to rank along tp was used outside of its manual region"),
-        (unknown, r"mycel.manual: there is no axis 'pp'\n  the mesh  Mesh\(tp=2\)"),
-        (outside, "comm.all_reduce over 'tp' outside of a manual region"),
-        (uneven, "a dim of 3 does not divide into 2 equal parts"),
-        (twice, "a manual region over tp inside of another"),
-        (foreign, "a layout names 'dp'; the region is over tp"),
-        (short, "1 entries for a tensor of 2 dims"),
-        (fewer, "outs has 2 layouts for 1 results"),
-        (hint_inside, "mycel.shard over 'tp' inside of a manual region over it"),
-        (astray, r"to=\[0, 0\] for 2 ranks"),
-    ],
-    ids=lambda x: getattr(x, "__name__", ""),
-)
-def test_refusals_name_the_line(fn, message):
-    x = torch.randn(4, 3)
-    with pytest.raises((CaptureError, PlanError), match=message) as told:
-        captured(fn, x)
-    assert "test_manual.py:" in str(told.value)
-    assert not OPEN
-
-
-def test_a_refusal_leaves_nothing_open():
-    x = torch.randn(4, 3)
-    with pytest.raises(PlanError, match=r"comm\.index over 'tp' outside"):
-        comm.index("tp")
-    with pytest.raises(PlanError, match="ins and outs are for functions"), mycel.manual("tp", outs=(None,)):
-        pass
-    with pytest.raises(PlanError, match="takes names of axes"):
-        mycel.manual()
-    assert not OPEN and torch.equal(captured_sum(x), x)
-
-
-def captured_sum(x):
-    with mycel.manual("tp"):
-        assert comm.size("tp") == 1 and int(comm.index("tp")) == 0
-        return comm.permute(comm.reduce_scatter(comm.all_reduce(x, "tp"), "tp"), "tp")
 
 
 # -- real processes ------------------------------------------------------------------------------------------------------------

@@ -198,6 +198,21 @@ def test_ranks_meet_without_anyone_to_hold_the_store(tmp_path):
     assert len(notes(tmp_path, "met-")) == 2
 
 
+def test_a_refusal_reaches_all_where_rank_0_holds_the_store(tmp_path):
+    """It goes last: with it goes the store."""
+    place = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = [
+        subprocess.Popen([sys.executable, CHILD, "refused"], env={**os.environ, **QUICK, **place, "RANK": str(r)}, stderr=subprocess.PIPE, text=True)
+        for r in range(3)
+    ]
+    for rank in ranks:
+        told = rank.communicate(timeout=100)[1]
+        assert rank.returncode == 1
+        assert "plan is not the same on all ranks" in told
+        assert "+of rank 1" in told
+        assert "+of rank 2" in told
+
+
 @pytest.mark.parametrize("job", ["meet", "fail-kill"])
 def test_hosts_meet_and_a_death_on_one_ends_the_others(job, tmp_path, capfd):
     """Two launchers, as on two hosts, one rank each."""

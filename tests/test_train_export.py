@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from mycel.errors import TrainError
-from mycel.train.models import Model, build, export
+from mycel.train.export import export
+from mycel.train.models import Model, build
 from mycel.train.sample import generate
 
 # -- out ----------------------------------------------------------------------------------------------------------------

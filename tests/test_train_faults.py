@@ -26,9 +26,10 @@ from training import GPT2, LLAMA, config, measured, nothing_left, tensors
 from mycel.errors import CheckpointError, MycelError, TrainError
 from mycel.run.checkpoint import latest, load
 from mycel.step import Step
-from mycel.train import device, models, summary
+from mycel.train import device, summary
 from mycel.train.config import dump
 from mycel.train.data import prepare
+from mycel.train.export import byte_tokenizer
 from mycel.train.loop import train
 from mycel.train.progress import Progress
 from mycel.train.tokenize import Bytes
@@ -237,7 +238,7 @@ def other_end(tmp_path):
 
 
 def no_end(tmp_path):
-    models.byte_tokenizer(tmp_path)
+    byte_tokenizer(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     return {"data": {"tokenizer": str(tmp_path)}}, "the tokenizer names no end of text"
 

@@ -12,7 +12,8 @@ from torch import nn
 
 from mycel.errors import TrainError
 from mycel.train import lora
-from mycel.train.models import build, count, export
+from mycel.train.export import export
+from mycel.train.models import build, count
 
 # -- LoRA ---------------------------------------------------------------------------------------------------------------
 

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from mycel.errors import TrainError
-from mycel.train.models import build, byte_tokenizer, count, flops_per_token, parameter_groups
+from mycel.train.export import byte_tokenizer
+from mycel.train.models import build, count, flops_per_token, parameter_groups
 
 # -- in -----------------------------------------------------------------------------------------------------------------
 

@@ -13,8 +13,9 @@ import torch
 
 from mycel.capture.fence import refuse
 from mycel.capture.nested import Section, finish, free, opened
+from mycel.capture.record import Traced
 from mycel.capture.syntax import rewritten
-from mycel.capture.trace import Traced, Tracer
+from mycel.capture.trace import Tracer
 from mycel.capture.tree import Tree, flatten
 from mycel.ir import Ref, Var, custom, is_float
 from mycel.ops import o

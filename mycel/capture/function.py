@@ -17,10 +17,11 @@ from mycel.capture.custom import trace_function
 from mycel.capture.fence import refuse
 from mycel.capture.modes import DispatchMode, FunctionMode
 from mycel.capture.names import clean
+from mycel.capture.record import Traced
 from mycel.capture.repeats import assemble
 from mycel.capture.state import Box, Link, Place, Places, contents, is_static, put_back
 from mycel.capture.syntax import enter, rewritten_forward
-from mycel.capture.trace import KEY, TRACING, Traced, Tracer
+from mycel.capture.trace import KEY, TRACING, Tracer
 from mycel.capture.tree import Tree, flatten, holds_tensors
 from mycel.errors import CaptureError
 from mycel.ir import Program, Var, check, prune, type_of

@@ -19,8 +19,9 @@ from mycel.capture.fence import refuse
 from mycel.capture.merge import Want, describe, fit, is_number, is_weak, made, meet, own
 from mycel.capture.merge import opened as opened_value
 from mycel.capture.nested import KEY, Section, branch_key, finish, free, opened
+from mycel.capture.record import Traced
 from mycel.capture.slots import UNDEFINED, Box, Objects, Slot, assigned, variables
-from mycel.capture.trace import Traced, Tracer
+from mycel.capture.trace import Tracer
 from mycel.errors import CaptureError
 from mycel.ir import Atom, Ref, Type, Var, loop, scan
 

@@ -18,8 +18,9 @@ from typing import Any
 import torch
 
 from mycel.capture.fence import refuse
+from mycel.capture.record import Traced
 from mycel.capture.slots import UNDEFINED
-from mycel.capture.trace import Traced, Tracer
+from mycel.capture.trace import Tracer
 from mycel.capture.tree import Tree, attributes, flatten
 from mycel.ir import Type, Var, promote, type_of
 from mycel.ops import o

@@ -16,7 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from mycel.capture.bounds import bounds
 from mycel.capture.fence import READS, refuse, refuse_read
-from mycel.capture.trace import SPECIAL, Traced, Tracer, tensors_in
+from mycel.capture.record import Traced
+from mycel.capture.trace import SPECIAL, Tracer, tensors_in
 from mycel.capture.weak import as_numbers
 from mycel.ops import o
 

@@ -13,8 +13,9 @@ from typing import Any
 
 from mycel.capture.alias import JOURNALS, Cell
 from mycel.capture.names import hints
+from mycel.capture.record import Region
 from mycel.capture.repeats import assemble_inner
-from mycel.capture.trace import KEY, Region, Tracer
+from mycel.capture.trace import KEY, Tracer
 from mycel.ir import OPS, Atom, Block, Eqn, Var
 
 

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from mycel.capture.names import hints, rename
-from mycel.capture.trace import KEY, Region, Tracer
+from mycel.capture.record import Region
+from mycel.capture.trace import KEY, Tracer
 from mycel.ir import OPS, Block, Eqn, Params, Ref, Var, call, is_float
 
 SMALLEST = 3  # equations a module must have to be worth a block

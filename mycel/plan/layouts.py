@@ -21,13 +21,13 @@ import numpy as np
 from mycel.ir import Atom, Axes, Eqn, Layout, Mesh, Type, Var, cond, loop, order, part, scan, walk
 from mycel.plan.choices import OWED, SAME, WHOLE, Choice, Label, Laid, Layouts, Options
 from mycel.plan.cost import PRODUCTS, Costs
-from mycel.plan.graph import Graph, Node, Source, origin
+from mycel.plan.graph import Graph, Node, Source
 from mycel.plan.least import Sum
 from mycel.plan.links import Links
+from mycel.plan.meant import Given, made_of, norm_labels, place, updates, weights
 from mycel.plan.region import fixed_label, fixed_letters, is_fixed
 
 SHARE = 1e4  # products count so much that they are shared before anything else is saved
-HIDDEN, MEANT = 0.1, 10.0  # what counts of a message that goes on beside computing; of one that takes apart what the plan put together
 NEVER = float("inf")
 
 Price = Callable[[Eqn, Label, str], float]
@@ -41,7 +41,7 @@ class Solver:
     links: Links
     costs: Costs
     price: Price
-    given: Mapping[int, Layout]  # inputs of the entry
+    given: Given
     gathered: Mapping[str, frozenset[int]] = field(default_factory=dict)  # by axis: inputs whose users see them whole along it
     reduced: frozenset[str] = frozenset()  # axes along which sums are paid in every turn of a scan, not owed until its end
     order: Sequence[str] = ()  # of the axes; the first split slowest
@@ -78,7 +78,7 @@ class Solver:
         orders = {frozenset(dim): dim for dims in several.values() for dim in dims}
         if not orders:
             return
-        held = self._made_of(i for i, dims in several.items() if dims)
+        held = made_of(g, (i for i, dims in several.items() if dims))
         for source, node, operand, _ in g.edges:
             if node in g.options and (source in held or g.eqns[node].op.name == "global_norm"):
                 fit = g.options[node].fit
@@ -108,7 +108,7 @@ class Solver:
         before = {node: self.letters(node) for node in self.labels}
         for node in g.options:
             domains[node] = self._labels(node, axis, before[node])
-        for node, label in self._norm_labels(axis).items():  # the size of gradients is taken of them as they are updated
+        for node, label in norm_labels(g, self.given, axis).items():  # the size of gradients is taken of them as they are updated
             domains[node] = [label] if label in domains[node] else domains[node]
         for node, t in g.ports.items():
             domains[node] = self._places(node, t, axis)
@@ -118,8 +118,8 @@ class Solver:
         for node, domain in domains.items():
             if len(domain) > 1:
                 problem.add((node,), self._work(node, domain, axis, before.get(node, {})))
-        derived = self._derived(axis)
-        hidden = self._weights(axis, derived)
+        derived = made_of(g, self.gathered.get(axis, ()))  # parameters gathered along this axis
+        hidden = weights(g, self.given, axis, derived)
         for (source, node, operand, cut), times in g.edges.items():
             often = times * hidden.get((source, node), 1.0)
             if source not in sizes:
@@ -132,7 +132,7 @@ class Solver:
                 source in derived
                 and node in g.options
                 and len([x for x in g.options[node].inputs if isinstance(x, Type)]) > 1
-                and not _updates(g.eqns[node])
+                and not updates(g.eqns[node])
             ):
                 table[:, [b for b, w in enumerate(want) if w >= 0]] = NEVER
             if source.node == node:
@@ -164,39 +164,6 @@ class Solver:
         if len(parts) == 1:
             return options.labels(self.mesh, axis, before)
         return [x for x in options.labels(self.mesh, axis, before, sorted(parts[node[3]])) if not x.group]
-
-    def _norm_labels(self, axis: str) -> dict[Node, Label]:
-        """For each gradient whose norm is taken: the label under which it lies as its optimiser state does."""
-        g = self.graph
-        state: dict[Node, int] = {}  # by part of an update: where the axis lies in what it updates
-        for source, node, _, _ in g.edges:
-            first = origin(source)
-            if node in g.eqns and _updates(g.eqns[node]) and first[:2] == ("in", g.program.entry) and g.ports[first].ndim:
-                where = place(self._given(first[2]), axis)
-                state[node] = max(state.get(node, WHOLE), where)
-        lies = {source: state[node] for source, node, _, _ in g.edges if node in state and origin(source)[:2] != ("in", g.program.entry)}
-        found = {}
-        for source, node, operand, _ in g.edges:
-            if node in g.eqns and g.eqns[node].op.name == "global_norm" and source in lies:
-                where = lies[source]
-                found[node] = Label(f"p{operand}d{where}") if where >= 0 else SAME
-        return found
-
-    def _weights(self, axis: str, derived: set[Source]) -> dict[tuple[Source, Node], float]:
-        """Messages that count less, since they go on beside computing: gathered parameters on their way to a layer, gradients to their update.  And
-        those that count more: inputs that were given in parts are meant to be used in parts, and what is widened is to be added up wide."""
-        g = self.graph
-        late = {node for node, eqn in g.eqns.items() if _updates(eqn) or eqn.op.name == "global_norm"}
-        meant = self._made_of(i for i in range(len(g.program.inputs)) if place(self._given(i), axis) >= 0) - derived
-        wanted = {source.node for source, node, _, _ in g.edges if source.node[0] == "hub" and node not in late}
-        late |= {node for node in g.ports if node[0] == "hub" and node not in wanted}  # on its way to updates alone
-        found = {}
-        for source, node, _, _ in g.edges:
-            if source in meant or (node in g.eqns and _widens(g.eqns[node])):
-                found[source, node] = MEANT
-            elif node in late or source in derived:
-                found[source, node] = HIDDEN
-        return found
 
     def _places(self, node: Node, t: Type, axis: str) -> list[int]:
         if node[:2] == ("in", self.graph.program.entry):
@@ -302,30 +269,6 @@ class Solver:
     def _given(self, i: int) -> Layout:
         return self.given.get(i, Layout.whole(self.graph.program.inputs[i].type.ndim))
 
-    def _derived(self, axis: str) -> set[Source]:
-        """Values that are parameters gathered along this axis, or made of one such alone."""
-        return self._made_of(self.gathered.get(axis, ()))
-
-    def _made_of(self, inputs: Iterable[int]) -> set[Source]:
-        """Inputs of the entry, and values made of one of them alone."""
-        g = self.graph
-        found = {Source(g.port(g.program.entry, i), 0) for i in inputs}
-        if not found:
-            return found
-        feeds: dict[Node, list[Source]] = {}
-        for source, node, _, _ in g.edges:
-            feeds.setdefault(node, []).append(source)
-        for _ in range(8):  # through nested calls
-            more = set()
-            for node, sources in feeds.items():
-                if all(s in found for s in sources) and (node in g.ports or len(sources) == 1):
-                    count = len(g.options[node].outputs) if node in g.options else 1
-                    more |= {Source(node, j) for j in range(count)}
-            if more <= found:
-                break
-            found |= more
-        return found
-
     # -- all axes together ------------------------------------------------------------------------------------------------
 
     def _laid(self) -> Layouts:
@@ -387,16 +330,6 @@ class Solver:
         return Layout(((),) * source.rows + layout.dims, layout.owed)
 
 
-def place(layout: Layout | None, axis: str) -> int:
-    """Where an axis lies in a layout: a dim, WHOLE, or something owed."""
-    if layout is None:
-        return WHOLE
-    for d, axes in enumerate(layout.dims):
-        if axis in axes:
-            return d
-    return next((OWED[kind] for a, kind in layout.owed if a == axis), WHOLE)
-
-
 def _put(layout: Layout, where: int, axis: str) -> Layout:
     if where >= 0:
         return layout.split(where, axis)
@@ -416,17 +349,6 @@ def _share(options: Options, letter: str, axes: Axes, mesh: Mesh) -> float:
     assert options.fit is not None
     n = options.fit.sizes[letter]
     return part(n, axes, mesh) / n
-
-
-def _updates(eqn: Eqn) -> bool:
-    """Is it an optimiser's update?"""
-    return eqn.op.inplace is not None
-
-
-def _widens(eqn: Eqn) -> bool:
-    """Does it take 16 bits to more?"""
-    x = eqn.inputs[0] if eqn.op.name == "cast" else None
-    return isinstance(x, Var) and x.dtype.is_floating_point and x.dtype.itemsize < eqn.outputs[0].dtype.itemsize
 
 
 def slowest_first(axes: Sequence[str], layouts: Iterable[Layout]) -> list[str]:

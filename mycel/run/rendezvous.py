@@ -33,6 +33,7 @@ from mycel.errors import RunError
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 DIFFERENCE_LINES = 12
 STOP = "stop"
+GOODBYE_S = 5.0  # how long the holder of the store waits for others to read why all ends
 LATER_S = 60.0  # timeouts of torch and of the store come after that of the watch, which says more
 
 
@@ -157,6 +158,7 @@ class Rendezvous:
             store.set(f"difference/{self.rank}", difference(json.loads(self._get(store, "facts")), facts))
             verdict = self._get(store, "verdict").decode()
         if verdict:
+            self._told(store)
             raise RunError(verdict)
 
     def meet(self, place: str, count: int) -> None:
@@ -176,6 +178,14 @@ class Rendezvous:
             self.store.add("left", 1)
             if self.hosting:
                 self._until(lambda: self.store.add("left", 0) >= self.world or self.all.check([STOP]), "the end")
+
+    def _told(self, store: dist.Store) -> None:
+        """Whoever holds the store stays until all have read why it ends, or are taking too long."""
+        with suppress(dist.DistError):
+            store.add("told", 1)
+            end = time.monotonic() + GOODBYE_S
+            if self.hosting:
+                self._until(lambda: store.add("told", 0) >= self.world or time.monotonic() > end, "the end")
 
     def _verdict(self, store: dist.Store) -> str:
         """What all ranks are to be told; nothing when they agree."""

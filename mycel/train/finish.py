@@ -12,8 +12,9 @@ from pathlib import Path
 import torch
 
 from mycel.errors import TrainError
-from mycel.train import curve, gathering, metrics, models, sample
+from mycel.train import curve, gathering, metrics, sample
 from mycel.train.assemble import Parts, tokenizer_source
+from mycel.train.export import export
 from mycel.train.progress import Progress
 from mycel.train.weights import refusal
 
@@ -53,7 +54,7 @@ def _export(parts: Parts, folder: Path) -> None:
     lora = parts.config.model.lora
     base = parts.config.model.path
     write = functools.partial(
-        models.export,
+        export,
         parts.module,
         folder / MODEL,
         config=parts.model.config,

@@ -24,7 +24,7 @@ Wholes = dict[str, Callable[[], torch.Tensor]]  # by name in the folder; all ran
 
 
 def export(parts: Parts, write: Callable[..., Path], merge: bool) -> None:
-    """All ranks call this; rank 0 runs `write`, which is `models.export`."""
+    """All ranks call this; rank 0 runs `write`, which is `export.export`."""
     if lora.adapters(parts.module) and not merge:
         with _whole(parts, [p for p in parts.module.parameters() if p.requires_grad]):
             if parts.team.rank == 0:

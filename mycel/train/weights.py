@@ -15,15 +15,12 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 
 from mycel.errors import TrainError
-from mycel.ir import Layout, Mesh
-from mycel.run import boxes
 from mycel.run.folder import explain
-from mycel.run.shards import DTYPES as STORED
 from mycel.run.shards import Part, Shard
 from mycel.train.cutting import Cuts
 
@@ -116,49 +113,7 @@ def _mapped(kind: Any, path: Path, settings: Any, dtype: torch.dtype) -> tuple[A
         raise refusal(f"{kind.__name__} cannot be loaded: {one_line(error)}", path) from error
 
 
-# -- by slices ----------------------------------------------------------------------------------------------------------
-
-
-class Stored:
-    """The tensors in a folder's safetensors files: shapes and dtypes known, contents mapped and read by slices."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.slices: dict[str, Any] = {}
-        self.open = contextlib.ExitStack()
-        for file in find(path):
-            tensors = self.open.enter_context(mapped(file))
-            self.slices |= {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118 (not a mapping)
-
-    def type(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
-        """dtype and shape of a tensor."""
-        if name not in self.slices:
-            raise refusal(f"there are no weights called {name}, but {some(sorted(self.slices)) or 'none at all'}", self.path, "one of these")
-        if (kind := self.slices[name].get_dtype()) not in STORED:
-            raise refusal(f"{name} is stored as {kind}, which is not read", self.path, "the model before quantisation")
-        return STORED[kind], tuple(self.slices[name].get_shape())
-
-    def part(self, name: str, layout: Layout, mesh: Mesh, rank: int) -> torch.Tensor:
-        """What a rank holds of a tensor, on the host, padded with zeros; nothing else of it is read."""
-        dtype, shape = self.type(name)
-        box = boxes.held(boxes.checked(name, layout, shape, mesh), layout, mesh, rank)
-        part = torch.zeros(boxes.stored(shape, layout, mesh), dtype=dtype)
-        if all(start < stop for start, stop in box):
-            part[tuple(slice(n) for n in boxes.extents(box))] = self.slices[name][tuple(slice(start, stop) for start, stop in box)]
-        return part
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.slices.clear()
-        self.open.close()
-
-
-def read_part(folder: Path, name: str, layout: Layout, mesh: Mesh, rank: int) -> torch.Tensor:
-    """What a rank holds of one tensor of a folder; for many, `Stored` opens the files once."""
-    with Stored(folder) as stored:
-        return stored.part(name, layout, mesh, rank)
+# -- written ------------------------------------------------------------------------------------------------------------
 
 
 def write_gathered(folder: Path, names: Iterable[str], whole: Callable[[str], torch.Tensor | None], max_shard_bytes: int = MAX_SHARD_BYTES) -> None:

@@ -1,0 +1,254 @@
+"""What traced code did so far: its equations, its inputs, and the value of each tensor it holds.
+
+    Traced      a tensor with shape, dtype, device and strides but no data; its `cell` holds its value, a Var
+    Region      one call of a module: which equations are its own
+    Record      a Builder that knows the Var of every tensor: traced ones, those that the code reached (they become inputs), constants
+
+The tracer (`trace.py`) adds to it what torch calls become.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from mycel.capture.alias import Cell
+from mycel.capture.bounds import decide
+from mycel.capture.fence import here, refuse
+from mycel.capture.state import Place, Places
+from mycel.errors import CaptureError
+from mycel.ir import CONTROL, OPS, Atom, Block, Builder, Eqn, Op, Type, Var, type_of
+
+LARGEST_CONCRETE = 1 << 20  # elements of a constant computed while tracing
+
+
+class Traced(torch.Tensor):
+    """A tensor without data; its cell holds the Var that is its value."""
+
+    cell: Cell
+    tracer: Record
+    weak: bool = False  # a Python number that control flow made a tensor: it gives way to the dtypes of other tensors
+
+    @staticmethod
+    def make(cell: Cell, tracer: Record, strides: Sequence[int] | None = None) -> Traced:
+        t = cell.var.type
+        made = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            Traced, t.shape, strides=strides, dtype=t.dtype, device=tracer.device
+        )
+        made.cell, made.tracer = cell, tracer
+        return made
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        raise CaptureError(
+            f"{func} met a tensor of a capture that is over",
+            hint="do not keep tensors in globals or lists across calls of a captured function; return them",
+        )
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"Traced({self.cell.var})"
+
+
+@dataclass
+class Region:
+    """One call of a module: its equations are [start, end); `site` is its place among the draws and calls of its parent."""
+
+    name: str
+    path: str
+    start: int
+    source: str = ""
+    site: int = 0
+    end: int = 0
+    sites: int = 0
+    children: list[Region] = field(default_factory=list)
+
+
+class Record(Builder):
+    """The equations, inputs and blocks of a capture under way, and what its tensors are."""
+
+    def __init__(self, device: torch.device, places: Places) -> None:
+        super().__init__()
+        self.device, self.places = device, places
+        self.lifted: dict[int, tuple[torch.Tensor, Cell]] = {}
+        self.state: list[tuple[Var, list[Place]]] = []
+        self.consts: dict[str, torch.Tensor] = {}
+        self.regions = [Region("main", "", 0)]
+        self.draws = False
+        self.frozen: set[int] = set()  # equations recorded under torch.no_grad()
+        self.lines: list[tuple[int, str]] = []  # for each equation, how deep the user's frame is, and its line
+        self.frame = 0
+        self.made: dict[Var, Eqn] = {}
+        self.running = True  # a capture inside another may use the outer one's tensors while that is under way
+        self.blocks: dict[str, Block] = {}  # finished inner blocks: of control flow and of derivatives
+        self.shapes: dict[Any, str] = {}  # blocks by what they are up to names
+        self.closed: set[Var] = set()  # values of inner blocks that are finished: nothing outside may use them
+        self.hints: dict[str, str] = {}  # names of what control flow gives back
+        self.raised: BaseException | None = None  # the last exception of a raise statement in rewritten code
+        self.numbers = False  # are there weak tensors?
+        self.maybe: set[str] = set()  # variables that only one of two branches defines
+        self.manual: list[Any] = []  # manual regions that are open (`region.py`)
+        self.local: dict[Var, frozenset[str]] = {}  # values of closed ones that differ from rank to rank, and along which axes
+
+    def name(self, hint: str) -> str:
+        """Names are numbers while tracing; readable ones are given at the end."""
+        self._names["v"] = n = self._names.get("v", 0) + 1
+        return f"v{n}"
+
+    def append(self, op: Op, inputs: tuple[Atom, ...], params: dict[str, Any], types: Sequence[Type]) -> Any:
+        for region in self.manual:
+            inputs = region.given(inputs)
+        return self.write(op, inputs, params, types)
+
+    def write(self, op: Op, inputs: tuple[Atom, ...], params: dict[str, Any], types: Sequence[Type], outputs: tuple[Var, ...] = ()) -> Any:
+        """Append an equation as it is."""
+        if not torch.is_grad_enabled() and op not in CONTROL:  # what a branch or a loop computes is frozen inside; what it passes on is not
+            self.frozen.add(len(self.eqns))
+        self.lines.append((self.frame, self.source))
+        out = super().append(op, inputs, params, types)
+        if outputs:
+            self.eqns[-1], out = replace(self.eqns[-1], outputs=outputs), outputs
+        self.made.update((v, self.eqns[-1]) for v in self.eqns[-1].outputs)
+        for region in self.manual:
+            region.note(self.eqns[-1])
+        return out
+
+    def concrete(self, x: torch.Tensor) -> torch.Tensor | None:
+        """The actual value of a traced tensor that depends on no input: computed now.  None if it does depend on one."""
+        known: dict[Var, torch.Tensor] = {}
+
+        def compute(var: Var) -> bool:
+            if var in known:
+                return True
+            eqn = self.made.get(var)
+            if eqn is None or eqn.op in CONTROL or eqn.op.effect or eqn.op.by_rank or var.type.numel > LARGEST_CONCRETE:
+                return False
+            if (answer := decide(eqn, self.made)) is not None:
+                known[var] = torch.full(var.shape, answer)
+                return True
+            if not all(map(compute, eqn.vars)):
+                return False
+            if eqn.op.name == "const":
+                known[var] = self.consts[eqn.params["name"]]
+                return True
+            args = [known[a] if isinstance(a, Var) else a for a in eqn.inputs]
+            outs = eqn.op.kernel(*args, **eqn.params)
+            known.update(zip(eqn.outputs, outs if isinstance(outs, (tuple, list)) else [outs], strict=True))
+            return True
+
+        var = self.cell(x).read()
+        with _disable_current_modes():
+            return known[var] if compute(var) else None
+
+    def add_block(self, name: str, block: Block) -> str:
+        """Enter a finished block; an equal one that is there already is used instead."""
+        tried = name
+        for i in itertools.count(2):
+            if tried not in self.blocks:
+                self.blocks[tried] = block
+                return tried
+            if self.blocks[tried] == block:
+                return tried
+            tried = f"{name}_{i}"
+        raise AssertionError
+
+    def here(self) -> None:
+        """The equations that follow are the user's current line."""
+        self.source, self.frame = here()
+
+    def undo(self, length: int) -> None:
+        """Forget the equations from `length` on."""
+        del self.eqns[length:], self.lines[length:]
+        self.frozen -= {i for i in self.frozen if i >= length}
+
+    def argument(self, name: str, tensor: torch.Tensor, apart: bool = False) -> Traced:
+        """A tensor argument becomes an input; `apart`: also where the code reaches the same tensor by another way, that is another input."""
+        self._check_tensor(tensor)
+        var = Var(name, type_of(tensor))
+        self.inputs.append(var)
+        cell = Cell(var)
+        cell.place = Place(name, "argument", None, None)
+        self.lifted[-len(self.lifted) - 1 if apart else id(tensor)] = (tensor, cell)
+        return Traced.make(cell, self, tensor.stride())
+
+    def cell(self, tensor: torch.Tensor) -> Cell:
+        """The cell of a traced tensor, or of a real one the code reached: that becomes an input."""
+        if type(tensor) is Traced and tensor.tracer is self:
+            if tensor.cell.var in self.closed:
+                raise refuse("a tensor made in a branch or loop was used outside of it", "a variable, attribute or item that every branch assigns")
+            if tensor.cell.var in self.local:
+                axes = ", ".join(sorted(self.local[tensor.cell.var]))
+                raise refuse(
+                    f"a tensor that differs from rank to rank along {axes} was used outside of its manual region",
+                    "comm.all_gather or comm.all_reduce inside, or a decorated function with outs=",
+                )
+            return tensor.cell
+        if type(tensor) is Traced and not tensor.tracer.running:
+            raise refuse("a tensor of another capture was used", "do not keep tensors across calls of captured functions")
+        found = self.lifted.get(id(tensor))
+        if found is None:
+            found = self.lifted[id(tensor)] = (tensor, self._lift(tensor))
+        return found[1]
+
+    def _check_tensor(self, tensor: torch.Tensor) -> None:
+        """A program holds dense tensors of one device (0-dim ones may lie elsewhere, as in torch)."""
+        _check_dense(tensor)
+        kinds = {tensor.device.type, self.device.type} - {"meta"}
+        if len(kinds) > 1 and tensor.ndim:
+            raise refuse(f"a tensor on {tensor.device} was used in a program on {self.device}", "move model and arguments to one device")
+
+    def _lift(self, tensor: torch.Tensor) -> Cell:
+        self._check_tensor(tensor)
+        places = self.places.find(tensor)
+        taken = {v.name for v in self.inputs}
+        base = name = places[0].name or "held"
+        for i in range(1, 1_000_000):
+            if name not in taken:
+                break
+            name = f"{base}_{i}"
+        var = Var(name, type_of(tensor))
+        self.inputs.append(var)
+        self.state.append((var, places))
+        cell = Cell(var)
+        cell.place = places[0]
+        return cell
+
+    def value(self, x: Any) -> Any:
+        """What a rule sees for an argument: Vars for tensors, containers opened."""
+        if isinstance(x, torch.Tensor):
+            return self.cell(x).read()
+        if isinstance(x, (list, tuple)) and x and not isinstance(x, torch.Size):
+            return type(x)(map(self.value, x)) if type(x) in (list, tuple) else [self.value(v) for v in x]
+        if isinstance(x, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            raise refuse("symbolic sizes are not supported; a program has static shapes")
+        return x
+
+    def wrap(self, out: Any) -> Any:
+        """What user code gets for a rule's result."""
+        if isinstance(out, Var):
+            return Traced.make(Cell(out), self)
+        if isinstance(out, (list, tuple)):
+            return type(out)(map(self.wrap, out))
+        return out
+
+    def constant(self, tensor: torch.Tensor) -> Var:
+        """A literal tensor in the user's code."""
+        data = tensor.detach().cpu().contiguous()
+        digest = hashlib.sha256(repr((data.dtype, tuple(data.shape))).encode())
+        digest.update(data.reshape(-1).view(torch.uint8).numpy().tobytes() if data.numel() else b"")
+        name = f"c{digest.hexdigest()[:12]}"
+        self.consts[name] = data
+        return self.emit(OPS["const"], (), {"name": name, "shape": tuple(data.shape), "dtype": data.dtype})
+
+
+def _check_dense(x: torch.Tensor) -> None:
+    if x.layout != torch.strided or x.is_quantized or x.is_nested:
+        kind = "quantized" if x.is_quantized else "nested" if x.is_nested else str(x.layout).split(".")[-1]
+        raise refuse(f"a {kind} tensor was used; a program has dense tensors", "to_dense(), or computing it outside of the function")

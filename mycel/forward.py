@@ -1,0 +1,54 @@
+"""The loss of a batch, or what else a function makes of it with the model, without a step: under the plan of a step, in its precision."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from mycel import lower, plan, transform
+from mycel.capture import MISS, Captured, bind
+from mycel.capture import capture as capture_call
+from mycel.ir import Block, Program, check
+from mycel.parts import Joined, Parts
+from mycel.run import load
+
+
+class Forward:
+    """A function of the model without gradients, compiled once for each signature; `prepared` makes the program of what was captured."""
+
+    def __init__(self, fn: Callable[..., Any], prepared: Callable[[Captured], Program], parts: Parts | None) -> None:
+        self.fn, self.prepared, self.parts = fn, prepared, parts
+        self.calls: list[Callable[[tuple[Any, ...], dict[str, Any]], Any]] = []
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        for call in self.calls:
+            out = call(args, kwargs)
+            if out is not MISS:
+                return out
+        self.calls.insert(0, self._compiled(args, kwargs))
+        return self.calls[0](args, kwargs)
+
+    def _compiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
+        parts = self.parts
+        with parts.whole() if parts is not None else nullcontext():
+            captured = capture_call(self.fn, args, kwargs)
+            program = self.prepared(captured)
+            made = Joined(captured, program, (), len(program.results), len(program.inputs), program.entry)
+        arguments = len(set(captured.leaves))
+        if parts is None:
+            run, local = load(program, captured.device, reuse=True)[0], program
+        else:
+            spread = parts.distribute(made, plan.hardware_of(captured.device), compiled=False)
+            local = check(lower.overlap(check(lower.hoist(transform.simplify(spread.local)))))
+            run = parts.taken(load(local, captured.device, reuse=True)[0], spread, arguments)
+
+        def without_gradients(*inputs: Any) -> Any:
+            with torch.no_grad():
+                return run(*inputs)[: made.results]
+
+        inputs = (*program.inputs[:arguments], *local.inputs[arguments:])
+        return bind(replace(captured, program=Program({"main": Block(inputs, (), captured.program.results)}), effects=()), without_gradients)[0]

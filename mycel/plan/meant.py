@@ -1,0 +1,94 @@
+"""What given layouts mean for the values around them, beyond what moving costs.
+
+    a parameter in parts        is used in parts, and so is what is made of it alone: taking it apart or together counts more
+    a parameter gathered        reaches its layer while others compute; a gradient its update likewise: such a message counts less
+    the norm of a gradient      is taken of it as it lies for its update: as the optimiser state does
+
+The solver (`layouts.py`) weighs its messages by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from mycel.ir import Eqn, Layout, Var
+from mycel.plan.choices import OWED, SAME, WHOLE, Label
+from mycel.plan.graph import Graph, Node, Source, origin
+
+HIDDEN, MEANT = 0.1, 10.0  # what counts of a message that goes on beside computing; of one that takes apart what the plan put together
+
+Given = Mapping[int, Layout]  # inputs of the entry; one that is not there is whole
+
+
+def place(layout: Layout | None, axis: str) -> int:
+    """Where an axis lies in a layout: a dim, WHOLE, or something owed."""
+    if layout is None:
+        return WHOLE
+    for d, axes in enumerate(layout.dims):
+        if axis in axes:
+            return d
+    return next((OWED[kind] for a, kind in layout.owed if a == axis), WHOLE)
+
+
+def weights(g: Graph, given: Given, axis: str, derived: set[Source]) -> dict[tuple[Source, Node], float]:
+    """Messages that count less, since they go on beside computing: gathered parameters on their way to a layer, gradients to their update.  And
+    those that count more: inputs that were given in parts are meant to be used in parts, and what is widened is to be added up wide."""
+    late = {node for node, eqn in g.eqns.items() if updates(eqn) or eqn.op.name == "global_norm"}
+    meant = made_of(g, (i for i, layout in given.items() if place(layout, axis) >= 0)) - derived
+    wanted = {source.node for source, node, _, _ in g.edges if source.node[0] == "hub" and node not in late}
+    late |= {node for node in g.ports if node[0] == "hub" and node not in wanted}  # on its way to updates alone
+    found = {}
+    for source, node, _, _ in g.edges:
+        if source in meant or (node in g.eqns and _widens(g.eqns[node])):
+            found[source, node] = MEANT
+        elif node in late or source in derived:
+            found[source, node] = HIDDEN
+    return found
+
+
+def made_of(g: Graph, inputs: Iterable[int]) -> set[Source]:
+    """Inputs of the entry, and values made of one of them alone."""
+    found = {Source(g.port(g.program.entry, i), 0) for i in inputs}
+    if not found:
+        return found
+    feeds: dict[Node, list[Source]] = {}
+    for source, node, _, _ in g.edges:
+        feeds.setdefault(node, []).append(source)
+    for _ in range(8):  # through nested calls
+        more = set()
+        for node, sources in feeds.items():
+            if all(s in found for s in sources) and (node in g.ports or len(sources) == 1):
+                count = len(g.options[node].outputs) if node in g.options else 1
+                more |= {Source(node, j) for j in range(count)}
+        if more <= found:
+            break
+        found |= more
+    return found
+
+
+def norm_labels(g: Graph, given: Given, axis: str) -> dict[Node, Label]:
+    """For each gradient whose norm is taken: the label under which it lies as its optimiser state does."""
+    state: dict[Node, int] = {}  # by part of an update: where the axis lies in what it updates
+    for source, node, _, _ in g.edges:
+        first = origin(source)
+        if node in g.eqns and updates(g.eqns[node]) and first[:2] == ("in", g.program.entry) and g.ports[first].ndim:
+            where = place(given.get(first[2]), axis)
+            state[node] = max(state.get(node, WHOLE), where)
+    lies = {source: state[node] for source, node, _, _ in g.edges if node in state and origin(source)[:2] != ("in", g.program.entry)}
+    found = {}
+    for source, node, operand, _ in g.edges:
+        if node in g.eqns and g.eqns[node].op.name == "global_norm" and source in lies:
+            where = lies[source]
+            found[node] = Label(f"p{operand}d{where}") if where >= 0 else SAME
+    return found
+
+
+def updates(eqn: Eqn) -> bool:
+    """Is it an optimiser's update?"""
+    return eqn.op.inplace is not None
+
+
+def _widens(eqn: Eqn) -> bool:
+    """Does it take 16 bits to more?"""
+    x = eqn.inputs[0] if eqn.op.name == "cast" else None
+    return isinstance(x, Var) and x.dtype.is_floating_point and x.dtype.itemsize < eqn.outputs[0].dtype.itemsize

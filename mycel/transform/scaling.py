@@ -1,0 +1,34 @@
+"""The loss times a scale that the caller gives: gradients in 16 bits stay above what they can hold."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from mycel.ir import Block, Builder, Program, Type
+from mycel.ops import o
+
+
+def with_scale(program: Program) -> tuple[Program, int]:
+    """The program with an input for the loss scale, and its position."""
+    main = program.main
+    b = Builder()
+    b.inputs = list(main.inputs)
+    b.reserve(v.name for v in (*main.inputs, *(v for e in main.eqns for v in e.outputs)))
+    b.input("loss_scale", Type(torch.float32, ()))
+    block = replace(main, inputs=tuple(b.inputs))
+    return replace(program, blocks={**program.blocks, program.entry: block}), len(main.inputs)
+
+
+def scaled(program: Program, scale: int | None) -> Program:
+    """The program with its loss times the scale behind its results."""
+    if scale is None:
+        return program
+    main, n = program.main, len(program.results)
+    b = Builder()
+    b.reserve(v.name for v in (*main.inputs, *(v for e in main.eqns for v in e.outputs)))
+    with b:
+        loss = o.mul(main.outputs[0], main.inputs[scale])
+    block = Block(main.inputs, (*main.eqns, *b.eqns), (*main.outputs[:n], loss, *main.outputs[n:]))
+    return replace(program, blocks={**program.blocks, program.entry: block})
