@@ -1,7 +1,12 @@
-"""Layouts: moving between any two of them keeps the tensor; every operator on parts, in every layout its dims allow, equals the whole."""
+"""Layouts: moving between any two of them keeps the tensor; every operator on parts, in every layout its dims allow, equals the whole.
+
+On meshes of two axes both laws are tried in full, with padding that harms whatever it reaches; on larger ones, and for
+an operator between moves, at random.
+"""
 
 from __future__ import annotations
 
+import functools
 import random
 
 import pytest
@@ -13,15 +18,18 @@ import mycel.ops  # noqa: F401  fills the table
 from examples import parse_example
 from mycel.errors import PlanError
 from mycel.ir import CONTROL, OPS, Builder, Layout, Mesh, Program, Type, check, extent, part, read_layout, type_of, typed
+from mycel.ir.layout import KINDS
 from mycel.lower.spmd import spmd
 from mycel.plan.choices import SAME, Laid, Options
 from mycel.plan.links import CPU_LINK, Links
 from mycel.plan.moves import Moves
-from mycel.run.simulate import part_of, put_together, simulate, spread_out
+from mycel.run.simulate import part_of, put_together, simulate
 
 MESHES = [Mesh(a=2), Mesh(a=3), Mesh(a=2, b=2), Mesh(a=3, b=2), Mesh(a=2, b=1, c=3), Mesh(a=4, b=2)]
+PAIRS = [Mesh(a=2, b=2), Mesh(a=2, b=3)]  # small enough for everything
 
 
+@functools.cache
 def moves_on(mesh):
     return Moves(Links(mesh, CPU_LINK))
 
@@ -36,6 +44,38 @@ def random_layout(ndim, mesh, rng, owed=True):
         elif where == ndim and owed:
             owes.append((axis, "+"))
     return Layout(tuple(map(tuple, dims)), tuple(sorted(owes)))
+
+
+def held(x, layout, mesh, seed=0):
+    """A tensor as ranks may hold it: of a sum owed each has its share, of a maximum or minimum some rank each element; padding does harm."""
+    gen = torch.Generator().manual_seed(seed)
+    shares = {axis: _shares(x, kind, mesh[axis], gen) for axis, kind in sorted(layout.owed, key=lambda owed: owed[1] != "+")}
+    real = torch.ones_like(x, dtype=torch.bool)
+    parts = []
+    for rank in range(mesh.world):
+        at, mine = mesh.coordinates(rank), x
+        for axis, share in shares.items():
+            mine = share[at[axis]](mine)
+        mine = part_of(mine, layout.paid, mesh, rank)
+        parts.append(mine.where(part_of(real, layout.paid, mesh, rank), worst(x.dtype)) if any(layout.dims) else mine)
+    return parts
+
+
+def _shares(x, kind, n, gen):
+    """What each of n ranks makes of x, so that the sum, maximum or minimum of it is x."""
+    if kind != "+":
+        less = torch.randint(0, 3, (n, *x.shape), generator=gen)
+        less = (less - less.amin(0)) * (1 if kind == ">" else -1)
+        return [lambda y, r=r: y - less[r] for r in range(n)]
+    times = torch.randint(-2, 3, (n, *x.shape), generator=gen) if x.dtype in (torch.float64, torch.complex128) else torch.zeros(n, *x.shape)
+    times[0] += 1 - times.sum(0)
+    return [lambda y, r=r: y * times[r].to(y.dtype) for r in range(n)]
+
+
+def worst(dtype):
+    """The padding that does most harm."""
+    value = torch.nan if dtype.is_floating_point or dtype.is_complex else True if dtype == torch.bool else torch.iinfo(dtype).max
+    return torch.tensor(value, dtype=dtype)
 
 
 # -- meshes and parts ----------------------------------------------------------------------------------------------------
@@ -95,8 +135,35 @@ def test_from_any_layout_to_any_other(shape, mesh, rng):
     source, target = (random_layout(len(shape), mesh, rng) for _ in range(2))
     x = torch.randn(shape, dtype=torch.float64)
     program = moved(type_of(x), source, target, mesh)
-    (out,) = simulate(program, mesh, [spread_out(x, source, mesh)])
+    (out,) = simulate(program, mesh, [held(x, source, mesh)])
     assert torch.allclose(put_together(out, target, type_of(x), mesh), x, rtol=1e-12)
+
+
+def all_layouts(ndim, mesh):
+    """Every layout on a mesh: each axis unused, owing, or on some dim, there at each place among the others."""
+    found = [Layout.whole(ndim)]
+    for axis in mesh.axes:
+        owing = [x.owing(axis, kind) for x in found for kind in KINDS]
+        at = [(x, d, n) for x in found for d in range(ndim) for n in range(len(x.dims[d]) + 1)]
+        found += owing + [Layout((*x.dims[:d], (*x.dims[d][:n], axis, *x.dims[d][n:]), *x.dims[d + 1 :]), x.owed) for x, d, n in at]
+    return found
+
+
+@pytest.mark.parametrize("mesh", PAIRS, ids=repr)
+@pytest.mark.parametrize("shape", [(), (5,), (5, 3), (6,), (12, 6)], ids=str)
+@pytest.mark.parametrize("extreme", [False, True], ids=["to sums", "to extremes"])
+def test_from_each_layout_to_each_other(shape, mesh, extreme):
+    layouts = all_layouts(len(shape), mesh)
+    assert (
+        len(layouts) == len(set(layouts)) == (len(shape) + len(KINDS) + 1) ** 2 + len(shape)
+    )  # a place for each axis; two on one dim in both orders
+    x = torch.randint(1, 100, shape, generator=torch.Generator().manual_seed(0)).double()  # whole numbers: sums are exact
+    for source in layouts:
+        given = held(x, source, mesh)
+        assert torch.equal(put_together(given, source, type_of(x), mesh), x), source
+        for target in (t for t in layouts if any(kind != "+" for _, kind in t.owed) == extreme):
+            (out,) = simulate(moved(type_of(x), source, target, mesh), mesh, [given])
+            assert torch.equal(put_together(out, target, type_of(x), mesh), x), (str(source), str(target))
 
 
 def names(program):
@@ -130,45 +197,99 @@ def as_tuple(x):
     return tuple(x) if isinstance(x, (tuple, list)) else (x,)
 
 
-def run_in_parts(op, inputs, params, labels, mesh, rng):
-    """The operator alone in a program, its operands and results in random layouts; the results put together."""
+def alone(op, inputs, params):
+    """An operator alone in a program."""
     b = Builder()
-    tensors = [x for x in inputs if isinstance(x, torch.Tensor)]
     atoms = [b.input(f"x{i}", type_of(x)) if isinstance(x, torch.Tensor) else x for i, x in enumerate(inputs)]
     with b:
         outs = as_tuple(op(*atoms, **params))
-    eqn = b.eqns[0]
-    choice = Options.of(eqn).choice(labels, mesh)
-    given = [random_layout(x.ndim, mesh, rng, owed=x.is_floating_point()) if rng.random() < 0.5 else None for x in tensors]
+    return Program({"main": b.block(outs)})
+
+
+def elsewhere(choice, program, mesh, rng):
+    """Layouts for the operands and results of the one equation: half of them those it wants, half of them any."""
+
+    def some(layout, v):
+        fits = layout if rng.random() < 0.5 else random_layout(v.ndim, mesh, rng, owed=v.dtype.is_floating_point)
+        return fits.paid if v.dtype == torch.bool else fits
+
     wanted = [want for want in choice.ins if want is not None]
-    given = [want if g is None else g for g, want in zip(given, wanted, strict=True)]
-    given = [g if x.dtype != torch.bool else g.paid for g, x in zip(given, tensors, strict=True)]
-    result = [
-        o if rng.random() < 0.5 or v.dtype == torch.bool else random_layout(v.ndim, mesh, rng, owed=v.dtype.is_floating_point)
-        for o, v in zip(choice.outs, outs, strict=True)
-    ]
-    laid = Laid(tuple(given), (choice,), tuple(result))
-    program = check(spmd(Program({"main": b.block(outs)}), {"main": laid}, moves_on(mesh)))
-    local = [spread_out(x, g, mesh) for x, g in zip(tensors, given, strict=True)]
-    made = simulate(program, mesh, local)
-    return [put_together(m, r, v.type, mesh) for m, r, v in zip(made, result, outs, strict=True)], choice
+    ins = [some(want, v) for want, v in zip(wanted, program.inputs, strict=True)]
+    return ins, [o if v.dtype == torch.bool else some(o, v) for o, v in zip(choice.outs, program.main.eqns[0].outputs, strict=True)]
+
+
+def laid_out(program, inputs, labels, mesh, rng=None):
+    """Its one operator on parts, the operands and results as its choice has them, or with `rng` elsewhere; the results put together."""
+    (eqn,) = program.main.eqns
+    choice = Options.of(eqn).choice(labels, mesh)
+    given, result = elsewhere(choice, program, mesh, rng) if rng else ([want for want in choice.ins if want is not None], choice.outs)
+    local = check(spmd(program, {"main": Laid(tuple(given), (choice,), tuple(result))}, moves_on(mesh)))
+    tensors = [x for x in inputs if isinstance(x, torch.Tensor)]
+    made = simulate(local, mesh, [held(x, g, mesh, seed=i) for i, (x, g) in enumerate(zip(tensors, given, strict=True))])
+    return [put_together(m, r, v.type, mesh) for m, r, v in zip(made, result, eqn.outputs, strict=True)]
+
+
+def run_in_parts(op, inputs, params, labels, mesh, rng):
+    """The operator alone in a program, its operands and results in random layouts; the results put together, and its choice."""
+    program = alone(op, inputs, params)
+    return laid_out(program, inputs, labels, mesh, rng), Options.of(program.main.eqns[0]).choice(labels, mesh)
+
+
+def made_whole(op, example):
+    """(inputs, results) of an example on one device."""
+    inputs = example.make("f64")
+    if len({x.dtype for x in inputs if isinstance(x, torch.Tensor) and x.is_floating_point()}) > 1:  # few digits: what is rounded loses none
+        inputs = [x.bfloat16().to(x.dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in inputs]
+    return inputs, as_tuple(op.kernel(*inputs, **example.params))
+
+
+def same(got, whole):
+    return all(
+        y.dtype == want.dtype and torch.allclose(wide(y), wide(want), rtol=EXACT, atol=EXACT, equal_nan=True)
+        for y, want in zip(got, whole, strict=True)
+    )
 
 
 @pytest.mark.parametrize("op, example", CASES)
 def test_every_operator_in_every_layout(op, example):
     rng = random.Random(0)
-    inputs = example.make("f64" if "f64" in example.dtypes() else example.dtypes()[0] or "f64")
-    whole = as_tuple(op.kernel(*inputs, **example.params))
-    types = [type_of(x) if isinstance(x, torch.Tensor) else x for x in inputs]
-    options = Options(op, types, example.params, [type_of(y) for y in whole])
+    inputs, whole = made_whole(op, example)
+    program = alone(op, inputs, example.params)
+    options = Options.of(program.main.eqns[0])
     assert options.fit is None or options.fit.out_shapes == [tuple(y.shape) for y in whole], "dims disagree with the kernel"
     for mesh in MESHES:
         first = options.labels(mesh, mesh.axes[0], {})
         tried = [{mesh.axes[0]: label} for label in first] if len(mesh.axes) == 1 else [random_labels(options, mesh, rng) for _ in range(4)]
         for labels in tried:
-            got, choice = run_in_parts(op, inputs, example.params, labels, mesh, rng)
-            for y, want in zip(got, whole, strict=True):
-                assert y.dtype == want.dtype and torch.allclose(wide(y), wide(want), rtol=EXACT, atol=EXACT, equal_nan=True), (mesh, labels, choice)
+            assert same(laid_out(program, inputs, labels, mesh, rng), whole), (mesh, labels)
+
+
+@pytest.mark.parametrize("op, example", CASES)
+def test_every_operator_in_every_pair_of_labels(op, example):
+    """Nothing is moved and padding is harmful: what is proved is each choice itself."""
+    inputs, whole = made_whole(op, example)
+    program = alone(op, inputs, example.params)
+    for mesh in PAIRS:
+        for labels in all_labels(Options.of(program.main.eqns[0]), mesh):
+            assert same(laid_out(program, inputs, labels, mesh), whole), (mesh, labels)
+
+
+def all_labels(options, mesh):
+    """Labels for two axes: each for the one with each for the other, the axes in both orders where they share a letter.
+
+    On a mesh whose axes are alike, of two pairs that are each other's with the axes exchanged only one is tried.
+    """
+    a, b = mesh.axes
+    tried = set()
+    for slow, fast in ((a, b), (b, a)):
+        for label in options.labels(mesh, slow, {}):
+            letters = dict.fromkeys(label.letter.split(), (slow,))
+            for more in options.labels(mesh, fast, letters):
+                labels, shared = {slow: label, fast: more}, not letters.keys().isdisjoint(more.letter.split())
+                pair = frozenset((label, more)) if mesh[a] == mesh[b] else (labels[a], labels[b], shared and slow)
+                if pair not in tried:
+                    tried.add(pair)
+                    yield labels
 
 
 def random_labels(options, mesh, rng):
@@ -184,15 +305,8 @@ def wide(x):
 
 
 def test_same_is_always_possible():
-    assert all(SAME in Options.of(_equation(c.values[0], c.values[1])).labels(Mesh(a=2), "a", {}) for c in CASES[::7])
-
-
-def _equation(op, example):
-    b = Builder()
-    inputs = example.make("f64" if "f64" in example.dtypes() else example.dtypes()[0] or "f64")
-    with b:
-        op(*(b.input(f"x{i}", type_of(x)) if isinstance(x, torch.Tensor) else x for i, x in enumerate(inputs)), **example.params)
-    return b.eqns[0]
+    equations = [alone(op, made_whole(op, example)[0], example.params).main.eqns[0] for op, example in (c.values for c in CASES[::7])]
+    assert all(SAME in Options.of(eqn).labels(Mesh(a=2), "a", {}) for eqn in equations)
 
 
 def test_a_part_of_a_tensor():

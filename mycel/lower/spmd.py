@@ -89,6 +89,11 @@ class At:
         """The first element of this rank's part: a number where it is not split, else an i64[]."""
         return offset(self.sizes[letter], self.axes(letter), self.mesh)
 
+    def valid(self, letter: str) -> Any:
+        """How many elements of this rank's part are real: a number where all are, else an i64[]."""
+        n, axes = self.sizes[letter], self.axes(letter)
+        return self.local(letter) if is_even(n, axes, self.mesh) else valid(n, axes, self.mesh)
+
     def start_of(self, dim: int) -> Any:
         """The first element of this rank's part of a dim of the first result."""
         return offset(self.shape[dim], self.layout.dims[dim], self.mesh)
@@ -245,7 +250,7 @@ class _Block:
                     value = lowest(x.dtype) if flag == ">" else highest(x.dtype)
                 elif eqn.op.name in DIVISIONS and not x.dtype.is_floating_point:
                     value = 1
-                elif flag == "+" or (not x.dtype.is_floating_point and not x.dtype.is_complex and not is_pointwise(eqn)):
+                elif flag == "+" or eqn.op.name in BOUNDED or (not x.dtype.is_floating_point and not x.dtype.is_complex and not is_pointwise(eqn)):
                     value = False if x.dtype == torch.bool else 0
                 else:
                     continue
@@ -297,6 +302,7 @@ def _rows(layout: Layout) -> Layout:
 
 
 DIVISIONS = frozenset({"remainder", "floor_divide", "trunc_divide", "fmod"})  # of integers: padding must not be divided by
+BOUNDED = frozenset({"binary_cross_entropy"})  # refuses what lies outside [0, 1]: padding must not
 
 
 def is_pointwise(eqn: Eqn) -> bool:

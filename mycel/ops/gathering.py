@@ -31,9 +31,8 @@ def free(names, dim, flag=""):
 
 def here(at, letter, index):
     """Indices into the whole of a split letter -> indices into this rank's part, and which of them fall into it."""
-    n = at.local(letter)
     local = o.sub(index, at.start(letter))
-    return o.clamp(local, 0, n - 1), o.logical_and(o.ge(local, 0), o.lt(local, n))
+    return o.clamp(local, 0, at.local(letter) - 1), o.logical_and(o.ge(local, 0), o.lt(local, at.valid(letter)))
 
 
 def gather_part(at, x, index, *, dim):

@@ -131,7 +131,7 @@ def cotangents_in_place(z, classes):
 
 def linear_cross_entropy_part(at, x, w, b, target, *, reduction="mean", ignore_index=-100):
     """Rows: each rank the sum of its own, divided by the count of all.  Classes: each rank its logits, maxima and sums of them over all."""
-    target = at.masked(target, 0, "n", ignore_index)
+    x, target = at.masked(x, 0, "n", 0), at.masked(target, 0, "n", ignore_index)
     made = (
         split_classes(at, x, w, b, target, ignore_index)
         if at.axes("v")
@@ -146,6 +146,7 @@ def linear_cross_entropy_part(at, x, w, b, target, *, reduction="mean", ignore_i
 
 def split_classes(at, x, w, b, target, ignore_index):
     """The sum of the losses and its gradients where each rank has some of the classes."""
+    w = at.masked(w, 0, "v", 0)
     z = o.linear(x, w) if b is None else o.add(o.linear(x, w), b)
     z = at.masked(o.cast(z, dtype=torch.float32) if z.dtype.itemsize == 2 else z, 1, "v", float("-inf"))
     z = o.sub(z, at.all_reduce(o.amax(z, dims=(1,), keepdim=True), "v", ">"))

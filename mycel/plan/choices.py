@@ -219,19 +219,20 @@ def linear_groups(op: Op, inputs: Sequence[Any], outputs: Sequence[Type]) -> lis
     """The groups of operands whose sums owed pass through this equation."""
     if any(not (t.dtype.is_floating_point or t.dtype.is_complex) or t.depth for t in outputs):
         return []
-    if op.name == "cast" and (not isinstance(inputs[0], Type) or outputs[0].dtype.itemsize < inputs[0].dtype.itemsize):
-        return []  # parts are not rounded before they are added up
+    if op.name == "cast" and not isinstance(inputs[0], Type):
+        return []
+    digits = min(t.dtype.to_real().itemsize for t in outputs)
     groups: list[tuple[int, ...]] = [tuple(range(len(inputs)))] if isinstance(op.linear, str) else list(op.linear)
     found = []
     for group in groups:
         types = [inputs[i] for i in group if i < len(inputs)]
-        if len(types) == len(group) and all(_can_owe(t) for t in types):  # zeros everywhere are a sum owed as well
+        if len(types) == len(group) and all(_can_owe(t, digits) for t in types):  # zeros everywhere are a sum owed as well
             found.append(group)
     return found
 
 
-def _can_owe(x: Any) -> bool:
-    """A floating point tensor, or the literal zero."""
+def _can_owe(x: Any, digits: int) -> bool:
+    """A floating point tensor, or the literal zero; parts are not rounded before they are added up."""
     if isinstance(x, Type):
-        return x.dtype.is_floating_point or x.dtype.is_complex
+        return (x.dtype.is_floating_point or x.dtype.is_complex) and x.dtype.to_real().itemsize <= digits
     return isinstance(x, (int, float)) and not isinstance(x, bool) and x == 0

@@ -43,6 +43,8 @@ class Links:
 
     def seconds(self, name: str, axes: Axes, local_bytes: float) -> float:
         """One collective; `local_bytes` is what a rank puts in."""
+        if not axes:
+            return 0.0
         k, link = self.mesh.count(axes), self.of(axes)
         return sent(name, k, local_bytes) / link.bytes_s + _steps(name, k) * link.start_s
 
