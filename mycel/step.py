@@ -274,7 +274,8 @@ class Step:
             ready[id(found)] = made = lowered(found)
             return plan.footprint(made[0], plan.Costs(made[0], hardware, compiled), made[1])
 
-        decided = plan.decide(program, body, plan.Costs(program, hardware, compiled), measure, self.settings.budget)
+        again = self.written.recompute if self.written is not None else "auto"
+        decided = plan.decide(program, body, plan.Costs(program, hardware, compiled), measure, self.settings.budget, again)
         return decided, *(ready.get(id(decided.residuals)) or lowered(decided.residuals))
 
     def _overlapped(self, program: Program) -> Program:

@@ -30,9 +30,9 @@ def ready_to_run(found: lower.Distributed) -> Program:
     return check(lower.overlap(check(lower.hoist(transform.simplify(found.local)))))
 
 
-def compared(program: Program, found: lower.Distributed, mesh: Mesh, values: Sequence[torch.Tensor]) -> None:
-    """Serial and simulated, on the same inputs."""
-    local = ready_to_run(found)
+def compared(program: Program, found: lower.Distributed, mesh: Mesh, values: Sequence[torch.Tensor], local: Program | None = None) -> None:
+    """Serial and simulated, on the same inputs; `local` is what the ranks run, if not what was found."""
+    local = local or ready_to_run(found)
     wanted = interpret(program, list(values))
     single = any(v.dtype == torch.float32 and v.type.ndim for b in program.blocks.values() for e in b.eqns for v in e.outputs)
     got = simulate(local, mesh, [spread_out(x, layout, mesh) for x, layout in zip(values, found.inputs, strict=True)])

@@ -6,6 +6,7 @@ A job that goes wrong raises, and its rank ends with exit code 1.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import itertools
 import os
@@ -350,7 +351,18 @@ def meet() -> None:
         ranks.agree({"same": "text"})
         assert ranks.all_reduce(torch.tensor([1.0 + RANK]), ("dp",)).item() == sum(range(1, WORLD + 1))
         assert ranks.all_gather(torch.tensor([RANK]), ("dp",), 0).tolist() == list(range(WORLD))
+        note(f"listens-{RANK}", "\n".join(listening(os.getpid()) + listening(os.getppid())))
     note(f"met-{RANK}")
+
+
+def listening(pid: int) -> list[str]:
+    """The addresses at which a process waits to be called, in hexadecimal."""
+    mine = set()
+    for fd in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            mine.add(os.readlink(fd))
+    rows = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
+    return [row[1].partition(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in mine]
 
 
 JOBS = {

@@ -12,16 +12,17 @@ import models
 import pytest
 import torch
 import transformers as hf
-from distributing import SIZES, OneDevice, equals_serial, random_plan, ready_to_run, start_values, step_equals, tensors
+from distributing import SIZES, OneDevice, compared, equals_serial, random_plan, ready_to_run, start_values, step_equals, tensors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from zoo import ZOO, inputs, programs
 
 import mycel
+from mycel import lower, transform
 from mycel.errors import PlanError
 from mycel.ir import Layout, Mesh, call, chains, check, walk
-from mycel.plan import Plan, least, ready_plans
+from mycel.plan import CPU, Costs, Plan, decide, footprint, least, ready_plans
 from mycel.run import interpret, simulate
 from mycel.run.simulate import spread_out
 
@@ -305,6 +306,19 @@ def test_parameters_come_one_layer_ahead(precision):
         begun = [uses[eqns[uses[v].defined].inputs[0]].defined for v in arguments if eqns[uses[v].defined].params["op"] == "all_gather"]
         ahead.append({sum(b < c < i for c in calls) for b in begun})
     assert len(calls) == 12 and all(n <= {0, 1} for n in ahead) and sum(1 in n for n in ahead) >= 10, ahead
+
+
+@pytest.mark.parametrize("names, sizes", [("zero3", {"dp": 2}), ("tp", {"tp": 2}), ("dp+cp", {"dp": 2, "cp": 2})], ids=str)
+def test_what_is_computed_again_is_the_same_on_ranks(names, sizes):
+    """With messages among it."""
+    one, mesh = OneDevice.of(*made("llama"), clip_norm=1.0), Mesh(sizes)
+    found = one.under(Plan.read(names, mesh))
+    program = check(transform.simplify(found.local))
+    costs = Costs(program, CPU, False)
+    full = decide(program, one.made.body, costs, lambda r: footprint(lower.reside(program, r), costs, set()), None, "full")
+    assert any(d.seconds for d in full.residuals.pairs)
+    local = check(lower.overlap(check(lower.hoist(lower.reside(program, full.residuals)))))
+    compared(one.made.program, found, mesh, start_values(one), local)
 
 
 def test_all_ranks_make_the_same_program():

@@ -191,6 +191,13 @@ def test_ranks_of_torchrun_meet(tmp_path):
     assert len(notes(tmp_path, "met-")) == 2
 
 
+def test_local_runs_listen_on_loopback_only(tmp_path):
+    """The ranks, and the launcher, which holds their store."""
+    assert run("meet", 2, tmp_path) == 0
+    heard = {address for text in notes(tmp_path, "listens-").values() for address in text.split()}
+    assert heard and heard <= {"0100007F", "0" * 16 + "FFFF00000100007F", "0" * 24 + "01000000"}, heard  # 127.0.0.1, the same in IPv6, ::1
+
+
 def test_ranks_meet_without_anyone_to_hold_the_store(tmp_path):
     place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks = [subprocess.Popen([sys.executable, CHILD, "meet", str(tmp_path)], env={**os.environ, **QUICK, **place, "RANK": str(r)}) for r in range(2)]

@@ -211,6 +211,21 @@ def test_a_size_is_a_number_or_a_text():
         assert planned(small_llama, batch, budget).budget == 20 << 30
 
 
+def test_a_plan_says_what_is_computed_again():
+    """All that can be, nothing, or as the budget asks: less memory for more work, and the same losses."""
+    batch, found, losses = tokens(0), {}, []
+    for how in ("full", "auto", "none"):
+        pair = both(small_llama, sgd(), mesh=mycel.Mesh(dp=1), plan={"batch": ["dp"], "recompute": how})
+        losses.append([pair.step(**tokens(i)).item() for i in range(3)])
+        found[how] = pair.step.plan
+    again = {how: sum(d.seconds for d in p.residuals.pairs) for how, p in found.items()}
+    assert losses[0] == losses[1] == losses[2]
+    assert found["full"].peak < found["auto"].peak <= found["none"].peak and again["full"] > again["auto"] >= again["none"] == 0
+    for how, budget in (("none", found["none"].peak - 1), ("full", found["full"].peak - 1)):
+        with pytest.raises(PlanError, match=rf"recompute: {how} needs .* too much\n  try       recompute: auto"):
+            both(small_llama, sgd(), mesh=mycel.Mesh(dp=1), plan={"batch": ["dp"], "recompute": how}, memory=budget).step.prepare(**batch)
+
+
 def test_parts_take_less():
     batch = tokens(0, rows=8)
     peaks = [planned(small_llama, batch, None, accumulate=n).peak for n in (1, 2, 4)]

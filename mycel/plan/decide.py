@@ -48,14 +48,20 @@ class Decided:
 Measure = Callable[[Residuals], Footprint]
 
 
-def decide(program: Program, body: str, costs: Costs, measure: Measure, budget: int | None) -> Decided:
-    """What to keep for backward: the fastest that fits the budget.  `measure` gives the peak of the step under a decision."""
+def decide(program: Program, body: str, costs: Costs, measure: Measure, budget: int | None, recompute: str = "auto") -> Decided:
+    """What to keep for backward: the fastest that fits the budget.  `measure` gives the peak of the step under a decision.
+
+    `recompute`, as a plan says it.  full: everything that can be is computed again; none: only what a compiler would merge into its use."""
     price = KEEPING / costs.hardware.bytes_s if costs.compiled else 0.0
+    least = price or 0.01 / costs.hardware.bytes_s
+    price = {"auto": price, "full": least * 2.0**STEPS, "none": 0.0}[recompute]
     found = residuals(program, body, costs, [price])
     foot = measure(found)
     if budget is None or foot.peak <= budget:
         return Decided(found, foot.peak, foot.held, foot.at, budget)
-    least = price or 0.01 / costs.hardware.bytes_s
+    if recompute != "auto":
+        what = f"a step with recompute: {recompute} needs {shown(foot.peak)}, the budget is {shown(budget)}"
+        raise PlanError(f"{what}: {shown(foot.peak - budget)} too much\n  try       recompute: auto")
     before, smallest = price, foot
     for k in range(1, STEPS):
         dear = least * 2.0**k

@@ -8,7 +8,7 @@
     activations:                       # values of the program by the name the code gives them
       hidden_states: [dp, tp, -]
     zero: 3 over dp                    # optimiser state (1), gradients (2), parameters (3) split over axes
-    recompute: full                    # auto (default), full or none
+    recompute: full                    # in backward: all that can be; none; auto (default): what the memory budget asks for, at least cost
 
 Everything else follows by propagation.  Ready plans (`mycel/plans/*.yaml`) are such files without a mesh; "zero3+tp" is two of them laid over
 each other.
