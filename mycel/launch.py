@@ -208,10 +208,15 @@ class Ranks:
 
         # of those that died since the last look, one that ends because of another is not the first; a signal comes from outside
         first = min((r for r in self.all if r.process.returncode), key=lambda r: (r.code == LOST, r.process.returncode > 0))
-        self.failed = first
+        self.failed, why = first, f"{first.fate}\n  try       a look at its log: {first.log or 'the console'}"
+
+        def tell(store: Any, run: Any) -> None:
+            told = run.tell(store, why)
+            self.failed = next((r for r in self.all if told.startswith(f"rank {r.rank} failed: ")), first)  # it said so, and may still be ending
+
         if not self.asked:
             self.deadline = min(self.deadline, time.monotonic() + FOLLOW_S)
-            self._with_store(lambda store, run: run.tell(store, f"{first.fate}\n  try       a look at its log: {first.log or 'the console'}"))
+            self._with_store(tell)
 
     def _pass_on(self, number: int) -> None:
         self.asked.append(number)

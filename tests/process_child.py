@@ -6,6 +6,7 @@ A job that goes wrong raises, and its rank ends with exit code 1.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import faulthandler
 import itertools
@@ -320,6 +321,8 @@ def fail(how) -> None:
     from mycel.ir.layout import Mesh
     from mycel.run.processes import world
 
+    if RANK == 1 and how == "linger":
+        atexit.register(time.sleep, 1.5)  # after it has told the others
     ranks = world(Mesh(dp=WORLD), "cpu")
     note(f"pid-{RANK}", str(os.getpid()))
     x = torch.ones(1000)
@@ -330,7 +333,7 @@ def fail(how) -> None:
         time.sleep(0.6)  # until its watch has told where it is
         if how == "exit":
             os._exit(3)
-        if how == "raise":
+        if how in ("raise", "linger"):
             raise ValueError("a mistake of rank 1")
         if how == "late":
             time.sleep(60)
@@ -367,7 +370,7 @@ def listening(pid: int) -> list[str]:
 
 JOBS = {
     "say": say, "sleep": sleep, "family": family, "deaf": deaf, "laws": laws, "disagree": disagree, "refused": refused, "meet": meet,
-    **{f"fail-{how}": lambda how=how: fail(how) for how in ("kill", "early", "exit", "raise", "stop", "late")},
+    **{f"fail-{how}": lambda how=how: fail(how) for how in ("kill", "early", "exit", "raise", "linger", "stop", "late")},
 }  # fmt: skip
 
 if __name__ == "__main__":

@@ -71,6 +71,7 @@ FATES = {  # ranks, exit code, what the others say
     "early": (2, 137, "rank 1 was killed by SIGKILL"),  # before any connection
     "exit": (2, 3, "rank 1 ended with exit code 3"),
     "raise": (2, 1, "rank 1 failed: ValueError: a mistake of rank 1"),
+    "linger": (2, 1, "rank 1 failed: ValueError: a mistake of rank 1"),  # and is the last to end
 }
 
 
@@ -85,7 +86,9 @@ def test_when_a_rank_dies_the_others_end_by_themselves_and_say_why(how, tmp_path
         assert "at        model.py:31, in all_reduce over dp" in told
     last_words = console.rpartition("error: rank 1 ")[2]
     assert f"log       {logs[0]}" in last_words
-    last = "ValueError: a mistake of rank 1" if how == "raise" else "the last words of rank 1"  # a traceback comes after what was said before
+    last = (
+        "ValueError: a mistake of rank 1" if how in ("raise", "linger") else "the last words of rank 1"
+    )  # a traceback comes after what was said before
     assert f"| {last}" in last_words
     assert not any(alive(pid) for pid in notes(tmp_path, "pid-").values())
 
