@@ -264,6 +264,7 @@ def test_mistakes_in_plans_are_told():
     mesh = Mesh(dp=2)
     for written, message in [
         ({"parameters": {"net.9.weight": ["dp", "-"]}}, "net.9.weight matches no parameter\n  try       net"),
+        ({"parameters": {"*.wieght": ["dp", "-"]}}, r"\*.wieght matches no parameter\n  try       \*.weight, \*.bias$"),
         ({"parameters": {"net.0.weight": ["dp"]}}, "1 dims, net.0.weight has 2"),
         ({"parameters": {"net.0.weight": ["dp", "dp"]}}, "axis 'dp' is used twice"),
         ({"parameters": {"net.0.weight": ["tp", "-"]}}, "no axis 'tp'\n  the mesh  Mesh\\(dp=2\\)"),

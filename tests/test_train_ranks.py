@@ -190,7 +190,7 @@ def test_other_families_come_out_as_from_one_process(disk, tmp_path, worlds, kin
 # what is wrong is told, and nothing is left
 
 
-def test_ranks_that_differ_and_meshes_that_do_not_fit_are_refused(disk, tmp_path, worlds):
+def test_ranks_that_differ_and_plans_and_meshes_that_do_not_fit_are_refused(disk, tmp_path, worlds):
     given, other = (tiny(disk, tmp_path / "run", {"dp": 2}, plan, optimizer={"lr": lr}) for plan, lr in (("dp", 0.01), ("zero1", 0.02)))
     for text in worlds(2, {"settings": given, "others": {"1": other}, "ends": 1}):
         assert "config is not the same on all ranks: - on rank 0, + on rank 1" in text
@@ -199,6 +199,13 @@ def test_ranks_that_differ_and_meshes_that_do_not_fit_are_refused(disk, tmp_path
     meshes = [({"dp": 3}, "the mesh has 3 ranks, but 2 processes run"), ({"xy": 2}, "none is ready for axis 'xy' of Mesh(xy=2)")]
     told = worlds(2, *({"settings": tiny(disk, tmp_path / "run", mesh), "ends": 1} for mesh, _ in meshes))
     assert all(what in text for _, what in meshes for text in told), told
+    plans = {
+        "*.q_prj.weight matches no parameter\n  try       *.q_proj.weight": {"*.q_prj.weight": ["dp", "-"]},
+        "no axis 'tp'\n  the mesh  Mesh(dp=2)": {"*.q_proj.weight": ["tp", "-"]},
+        "axis 'dp' is used twice": {"*.q_proj.weight": ["dp", "dp"]},
+    }
+    told = worlds(2, *({"settings": tiny(disk, tmp_path / "run", {"dp": 2}, {"parameters": p}), "ends": 1} for p in plans.values()))
+    assert all(what in text for what in plans for text in told), told
     assert not (tmp_path / "run").exists()
 
 

@@ -19,7 +19,7 @@ They stand before the call that comes before: earlier they would only take memor
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 
 from mycel.ir import Atom, Block, Builder, Eqn, Program, Var, call, chains, custom, loop, order, prune, scan, substitute
@@ -91,7 +91,7 @@ def _caller(block: Block, name: str, old: Block, new: Block, moved: dict[Var, li
     return Block(block.inputs, tuple(eqns), block.outputs)
 
 
-def _renamed(chain: Sequence[Eqn] | dict[Eqn, None], values: dict[Var, Atom], names: Builder) -> list[Eqn]:
+def _renamed(chain: Iterable[Eqn], values: dict[Var, Atom], names: Builder) -> list[Eqn]:
     """The equations on the caller's values, under new names, which are entered."""
     made = []
     for eqn in chain:

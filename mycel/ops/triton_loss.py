@@ -16,9 +16,9 @@ BLOCK = 8192  # logits at a time
 def cotangents(z, target, ignore_index, dtype):
     """Losses of rows of logits in 32 bits, and their cotangents in `dtype`; zeros where the target is `ignore_index`, NaN where it is no class."""
     rows, classes = z.shape
-    losses, d = torch.empty_like(z[:, 0]), torch.empty_like(z, dtype=dtype)
+    losses, d = z.new_empty(rows), torch.empty_like(z, dtype=dtype)
     block = min(BLOCK, triton.next_power_of_2(classes))
-    cotangents_kernel[(rows,)](z, target, losses, d, classes, ignore_index, BLOCK=block, num_warps=max(block // 512, 1))
+    cotangents_kernel[(rows,)](z, target.contiguous(), losses, d, classes, ignore_index, BLOCK=block, num_warps=max(block // 512, 1))
     return losses, d
 
 

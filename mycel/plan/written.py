@@ -17,7 +17,7 @@ each other.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -135,8 +135,7 @@ class Plan:
                 found[name] = layout
         unused = [p for p in self.parameters if p not in used and not any(fnmatchcase(n, p) for n in shapes)]
         if unused and not self.loose:
-            close = get_close_matches(unused[0], list(shapes), 3, 0.3)
-            raise PlanError(f"parameters: {unused[0]} matches no parameter\n  try       {', '.join(close) or ', '.join(list(shapes)[:3])}")
+            raise PlanError(f"parameters: {unused[0]} matches no parameter\n  try       {', '.join(_near(unused[0], shapes))}")
         return found
 
     def stored(self, layout: Layout, shape: Sequence[int]) -> Layout:
@@ -217,3 +216,10 @@ def _joined(a: Sequence[Any], b: Sequence[Any]) -> list[Any]:
 
 def _plain(entry: Any) -> Any:
     return list(map(_plain, entry)) if isinstance(entry, (list, tuple)) else entry
+
+
+def _near(pattern: str, names: Iterable[str]) -> list[str]:
+    """Names like a pattern that matches none: whole ones, or for *.proj.weight the ends of names."""
+    end = pattern.removeprefix("*.")
+    tails = names if end == pattern else dict.fromkeys("*." + ".".join(name.split(".")[-end.count(".") - 1 :]) for name in names)
+    return get_close_matches(pattern, tails, 3, 0.3) or list(tails)[:3]
