@@ -34,6 +34,7 @@ def main(x: f32[2,3], w1: f32[3,3], w2: f32[3,3]):
         ("call(a, w2, block=@layer)", "call(a, w2, block=@other)", "no block named other"),
         ("return b", "return b, w1=x", "update of w1"),
         ("return b", "return b, w3=x", "update of w3, which is no input"),
+        ("linear(x, w)", "linear(x, w) [backward]", "an equation of the forward reads h, made in the backward"),
     ],
 )
 def test_the_checker_names_what_is_wrong(old, new, message):

@@ -156,6 +156,8 @@ MALFORMED = {
     "def f(x: f32[2]):\n  return x=x\ndef main(x: f32[2]):\n  return x": (3, 1),
     "def f():\n  return\ndef f():\n  return": (3, 5),
     "def main(x: f32[2]):\n  y: f32[2] = exp(x) $\n  return y": (2, 22),
+    "def main(x: f32[2]):\n  y: f32[2] = exp(x) [sideways]\n  return y": (2, 23),
+    "def main(x: f32[2]):\n  y: f32[2] = exp(x) [update\n  return y": (3, 3),
     "def main(x: f32[2]):\n  return " + "(" * 5000: None,
     "def main(x: f32[" + "9" * 5000 + "]):\n  return": (1, 17),
 }

@@ -49,7 +49,7 @@ def splice_program(tracer: Tracer, program: Program, inputs: Sequence[Atom]) -> 
     for name in order(program):
         if name != program.entry:
             block = program.blocks[name]
-            names[name] = tracer.add_block(name, replace(block, eqns=tuple(_refer(e, names) for e in block.eqns)))
+            names[name] = tracer.add_block(name, replace(block, eqns=tuple(replace(_refer(e, names), phase="forward") for e in block.eqns)))
     tracer.consts.update(program.consts)
     values: dict[Var, Atom] = dict(zip(program.inputs, inputs, strict=True))
     for eqn in program.main.eqns:

@@ -25,13 +25,14 @@ _NAME = re.compile(r"[A-Za-z_]\w*(?:\.\w+)*", re.ASCII)
 
 
 class Builder:
-    """Collects the equations of one block; `source` is the user's line for the next ones."""
+    """Collects the equations of one block; `source` and `phase` are those of the next ones."""
 
-    def __init__(self, beside: Builder | None = None) -> None:
+    def __init__(self, beside: Builder | None = None, phase: str = "forward") -> None:
         """`beside`: another builder whose names are taken too, as when both write into one block."""
         self.inputs: list[Var] = []
         self.eqns: list[Eqn] = []
         self.source = ""
+        self.phase = phase
         self._names: dict[str, int] = beside._names if beside else {}
 
     def __enter__(self) -> Builder:
@@ -56,6 +57,10 @@ class Builder:
         for name in names:
             self._names.setdefault(name, 1)
 
+    def at(self, eqn: Eqn) -> None:
+        """The next equations are written for this one: its line, its phase."""
+        self.source, self.phase = eqn.source, eqn.phase
+
     def input(self, name: str, type: Type) -> Var:
         var = Var(self.name(name), type)
         self.inputs.append(var)
@@ -70,7 +75,7 @@ class Builder:
     def append(self, op: Op, inputs: tuple[Atom, ...], params: dict[str, Any], types: Sequence[Type]) -> Any:
         """Append an equation whose output types are known."""
         outs = tuple(Var(self.name(op.name), t) for t in types)
-        self.eqns.append(Eqn(op, tuple(map(_atom, inputs)), Params(params), outs, self.source))
+        self.eqns.append(Eqn(op, tuple(map(_atom, inputs)), Params(params), outs, self.source, self.phase))
         return outs[0] if len(outs) == 1 else outs
 
     def block(self, outputs: Sequence[Atom]) -> Block:

@@ -9,7 +9,7 @@ from typing import Any
 
 from mycel.errors import IRError
 from mycel.ir.control import CONTROL, outputs_of
-from mycel.ir.program import Atom, Block, Eqn, Program, Var
+from mycel.ir.program import PHASES, Atom, Block, Eqn, Program, Var
 from mycel.ir.walk import order
 
 
@@ -36,6 +36,7 @@ def _check_block(program: Program, name: str, block: Block) -> None:
         except Exception as e:  # type rules see operands they were not written for
             where = f"\n  at {eqn.source}" if eqn.source else ""
             raise IRError(f"block {name}: {_headline(eqn)}\n  {type(e).__name__}: {e}{where}") from e
+    _check_phases(name, block)
     for x in block.outputs:
         _check_defined(x, known, f"output of block {name}")
 
@@ -54,6 +55,22 @@ def _check_eqn(program: Program, eqn: Eqn, known: dict[str, Var]) -> None:
         if var.name in known:
             raise IRError(f"{var.name} is defined twice")
         known[var.name] = var
+
+
+def _check_phases(name: str, block: Block) -> None:
+    """Forward reads nothing that backward or the update makes, backward nothing that the update makes."""
+    since = dict.fromkeys(block.inputs, 0)
+    for eqn in block.eqns:
+        if eqn.phase not in PHASES:
+            raise IRError(f"block {name}: {_headline(eqn)}\n  phase {eqn.phase!r} is none of {', '.join(PHASES)}")
+        rank = PHASES.index(eqn.phase)
+        early = next((v for v in eqn.vars if since[v] > rank), None)
+        if early is not None:
+            raise IRError(
+                f"block {name}: {_headline(eqn)}\n  an equation of the {eqn.phase} reads {early.name}, made in the {PHASES[since[early]]}"
+                + (f"\n  at {eqn.source}" if eqn.source else "")
+            )
+        since.update(dict.fromkeys(eqn.outputs, rank))
 
 
 def _check_arguments(eqn: Eqn) -> None:

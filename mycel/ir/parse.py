@@ -16,7 +16,7 @@ import torch
 from mycel.errors import IRError, TextError
 from mycel.ir.check import check
 from mycel.ir.op import OPS
-from mycel.ir.program import NAN, RESERVED, Atom, Block, Eqn, Params, Program, Ref, Var
+from mycel.ir.program import NAN, PHASES, RESERVED, Atom, Block, Eqn, Params, Program, Ref, Var
 from mycel.ir.types import DTYPES, Type
 
 _TOKEN = re.compile(
@@ -202,7 +202,17 @@ class _Parser:
             if name in scope:
                 self.fail(f"{name} is defined twice", token)
             scope[name] = var
-        return Eqn(op, tuple(inputs), Params(params), tuple(outputs), self.source())
+        phase = self.phase()
+        return Eqn(op, tuple(inputs), Params(params), tuple(outputs), self.source(), phase)
+
+    def phase(self) -> str:
+        if not self.take("["):
+            return "forward"
+        token = self.name("a phase")
+        if token.text not in PHASES:
+            self.fail(f"no phase named {token.text}: one of {', '.join(PHASES)}", token)
+        self.expect("]")
+        return token.text
 
     def source(self) -> str:
         """The comment behind the equation just read."""

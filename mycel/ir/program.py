@@ -2,7 +2,7 @@
 
     Program   named blocks, one of them the entry; constants; which inputs the entry's last outputs replace
     Block     inputs, equations, outputs
-    Eqn       outputs = op(inputs, **params), and the user's file:line
+    Eqn       outputs = op(inputs, **params), its phase of a training step, and the user's file:line
     Var       a name and a type; defined once in its block
     Type      dtype and shape
 
@@ -55,6 +55,8 @@ RESERVED = frozenset({"def", "return", "True", "False", "None", "inf", "nan", "c
 
 Atom = Var | bool | int | float | complex | None
 
+PHASES = ("forward", "backward", "update")  # of a training step, in the order in which they may read each other's values
+
 
 class Ref(str):
     """The name of a block, as a param of a control-flow equation."""
@@ -86,6 +88,12 @@ class Eqn:
     params: Params
     outputs: tuple[Var, ...]
     source: str = ""
+    phase: str = "forward"
+
+    @property
+    def line(self) -> str:
+        """The user's line, and what of it this is: model.py:31 backward"""
+        return f"{self.source} {self.phase}" if self.source and self.phase != "forward" else self.source
 
     @property
     def vars(self) -> Iterator[Var]:

@@ -2,7 +2,7 @@
 
 program    = block*                                  the entry is the last block
 block      = "def" name "(" [var ("," var)*] "):" equation* return
-equation   = var ("," var)* "=" op "(" [arg ("," arg)*] ")" ["#" source]
+equation   = var ("," var)* "=" op "(" [arg ("," arg)*] ")" ["[" phase "]"] ["#" source]
 return     = "return" [out ("," out)*]               out: atom, or input "=" atom for the new value of that input
 var        = name ":" type                           arg: atom, or param "=" value
 type       = dtype "[" [int ("," int)*] "]" | "stack(" type ")"
@@ -48,7 +48,8 @@ def eqn_text(eqn: Eqn) -> str:
     """An equation without its source."""
     args = [value_text(x) for x in eqn.inputs] + [f"{k}={value_text(v)}" for k, v in sorted(eqn.params.items())]
     left = ", ".join(map(repr, eqn.outputs))
-    return f"{left} = {eqn.op.name}({', '.join(args)})" if left else f"{eqn.op.name}({', '.join(args)})"
+    right = f"{eqn.op.name}({', '.join(args)})" + (f" [{eqn.phase}]" if eqn.phase != "forward" else "")
+    return f"{left} = {right}" if left else right
 
 
 def value_text(value: Atom | Any) -> str:

@@ -97,5 +97,5 @@ def _pinned(block: Block, wanted: Mapping[str, tuple[tuple[str, ...], ...]]) -> 
                     new += "_"
                 taken.add(new)
                 values[v] = Var(new, v.type)
-                eqns.append(Eqn(o.shard, (v,), Params(layout=layout), (values[v],), eqn.source))
+                eqns.append(Eqn(o.shard, (v,), Params(layout=layout), (values[v],), eqn.source, eqn.phase))
     return Block(block.inputs, tuple(eqns), tuple(values.get(x, x) if isinstance(x, Var) else x for x in block.outputs))

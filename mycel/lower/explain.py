@@ -50,7 +50,7 @@ def _block(found: Distributed, name: str, often: int) -> str:
     for eqn, choice, sends in zip(block.eqns, laid.choices, made.made[:-1], strict=True):
         lines += _messages(made, sends)
         outs = choice.outs if choice is not None else interface(eqn, found.layouts)[1]
-        lines.append((_equation(eqn, outs), " ".join(eqn.source.split())))
+        lines.append((_equation(eqn, outs), " ".join(eqn.line.split())))
     lines += _messages(made, made.made[-1])
     width = min(max((len(text) for text, _ in lines), default=0), WIDTH)
     times = f"  # {often} times" if often != 1 else ""

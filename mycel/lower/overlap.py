@@ -95,7 +95,7 @@ def _buckets(block: Block, sent: Sequence[Sent]) -> list[list[Sent]]:
     done: list[list[Sent]] = []
     for s in sorted(sent, key=lambda s: (s.begin, s.at)):
         eqn = block.eqns[s.at]
-        key = (_gap(block, s.begin), _gap(block, s.use), eqn.op.name, eqn.params["axes"], eqn.params.get("kind", "+"))
+        key = (_gap(block, s.begin), _gap(block, s.use), eqn.op.name, eqn.params["axes"], eqn.params.get("kind", "+"), eqn.phase)
         bucket = open_.get(key)
         full = bucket is not None and sum(v.type.bytes for x in (*bucket, s) for v in block.eqns[x.at].vars) > BUCKET
         sends = bucket is not None and any(block.eqns[x.at].outputs[0] in eqn.vars for x in bucket)  # what one of them brings
@@ -125,7 +125,7 @@ def _params(block: Block, bucket: Sequence[Sent]) -> tuple[tuple[Var, ...], dict
 
 def _begin(names: Builder, block: Block, bucket: Sequence[Sent]) -> Eqn:
     inputs, how = _params(block, bucket)
-    names.source = block.eqns[bucket[0].at].source
+    names.at(block.eqns[bucket[0].at])
     names.emit(o.begin, inputs, how)
     return names.eqns[-1]
 
@@ -133,6 +133,6 @@ def _begin(names: Builder, block: Block, bucket: Sequence[Sent]) -> Eqn:
 def _finish(block: Block, bucket: Sequence[Sent], token: Var) -> Eqn:
     inputs, how = _params(block, bucket)
     b = Builder()
-    b.source = block.eqns[bucket[0].at].source
+    b.at(block.eqns[bucket[0].at])
     b.append(o.finish, (token, *inputs), how, [block.eqns[s.at].outputs[0].type for s in bucket])
-    return Eqn(o.finish, b.eqns[0].inputs, b.eqns[0].params, tuple(block.eqns[s.at].outputs[0] for s in bucket), b.source)
+    return Eqn(o.finish, b.eqns[0].inputs, b.eqns[0].params, tuple(block.eqns[s.at].outputs[0] for s in bucket), b.source, b.phase)

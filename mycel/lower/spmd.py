@@ -159,7 +159,7 @@ class _Block:
         first = {self.block.inputs[i]: dict(self.at_hand[self.block.inputs[i]]) for i in again}
         with self.b:
             for eqn, choice in zip(self.block.eqns, self.laid.choices, strict=True):
-                self.b.source = eqn.source
+                self.b.at(eqn)
                 before = len(self.b.eqns)
                 self.equation(eqn, choice)
                 self.made.append(self.b.eqns[before:])

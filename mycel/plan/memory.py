@@ -55,7 +55,7 @@ class _Simulation:
             inner, at = self.inner(eqn)
             extra = max(inner - sum(_size(v) for v in new), 0)
             if alive + extra > most:
-                most, where = alive + extra, at or eqn.source
+                most, where = alive + extra, at or eqn.line
             alive -= sum(_size(v) for v in dying.get(i, ()) if v in there)
         return most, where
 
@@ -67,7 +67,7 @@ class _Simulation:
             return self.block(eqn.params["block" if eqn.op is call else "forward"])
         if eqn.op in CONTROL:
             return max((self.block(ref) for ref in eqn.refs), default=(0, ""))
-        return (0, "") if eqn.op.scratch is None else (eqn.op.scratch(*eqn.input_types, **eqn.params) + sum(map(_size, eqn.outputs)), eqn.source)
+        return (0, "") if eqn.op.scratch is None else (eqn.op.scratch(*eqn.input_types, **eqn.params) + sum(map(_size, eqn.outputs)), eqn.line)
 
 
 def footprint(program: Program, costs: Costs, compiled: set[str]) -> Footprint:

@@ -51,7 +51,7 @@ class Residuals:
 
 def is_backward(eqn: Eqn) -> bool:
     """Was it written by differentiation?"""
-    return eqn.source.endswith("backward")
+    return eqn.phase == "backward"
 
 
 def paired(block: Block) -> Iterator[tuple[int, int]]:

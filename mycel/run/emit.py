@@ -180,7 +180,7 @@ class _Function:
 
     def equation(self, eqn: Eqn, names: dict[Var, str], over: int | None = None) -> None:
         args = [self.atom(x, names) for x in eqn.inputs]
-        comment = f"  # {' '.join(eqn.source.split())}" if eqn.source else ""  # one line, whatever the source says
+        comment = f"  # {' '.join(eqn.line.split())}" if eqn.line else ""  # one line, whatever the source says
         outs = [self.named(v, names) for v in eqn.outputs]
         if eqn.op is cond:
             self.cond(eqn, args, outs, comment)
@@ -193,7 +193,7 @@ class _Function:
             self.line(f"{_unpack(outs)}{self.blocks[name]}({', '.join(args)}){comment}")
         else:
             if eqn.op.name in _SPEAKING and eqn.source:  # told if the others do not answer
-                self.line(f"ranks.COMMUNICATORS[-1].at = {' '.join(eqn.source.split())!r}")
+                self.line(f"ranks.COMMUNICATORS[-1].at = {' '.join(eqn.line.split())!r}")
             text = self.expression(eqn, args) if over is None else write_into(eqn.op, over, args, eqn.params)
             self.line(f"{', '.join(outs)} = {text}{comment}")
 

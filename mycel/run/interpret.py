@@ -109,7 +109,7 @@ def not_finite(eqn: Eqn, inputs: list[Any], outs: list[Any]) -> None:
             kinds = " and ".join(k for k, found in (("NaN", nan), ("infinity", inf)) if found)
             bad = int((~torch.isfinite(y)).sum())
             raise RunError(
-                f"{eqn.op.name} made {kinds} in {bad} of {y.numel()} elements of {var}\n  at        {eqn.source or 'unknown'}\n"
+                f"{eqn.op.name} made {kinds} in {bad} of {y.numel()} elements of {var}\n  at        {eqn.line or 'unknown'}\n"
                 f"  try       look at the inputs of this line"
             )
 

@@ -109,7 +109,7 @@ class _Ranks:
     def agreed(self, test: Values, eqn: Eqn) -> bool:
         found = {bool(t) for t in test}
         if len(found) != 1:
-            raise RunError(f"ranks disagree about {eqn.op.name}: {[bool(t) for t in test]}\n  at        {eqn.source or 'unknown'}")
+            raise RunError(f"ranks disagree about {eqn.op.name}: {[bool(t) for t in test]}\n  at        {eqn.line or 'unknown'}")
         return found.pop()
 
     # -- what ranks say to each other ------------------------------------------------------------------------------------

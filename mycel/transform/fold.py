@@ -152,7 +152,7 @@ def _constant(eqn: Eqn, var: Var, value: torch.Tensor, consts: dict[str, torch.T
 
 
 def _made(eqn: Eqn, var: Var, op: str, inputs: tuple[Atom, ...], params: dict[str, Any]) -> Eqn:
-    return Eqn(OPS[op], inputs, Params(params), (var,), eqn.source)
+    return Eqn(OPS[op], inputs, Params(params), (var,), eqn.source, eqn.phase)
 
 
 def _alike(flat: torch.Tensor) -> bool:

@@ -45,7 +45,7 @@ def _fuse(block: Block) -> Block:
                 fused = replace(inner, op=OPS[f"{inner.op.name}_bias"], inputs=(*inner.inputs, bias), outputs=eqn.outputs)
                 if fused.op.infer(fused.input_types, fused.params) == (eqn.outputs[0].type,):
                     gone.add(id(inner))
-                    new = replace(fused, source=inner.source or eqn.source)
+                    new = replace(fused, source=inner.source or eqn.source, phase=eqn.phase)
                     break
         eqns.append((eqn, new))
     kept = tuple(new for old, new in eqns if id(old) not in gone)

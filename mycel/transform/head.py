@@ -36,7 +36,7 @@ def _joined(block: Block, mean: bool) -> Block:
         if way is None:
             b.eqns.append(eqn)
         else:
-            b.source = eqn.source
+            b.at(eqn)
             _write(b, eqn, way, mean)
     return Block(block.inputs, tuple(b.eqns), block.outputs)
 

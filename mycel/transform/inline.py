@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 
-from mycel.ir import OPS, Atom, Block, Eqn, Params, Program, Var, atom_type, call, cond, lookup, order, prune, substitute, walk
+from mycel.ir import OPS, PHASES, Atom, Block, Eqn, Params, Program, Var, atom_type, call, cond, lookup, order, prune, substitute, walk
 
 
 def inline(program: Program, small: int = 8) -> Program:
@@ -75,14 +75,19 @@ def _spliced(at: Eqn, operands: tuple[Atom, ...], block: Block, taken: set[str],
     eqns: list[Eqn] = []
     for eqn in block.eqns:
         outputs = tuple(named.get(v) or Var(_fresh(v.name, taken), v.type) for v in eqn.outputs)
-        eqns.append(replace(substitute(eqn, inner), outputs=outputs, source=eqn.source or at.source))
+        eqns.append(replace(substitute(eqn, inner), outputs=outputs, source=eqn.source or at.source, phase=latest(at, eqn)))
         inner.update(zip(eqn.outputs, outputs, strict=True))
     for out, x in zip(at.outputs, block.outputs, strict=True):
         if not isinstance(x, Var):  # a literal result is a 0-dim tensor
-            eqns.append(Eqn(OPS["full"], (x,), Params(shape=(), dtype=atom_type(x).dtype), (out,), at.source))
+            eqns.append(Eqn(OPS["full"], (x,), Params(shape=(), dtype=atom_type(x).dtype), (out,), at.source, at.phase))
         elif inner[x] != out:
             values[out] = inner[x]
     return eqns
+
+
+def latest(*eqns: Eqn) -> str:
+    """The last phase among those of some equations."""
+    return max((e.phase for e in eqns), key=PHASES.index)
 
 
 def _fresh(name: str, taken: set[str]) -> str:

@@ -82,14 +82,14 @@ class _Woven:
             self.names[tangent.name] = f"t_{var.name}"
 
     def eqn(self, eqn: Eqn) -> None:
-        self.b.source = eqn.source
+        self.b.at(eqn)
         if not any(v in self.tangents for v in eqn.vars):
             self.b.eqns.append(eqn)
         elif eqn.op in CONTROL:
             getattr(self, eqn.op.name)(eqn)
         elif eqn.op.vjp is None and eqn.op.expand is not None:
             inner = Builder(beside=self.b)
-            inner.source = eqn.source
+            inner.at(eqn)
             with inner:
                 outs = eqn.op.expand(*eqn.inputs, **eqn.params)
             for small in inner.eqns:
@@ -120,12 +120,12 @@ class _Woven:
         known = tuple(dict.fromkeys((*eqn.vars, *eqn.outputs)))
         scratch = Block((*known, *gs.values()), tuple(rule.eqns), tuple(c for _, c in pulled))
         half = Half(self.jvp.vjp, scratch, [False] * len(known) + [True] * len(gs), beside=self.b)
-        back = half.pull({i: self.tangents[x] for i, (x, _) in enumerate(pulled)}, mark=False)[len(known) :]
+        back = half.pull({i: self.tangents[x] for i, (x, _) in enumerate(pulled)})[len(known) :]
         needed = _needed([*half.forward.eqns, *half.backward.eqns], back)
         used = {v for e in needed for v in e.vars}
         with self.b:  # the rule is linear: whatever still reads a cotangent may as well read zeros
             known_zeros: dict[Var, Atom] = {g: zeros(g.type) for g in gs.values() if g in used}
-        self.b.eqns += [substitute(e, known_zeros) for e in needed]
+        self.b.eqns += [replace(substitute(e, known_zeros), phase=eqn.phase) for e in needed]
         for v, t in zip(floats, back, strict=True):
             self.give(v, t)
 
@@ -145,7 +145,7 @@ class _Woven:
                 made = Var(self.b.name(f"t_{of.name}"), of.type)
                 outs.append(made)
                 self.tangents[of] = made
-        self.b.eqns.append(Eqn(eqn.op, inputs, Params(params), tuple(outs), eqn.source))
+        self.b.eqns.append(Eqn(eqn.op, inputs, Params(params), tuple(outs), eqn.source, eqn.phase))
 
     def custom(self, eqn: Eqn) -> None:
         self.b.eqns.append(eqn)

@@ -181,7 +181,7 @@ def _means_apart(block: Block) -> Block:
         if not isinstance(x, Var) or not isinstance(target, Var) or eqn.params.get("reduction", "mean") != "mean" or target.dtype.is_floating_point:
             b.eqns.append(eqn)
             continue
-        b.source = eqn.source
+        b.at(eqn)
         with b:
             found = eqn.op(*eqn.inputs, **{**eqn.params, "reduction": "sum"})
             rows = chosen(x, target, weight, eqn.params.get("ignore_index", -100))[1]
@@ -189,7 +189,7 @@ def _means_apart(block: Block) -> Block:
         total = found[0] if isinstance(found, tuple) else found
         old = b.eqns[next(i for i, e in enumerate(b.eqns) if total in e.outputs)]
         b.eqns[b.eqns.index(old)] = replace(old, outputs=(total, *eqn.outputs[1:]))
-        b.eqns.append(Eqn(OPS["div"], (total, count), Params(), eqn.outputs[:1], eqn.source))
+        b.eqns.append(Eqn(OPS["div"], (total, count), Params(), eqn.outputs[:1], eqn.source, eqn.phase))
     return Block(block.inputs, tuple(b.eqns), block.outputs)
 
 
@@ -237,7 +237,7 @@ def _summed(
             b.eqns.append(eqn)
             for k in adds.get(i, ()):  # right after what is added was made, which is then freed
                 x = results[k]
-                b.source = eqn.source
+                b.at(eqn)
                 sums[k] = o.add(totals[k], x if x.dtype == totals[k].dtype else o.cast(x, dtype=totals[k].dtype))  # type: ignore[union-attr]
         folded = [] if key is None else [o.fold_in(key, data=NEXT)]
     carry = [*totals, *state, *([] if key is None else [key])]

@@ -48,7 +48,7 @@ def optimise(program: Program, groups: Sequence[Group], results: int, clip_norm:
     main = program.main
     n = len(program.results)
     grads = main.outputs[results:n]
-    b = Builder()
+    b = Builder(phase="update")
     b.inputs = list(main.inputs)
     b.reserve(v.name for v in (*main.inputs, *(v for e in main.eqns for v in e.outputs)))
     b.eqns = list(main.eqns)

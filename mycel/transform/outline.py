@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from mycel.ir import Block, Builder, Eqn, Program, Ref, Var, call, cond, custom, loop, order, prune, scan
+from mycel.transform.inline import latest
 
 SIZE = 800  # equations of a unit
 
@@ -97,4 +98,4 @@ def _outlined(blocks: dict[str, Block], name: str, run: Sequence[Eqn], later: se
     made.add(new)
     b = Builder()
     b.append(call, inputs, {"block": Ref(new)}, [v.type for v in outputs])
-    return replace(b.eqns[0], outputs=outputs, source=run[0].source)
+    return replace(b.eqns[0], outputs=outputs, source=run[0].source, phase=latest(*run))

@@ -91,7 +91,7 @@ class _Change:
         products: set[Var] = set()
         with b:
             for eqn in old.eqns:
-                b.source = eqn.source
+                b.at(eqn)
                 args = [lookup(x, values) for x in eqn.inputs]
                 new = self.control(b, eqn, args, weights) if eqn.op in CONTROL else self.equation(b, eqn, args, weights, products)
                 renamed = tuple(replace(v, name=w.name) for v, w in zip(new, eqn.outputs, strict=True))
@@ -146,5 +146,5 @@ class _Change:
                 types = [v.type for v in block.inputs]
                 fixed = tuple(x.type if isinstance(x, Var) else Type(torch.float32, ()) for x in block.outputs)
                 params[key] = Ref(self.named(ref, types, [False] * len(types), fixed))
-        b.eqns.append(Eqn(eqn.op, tuple(typed), Params(params), eqn.outputs, eqn.source))
+        b.eqns.append(Eqn(eqn.op, tuple(typed), Params(params), eqn.outputs, eqn.source, eqn.phase))
         return eqn.outputs

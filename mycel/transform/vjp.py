@@ -152,13 +152,13 @@ class Half:
         self.vjp, self.block = vjp, block
         self.forward = Builder(beside)
         self.forward.reserve(v.name for v in (*block.inputs, *(v for e in block.eqns for v in e.outputs)))
-        self.backward = Builder(beside=self.forward)
+        self.backward = Builder(beside=self.forward, phase="backward")
         self.names: dict[str, str] = {}
         self.active = {v for v, a in zip(block.inputs, active, strict=True) if a and is_float(v.dtype)}
         self.values: dict[Var, Atom] = {}
         self.tape: list[tuple[Eqn, Pull]] = []
         for eqn in block.eqns:
-            self._forward(replace(eqn, inputs=tuple(lookup(x, self.values) for x in eqn.inputs)))
+            self._forward(replace(eqn, inputs=tuple(lookup(x, self.values) for x in eqn.inputs), phase="forward"))
         self.outputs = tuple(lookup(x, self.values) for x in block.outputs)
         self.active_outputs = [i for i, x in enumerate(self.outputs) if isinstance(x, Var) and x in self.active]
         self.given: dict[Var, Any] = {}
@@ -167,7 +167,7 @@ class Half:
 
     def _forward(self, eqn: Eqn) -> None:
         """An equation as it is, or as its differentiable form, and how to pull cotangents through it."""
-        self.forward.source = eqn.source
+        self.forward.at(eqn)
         if not any(v in self.active for v in eqn.vars):
             self.forward.eqns.append(eqn)
         elif eqn.op in CONTROL:
@@ -184,7 +184,7 @@ class Half:
     def _expanded(self, eqn: Eqn) -> None:
         """An operator without a gradient of its own: its meaning in smaller operators."""
         inner = Builder(beside=self.forward)
-        inner.source = eqn.source
+        inner.at(eqn)
         with inner:
             outs = eqn.op.expand(*eqn.inputs, **eqn.params)  # type: ignore[misc]
         for small in inner.eqns:
@@ -206,8 +206,8 @@ class Half:
         assert isinstance(out, Var)
         return Var(self.backward.name(f"d_{out.name}"), out.type)
 
-    def pull(self, cotangents: dict[int, Any], mark: bool = True) -> list[Any]:
-        """Cotangents of outputs -> cotangents of inputs, None where there is none.  `mark` equations without a source line, too."""
+    def pull(self, cotangents: dict[int, Any]) -> list[Any]:
+        """Cotangents of outputs -> cotangents of inputs, None where there is none."""
         self.sums: dict[Var, Any] = {}
         with self.backward:
             for i, g in cotangents.items():
@@ -216,7 +216,7 @@ class Half:
                 gs = [self.sums.pop(v, None) for v in eqn.outputs]
                 if all(g is None for g in gs):
                     continue
-                self.backward.source = backward_source(eqn.source) if mark or eqn.source else ""
+                self.backward.source = eqn.source
                 for x, g in zip(eqn.inputs, pull(gs), strict=True):
                     if g is not None and isinstance(x, Var) and x in self.active:
                         self._accumulate(x, g)
@@ -237,11 +237,6 @@ class Half:
         known = {*self.block.inputs, *(v for e in self.forward.eqns for v in e.outputs)}
         used = [v for e in self.backward.eqns for v in e.vars] + [v for v in outs if isinstance(v, Var)]
         return list(dict.fromkeys(v for v in used if v not in made and v in known))
-
-
-def backward_source(source: str) -> str:
-    """The user's line of a backward equation, marked."""
-    return source if source.endswith("backward") else f"{source} backward".strip()
 
 
 def _pull_of(eqn: Eqn) -> Pull:

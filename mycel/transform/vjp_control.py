@@ -86,7 +86,7 @@ def _branch_backward(
     vjp: Vjp, pair: Pair, eqn: Eqn, reused: list[int], slots: list[Type], places: list[int], given: list[int], gives: list[int]
 ) -> str:
     """A branch's backward block behind the inputs and outputs both branches have."""
-    b = Builder()
+    b = Builder(phase="backward")
     operands = {i: b.input(_name(eqn.inputs[i + 1]), atom_type(eqn.inputs[i + 1])) for i in reused}
     kept = [b.input("kept", t) for t in slots]
     gs = {i: b.input(f"d_{eqn.outputs[i].name}", eqn.outputs[i].type) for i in given}
@@ -117,7 +117,7 @@ def forward_loop(half: Half, eqn: Eqn) -> Pull:
         test = _with_extra(vjp, p["test"], stacks)
         forward = _loop_forward(vjp, pair, pushed, stacks)
         builder = Builder(beside=half.forward)
-        builder.source = eqn.source
+        builder.at(eqn)
         with builder:
             empty = [zeros(t) for t in stacks]
         half.forward.eqns[at : at + 1] = [
@@ -154,7 +154,7 @@ def _loop_backward(
     vjp: Vjp, eqn: Eqn, pair: Pair, held: list[int], pushed: list[Var], stacks: list[Type], states: list[int], totals: list[int], n: int
 ) -> tuple[str, str]:
     """(body, test) of the backward loop: state is the stacks, the cotangents of the state, the sums for the constants."""
-    b, t = Builder(), Builder()
+    b, t = Builder(phase="backward"), Builder(phase="backward")
     consts = {i: b.input(_name(eqn.inputs[i]), atom_type(eqn.inputs[i])) for i in held}
     tops = [b.input(f"{v.name}_stack", s) for v, s in zip(pushed or [Var("turn", TURN)], stacks, strict=True)]
     ds = {i: b.input(f"d_{eqn.outputs[i - n].name}", eqn.outputs[i - n].type) for i in states}
@@ -204,7 +204,7 @@ def forward_scan(half: Half, eqn: Eqn) -> Pull:
         kept_stacks = tuple(Var(half.forward.name(f"{v.name}_stack"), t) for v, t in zip(deep, stacks, strict=True))
         forward = _scan_forward(vjp, pair, plain, deep, stacks, m, n)
         builder = Builder(beside=half.forward)
-        builder.source = eqn.source
+        builder.at(eqn)
         with builder:
             empty = [zeros(t) for t in stacks]
         half.forward.eqns[at : at + 1] = [
@@ -254,7 +254,7 @@ def _scan_backward(
     body = vjp.blocks[pair.forward]
     shift = len(stacks)  # forward's inputs hold the stacks between carry and rows only in the block `_scan_forward` makes
     assert shift == len(deep)
-    b = Builder()
+    b = Builder(phase="backward")
     known: dict[int, Var] = {i: b.input(_name(eqn.inputs[i]), atom_type(eqn.inputs[i])) for i in held}
     tops = [b.input("stack", s) for s in stacks]
     ds = {i: b.input(f"d_{eqn.outputs[i - n].name}", eqn.outputs[i - n].type) for i in states}
