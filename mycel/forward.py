@@ -14,6 +14,7 @@ from mycel.capture import MISS, Captured, bind
 from mycel.capture import capture as capture_call
 from mycel.ir import Block, Program, check
 from mycel.parts import Joined, Parts
+from mycel.planning import Task, with_layouts
 from mycel.run import load
 
 
@@ -42,7 +43,11 @@ class Forward:
         if parts is None:
             run, local = load(program, captured.device, reuse=True)[0], program
         else:
-            spread = parts.distribute(made, plan.hardware_of(captured.device), compiled=False)
+            inputs, gathered = parts.given(made)
+            task = Task(program, program.entry, plan.hardware_of(captured.device), False, inputs, gathered)
+            spread = with_layouts(task, parts.plan.given)[1]
+            assert spread is not None
+            parts.split(captured.device)
             local = check(lower.overlap(check(lower.hoist(transform.simplify(spread.local)))))
             run = parts.taken(load(local, captured.device, reuse=True)[0], spread, arguments)
 
@@ -50,5 +55,5 @@ class Forward:
             with torch.no_grad():
                 return run(*inputs)[: made.results]
 
-        inputs = (*program.inputs[:arguments], *local.inputs[arguments:])
-        return bind(replace(captured, program=Program({"main": Block(inputs, (), captured.program.results)}), effects=()), without_gradients)[0]
+        shown = (*program.inputs[:arguments], *local.inputs[arguments:])
+        return bind(replace(captured, program=Program({"main": Block(shown, (), captured.program.results)}), effects=()), without_gradients)[0]

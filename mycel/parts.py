@@ -17,13 +17,12 @@ from typing import Any
 
 import torch
 
-from mycel import lower
 from mycel.capture import Captured
 from mycel.ir import Layout, Program, part
 from mycel.lower import Distributed
 from mycel.ops.collective import COMMUNICATORS
 from mycel.optimizers import Bound
-from mycel.plan import Hardware, Plan
+from mycel.plan import Plan
 from mycel.run import boxes, part_of, world
 
 
@@ -82,15 +81,6 @@ class Parts:
 
     # -- layouts of a step's inputs ------------------------------------------------------------------------------------------
 
-    def distribute(self, made: Joined, hardware: Hardware, compiled: bool) -> Distributed:
-        """The step's program for every rank; parameters become their parts."""
-        if self.ranks is None:
-            self.ranks = world(self.plan.mesh, made.captured.device)
-        given, gathered = self.given(made)
-        found = lower.distribute(made.program, self.plan, given, gathered, hardware, compiled)
-        self.split()
-        return found
-
     def given(self, made: Joined) -> tuple[dict[int, Layout], frozenset[int]]:
         """Layouts of the step's inputs by position, those that are not whole; and the parameters that are gathered for use."""
         c, types = made.captured, [v.type for v in made.program.inputs]
@@ -117,8 +107,10 @@ class Parts:
 
     # -- what this rank holds ---------------------------------------------------------------------------------------------
 
-    def split(self) -> None:
-        """Parameters become this rank's parts, once."""
+    def split(self, device: torch.device) -> None:
+        """Parameters become this rank's parts, once; `device` is where its ranks speak from."""
+        if self.ranks is None:
+            self.ranks = world(self.plan.mesh, device)
         if self.is_split:
             return
         self.is_split = True

@@ -25,13 +25,12 @@ from mycel.forward import Forward
 from mycel.ir import Block, Mesh, Program, check
 from mycel.objective import Batch, objective
 from mycel.parts import Joined, Parts
-from mycel.plan import Decided
+from mycel.planning import Task, planned
 from mycel.run import keep_freed_memory, load, start_workers, warm_up, without_collector
 from mycel.sizes import parse_bytes, shown
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 SCALE = 65536.0  # the first loss scale of fp16, torch.amp.GradScaler's
-WORTH = 0.005  # the share of a step that compiling a stretch between calls must save
 
 
 def train_step(
@@ -108,12 +107,15 @@ class Settings:
 class Entry:
     """One compiled signature of the batch."""
 
-    program: Program
+    lowered: lower.Lowered
     source: str
-    plan: Decided
+    plan: plan.Plan
     call: Callable[[tuple[Any, ...], dict[str, Any]], Any]
     signature: tuple[Any, ...]
-    spread: lower.Distributed | None = None
+
+    @property
+    def program(self) -> Program:
+        return self.lowered.program
 
 
 class Step:
@@ -169,18 +171,29 @@ class Step:
             keep_freed_memory()
         with self.parts.whole() if self.parts is not None else nullcontext():
             made = self._joined(args, kwargs)
-        program, spread = made.program, None
+        decided, done = planned(self._task(made), self._given())
+        program = done.program
         if self.parts is not None:
-            spread = self.parts.distribute(made, plan.hardware_of(made.captured.device), s.compiles(device))
-            program = check(transform.simplify(spread.local))
-        decided, program, names = self._planned(program, made.body, made.captured.device)
-        if names:
+            self.parts.split(made.captured.device)
+        if done.regions:
             warm_up(program, {*plan.PRODUCTS, "linear_cross_entropy"}, made.captured.device)
-        code, source = load(program, made.captured.device, reuse=True, donate=True, compiled=names)
-        if self.parts is not None and spread is not None:
-            code = self.parts.taken(code, spread, len(set(made.captured.leaves)))
+        code, source = load(program, made.captured.device, reuse=True, donate=True, compiled=set(done.regions))
+        if self.parts is not None and done.spread is not None:
+            code = self.parts.taken(code, done.spread, len(set(made.captured.leaves)))
         call = self._bound(made, program, code)
-        return Entry(program, source, decided, call, optimizers.signature(self.optimizer), spread)
+        return Entry(done, source, decided, call, optimizers.signature(self.optimizer))
+
+    def _task(self, made: Joined) -> Task:
+        """What there is to plan."""
+        device = made.captured.device
+        inputs, gathered = self.parts.given(made) if self.parts is not None else ({}, frozenset[int]())
+        return Task(made.program, made.body, plan.hardware_of(device), self.settings.compiles(device), inputs, gathered, self.settings.budget)
+
+    def _given(self) -> plan.Plan:
+        """The plan for the next signature of the batch: decisions hold for the first one."""
+        if self.written is None:
+            return plan.Plan(Mesh())
+        return self.written.given if self.entries else self.written
 
     def _joined(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Joined:
         """The whole step as one program, on one device; manual regions are those of the mesh."""
@@ -253,34 +266,6 @@ class Step:
         block = replace(made.main, outputs=(*outs[:results], *ordered, *outs[results + len(wrt) :]))
         return transform.simplify(replace(made, blocks={**made.blocks, made.entry: block}), hints=self.parts is not None), groups
 
-    def _planned(self, program: Program, body: str, device: torch.device) -> tuple[Decided, Program, set[str]]:
-        """What to keep for backward, and the program that does so, with the blocks to compile."""
-        compiled = self.settings.compiles(device)
-        hardware = plan.hardware_of(device)
-        ready: dict[int, tuple[Program, set[str]]] = {}
-
-        def lowered(found: plan.Residuals) -> tuple[Program, set[str]]:
-            made = lower.reside(program, found)
-            made = check(transform.fuse(made if self.parts is None else lower.hoist(made)))
-            if not compiled:
-                return self._overlapped(made), set()
-            costs = plan.Costs(made, hardware, compiled)
-            least = WORTH * costs.whole()
-            made, names = transform.outline(made, lambda run: costs.gain(run) > least)
-            return self._overlapped(check(made)), names
-
-        def measure(found: plan.Residuals) -> plan.Footprint:
-            ready.clear()
-            ready[id(found)] = made = lowered(found)
-            return plan.footprint(made[0], plan.Costs(made[0], hardware, compiled), made[1])
-
-        again = self.written.recompute if self.written is not None else "auto"
-        decided = plan.decide(program, body, plan.Costs(program, hardware, compiled), measure, self.settings.budget, again)
-        return decided, *(ready.get(id(decided.residuals)) or lowered(decided.residuals))
-
-    def _overlapped(self, program: Program) -> Program:
-        return program if self.parts is None else check(lower.overlap(program))
-
     def _bound(self, made: Joined, program: Program, code: Callable[..., Any]) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
         """The guarded call: it reads the model's and the optimiser's state and runs the code."""
         captured, groups, results = made.captured, made.groups, made.results
@@ -337,8 +322,8 @@ class Step:
         self._counters = {k: v.to(device).clone() for k, v in state.items()}
 
     @property
-    def plan(self) -> Decided:
-        """What was decided for the last batch."""
+    def plan(self) -> plan.Plan:
+        """What was given and what was decided for the last batch: str(step.plan) is YAML that train_step(plan=…) takes."""
         return self._entry().plan
 
     @property
@@ -360,17 +345,19 @@ class Step:
         """What runs, and why."""
         entry = self._entry()
         s, device = self.settings, next((p.device for p in self.model.parameters()), torch.device("cpu"))
-        lines = [f"precision        {s.precision}, {s.accumulate} part(s) a step, clip_norm {s.clip_norm}", str(entry.plan)]
+        lines = [f"precision        {s.precision}, {s.accumulate} part(s) a step, clip_norm {s.clip_norm}", entry.plan.summary()]
         if device.type == "cuda":
             lines.append(f"measured peak    {shown(torch.cuda.max_memory_allocated(device))}")
         foreign = sorted({e.params["target"] for b in entry.program.blocks.values() for e in b.eqns if e.op.name.startswith("opaque")})
         lines += [f"as torch has it  {', '.join(foreign)}"] if foreign else []
-        if entry.spread is None:
+        spread = entry.lowered.spread
+        if spread is None:
             return "\n".join([*lines, "", str(entry.program)])
-        proved = "at the least cost" if entry.spread.exact else "perhaps not the cheapest"
-        lines.append(f"mesh             {entry.spread.moves.mesh}; layouts {proved}")
-        all_, once = lower.sent(entry.program), lower.sent(entry.spread.local)
+        assert entry.plan.predicted is not None
+        proved = "at the least cost" if entry.plan.predicted.exact else "perhaps not the cheapest"
+        lines.append(f"mesh             {entry.plan.mesh}; layouts {proved}")
+        all_, once = lower.sent(entry.program), lower.sent(spread.local)
         lines.append(f"sent by a rank   {lower.sent_text(all_)}")
         again = {axes: n - once.get(axes, 0.0) for axes, n in all_.items() if n > once.get(axes, 0.0)}
         lines += [f"of that          {lower.sent_text(again)} because backward computes values again"] if again else []
-        return "\n".join([*lines, "", lower.explain(entry.spread)])
+        return "\n".join([*lines, "", lower.explain(spread)])

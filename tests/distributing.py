@@ -20,10 +20,25 @@ from mycel import lower, transform
 from mycel.ir import Layout, Mesh, Program, check, type_of
 from mycel.parts import Parts
 from mycel.plan import CPU, Hardware, Plan
+from mycel.planning import Task, with_layouts
 from mycel.run import interpret, simulate
 from mycel.run.simulate import put_together, spread_out
 
 SIZES = [2, 3, 4, 6, 8]
+
+
+def spread(
+    program: Program,
+    written: Plan,
+    given: Mapping[int, Layout],
+    gathered: frozenset[int] = frozenset(),
+    hardware: Hardware = CPU,
+    compiled: bool = False,
+) -> lower.Distributed:
+    """A program over the ranks of a plan, its inputs given so."""
+    found = with_layouts(Task(program, program.entry, hardware, compiled, given, gathered), written)[1]
+    assert found is not None
+    return found
 
 
 def ready_to_run(found: lower.Distributed) -> Program:
@@ -51,7 +66,7 @@ def compared(program: Program, found: lower.Distributed, mesh: Mesh, values: Seq
 
 
 def equals_serial(program: Program, written: Plan, given: Mapping[int, Layout], values: Sequence[torch.Tensor]) -> lower.Distributed:
-    found = lower.distribute(program, written, given, frozenset(), CPU)
+    found = spread(program, written, given)
     compared(program, found, written.mesh, values)
     return found
 
@@ -73,7 +88,7 @@ class OneDevice:
 
     def under(self, written: Plan, hardware: Hardware = CPU, compiled: bool = False) -> lower.Distributed:
         given, gathered = Parts(self.model, self.optimizer, written).given(self.made)
-        return lower.distribute(self.made.program, written, given, gathered, hardware, compiled)
+        return spread(self.made.program, written, given, gathered, hardware, compiled)
 
 
 def start_values(one: OneDevice, seed: int = 0, poison: bool = False) -> list[torch.Tensor]:

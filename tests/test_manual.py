@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from distributing import spread
 from torch import nn
 from torch.nn import functional as F
 
@@ -57,7 +58,7 @@ def step_is_plain(make, plain, batch, mesh, written, **settings):
     values = values_of(simple, batch)
     wanted = named_outputs(simple.program, interpret(simple.program, [values[v.name] for v in simple.program.inputs]))
     given, gathered = step.parts.given(made)
-    found = lower.distribute(made.program, step.written, given, gathered, mycel.plan.CPU)
+    found = spread(made.program, step.written, given, gathered)
     local = check(lower.overlap(check(lower.hoist(transform.simplify(found.local)))))
     inputs = [spread_out(values[v.name], layout, mesh) for v, layout in zip(made.program.inputs, found.inputs, strict=True)]
     parts = simulate(local, mesh, inputs)

@@ -144,12 +144,12 @@ def test_precision_types_any_program(program, dtype):
 
 def test_outline():
     program = graded(loss_program())
-    cut, names = transform.outline(program, lambda run: True)
+    cut, names = transform.outline(program, lambda block, run: True)
     golden("outline", str(check(cut)))
     assert names == {"layer_forward_2", "layer_backward", "layer_backward_2", "main_1"}
     args = arguments(program)
     close(interpret(program, args), interpret(cut, args), 0)
-    whole, names = transform.outline(program, lambda run: False)
+    whole, names = transform.outline(program, lambda block, run: False)
     assert whole == program and names == {"layer_forward_2", "layer_backward", "layer_backward_2"}
 
 

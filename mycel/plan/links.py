@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from mycel.ir import Axes, Eqn, Mesh
+from mycel.plan.hardware import Hardware
 
 COLLECTIVES = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute_ranks"})
 
@@ -47,6 +48,12 @@ class Links:
             return 0.0
         k, link = self.mesh.count(axes), self.of(axes)
         return sent(name, k, local_bytes) / link.bytes_s + _steps(name, k) * link.start_s
+
+
+def links_between(mesh: Mesh, hardware: Hardware) -> Links:
+    """The links of a mesh of such devices."""
+    link = GPU_LINK if hardware.memory else CPU_LINK
+    return Links(mesh, link, dict.fromkeys(mesh.axes, link))
 
 
 def sent(name: str, k: int, local_bytes: float) -> float:

@@ -30,7 +30,7 @@ from torch import distributed as dist
 from mycel.errors import PlanError, RunError
 from mycel.ir import Mesh
 from mycel.plan import Plan
-from mycel.plan.written import ready_plans
+from mycel.plan.record import ready_plans
 from mycel.run.checkpoint import ALONE, Ranks
 from mycel.run.processes import Processes, code_version, world
 from mycel.run.rendezvous import LATER_S, STOP, Rendezvous, seat
