@@ -218,7 +218,7 @@ def test_a_plan_for_another_mesh_or_setting_is_refused():
     assert Plan.read(decided.given, Mesh(dp=4)).mesh == Mesh(dp=4)
     with pytest.raises(PlanError, match="a step that is not compiled, this one is compiled"):
         planned(task(one, decided, compiled=True), decided)
-    with pytest.raises(PlanError, match="the plan needs .*, the budget is 1 bytes"):
+    with pytest.raises(PlanError, match=r"the plan needs .*, the budget is 1 bytes"):
         planned(task(one, decided, budget=1), decided)
     moved = replace(decided, batch=["-", "dp"])
     with pytest.raises(PlanError, match=r"the plan gives x as \[-,dp\], and has decided \[dp,-\]"):
