@@ -8,7 +8,7 @@ loss=f             step(x, y)       f(model(x), y):  the model gets the first ar
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 
 from mycel.capture import flatten
 from mycel.errors import TrainError
+from mycel.ir import Role
 
 
 def objective(model: torch.nn.Module, loss: Callable[..., Any] | None) -> Callable[..., Any]:
@@ -116,6 +117,18 @@ class Batch:
         made = {id(x): x[: self.rows // self.parts] if self.is_split(x) else x for x in self.leaves}
         return self.tree.unflatten(iter([made[id(x)] for x in self.leaves]))
 
-    def split(self, positions: tuple[int, ...]) -> list[int]:
-        """Which inputs of the program are split."""
-        return sorted({at for x, at in zip(self.leaves, positions, strict=True) if self.is_split(x)})
+    def split(self, names: Sequence[str]) -> set[str]:
+        """Which inputs of the program are split; `names`: of the inputs that its tensors are."""
+        return {name for x, name in zip(self.leaves, names, strict=True) if self.is_split(x)}
+
+
+def roles_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[int, Role]:
+    """What a model's tensors are, by id, under the names that its state dict has; tensors that an optimiser changes are parameters,
+    whoever holds them."""
+    found = {id(x): Role("buffer", name) for name, x in model.named_buffers()}
+    found |= {id(p): Role("parameter", name) for name, p in model.named_parameters()}
+    for i, group in enumerate(optimizer.param_groups if optimizer is not None else ()):
+        for k, p in enumerate(group["params"]):
+            if not isinstance(p, torch.nn.Parameter):
+                found.setdefault(id(p), Role("parameter", f"group{i}.{k}"))
+    return found

@@ -46,7 +46,7 @@ def check_restored() -> None:
         for name, p in parts.module.named_parameters():
             assert torch.equal(parts.whole(name, p), whole[f"model.{name}"]), name
             for slot, x in parts.optimizer.state[p].items():
-                found = held.gather(x, held.stored[id(p)], held.shapes[name]) if x.dim() else x
+                found = held.gather(x, held.stored[name], held.shapes[name]) if x.dim() else x
                 assert torch.equal(found, whole[f"optimizer.{name}.{slot}"]), (name, slot)
         print("restored to the bit")
         return notes

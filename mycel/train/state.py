@@ -54,7 +54,7 @@ def layouts(parts: Parts) -> Layouts:
     for name, p in parts.module.named_parameters():
         for slot, x in parts.optimizer.state.get(p, {}).items():
             if isinstance(x, torch.Tensor) and x.dim():
-                found[f"optimizer.{name}.{slot}"] = held.stored[id(p)], tuple(held.shapes[name])
+                found[f"optimizer.{name}.{slot}"] = held.stored[name], tuple(held.shapes[name])
     return found
 
 
@@ -147,7 +147,7 @@ def wanted(parts: Parts, manifest: Manifest) -> Wanted:
     """This rank's parts of what a checkpoint holds, however they were saved."""
     held = parts.step.parts
     assert held is not None
-    parameters, own = dict(parts.module.named_parameters()), model_tensors(parts.module)
+    own = model_tensors(parts.module)
     found = {f"model.{name}": (held.layouts[name], tuple(held.shapes[name]), x.dtype) for name, x in own.items()}
     for name, entry in manifest.tensors.items():
         saved = manifest.tensors[entry] if isinstance(entry, str) else entry
@@ -155,8 +155,8 @@ def wanted(parts: Parts, manifest: Manifest) -> Wanted:
             continue
         kind, _, rest = name.partition(".")
         owner = rest.rpartition(".")[0]
-        split = kind == "optimizer" and owner in parameters and id(parameters[owner]) in held.stored and saved.shape == tuple(held.shapes[owner])
-        found[name] = held.stored[id(parameters[owner])] if split else Layout.whole(len(saved.shape)), saved.shape, saved.dtype
+        split = kind == "optimizer" and owner in held.stored and saved.shape == tuple(held.shapes[owner])
+        found[name] = held.stored[owner] if split else Layout.whole(len(saved.shape)), saved.shape, saved.dtype
     return found
 
 
