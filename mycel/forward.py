@@ -13,8 +13,7 @@ from mycel import lower, plan, transform
 from mycel.capture import MISS, Captured, bind
 from mycel.capture import capture as capture_call
 from mycel.ir import Block, Program, check
-from mycel.objective import roles_of
-from mycel.parts import Joined, Parts
+from mycel.parts import Joined, Parts, roles_of
 from mycel.run import load
 
 

@@ -16,7 +16,6 @@ import torch
 
 from mycel.capture import flatten
 from mycel.errors import TrainError
-from mycel.ir import Role
 
 
 def objective(model: torch.nn.Module, loss: Callable[..., Any] | None) -> Callable[..., Any]:
@@ -120,15 +119,3 @@ class Batch:
     def split(self, names: Sequence[str]) -> set[str]:
         """Which inputs of the program are split; `names`: of the inputs that its tensors are."""
         return {name for x, name in zip(self.leaves, names, strict=True) if self.is_split(x)}
-
-
-def roles_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[int, Role]:
-    """What a model's tensors are, by id, under the names that its state dict has; tensors that an optimiser changes are parameters,
-    whoever holds them."""
-    found = {id(x): Role("buffer", name) for name, x in model.named_buffers()}
-    found |= {id(p): Role("parameter", name) for name, p in model.named_parameters()}
-    for i, group in enumerate(optimizer.param_groups if optimizer is not None else ()):
-        for k, p in enumerate(group["params"]):
-            if not isinstance(p, torch.nn.Parameter):
-                found.setdefault(id(p), Role("parameter", f"group{i}.{k}"))
-    return found

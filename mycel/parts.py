@@ -172,6 +172,18 @@ class Parts:
         return run
 
 
+def roles_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[int, Role]:
+    """What a model's tensors are, by id, under the names that its state dict has; tensors that an optimiser changes are parameters,
+    whoever holds them."""
+    found = {id(x): Role("buffer", name) for name, x in model.named_buffers()}
+    found |= {id(p): Role("parameter", name) for name, p in model.named_parameters()}
+    for i, group in enumerate(optimizer.param_groups if optimizer is not None else ()):
+        for k, p in enumerate(group["params"]):
+            if not isinstance(p, torch.nn.Parameter):
+                found.setdefault(id(p), Role("parameter", f"group{i}.{k}"))
+    return found
+
+
 def parameter_layouts(plan: Plan, shapes: Mapping[str, torch.Size], trained: Collection[str], one: Mapping[str, str]) -> dict[str, Layout]:
     """How tensors are held, by name: as the plan says, trained ones under ZeRO-3 split further; `one` says which of tied names counts."""
     used = plan.parameter_layouts(shapes)

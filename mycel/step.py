@@ -24,8 +24,8 @@ from mycel.capture import capture as capture_call
 from mycel.errors import GradientError, PlanError, TrainError
 from mycel.forward import Forward, called
 from mycel.ir import Mesh, Program, Role, check
-from mycel.objective import Batch, objective, roles_of
-from mycel.parts import Joined, Parts
+from mycel.objective import Batch, objective
+from mycel.parts import Joined, Parts, roles_of
 from mycel.plan import Decided
 from mycel.run import keep_freed_memory, load, start_workers, warm_up, without_collector
 from mycel.sizes import parse_bytes, shown

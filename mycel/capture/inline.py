@@ -26,7 +26,7 @@ def splice(tracer: Tracer, captured: Captured, args: tuple[Any, ...], kwargs: di
 
 def input_tensors(captured: Captured, leaves: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
     """The tensors behind the program's inputs (but the key), by name."""
-    given = {name: leaf for name, leaf in reversed([*zip(captured.leaves, leaves, strict=True)])}
+    given = dict(reversed([*zip(captured.leaves, leaves, strict=True)]))  # of a tensor passed twice, the first
     return given | {name: places[0].read() for name, places in captured.state.items()}
 
 

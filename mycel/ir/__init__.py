@@ -11,8 +11,9 @@ from mycel.ir.types import DTYPES, NAMES, Type, is_float, promote, type_of
 from mycel.ir.walk import Chain, chains, lifetimes, lookup, order, prune, rewrite, runs, substitute, walk
 
 __all__ = [
-    "BUILDERS", "CONTROL", "DTYPES", "HELD", "NAMES", "OPS", "PHASES", "Atom", "Axes", "Block", "Builder", "Chain", "Cost", "Eqn", "Layout", "Mesh", "Op",
-    "Params", "Part",
-    "Program", "Ref", "Role", "Type", "Var", "atom_type", "call", "chains", "check", "cond", "custom", "extent", "is_even", "is_float", "lifetimes",
-    "lookup", "loop", "op", "order", "part", "promote", "prune", "read_layout", "rewrite", "runs", "scan", "substitute", "type_of", "typed", "walk",
+    "BUILDERS", "CONTROL", "DTYPES", "HELD", "NAMES", "OPS", "PHASES", "Atom", "Axes", "Block", "Builder", "Chain",
+    "Cost", "Eqn", "Layout", "Mesh", "Op", "Params", "Part", "Program", "Ref", "Role", "Type", "Var", "atom_type",
+    "call", "chains", "check", "cond", "custom", "extent", "is_even", "is_float", "lifetimes", "lookup", "loop",
+    "op", "order", "part", "promote", "prune", "read_layout", "rewrite", "runs", "scan", "substitute", "type_of",
+    "typed", "walk",
 ]  # fmt: skip

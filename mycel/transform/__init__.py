@@ -37,7 +37,7 @@ def simplify(program: Program, hints: bool = False) -> Program:
 
 
 __all__ = [
-    "BODY", "LOSS_SCALE", "SIMPLIFY", "Group", "Pass", "algebra", "causal", "cse", "dce", "fold", "forward_and_backward", "fuse", "head", "inline", "jvp",
-    "microbatch", "optimise", "outline", "precision", "scaled", "shares", "simplify", "unhinted", "value_and_grad",
+    "BODY", "LOSS_SCALE", "SIMPLIFY", "Group", "Pass", "algebra", "causal", "cse", "dce", "fold", "forward_and_backward", "fuse", "head", "inline",
+    "jvp", "microbatch", "optimise", "outline", "precision", "scaled", "shares", "simplify", "unhinted", "value_and_grad",
     "with_scale",
 ]  # fmt: skip
