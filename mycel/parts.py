@@ -48,7 +48,8 @@ class Parts:
     ranks: Any = None  # the communicator
     shapes: dict[str, torch.Size] = field(default_factory=dict)  # of whole parameters and buffers
     layouts: dict[str, Layout] = field(default_factory=dict)  # in which they are held
-    stored: dict[str, Layout] = field(default_factory=dict)  # of a trained parameter's state, by its name
+    stored: dict[str, Layout] = field(default_factory=dict)  # of a trained parameter's state that is as large as itself, by its name
+    slots: dict[Role, tuple[Layout, Type]] = field(default_factory=dict)  # of each piece of state: how it lies, and its type as a whole
     is_split: bool = False
 
     def __post_init__(self) -> None:
@@ -105,6 +106,8 @@ class Parts:
         for i, v in enumerate(program.inputs):
             role = program.role(v)
             layout = self._layout(role, v.type)
+            if role.kind in ("state", "error", "outer"):
+                self.slots[role] = layout, v.type
             if not layout.is_whole:
                 given[i] = layout
             if role.kind in ("parameter", "buffer") and role.name in one and (role.name in trained or layout != used[one[role.name]]):
@@ -118,9 +121,12 @@ class Parts:
                 return self.plan.batch_layout(role.name, type.shape)
             case "parameter" | "buffer":
                 return self.layouts.get(role.name, Layout())
-            case "state" if role.of in self.stored:
+            case "state" | "outer" if role.of in self.stored:
                 return state_layout(self.stored[role.of], self.shapes[role.of], type.shape)
-        return Layout()
+            case "error":  # each rank along the axis has one of its own: what all left behind is their sum
+                layout = state_layout(self.stored.get(role.of, Layout()), self.shapes.get(role.of, type.shape), type.shape)
+                return layout.without(role.over).owing(role.over, "+")
+        return Layout.whole(type.ndim)
 
     # -- what this rank holds ---------------------------------------------------------------------------------------------
 
@@ -138,11 +144,13 @@ class Parts:
 
     def state(self, group: Bound) -> list[torch.Tensor]:
         """A group's optimiser state in parts, made where there is none yet."""
-        for p, name in ((p, name) for p, name in zip(group.params, group.group.params, strict=True) if name in self.stored):
+        for p, name in zip(group.params, group.group.params, strict=True):
             for slot in group.group.slots:
-                if slot != "step" and slot not in self.optimizer.state[p]:
-                    shape = boxes.stored(tuple(self.shapes[name]), self.stored[name], self.plan.mesh)
-                    self.optimizer.state[p][slot] = torch.zeros(shape, dtype=p.dtype, device=p.device)
+                if slot not in self.optimizer.state[p]:
+                    layout, type = self.slots[Role("state", slot, of=name)]
+                    if type.ndim:
+                        shape = boxes.stored(type.shape, layout, self.plan.mesh)
+                        self.optimizer.state[p][slot] = torch.zeros(shape, dtype=type.dtype, device=p.device)
         return group.state(self.optimizer)
 
     def gather(self, x: torch.Tensor, layout: Layout, shape: Sequence[int]) -> torch.Tensor:
@@ -195,7 +203,7 @@ def state_layout(of: Layout, whole: Sequence[int], shape: Sequence[int]) -> Layo
     """How state of this shape lies, of a parameter whose state as large as itself lies in layout `of`: dims that are the parameter's lie as these
     do, others (those of a row's or a column's statistics, of a count) are whole."""
     if len(shape) != len(whole):
-        return Layout()
+        return Layout.whole(len(shape))
     padded = (*of.dims, *((),) * (len(whole) - len(of.dims)))
     return Layout(tuple(axes if n == m else () for axes, n, m in zip(padded, shape, whole, strict=True)))
 
