@@ -13,7 +13,7 @@ from mycel import lower, plan, transform
 from mycel.capture import MISS, Captured, bind
 from mycel.capture import capture as capture_call
 from mycel.ir import Block, Program, check
-from mycel.parts import Joined, Parts
+from mycel.parts import Joined, Parts, roles_of
 from mycel.planning import Task, with_layouts
 from mycel.run import load
 
@@ -21,8 +21,8 @@ from mycel.run import load
 class Forward:
     """A function of the model without gradients, compiled once for each signature; `prepared` makes the program of what was captured."""
 
-    def __init__(self, fn: Callable[..., Any], prepared: Callable[[Captured], Program], parts: Parts | None) -> None:
-        self.fn, self.prepared, self.parts = fn, prepared, parts
+    def __init__(self, fn: Callable[..., Any], model: torch.nn.Module, prepared: Callable[[Captured], Program], parts: Parts | None) -> None:
+        self.fn, self.model, self.prepared, self.parts = fn, model, prepared, parts
         self.calls: list[Callable[[tuple[Any, ...], dict[str, Any]], Any]] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -36,10 +36,9 @@ class Forward:
     def _compiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
         parts = self.parts
         with parts.whole() if parts is not None else nullcontext():
-            captured = capture_call(self.fn, args, kwargs)
+            captured = capture_call(self.fn, args, kwargs, known=roles_of(self.model))
             program = self.prepared(captured)
-            made = Joined(captured, program, (), len(program.results), len(program.inputs), program.entry)
-        arguments = len(set(captured.leaves))
+            made = Joined(captured, program, (), len(program.results), program.entry)
         if parts is None:
             run, local = load(program, captured.device, reuse=True)[0], program
         else:
@@ -49,11 +48,17 @@ class Forward:
             assert spread is not None
             parts.split(captured.device)
             local = check(lower.overlap(check(lower.hoist(transform.simplify(spread.local)))))
-            run = parts.taken(load(local, captured.device, reuse=True)[0], spread, arguments)
+            run = parts.taken(load(local, captured.device, reuse=True)[0], spread, local)
 
         def without_gradients(*inputs: Any) -> Any:
             with torch.no_grad():
                 return run(*inputs)[: made.results]
 
-        shown = (*program.inputs[:arguments], *local.inputs[arguments:])
-        return bind(replace(captured, program=Program({"main": Block(shown, (), captured.program.results)}), effects=()), without_gradients)[0]
+        return bind(replace(called(captured, program, local), effects=()), without_gradients)[0]
+
+
+def called(captured: Captured, whole: Program, local: Program) -> Captured:
+    """What was captured, as this rank calls it: it is given the whole batch, as `whole` has it, and holds the state that `local` takes."""
+    batch, held = {v.name: v for v in whole.inputs}, {v.name: v for v in local.inputs}
+    inputs = tuple(batch[v.name] if whole.role(v).kind == "batch" else held.get(v.name, v) for v in captured.program.inputs)
+    return replace(captured, program=Program({"main": Block(inputs, (), captured.program.results)}, roles=captured.program.roles))

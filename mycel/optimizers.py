@@ -7,12 +7,13 @@ State stays in torch's own objects (`optimizer.state[p]`), created as torch woul
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from mycel.errors import TrainError
+from mycel.ir import NAMES
 from mycel.transform import Group
 
 ADAM = ("lr", "beta1", "beta2", "eps", "weight_decay")
@@ -92,18 +93,20 @@ def refuse_dtypes(params: Sequence[torch.nn.Parameter]) -> None:
         raise TrainError("train_step was given complex parameters\n  try       real parameters, and torch.view_as_complex in the model")
 
 
-def bind_groups(optimizer: torch.optim.Optimizer, positions: dict[int, int]) -> list[Bound]:
-    """The groups of an optimiser over those of its parameters (by id) that are inputs of a program (by position).  Dtypes are kept apart."""
+def bind_groups(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> list[Bound]:
+    """The groups of an optimiser over those of its parameters (by id) that are inputs of a program, and their names.  Dtypes are kept apart."""
     found = []
     for index, values in enumerate(optimizer.param_groups):
-        mine = [p for p in values["params"] if id(p) in positions]
-        for dtype in dict.fromkeys(p.dtype for p in mine):
+        mine = [p for p in values["params"] if id(p) in names]
+        for i, dtype in enumerate(dict.fromkeys(p.dtype for p in mine)):
             params = tuple(p for p in mine if p.dtype == dtype)
-            found.append(Bound(_group(type(optimizer), values, tuple(positions[id(p)] for p in params)), params, index))
+            group = _group(type(optimizer), values, tuple(names[id(p)] for p in params))
+            name = f"{index}.{NAMES[dtype]}" if i else str(index)
+            found.append(Bound(replace(group, name=name), params, index))
     return found
 
 
-def _group(kind: type, values: dict[str, Any], params: tuple[int, ...]) -> Group:
+def _group(kind: type, values: dict[str, Any], params: tuple[str, ...]) -> Group:
     if kind is torch.optim.SGD:
         buffers = ("momentum_buffer",) if values["momentum"] else ()
         flags = {"momentum": bool(values["momentum"]), "nesterov": bool(values["nesterov"]), "maximize": bool(values["maximize"])}

@@ -10,9 +10,10 @@ optimiser's own state change in place.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,10 +22,10 @@ from mycel import lower, optimizers, plan, transform
 from mycel.capture import MISS, TRACING, Captured, bind, meshed
 from mycel.capture import capture as capture_call
 from mycel.errors import GradientError, PlanError, TrainError
-from mycel.forward import Forward
-from mycel.ir import Block, Mesh, Program, check
+from mycel.forward import Forward, called
+from mycel.ir import Mesh, Program, Role, check
 from mycel.objective import Batch, objective
-from mycel.parts import Joined, Parts
+from mycel.parts import Joined, Parts, roles_of
 from mycel.planning import Task, planned
 from mycel.run import keep_freed_memory, load, start_workers, warm_up, without_collector
 from mycel.sizes import parse_bytes, shown
@@ -118,6 +119,15 @@ class Entry:
         return self.lowered.program
 
 
+def _arranged(given: Sequence[Role], wanted: Sequence[Role]) -> Callable[[Sequence[Any]], Sequence[Any]] | None:
+    """Values of the roles `given` -> those of `wanted`, in their order; None where nothing is to be done."""
+    at = {role: i for i, role in enumerate(given)}
+    order = [at[role] for role in wanted]
+    if order == list(range(len(given))):
+        return None
+    return lambda values: [values[i] for i in order]
+
+
 class Step:
     """One training step, compiled once for each signature of the batch."""
 
@@ -179,7 +189,7 @@ class Step:
             warm_up(program, {*plan.PRODUCTS, "linear_cross_entropy"}, made.captured.device)
         code, source = load(program, made.captured.device, reuse=True, donate=True, compiled=set(done.regions))
         if self.parts is not None and done.spread is not None:
-            code = self.parts.taken(code, done.spread, len(set(made.captured.leaves)))
+            code = self.parts.taken(code, done.spread, program)
         call = self._bound(made, program, code)
         return Entry(done, source, decided, call, optimizers.signature(self.optimizer))
 
@@ -203,46 +213,40 @@ class Step:
     def _captured(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Joined:
         s = self.settings
         batch = Batch(args, kwargs, s.accumulate)
-        captured = capture_call(self.fn, *batch.part())
-        program, scale = self._prepared(captured), None
+        known = roles_of(self.model, self.optimizer)
+        captured = capture_call(self.fn, *batch.part(), known=known)
+        program = self._prepared(captured)
         if s.precision == "fp16":
-            program, scale = transform.with_scale(program)
+            program = transform.with_scale(program)
         trained = self._trained(captured)
         counting = None
         if s.accumulate > 1:
             if captured.effects:
                 raise TrainError("with accumulate the model keeps tensors in attributes\n  try       accumulate=1, or buffers that it updates")
             split = batch.split(captured.leaves)
-            whole = self._prepared(capture_call(self.fn, args, kwargs))
-            program, counting, unseen = transform.shares(program, whole, list(trained.values()), split, s.accumulate)
+            whole = self._prepared(capture_call(self.fn, args, kwargs, known=known))
+            program, counting, unseen = transform.shares(program, whole, trained.values(), split, s.accumulate)
             if unseen:
                 warnings.warn(f"accumulate: no sum or mean over the batch, so its parts weigh the same: {'; '.join(unseen)}", stacklevel=4)
         results = len(program.results)
-        program, groups = self._differentiated(program, trained, scale)
+        program, groups = self._differentiated(program, trained)
         body = program.entry
         if counting is not None:
-            key = len(captured.program.inputs) - 1 if captured.draws else None
-            program, body = check(transform.microbatch(program, counting, s.accumulate, split, key)), transform.BODY
-        base = len(program.inputs)
-        program = check(transform.optimise(program, [g.group for g in groups], results, s.clip_norm, scale))
-        return Joined(captured, program, tuple(groups), results, base, body)
+            program, body = check(transform.microbatch(program, counting, s.accumulate, split)), transform.BODY
+        program = check(transform.optimise(program, [g.group for g in groups], results, s.clip_norm))
+        return Joined(captured, program, tuple(groups), results, body)
 
     def _prepared(self, captured: Captured) -> Program:
         """The loss, simplified, in its precision, with its head."""
         half = PRECISIONS[self.settings.precision]
         program = transform.simplify(captured.program, hints=self.parts is not None)
         if half is not None:
-            program = check(transform.precision(program, half, self._state(captured)))
+            program = check(transform.precision(program, half))
         return check(transform.head(program, mean=half is not torch.float16 and self.settings.accumulate == 1))
 
-    def _state(self, captured: Captured) -> range:
-        """Which inputs are parameters and buffers."""
-        first = len(set(captured.leaves))
-        return range(first, first + len(captured.state))
-
-    def _trained(self, captured: Captured) -> dict[int, int]:
-        """Parameters the optimiser may change and the loss uses, by id: which inputs they are."""
-        at = {id(places[0].read()): i for i, places in zip(self._state(captured), captured.state, strict=True)}
+    def _trained(self, captured: Captured) -> dict[int, str]:
+        """Parameters the optimiser may change and the loss uses, by id: the names of their inputs."""
+        at = {id(places[0].read()): name for name, places in captured.state.items()}
         found = {id(p): at[id(p)] for p in optimizers.trainable(self.optimizer) if id(p) in at}
         if self.settings.precision == "fp16" and any(p.dtype == torch.bfloat16 for p in self.model.parameters()):
             raise TrainError('precision="fp16" with parameters in bf16\n  try       precision="bf16", or model.float()')
@@ -251,37 +255,39 @@ class Step:
             raise GradientError("the loss depends on no parameter of the optimizer that requires a gradient")
         return found
 
-    def _differentiated(self, program: Program, trained: dict[int, int], scale: int | None) -> tuple[Program, list[optimizers.Bound]]:
+    def _differentiated(self, program: Program, trained: dict[int, str]) -> tuple[Program, list[optimizers.Bound]]:
         """The program that also returns gradients, group by group, of the parameters the loss depends on."""
-        wrt, results = list(trained.values()), len(program.results)
-        made = transform.value_and_grad(transform.scaled(program, scale), wrt, 0 if scale is None else results, dense=False)
+        names = {id_: program.roles[v].name for id_, v in trained.items()}
+        wrt, results = program.positions(trained.values()), len(program.results)
+        scaled = transform.scaled(program)
+        made = transform.value_and_grad(scaled, wrt, len(scaled.results) - 1 if scaled is not program else 0, dense=False)
         outs = list(made.main.outputs)
-        if scale is not None:
+        if scaled is not program:
             del outs[results]  # the scaled loss
-        reached = {i: g for i, g in zip(wrt, outs[results : results + len(wrt)], strict=True) if g is not None}
+        reached = {name: g for name, g in zip(names.values(), outs[results : results + len(wrt)], strict=True) if g is not None}
         if not reached:
             raise GradientError("the loss depends on no parameter of the optimizer that requires a gradient")
-        groups = optimizers.bind_groups(self.optimizer, {k: i for k, i in trained.items() if i in reached})
-        ordered = [reached[i] for g in groups for i in g.group.params]
+        groups = optimizers.bind_groups(self.optimizer, {id_: name for id_, name in names.items() if name in reached})
+        ordered = [reached[name] for g in groups for name in g.group.params]
         block = replace(made.main, outputs=(*outs[:results], *ordered, *outs[results + len(wrt) :]))
         return transform.simplify(replace(made, blocks={**made.blocks, made.entry: block}), hints=self.parts is not None), groups
 
     def _bound(self, made: Joined, program: Program, code: Callable[..., Any]) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
-        """The guarded call: it reads the model's and the optimiser's state and runs the code."""
+        """The guarded call: it reads what the program's inputs are, each by its role, and runs the code."""
         captured, groups, results = made.captured, made.groups, made.results
-        step, optimizer, device, half = self, self.optimizer, captured.device, self.settings.precision == "fp16"
+        step, optimizer = self, self.optimizer
+        readers = self._readers(made, program)
+        given = [made.program.role(v) for v in captured.program.inputs]
+        arranged = _arranged([*given, *(role for roles, _ in readers for role in roles)], [program.role(v) for v in program.inputs])
 
         def run(*inputs: Any) -> Any:
             with torch.inference_mode(False), torch.no_grad():
-                more: list[Any] = [step.counter("loss_scale", device)] if half else []
                 first = [g for g in groups if g.is_first(optimizer)]
                 before = step.skipped if first else 0
-                for g in groups:
-                    hyper = g.hyper(optimizer)  # before its state is made: a first step is one without
-                    more += [*(g.state(optimizer) if step.parts is None else step.parts.state(g)), *hyper]
-                more.append(step.counter("skipped", device))
-                more += [step.counter("good_steps", device)] if half else []
-                outs = code(*inputs, *more)
+                values = list(inputs)
+                for _, read in readers:
+                    values += read()
+                outs = code(*(values if arranged is None else arranged(values)))
                 if first and step.skipped > before:  # the next one is the first
                     for p in (p for g in first for p in g.params):
                         del optimizer.state[p]["momentum_buffer"]
@@ -289,14 +295,27 @@ class Step:
             optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask whether a step came before theirs
             return outs[:results]
 
-        arguments = len(set(captured.leaves))  # as the caller gives them: whole, where the program takes parts
-        inputs = (*made.program.inputs[:arguments], *program.inputs[arguments : len(captured.program.inputs)])
-        shell = Block(inputs, (), captured.program.results)
-        return bind(replace(captured, program=Program({"main": shell})), run)[0]
+        return bind(called(captured, made.program, program), run)[0]
+
+    def _readers(self, made: Joined, program: Program) -> list[tuple[list[Role], Callable[[], list[Any]]]]:
+        """What gives the program's inputs besides those of the call their values, and the roles of these."""
+        device = made.captured.device
+
+        def counter(role: Role) -> list[torch.Tensor]:
+            return [self.counter(role.name, device)]
+
+        def of_group(group: optimizers.Bound) -> list[Any]:
+            hyper = group.hyper(self.optimizer)  # before its state is made: a first step is one without
+            return [*(group.state(self.optimizer) if self.parts is None else self.parts.state(group)), *hyper]
+
+        counters = [program.role(v) for v in program.inputs_of("counter")]
+        grouped = [([*g.group.state_roles(), *g.group.hyper_roles()], partial(of_group, g)) for g in made.groups]
+        scale, others = [r for r in counters if r == transform.LOSS_SCALE], [r for r in counters if r != transform.LOSS_SCALE]
+        return [*(([r], partial(counter, r)) for r in scale), *grouped, *(([r], partial(counter, r)) for r in others)]
 
     def forward(self, fn: Callable[..., Any] | None = None) -> Forward:
         """The loss of a batch (or what `fn` makes of it with the model), under the plan, without a step."""
-        return Forward(fn or self.fn, self._prepared, self.parts)
+        return Forward(fn or self.fn, self.model, self._prepared, self.parts)
 
     # -- what one may ask ----------------------------------------------------------------------------------------
 

@@ -94,21 +94,25 @@ class OneDevice:
 def start_values(one: OneDevice, seed: int = 0, poison: bool = False) -> list[torch.Tensor]:
     """Inputs of the step's program: the batch, the model's state, optimiser state by chance; `poison`: a weight is infinite."""
     c, gen = one.made.captured, torch.Generator().manual_seed(seed)
-    leaves: list[torch.Tensor] = []
-    for x in one.batch.values():
-        leaves += [x] if isinstance(x, torch.Tensor) and not any(x is y for y in leaves) else []
-    values: list[torch.Tensor] = [*leaves, *(places[0].read().detach() for places in c.state)]
-    if poison:
-        values[-1] = values[-1].clone()
-        values[-1].view(-1)[-1] = torch.inf
-    values += [torch.tensor(7)] * c.draws
-    for v in one.made.program.inputs[len(values) :]:
-        if v.name == "loss_scale":
+    values: list[torch.Tensor] = []
+    last = list(c.state)[-1]
+    for v in one.made.program.inputs:
+        role = one.made.program.role(v)
+        if role.kind == "batch":
+            values.append(one.batch[role.name])
+        elif v.name in c.state:
+            values.append(c.state[v.name][0].read().detach())
+            if poison and v.name == last:
+                values[-1] = values[-1].clone()
+                values[-1].view(-1)[-1] = torch.inf
+        elif role.kind == "key":
+            values.append(torch.tensor(7))
+        elif role.name == "loss_scale":
             values.append(torch.tensor(16.0))
         elif v.type.ndim:
             values.append(torch.rand(v.shape, generator=gen, dtype=v.dtype) * 0.1)
         elif v.dtype.is_floating_point:  # a hyper-parameter or a count of steps
-            values.append(torch.tensor(3.0 if v.name.endswith(".step") else 0.01, dtype=v.dtype))
+            values.append(torch.tensor(3.0 if role.name == "step" else 0.01, dtype=v.dtype))
         else:
             values.append(torch.zeros((), dtype=v.dtype))
     return [x.to(c.device) for x in values]

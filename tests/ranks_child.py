@@ -27,6 +27,7 @@ import torch
 import train_child
 
 from mycel.errors import MycelError
+from mycel.ir import Role
 from mycel.run import rendezvous
 from mycel.run.checkpoint import load
 from mycel.train import assemble, loop, state
@@ -46,7 +47,7 @@ def check_restored() -> None:
         for name, p in parts.module.named_parameters():
             assert torch.equal(parts.whole(name, p), whole[f"model.{name}"]), name
             for slot, x in parts.optimizer.state[p].items():
-                found = held.gather(x, held.stored[id(p)], held.shapes[name]) if x.dim() else x
+                found = held.gather(x, held.slots[Role("state", slot, of=name)][0], held.shapes[name]) if x.dim() else x
                 assert torch.equal(found, whole[f"optimizer.{name}.{slot}"]), (name, slot)
         print("restored to the bit")
         return notes

@@ -35,7 +35,8 @@ def values_of(made, batch):
     """Inputs by name: the batch, the state, and numbers by chance for the optimiser's."""
     c = made.captured
     gen = torch.Generator().manual_seed(0)
-    found = dict(zip([v.name for v in made.program.inputs], [*batch.values(), *(p[0].read().detach() for p in c.state)], strict=False))
+    found = {v.name: batch[made.program.role(v).name] for v in made.program.inputs_of("batch")}
+    found |= {name: places[0].read().detach() for name, places in c.state.items()}
     for v in sorted(made.program.inputs, key=lambda v: v.name):
         if v.name not in found:
             integer = not v.dtype.is_floating_point

@@ -19,7 +19,7 @@ from mycel.transform.microbatch import BODY, microbatch, shares
 from mycel.transform.optimise import Group, optimise
 from mycel.transform.outline import outline
 from mycel.transform.precision import precision
-from mycel.transform.scaling import scaled, with_scale
+from mycel.transform.scaling import LOSS_SCALE, scaled, with_scale
 from mycel.transform.unhinted import unhinted
 from mycel.transform.vjp import forward_and_backward, value_and_grad
 
@@ -37,7 +37,7 @@ def simplify(program: Program, hints: bool = False) -> Program:
 
 
 __all__ = [
-    "BODY", "SIMPLIFY", "Group", "Pass", "algebra", "causal", "cse", "dce", "fold", "forward_and_backward", "fuse", "head", "inline", "jvp",
-    "microbatch", "optimise", "outline", "precision", "scaled", "shares", "simplify", "unhinted", "value_and_grad",
+    "BODY", "LOSS_SCALE", "SIMPLIFY", "Group", "Pass", "algebra", "causal", "cse", "dce", "fold", "forward_and_backward", "fuse", "head", "inline",
+    "jvp", "microbatch", "optimise", "outline", "precision", "scaled", "shares", "simplify", "unhinted", "value_and_grad",
     "with_scale",
 ]  # fmt: skip

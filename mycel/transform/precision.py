@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from mycel.ir import CONTROL, Atom, Block, Builder, Eqn, Params, Program, Ref, Type, Var, call, lookup, prune
+from mycel.ir import CONTROL, HELD, Atom, Block, Builder, Eqn, Params, Program, Ref, Type, Var, call, lookup, prune
 from mycel.ops import o
 
 LOW = frozenset({
@@ -33,12 +33,12 @@ HIGH = frozenset({
 KEPT = frozenset({"cast", "const", "full", "iota", "stop_gradient"})  # say their dtype themselves, or have their operand's
 
 
-def precision(program: Program, dtype: torch.dtype, state: Sequence[int]) -> Program:
-    """The program with its computation in `dtype`; inputs `state` (by position) are weights and buffers."""
+def precision(program: Program, dtype: torch.dtype) -> Program:
+    """The program with its computation in `dtype`; its weights are the parameters, buffers and variables among its inputs."""
     change = _Change(program, dtype)
     main = program.main
     blocks = change.blocks
-    blocks[program.entry] = change.block(main, [v.type for v in main.inputs], [i in state for i in range(len(main.inputs))], None)
+    blocks[program.entry] = change.block(main, [v.type for v in main.inputs], [program.role(v).kind in HELD for v in main.inputs], None)
     for k, x in enumerate(program.main.outputs):
         blocks[program.entry] = _typed_output(blocks[program.entry], k, x)
     return prune(replace(program, blocks=blocks))

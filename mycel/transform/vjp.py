@@ -95,7 +95,7 @@ class Vjp:
         forward = Block(main.inputs, tuple(half.forward.eqns), (*half.outputs[:after], *residuals, *half.outputs[after:]))
         backward = Block((*residuals, *gs.values()), tuple(half.backward.eqns), tuple(found))
         first = self._program(forward, half.names)
-        second = replace(self._program(backward, half.names), updates=())
+        second = replace(self._program(backward, half.names), updates=(), roles={})
         return first, second, given
 
     def _program(self, main: Block, names: dict[str, str]) -> Program:
