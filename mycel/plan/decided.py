@@ -53,7 +53,16 @@ class EquationLayout:
         return EquationLayout(eqn.op.name, choice.letters, choice.through, results)
 
     def choice(self, eqn: Eqn) -> Choice:
-        return Options.of(eqn).laid(self.letters, self.through)
+        """The layouts of an equation; PlanError if this does not fit its operator."""
+        options = Options.of(eqn)
+        unknown = [k for k in self.letters if options.fit is None or k not in options.fit.sizes]
+        if unknown:
+            raise PlanError(f"decided: {self.op} has no dim {unknown[0]}\n  the plan  {self}\n  at        {eqn.source}")
+        choice = options.laid(self.letters, self.through)
+        if choice.outs != tuple(layout for _, layout in self.results):
+            made, said = str(EquationLayout.of(eqn, choice)).split(" -> "), str(self).split(" -> ")
+            raise PlanError(f"decided: {made[0]} gives {made[1]}, the plan says {said[1]}\n  at        {eqn.source}")
+        return choice
 
     def __str__(self) -> str:
         split = [f"{letter}@{'.'.join(axes)}" for letter, axes in self.letters.items() if axes]
