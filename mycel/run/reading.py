@@ -7,8 +7,9 @@
       │   2   │   3   │                     │   └───────┘   │
       └───────┴───────┘                     └───────────────┘
 
-So a checkpoint can be loaded under any mesh and layouts.  A partial tensor, saved as its summands, is their sum: a rank among as many reads its own
-summand, else the first one along the axes of the sum has all of it, and the others zeros.  What is not read is not checked, but where a whole checkpoint is asked for.
+So a checkpoint can be loaded under any mesh and layouts.  What is not read is not checked, but where a whole checkpoint is asked for.
+A partial tensor, saved as its summands, is their sum: a rank among as many reads its own summand, else the first one along the axes of the sum
+has all of it, and the others zeros.
 """
 
 from __future__ import annotations
