@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from checkpoints import together
-from distributing import OneDevice, compared, ready_to_run
+from distributing import OneDevice, compared, ready_to_run, spread
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -81,7 +81,7 @@ def test_passes_keep_roles_of_random_programs(program, rng):
     program = check(replace(program, roles={v.name: Role(rng.choice(kinds), f"role {i}") for i, v in enumerate(program.inputs)}))
     before = kept(program)
     passes = [*transform.SIMPLIFY, transform.unhinted, transform.head, transform.fuse, lower.hoist, lower.overlap]
-    passes += [lambda p: transform.outline(p, lambda run: True)[0], lambda p: transform.precision(p, torch.bfloat16)]
+    passes += [lambda p: transform.outline(p, lambda block, run: True)[0], lambda p: transform.precision(p, torch.bfloat16)]
     for change in passes:
         assert kept(check(change(program))) == before, change
     assert kept(check(transform.with_scale(program))) == [*before, Role("counter", "loss_scale")]
@@ -238,7 +238,7 @@ def test_state_with_a_shape_of_its_own_and_partial_state_run_and_are_saved(tmp_p
         parts = Parts(model, torch.optim.SGD(model.parameters()), Plan(mesh, batch=["dp"], parameters={"weight": ["tp", "-"]}))
         parts.stored["weight"] = Layout((("tp",), ()))
         made = Joined(None, program, (), 1, "main")
-        return parts, lower.distribute(program, parts.plan, *parts.given(made), CPU)
+        return parts, spread(program, parts.plan, *parts.given(made))
 
     parts, found = planned(Mesh(dp=2, tp=3))
     lies = dict(zip((program.role(v) for v in program.inputs), found.inputs, strict=True))
