@@ -237,10 +237,10 @@ def test_state_with_a_shape_of_its_own_and_partial_state_run_and_are_saved(tmp_p
     def planned(mesh):
         parts = Parts(model, torch.optim.SGD(model.parameters()), Plan(mesh, batch=["dp"], parameters={"weight": ["tp", "-"]}))
         parts.stored["weight"] = Layout((("tp",), ()))
-        made = Joined(None, program, (), 1, "main")
-        return parts, spread(program, parts.plan, *parts.given(made))
+        return parts, parts.given(Joined(None, program, (), 1, "main"))
 
-    parts, found = planned(Mesh(dp=2, tp=3))
+    parts, lying = planned(Mesh(dp=2, tp=3))
+    found = spread(program, parts.plan, *lying)
     lies = dict(zip((program.role(v) for v in program.inputs), found.inputs, strict=True))
     assert lies[error] == parts.slots[error][0] == Layout((("tp",), ()), (("dp", "+"),))
     assert lies[rows] == parts.slots[rows][0] == Layout((("tp",), ()))
