@@ -308,6 +308,7 @@ class Step:
             hyper = group.hyper(self.optimizer)  # before its state is made: a first step is one without
             return [*(group.state(self.optimizer) if self.parts is None else self.parts.state(group)), *hyper]
 
+        # in the order in which the passes add inputs: then values need no rearranging at each call
         counters = [program.role(v) for v in program.inputs_of("counter")]
         grouped = [([*g.group.state_roles(), *g.group.hyper_roles()], partial(of_group, g)) for g in made.groups]
         scale, others = [r for r in counters if r == transform.LOSS_SCALE], [r for r in counters if r != transform.LOSS_SCALE]
