@@ -289,8 +289,8 @@ class Step:
                     values += read()
                 outs = code(*(values if arranged is None else arranged(values)))
                 if first and step.skipped > before:  # the next one is the first
-                    for p in (p for g in first for p in g.params):
-                        del optimizer.state[p]["momentum_buffer"]
+                    for g in first:
+                        g.forget(optimizer)
             step.grad_norm = outs[results]
             optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask whether a step came before theirs
             return outs[:results]

@@ -28,6 +28,7 @@ What the fields mean
   parts     how a part is computed where the kernel on parts is not it: {letter: Part}; "*" for whatever letter is split, "q k" for two together
   aten      ATen overloads that mean exactly this, with the same arguments in the same order ("exp.default")
   effect    it is run for what it does, not for its value: never left out
+  defaults  of static params; read from the kernel's signature where they are not given
   examples  argument lists the laws run on, e.g. "f[2,3], i64[3]<5, dim=1" (grammar in tests/examples.py)
 """
 
@@ -146,7 +147,7 @@ def op(dims: str | Callable[..., Any] | None = None, *, name: str | None = None,
     """Make the decorated kernel an operator and enter it in the one table."""
 
     def enter(kernel: Callable[..., Any]) -> Op:
-        made = Op(name or kernel.__name__, kernel, dims, defaults=_defaults(kernel), **facts)
+        made = Op(name or kernel.__name__, kernel, dims, **{"defaults": _defaults(kernel), **facts})
         if made.name in OPS:
             raise ValueError(f"operator {made.name} is defined twice")
         OPS[made.name] = made
