@@ -186,7 +186,7 @@ class Step:
         if self.parts is not None:
             self.parts.split(made.captured.device)
         if done.regions:
-            warm_up(program, {*plan.PRODUCTS, "linear_cross_entropy"}, made.captured.device)
+            warm_up(program, made.captured.device)
         code, source = load(program, made.captured.device, reuse=True, donate=True, compiled=set(done.regions))
         if self.parts is not None and done.spread is not None:
             code = self.parts.taken(code, done.spread, program)

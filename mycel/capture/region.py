@@ -24,7 +24,6 @@ from mycel.ir import CONTROL, Atom, Axes, Eqn, Mesh, Params, Var, is_float
 from mycel.ops import o
 
 MESHES: list[Mesh] = []  # of the step that is being captured
-WITHOUT = frozenset({"all_reduce", "all_gather"})  # after these all ranks have the same
 
 
 @contextlib.contextmanager
@@ -105,7 +104,7 @@ class Open:
         found = frozenset().union(*(self.differs.get(v, frozenset()) for v in eqn.vars))
         if eqn.op.name == "enter":
             found |= {a for dim in eqn.params["layout"] for a in dim if a in self.sizes}
-        elif eqn.op.name in WITHOUT:
+        elif eqn.op.collective is not None and eqn.op.collective.same:
             found -= set(eqn.params["axes"])
         elif eqn.op.by_rank and eqn.op.name != "leave":
             found |= set(eqn.params["axes"]) & set(self.sizes)

@@ -57,6 +57,7 @@ def square_sum(x, dtype):
     fresh=True,
     compiles=False,
     examples=["f[4,6], f[3]", "f32[4], bf16[2,2]", "f64[]"],
+    apart=True,
 )
 def global_norm(*xs):
     """The 2-norm of all tensors as one vector, in fp32 at least."""

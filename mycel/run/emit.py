@@ -28,7 +28,6 @@ from mycel.run.compile import compiled as compile_function
 from mycel.run.kernels import literal, sources_of, write, write_inplace, write_into
 
 _WRITTEN_HERE = {"call", "cond", "custom", "loop", "scan", "const", "opaque"}
-_SPEAKING = {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute_ranks", "begin"}
 _TAKEN = {*keyword.kwlist, *dir(builtins), "torch", "math", "base64", "device", "ranks"}
 
 
@@ -192,7 +191,7 @@ class _Function:
             name = eqn.params["block" if eqn.op is call else "forward"]
             self.line(f"{_unpack(outs)}{self.blocks[name]}({', '.join(args)}){comment}")
         else:
-            if eqn.op.name in _SPEAKING and eqn.source:  # told if the others do not answer
+            if eqn.op.by_rank and (eqn.op.collective is not None or eqn.op.effect) and eqn.source:  # told if the others do not answer
                 self.line(f"ranks.COMMUNICATORS[-1].at = {' '.join(eqn.line.split())!r}")
             text = self.expression(eqn, args) if over is None else write_into(eqn.op, over, args, eqn.params)
             self.line(f"{', '.join(outs)} = {text}{comment}")

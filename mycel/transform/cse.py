@@ -19,12 +19,6 @@ import torch
 from mycel.ir import Atom, Block, Eqn, Params, Program, Ref, Var, lookup, order, prune, substitute
 from mycel.ir.program import same_bits
 
-# In floating point maximum and minimum of 0.0 and -0.0 depend on the order, so they commute on integers only.
-COMMUTE = frozenset({
-    "add", "mul", "eq", "ne", "logical_and", "logical_or", "logical_xor", "bitwise_and", "bitwise_or", "bitwise_xor",
-})  # fmt: skip
-COMMUTE_EXACT = COMMUTE | {"maximum", "minimum"}
-
 
 def cse(program: Program) -> Program:
     """Equal equations, equal blocks, equal constants => one of each."""
@@ -46,7 +40,7 @@ def _merge(block: Block, refs: Mapping[str, str], consts: Mapping[str, str]) -> 
     eqns = []
     for eqn in block.eqns:
         eqn = _renamed(substitute(eqn, values), refs, consts)
-        if eqn.op.name == "all_gather":  # where it stands twice it is gathered again on purpose: what it brings is large
+        if eqn.op.grows:  # where it stands twice it is gathered again on purpose: what it brings is large
             eqns.append(eqn)
             continue
         found = first.setdefault((_key(eqn), tuple(v.type for v in eqn.outputs)), eqn.outputs)
@@ -76,7 +70,7 @@ def _commutes(eqn: Eqn) -> bool:
     a, b = eqn.inputs
     if not (isinstance(a, Var) and isinstance(b, Var) and a.type == b.type):
         return False
-    return eqn.op.name in (COMMUTE if a.dtype.is_floating_point else COMMUTE_EXACT)
+    return eqn.op.commutes == "always" or (eqn.op.commutes == "exactly" and not a.dtype.is_floating_point)
 
 
 def _atom_key(x: Atom) -> Any:

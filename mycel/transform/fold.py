@@ -26,18 +26,6 @@ from mycel.ir.build import static
 
 LIMIT = 4096  # elements of a constant: 32 KiB at most, less than a kernel launch is worth
 
-MOVE = frozenset({
-    "expand", "flip", "permute", "repeat", "repeat_each", "reshape", "roll", "select", "slice", "split", "stop_gradient", "unbind",
-})  # fmt: skip
-
-# The operands that may be Python scalars, by position.
-SCALAR_OPERANDS: dict[str, tuple[int, ...]] = {
-    **dict.fromkeys(("add", "sub", "mul", "div", "pow", "eq", "ne", "lt", "le", "gt", "ge"), (0, 1)),
-    **dict.fromkeys(("floor_divide", "trunc_divide", "remainder", "fmod"), (1,)),
-    "where": (1, 2),
-    "full": (0,),
-}
-
 
 def fold(program: Program) -> Program:
     """Equations of constants => full, iota or const; 0-dim constants => literals."""
@@ -77,7 +65,7 @@ def _values(eqn: Eqn, known: Mapping[Var, torch.Tensor], consts: Mapping[str, to
     if eqn.op.name == "const":
         value = consts[eqn.params["name"]].cpu()
         return [value] if value.numel() <= LIMIT else None
-    if eqn.op.name == "full" or (tensors and all(map(_is_one_number, tensors)) and (eqn.op.name in MOVE or is_pointwise(eqn.op))):
+    if eqn.op.name == "full" or (tensors and all(map(_is_one_number, tensors)) and (eqn.op.moves or is_pointwise(eqn.op))):
         numbers = _one_number(eqn, inputs, types)
         return None if numbers is None else [x.reshape(()).expand(t.shape) for x, t in zip(numbers, types, strict=True)]
     if (tensors or eqn.op.name == "iota") and all(n <= LIMIT for n in _numels(tensors, types)):
@@ -90,7 +78,7 @@ def _one_number(eqn: Eqn, inputs: list[Any], types: list[Type]) -> list[torch.Te
     if eqn.op.name == "full":
         return _run(eqn.op, inputs, {**eqn.params, "shape": ()}, [Type(types[0].dtype, ())])
     small = [x[(slice(0, 1),) * x.ndim] if isinstance(x, torch.Tensor) else x for x in inputs]
-    if eqn.op.name in MOVE:
+    if eqn.op.moves:
         return small[:1] * len(types)
     return _run(eqn.op, small, eqn.params, [Type(t.dtype, (1,) * t.ndim) for t in types])
 
@@ -181,7 +169,7 @@ def _counts(value: torch.Tensor) -> tuple[int, int, int] | None:
 
 def _with_literals(eqn: Eqn, known: Mapping[Var, torch.Tensor]) -> Eqn:
     """The equation with its 0-dim constant operands as literals, where that changes neither type nor value."""
-    for k in SCALAR_OPERANDS.get(eqn.op.name, ()):
+    for k in eqn.op.scalars:
         x = eqn.inputs[k]
         if not isinstance(x, Var) or x.shape != () or x not in known:
             continue

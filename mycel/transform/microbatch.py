@@ -28,8 +28,6 @@ from mycel.transform.dce import dce
 from mycel.transform.vjp import Vjp, active_vars
 
 BODY = "part"
-SUMMED = ("cross_entropy", "nll_loss", "linear_cross_entropy")
-AVERAGES = ("mean", "cross_entropy", "nll_loss", "linear_cross_entropy")
 NEXT = 1 << 40  # the key of the next part is the child of this one's that no draw or call is
 
 
@@ -146,7 +144,7 @@ class _Loss:
             count, limits = self.limited(b)
             return [Term(a, count, outer=outer, limits=limits)]
         sums = self.sums_up(eqn)
-        if not sums and x in self.varying and name not in AVERAGES:
+        if not sums and x in self.varying and not eqn.op.averages:
             self.unseen.append(f"{name}  {eqn.source}".strip())
         return [Term(x, sums=sums, outer=outer)]
 
@@ -166,7 +164,7 @@ class _Loss:
 
     def sums_up(self, eqn: Eqn) -> bool:
         """Is it a sum over the rows of the part?"""
-        if eqn.op.name in SUMMED:
+        if eqn.op.averages and "reduction" in eqn.op.defaults:
             return eqn.params.get("reduction", "mean") == "sum"
         large = self.large.get(eqn.outputs)
         return eqn.op.name == "sum" and (large is None or large.input_types[0].numel > eqn.input_types[0].numel)

@@ -21,6 +21,7 @@ def iteration_flops(d):
     "n^ m^ -> n m",
     dtype="first",
     fresh=True,
+    apart=True,
     flops=iteration_flops,
     examples=["bf16[4,6], coefficients=(3.4445, -4.775, 2.0315), steps=5, eps=1e-07", "f64[6,4], coefficients=(2.0, -1.5, 0.5), steps=2, eps=1e-07"],
 )

@@ -147,7 +147,8 @@ def optimiser(
             return tuple(types[: count * (1 + len(present(shown, params)))])
 
         entered = op(
-            dims, name=rule.__name__, dtype="first", types=new_types, expand=meaning, inplace=over, defaults=_defaults(rule, hyper), examples=examples
+            dims, name=rule.__name__, dtype="first", types=new_types, expand=meaning, inplace=over, apart=True,
+            defaults=_defaults(rule, hyper), examples=examples,
         )(kernel)  # fmt: skip
         OPTIMISERS[entered.name] = Optimiser(entered, classes, tuple(slots), hyper, pointwise=pointwise, **facts)
         return entered
