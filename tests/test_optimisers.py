@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from checkpoints import part_of, place, together
-from distributing import OneDevice, compared, random_plan, tensors
+from distributing import OneDevice, compared, random_plan, start_values, tensors
 from optimising import CASES, ONE_EACH, Lion, rows, small, trained
 from stepping import Both, agree, beside, bitwise, frozen_copy, plain_step
 
@@ -107,10 +107,12 @@ def ready(name: str) -> tuple[OneDevice, list[torch.Tensor]]:
     for i in range(2):
         step(**rows(i))
     one = OneDevice.of(model, rows(2), optimizer, clip_norm=0.5)
-    values = [*one.batch.values(), *(places[0].read().detach() for places in one.made.captured.state)]
-    for group in one.made.groups:
-        values += [*group.state(optimizer), *(torch.as_tensor(x, dtype=torch.float64) for x in group.hyper(optimizer))]
-    return one, [*values, torch.tensor(0)]
+    kept = {}
+    for bound in one.made.groups:
+        kept |= zip(bound.group.state_roles(), bound.state(optimizer), strict=True)
+        kept |= {role: torch.as_tensor(x, dtype=torch.float64) for role, x in zip(bound.group.hyper_roles(), bound.hyper(optimizer), strict=True)}
+    given = start_values(one)
+    return one, [kept.get(one.made.program.role(v), x) for v, x in zip(one.made.program.inputs, given, strict=True)]
 
 
 @pytest.mark.parametrize("written", PLANS, ids=lambda p: f"{p.mesh} zero{p.zero}")

@@ -36,8 +36,8 @@ SCALAR = Type(torch.float64, ())
 
 @dataclass(frozen=True)
 class Group:
-    """Parameters that are updated together: `kind` is an optimiser of ours, `params` by the names their roles have, `slots` their state, `hyper` the scalar operands by name;
-    `name` tells groups apart."""
+    """Parameters that are updated together: `kind` is an optimiser of ours, `params` by the names their roles have, `slots` their state, `hyper`
+    the scalar operands by name; `name` tells groups apart."""
 
     kind: str
     params: tuple[str, ...]
