@@ -102,11 +102,11 @@ class Open:
     def note(self, eqn: Eqn) -> None:
         """Follow what differs."""
         found = frozenset().union(*(self.differs.get(v, frozenset()) for v in eqn.vars))
-        if eqn.op.name == "enter":
+        if eqn.op is o.enter:
             found |= {a for dim in eqn.params["layout"] for a in dim if a in self.sizes}
         elif eqn.op.collective is not None and eqn.op.collective.same:
             found -= set(eqn.params["axes"])
-        elif eqn.op.by_rank and eqn.op.name != "leave":
+        elif eqn.op.by_rank and eqn.op is not o.leave:
             found |= set(eqn.params["axes"]) & set(self.sizes)
         elif eqn.op in CONTROL and any(self._speaks(ref) for ref in eqn.refs):
             found = frozenset(self.sizes)

@@ -32,6 +32,9 @@ What the fields mean
   scalars   operands that may be Python scalars, by position
   padding   what padding of an operand must be where the kernel does not take any value: "ones" (in integers: it divides), "zeros"
   averages  it is a mean over rows, or with reduction="sum" their sum: parts of a batch have shares in it
+  lies      it says how its operand lies and computes nothing: lowering makes nothing of it
+  stacks    it works on stacks, which may keep or return what they are given
+  foreign   torch's own operator, `target` by name, of which nothing else is known
   by_rank   its value depends on the rank, or on other ranks
   collective  what ranks say to each other for it: bytes, steps, meaning (`Collective`)
   linear    operands it is linear in: groups of places, each linear together while the others stay; "all": all of them.  A sum owed passes through
@@ -118,6 +121,9 @@ class Op:
     scalars: tuple[int, ...] = ()
     padding: str = ""
     averages: bool = False
+    lies: bool = False
+    stacks: bool = False
+    foreign: bool = False
     by_rank: bool = False
     collective: Collective | None = None
     linear: Sequence[tuple[int, ...]] | str = ()

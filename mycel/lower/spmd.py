@@ -193,7 +193,7 @@ class _Block:
         if choice is None:
             types = [layout.local(v.type, self.mesh) for v, layout in zip(eqn.outputs, outs, strict=True)]
             made = self.b.append(eqn.op, tuple(values), dict(eqn.params), types)
-        elif eqn.op.name in ("shard", "enter", "leave"):  # a rank has its part already
+        elif eqn.op.lies:  # a rank has its part already
             made = values[0]
         elif choice.expand:
             made = self.expanded(eqn, choice, values)

@@ -40,7 +40,7 @@ def sources_of(op: Op, donate: bool = False) -> Mapping[str, str]:
 
 def write(op: Op, inputs: Sequence[str], params: Mapping[str, Any], types: Sequence[Any] = ()) -> str:
     """The expression that computes an equation; what a kernel asks of its operands' types is answered here."""
-    if op.name == "opaque":
+    if op is o.opaque:
         return _write_opaque(inputs, **params)
     kernel = kernel_of(op)
     if "device" in op.defaults:

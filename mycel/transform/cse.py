@@ -18,6 +18,7 @@ import torch
 
 from mycel.ir import Atom, Block, Eqn, Params, Program, Ref, Var, lookup, order, prune, substitute
 from mycel.ir.program import same_bits
+from mycel.ops import o
 
 
 def cse(program: Program) -> Program:
@@ -53,7 +54,7 @@ def _merge(block: Block, refs: Mapping[str, str], consts: Mapping[str, str]) -> 
 
 def _renamed(eqn: Eqn, refs: Mapping[str, str], consts: Mapping[str, str]) -> Eqn:
     changed: dict[str, Any] = {k: Ref(refs[v]) for k, v in eqn.params.items() if isinstance(v, Ref) and refs[v] != v}
-    if eqn.op.name == "const" and consts.get(eqn.params["name"], eqn.params["name"]) != eqn.params["name"]:
+    if eqn.op is o.const and consts.get(eqn.params["name"], eqn.params["name"]) != eqn.params["name"]:
         changed["name"] = consts[eqn.params["name"]]
     return replace(eqn, params=Params(eqn.params | changed)) if changed else eqn
 

@@ -108,7 +108,7 @@ def _share(t: Term, given: dict[Var, Var], parts: int) -> Any:
 
 def _linear_in(eqn: Eqn) -> int:
     """The operand an outer equation is linear in: the one that is no plain factor."""
-    return 1 if eqn.op.name == "mul" and not isinstance(eqn.inputs[0], Var) else 0
+    return 1 if eqn.op is o.mul and not isinstance(eqn.inputs[0], Var) else 0
 
 
 class _Loss:
@@ -157,7 +157,7 @@ class _Loss:
     def limited(self, count: Var) -> tuple[Var, tuple[Eqn, ...]]:
         """clamp(n, 1) is done to the sum of n, not to each of its parts."""
         eqn = self.made.get(count)
-        if eqn is None or eqn.op.name not in ("clamp", "cast") or [*eqn.vars] != [eqn.inputs[0]]:
+        if eqn is None or eqn.op not in (o.clamp, o.cast) or [*eqn.vars] != [eqn.inputs[0]]:
             return count, ()
         inner, limits = self.limited(next(eqn.vars))
         return inner, (*limits, eqn)
@@ -167,7 +167,7 @@ class _Loss:
         if eqn.op.averages and "reduction" in eqn.op.defaults:
             return eqn.params.get("reduction", "mean") == "sum"
         large = self.large.get(eqn.outputs)
-        return eqn.op.name == "sum" and (large is None or large.input_types[0].numel > eqn.input_types[0].numel)
+        return eqn.op is o.sum and (large is None or large.input_types[0].numel > eqn.input_types[0].numel)
 
 
 def _means_apart(block: Block) -> Block:
@@ -176,7 +176,7 @@ def _means_apart(block: Block) -> Block:
     b.inputs = list(block.inputs)
     b.reserve(v.name for v in (*block.inputs, *(v for e in block.eqns for v in e.outputs)))
     for eqn in block.eqns:
-        x, target, weight = eqn.inputs if eqn.op.name in ("cross_entropy", "nll_loss") else (None, None, None)
+        x, target, weight = eqn.inputs if eqn.op in (o.cross_entropy, o.nll_loss) else (None, None, None)
         if not isinstance(x, Var) or not isinstance(target, Var) or eqn.params.get("reduction", "mean") != "mean" or target.dtype.is_floating_point:
             b.eqns.append(eqn)
             continue
