@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from optimising import CASES, ONE_EACH, Lion, rows, small, trained
 from stepping import Both, agree, beside, bitwise, frozen_copy, plain_step
 
 import mycel
+from examples import parse_example
 from mycel.errors import TrainError
 from mycel.ir import Mesh
 from mycel.launch import launch
@@ -94,6 +96,18 @@ def test_the_code_needs_torch_alone(name):
     source = pair(name).step.source
     kept = [line for line in source.splitlines() if line.startswith(("import ", "from "))]
     assert kept == ["import math", "import torch"]
+
+
+BY_RULE = [known.op for known in OPTIMISERS.values() if isinstance(known.op.inplace, functools.partial)]  # without a fused kernel of torch's
+
+
+@pytest.mark.parametrize("op", BY_RULE, ids=repr)
+def test_16_bits_are_updated_in_32_and_rounded_once(op):
+    example = parse_example(op.examples[0])
+    narrow = [x.to(torch.bfloat16) if isinstance(x, torch.Tensor) and x.ndim else x for x in example.make("f32")]
+    wide = [x.float() if isinstance(x, torch.Tensor) and x.ndim else x for x in narrow]
+    for got, want in zip(op.kernel(*narrow, **example.params), op.kernel(*wide, **example.params), strict=True):
+        torch.testing.assert_close(got.float(), want.to(got.dtype).float(), rtol=2**-8, atol=0)  # a last bit: sums in another order
 
 
 # -- on ranks ------------------------------------------------------------------------------------------------------------------

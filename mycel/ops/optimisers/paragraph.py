@@ -193,15 +193,20 @@ def wide(x):
     return torch.tensor(x, dtype=torch.float64) if isinstance(x, (int, float)) else x
 
 
+def exact(x):
+    """x in 32 bits, if it has 16."""
+    return o.cast(x, dtype=torch.float32) if x.dtype in (torch.bfloat16, torch.float16) else x
+
+
 def one_update(rule, names, hyper, old, g, scalars, params):
-    """New values of a parameter and its state, in the order of `old`."""
-    p, scale, skip = old[0], scalars[-2], scalars[-1]
+    """New values of a parameter and its state, in the order of `old`; those of 16 bits are computed in 32 and rounded once."""
+    p, *state = [exact(x) for x in old]
+    g, scale, skip = exact(g), scalars[-2], scalars[-1]
     g = g if scale is None else o.div(g, o.cast(scale, dtype=p.dtype))
     g = o.neg(g) if params.get("maximize") else g
     given = {k: wide(x) for k, x in zip(hyper, scalars, strict=False)}
-    state = dict(zip(names, old[1:], strict=True))
     fixed = {k: v for k, v in params.items() if k != "maximize" and k not in given}
-    new_p, new = rule(p, g, **state, **given, **fixed)
+    new_p, new = rule(p, g, **dict(zip(names, state, strict=True)), **given, **fixed)
     stay = o.eq(skip, 1.0)
     after = [new_p, *(new[name] for name in names)]
     return [o.where(stay, was, x if x.dtype == was.dtype else o.cast(x, dtype=was.dtype)) for was, x in zip(old, after, strict=True)]
