@@ -18,9 +18,11 @@ from typing import Any
 import torch
 
 from mycel.capture import Captured
+from mycel.errors import TrainError
 from mycel.ir import Layout, Program, Role, Type, part
 from mycel.lower import Distributed
 from mycel.ops.collective import COMMUNICATORS
+from mycel.ops.optimisers import Slot
 from mycel.optimizers import Bound
 from mycel.plan import Plan
 from mycel.run import boxes, part_of, world
@@ -135,15 +137,34 @@ class Parts:
                 x.data = part_of(x.data, layout, self.plan.mesh, self.ranks.rank).clone()
 
     def state(self, group: Bound) -> list[torch.Tensor]:
-        """A group's optimiser state in parts, made where there is none yet."""
-        for p, name in zip(group.params, group.group.params, strict=True):
-            for slot in group.group.slots:
-                if slot not in self.optimizer.state[p]:
-                    layout, type = self.slots[Role("state", slot, of=name)]
-                    if type.ndim:
-                        shape = boxes.stored(type.shape, layout, self.plan.mesh)
-                        self.optimizer.state[p][slot] = torch.zeros(shape, dtype=type.dtype, device=p.device)
-        return group.state(self.optimizer)
+        """A group's optimiser state in parts, made where there is none yet; what torch made of a parameter before it was split is cut as well."""
+        names = {id(p): name for p, name in zip(group.params, group.group.params, strict=True)}
+
+        def fill(p: torch.nn.Parameter, slot: Slot, value: float) -> torch.Tensor:
+            layout, type = self.slots[Role("state", slot.name, of=names[id(p)])]
+            return torch.full(boxes.stored(type.shape, layout, self.plan.mesh), value, dtype=type.dtype, device=p.device)
+
+        for p in group.params:
+            for slot in map(group.group.slot, group.group.slots):
+                held = self.optimizer.state[p].get(slot.name)
+                if held is not None and not slot.scalar:
+                    self.optimizer.state[p][slot.name] = self._cut(held, Role("state", slot.name, of=names[id(p)]), p)
+        return group.state(self.optimizer, fill)
+
+    def _cut(self, held: torch.Tensor, role: Role, p: torch.nn.Parameter) -> torch.Tensor:
+        """This rank's part of state: as it is, of the whole, or of state that no step has changed yet, which is one number everywhere."""
+        layout, type = self.slots[role]
+        shape = tuple(boxes.stored(type.shape, layout, self.plan.mesh))
+        if tuple(held.shape) == shape:
+            return held
+        if tuple(held.shape) == type.shape:
+            return part_of(held, layout, self.plan.mesh, self.ranks.rank).clone()
+        if not float(self.optimizer.state[p].get("step", 1)):
+            return held.new_full(shape, held.flatten()[0].item())
+        raise TrainError(
+            f"optimizer state {role.name} of {role.of} is {list(held.shape)}, its whole is {list(type.shape)}\n"
+            "  try       a new optimizer, or its state loaded from a checkpoint"
+        )
 
     def gather(self, x: torch.Tensor, layout: Layout, shape: Sequence[int]) -> torch.Tensor:
         """The whole of a tensor of which this rank has a part; all ranks call it."""

@@ -186,7 +186,7 @@ class Step:
         if self.parts is not None:
             self.parts.split(made.captured.device)
         if done.regions:
-            warm_up(program, {*plan.PRODUCTS, "linear_cross_entropy"}, made.captured.device)
+            warm_up(program, made.captured.device)
         code, source = load(program, made.captured.device, reuse=True, donate=True, compiled=set(done.regions))
         if self.parts is not None and done.spread is not None:
             code = self.parts.taken(code, done.spread, program)
@@ -289,8 +289,8 @@ class Step:
                     values += read()
                 outs = code(*(values if arranged is None else arranged(values)))
                 if first and step.skipped > before:  # the next one is the first
-                    for p in (p for g in first for p in g.params):
-                        del optimizer.state[p]["momentum_buffer"]
+                    for g in first:
+                        g.forget(optimizer)
             step.grad_norm = outs[results]
             optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask whether a step came before theirs
             return outs[:results]
@@ -368,7 +368,7 @@ class Step:
         lines = [f"precision        {s.precision}, {s.accumulate} part(s) a step, clip_norm {s.clip_norm}", entry.plan.summary()]
         if device.type == "cuda":
             lines.append(f"measured peak    {shown(torch.cuda.max_memory_allocated(device))}")
-        foreign = sorted({e.params["target"] for b in entry.program.blocks.values() for e in b.eqns if e.op.name.startswith("opaque")})
+        foreign = sorted({e.params["target"] for b in entry.program.blocks.values() for e in b.eqns if e.op.foreign})
         lines += [f"as torch has it  {', '.join(foreign)}"] if foreign else []
         spread = entry.lowered.spread
         if spread is None:

@@ -81,8 +81,8 @@ class OneDevice:
     made: Any
 
     @staticmethod
-    def of(model: nn.Module, batch: Mapping[str, Any], **settings: Any) -> OneDevice:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    def of(model: nn.Module, batch: Mapping[str, Any], optimizer: torch.optim.Optimizer | None = None, **settings: Any) -> OneDevice:
+        optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-2)
         step = mycel.train_step(model, optimizer, compile=False, **settings)
         return OneDevice(model, batch, optimizer, step._joined((), dict(batch)))
 

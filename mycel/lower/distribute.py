@@ -61,7 +61,7 @@ def settled(program: Program, plan: Plan, inputs: Mapping[int, Layout]) -> Progr
 def known(program: Program, mesh: Mesh) -> Program:
     """The program itself; PlanError for a hint that names an axis the mesh lacks."""
     for _, eqn in walk(program):
-        lost = [a for dim in eqn.params["layout"] for a in dim if a not in mesh] if eqn.op.name == "shard" else []
+        lost = [a for dim in eqn.params["layout"] for a in dim if a not in mesh] if eqn.op is o.shard else []
         if lost:
             raise PlanError(
                 f"mycel.shard: there is no axis {lost[0]!r}\n  the mesh  {mesh}\n  at        {eqn.source}\n  try       one of {', '.join(mesh.axes)}"

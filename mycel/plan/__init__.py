@@ -1,7 +1,7 @@
 """Reads a program and a device, returns a Plan.  Deciding never rewrites."""
 
 from mycel.plan.choices import Layouts
-from mycel.plan.cost import PRODUCTS, Costs
+from mycel.plan.cost import Costs
 from mycel.plan.decide import decide
 from mycel.plan.decided import BlockLayouts, Decided, Predicted, digest
 from mycel.plan.hardware import CPU, Hardware, hardware_of
@@ -12,7 +12,7 @@ from mycel.plan.residuals import Decision, Residuals, backward_part, handed, pai
 from mycel.plan.solve import Solved, solve
 
 __all__ = [
-    "CPU", "PRODUCTS", "BlockLayouts", "Costs", "Decided", "Decision", "Footprint", "Hardware", "Layouts", "Links",
+    "CPU", "BlockLayouts", "Costs", "Decided", "Decision", "Footprint", "Hardware", "Layouts", "Links",
     "Plan", "Predicted", "Residuals", "Solved", "backward_part", "decide", "digest", "footprint", "handed",
     "hardware_of", "links_between", "paired", "ready_plans", "residuals", "solve",
 ]  # fmt: skip

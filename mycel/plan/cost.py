@@ -12,13 +12,6 @@ from dataclasses import dataclass, field
 from mycel.ir import CONTROL, Block, Eqn, Program, Var, call, custom
 from mycel.plan.hardware import Hardware
 
-APART = frozenset({
-    "linear", "linear_bias", "linear_weight", "matmul", "einsum", "conv", "conv_bias", "conv_transpose", "conv_weight", "attention",
-    "attention_grad", "attention_mask_grad", "sdpa", "linear_cross_entropy", "embedding_grad", "index_grad", "index_put", "index_add", "scatter",
-    "scatter_add", "scatter_reduce", "gather_grad", "sort", "topk", "cumsum", "cumprod", "logcumsumexp", "unfold_grad", "max_pool",
-    "adaptive_max_pool", "permutation", "searchsorted", "opaque", "opaque_grad", "opaque_random", "adam", "sgd", "global_norm",
-})  # fmt: skip
-PRODUCTS = frozenset({"linear", "linear_bias", "linear_weight", "matmul", "attention", "attention_grad", "conv", "conv_bias", "conv_weight"})
 FUSED = 0.1  # a merged equation costs this share of writing its result: its reads and writes are somebody else's
 
 
@@ -38,7 +31,7 @@ class Costs:
             if name not in self._blocks:
                 self._blocks[name] = sum(self.seconds(e) for e in self.program.blocks[name].eqns)
             return self._blocks[name]
-        if eqn.op.write is not None or eqn.op.name in ("const", "full", "stop_gradient"):
+        if eqn.op.write is not None or eqn.op.free:
             return 0.0
         if eqn.op in CONTROL:
             return sum(self.seconds(e) for ref in eqn.refs for e in self.program.blocks[ref].eqns)
@@ -54,11 +47,11 @@ class Costs:
 
     def is_apart(self, eqn: Eqn) -> bool:
         """Is it a kernel of its own?"""
-        return not self.compiled or eqn.op in CONTROL or eqn.op.name in APART
+        return not self.compiled or eqn.op in CONTROL or eqn.op.apart
 
     def gain(self, eqns: Sequence[Eqn]) -> float:
         """Seconds that a compiler saves on a stretch of equations: reads, writes and starts of kernels it merges."""
-        merged = [e for e in eqns if e.op.write is None and e.op not in CONTROL and e.op.name not in APART]
+        merged = [e for e in eqns if e.op.write is None and e.op not in CONTROL and not e.op.apart]
         moved = sum(e.op.cost(e.input_types, e.params).bytes for e in merged)
         return (1 - FUSED) * moved / self.hardware.bytes_s + len(merged) * self.hardware.launch_s
 

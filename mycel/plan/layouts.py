@@ -20,7 +20,7 @@ import numpy as np
 
 from mycel.ir import Atom, Axes, Eqn, Layout, Mesh, Type, Var, cond, loop, order, part, scan, walk
 from mycel.plan.choices import OWED, SAME, WHOLE, Choice, Label, Laid, Layouts, Options
-from mycel.plan.cost import PRODUCTS, Costs
+from mycel.plan.cost import Costs
 from mycel.plan.graph import Graph, Node, Source
 from mycel.plan.least import Sum
 from mycel.plan.links import Links
@@ -193,7 +193,7 @@ class Solver:
         if at not in self._computing:
             self._computing[at] = self.costs.seconds(eqn)
         seconds = self._computing[at] * self._fraction(node)
-        seconds *= self.share if eqn.op.name in PRODUCTS else 1.0
+        seconds *= self.share if eqn.op.product else 1.0
         for letter, axes in before.items():
             seconds *= _share(g.options[node], letter, axes, self.mesh)
         return [g.runs[node[1]] * self._seconds(node, seconds, value, axis, before) for value in domain]

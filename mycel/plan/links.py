@@ -1,9 +1,6 @@
 """What messages cost: the seconds of a collective over axes of a mesh, and the bytes each rank sends.
 
-all-reduce       2 (k-1)/k of the tensor         in 2 (k-1) steps of a ring
-all-gather, reduce-scatter    (k-1)/k of the whole     k-1 steps
-all-to-all       (k-1)/k of what a rank holds    one step to each
-permute          what a rank holds               one step
+What a collective sends, and in how many steps, its paragraph says (`ops/collective.py`).
 """
 
 from __future__ import annotations
@@ -11,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from mycel.ir import Axes, Eqn, Mesh
+from mycel.ir import OPS, Axes, Eqn, Mesh
+from mycel.ops import o
 from mycel.plan.hardware import Hardware
-
-COLLECTIVES = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute_ranks"})
 
 
 @dataclass(frozen=True)
@@ -58,30 +54,19 @@ def links_between(mesh: Mesh, hardware: Hardware) -> Links:
 
 def sent(name: str, k: int, local_bytes: float) -> float:
     """Bytes that each of k ranks puts on the wire when it puts `local_bytes` in."""
-    if k == 1:
-        return 0.0
-    match name:
-        case "all_reduce":
-            return 2 * (k - 1) / k * local_bytes
-        case "all_gather":
-            return (k - 1) * local_bytes
-        case "reduce_scatter" | "all_to_all":
-            return (k - 1) / k * local_bytes
-        case "permute_ranks":
-            return float(local_bytes)
-    return 0.0
+    said = OPS[name].collective if name else None
+    return said.sent(k) * local_bytes if said is not None and k > 1 else 0.0
 
 
 def _steps(name: str, k: int) -> int:
     """Messages that wait for each other."""
-    if k == 1 or name not in COLLECTIVES:
-        return 0
-    return {"all_reduce": 2 * (k - 1), "all_to_all": 1, "permute_ranks": 1}.get(name, k - 1)
+    said = OPS[name].collective if name else None
+    return said.steps(k) if said is not None and k > 1 else 0
 
 
 def sent_by(eqn: Eqn) -> tuple[Axes, float]:
     """The axes and bytes on the wire of one execution of an equation, each rank's."""
-    name = eqn.params["op"] if eqn.op.name == "begin" else eqn.op.name
-    if name not in COLLECTIVES:
+    op = OPS[eqn.params["op"]] if eqn.op is o.begin else eqn.op
+    if op.collective is None:
         return (), 0.0
-    return eqn.params["axes"], sent(name, eqn.params["count"], sum(v.type.bytes for v in eqn.vars))
+    return eqn.params["axes"], sent(op.name, eqn.params["count"], sum(v.type.bytes for v in eqn.vars))

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 from mycel.ir import CONTROL, Block, Eqn, Program, Var, call, chains, lifetimes, order, scan
+from mycel.ops import o
 
 Roots = dict[Var, set[int]]
 
@@ -90,7 +91,7 @@ def summing(outer: Block, eqn: Eqn, body: Block) -> dict[int, int]:
     mine = {}
     for j in range(m):
         start, carry = eqn.inputs[n + j], body.inputs[n + j]
-        fresh = isinstance(start, Var) and start in made and made[start].op.name == "full" and not isinstance(made[start].inputs[0], Var)
+        fresh = isinstance(start, Var) and start in made and made[start].op is o.full and not isinstance(made[start].inputs[0], Var)
         fresh = fresh and len(ours[start].uses) == 1 and not ours[start].is_output  # type: ignore[index]
         new = body.outputs[j]
         alone = isinstance(new, Var) and not uses[new].uses and body.outputs.count(new) == 1  # nobody keeps the sum of one turn
@@ -117,7 +118,7 @@ def reusable(block: Block) -> dict[int, int]:
             mine = owner[eqn.inputs[0]]  # type: ignore[index]
             owner.update((v, mine) for v in eqn.outputs)
             sharing[mine] += eqn.outputs
-        elif eqn.op in CONTROL or eqn.op.name.startswith("stack_"):  # may keep or return what it is given
+        elif eqn.op in CONTROL or eqn.op.stacks:  # may keep or return what it is given
             for v in eqn.vars:
                 for other in sharing.pop(owner.get(v, v), ()):
                     owner.pop(other, None)

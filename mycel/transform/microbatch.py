@@ -28,8 +28,6 @@ from mycel.transform.dce import dce
 from mycel.transform.vjp import Vjp, active_vars
 
 BODY = "part"
-SUMMED = ("cross_entropy", "nll_loss", "linear_cross_entropy")
-AVERAGES = ("mean", "cross_entropy", "nll_loss", "linear_cross_entropy")
 NEXT = 1 << 40  # the key of the next part is the child of this one's that no draw or call is
 
 
@@ -110,7 +108,7 @@ def _share(t: Term, given: dict[Var, Var], parts: int) -> Any:
 
 def _linear_in(eqn: Eqn) -> int:
     """The operand an outer equation is linear in: the one that is no plain factor."""
-    return 1 if eqn.op.name == "mul" and not isinstance(eqn.inputs[0], Var) else 0
+    return 1 if eqn.op is o.mul and not isinstance(eqn.inputs[0], Var) else 0
 
 
 class _Loss:
@@ -146,7 +144,7 @@ class _Loss:
             count, limits = self.limited(b)
             return [Term(a, count, outer=outer, limits=limits)]
         sums = self.sums_up(eqn)
-        if not sums and x in self.varying and name not in AVERAGES:
+        if not sums and x in self.varying and not eqn.op.averages:
             self.unseen.append(f"{name}  {eqn.source}".strip())
         return [Term(x, sums=sums, outer=outer)]
 
@@ -159,17 +157,17 @@ class _Loss:
     def limited(self, count: Var) -> tuple[Var, tuple[Eqn, ...]]:
         """clamp(n, 1) is done to the sum of n, not to each of its parts."""
         eqn = self.made.get(count)
-        if eqn is None or eqn.op.name not in ("clamp", "cast") or [*eqn.vars] != [eqn.inputs[0]]:
+        if eqn is None or eqn.op not in (o.clamp, o.cast) or [*eqn.vars] != [eqn.inputs[0]]:
             return count, ()
         inner, limits = self.limited(next(eqn.vars))
         return inner, (*limits, eqn)
 
     def sums_up(self, eqn: Eqn) -> bool:
         """Is it a sum over the rows of the part?"""
-        if eqn.op.name in SUMMED:
+        if eqn.op.averages and "reduction" in eqn.op.defaults:
             return eqn.params.get("reduction", "mean") == "sum"
         large = self.large.get(eqn.outputs)
-        return eqn.op.name == "sum" and (large is None or large.input_types[0].numel > eqn.input_types[0].numel)
+        return eqn.op is o.sum and (large is None or large.input_types[0].numel > eqn.input_types[0].numel)
 
 
 def _means_apart(block: Block) -> Block:
@@ -178,7 +176,7 @@ def _means_apart(block: Block) -> Block:
     b.inputs = list(block.inputs)
     b.reserve(v.name for v in (*block.inputs, *(v for e in block.eqns for v in e.outputs)))
     for eqn in block.eqns:
-        x, target, weight = eqn.inputs if eqn.op.name in ("cross_entropy", "nll_loss") else (None, None, None)
+        x, target, weight = eqn.inputs if eqn.op in (o.cross_entropy, o.nll_loss) else (None, None, None)
         if not isinstance(x, Var) or not isinstance(target, Var) or eqn.params.get("reduction", "mean") != "mean" or target.dtype.is_floating_point:
             b.eqns.append(eqn)
             continue

@@ -25,6 +25,7 @@ import torch
 
 from mycel.ir import OPS, Block, Builder, Program, Role, Type, Var
 from mycel.ops import o
+from mycel.ops.optimisers import OPTIMISERS, Slot
 from mycel.transform.scaling import LOSS_SCALE
 
 GROWTH, BACKOFF, INTERVAL = 2.0, 0.5, 2000  # torch.amp.GradScaler's
@@ -35,8 +36,8 @@ SCALAR = Type(torch.float64, ())
 
 @dataclass(frozen=True)
 class Group:
-    """Parameters that are updated together: `params` by the names their roles have, `slots` their state, `hyper` the scalar operands by name;
-    `name` tells groups apart."""
+    """Parameters that are updated together: `kind` is an optimiser of ours, `params` by the names their roles have, `slots` their state, `hyper`
+    the scalar operands by name; `name` tells groups apart."""
 
     kind: str
     params: tuple[str, ...]
@@ -53,8 +54,11 @@ class Group:
         return [Role("hyper", name, of=self.name) for name in self.hyper]
 
     def slot_type(self, slot: str, param: Type) -> Type:
-        """Step counts are scalars, all other state lies as the parameter does."""
-        return Type(torch.float32, ()) if slot == "step" else param
+        """The type of a parameter's state, as the optimiser's paragraph says."""
+        return self.slot(slot).type(param)
+
+    def slot(self, name: str) -> Slot:
+        return next(slot for slot in OPTIMISERS[self.kind].slots if slot.name == name)
 
 
 def optimise(program: Program, groups: Sequence[Group], results: int, clip_norm: float | None = None) -> Program:

@@ -38,7 +38,7 @@ def _size(eqn: Eqn, sizes: dict[str, float]) -> float:
         return sizes[eqn.params["block"]]
     if eqn.op is custom:
         return sizes[eqn.params["forward"]]
-    if eqn.op in (cond, loop, scan) or eqn.op.effect or eqn.op.inplace is not None or not eqn.op.compiles or eqn.op.name.startswith("stack_"):
+    if eqn.op in (cond, loop, scan) or eqn.op.effect or eqn.op.inplace is not None or not eqn.op.compiles or eqn.op.stacks:
         return float("inf")
     return 1
 

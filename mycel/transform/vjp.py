@@ -260,7 +260,7 @@ def active_vars(vjp: Vjp, block: Block, inputs: Sequence[bool]) -> set[Var]:
     """Values of a block that depend on its active inputs and can carry a gradient."""
     known = {v for v, a in zip(block.inputs, inputs, strict=True) if a and is_float(v.dtype)}
     for eqn in block.eqns:
-        if any(v in known for v in eqn.vars) and eqn.op.name != "stop_gradient":
+        if any(v in known for v in eqn.vars) and eqn.op is not o.stop_gradient:
             if eqn.op is call:
                 flags = vjp.active(eqn.params["block"], [isinstance(x, Var) and x in known for x in eqn.inputs])
             else:
