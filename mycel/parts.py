@@ -1,6 +1,6 @@
 """The parts of a model that this rank holds, and what a plan says of the inputs of its step.
 
-    batch          as the plan says; every rank is given the whole batch and takes its part
+    batch          as the plan says; a rank takes its part of the whole batch, or is given just that (`feed.py`)
     parameters     as the plan says; under ZeRO-3 split once more, and gathered for use
     their state    as the parameters; under ZeRO split once more
 
@@ -18,7 +18,8 @@ from typing import Any
 import torch
 
 from mycel.capture import Captured
-from mycel.errors import TrainError
+from mycel.errors import PlanError, TrainError
+from mycel.feed import Feed, feed_of
 from mycel.ir import Layout, Program, Role, Type, part
 from mycel.lower import Distributed
 from mycel.ops.collective import COMMUNICATORS
@@ -26,6 +27,7 @@ from mycel.ops.optimisers import Slot
 from mycel.optimizers import Bound
 from mycel.plan import Plan
 from mycel.run import boxes, part_of, world
+from mycel.run.rendezvous import seat
 
 
 @dataclass(frozen=True)
@@ -173,24 +175,38 @@ class Parts:
                 x = self.ranks.all_gather(x, axes[k : k + 1], dim).narrow(dim, 0, part(shape[dim], axes[:k], self.plan.mesh))
         return x
 
-    def taken(self, code: Callable[..., Any], found: Distributed, program: Program) -> Callable[..., Any]:
-        """The code of a program on this rank's parts of the batch, with its ranks to speak to."""
-        mesh, ranks = self.plan.mesh, self.ranks
-        layouts = {v.name: layout for v, layout in zip(found.whole.inputs, found.inputs, strict=True)}
-        batch = [(i, layouts[v.name]) for i, v in enumerate(program.inputs) if program.role(v).kind == "batch"]
-        split = [(i, layout) for i, layout in batch if not layout.is_whole]
+    def connected(self, code: Callable[..., Any]) -> Callable[..., Any]:
+        """The code with its ranks to speak to."""
 
         def run(*inputs: Any) -> Any:
-            values = list(inputs)
-            for i, layout in split:
-                values[i] = part_of(values[i], layout, mesh, ranks.rank)
-            COMMUNICATORS.append(ranks)
+            COMMUNICATORS.append(self.ranks)
             try:
-                return code(*values)
+                return code(*inputs)
             finally:
                 COMMUNICATORS.pop()
 
         return run
+
+    # -- what this rank takes of a batch ----------------------------------------------------------------------------------
+
+    def feed(self, made: Joined, found: Distributed) -> Feed:
+        """How a step that lies as was found is fed on this rank."""
+        layouts = {v.name: layout for v, layout in zip(found.whole.inputs, found.inputs, strict=True)}
+        return feed_of(made.captured, made.program, layouts, self.plan.mesh, self.ranks.rank)
+
+    def slices(self, name: str, shape: Sequence[int]) -> tuple[slice, ...]:
+        """This rank's part of a batch tensor of this shape."""
+        layout, rank = self.plan.batch_layout(name, shape), self.ranks.rank if self.ranks is not None else seat().rank
+        return tuple(slice(start, stop) for start, stop in boxes.held(tuple(shape), layout, self.plan.mesh, rank))
+
+    def rows(self, size: int, name: str | None = None) -> range:
+        """The part of the first dim."""
+        names = [name or ""] if name or not isinstance(self.plan.batch, Mapping) else list(self.plan.batch)
+        found = {name: self.slices(name, (size,))[0] for name in names}
+        if len({(s.start, s.stop) for s in found.values()}) > 1:
+            known = ", ".join(f"{name} {s.start}:{s.stop}" for name, s in found.items())
+            raise PlanError(f"tensors of the batch have different rows on this rank: {known}\n  try       rows(size, name)")
+        return range(size) if not found else next(range(s.start, s.stop) for s in found.values())
 
 
 def roles_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[int, Role]:

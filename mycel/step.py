@@ -21,9 +21,11 @@ import torch
 from mycel import lower, optimizers, plan, transform
 from mycel.capture import MISS, TRACING, Captured, bind, meshed
 from mycel.capture import capture as capture_call
+from mycel.capture.bind import Call
 from mycel.errors import GradientError, PlanError, TrainError
-from mycel.forward import Forward, called
-from mycel.ir import Mesh, Program, Role, check
+from mycel.feed import Fed, Feed, Local, feed_of, without_host_data
+from mycel.forward import Forward, called, device_of
+from mycel.ir import Mesh, Program, Role, Var, check
 from mycel.objective import Batch, objective
 from mycel.parts import Joined, Parts, roles_of
 from mycel.planning import Task, planned
@@ -48,7 +50,8 @@ def train_step(
 ) -> Step:
     """A callable that takes one step on a batch and returns its loss.
 
-    mesh        the devices, e.g. mycel.Mesh(dp=2, tp=4); None: one.  Every rank calls the step with the whole batch, and holds its parts of the model
+    mesh        the devices, e.g. mycel.Mesh(dp=2, tp=4); None: one.  Every rank holds its parts of the model, and calls the step
+                with the whole batch, of which it moves its part to its device, or `step.local(...)` with that part alone
     plan        "auto", or how to spread the step: a mycel.Plan, a .yaml file, or names of ready plans such as "zero3+tp"
     loss        None: the model returns the loss, or an object or dict with `loss`.  Otherwise loss(output, *rest): the model gets as many of the
                 positional arguments as it takes, the loss the last ones, as many as it asks for (all, if it takes *args)
@@ -106,12 +109,14 @@ class Settings:
 
 @dataclass(frozen=True)
 class Entry:
-    """One compiled signature of the batch."""
+    """One compiled signature of the batch: `call` takes the whole of it, `local` this rank's part."""
 
     lowered: lower.Lowered
     source: str
     plan: plan.Plan
-    call: Callable[[tuple[Any, ...], dict[str, Any]], Any]
+    call: Call
+    local: Call
+    feed: Feed
     signature: tuple[Any, ...]
 
     @property
@@ -147,7 +152,7 @@ class Step:
         self._counters: dict[str, torch.Tensor] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """One step on a batch; returns its loss, which stays on the device."""
+        """One step on a batch; returns its loss, which stays on the device.  Only this rank's part of the batch is moved there."""
         signature = optimizers.signature(self.optimizer)
         for i, entry in enumerate(self.entries):
             if entry.signature == signature:
@@ -161,8 +166,25 @@ class Step:
         assert out is not MISS, "a step does not fit the arguments it was made for"
         return out
 
+    def local(self, *args: Any, **kwargs: Any) -> Local:
+        """The step that is called with this rank's part alone, of batches like this one, which needs no data (device="meta"): of each
+        tensor what `slices` says, or its `rows` where the plan splits nothing else."""
+        return Local(self, args, kwargs)
+
+    def usable(self, entry: Entry) -> bool:
+        """Are the optimiser's settings those it was compiled for?"""
+        return entry.signature == optimizers.signature(self.optimizer)
+
+    def rows(self, size: int, name: str | None = None) -> range:
+        """Which rows of a batch of so many are this rank's; `name`: of which tensor, where the plan splits them differently."""
+        return range(size) if self.parts is None else self.parts.rows(size, name)
+
+    def slices(self, name: str, shape: Sequence[int]) -> tuple[slice, ...]:
+        """Which part of a batch tensor of this name and shape is this rank's."""
+        return tuple(slice(0, n) for n in shape) if self.parts is None else self.parts.slices(name, shape)
+
     def prepare(self, *args: Any, **kwargs: Any) -> Step:
-        """Compile for such a batch, without taking a step."""
+        """Compile for such a batch, without taking a step; tensors of its shapes need no data (device="meta")."""
         if TRACING:
             raise TrainError("a train_step was called inside code that is being captured\n  try       call it from plain Python")
         self.entries.insert(0, self.compile(args, kwargs))
@@ -174,11 +196,12 @@ class Step:
         """capture -> 16 bits -> head -> shares -> gradient -> parts -> update -> plan -> lower -> code."""
         s = self.settings
         optimizers.refuse_hooks(self.model, self.optimizer)
-        device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
+        device = device_of(self.model)
         if s.compiles(device):
             start_workers()
         if device.type == "cpu":
             keep_freed_memory()
+        args, kwargs = without_host_data(args, kwargs, device)
         with self.parts.whole() if self.parts is not None else nullcontext():
             made = self._joined(args, kwargs)
         decided, done = planned(self._task(made), self._given())
@@ -188,10 +211,11 @@ class Step:
         if done.regions:
             warm_up(program, made.captured.device)
         code, source = load(program, made.captured.device, reuse=True, donate=True, compiled=set(done.regions))
+        feed = feed_of(made.captured, made.program)
         if self.parts is not None and done.spread is not None:
-            code = self.parts.taken(code, done.spread, program)
-        call = self._bound(made, program, code)
-        return Entry(done, source, decided, call, optimizers.signature(self.optimizer))
+            code, feed = self.parts.connected(code), self.parts.feed(made, done.spread)
+        call, local = self._bound(made, program, code, feed)
+        return Entry(done, source, decided, call, local, feed, optimizers.signature(self.optimizer))
 
     def _task(self, made: Joined) -> Task:
         """What there is to plan."""
@@ -272,19 +296,19 @@ class Step:
         block = replace(made.main, outputs=(*outs[:results], *ordered, *outs[results + len(wrt) :]))
         return transform.simplify(replace(made, blocks={**made.blocks, made.entry: block}), hints=self.parts is not None), groups
 
-    def _bound(self, made: Joined, program: Program, code: Callable[..., Any]) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
-        """The guarded call: it reads what the program's inputs are, each by its role, and runs the code."""
+    def _bound(self, made: Joined, program: Program, code: Callable[..., Any], feed: Feed) -> tuple[Call, Call]:
+        """The guarded calls, of a whole batch and of a part: they read what the program's inputs are, each by its role, and run the code."""
         captured, groups, results = made.captured, made.groups, made.results
         step, optimizer = self, self.optimizer
         readers = self._readers(made, program)
         given = [made.program.role(v) for v in captured.program.inputs]
         arranged = _arranged([*given, *(role for roles, _ in readers for role in roles)], [program.role(v) for v in program.inputs])
 
-        def run(*inputs: Any) -> Any:
+        def run(inputs: Sequence[Any], fed: Fed) -> Any:
             with torch.inference_mode(False), torch.no_grad():
                 first = [g for g in groups if g.is_first(optimizer)]
                 before = step.skipped if first else 0
-                values = list(inputs)
+                values = fed(inputs)
                 for _, read in readers:
                     values += read()
                 outs = code(*(values if arranged is None else arranged(values)))
@@ -295,7 +319,10 @@ class Step:
             optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask whether a step came before theirs
             return outs[:results]
 
-        return bind(called(captured, made.program, program), run)[0]
+        def bound(batch: Sequence[Var], fed: Fed) -> Call:
+            return bind(called(captured, batch, program), lambda *inputs: run(inputs, fed))[0]
+
+        return bound(feed.inputs, feed.cut), bound(feed.parts(), feed.pad)
 
     def _readers(self, made: Joined, program: Program) -> list[tuple[list[Role], Callable[[], list[Any]]]]:
         """What gives the program's inputs besides those of the call their values, and the roles of these."""
@@ -338,7 +365,7 @@ class Step:
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         """Continue from what `state_dict` gave."""
-        device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
+        device = device_of(self.model)
         self._counters = {k: v.to(device).clone() for k, v in state.items()}
 
     @property
@@ -364,7 +391,7 @@ class Step:
     def explain(self) -> str:
         """What runs, and why."""
         entry = self._entry()
-        s, device = self.settings, next((p.device for p in self.model.parameters()), torch.device("cpu"))
+        s, device = self.settings, device_of(self.model)
         lines = [f"precision        {s.precision}, {s.accumulate} part(s) a step, clip_norm {s.clip_norm}", entry.plan.summary()]
         if device.type == "cuda":
             lines.append(f"measured peak    {shown(torch.cuda.max_memory_allocated(device))}")

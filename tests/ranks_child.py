@@ -32,6 +32,7 @@ from mycel.run import rendezvous
 from mycel.run.checkpoint import load
 from mycel.train import assemble, loop, state
 from mycel.train.config import Config
+from mycel.train.split import Split
 from mycel.train.steps import Steps
 
 
@@ -83,7 +84,28 @@ def most_bytes(seen: torch.profiler.profile) -> int:
     return max(itertools.accumulate((n for _, n in events), initial=0))
 
 
-CHECKS = {"restored": check_restored, "memory": check_memory}
+def check_rows() -> None:
+    """Sequences that this rank read, by what for, and the bytes it gave to steps."""
+    read, step, run = Split.batch, Steps._step, Steps.run
+    told = {"train": 0, "validation": 0, "bytes": 0}
+
+    def batch(self, indices):
+        told["train" if self is told.get("split") else "validation"] += len(indices)
+        return read(self, indices)
+
+    def taken(self, given):
+        told["bytes"] += sum(x.numel() * x.element_size() for x in given.values())
+        return step(self, given)
+
+    def steps(self):
+        told.update(split=self.parts.data.train, train=0, validation=0, bytes=0)
+        run(self)
+        print(json.dumps({name: n for name, n in told.items() if name != "split"}))
+
+    Split.batch, Steps._step, Steps.run = batch, taken, steps
+
+
+CHECKS = {"restored": check_restored, "memory": check_memory, "rows": check_rows}
 
 
 def be_rank(rank: int, port: int, job: dict) -> int:

@@ -129,8 +129,9 @@ class _Writer:
     def typed(self, name: str, input_: str, check_class: bool = False) -> None:
         """Guards for the value of an input, called `name` in here."""
         t, where = self.types[input_], self.c.devices[input_]
-        device = "DEVICE" if where == self.c.device else self.constant(where, "E")
-        wrong = f"{name}.dtype is not {self.constant(t.dtype, 'D')} or {name}.shape != {t.shape!r} or {name}.device != {device}"
+        wrong = f"{name}.dtype is not {self.constant(t.dtype, 'D')} or {name}.shape != {t.shape!r}"
+        if where is not None:
+            wrong += f" or {name}.device != {'DEVICE' if where == self.c.device else self.constant(where, 'E')}"
         self.guard(f"type({name}) not in TENSORS and not isinstance({name}, Tensor) or {wrong}" if check_class else wrong)
 
     def static(self, value: Any, name: str) -> None:

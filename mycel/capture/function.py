@@ -47,7 +47,7 @@ class Captured:
     links: tuple[Link, ...]  # objects that must still be where they were
     statics: tuple[Link, ...]  # plain values that must be what they were
     sizes: tuple[tuple[Any, int], ...]  # containers that must hold as much as they did
-    devices: Mapping[str, torch.device]  # of the inputs but the key, by name
+    devices: Mapping[str, torch.device | None]  # of the inputs but the key, by name; None: any
     device: torch.device
 
 

@@ -30,9 +30,26 @@ def roots(program: Program) -> dict[str, Roots]:
                 known.update({v: set().union(*(held[i] for i in one)) for v, one in zip(eqn.outputs, at, strict=True)})
             elif eqn.op is scan:
                 known.update(zip(eqn.outputs, _scanned(eqn, program.blocks[eqn.params["body"]], found[eqn.params["body"]], held), strict=True))
-            elif eqn.op in CONTROL or eqn.op.write is not None:
+            elif eqn.op in CONTROL or may_share(eqn):
                 known.update({v: set().union(*held) for v in eqn.outputs})
         found[name] = known
+    return found
+
+
+def may_share(eqn: Eqn) -> bool:
+    """May its result lie in the memory of its operand?  A view does; and what a rank has already is not copied for it: its own part, the first
+    rank's value, a sum over one rank.  Messages that are begun and finished apart are real ones, and bring new memory."""
+    return eqn.op.write is not None or (eqn.op.by_rank and len(set(eqn.vars)) == 1)
+
+
+def families(block: Block) -> dict[Var, list[Var]]:
+    """For each value those that lie in the same memory, or may, as an equation made them of it; itself among them."""
+    found: dict[Var, list[Var]] = {v: [v] for v in block.inputs}
+    for eqn in block.eqns:
+        found.update((v, [v]) for v in eqn.outputs)
+        if may_share(eqn):
+            joined = list(dict.fromkeys(w for v in (*eqn.vars, *eqn.outputs) for w in found[v]))
+            found.update(dict.fromkeys(joined, joined))
     return found
 
 
@@ -63,6 +80,7 @@ def given_away(program: Program) -> dict[int, set[int]]:
     """Equations of the entry (by index) that may run over the memory of their first operands, because these are inputs which their results replace
     and nobody reads afterwards; with the operands (by position) that must be copied first, because such a kernel may overwrite them."""
     block, known = program.main, roots(program)[program.entry]
+    family = families(block)
     new = dict(zip(program.updates, block.outputs[len(block.outputs) - len(program.updates) :], strict=True)) if program.updates else {}
     last = lifetimes(block)
     position = {v: i for i, v in enumerate(block.inputs)}
@@ -77,7 +95,8 @@ def given_away(program: Program) -> dict[int, set[int]]:
         if replaced and not later and len(mine) == len(over):
             rest = range(len(over), len(eqn.inputs))
             held = [eqn.inputs[k] for k in rest]
-            found[i] = {k for k, x in zip(rest, held, strict=True) if isinstance(x, Var) and x.ndim and (known.get(x) or last[x][1] > i)}
+            tensors = [(k, x) for k, x in zip(rest, held, strict=True) if isinstance(x, Var) and x.ndim]
+            found[i] = {k for k, x in tensors if known.get(x) or any(last[v][1] > i for v in family[x])}
     return found
 
 
@@ -114,7 +133,7 @@ def reusable(block: Block) -> dict[int, int]:
     sharing: dict[Var, list[Var]] = {}
     found: dict[int, int] = {}
     for i, eqn in enumerate(block.eqns):
-        if eqn.op.write is not None and eqn.inputs and eqn.inputs[0] in owner:
+        if may_share(eqn) and eqn.inputs and eqn.inputs[0] in owner:
             mine = owner[eqn.inputs[0]]  # type: ignore[index]
             owner.update((v, mine) for v in eqn.outputs)
             sharing[mine] += eqn.outputs

@@ -127,6 +127,10 @@ class _Function:
         n = len(outs) - len(self.program.updates)
         moves = [(by_name[k], new) for k, new in zip(self.program.updates, outs[n:], strict=True)]
         moves = [(old, new) for old, new in moves if new != old]
+        for i, out in enumerate(outs[:n]):  # what lies in an input is copied before that changes
+            if out.endswith(".clone()"):
+                self.line(f"out_{i} = {out}")
+                outs[i] = f"out_{i}"
         for i, (_, new) in enumerate(moves):
             if new.endswith(".clone()"):
                 self.line(f"new_{i} = {new}")

@@ -96,8 +96,8 @@ def _run(op: Op, inputs: list[Any], params: Mapping[str, Any], types: list[Type]
 
 
 def is_pointwise(op: Op) -> bool:
-    """One number out for each number in, whatever its place?"""
-    return not _is_random(op) and isinstance(op.dims, str) and set(op.dims.replace(",", " ").split()) == {"...", "->"}
+    """One number out for each number in, whatever its place and the rank?"""
+    return not _is_random(op) and not op.by_rank and isinstance(op.dims, str) and set(op.dims.replace(",", " ").split()) == {"...", "->"}
 
 
 @functools.cache
