@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from mycel.ir import CONTROL, Block, Eqn, Op, Program, Var, call, cond, loop, scan
+from mycel.ir import CONTROL, Block, Eqn, Program, Var, call, cond, loop, scan
 from mycel.plan.hardware import Hardware
 from mycel.plan.links import Links, message
 
@@ -30,13 +30,14 @@ FUSED = 0.1  # a merged equation costs this share of writing its result: its rea
 TURNS = 10  # of a loop: how often it turns is known when it runs
 
 
-def kind_of(op: Op) -> str:
+def kind_of(eqn: Eqn) -> str:
     """Under which name the rate of an operator's arithmetic is measured; "" for what is no product."""
-    if op.name.startswith(("attention", "sdpa")):
-        return "attention"
-    if op.name.startswith("conv"):
+    name = eqn.op.name
+    if name in ("attention", "attention_grad"):
+        return f"{name}_causal" if eqn.params.get("causal") else name
+    if name.startswith("conv"):
         return "conv"
-    return "product" if op.name in PRODUCTS or op.name in ("einsum", "linear_cross_entropy") else ""
+    return "product" if name in PRODUCTS or name in ("einsum", "linear_cross_entropy") else ""
 
 
 def is_free(eqn: Eqn) -> bool:
@@ -90,7 +91,7 @@ class Costs:
 
     def kernel(self, eqn: Eqn) -> float:
         """An equation as a kernel of its own."""
-        cost, kind = eqn.op.cost(eqn.input_types, eqn.params), kind_of(eqn.op)
+        cost, kind = eqn.op.cost(eqn.input_types, eqn.params), kind_of(eqn)
         dtype = next((v.dtype for v in eqn.vars if v.dtype.is_floating_point), eqn.outputs[0].dtype)
         computing = cost.flops / self.hardware.flops(dtype, kind, cost.flops)
         return max(computing, cost.bytes / self.hardware.bandwidth(cost.bytes)) + self.hardware.launch_s

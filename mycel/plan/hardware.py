@@ -49,7 +49,7 @@ class Hardware:
     levels: tuple[Link, ...] = ()
 
     def flops(self, dtype: torch.dtype, kind: str = "", work: float = math.inf) -> float:
-        """Operations a second of a kernel of so many; `kind`: product, attention or conv, where that was measured."""
+        """Operations a second of a kernel of so many; `kind`: as `cost.kind_of` has it, where that was measured."""
         narrow = dtype.itemsize == 2
         curve = self.rates.get(f"{kind}.{'bf16' if narrow else 'fp32'}") if kind else None
         return rate(curve, work) if curve else self.half if narrow else self.single

@@ -95,7 +95,7 @@ def team(config: Config) -> Team:
         return Team(mesh, plan, name=name)
     processes = world(mesh, config.train.device if config.train.device in ("auto", "cpu") else "cuda")
     try:
-        facts = {"plan": str(plan), "config": dump(anchored(config)), "code version": code_version()}
+        facts = {"plan": str(plan), "config": dump(anchored(config)), "code version": code_version(), "what was probed": probe_text()}
         processes.agree({**facts, "torch": torch.__version__, "transformers": version("transformers"), "Python": platform.python_version()})
         assert processes.meeting is not None
         savers = Ranks(mesh, processes.rank, Shares(processes.meeting, "saves"))
