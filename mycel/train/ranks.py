@@ -29,7 +29,7 @@ from torch import distributed as dist
 
 from mycel.errors import PlanError, RunError
 from mycel.ir import Mesh
-from mycel.plan import Plan
+from mycel.plan import Plan, probe_text
 from mycel.plan.record import ready_plans
 from mycel.run.checkpoint import ALONE, Ranks
 from mycel.run.processes import Processes, code_version, world
