@@ -162,7 +162,8 @@ class Probe:
 
     def _attention(self, dtype: torch.dtype, causal: bool) -> tuple[list[list[float]], list[list[float]]]:
         """Forward and backward, in the operations that the operators count: all pairs, seen or not."""
-        forward, backward = [], []
+        forward: list[list[float]] = []
+        backward: list[list[float]] = []
         attend, gradient = OPS["attention"], OPS["attention_grad"]
         for shape in self.sizes["attention"]:
             q, k, v = (self._rand(*shape, dtype=dtype) for _ in range(3))
