@@ -39,6 +39,7 @@ bench: setup           ## ours and the peers in the same run
 	$(BIN)/python bench/bytes.py
 	$(BIN)/python bench/lowering.py
 	$(BIN)/python bench/ddp.py
+	$(BIN)/python bench/clock.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -41,14 +41,16 @@ def planned(task: Task, given: Plan) -> tuple[Plan, lower.Lowered]:
         return _applied(task, given)
     laid_out, spread = with_layouts(task, given)
     local = lower.local_of(task.program, spread)
+    links = task.hardware.links(given.mesh)
+    clock = plan.Clock(task.hardware, links)
     ready: dict[int, tuple[lower.Lowered, dict[str, tuple[str, ...]]]] = {}
 
     def lowered(residuals: Residuals) -> tuple[lower.Lowered, dict[str, tuple[str, ...]]]:
         resident = lower.with_residuals(local, residuals, spread)
         if not task.compiled:
             return lower.Lowered(lower.finished(resident, spread), spread=spread), {}
-        costs = plan.Costs(resident, task.hardware, True)
-        least, regions = WORTH * costs.whole(), dict[str, tuple[str, ...]]()
+        costs = plan.Costs(resident, task.hardware, True, links)
+        least, regions = WORTH * clock(resident, resident.blocks).seconds, dict[str, tuple[str, ...]]()
 
         def is_worth(block: str, run: Sequence[Eqn]) -> bool:
             worth = costs.gain(run) > least
@@ -59,17 +61,17 @@ def planned(task: Task, given: Plan) -> tuple[Plan, lower.Lowered]:
         outlined, names = lower.with_regions(resident, is_worth)
         return lower.Lowered(lower.finished(outlined, spread), names, spread), regions
 
-    def measure(residuals: Residuals) -> plan.Footprint:
+    def measure(residuals: Residuals) -> plan.Times:
         ready.clear()
         ready[id(residuals)] = made = lowered(residuals)
-        return plan.footprint(made[0].program, plan.Costs(made[0].program, task.hardware, task.compiled), set(made[0].regions))
+        return clock(made[0].program, made[0].regions)
 
-    costs = plan.Costs(local, task.hardware, task.compiled)
-    residuals, foot = plan.decide(local, task.body, costs, measure, task.budget, given.recompute)
+    costs = plan.Costs(local, task.hardware, task.compiled, links)
+    residuals, times = plan.decide(local, task.body, costs, measure, task.budget, given.recompute)
     done, regions = ready.get(id(residuals)) or lowered(residuals)
     assert laid_out.decided is not None and laid_out.predicted is not None
     decided = replace(laid_out.decided, residuals=residuals, regions=regions)
-    predicted = Predicted(foot.peak, foot.held, foot.at, task.budget, laid_out.predicted.exact)
+    predicted = Predicted.of(times, task.budget, laid_out.predicted.exact)
     return replace(given, decided=decided, predicted=predicted), done
 
 
@@ -82,7 +84,7 @@ def with_layouts(task: Task, given: Plan) -> tuple[Plan, lower.Distributed | Non
         decided = Decided(plan.digest(task.program), nothing, task.compiled, layouts={task.program.entry: inputs})
         return replace(given, decided=decided, predicted=Predicted(0, 0)), None
     given_inputs = task.inputs or {}
-    links = plan.links_between(given.mesh, task.hardware)
+    links = task.hardware.links(given.mesh)
     whole = lower.settled(task.program, given, given_inputs)
     costs = plan.Costs(whole, task.hardware, task.compiled)
     solved = plan.solve(whole, given, given_inputs, task.gathered, costs, links, lower.Prices(links))

@@ -53,7 +53,7 @@ MAY_IMPORT = {
     },
     "train": {"errors", "sizes", "ir", "ops", "plan", "run", "api", "derivatives", "feed", "parts", "step"},
     "launch": {"errors", "run"},
-    "cli": {"errors", "train", "launch"},
+    "cli": {"errors", "plan", "run", "train", "launch"},
     "__main__": {"cli"},
     "__init__": {"errors", "ir", "plan", "api", "derivatives", "custom", "hints", "comm", "step"},
 }

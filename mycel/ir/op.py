@@ -26,6 +26,7 @@ What the fields mean
   apart     it is worth a kernel of its own: a compiler does not merge it with what is before and behind it
   free      it costs nothing
   product   a product of matrices, or made of them: what devices are fast at, and ranks share first
+  rate      under which name its operations a second are measured: "product", "conv", "attention" …; "": it is bound by memory
   precision in mixed precision: "low" in 16 bits, "high" in 32, "kept": it says its dtype itself or has its operand's; "": as its widest operand
   commutes  its two operands may change places: "always", or "exactly": not in floating point, where 0.0 and -0.0 tell them apart
   moves     its elements are its operand's, in other places
@@ -115,6 +116,7 @@ class Op:
     apart: bool = False
     free: bool = False
     product: bool = False
+    rate: str = ""
     precision: str = ""
     commutes: str = ""
     moves: bool = False

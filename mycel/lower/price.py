@@ -8,7 +8,7 @@ from typing import Any
 from mycel.ir import Block, Eqn, Mesh, Program, Var
 from mycel.lower.spmd import spmd
 from mycel.plan.choices import Label, Laid, Options
-from mycel.plan.links import Links
+from mycel.plan.links import Links, message
 from mycel.plan.moves import Moves
 
 FOUND: dict[Any, float] = {}  # by equation, label, ranks along the axis and link: layers and plans repeat
@@ -35,5 +35,4 @@ class Prices:
         layouts = {x: layout for x, layout in zip(eqn.inputs, choice.ins, strict=True) if isinstance(x, Var) and layout is not None}
         laid = Laid(tuple(layouts[v] for v in inputs), (choice,), choice.outs)
         program = spmd(Program({"main": Block(inputs, (eqn,), eqn.outputs)}), {"main": laid}, Moves(links))
-        sent = [e for e in program.main.eqns if e.op.collective is not None]
-        return sum(links.seconds(e.op.name, (axis,), sum(v.type.bytes for v in e.vars)) for e in sent)
+        return sum(links.seconds(*message(e)) for e in program.main.eqns)

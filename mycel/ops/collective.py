@@ -221,6 +221,7 @@ def own_part_transpose(g, x, *, axes, count, dim):
     types=lambda x, *, axes, count, dim: with_size(x, dim, -(-x.shape[dim] // count)),
     vjp=linear_in_first(own_part_transpose),
     linear=((0,),),
+    free=True,
     compiles=False,
     by_rank=True,
 )
@@ -261,7 +262,7 @@ def only_first(x, *, axes, count):
     return x if communicator().index(axes) == 0 else torch.zeros_like(x)
 
 
-@op(types=lambda *, axes, count: Type(torch.int64, ()), vjp=lambda g, y, **_: (), compiles=False, by_rank=True)
+@op(types=lambda *, axes, count: Type(torch.int64, ()), vjp=lambda g, y, **_: (), free=True, compiles=False, by_rank=True)
 def place(*, axes, count, device=None):
     """This rank's index along the axes."""
     return torch.tensor(communicator().index(axes), device=device)
@@ -287,7 +288,7 @@ def begin(*xs, op, axes, count, kind="+", dims=(), sizes=()):
     return communicator().start(op, xs, axes=axes, **how)
 
 
-@op(types=finish_types, compiles=False, by_rank=True)
+@op(types=finish_types, free=True, compiles=False, by_rank=True)
 def finish(token, *xs, op, axes, count, kind="+", dims=(), sizes=()):
     """What a collective that was begun has brought."""
     ys = communicator().wait(token)

@@ -68,6 +68,7 @@ def conv_vjp(g, y, x, w, *, groups, **window):
         "f[2,4,5,5], f[4,1,2,2], stride=(2,2), padding=(0,0), dilation=(1,1), groups=4",
     ],
     product=True,
+    rate="conv",
     apart=True,
     precision="low",
 )
@@ -118,6 +119,7 @@ def conv_bias_expand(x, w, b, **params):
         "f[2,4,6,5], f[6,2,3,2], f[6], stride=(2,1), padding=(1,0), dilation=(1,2), groups=2",
     ],
     product=True,
+    rate="conv",
     apart=True,
 )
 def conv_bias(x, w, b, *, stride, padding, dilation, groups):
@@ -149,6 +151,7 @@ def conv_transpose_vjp(g, y, x, w, *, output_padding, **params):
         "f[2,2,2,2,2], f[2,4,2,1,2], stride=(1,1,2), padding=(0,0,0), dilation=(1,1,1), groups=1, output_padding=(0,0,1)",
     ],
     apart=True,
+    rate="conv",
     precision="low",
 )
 def conv_transpose(x, w, *, stride, padding, dilation, groups, output_padding):
@@ -183,6 +186,7 @@ def conv_weight_vjp(g, y, gy, x, *, shape, groups, **window):
         "f[2,4,3,3,3], f[2,2,4,4,3], shape=(4,2,2,2,1), stride=(1,2,1), padding=(0,1,0), dilation=(1,1,1), groups=1",
     ],
     product=True,
+    rate="conv",
     apart=True,
 )
 def conv_weight(g, x, *, shape, stride, padding, dilation, groups):

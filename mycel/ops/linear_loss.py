@@ -184,6 +184,7 @@ SPLIT = {
         "f[6,4], f[5,4], None, i64[6]<5, ignore_index=1",
     ],
     apart=True,
+    rate="product",
     precision="low",
     averages=True,
 )

@@ -28,6 +28,7 @@ def every_letter(d):
     linear=((0,), (1,)),
     examples=["f[2,3,4], f[6,4]", "f[4], f[6,4]", "f[6,4], f[1,4]", "c128[2,4], c128[3,4]", "i64[2,3], i64[4,3]"],
     product=True,
+    rate="product",
     apart=True,
     precision="low",
 )
@@ -48,6 +49,7 @@ def _linear_weight_dims(g, x):
     linear=((0,), (1,)),
     examples=["f[2,3,4], f[2,3,6]", "f[4], f[6]", "f[6,4], f[6,3]", "c128[2,4], c128[2,3]"],
     product=True,
+    rate="product",
     apart=True,
 )
 def linear_weight(g, x):
@@ -62,6 +64,7 @@ def linear_weight(g, x):
     fresh=True,
     examples=["f[2,3,4], f[6,4], f[6]", "f[4], f[6,4], f[6]"],
     product=True,
+    rate="product",
     apart=True,
 )
 def linear_bias(x, w, b):
@@ -122,7 +125,7 @@ def _matmul_dims(a, b):
         "f[4], f[4]", "f[4], f[4,6]", "f[4], f[2,3,4,6]", "f[3,4], f[4]", "f[2,3,4], f[4]",
         "c128[2,3], c128[3,4]", "c128[2,2,3], c128[2,3,4]", "i64[2,3], i64[3,4]",
     ],
-    product=True, apart=True, precision="low",
+    product=True, rate="product", apart=True, precision="low",
 )  # fmt: skip
 def matmul(a, b):
     """torch.matmul: the last dim of a against the second last of b, batch dims broadcast, vectors allowed"""
@@ -245,7 +248,7 @@ def _einsum_cotangent(terms, names, x, subscript):
         'f[2,3], f[4,2], equation="ab,cd->bd"', 'c128[2,3], c128[3,4], equation="ab,bc->ca"',
         'f[], f[2], equation=",a->a"',
     ],
-    apart=True, precision="low",
+    apart=True, rate="product", precision="low",
 )  # fmt: skip
 def einsum(*xs, equation):
     """torch.einsum with every letter written out, none twice in one operand"""

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 from mycel.errors import PlanError
 from mycel.ir import Program
+from mycel.plan.clock import DEVICE, Times
 from mycel.plan.cost import Costs
-from mycel.plan.memory import Footprint
 from mycel.plan.residuals import Residuals, paired, residuals
 from mycel.sizes import shown
 
@@ -15,35 +15,36 @@ KEEPING = 4.0  # without a budget, keeping a byte for backward is worth moving f
 STEPS = 24  # prices tried, each twice the one before
 
 
-Measure = Callable[[Residuals], Footprint]
-Kept = tuple[Residuals, Footprint]  # a decision and what the step takes under it
+Measure = Callable[[Residuals], Times]
+Kept = tuple[Residuals, Times]  # a decision and what the step takes under it
 
 
 def decide(program: Program, body: str, costs: Costs, measure: Measure, budget: int | None, recompute: str = "auto") -> Kept:
-    """What to keep for backward: the fastest that fits the budget.  `measure` gives the peak of the step under a decision.
+    """What to keep for backward: the fastest that fits the budget.  `measure` gives the times of the step under a decision.
 
     `recompute`, as a plan says it.  full: everything that can be is computed again; none: only what a compiler would merge into its use."""
     price = KEEPING / costs.hardware.bytes_s if costs.compiled else 0.0
     least = price or 0.01 / costs.hardware.bytes_s
     price = {"auto": price, "full": least * 2.0**STEPS, "none": 0.0}[recompute]
-    found = residuals(program, body, costs, [price])
-    foot = measure(found)
-    if budget is None or foot.peak <= budget:
-        return found, foot
+    kept = residuals(program, body, costs, [price])
+    times = measure(kept)
+    if budget is None or times.peak[DEVICE] <= budget:
+        return kept, times
     if recompute != "auto":
-        what = f"a step with recompute: {recompute} needs {shown(foot.peak)}, the budget is {shown(budget)}"
-        raise PlanError(f"{what}: {shown(foot.peak - budget)} too much\n  try       recompute: auto")
-    before, smallest = price, foot
+        what = f"a step with recompute: {recompute} needs {shown(times.peak[DEVICE])}, the budget is {shown(budget)}"
+        raise PlanError(f"{what}: {shown(times.peak[DEVICE] - budget)} too much\n  try       recompute: auto")
+    before, smallest = price, times
     for k in range(1, STEPS):
         dear = least * 2.0**k
-        found = residuals(program, body, costs, [dear])
-        foot = measure(found)
-        smallest = min(smallest, foot, key=lambda f: f.peak)
-        if foot.peak <= budget:
-            return _mixed(program, body, costs, measure, budget, before, dear, (found, foot))
+        kept = residuals(program, body, costs, [dear])
+        times = measure(kept)
+        smallest = min(smallest, times, key=lambda t: t.peak[DEVICE])
+        if times.peak[DEVICE] <= budget:
+            return _mixed(program, body, costs, measure, budget, before, dear, (kept, times))
         before = dear
+    peak = smallest.peak[DEVICE]
     raise PlanError(
-        f"a step needs at least {shown(smallest.peak)}, the budget is {shown(budget)}: {shown(smallest.peak - budget)} too much\n"
+        f"a step needs at least {shown(peak)}, the budget is {shown(budget)}: {shown(peak - budget)} too much\n"
         f"  of which  {shown(smallest.held)} are parameters, optimiser state and the batch\n  peak      {smallest.at or 'in the update'}\n"
         f"  tried     computing everything again that can be\n  try       a larger accumulate= (smaller parts of the batch), or a larger budget"
     )
@@ -54,10 +55,10 @@ def _mixed(program: Program, body: str, costs: Costs, measure: Measure, budget: 
     low, high = 0, len(list(paired(program.blocks[body])))
     while low < high:
         k = (low + high + 1) // 2
-        found = residuals(program, body, costs, _prices(cheap, dear, k))
-        foot = measure(found)
-        if foot.peak <= budget:
-            low, best = k, (found, foot)
+        kept = residuals(program, body, costs, _prices(cheap, dear, k))
+        times = measure(kept)
+        if times.peak[DEVICE] <= budget:
+            low, best = k, (kept, times)
         else:
             high = k - 1
     return best

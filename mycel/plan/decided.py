@@ -29,6 +29,7 @@ from typing import Any
 from mycel.errors import PlanError
 from mycel.ir import CONTROL, Atom, Axes, Block, Eqn, Layout, Mesh, Program, Type, Var, parse_typed, typed
 from mycel.plan.choices import Choice, Laid, Layouts, Options
+from mycel.plan.clock import DEVICE, Times, times_text
 from mycel.plan.links import Link, Links
 from mycel.plan.residuals import Decision, Residuals
 
@@ -193,7 +194,7 @@ class Decided:
 
     def data(self) -> dict[str, Any]:
         data: dict[str, Any] = {"program": self.program, "compiled": self.compiled}
-        data |= {"links": {axis: [x.bytes_s, x.start_s] for axis, x in self.links.items()}} if self.links else {}
+        data |= {"links": {axis: x.data() for axis, x in self.links.items()}} if self.links else {}
         data |= {"gathered": list(self.gathered)} if self.gathered else {}
         data |= {"layouts": {name: x.data() for name, x in self.layouts.items()}} if self.layouts else {}
         data["residuals"] = _residuals_data(self.residuals)
@@ -210,7 +211,7 @@ class Decided:
                 str(data["program"]),
                 _read_residuals(data["residuals"]),
                 bool(data["compiled"]),
-                {axis: Link(float(bytes_s), float(start_s)) for axis, (bytes_s, start_s) in data.get("links", {}).items()},
+                {axis: Link.read(x) for axis, x in data.get("links", {}).items()},
                 tuple(data.get("gathered", ())),
                 {name: BlockLayouts.read(x) for name, x in data.get("layouts", {}).items()},
                 {name: tuple(firsts) for name, firsts in data.get("regions", {}).items()},
@@ -222,23 +223,41 @@ class Decided:
 
 @dataclass(frozen=True)
 class Predicted:
-    """`peak` is the memory of the whole step in bytes; `held` what is there between steps; `at` the line of the peak;
-    `exact`: no layouts cost less."""
+    """What the clock says of the step.
+
+    peak, held   bytes: of the whole step, and of what is there between steps; `at` is the line of the peak
+    seconds      of one step; `parts`: of each stream, in all and exposed; `assumed`: what they rest on
+    exact        no layouts cost less
+    """
 
     peak: int
     held: int
     at: str = ""
     budget: int | None = None
     exact: bool = True
+    seconds: float = 0.0
+    parts: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    assumed: tuple[str, ...] = ()
+
+    @staticmethod
+    def of(times: Times, budget: int | None, exact: bool) -> Predicted:
+        parts = {name: (part.total, part.exposed) for name, part in times.parts.items()}
+        return Predicted(times.peak[DEVICE], times.held, times.at, budget, exact, times.seconds, parts, times.assumed)
+
+    def __str__(self) -> str:
+        """The seconds and their parts."""
+        return times_text(self.seconds, self.parts, self.assumed)
 
     def data(self) -> dict[str, Any]:
-        return {k: v for k, v in vars(self).items() if v is not None}
+        own = {k: v for k, v in vars(self).items() if v is not None}
+        return {**own, "parts": {name: list(part) for name, part in self.parts.items()}, "assumed": list(self.assumed)}
 
     @staticmethod
     def read(data: Any, where: str) -> Predicted:
         try:
-            return Predicted(**data)
-        except TypeError as e:
+            parts = {name: (float(total), float(exposed)) for name, (total, exposed) in data.get("parts", {}).items()}
+            return Predicted(**{**data, "parts": parts, "assumed": tuple(data.get("assumed", ()))})
+        except (TypeError, ValueError, AttributeError) as e:
             raise PlanError(f"{where}: predicted cannot be read\n  because   {e}\n  try       leave `predicted` out") from e
 
 

@@ -177,9 +177,10 @@ class Plan:
         return part
 
     def summary(self) -> str:
-        """Memory and what backward computes again, for people."""
+        """Time, memory and what backward computes again, for people."""
         p = self._found(self.predicted)
-        lines = [f"predicted peak   {shown(p.peak)}, of which {shown(p.held)} between steps" + (f"; budget {shown(p.budget)}" if p.budget else "")]
+        lines = [str(p)]
+        lines += [f"predicted peak   {shown(p.peak)}, of which {shown(p.held)} between steps" + (f"; budget {shown(p.budget)}" if p.budget else "")]
         lines += [f"  at             {p.at}"] if p.at else []
         count = Counter((d.block, d.keep) for d in self.residuals.pairs)
         first = {(d.block, d.keep): d for d in reversed(self.residuals.pairs)}
