@@ -178,22 +178,22 @@ def asking() -> None:
 # -- one GPU -----------------------------------------------------------------------------------------------------------------
 
 
-def gpu_model(name: str):
+def gpu_model(name: str, device: str = "cuda"):
     """(module, batch by name) of a GPU case; no dropout."""
     import torch
     import transformers as hf
 
     def text(vocabulary: int, rows: int, length: int):
-        ids = torch.randint(0, vocabulary, (rows, length), device="cuda")
+        ids = torch.randint(0, vocabulary, (rows, length), device=device)
         return {"input_ids": ids, "labels": ids}
 
     def images(rows: int, labels: int = 1000):
-        pixels = torch.randn(rows, 3, 224, 224, device="cuda", dtype=torch.bfloat16)
-        return {"pixel_values": pixels, "labels": torch.randint(0, labels, (rows,), device="cuda")}
+        pixels = torch.randn(rows, 3, 224, 224, device=device, dtype=torch.bfloat16)
+        return {"pixel_values": pixels, "labels": torch.randint(0, labels, (rows,), device=device)}
 
     quiet = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     large = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
-    with torch.device("cuda"):
+    with torch.device(device):
         if name == "llama-1.1b":
             sizes = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22, "num_attention_heads": 32, "num_key_value_heads": 4}
             model = hf.LlamaForCausalLM(hf.LlamaConfig(**sizes, vocab_size=32000, max_position_embeddings=2048, use_cache=False))
@@ -215,7 +215,45 @@ def gpu_model(name: str):
     return model.to(torch.bfloat16), batch
 
 
-def measure_gpu(name: str) -> dict[str, float]:
+KERNELS = {  # words in the names of kernels
+    "attention": ("flash", "fmha", "attention", "cudnn_generated"),
+    "conv": ("conv", "wgrad", "dgrad", "implicit"),
+    "product": ("gemm", "cutlass", "nvjet", "cublas", "linear_ce"),
+    "update": ("adam", "multi_tensor", "foreach"),
+}
+
+
+def show_parts(step, batch) -> None:
+    """Seconds by kind of kernel: predicted, and as a profiler sees them; and how long the device is idle."""
+    import torch
+
+    from mycel import plan
+
+    program, regions = step.entries[0].program, step.entries[0].lowered.regions
+    predicted: dict[str, float] = {}
+    for event in plan.clock(program, plan.hardware_of(torch.device("cuda")), None, regions).events():
+        kind = "update" if event.eqn.phase == "update" else event.eqn.op.rate.partition("_")[0] or "memory"
+        predicted[kind] = predicted.get(kind, 0.0) + event.end - event.start
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        started = time.perf_counter()
+        step(**batch)
+        torch.cuda.synchronize()
+        wall = time.perf_counter() - started
+    measured: dict[str, float] = {}
+    count = 0
+    for kernel in profile.key_averages():
+        kind = next((k for k, words in KERNELS.items() if any(w in kernel.key.lower() for w in words)), "memory")
+        measured[kind] = measured.get(kind, 0.0) + kernel.self_device_time_total * 1e-6
+        count += kernel.count
+    for kind in dict.fromkeys((*predicted, *measured)):
+        print(f"    {kind:10} predicted {predicted.get(kind, 0.0) * 1e3:7.1f} ms   measured {measured.get(kind, 0.0) * 1e3:7.1f} ms")
+    print(f"    idle {(wall - sum(measured.values())) * 1e3:.1f} ms of {wall * 1e3:.1f} under the profiler; {count} kernels")
+    top = sorted(profile.key_averages(), key=lambda k: -k.self_device_time_total)[:8]
+    for kernel in top:
+        print(f"      {kernel.self_device_time_total / 1e3:7.2f} ms  x{kernel.count:<4} {kernel.key[:90]}")
+
+
+def measure_gpu(name: str, parts: bool = False) -> dict[str, float]:
     """One model in this process."""
     import torch
 
@@ -235,25 +273,28 @@ def measure_gpu(name: str) -> dict[str, float]:
         step(**batch)
         torch.cuda.synchronize()
         seconds.append(time.perf_counter() - started)
+    peak = torch.cuda.max_memory_allocated()
+    if parts:
+        show_parts(step, batch)
     predicted = step.plan.predicted
     return {
         "predicted": predicted.seconds, "measured": sorted(seconds)[len(seconds) // 2],
-        "predicted_peak": predicted.peak, "peak": torch.cuda.max_memory_allocated(),
+        "predicted_peak": predicted.peak, "peak": peak,
     }  # fmt: skip
 
 
-def on_gpu(probe_file: str | None, names: list[str]) -> None:
+def on_gpu(probe_file: str | None, names: list[str], parts: bool = False) -> None:
     with tempfile.TemporaryDirectory() as folder:
         measured = probe_file or f"{folder}/probe.yaml"
         if probe_file is None:
-            done = subprocess.run([sys.executable, "-m", "mycel", "probe", "--device", "cuda", "--out", measured], check=False)
+            done = subprocess.run([sys.executable, __file__, "--probe-to", measured], check=False)
             print(Path(measured).read_text() if done.returncode == 0 else "the probe failed: presets are used", flush=True)
             measured = measured if done.returncode == 0 else ""
         print(f"{'model':12} {'predicted':>10} {'measured':>10} {'error':>7} {'predicted':>12} {'peak':>10} {'error':>7}", flush=True)
         within = 0
         end = time.monotonic() + GPU_ALL_S
         for name in names:
-            row = gpu_row(name, measured, min(GPU_LIMIT_S, end - time.monotonic()))
+            row = gpu_row(name, measured, min(GPU_LIMIT_S, end - time.monotonic()), parts)
             if row is None:
                 continue
             time_error, peak_error = row["predicted"] / row["measured"] - 1, row["predicted_peak"] / row["peak"] - 1
@@ -266,15 +307,16 @@ def on_gpu(probe_file: str | None, names: list[str]) -> None:
     print(f"{within} of {len(names)} within {TIME_BAR:.0%} of the time and {PEAK_BAR:.0%} of the peak   (bar {len(names)})")
 
 
-def gpu_row(name: str, probe_file: str, limit_s: float) -> dict[str, float] | None:
+def gpu_row(name: str, probe_file: str, limit_s: float, parts: bool) -> dict[str, float] | None:
     """A model in a process of its own; None, with a word about it, if it fails or takes too long."""
-    command, env = [sys.executable, __file__, "--one", name], {**os.environ, "MYCEL_PROBE": probe_file}
+    command, env = [sys.executable, __file__, "--one", name, *["--parts"] * parts], {**os.environ, "MYCEL_PROBE": probe_file}
     try:
         done = subprocess.run(command, env=env, check=False, capture_output=True, text=True, timeout=max(limit_s, 1.0))
     except subprocess.TimeoutExpired:
         print(f"{name:12} took more than {limit_s:.0f} s", flush=True)
         return None
     with contextlib.suppress(IndexError, ValueError):
+        print("\n".join(done.stdout.strip().splitlines()[:-1]), end="\n" * parts)
         return json.loads(done.stdout.strip().splitlines()[-1])
     print(f"{name:12} failed: {done.stderr.strip()[-800:]}", flush=True)
     return None
@@ -287,16 +329,24 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=list(GPU_MODELS), choices=GPU_MODELS, help="on a GPU")
     parser.add_argument("--asking", action="store_true", help="what asking costs, alone")
     parser.add_argument("--rank", metavar="OUT", help=argparse.SUPPRESS)
+    parser.add_argument("--parts", action="store_true", help="on a GPU: where the time goes, predicted and as a profiler sees it")
+    parser.add_argument("--probe-to", metavar="FILE", help=argparse.SUPPRESS)
     parser.add_argument("--one", metavar="MODEL", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.rank:
         rank_main(args.rank)
+    elif args.probe_to:
+        import yaml
+
+        from mycel.run.probe import probe
+
+        Path(args.probe_to).write_text(yaml.safe_dump(probe("cuda"), sort_keys=False, default_flow_style=None))
     elif args.one:
-        print(json.dumps(measure_gpu(args.one)))
+        print(json.dumps(measure_gpu(args.one, args.parts)))
     elif args.asking:
         asking()
     elif args.device == "cuda":
-        on_gpu(args.probe, args.models)
+        on_gpu(args.probe, args.models, args.parts)
     else:
         asking()
         on_cpu(args.probe)
