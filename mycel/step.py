@@ -239,7 +239,8 @@ class Step:
         batch = Batch(args, kwargs, s.accumulate)
         known = roles_of(self.model, self.optimizer)
         captured = capture_call(self.fn, *batch.part(), known=known)
-        program = self._prepared(captured)
+        whole = capture_call(self.fn, args, kwargs, known=known) if s.accumulate > 1 else captured
+        program = self._prepared(replace(captured, program=transform.with_numbers_of(captured.program, whole.program)))
         if s.precision == "fp16":
             program = transform.with_scale(program)
         trained = self._trained(captured)
@@ -248,8 +249,7 @@ class Step:
             if captured.effects:
                 raise TrainError("with accumulate the model keeps tensors in attributes\n  try       accumulate=1, or buffers that it updates")
             split = batch.split(captured.leaves)
-            whole = self._prepared(capture_call(self.fn, args, kwargs, known=known))
-            program, counting, unseen = transform.shares(program, whole, trained.values(), split, s.accumulate)
+            program, counting, unseen = transform.shares(program, self._prepared(whole), trained.values(), split, s.accumulate)
             if unseen:
                 warnings.warn(f"accumulate: no sum or mean over the batch, so its parts weigh the same: {'; '.join(unseen)}", stacklevel=4)
         results = len(program.results)

@@ -15,7 +15,7 @@ from mycel.transform.fuse import fuse
 from mycel.transform.head import head
 from mycel.transform.inline import inline
 from mycel.transform.jvp import jvp
-from mycel.transform.microbatch import BODY, microbatch, shares
+from mycel.transform.microbatch import BODY, microbatch, shares, with_numbers_of
 from mycel.transform.optimise import Group, optimise
 from mycel.transform.outline import outline
 from mycel.transform.precision import precision
@@ -39,5 +39,5 @@ def simplify(program: Program, hints: bool = False) -> Program:
 __all__ = [
     "BODY", "LOSS_SCALE", "SIMPLIFY", "Group", "Pass", "algebra", "causal", "cse", "dce", "fold", "forward_and_backward", "fuse", "head", "inline",
     "jvp", "microbatch", "optimise", "outline", "precision", "scaled", "shares", "simplify", "unhinted", "value_and_grad",
-    "with_scale",
+    "with_numbers_of", "with_scale",
 ]  # fmt: skip

@@ -71,6 +71,12 @@ def shares(program: Program, whole: Program, active: Collection[str], split: Col
     )
 
 
+def with_numbers_of(part: Program, whole: Program) -> Program:
+    """A part's program as it was captured, with the numbers of the whole batch's on the way to the loss: simplified, a division by the one row
+    of a part would be gone."""
+    return replace(part, blocks={**part.blocks, part.entry: _with_numbers_of(part.main, whole.main)})
+
+
 def _are_alike(a: Block, b: Block) -> bool:
     return [(e.op, len(e.inputs)) for e in a.eqns] == [(e.op, len(e.inputs)) for e in b.eqns]
 
@@ -167,7 +173,9 @@ class _Loss:
         if eqn.op.averages and "reduction" in eqn.op.defaults:
             return eqn.params.get("reduction", "mean") == "sum"
         large = self.large.get(eqn.outputs)
-        return eqn.op is o.sum and (large is None or large.input_types[0].numel > eqn.input_types[0].numel)
+        if eqn.op is not o.sum:
+            return False
+        return eqn.outputs[0] in self.varying if large is None else large.input_types[0].numel > eqn.input_types[0].numel
 
 
 def _means_apart(block: Block) -> Block:
