@@ -43,7 +43,7 @@ class Link:
         """As a plan writes it: [bytes a second, seconds to start], or all of it, where more is known."""
         if self == Link(self.bytes_s, self.start_s):
             return [self.bytes_s, self.start_s]
-        return {**vars(self), "measured": {name: [bytes_s, start_s] for name, bytes_s, start_s in self.measured}}
+        return {**vars(self), "measured": {name: [bytes_s, start_s] for name, bytes_s, start_s in sorted(self.measured)}}
 
     @staticmethod
     def read(data: Any) -> Link:
