@@ -170,6 +170,17 @@ def test_a_message_inside_a_block_costs_what_it_costs_outside(compiled):
     assert Costs(outside, CPU, compiled, LINKS).seconds(outside.main.eqns[0]) == seconds
 
 
+def test_what_is_standardised_across_rows_is_read_twice():
+    """By a compiled block; within a row, once."""
+    size, device = 64 * 32 * 4 * 4 * 4, replace(CPU, launch_s=0.0)
+    x, c, r = "f32[64,32,4,4]", "f32[32]", "f32[64,32,4,1]"
+    batch = f"def main(x: {x}):\n  y: {x}, m: {c}, v: {c} = batch_norm(x, None, None, eps=1e-05)\n  return y\n"
+    layer = f"def main(x: {x}):\n  y: {x}, m: {r}, v: {r} = layer_norm(x, None, None, ndim=1, eps=1e-05)\n  return y\n"
+    for text, moved in ((batch, 3 * size), (layer, 2 * size)):
+        program = check(Program.parse(text))
+        assert near(clock(program, device, None, ["main"]).seconds, moved / device.bytes_s)
+
+
 def test_levels_are_wires_of_their_own():
     """Two messages at once: over different levels they go beside each other, over one they queue."""
 
