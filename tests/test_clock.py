@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import yaml
 from distributing import OneDevice, ready_to_run
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -25,6 +26,7 @@ MESH = Mesh(dp=2, tp=2)
 FAST, SLOW = Link(1e10, 2e-5, "host"), Link(1e9, 1e-4, "network", busy=0.25)
 LINKS = Links(MESH, SLOW, {"tp": FAST})
 SHAPE = "f32[48,48]"
+MESSAGES = sorted(name for name, op in OPS.items() if op.collective is not None)
 
 
 def near(a: float, b: float) -> bool:
@@ -166,6 +168,17 @@ def test_a_message_inside_a_block_costs_what_it_costs_outside(compiled):
     assert seconds > SLOW.start_s
     assert clock(outside, CPU, LINKS).seconds == seconds == clock(inside, CPU, LINKS, ["layer"] if compiled else []).seconds
     assert Costs(outside, CPU, compiled, LINKS).seconds(outside.main.eqns[0]) == seconds
+
+
+def test_what_is_standardised_across_rows_is_read_twice():
+    """By a compiled block; within a row, once."""
+    size, device = 64 * 32 * 4 * 4 * 4, replace(CPU, launch_s=0.0)
+    x, c, r = "f32[64,32,4,4]", "f32[32]", "f32[64,32,4,1]"
+    batch = f"def main(x: {x}):\n  y: {x}, m: {c}, v: {c} = batch_norm(x, None, None, eps=1e-05)\n  return y\n"
+    layer = f"def main(x: {x}):\n  y: {x}, m: {r}, v: {r} = layer_norm(x, None, None, ndim=1, eps=1e-05)\n  return y\n"
+    for text, moved in ((batch, 3 * size), (layer, 2 * size)):
+        program = check(Program.parse(text))
+        assert near(clock(program, device, None, ["main"]).seconds, moved / device.bytes_s)
 
 
 def test_levels_are_wires_of_their_own():
@@ -317,12 +330,22 @@ def test_explain_says_how_long_a_step_takes():
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.floats(1e7, 1e12), st.floats(1e-7, 1e-3), st.sampled_from(sorted(name for name, op in OPS.items() if op.collective is not None)))
+@given(st.floats(1e7, 1e12), st.floats(1e-7, 1e-3), st.sampled_from(MESSAGES))
 def test_a_fit_finds_the_link_it_was_measured_on(bytes_s, start_s, name):
     true = Link(bytes_s, start_s)
     points = [(k, size, true.seconds(name, k, size)) for k in (2, 4) for size in (2**10, 2**16, 2**24)]
     link = fitted("host", 4, 0.5, {name: points})
     assert all(math.isclose(link.seconds(name, k, n), s, rel_tol=1e-3) for k, n, s in points)
+
+
+@given(
+    st.builds(
+        Link, st.floats(1.0, 1e15), st.floats(0.0, 1.0), st.sampled_from(["network", "host"]), st.integers(1, 1 << 30), st.floats(0.0, 1.0),
+        st.lists(st.tuples(st.sampled_from(MESSAGES), st.floats(1.0, 1e15), st.floats(0.0, 1.0)), unique_by=lambda x: x[0]).map(tuple),
+    )
+)  # fmt: skip
+def test_a_plan_writes_links_as_they_are(link):
+    assert Link.read(yaml.safe_load(yaml.safe_dump(link.data()))) == replace(link, measured=tuple(sorted(link.measured)))
 
 
 @given(st.lists(st.tuples(st.floats(1.0, 1e12), st.floats(1.0, 1e12)), min_size=1, max_size=6, unique_by=lambda p: p[0]), st.floats(1.0, 1e13))

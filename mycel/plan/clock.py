@@ -3,21 +3,22 @@
     times = clock(program, hardware, links, compiled)
     times.seconds, times.parts, times.peak, times.events()
 
-A rank has streams: one that computes, and one for each level of its links.  Their states are the times at which they are free,
-c and l.  What an equation of s seconds does to them:
+A rank has streams: one that computes, and one for each level of its links.  Their states are the times at which they
+are free, c and l.  What an equation of s seconds does to them:
 
     a kernel                      c' = c + s
     a collective                  c' = l' = max(c, l) + s                       it waits for its message
     t = begin(…)                  t = l' = max(c, l) + s;   c' = c + busy · s   busy: what sending takes from computing
     finish(t)                     c' = max(c, t)
 
-All of it is linear in (max, +).  So a block is one small matrix M, exact wherever it is called and whatever is still on its way
-there:  state'[i] = max_j (state[j] + M[i][j]).  It is made once for each distinct block; a call multiplies by it, a scan by its power,
-a branch by the larger of both, element by element (the dearer in each stream), a loop by the power of TURNS, which is assumed and said.
+All of it is linear in (max, +).  So a block is one small matrix M, exact wherever it is called and whatever is still on
+its way there:  state'[i] = max_j (state[j] + M[i][j]).  It is made once for each distinct block; a call multiplies by it,
+a scan by its power, a branch by the larger of both, element by element (the dearer in each stream), a loop by the power
+of TURNS, which is assumed and said.
 
-Memory goes in the same walk: an equation's results are alive from where it starts (a message's from its `begin`) to their last use; a
-called block needs its own peak on top.  Inputs of the entry (parameters, state, the batch) are there all the time.  In a compiled block
-only values that lie in memory count; a view has the memory of what it shows.
+Memory goes in the same walk: an equation's results are alive from where it starts (a message's from its `begin`) to their
+last use; a called block needs its own peak on top.  Inputs of the entry (parameters, state, the batch) are there all the
+time.  In a compiled block only values that lie in memory count; a view has the memory of what it shows.
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ class Event:
 
 @dataclass(frozen=True)
 class Summary:
-    """A block: its matrix, the seconds of work of each stream, the most memory it needs besides its inputs, results included, and where."""
+    """A block: its matrix, the seconds of work of each stream, the most memory it needs besides its inputs (results
+    included), and where."""
 
     matrix: Matrix
     totals: Row
@@ -74,7 +76,7 @@ class Summary:
 
 @dataclass(slots=True)
 class Line:
-    """An equation as the clock sees it.  kind: work, wait, begin, finish, hold (it holds blocks); `new` and `freed` are bytes."""
+    """An equation as the clock sees it.  kind: work, wait, begin, finish, hold (it holds blocks); bytes `new` and `freed`."""
 
     eqn: Eqn
     kind: str
@@ -89,7 +91,8 @@ class Line:
 
 @dataclass(frozen=True)
 class Times:
-    """What a step takes: seconds, bytes by memory space, of which `held` are inputs; `at` is the line of the peak, `assumed` what is not known."""
+    """What a step takes: seconds, bytes by memory space, of which `held` are inputs; `at` is the line of the peak,
+    `assumed` what is not known."""
 
     seconds: float
     totals: Mapping[str, float]

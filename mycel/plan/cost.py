@@ -5,13 +5,14 @@ operands and results lie in memory.  Without a compiler every equation is such a
 
     a kernel         max(operations / operations a second, bytes / bytes a second) + launch
     merged ones      each value in memory that they read, once, and those that they write; one launch: a *group* hangs together by values that
-                     are never in memory
+                     are never in memory.  What is standardised across rows (batch norm) is read twice: first for its statistics
     a collective     as `links.py` has it
     call, custom     its block          cond    the dearer branch          scan    its length times the body          loop    TURNS times the body
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
@@ -104,7 +105,7 @@ class Costs:
                 group = group_of[i]
                 new = {(group, v) for v in eqn.vars if v in there} - read
                 read |= new
-                moved = sum(min(v.type.bytes, shown.get(v, v).type.bytes) for _, v in new)
+                moved = _passes(eqn) * sum(min(v.type.bytes, shown.get(v, v).type.bytes) for _, v in new)
                 moved += sum(v.type.bytes for v in eqn.outputs if v in there)
                 seconds.append(moved / self.hardware.bandwidth(moved) + (0.0 if group in started else self.hardware.launch_s))
                 started.add(group)
@@ -148,6 +149,16 @@ class Costs:
             if eqn.op.write is not None and eqn.inputs[0] in found:
                 found.update(eqn.outputs)
         return found
+
+
+def _passes(eqn: Eqn) -> int:
+    """How often a merged equation reads its operands: twice, where each result needs all of a dim that lies outside of another; a row it can hold."""
+    if eqn.op.dims is None:
+        return 1
+    fit = eqn.op.fit(eqn.input_types, eqn.params)
+    first, result = (fit.ins[0] if fit.ins else None) or (), fit.outs[0] if fit.outs else ()
+    whole = [any(fit.flags.get(k) == "^" and fit.sizes[k] > 1 for k in dim) for dim in first]
+    return 2 if first == result and any(a and not b for a, b in itertools.pairwise(whole)) else 1
 
 
 def _shown(block: Block) -> dict[Var, Var]:

@@ -1,4 +1,6 @@
-"""What a device can do: operations and bytes a second, by size where measured, and the wires to others.  Presets, and what `mycel probe` measured.
+"""What a device can do: operations and bytes a second, by size where measured, and the wires to others.
+
+Presets, and over them what `mycel probe` measured.
 
 probe file      $MYCEL_PROBE (empty: none), else probe.yaml in $XDG_CACHE_HOME/mycel or ~/.cache/mycel; used for the device it names
 
@@ -35,8 +37,8 @@ Curve = tuple[tuple[float, float], ...]  # (work, work a second), by rising work
 
 @dataclass(frozen=True)
 class Hardware:
-    """One device.  `half` and `single`: reachable operations a second in 16 and 32 bits; `launch_s`: the cost of starting one kernel; `rates`: the
-    same by size, where measured; `levels`: the wires to other ranks, innermost first."""
+    """One device.  `half` and `single`: reachable operations a second in 16 and 32 bits; `launch_s`: the cost of starting
+    one kernel; `rates`: the same by size, where measured; `levels`: the wires to other ranks, innermost first."""
 
     name: str
     half: float

@@ -4,7 +4,8 @@ What a collective sends, and in how many steps, its paragraph says (`ops/collect
 
     seconds = bytes sent / bytes a second + steps · start           by level, and where it was measured (`fitted`) by collective too
 
-A *level* is one kind of wire (inside a host, between hosts).  Each axis of a mesh lies in one level; axes of the same level share its wire.
+A *level* is one kind of wire (inside a host, between hosts).  Each axis of a mesh lies in one level; axes of the same
+level share its wire.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Link:
         """As a plan writes it: [bytes a second, seconds to start], or all of it, where more is known."""
         if self == Link(self.bytes_s, self.start_s):
             return [self.bytes_s, self.start_s]
-        return {**vars(self), "measured": {name: [bytes_s, start_s] for name, bytes_s, start_s in self.measured}}
+        return {**vars(self), "measured": {name: [bytes_s, start_s] for name, bytes_s, start_s in sorted(self.measured)}}
 
     @staticmethod
     def read(data: Any) -> Link:
@@ -82,7 +83,8 @@ class Links:
 
 
 def fitted(name: str, ranks: int, busy: float, messages: Mapping[str, Sequence[Sequence[float]]]) -> Link:
-    """The level of what was measured: by collective (ranks, bytes each puts in, seconds); least squares of relative errors, no number below zero."""
+    """The level of what was measured: by collective (ranks, bytes each puts in, seconds); least squares of relative
+    errors, no number below zero."""
     measured = tuple((op, *_fit(op, points)) for op, points in sorted(messages.items()))
     first = next((x for x in measured if x[0] == "all_reduce"), measured[0])
     return Link(first[1], first[2], name, ranks, busy, measured)
