@@ -13,6 +13,7 @@ operands and results lie in memory.  Without a compiler every equation is such a
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
@@ -27,6 +28,13 @@ TURNS = 10  # of a loop: how often it turns is known when it runs
 def kind_of(eqn: Eqn) -> str:
     """Under which name the rate of an operator's arithmetic is measured; "" for what is no product."""
     return f"{eqn.op.rate}_causal" if eqn.params.get("causal") else eqn.op.rate
+
+
+def alignment(eqn: Eqn) -> int:
+    """The power of two, up to 8, that divides the lengths of all rows of a product: of its operands, its result, and its weight's columns."""
+    types = [v.type for v in (*eqn.vars, *eqn.outputs) if v.type.ndim > 1]
+    weights = [t.shape[0] for t in types[1:2] if t.ndim == 2]
+    return math.gcd(8, *(t.shape[-1] for t in types), *weights)
 
 
 def is_free(eqn: Eqn) -> bool:
@@ -82,7 +90,7 @@ class Costs:
         """An equation as a kernel of its own."""
         cost, kind = eqn.op.cost(eqn.input_types, eqn.params), kind_of(eqn)
         dtype = next((v.dtype for v in eqn.vars if v.dtype.is_floating_point), eqn.outputs[0].dtype)
-        computing = cost.flops / self.hardware.flops(dtype, kind, cost.flops)
+        computing = cost.flops / self.hardware.flops(dtype, kind, cost.flops, alignment(eqn) if kind else 8)
         return max(computing, cost.bytes / self.hardware.bandwidth(cost.bytes)) + self.hardware.launch_s
 
     def computing(self, block: Block, compiled: bool) -> list[float]:

@@ -25,6 +25,7 @@ from mycel.run.processes import Processes, world
 from mycel.run.rendezvous import seat
 
 ROUNDS, LEAST_S = 7, 0.01  # a number is the least of so many rounds, each of at least so long: what else a machine does only adds to it
+GRAPHED = 20  # runs in one graph of a GPU
 SIZES = {  # by device: what is small and what is large there
     "cpu": {
         "memory": [1 << 12, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24],
@@ -95,6 +96,7 @@ class Probe:
             "threads": torch.get_num_threads(),
             "launch_s": _short(self.launch_s),
             "host_bytes_s": _short(self._host()),
+            **({"unaligned": [_short(x) for x in self._unaligned()]} if is_cuda else {}),
             "rates": {name: sorted([_short(x), _short(y)] for x, y in curve) for name, curve in rates.items()},
         }
         levels = list(self._levels(local))
@@ -123,8 +125,30 @@ class Probe:
 
     def work(self, fn: Callable[[], Any]) -> float:
         """Without the start of its kernel."""
+        if self.device.type == "cuda":
+            return self._on_device(fn)
         whole = self.seconds(fn)
         return max(whole - self.launch_s, 0.1 * whole)
+
+    def _on_device(self, fn: Callable[[], Any]) -> float:
+        """Of one run among many that a graph of the device starts by itself; the mean of all ranks."""
+        fn()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(GRAPHED):
+                fn()
+        graph.replay()
+        self._wait()
+        self._together()
+        times = []
+        for _ in range(ROUNDS):
+            started, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            started.record()
+            graph.replay()
+            ended.record()
+            self._wait()
+            times.append(started.elapsed_time(ended) * 1e-3 / GRAPHED)
+        return self._mean(min(times))
 
     def _wait(self) -> None:
         if self.device.type == "cuda":
@@ -159,6 +183,20 @@ class Probe:
                 x, w = self._rand(n, inner, dtype=dtype), self._rand(n, inner, dtype=dtype)
                 flops = 2 * n * n * inner
                 yield [flops, flops / self.work(lambda x=x, w=w: F.linear(x, w))]  # type: ignore[misc]
+
+    def _unaligned(self) -> Iterator[float]:
+        """What is left of a product in 16 bits when the length of its rows is divisible by no more than 1, 2, 4."""
+        n = 4096
+        x = self._rand(n, n, dtype=torch.bfloat16)
+
+        def rate(columns: int) -> float:
+            w = self._rand(columns, n, dtype=torch.bfloat16)
+            g = F.linear(x, w)
+            return columns / self.work(lambda: (F.linear(x, w), g @ w, g.t() @ x))
+
+        aligned = rate(n)
+        for more in (1, 2, 4):
+            yield rate(n + more) / aligned
 
     def _attention(self, dtype: torch.dtype, causal: bool) -> tuple[list[list[float]], list[list[float]]]:
         """Forward and backward, in the operations that the operators count: all pairs, seen or not."""
