@@ -91,7 +91,8 @@ class Costs:
         cost, kind = eqn.op.cost(eqn.input_types, eqn.params), kind_of(eqn)
         dtype = next((v.dtype for v in eqn.vars if v.dtype.is_floating_point), eqn.outputs[0].dtype)
         computing = cost.flops / self.hardware.flops(dtype, kind, cost.flops, alignment(eqn) if kind else 8)
-        return max(computing, cost.bytes / self.hardware.bandwidth(cost.bytes)) + self.hardware.launch_s
+        moved = cost.bytes * (self.hardware.turned if kind == "conv" else 1.0)
+        return max(computing, moved / self.hardware.bandwidth(moved)) + self.hardware.launch_s
 
     def computing(self, block: Block, compiled: bool) -> list[float]:
         """Seconds of each equation of a block, beside each other; messages and the blocks it holds are not among them.  What a group reads is

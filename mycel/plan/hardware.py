@@ -45,6 +45,7 @@ class Hardware:
     reach           the share of `bytes_s`, which a plain addition has, that kernels of a step reach
     attends         the share of `half` and `single` that attention reaches, where it was not measured
     unaligned       the share that products in 16 bits reach whose rows have a length divisible by no more than 1, 2, 4
+    turned          how often a convolution moves its operands and results: libraries turn them to their own layout and back
     rates           operations or bytes a second by size, where measured
     levels          the wires to other ranks, innermost first
     """
@@ -59,6 +60,7 @@ class Hardware:
     reach: float = 1.0
     attends: float = 1.0
     unaligned: tuple[float, ...] = (1.0, 1.0, 1.0)
+    turned: float = 1.0
     rates: Mapping[str, Curve] = field(default_factory=dict, hash=False)
     levels: tuple[Link, ...] = ()
 
@@ -99,7 +101,7 @@ def rate(curve: Curve, work: float) -> float:
 # Reachable, not nominal: about 76 % of the tensor-core peak in large products, 85 % of the memory's.  What kernels of a
 # step reach of that was seen on an H200, over Llama, GPT-2, BERT, ViT and Qwen3 (python bench/clock.py --device cuda
 # --parts); other GPUs are taken to be alike.
-SEEN: dict[str, Any] = {"launch_s": 8e-6, "reach": 0.65, "attends": 0.6, "unaligned": (0.15, 0.28, 0.6)}
+SEEN: dict[str, Any] = {"launch_s": 8e-6, "reach": 0.65, "attends": 0.6, "unaligned": (0.15, 0.33, 0.33), "turned": 3.0}
 KNOWN = {
     "H200": Hardware("H200", 750e12, 370e12, 4.0e12, **SEEN),
     "H100": Hardware("H100", 720e12, 355e12, 2.8e12, **SEEN),
