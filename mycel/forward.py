@@ -1,4 +1,5 @@
-"""The loss of a batch, or what else a function makes of it with the model, without a step: under the plan of a step, in its precision."""
+"""The loss of a batch, or what else a function makes of it with the model, without a step: under the plan of a step, in
+its precision."""
 
 from __future__ import annotations
 
@@ -30,9 +31,16 @@ class Signature:
 
 
 class Forward:
-    """A function of the model without gradients, compiled once for each signature; `prepared` makes the program of what was captured."""
+    """A function of the model without gradients, compiled once for each signature; `prepared` makes the program of what
+    was captured."""
 
-    def __init__(self, fn: Callable[..., Any], model: torch.nn.Module, prepared: Callable[[Captured], Program], parts: Parts | None) -> None:
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        model: torch.nn.Module,
+        prepared: Callable[[Captured], Program],
+        parts: Parts | None,
+    ) -> None:
         self.fn, self.model, self.prepared, self.parts = fn, model, prepared, parts
         self.entries: list[Signature] = []
 

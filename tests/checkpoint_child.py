@@ -1,6 +1,8 @@
-"""A process to be killed: for each job, one line of JSON on standard input, it forks a child that does the job and tells what it did.
+"""A process to be killed: for each job, one line of JSON on standard input, it forks a child that does the job and
+tells what it did.
 
-Torch is imported once, so that a job costs milliseconds.  Lines out: {"pid"} of the child, what the child says, {"ended": exit status}.
+Torch is imported once, so that a job costs milliseconds.  Lines out: {"pid"} of the child, what the child says,
+                                                           {"ended": exit status}.
 """
 
 from __future__ import annotations
@@ -121,7 +123,9 @@ def hold(folder: str) -> None:
     """A run that holds its folder, with a data worker that outlives it."""
     run = RunFolder(folder)
     if os.fork() == 0:
-        say(held=str(run.path), worker=os.getpid())  # not before it lives: what it let go at its birth it then has let go
+        say(
+            held=str(run.path), worker=os.getpid()
+        )  # not before it lives: what it let go at its birth it then has let go
         time.sleep(60)
         os._exit(0)
     time.sleep(60)

@@ -1,4 +1,5 @@
-"""The passes of a training step: one golden text for each, and the law of each over a program of a repeated layer and over random programs."""
+"""The passes of a training step: one golden text for each, and the law of each over a program of a repeated layer and
+over random programs."""
 
 from __future__ import annotations
 
@@ -119,7 +120,10 @@ def test_microbatch(ignored):
 
 def test_shares_go_by_terms():
     """A sum of a mean over counted rows and of something without a count."""
-    text = LOSS.replace("return loss", "r: f32[] = mean(w, dims=(0,1))\n  m: f32[] = mul(r, 0.1)\n  total: f32[] = add(loss, m)\n  return total")
+    text = LOSS.replace(
+        "return loss",
+        "r: f32[] = mean(w, dims=(0,1))\n  m: f32[] = mul(r, 0.1)\n  total: f32[] = add(loss, m)\n  return total",
+    )
     big = check(Program.parse(text.replace("[4,", "[8,").replace("i64[4]", "i64[8]")))
     shared, counting, _ = transform.shares(check(Program.parse(text)), big, WEIGHTS, BATCH, 2)
     assert len(counting.results) == 1
@@ -195,15 +199,22 @@ def test_residency_keeps_random_programs(program, price):
 
 
 def test_donated_updates_are_written_in_place():
-    """The generated step writes parameters and state where they are, in one call for all of them, and copies nothing else."""
+    """The generated step writes parameters and state where they are, in one call for all of them, and copies nothing
+    else."""
     stepping = check(transform.optimise(graded(loss_program()), groups(), 1, clip_norm=1.0))
     source = emit(stepping, donate=True, reuse=True)
     main = source.split("def main")[1]
-    assert main.count("adam_update(") == 1 and ".clone()" not in main and main.count(".copy_(") == 1  # the count of skipped steps
+    assert (
+        main.count("adam_update(") == 1 and ".clone()" not in main and main.count(".copy_(") == 1
+    )  # the count of skipped steps
     args: list = []
     for v in stepping.inputs:
         torch.manual_seed(len(args))
-        args.append(torch.rand(v.shape, dtype=v.dtype) * 0.1 if v.dtype.is_floating_point else torch.zeros(v.shape, dtype=v.dtype))
+        args.append(
+            torch.rand(v.shape, dtype=v.dtype) * 0.1
+            if v.dtype.is_floating_point
+            else torch.zeros(v.shape, dtype=v.dtype)
+        )
     wanted = interpret(stepping, [x.clone() for x in args])
     run, _ = load(stepping, torch.device("cpu"), reuse=True, donate=True)
     with torch.no_grad():

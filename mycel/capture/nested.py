@@ -1,7 +1,9 @@
 """Tracing a Python closure into a block of its own: the bodies of branches and loops.
 
-While a section is open, the tracer's equations go there.  What the closure changed outside (cells of outer tensors) is noted in a journal, told
-and undone, so that a second branch starts where the first did.  Outer values that a section uses are its free Vars: they become operands.
+While a section is open, the tracer's equations go there.  What the closure changed outside (cells of outer tensors) is
+                                                           noted in a journal, told
+and undone, so that a second branch starts where the first did.  Outer values that a section uses are its free Vars:
+they become operands.
 """
 
 from __future__ import annotations
@@ -42,7 +44,12 @@ def opened(tracer: Tracer, section: Section) -> Iterator[None]:
     """Equations go to `section`."""
     outer = Section(tracer.eqns, tracer.lines, tracer.frozen, tracer.regions)
     _OUTER.append(outer)
-    tracer.eqns, tracer.lines, tracer.frozen, tracer.regions = section.eqns, section.lines, section.frozen, section.regions
+    tracer.eqns, tracer.lines, tracer.frozen, tracer.regions = (
+        section.eqns,
+        section.lines,
+        section.frozen,
+        section.regions,
+    )
     tracer.closed -= section.defined
     try:
         yield
@@ -83,11 +90,15 @@ def finish(tracer: Tracer, name: str, section: Section, inputs: Sequence[Var], o
     section.inputs = inputs
     around = [*_OUTER, Section(tracer.eqns, tracer.lines)]
     names = {k: v for s in around for k, v in hints(s.eqns, s.lines).items()}
-    inner, block = assemble_inner(section, list(outputs), {**names, **tracer.hints}, tracer.regions[-1].path, set(tracer.blocks))
+    inner, block = assemble_inner(
+        section, list(outputs), {**names, **tracer.hints}, tracer.regions[-1].path, set(tracer.blocks)
+    )
     tracer.blocks.update(inner)
     shape = structure(block)
     known = tracer.shapes.get(shape)
-    if known not in tracer.blocks or structure(tracer.blocks[known]) != shape:  # blocks of traces that were given up are gone
+    if (
+        known not in tracer.blocks or structure(tracer.blocks[known]) != shape
+    ):  # blocks of traces that were given up are gone
         known = tracer.shapes[shape] = tracer.add_block(name, block)
     return known
 
@@ -105,7 +116,10 @@ def structure(block: Block) -> Any:
         return tuple(number[x] if isinstance(x, Var) else repr(x) for x in atoms)
 
     head = define(block.inputs)
-    body = tuple((e.op.name, use(e.inputs), tuple(sorted((k, repr(v)) for k, v in e.params.items())), define(e.outputs)) for e in block.eqns)
+    body = tuple(
+        (e.op.name, use(e.inputs), tuple(sorted((k, repr(v)) for k, v in e.params.items())), define(e.outputs))
+        for e in block.eqns
+    )
     return head, body, use(block.outputs)
 
 

@@ -1,7 +1,9 @@
 """Where Python keeps what a branch or loop may change: variables, attributes, items of lists and dicts.
 
-Slot       one variable (a closure cell), dict entry (attributes are entries of an object's dict) or list item: get and set
-Objects    all lists, dicts, attributes and closure cells that some closures reach, with what was in them: tells changes, puts back
+Slot       one variable (a closure cell), dict entry (attributes are entries of an object's dict) or list item: get and
+           set
+Objects    all lists, dicts, attributes and closure cells that some closures reach, with what was in them: tells
+           changes, puts back
 """
 
 from __future__ import annotations
@@ -19,7 +21,21 @@ import torch
 from mycel.capture.fence import is_library
 
 DEEPEST = 8
-_ATOMS = (int, float, complex, str, bytes, type(None), torch.Tensor, torch.dtype, torch.device, type, types.ModuleType, torch.Size, range)
+_ATOMS = (
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type(None),
+    torch.Tensor,
+    torch.dtype,
+    torch.device,
+    type,
+    types.ModuleType,
+    torch.Size,
+    range,
+)
 _MODULE_FIELDS = frozenset(vars(torch.nn.Module()))
 
 
@@ -87,7 +103,9 @@ def _assigned(code: types.CodeType) -> tuple[str, ...]:
     found = [
         i.argval
         for i in dis.get_instructions(code)
-        if i.opname in ("STORE_GLOBAL", "DELETE_GLOBAL") or i.opname in ("STORE_DEREF", "DELETE_DEREF") and i.argval in code.co_freevars
+        if i.opname in ("STORE_GLOBAL", "DELETE_GLOBAL")
+        or i.opname in ("STORE_DEREF", "DELETE_DEREF")
+        and i.argval in code.co_freevars
     ]
     inner = [n for const in code.co_consts if isinstance(const, types.CodeType) for n in _assigned(const)]
     return tuple(found + [n for n in inner if n in code.co_freevars or n not in (*code.co_cellvars, *code.co_varnames)])
@@ -195,7 +213,9 @@ class Objects:
             self._dict(name, value, depth, attributes=False)
         elif isinstance(value, set):
             self.boxes[id(value)] = Box(name, value)
-        elif isinstance(value, types.SimpleNamespace) or (hasattr(value, "__dict__") and not _is_library_class(value.__class__)):
+        elif isinstance(value, types.SimpleNamespace) or (
+            hasattr(value, "__dict__") and not _is_library_class(value.__class__)
+        ):
             self._dict(name, vars(value), depth, attributes=True)
 
     def _dict(self, name: str, value: dict[Any, Any], depth: int, attributes: bool) -> None:
@@ -238,4 +258,8 @@ def _is_library_class(cls: type) -> bool:
     """A class of torch, of an installed package, of the standard library or of ours: its objects are left alone."""
     module = sys.modules.get(cls.__module__)
     file = getattr(module, "__file__", None)
-    return cls.__module__ in ("builtins", "typing") or (file is None and cls.__module__ != "__main__") or (file is not None and is_library(file))
+    return (
+        cls.__module__ in ("builtins", "typing")
+        or (file is None and cls.__module__ != "__main__")
+        or (file is not None and is_library(file))
+    )

@@ -1,6 +1,8 @@
-"""What the user's code reaches without being handed it: where it lives, so that every call reads it anew or notices that it changed.
+"""What the user's code reaches without being handed it: where it lives, so that every call reads it anew or notices
+that it changed.
 
-A `Place` is a container (a module's parameter dict, a globals dict, a closure cell …) and a key.  `Places` walks what a function can
+A `Place` is a container (a module's parameter dict, a globals dict, a closure cell …) and a key.  `Places` walks what a
+function can
 reach: the modules among its arguments, closure, globals and attributes, and the functions and classes it names.
 
     tensors    read anew at every call; tied parameters have several places and are one tensor
@@ -99,12 +101,17 @@ class Places:
     def unresized(self, written: Iterable[Place]) -> tuple[tuple[Any, int], ...]:
         """Containers and objects that the code does not resize itself, with how much they held."""
         own = {id(place.container) for place in written}
-        return tuple((held, n) for held, n in self.sizes if len(held) == n and not isinstance(held, tuple) and id(held) not in own)
+        return tuple(
+            (held, n)
+            for held, n in self.sizes
+            if len(held) == n and not isinstance(held, tuple) and id(held) not in own
+        )
 
     # -- walking --------------------------------------------------------------------------------------------
 
     def _visit(self, name: str, value: Any, inside: Link | None) -> None:
-        """An object that may lead to tensors: module, function, class, wrapper of those, or an instance of a user's class."""
+        """An object that may lead to tensors: module, function, class, wrapper of those, or an instance of a user's
+        class."""
         if isinstance(value, torch.nn.Module):
             return self._module(name, value, inside)
         if id(value) in self._seen:
@@ -164,12 +171,17 @@ class Places:
                 elif not key.startswith("__"):
                     self._entry(f"{base.__name__}.{key}", vars(base), key, "variable", None)
 
-    def _entries(self, name: str, container: Any, keys: Iterable[Any], kind: str, inside: Link | None, *, depth: int = DEEPEST) -> None:
+    def _entries(
+        self, name: str, container: Any, keys: Iterable[Any], kind: str, inside: Link | None, *, depth: int = DEEPEST
+    ) -> None:
         for key in list(keys):
             self._entry(_join(name, key), container, key, kind, inside, depth=depth)
 
-    def _entry(self, name: str, container: Any, key: Any, kind: str, inside: Link | None, *, depth: int = DEEPEST) -> None:
-        """One slot of a container: a tensor, a plain value, a container of those, or an object that may lead to them."""
+    def _entry(
+        self, name: str, container: Any, key: Any, kind: str, inside: Link | None, *, depth: int = DEEPEST
+    ) -> None:
+        """One slot of a container: a tensor, a plain value, a container of those, or an object that may lead to
+        them."""
         value = container.cell_contents if isinstance(container, types.CellType) else container[key]
         place = Place(name, kind, container, key, inside)
         if isinstance(value, torch.Tensor):
@@ -238,7 +250,21 @@ def put_back(slots: Any, old: dict[Any, Any]) -> None:
 
 
 _MODULE_FIELDS = frozenset(vars(torch.nn.Module()))
-_STATIC = (bool, int, float, complex, str, bytes, type(None), enum.Enum, torch.dtype, torch.device, torch.Size, slice, range)
+_STATIC = (
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type(None),
+    enum.Enum,
+    torch.dtype,
+    torch.device,
+    torch.Size,
+    slice,
+    range,
+)
 
 
 def is_static(value: Any) -> bool:
@@ -256,7 +282,11 @@ def _holds(link: Link) -> bool:
 
 def _keys(container: Any) -> list[Any]:
     """Which entries to look at: of long containers only those that are not plain values."""
-    keys = [k for k in container if isinstance(k, (str, int))] if isinstance(container, dict) else list(range(len(container)))
+    keys = (
+        [k for k in container if isinstance(k, (str, int))]
+        if isinstance(container, dict)
+        else list(range(len(container)))
+    )
     return keys if len(keys) <= MANY else [k for k in keys[:LONGEST] if not is_static(container[k])]
 
 
@@ -273,7 +303,8 @@ def _global_names(code: types.CodeType) -> Iterator[str]:
 
 
 def _leads_on(value: Any) -> bool:
-    """An object worth walking: a module, the user's functions and classes, wrappers of functions, instances of users' classes."""
+    """An object worth walking: a module, the user's functions and classes, wrappers of functions, instances of users'
+    classes."""
     if isinstance(value, (torch.nn.Module, functools.partial)):
         return True
     if isinstance(value, (types.FunctionType, types.MethodType, type)):
@@ -294,4 +325,8 @@ def _is_plain_object(value: Any) -> bool:
     if isinstance(value, (type, types.ModuleType, torch.Tensor)) or not hasattr(value, "__dict__"):
         return False
     module = type(value).__module__
-    return _is_open_module(module) or module.partition(".")[0] == "transformers" or isinstance(value, types.SimpleNamespace)
+    return (
+        _is_open_module(module)
+        or module.partition(".")[0] == "transformers"
+        or isinstance(value, types.SimpleNamespace)
+    )

@@ -1,4 +1,5 @@
-"""Attention: softmax(q kᵀ · scale + mask) v, and the log-sum-exp of each row, from which the gradient redraws the weights.
+"""Attention: softmax(q kᵀ · scale + mask) v, and the log-sum-exp of each row, from which the gradient redraws the
+weights.
 
     s = q kᵀ · scale + mask          lse = log Σ exp(s)          p = exp(s - lse)          y = p v
     dv = pᵀ g          ds = p (g vᵀ - Σ g y)          dq = ds k · scale          dk = dsᵀ q · scale
@@ -22,7 +23,8 @@ from mycel.ops.rules import o, unbroadcast
 
 
 def _mask_dims(mask, k, columns="c^"):
-    """The dims of a mask as it broadcasts over scores.  It has all columns, also where k is split: in a ring rows see them in turn."""
+    """The dims of a mask as it broadcasts over scores.  It has all columns, also where k is split: in a ring rows see
+    them in turn."""
     if mask is None:
         return ""
     if mask.ndim > 4:
@@ -198,7 +200,8 @@ def _sum_groups(dx, like):
 
 
 def _bias(mask, q, k, route):
-    """The mask as a fused kernel wants it: added, four dims; on GPUs full, for `efficient` with rows of aligned length."""
+    """The mask as a fused kernel wants it: added, four dims; on GPUs full, for `efficient` with rows of aligned
+    length."""
     if mask is None:
         return None
     bias = torch.where(mask, 0.0, -math.inf).to(q.dtype) if mask.dtype == torch.bool else mask.to(q.dtype)
@@ -318,7 +321,9 @@ def attention_grad(g, q, k, v, mask, y, lse, *, causal=False, scale=None):
             g, q, k, v, y, lse.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, causal, state, state, scale=scale
         )
     if route == "cpu":
-        return fused._scaled_dot_product_flash_attention_for_cpu_backward(g, q, k, v, y, lse, 0.0, causal, attn_mask=bias, scale=scale)
+        return fused._scaled_dot_product_flash_attention_for_cpu_backward(
+            g, q, k, v, y, lse, 0.0, causal, attn_mask=bias, scale=scale
+        )
     state = torch.zeros((), dtype=torch.int64, device=q.device)
     if route == "cudnn":
         g, y, lse = _laid_like(g, q), _laid_like(y, q), lse.contiguous().unsqueeze(3)

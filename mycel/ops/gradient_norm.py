@@ -46,7 +46,11 @@ def global_norm_part(at, *xs):
 
 def square_sum(x, dtype):
     """As a dot product, the fastest way on a CPU; 16 bits are widened."""
-    return torch.dot(x, x).to(dtype) if x.dtype in (torch.float32, torch.float64) else torch.linalg.vector_norm(x, dtype=dtype).square()
+    return (
+        torch.dot(x, x).to(dtype)
+        if x.dtype in (torch.float32, torch.float64)
+        else torch.linalg.vector_norm(x, dtype=dtype).square()
+    )
 
 
 @op(

@@ -3,7 +3,8 @@
     i = (key + site * M) * K + offset + sum of coordinate * stride          keys and sites start far apart
     x = i * G,  x = (x ^ x >> 32) * C1,  x = (x ^ x >> 32) * C2             two murmur3 rounds: the high bits are random
 
-`strides` (default: contiguous) and `offset` place a part within the whole: a split of the tensor keeps the strides of the
+`strides` (default: contiguous) and `offset` place a part within the whole: a split of the tensor keeps the strides of
+the
 whole and starts at the offset of its first element.  A gradient redraws with the same key and site and keeps no mask.
 """
 
@@ -117,9 +118,12 @@ def bits(key, offset, *, shape, strides=None, site=0):
 
 @drawn(
     examples=[
-        "0, shape=(2,3,4)", "5, shape=(4,6), dtype=f64, site=1", "0, shape=(4,), dtype=bf16", "0, shape=(4,), dtype=f16",
+        "0, shape=(2,3,4)",
+        "5, shape=(4,6), dtype=f64, site=1",
+        "0, shape=(4,), dtype=bf16",
+        "0, shape=(4,), dtype=f16",
     ]
-)  # fmt: skip
+)
 def uniform(key, offset, *, shape, dtype=torch.float32, strides=None, site=0):
     """Evenly from [0, 1)."""
     return _unit(key, offset, shape, strides, site, dtype)

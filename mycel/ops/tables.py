@@ -1,4 +1,5 @@
-"""Tables of rows: embedding looks rows up by id, its gradient adds rows up by id, and one_hot is the row of each id in the table of the identity.
+"""Tables of rows: embedding looks rows up by id, its gradient adds rows up by id, and one_hot is the row of each id in
+the table of the identity.
 
     embedding(w, ids)        y[i] = w[ids[i]]              w: f32[v,d], ids: i64[…] -> f32[…,d]
     embedding_grad(g, ids)   y[ids[i]] += g[i]             g: f32[…,d], ids: i64[…] -> f32[v,d]

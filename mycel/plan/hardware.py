@@ -2,17 +2,20 @@
 
 Presets, and over them what `mycel probe` measured.
 
-probe file      $MYCEL_PROBE (empty: none), else probe.yaml in $XDG_CACHE_HOME/mycel or ~/.cache/mycel; used for the device it names
+probe file      $MYCEL_PROBE (empty: none), else probe.yaml in $XDG_CACHE_HOME/mycel or ~/.cache/mycel; used for the
+                device it names
 
 device: CPU                                     as `Hardware.name`
 launch_s: 3.1e-06
 host_bytes_s: 9.0e+09                           copies between host and device
-unaligned: [0.15, 0.28, 0.6]                    on a GPU: the share left to bf16 products with rows of odd length, of 2, of 4
+unaligned: [0.15, 0.28, 0.6]                    on a GPU: the share left to bf16 products with rows of odd length, of 2,
+                                                of 4
 rates:                                          [work, work a second], by work: bytes, or floating-point operations
   memory: [[65536, 4.1e+10], [67108864, 9.2e+09]]
   product.fp32: [[1e+05, 2.0e+10], [1e+09, 9.1e+10]]       also attention, conv; also .bf16
 levels:                                         innermost first: groups of up to so many consecutive ranks
-- {name: host, ranks: 4, busy: 0.9, messages: {all_reduce: [[2, 4096, 1.0e-04], …]}}        [ranks, bytes each puts in, seconds]
+- {name: host, ranks: 4, busy: 0.9, messages: {all_reduce: [[2, 4096, 1.0e-04], …]}}        [ranks, bytes each puts in,
+  seconds]
 """
 
 from __future__ import annotations
@@ -45,7 +48,8 @@ class Hardware:
     reach           the share of `bytes_s`, which a plain addition has, that kernels of a step reach
     attends         the share of `half` and `single` that attention reaches, where it was not measured
     unaligned       the share that products in 16 bits reach whose rows have a length divisible by no more than 1, 2, 4
-    turned          how often a convolution moves its operands and results: libraries turn them to their own layout and back
+    turned          how often a convolution moves its operands and results: libraries turn them to their own layout and
+                    back
     rates           operations or bytes a second by size, where measured
     levels          the wires to other ranks, innermost first
     """
@@ -79,7 +83,8 @@ class Hardware:
         return self.reach * (rate(curve, size) if curve else self.bytes_s)
 
     def links(self, mesh: Mesh) -> Links:
-        """The wires of a mesh whose last axis is the fastest: each axis has the innermost level in which its ranks lie."""
+        """The wires of a mesh whose last axis is the fastest: each axis has the innermost level in which its ranks
+        lie."""
         levels = self.levels or (GPU_LINK if self.memory else CPU_LINK,)
         named, reach = dict[str, Link](), 1
         for axis in reversed(mesh.axes):
@@ -138,7 +143,10 @@ def probe_text() -> str:
     if path is not None and path.is_file():
         return path.read_text()
     if path is not None and os.environ.get("MYCEL_PROBE"):
-        raise PlanError(f"no file {path}\n  at        the environment: MYCEL_PROBE\n  try       mycel probe --out {path}, or MYCEL_PROBE= for none")
+        raise PlanError(
+            f"no file {path}\n  at        the environment: MYCEL_PROBE\n"
+            f"  try       mycel probe --out {path}, or MYCEL_PROBE= for none"
+        )
     return ""
 
 
@@ -151,7 +159,9 @@ def probed(preset: Hardware, text: str) -> Hardware:
         data = yaml.safe_load(text)
         return _measured(preset, data) if data["device"] == preset.name else preset
     except (yaml.YAMLError, KeyError, TypeError, ValueError, AttributeError) as e:
-        raise PlanError(f"what the probe measured cannot be read: {e}\n  at        {probe_path()}\n  try       mycel probe") from e
+        raise PlanError(
+            f"what the probe measured cannot be read: {e}\n  at        {probe_path()}\n  try       mycel probe"
+        ) from e
 
 
 def _measured(preset: Hardware, data: Mapping[str, Any]) -> Hardware:
@@ -167,7 +177,10 @@ def _measured(preset: Hardware, data: Mapping[str, Any]) -> Hardware:
         host_bytes_s=float(data.get("host_bytes_s", preset.host_bytes_s)),
         unaligned=tuple(float(x) for x in data.get("unaligned", preset.unaligned)),
         rates=rates,
-        levels=tuple(fitted(level["name"], int(level["ranks"]), float(level["busy"]), level["messages"]) for level in data.get("levels", ())),
+        levels=tuple(
+            fitted(level["name"], int(level["ranks"]), float(level["busy"]), level["messages"])
+            for level in data.get("levels", ())
+        ),
     )
 
 

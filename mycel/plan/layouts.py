@@ -151,7 +151,7 @@ class Solver:
             elif node in self.places:
                 self.places[node] = _put(self.places[node], value, axis)
 
-    # -- what a node can do, and how its operands and results then lie ---------------------------------------------------
+    # -- what a node can do, and how its operands and results then lie -----------------------------------------------
 
     def _labels(self, node: Node, axis: str, before: Mapping[str, Axes]) -> list[Label]:
         options, eqn = self.graph.options[node], self.graph.eqns[node]
@@ -181,7 +181,7 @@ class Solver:
         found = [self.graph.options[node].places(x, axis) for x in domain]
         return [ins for ins, _ in found], [outs for _, outs in found]
 
-    # -- costs ----------------------------------------------------------------------------------------------------------
+    # -- costs -------------------------------------------------------------------------------------------------------
 
     def _work(self, node: Node, domain: Sequence[Any], axis: str, before: Mapping[str, Axes]) -> list[float]:
         """Seconds that a node takes by itself, for each of its values."""
@@ -269,7 +269,7 @@ class Solver:
     def _given(self, i: int) -> Layout:
         return self.given.get(i, Layout.whole(self.graph.program.inputs[i].type.ndim))
 
-    # -- all axes together ------------------------------------------------------------------------------------------------
+    # -- all axes together -------------------------------------------------------------------------------------------
 
     def _laid(self) -> Layouts:
         g = self.graph

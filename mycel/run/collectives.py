@@ -1,6 +1,7 @@
 """What each collective packs, sends and unpacks; whole tensors in, whole tensors out.
 
-A collective is a generator over the messages of a group (`run/groups.py`): it packs its tensors, yields the messages that are then under way, and
+A collective is a generator over the messages of a group (`run/groups.py`): it packs its tensors, yields the messages
+that are then under way, and
 when they have come, unpacks and returns.  Several tensors of one type go in one message:
 
     all_reduce        [ a | b | c ]                 summed where it lies; the results are views of it
@@ -31,7 +32,8 @@ def begin(group: Group, name: str, xs: Sequence[Tensor], how: dict[str, Any]) ->
 
 
 def buckets(name: str, xs: Sequence[Tensor], how: dict[str, Any]) -> list[tuple[list[int], dict[str, Any]]]:
-    """The tensors that travel together, by their positions, with the arguments for them: those of one type; large ones may go alone."""
+    """The tensors that travel together, by their positions, with the arguments for them: those of one type; large ones
+    may go alone."""
     together: dict[object, list[int]] = {}
     for i, x in enumerate(xs):
         alone = name in ("all_to_all", "permute", "exchange") or (name != "all_reduce" and x.nbytes >= ALONE_BYTES)
@@ -105,7 +107,8 @@ def permute(group: Group, xs: list[Tensor], to: tuple[int, ...]) -> Messages:
 
 
 class Piece(Protocol):
-    """A piece that goes from rank to rank (plan/across.py: Transfer): where it lies in the sender's part and in the receiver's."""
+    """A piece that goes from rank to rank (plan/across.py: Transfer): where it lies in the sender's part and in the
+    receiver's."""
 
     source: int
     target: int
@@ -120,7 +123,8 @@ def exchange(group: Group, xs: list[Tensor], pieces: Sequence[Piece], shape: Seq
     out = sorted((p for p in pieces if p.source == me != p.target), key=lambda p: p.target)
     come = sorted((p for p in pieces if p.target == me != p.source), key=lambda p: p.source)
     count = [
-        [sum(math.prod(p.shape) for p in ps if getattr(p, end) == i) for i in range(group.count)] for ps, end in ((come, "source"), (out, "target"))
+        [sum(math.prod(p.shape) for p in ps if getattr(p, end) == i) for i in range(group.count)]
+        for ps, end in ((come, "source"), (out, "target"))
     ]
     sent = torch.cat([x.new_empty(0), *(_box(x, p.taken, p.shape).reshape(-1) for p in out)])
     received = x.new_empty(sum(count[0]))
@@ -177,7 +181,10 @@ def _parted(x: Tensor, dim: int, count: int) -> Tensor:
     """A dim of n -> a new first dim of `count` parts, n / count left."""
     dim, size = dim % x.ndim, x.shape[dim]
     if size % count:
-        raise RunError(f"a dim of {size} has no {count} equal parts\n  at        dim {dim} of {list(x.shape)}\n  try       padding it first")
+        raise RunError(
+            f"a dim of {size} has no {count} equal parts\n  at        dim {dim} of {list(x.shape)}\n"
+            "  try       padding it first"
+        )
     parts = x.view(*x.shape[:dim], count, size // count, *x.shape[dim + 1 :])
     return parts.movedim(dim, 0) if dim else parts
 

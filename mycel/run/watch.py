@@ -4,10 +4,12 @@
     a rank is stopped   the others, who wait for it in a collective, say so at the timeout, and write it to the store
     the store is gone   whoever held it has died
 
-Then this rank has to end: its next call of a collective raises the reason, and if it makes none within `GRACE_S`, the thread prints the
+Then this rank has to end: its next call of a collective raises the reason, and if it makes none within `GRACE_S`, the
+thread prints the
 reason and ends the process, with the exit code `LOST`.
 
-Every rank writes where it is to the store, again and again (its beat), so that others can tell: who is silent, and who is late, and where.
+Every rank writes where it is to the store, again and again (its beat), so that others can tell: who is silent, and who
+is late, and where.
 """
 
 from __future__ import annotations
@@ -103,17 +105,29 @@ class Watch:
                 if self.all.check([STOP]):
                     self._end(self.all.get(STOP).decode())
                 elif late := self._late():
-                    self._end(tell(self.all, self._accuse(late, f"no answer in {late.what} for {self.meeting.timeout_s:g} s")))
+                    self._end(
+                        tell(self.all, self._accuse(late, f"no answer in {late.what} for {self.meeting.timeout_s:g} s"))
+                    )
             self._beat("ended")
         except RuntimeError as e:
             if not self.closing.is_set():
-                store = f"the store at {self.meeting.host}:{self.meeting.port} does not answer: {str(e).splitlines()[0]}"
+                store = (
+                    f"the store at {self.meeting.host}:{self.meeting.port} does not answer: {str(e).splitlines()[0]}"
+                )
                 self._end(f"{store}\n  try       a look at what started rank 0: it has ended")
 
     def _beat(self, state: str) -> None:
         self.beats += 1
         waits = bool(self.places)
-        beat = {**self.me, "beats": self.beats, "state": state, "entered": self.entered, "what": self.last[0], "at": self.last[1], "waits": waits}
+        beat = {
+            **self.me,
+            "beats": self.beats,
+            "state": state,
+            "entered": self.entered,
+            "what": self.last[0],
+            "at": self.last[1],
+            "waits": waits,
+        }
         self.store.set(f"beat/{self.meeting.rank}", json.dumps(beat))
 
     def _late(self) -> Place | None:
@@ -139,7 +153,11 @@ class Watch:
         """The whole message: what happened, to whom, who waits where, and what to try."""
         found = self._suspects(place)
         hint = "  try       a look at the log of that rank, or a longer MYCEL_TIMEOUT"
-        return _placed(f"{what}: {'; '.join(found) or 'all ranks give signs of life'}\n{hint}", place, f"rank {self.meeting.rank} waits in ")
+        return _placed(
+            f"{what}: {'; '.join(found) or 'all ranks give signs of life'}\n{hint}",
+            place,
+            f"rank {self.meeting.rank} waits in ",
+        )
 
     def _suspects(self, place: Place) -> list[str]:
         """What is wrong with each rank that the others may wait for."""
@@ -174,7 +192,11 @@ class Watch:
         if before.get("beats") == after["beats"]:
             return f"gives no sign of life (process {after['pid']} on {after['host'].split('/')[0]}){last}"
         if after["entered"] < place.number:
-            return f"has not come to it: it {'waits in' if after['waits'] else 'works after'} {where}" if where else "has not come to any collective"
+            return (
+                f"has not come to it: it {'waits in' if after['waits'] else 'works after'} {where}"
+                if where
+                else "has not come to any collective"
+            )
         return ""
 
 

@@ -4,8 +4,10 @@
     CACHE/.tmp-<key>-…                being made, under the lock CACHE/locks/<key>; renamed to <key> when all is on disk
     CACHE/.trash-…                    on its way out
 
-Who makes a folder holds its key's lock, which the system takes back when the process dies, however it dies.  So a `.tmp-` folder
-whose lock is free is a dead process's and is removed.  Where a file system has no locks, two processes may do the same work; the
+Who makes a folder holds its key's lock, which the system takes back when the process dies, however it dies.  So a
+`.tmp-` folder
+whose lock is free is a dead process's and is removed.  Where a file system has no locks, two processes may do the same
+                                                        work; the
 first rename wins, and what was left behind is removed after a day.
 """
 
@@ -47,7 +49,8 @@ class Entry:
 
 
 def obtain(cache: Path, key: str, make: Callable[[Path], Meta], waiting: Callable[[], None] = lambda: None) -> Entry:
-    """The folder under `key`; `make(folder)` fills it if it is not there or damaged. `waiting` is called if another process is at it."""
+    """The folder under `key`; `make(folder)` fills it if it is not there or damaged. `waiting` is called if another
+    process is at it."""
     try:
         (cache / "locks").mkdir(parents=True, exist_ok=True)
         if entry := _complete(cache / key):
@@ -202,4 +205,7 @@ def _in_words(error: OSError, cache: Path) -> TrainError:
     if full:
         where = next(p for p in (cache, *cache.parents) if p.exists())
         free = f" ({shutil.disk_usage(where).free / 2**20:.1f} MiB free)"
-    return TrainError(f"tokens cannot be cached: {what}{free}\n  at        {cache}\n  try       data.cache: a writable folder on a disk with room")
+    return TrainError(
+        f"tokens cannot be cached: {what}{free}\n  at        {cache}\n"
+        "  try       data.cache: a writable folder on a disk with room"
+    )

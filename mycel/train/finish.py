@@ -1,4 +1,5 @@
-"""What is made of a run when its steps are done: the loss curve, the model as a Hugging Face folder, a sample of what it writes.
+"""What is made of a run when its steps are done: the loss curve, the model as a Hugging Face folder, a sample of what
+it writes.
 
 None of it can lose the run: its last checkpoint is on disk before, and what fails is told and leaves the rest.
 """
@@ -77,7 +78,9 @@ def _sample(parts: Parts) -> str:
         ids.insert(0, tokenizer.bos)
     if not ids:
         raise refusal("the prompt has no tokens", "sample.prompt", "at least one character")
-    new = sample.generate(parts.module, ids, asked.tokens, asked.temperature, parts.config.train.seed, tokenizer.eos, _together(parts))
+    new = sample.generate(
+        parts.module, ids, asked.tokens, asked.temperature, parts.config.train.seed, tokenizer.eos, _together(parts)
+    )
     return f"sample\n\n{printable(tokenizer.decode([*ids, *new]))}\n"
 
 
@@ -86,7 +89,9 @@ def _together(parts: Parts) -> Callable[[torch.Tensor, torch.Tensor], torch.Tens
     ranks, module = parts.team.processes, parts.module
     if ranks is None:
         return None
-    forward = parts.step.forward(lambda ids, place: module(input_ids=ids, use_cache=False).logits[0].index_select(0, place)[0])
+    forward = parts.step.forward(
+        lambda ids, place: module(input_ids=ids, use_cache=False).logits[0].index_select(0, place)[0]
+    )
     return lambda ids, place: ranks.all_reduce(forward(ids, place), parts.team.mesh.axes, ">", at="sample")
 
 

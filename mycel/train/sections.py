@@ -22,7 +22,9 @@ from mycel.train.written import Keys, Mistake, Place, Writer, Written, inline, r
 
 COMMENT_COLUMN = 25
 S = TypeVar("S", bound="Section")
-Conflict = tuple[str, str]  # settings that are right alone and wrong together: what (which names their keys), and what to try
+Conflict = tuple[
+    str, str
+]  # settings that are right alone and wrong together: what (which names their keys), and what to try
 
 
 class Section(BaseModel):
@@ -37,7 +39,9 @@ class Section(BaseModel):
     @model_validator(mode="after")
     def _agree(self) -> Self:
         if found := list(self.conflicts()):
-            raise PydanticCustomError("conflict", "{text}", {"text": "; ".join(what for what, _ in found), "found": found})
+            raise PydanticCustomError(
+                "conflict", "{text}", {"text": "; ".join(what for what, _ in found), "found": found}
+            )
         return self
 
     @model_validator(mode="before")
@@ -65,7 +69,12 @@ def override(root: type[Section], written: Written, argument: str, number: int) 
     keys, place = tuple(name.split(".")), Place((1, number), f"argument {argument}")
     value, mistakes = read_value(text, place)
     field = find(root, keys)
-    if field and any(form.verbatim for form in _forms(field)) and text.strip() not in ("", "~", "null") and (mistakes or text[0] not in "['\""):
+    if (
+        field
+        and any(form.verbatim for form in _forms(field))
+        and text.strip() not in ("", "~", "null")
+        and (mistakes or text[0] not in "['\"")
+    ):
         value, mistakes = text, []
     written.mistakes += mistakes
     _put(root, written, keys, value, place)
@@ -87,7 +96,12 @@ def checked(root: type[S], written: Written) -> S:
         config = root.model_validate(written.values)
     except ValidationError as e:
         told = {place for mistake in written.mistakes for place in mistake.places}
-        found = [m for error in e.errors(include_url=False) for m in _mistakes(root, error, written) if not told.intersection(m.places)]
+        found = [
+            m
+            for error in e.errors(include_url=False)
+            for m in _mistakes(root, error, written)
+            if not told.intersection(m.places)
+        ]
         refuse(written.mistakes + found)
     if written.mistakes:
         refuse(written.mistakes)
@@ -136,7 +150,9 @@ def _wrong(root: type[Section], loc: Sequence[Any], inside: Sequence[Any], found
 def _forms(field: FieldInfo) -> list[Form]:
     """The form that a field's type carries, or those of its choices."""
     inner = [each for choice in get_args(field.annotation) for each in getattr(choice, "__metadata__", ())]
-    return [each for each in field.metadata if isinstance(each, Form)] or [each for each in inner if isinstance(each, Form)]
+    return [each for each in field.metadata if isinstance(each, Form)] or [
+        each for each in inner if isinstance(each, Form)
+    ]
 
 
 def _words(field: FieldInfo) -> str:
@@ -152,7 +168,9 @@ def _words(field: FieldInfo) -> str:
 def _hint(field: FieldInfo, value: Any) -> str:
     """The nearest choice, quotes around what should be text, an example, or the default."""
     forms, section = _forms(field), section_of(field)
-    if get_origin(field.annotation) is Literal and (near := get_close_matches(str(value).lower(), get_args(field.annotation), n=1)):
+    if get_origin(field.annotation) is Literal and (
+        near := get_close_matches(str(value).lower(), get_args(field.annotation), n=1)
+    ):
         return str(near[0])
     if isinstance(value, int | float) and any(form.verbatim for form in forms):
         return f'quotes around it: "{inline(value)}"'
@@ -203,5 +221,7 @@ def lines(section: Section, indent: str, comments: bool) -> Iterator[str]:
         if inner:
             yield from lines(value, indent + "  ", comments)
         elif block:
-            text = yaml.dump(value, Dumper=Writer, default_flow_style=False, width=1 << 30, allow_unicode=True, sort_keys=False)
+            text = yaml.dump(
+                value, Dumper=Writer, default_flow_style=False, width=1 << 30, allow_unicode=True, sort_keys=False
+            )
             yield from (f"{indent}  {each}" for each in text.splitlines())

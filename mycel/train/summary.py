@@ -22,14 +22,23 @@ def rows(parts: Parts, start: int, folder: Path) -> Rows:
     from_step = f", from step {start}" if start else ""
     return [
         ("model", parts.model.source if kind in parts.model.source else f"{kind}, {parts.model.source}"),
-        ("parameters", f"{sizes.total:,}, {'all' if sizes.trainable == sizes.total else f'{sizes.trainable:,}'} of them trained"),
+        (
+            "parameters",
+            f"{sizes.total:,}, {'all' if sizes.trainable == sizes.total else f'{sizes.trainable:,}'} of them trained",
+        ),
         *(("data", line) for line in parts.data.report[:2]),
         ("a step", f"{parts.tokens:,} tokens = {_batch(parts)} x {length} (length)"),
         *([("parallel", str(parts.team))] if parts.team.plan is not None else []),
         ("steps", f"{train.steps:,}{from_step}: {count(seen)} tokens, {epochs:.2f} epochs"),
         ("optimizer", _optimizer(parts)),
         ("precision", f"{train.precision}, parameters in {parts.config.model.dtype}"),
-        ("memory", f"{size(parts.step.plan.peak)} predicted at the peak, {size(parts.step.plan.held)} of it between steps{_budget(parts)}"),
+        (
+            "memory",
+            (
+                f"{size(parts.step.plan.peak)} predicted at the peak, {size(parts.step.plan.held)} of it between "
+                f"steps{_budget(parts)}"
+            ),
+        ),
         ("device", describe(parts.device)),
         ("results", str(folder)),
     ]
@@ -41,7 +50,10 @@ def notes(parts: Parts) -> list[str]:
     there = memory_total(parts.device)
     if there is not None and parts.step.plan.peak > there:
         what = f"the step is predicted to need {size(parts.step.plan.peak)}, the device has {size(there)}"
-        found.append(f"{what}\n  try       train.memory={int(0.9 * there / 2**30)}GiB, or more train.accumulate and less train.batch")
+        found.append(
+            f"{what}\n  try       train.memory={int(0.9 * there / 2**30)}GiB, or more train.accumulate and less "
+            "train.batch"
+        )
     return found
 
 
@@ -52,7 +64,9 @@ def _batch(parts: Parts) -> str:
     ranks = parts.team.mesh.count(first)
     if train.batch % ranks:
         return f"{train.batch} (batch, over {ranks} devices) x {train.accumulate} (accumulate)"
-    return f"{train.batch // ranks} (batch) x {train.accumulate} (accumulate) x {ranks} (device{'s' if ranks > 1 else ''})"
+    return (
+        f"{train.batch // ranks} (batch) x {train.accumulate} (accumulate) x {ranks} (device{'s' if ranks > 1 else ''})"
+    )
 
 
 def _optimizer(parts: Parts) -> str:

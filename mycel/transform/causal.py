@@ -4,9 +4,11 @@
     q: i64[1,1,8,1]   = reshape(n, shape=(1, 1, 8, 1))
     k: i64[1,1,1,8]   = reshape(n, shape=(1, 1, 1, 8))                  (dead now)
     m: bool[1,1,8,8]  = le(k, q)
-    y, lse = attention(query, key, value, m)                        =>  y, lse = attention(query, key, value, None, causal=True)
+    y, lse = attention(query, key, value, m)                        =>  y, lse = attention(query, key, value, None,
+    causal=True)
 
-Values are followed as functions of their index (`indexed.py`), never computed, so the size does not matter.  Blocks are followed
+Values are followed as functions of their index (`indexed.py`), never computed, so the size does not matter.  Blocks are
+followed
 through their calls: an input of a block is known if all its calls agree on it.  What is not known stays.
 """
 
@@ -27,7 +29,8 @@ MASKED = {"attention": 3, "sdpa": 3, "attention_grad": 4}
 
 
 def causal(program: Program) -> Program:
-    """attention(q, k, v, column <= row) => attention(q, k, v, None, causal=True);  attention(…, True) => attention(…, None)"""
+    """attention(q, k, v, column <= row) => attention(q, k, v, None, causal=True);  attention(…, True) => attention(…,
+    None)"""
     seen = _Run(program).inputs
     again = _Run(program)
     blocks = {n: _without_masks(program.blocks[n], again.values(program.blocks[n], seen[n])) for n in order(program)}
@@ -50,7 +53,9 @@ def _without_mask(eqn: Eqn, at: int, allowed: tuple[Region, Shape] | None) -> Eq
     if allowed is None:
         return eqn
     region, shape = allowed
-    triangle = half(Affine(0, (0,) * (len(shape) - 2) + (1, -1)), shape)  # q - k >= 0: aligned at the top left, as torch does
+    triangle = half(
+        Affine(0, (0,) * (len(shape) - 2) + (1, -1)), shape
+    )  # q - k >= 0: aligned at the top left, as torch does
     if region not in (ALL, triangle):
         return eqn
     params = eqn.params if region == ALL else Params(eqn.params | {"causal": True})
@@ -139,6 +144,8 @@ class _Run:
             return ()
         if eqn.op is o.const:
             return (of_constant(self.program.consts[p["name"]]),)
-        if len(eqn.outputs) != 1 or any(v is None for x, v in zip(eqn.inputs, operands, strict=True) if isinstance(x, Var)):
+        if len(eqn.outputs) != 1 or any(
+            v is None for x, v in zip(eqn.inputs, operands, strict=True) if isinstance(x, Var)
+        ):
             return ()
         return (of_equation(eqn, operands),)

@@ -1,9 +1,11 @@
 """What is known of a tensor as a function of its index.
 
     Affine   offset + Σ steps · index                              iota and its sums, shifts, slices
-    Choice   `yes` inside a region of the index space, else `no`   comparisons of Affine, full, and operators on elements of these
+    Choice   `yes` inside a region of the index space, else `no`   comparisons of Affine, full, and operators on
+             elements of these
 
-An operator on elements is applied to Choices by its own kernel, on one element for each combination of regions, so rounding,
+An operator on elements is applied to Choices by its own kernel, on one element for each combination of regions, so
+rounding,
 promotion and infinities are exactly torch's.  An Affine is kept only where its dtype holds all its numbers exactly.
 """
 
@@ -100,7 +102,12 @@ def _fits(a: Affine, shape: Shape, dtype: torch.dtype) -> bool:
     low, high = a.bounds(shape)
     if dtype.is_floating_point:
         return max(-low, high) <= min(2 / torch.finfo(dtype).eps, torch.finfo(dtype).max)
-    return dtype != torch.bool and not dtype.is_complex and torch.iinfo(dtype).min <= low and high <= torch.iinfo(dtype).max
+    return (
+        dtype != torch.bool
+        and not dtype.is_complex
+        and torch.iinfo(dtype).min <= low
+        and high <= torch.iinfo(dtype).max
+    )
 
 
 # -- operators on elements ----------------------------------------------------------------------------------
@@ -287,7 +294,11 @@ def _triangle(eqn: Eqn, inputs: Sequence[Value]) -> Value | None:
     kept = Affine(d, (*lead, 1, -1)) if eqn.op.name == "tril" else Affine(-d, (*lead, -1, 1))
     inside = Var("inside", Type(torch.bool, out.shape))
     both = replace(eqn, inputs=(inside, x))
-    return _pointwise(both, [Choice(half(kept, out.shape), True, False), inputs[0]], lambda c, x: torch.where(c, x, torch.zeros_like(x)))
+    return _pointwise(
+        both,
+        [Choice(half(kept, out.shape), True, False), inputs[0]],
+        lambda c, x: torch.where(c, x, torch.zeros_like(x)),
+    )
 
 
 def _running_sum(eqn: Eqn, inputs: Sequence[Value]) -> Value | None:
@@ -345,7 +356,9 @@ def _change(eqn: Eqn, old: Shape, new: Shape) -> Callable[[Affine], Affine] | No
         case "permute":
             return lambda a: Affine(a.offset, tuple(a.steps[d] for d in p["dims"]))
         case "select":
-            return lambda a: Affine(a.offset + a.steps[p["dim"]] * p["index"], a.steps[: p["dim"]] + a.steps[p["dim"] + 1 :])
+            return lambda a: Affine(
+                a.offset + a.steps[p["dim"]] * p["index"], a.steps[: p["dim"]] + a.steps[p["dim"] + 1 :]
+            )
         case "slice":
             return lambda a: _along(a, p["dim"], p["start"], p.get("step", 1))
         case "flip" if len(p["dims"]) == 1:

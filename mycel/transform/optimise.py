@@ -1,18 +1,22 @@
-"""A program that returns gradients -> a program that takes the step: clip, skip what is not finite, update parameters and optimiser state.
+"""A program that returns gradients -> a program that takes the step: clip, skip what is not finite, update parameters
+and optimiser state.
 
     loss, d_w = …                                        loss, d_w = …
     return loss, d_w                                     norm  = global_norm(d_w)
                                                   =>     skip  = 1 - isfinite(norm)
-                                                         w', m', v', t' = adam(w, m, v, t, d_w, lr, …, scale, skip, count=1)
+                                                         w', m', v', t' = adam(w, m, v, t, d_w, lr, …, scale, skip,
+                                                         count=1)
                                                          return loss, norm, updates: w', m', v', t', skipped + skip
 
-Gradients are divided by `scale`: the loss scale of half precision times what clipping takes away.  A skipped step changes no state at all:
+Gradients are divided by `scale`: the loss scale of half precision times what clipping takes away.  A skipped step
+changes no state at all:
 updates of buffers are undone as well.  New inputs, by their roles:
 
     state exp_avg of w         for each slot of a group, for each of its parameters
     hyper lr of group 0        the scalar operands of a group's update
     counter skipped            how many steps changed nothing
-    counter good_steps         where there is a loss scale: steps since it changed.  The scale itself is an input already
+    counter good_steps         where there is a loss scale: steps since it changed.  The scale itself is an input
+                               already
 """
 
 from __future__ import annotations
@@ -36,7 +40,8 @@ SCALAR = Type(torch.float64, ())
 
 @dataclass(frozen=True)
 class Group:
-    """Parameters that are updated together: `kind` is an optimiser of ours, `params` by the names their roles have, `slots` their state, `hyper`
+    """Parameters that are updated together: `kind` is an optimiser of ours, `params` by the names their roles have,
+    `slots` their state, `hyper`
     the scalar operands by name; `name` tells groups apart."""
 
     kind: str
@@ -103,7 +108,9 @@ def optimise(program: Program, groups: Sequence[Group], results: int, clip_norm:
             over = [updates.get(v.name, v) for v in named]  # the forward pass may have changed a parameter itself
             flags = {"count": count, **dict(group.flags)}
             made = OPS[group.kind](*over, *grads[at : at + count], *hyper, scale, skip, **flags)
-            updates.update((v.name, new) for v, new in zip(named, made if isinstance(made, tuple) else (made,), strict=True))
+            updates.update(
+                (v.name, new) for v, new in zip(named, made if isinstance(made, tuple) else (made,), strict=True)
+            )
             at += count
         updates[skipped.name] = o.add(skipped, o.cast(skip, dtype=torch.int64))
         if loss_scale is not None:
@@ -113,7 +120,9 @@ def optimise(program: Program, groups: Sequence[Group], results: int, clip_norm:
     return replace(program, blocks={**program.blocks, program.entry: block}, updates=tuple(updates), roles=roles)
 
 
-def _state(new_input: Callable[[str, Type, Role], Var], group: Group, params: Sequence[Var]) -> tuple[list[Var], list[Var]]:
+def _state(
+    new_input: Callable[[str, Type, Role], Var], group: Group, params: Sequence[Var]
+) -> tuple[list[Var], list[Var]]:
     """Inputs for a group's state, slot by slot, and for its hyper-parameters."""
     slots = [(f"{p.name}.{slot}", group.slot_type(slot, p.type)) for slot in group.slots for p in params]
     state = [new_input(name, type, role) for (name, type), role in zip(slots, group.state_roles(), strict=True)]

@@ -1,4 +1,5 @@
-"""Optimisers, one paragraph each: state, hyper-parameters, update rule.  Importing this fills the table `OPTIMISERS`."""
+"""Optimisers, one paragraph each: state, hyper-parameters, update rule.  Importing this fills the table
+`OPTIMISERS`."""
 
 from mycel.ops.optimisers import adam, factored, lion, muon, scaled, sgd
 from mycel.ops.optimisers.paragraph import OPTIMISERS, Optimiser, Slot, optimiser

@@ -1,6 +1,7 @@
 """Lion: the sign of a blend of momentum and gradient.
 
-torch has none.  Any optimiser class of that name is taken, such as lion-pytorch's, with lr, betas and weight_decay; its further options must be off.
+torch has none.  Any optimiser class of that name is taken, such as lion-pytorch's, with lr, betas and weight_decay; its
+                 further options must be off.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ from mycel.ops.rules import o
     off={"cautious_factor": 1.0, "decoupled_wd": False},
     examples=[
         "f[4,6], f[4,6], f[4,6], f64[]>0, f64[]~0.9, f64[]~0.9, f64[]~0.1, None, f32[]~0, count=1",
-        "f64[4], f64[3], f64[4], f64[3], f64[4], f64[3], f64[]>0, f64[]~0.9, f64[]~0.9, f64[]>0, f32[]>0, f32[]~0, count=2, maximize=True",
+        (
+            "f64[4], f64[3], f64[4], f64[3], f64[4], f64[3], f64[]>0, f64[]~0.9, f64[]~0.9, f64[]>0, f32[]>0, f32[]~0, "
+            "count=2, maximize=True"
+        ),
     ],
 )
 def lion(p, g, *, exp_avg, lr, beta1, beta2, weight_decay):
