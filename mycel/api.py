@@ -46,7 +46,7 @@ def jit(fn: Any = None, *, mode: str = "graph", check_finite: bool = False) -> A
 
 
 @dataclass(frozen=True)
-class Entry:
+class CompiledCall:
     """One captured signature: what it became, the guarded call, and the guards alone."""
 
     captured: Captured
@@ -63,7 +63,7 @@ class Jit:
         if mode not in MODES:
             raise ValueError(f"mode={mode!r}: use one of {', '.join(map(repr, MODES))}")
         self.fn, self.mode, self.check_finite = fn, mode, check_finite
-        self.entries: list[Entry] = []
+        self.entries: list[CompiledCall] = []
         self._last: Callable[[tuple[Any, ...], dict[str, Any]], Any] = lambda args, kwargs: MISS
         functools.update_wrapper(self, fn, updated=())
 
@@ -85,12 +85,12 @@ class Jit:
             raise RunError(f"{self.fn!r} was captured for these arguments, yet they do not fit what was captured")
         return out
 
-    def _entry(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
+    def _entry(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CompiledCall:
         entry = self.compile(args, kwargs)
         self.entries.append(entry)
         return entry
 
-    def compile(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
+    def compile(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CompiledCall:
         """capture -> simplify -> fuse -> generate -> bind: the whole way of one call."""
         return compile_captured(capture_call(self.fn, args, kwargs), self.mode, self.check_finite)
 
@@ -102,7 +102,7 @@ class Jit:
         """The Python that runs for these arguments."""
         return self._find(args, kwargs).source
 
-    def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
+    def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CompiledCall:
         for entry in self.entries:
             if entry.fits(args, kwargs) is not MISS:
                 return entry
@@ -134,12 +134,12 @@ class Jit:
 
 def compile_captured(
     captured: Captured, mode: str, check_finite: bool = False, around: Callable[[Any], Any] = lambda run: run
-) -> Entry:
+) -> CompiledCall:
     """A captured call, simplified and made to run; `around` wraps the function that runs."""
     program = check(transform.fuse(transform.simplify(captured.program)))
     run, source = _runner(program, captured.device, mode, check_finite)
     captured = replace(captured, program=program)
-    return Entry(captured, program, source, *bind(captured, around(run)))
+    return CompiledCall(captured, program, source, *bind(captured, around(run)))
 
 
 def graph_run(program: Program, device: torch.device, plain: Callable[..., Any]) -> Callable[..., Any]:

@@ -32,9 +32,8 @@ class CustomVjp:
 
     def __call__(self, *args: Any) -> Any:
         if self.rule is None:
-            raise GradientError(
-                f"{self.__name__} has no gradient yet: decorate its rule with @{self.__name__}.backward"
-            )  # type: ignore[attr-defined]
+            name: str = self.__name__  # type: ignore[attr-defined]
+            raise GradientError(f"{name} has no gradient yet: decorate its rule with @{name}.backward")
         if TRACING:
             return trace_custom(TRACING[-1], lambda given: (rewritten(self.fn)(*given), []), self._pull, args)
         return _eager_function(self).apply(self, *args)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from mycel import transform
-from mycel.api import Entry, Jit, compile_captured, compile_program, unjit
+from mycel.api import CompiledCall, Jit, compile_captured, compile_program, unjit
 from mycel.capture import (
     LEAF,
     TRACING,
@@ -59,7 +59,7 @@ class Derived(Jit):
         with located(self.fn):
             return self.derive(replace(captured, program=transform.simplify(captured.program)))
 
-    def compile(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
+    def compile(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CompiledCall:
         return compile_captured(self.derived(args, kwargs), self.mode, self.check_finite, without_autograd)
 
 

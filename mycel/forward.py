@@ -16,7 +16,7 @@ from mycel.capture import capture as capture_call
 from mycel.capture.bind import Call
 from mycel.feed import Fed, Feed, Local, feed_of, from_anywhere, without_host_data
 from mycel.ir import Block, Program, Var, check
-from mycel.parts import Joined, Parts, roles_of
+from mycel.parts import Joined, ShardedModel, roles_of
 from mycel.planning import Task, with_layouts
 from mycel.run import load
 
@@ -39,7 +39,7 @@ class Forward:
         fn: Callable[..., Any],
         model: torch.nn.Module,
         prepared: Callable[[Captured], Program],
-        parts: Parts | None,
+        parts: ShardedModel | None,
     ) -> None:
         self.fn, self.model, self.prepared, self.parts = fn, model, prepared, parts
         self.entries: list[Signature] = []

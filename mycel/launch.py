@@ -67,7 +67,7 @@ def launch(
     server = _listen(host, port) if node_rank == 0 else None
     folder = Path(logs) if logs is not None else Path(tempfile.mkdtemp(prefix="mycel-logs-"))
     folder.mkdir(parents=True, exist_ok=True)
-    ranks = Ranks(host, server.getsockname()[1] if server else port, nnodes, node_rank, grace_s)
+    ranks = LocalRanks(host, server.getsockname()[1] if server else port, nnodes, node_rank, grace_s)
     with ranks.together():
         ranks.start([sys.executable, *program, *argv], nproc, {**os.environ, **(env or {})}, folder)
         ranks.hold(server)
@@ -120,7 +120,7 @@ class Rank:
                 os.kill(self.process.pid, number)
 
 
-class Ranks:
+class LocalRanks:
     """The ranks of this host, from their start to their end."""
 
     def __init__(self, host: str, port: int, nnodes: int, node_rank: int, grace_s: float) -> None:

@@ -15,9 +15,9 @@ import torch
 
 from mycel.errors import TrainError
 from mycel.ir import NAMES
-from mycel.ops.optimisers import OPTIMISERS, Optimiser, Slot
+from mycel.ops.optimisers import OPTIMISERS, Optimiser, StateSlot
 from mycel.ops.optimisers.paragraph import INDIFFERENT
-from mycel.transform import Group
+from mycel.transform import ParameterGroup
 
 
 def paragraph(optimizer: torch.optim.Optimizer) -> Optimiser | None:
@@ -87,7 +87,7 @@ def _names() -> list[str]:
 class Bound:
     """One group of a step: the group as the program sees it, its parameters, and the torch group it reads."""
 
-    group: Group
+    group: ParameterGroup
     params: tuple[torch.nn.Parameter, ...]
     index: int  # among optimizer.param_groups
 
@@ -124,7 +124,7 @@ class Bound:
     def state(
         self,
         optimizer: torch.optim.Optimizer,
-        fill: Callable[[torch.nn.Parameter, Slot, float], torch.Tensor] | None = None,
+        fill: Callable[[torch.nn.Parameter, StateSlot, float], torch.Tensor] | None = None,
     ) -> list[torch.Tensor]:
         """The state tensors, slot by slot, made where there are none yet (by `fill`, where a rank holds parts)."""
         options = optimizer.param_groups[self.index]
@@ -142,7 +142,7 @@ def _number(options: Mapping[str, Any], option: str, dtype: torch.dtype) -> floa
     return torch.finfo(dtype).eps if value is None else float(value)
 
 
-def whole_slot(p: torch.nn.Parameter, slot: Slot, value: float) -> torch.Tensor:
+def whole_slot(p: torch.nn.Parameter, slot: StateSlot, value: float) -> torch.Tensor:
     """New state for a parameter that is whole."""
     if slot.scalar or slot.ones:
         return torch.full(slot.shape(p.shape), value, dtype=slot.dtype(p.dtype), device=p.device)
@@ -151,7 +151,7 @@ def whole_slot(p: torch.nn.Parameter, slot: Slot, value: float) -> torch.Tensor:
 
 def _slot(
     state: dict[str, Any],
-    slot: Slot,
+    slot: StateSlot,
     p: torch.nn.Parameter,
     options: Mapping[str, Any],
     fill: Callable[..., torch.Tensor],
@@ -207,7 +207,7 @@ def bind_groups(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> list
             flags = {**dict(kinds), **fixed}
             slots = tuple(slot.name for slot in known.present(flags))
             name = ".".join([str(index), *([NAMES[dtype]] if i else []), *(k for k, v in kinds if v and i)])
-            group = Group(
+            group = ParameterGroup(
                 known.op.name,
                 tuple(names[id(p)] for p in params),
                 slots,

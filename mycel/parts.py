@@ -24,7 +24,7 @@ from mycel.feed import Feed, feed_of
 from mycel.ir import Layout, Program, Role, Type, part
 from mycel.lower import Distributed
 from mycel.ops.collective import COMMUNICATORS
-from mycel.ops.optimisers import Slot
+from mycel.ops.optimisers import StateSlot
 from mycel.optimizers import Bound
 from mycel.plan import Plan
 from mycel.run import boxes, part_of, world
@@ -44,7 +44,7 @@ class Joined:
 
 
 @dataclass
-class Parts:
+class ShardedModel:
     """The parameters and optimiser state of one rank."""
 
     model: torch.nn.Module
@@ -161,7 +161,7 @@ class Parts:
         was split is cut as well."""
         names = {id(p): name for p, name in zip(group.params, group.group.params, strict=True)}
 
-        def fill(p: torch.nn.Parameter, slot: Slot, value: float) -> torch.Tensor:
+        def fill(p: torch.nn.Parameter, slot: StateSlot, value: float) -> torch.Tensor:
             layout, type = self.slots[Role("state", slot.name, of=names[id(p)])]
             return torch.full(
                 boxes.stored(type.shape, layout, self.plan.mesh), value, dtype=type.dtype, device=p.device

@@ -19,7 +19,7 @@ import torch
 from checkpoints import part_of
 
 from mycel.ir import Layout, Mesh
-from mycel.run.checkpoint import Ranks, RunFolder, Saver
+from mycel.run.checkpoint import MeshProcess, RunFolder, Saver
 
 METRICS = [3.0, 1.0, 2.0]
 STEPS = [1, 2, 3, 3]  # the last one again: it replaces a complete checkpoint
@@ -105,7 +105,7 @@ def be_rank(rank: int, folder: str, board: Path, moment: int | None, small: bool
 
     if moment is not None:
         die_at(moment)
-    saver = Saver(folder, keep=1, shard_bytes=5000, ranks=Ranks(MESH, rank, share), plan="a plan")
+    saver = Saver(folder, keep=1, shard_bytes=5000, ranks=MeshProcess(MESH, rank, share), plan="a plan")
     for step in STEPS:
         limit = 4000 if small and step == 2 else resource.RLIM_INFINITY
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))

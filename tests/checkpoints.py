@@ -18,7 +18,7 @@ import torch
 
 from mycel.ir import Layout, Mesh
 from mycel.run import shards
-from mycel.run.checkpoint import Ranks
+from mycel.run.checkpoint import MeshProcess
 
 
 def bits(x: torch.Tensor) -> tuple[torch.dtype, torch.Size, bytes]:
@@ -81,7 +81,7 @@ def forked():
 # ranks
 
 
-def together(mesh: Mesh, act: Callable[[Ranks], Any]) -> list[Any]:
+def together(mesh: Mesh, act: Callable[[MeshProcess], Any]) -> list[Any]:
     """What `act` gives on each rank of a mesh, in threads that tell each other what they share; the first error of one,
     which ends all."""
     barrier, texts = threading.Barrier(mesh.world, timeout=60), [""] * mesh.world
@@ -97,7 +97,7 @@ def together(mesh: Mesh, act: Callable[[Ranks], Any]) -> list[Any]:
             return told
 
         try:
-            results[rank] = act(Ranks(mesh, rank, share))
+            results[rank] = act(MeshProcess(mesh, rank, share))
         except BaseException as e:
             errors.append(e)
             barrier.abort()

@@ -19,7 +19,7 @@ from torch import nn
 import mycel
 from mycel import lower, transform
 from mycel.ir import Layout, Mesh, Program, check, type_of
-from mycel.parts import Parts
+from mycel.parts import ShardedModel
 from mycel.plan import CPU, Hardware, Plan
 from mycel.planning import Task, with_layouts
 from mycel.run import interpret, simulate
@@ -101,7 +101,7 @@ class OneDevice:
         return OneDevice(model, batch, optimizer, step._joined((), dict(batch)))
 
     def under(self, written: Plan, hardware: Hardware = CPU, compiled: bool = False) -> lower.Distributed:
-        given, gathered = Parts(self.model, self.optimizer, written).given(self.made)
+        given, gathered = ShardedModel(self.model, self.optimizer, written).given(self.made)
         return spread(self.made.program, written, given, gathered, hardware, compiled)
 
 

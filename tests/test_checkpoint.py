@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from mycel.errors import CheckpointError
 from mycel.run import shards
 from mycel.run.checkpoint import Saver, best, latest, load, load_latest, save, verify
-from mycel.run.shards import DTYPES, Entry, Manifest, Shard
+from mycel.run.shards import DTYPES, Manifest, Shard, StoredTensor
 
 CUDA = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))
 
@@ -122,7 +122,7 @@ def test_pieces_of_several_ranks_become_one_tensor(tmp_path):
     for file in files:
         file.write(tmp_path)
     described = {file.file: file.described(file.sha256()) for file in files}
-    entry = Entry(whole.dtype, (4, 6), tuple(piece for _, pieces in described.values() for _, piece in pieces))
+    entry = StoredTensor(whole.dtype, (4, 6), tuple(piece for _, pieces in described.values() for _, piece in pieces))
     manifest = Manifest(5, None, {}, None, {name: file for name, (file, _) in described.items()}, {"w": entry})
     (tmp_path / "manifest.json").write_bytes(shards.to_bytes(manifest))
     assert torch.equal(load(tmp_path).tensors["w"], whole)

@@ -17,7 +17,17 @@ from checkpoints import equal, forked, names, part_of, place, together
 from mycel.errors import CheckpointError
 from mycel.ir import Layout, Mesh
 from mycel.run import checkpoint
-from mycel.run.checkpoint import Ranks, Saver, Writing, latest, load, load_latest, load_latest_parts, load_parts, read
+from mycel.run.checkpoint import (
+    MeshProcess,
+    Saver,
+    Writing,
+    latest,
+    load,
+    load_latest,
+    load_latest_parts,
+    load_parts,
+    read,
+)
 from mycel.run.shards import Shard, read_manifest
 
 CUDA = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))
@@ -76,7 +86,7 @@ def test_one_rank_holds_the_folder_for_all(tmp_path):
     with Saver(tmp_path):
         assert all(together(PAIR, act))
     with pytest.raises(CheckpointError, match=r"there is no rank 6 in Mesh\(a=3, b=2\), which has 6"):
-        Ranks(PAIR, 6, lambda text: [text])
+        MeshProcess(PAIR, 6, lambda text: [text])
 
 
 def test_later_saves_go_over_earlier_ones(tmp_path):
@@ -203,7 +213,7 @@ def test_a_rank_that_is_gone_is_told(tmp_path, tells):
             raise ConnectionError("rank 3 is gone")
         return [text]
 
-    with Saver(tmp_path, ranks=Ranks(Mesh(), 0, share)) as saver:
+    with Saver(tmp_path, ranks=MeshProcess(Mesh(), 0, share)) as saver:
         saver.save(2, {"x": whole(2)}, {})
     (report,) = saver.poll()
     assert report.startswith(

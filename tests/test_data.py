@@ -177,7 +177,7 @@ def test_long_text_read_in_pieces_is_the_same_text(text, piece):
     with tempfile.TemporaryDirectory(dir=MEMORY) as folder, pytest.MonkeyPatch.context() as patch:
         path = write(Path(folder) / "a.txt", text)
         patch.setattr(documents, "PIECE_BYTES", piece)
-        found = list(documents.segments(sources.Source(path, "text", "", (0,)), {}, Bytes()))
+        found = list(documents.segments(sources.DataFile(path, "text", "", (0,)), {}, Bytes()))
     assert "".join(s.text for s in found) == text.removeprefix("\ufeff")
     assert [s.opens for s in found] == [True] + [False] * (len(found) - 1) and [s.closes for s in found][::-1] == [
         True

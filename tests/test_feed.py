@@ -21,7 +21,7 @@ from mycel.capture import capture
 from mycel.feed import feed_of, from_anywhere, moved, padded, without_host_data
 from mycel.ir import type_of
 from mycel.launch import launch
-from mycel.parts import Parts
+from mycel.parts import ShardedModel
 from mycel.plan import Plan
 from mycel.run import interpret, simulate
 from mycel.run.simulate import put_together, spread_out
@@ -44,8 +44,8 @@ def batch(rows: int, length: int = 3) -> dict[str, torch.Tensor]:
     }
 
 
-def ranks_of(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Parts]:
-    return [Parts(model, optimizer, plan, SimpleNamespace(rank=rank)) for rank in range(plan.mesh.world)]
+def ranks_of(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[ShardedModel]:
+    return [ShardedModel(model, optimizer, plan, SimpleNamespace(rank=rank)) for rank in range(plan.mesh.world)]
 
 
 @settings(deadline=None)

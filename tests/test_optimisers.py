@@ -21,7 +21,7 @@ from mycel.errors import TrainError
 from mycel.ir import Mesh
 from mycel.launch import launch
 from mycel.ops.optimisers import OPTIMISERS
-from mycel.parts import Parts
+from mycel.parts import ShardedModel
 from mycel.plan import Plan
 from mycel.run.checkpoint import Saver, load_parts
 from mycel.run.shards import read_manifest
@@ -170,7 +170,7 @@ def test_in_two_processes(tmp_path):
 
 def held(name: str, written: Plan, one: OneDevice) -> SimpleNamespace:
     """What a run holds under a plan, as far as `train.state` asks."""
-    parts = Parts(one.model, one.optimizer, written)
+    parts = ShardedModel(one.model, one.optimizer, written)
     parts.given(one.made)
     return SimpleNamespace(
         module=one.model, optimizer=one.optimizer, step=SimpleNamespace(parts=parts, state_dict=dict)

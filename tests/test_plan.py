@@ -21,7 +21,7 @@ import mycel
 from mycel import lower, plan
 from mycel.errors import PlanError
 from mycel.ir import Mesh
-from mycel.parts import Parts
+from mycel.parts import ShardedModel
 from mycel.plan import CPU, Plan
 from mycel.plan.hardware import KNOWN
 from mycel.plan.layouts import Solver
@@ -38,7 +38,7 @@ class Mlp(nn.Module):
 
 
 def task(one: OneDevice, given: Plan, compiled: bool = False, budget: int | None = None) -> Task:
-    inputs, gathered = Parts(one.model, one.optimizer, given).given(one.made)
+    inputs, gathered = ShardedModel(one.model, one.optimizer, given).given(one.made)
     hardware = KNOWN["H100"] if compiled else CPU
     return Task(one.made.program, one.made.body, hardware, compiled, inputs, gathered, budget)
 

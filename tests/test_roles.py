@@ -20,7 +20,7 @@ from mycel import Plan, Program, lower, transform
 from mycel.errors import IRError, TextError
 from mycel.ir import Block, Layout, Mesh, Role, check, is_float
 from mycel.ir.role import FORMS
-from mycel.parts import Joined, Parts, state_layout
+from mycel.parts import Joined, ShardedModel, state_layout
 from mycel.plan import CPU, Costs, residuals
 from mycel.run.checkpoint import Saver, load, load_parts
 from mycel.run.simulate import part_of, put_together
@@ -272,7 +272,7 @@ def test_state_with_a_shape_of_its_own_and_partial_state_run_and_are_saved(tmp_p
     error, rows = Role("error", of="weight", over="dp"), Role("state", "row_var", of="weight")
 
     def planned(mesh):
-        parts = Parts(
+        parts = ShardedModel(
             model, torch.optim.SGD(model.parameters()), Plan(mesh, batch=["dp"], parameters={"weight": ["tp", "-"]})
         )
         parts.stored["weight"] = Layout((("tp",), ()))

@@ -18,7 +18,7 @@ from mycel.ir import Role, check, is_float
 from mycel.lower import reside
 from mycel.plan import CPU, Costs, residuals
 from mycel.run import emit, interpret, load
-from mycel.transform import Group
+from mycel.transform import ParameterGroup
 
 LOSS = """\
 def layer(x: f32[4,8], w: f32[8,8], b: f32[8]):
@@ -83,12 +83,14 @@ def test_head_leaves_logits_that_others_see(monkeypatch):
     assert transform.head(program) == program
 
 
-def groups() -> list[Group]:
+def groups() -> list[ParameterGroup]:
     flags = (("decoupled", True), ("amsgrad", False), ("maximize", False))
     hyper = ("lr", "beta1", "beta2", "eps", "weight_decay")
     return [
-        Group("adam", ("0.weight", "0.bias", "1.weight", "1.bias"), ("exp_avg", "exp_avg_sq", "step"), hyper, flags),
-        Group("sgd", ("head",), (), ("lr", "momentum", "dampening", "weight_decay", "first_step"), name="1"),
+        ParameterGroup(
+            "adam", ("0.weight", "0.bias", "1.weight", "1.bias"), ("exp_avg", "exp_avg_sq", "step"), hyper, flags
+        ),
+        ParameterGroup("sgd", ("head",), (), ("lr", "momentum", "dampening", "weight_decay", "first_step"), name="1"),
     ]
 
 

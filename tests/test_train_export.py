@@ -21,7 +21,7 @@ from torch import nn
 
 from mycel.errors import TrainError
 from mycel.train.export import export
-from mycel.train.models import Model, build
+from mycel.train.models import LoadedModel, build
 from mycel.train.sample import generate
 
 # -- out -------------------------------------------------------------------------------------------------------------
@@ -134,7 +134,7 @@ def test_disk_full(tmp_path):
         subprocess.run(["umount", str(tmp_path)], check=True)
 
 
-def killed(at: int, model: Model, folder: Path) -> bool:
+def killed(at: int, model: LoadedModel, folder: Path) -> bool:
     """kill -9 before the child's file operation number `at` in an export; False when it has fewer."""
     child = os.fork()
     if child:

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from mycel.capture.function import Captured
-from mycel.capture.state import Link, Place, is_static
+from mycel.capture.state import Guarded, Location, is_static
 from mycel.capture.tree import Tree, rebuild
 
 MISS = object()
@@ -38,10 +38,10 @@ Call = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 def bind(captured: Captured, run: Callable[..., Any]) -> tuple[Call, Call]:
     """The guarded call around `run`, which takes the program's inputs and returns its outputs; and the guards alone
     (None or MISS)."""
-    return _Writer(captured, run).functions()
+    return _GuardWriter(captured, run).functions()
 
 
-class _Writer:
+class _GuardWriter:
     def __init__(self, captured: Captured, run: Callable[..., Any]) -> None:
         self.c = captured
         self.lines: list[str] = []
@@ -184,7 +184,7 @@ class _Writer:
             *(p for p, _ in c.effects),
         ]
         ends = [*c.links, *(place.inside for place in held)]
-        chain: dict[int, Link] = {}
+        chain: dict[int, Guarded] = {}
         for link in ends:
             way = []
             while link is not None and id(link) not in chain:
@@ -197,7 +197,7 @@ class _Writer:
         self.watch("LINKS", [*chain.values()], "{0} is not {1}")
         self.watch("STATICS", c.statics, "{0} is not {1} and (type({0}) is not type({1}) or {0} != {1})")
 
-    def watch(self, name: str, links: Sequence[Link], miss: str) -> None:
+    def watch(self, name: str, links: Sequence[Guarded], miss: str) -> None:
         """One guard for each link: written out for closure cells, one loop for all others."""
         for link in links:
             if isinstance(link.place.container, types.CellType):
@@ -238,7 +238,7 @@ class _Writer:
         self.values.update((v.name, "draw_key(DEVICE)") for v in self.c.program.inputs_of("key"))
         return [self.values[v.name] for v in self.c.program.inputs]
 
-    def read(self, place: Place) -> str:
+    def read(self, place: Location) -> str:
         box = self.constant(place.container, "c")
         if isinstance(place.container, types.CellType):
             return f"{box}.cell_contents"

@@ -15,7 +15,7 @@ import torch
 from mycel.capture.alias import Cell
 from mycel.capture.fence import refuse
 from mycel.capture.merge import Merge, fit
-from mycel.capture.nested import KEY, Section, branch_key, finish, free, journal, opened, written
+from mycel.capture.nested import KEY, OpenBlock, branch_key, finish, free, journal, opened, written
 from mycel.capture.slots import UNDEFINED, Objects, Slot, assigned, variables
 from mycel.capture.trace import Tracer
 from mycel.capture.tree import flatten
@@ -24,10 +24,10 @@ from mycel.ops import o
 
 
 @dataclass
-class Run:
+class TracedClosure:
     """What one traced closure did: its equations, its value, and what it changed."""
 
-    section: Section = field(default_factory=Section)
+    section: OpenBlock = field(default_factory=OpenBlock)
     value: Any = None
     variables: dict[str, Any] = field(default_factory=dict)
     contents: dict[int, Any] = field(default_factory=dict)
@@ -62,9 +62,9 @@ def run(
     objects: Objects,
     keep: Iterable[str],
     catch: bool = False,
-) -> Run:
+) -> TracedClosure:
     """Trace a closure; the variables and objects it changed, and tensors of outside, are put back."""
-    made = Run()
+    made = TracedClosure()
     before = {name: slot.get() for name, slot in slots.items()}
     with journal() as notes, opened(tracer, made.section):
         try:
@@ -113,7 +113,7 @@ def branch(
 
 
 def _raising(
-    tracer: Tracer, test: torch.Tensor, then: Callable[[], Any], orelse: Callable[[], Any], runs: list[Run]
+    tracer: Tracer, test: torch.Tensor, then: Callable[[], Any], orelse: Callable[[], Any], runs: list[TracedClosure]
 ) -> Any:
     """One branch raises: that the test does not lead there is checked at run time."""
     error = runs[0].raised or runs[1].raised
@@ -139,8 +139,8 @@ class _Branch:
         test: torch.Tensor,
         slots: dict[str, Slot],
         objects: Objects,
-        then: Run,
-        orelse: Run,
+        then: TracedClosure,
+        orelse: TracedClosure,
         filler: bool,
     ) -> None:
         self.tracer, self.test, self.slots, self.objects, self.then, self.orelse = (
@@ -231,4 +231,4 @@ def plain(name: str) -> str:
     return {"the value": "y", "the return value": "y"}.get(name, name.replace("@", ""))
 
 
-__all__ = ["Run", "branch", "check", "plain", "run"]
+__all__ = ["TracedClosure", "branch", "check", "plain", "run"]

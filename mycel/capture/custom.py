@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from mycel.capture.fence import refuse
-from mycel.capture.nested import Section, finish, free, opened
+from mycel.capture.nested import OpenBlock, finish, free, opened
 from mycel.capture.record import Traced
 from mycel.capture.syntax import rewritten
 from mycel.capture.trace import Tracer
@@ -34,7 +34,7 @@ def trace_custom(tracer: Tracer, forward: Forward, backward: Backward, args: tup
     tree = flatten(args, leaves)
     with tracer:
         xs = _distinct([tracer.cell(x).read() for x in leaves])
-    ahead, behind = Section(), Section()
+    ahead, behind = OpenBlock(), OpenBlock()
     with opened(tracer, ahead):
         result, saved = forward(_given(tracer, tree, xs))
         outs: list[torch.Tensor] = []

@@ -20,7 +20,7 @@ from mycel.capture.modes import DispatchMode, FunctionMode
 from mycel.capture.names import clean
 from mycel.capture.record import Traced
 from mycel.capture.repeats import assemble
-from mycel.capture.state import Box, Link, Place, Places, contents, is_static, put_back
+from mycel.capture.state import Container, Guarded, Location, Reachable, contents, is_static, put_back
 from mycel.capture.syntax import enter, rewritten_forward
 from mycel.capture.trace import TRACING, Tracer
 from mycel.capture.tree import Tree, flatten, holds_tensors
@@ -42,12 +42,12 @@ class Captured:
     program: Program
     arguments: Tree
     leaves: tuple[str, ...]  # for each tensor of the arguments, the name of its input
-    state: Mapping[str, tuple[Place, ...]]  # by name of the input
+    state: Mapping[str, tuple[Location, ...]]  # by name of the input
     out: Tree
-    effects: tuple[tuple[Place, Tree], ...]
+    effects: tuple[tuple[Location, Tree], ...]
     modules: tuple[torch.nn.Module, ...]
-    links: tuple[Link, ...]  # objects that must still be where they were
-    statics: tuple[Link, ...]  # plain values that must be what they were
+    links: tuple[Guarded, ...]  # objects that must still be where they were
+    statics: tuple[Guarded, ...]  # plain values that must be what they were
     sizes: tuple[tuple[Any, int], ...]  # containers that must hold as much as they did
     devices: Mapping[str, torch.device | None]  # of the inputs but the key, by name; None: any
     device: torch.device
@@ -88,7 +88,7 @@ def _capture(
     leaves: list[torch.Tensor] = []
     tree = flatten((args, kwargs), leaves)
     _check_arguments(tree)
-    places = Places(fn, tree.statics())
+    places = Reachable(fn, tree.statics())
     device = _device(leaves, places)
     tracer = Tracer(device, places)
     paths = _argument_paths(fn, tree)
@@ -151,7 +151,7 @@ def _roles(
     return roles
 
 
-def _held_role(tensor: torch.Tensor, places: Sequence[Place]) -> Role:
+def _held_role(tensor: torch.Tensor, places: Sequence[Location]) -> Role:
     """What a tensor is that the code reached: a parameter wherever it lies, what a module keeps besides, or a
     variable's."""
     kind = (
@@ -236,7 +236,7 @@ def _check_arguments(tree: Tree) -> None:
             )
 
 
-def _device(leaves: list[torch.Tensor], places: Places) -> torch.device:
+def _device(leaves: list[torch.Tensor], places: Reachable) -> torch.device:
     """The one device of the program: the arguments', else the model's."""
     for x in leaves:
         if x.device.type not in ("cpu", "meta"):
@@ -291,16 +291,16 @@ def _parameter_names(fn: Callable[..., Any], count: int) -> list[str]:
 
 
 @dataclass(frozen=True)
-class _Change:
+class _Rebound:
     """A slot that holds new tensors after the call: rebound, not updated in place."""
 
-    box: Box
+    box: Container
     key: Any
     tree: Tree
     values: list[Var]
 
 
-def _changes(tracer: Tracer, places: Places) -> list[_Change]:
+def _changes(tracer: Tracer, places: Reachable) -> list[_Rebound]:
     """All slots that were rebound to tensors, or to structures that hold traced ones."""
     found = []
     for box in places.boxes:
@@ -317,11 +317,11 @@ def _changes(tracer: Tracer, places: Places) -> list[_Change]:
                     "return it, or keep it in a buffer or an attribute of a module",
                     next((tracer.made[v].source for v in values if v in tracer.made), ""),
                 )
-            found.append(_Change(box, key, tree, values))
+            found.append(_Rebound(box, key, tree, values))
     return found
 
 
-def _effects(tracer: Tracer, changes: list[_Change]) -> tuple[list[tuple[Place, Tree]], list[Var]]:
+def _effects(tracer: Tracer, changes: list[_Rebound]) -> tuple[list[tuple[Location, Tree]], list[Var]]:
     """A rebound parameter or buffer of the same type is an update of it; any other rebound slot is assigned after each
     call."""
     effects, values = [], []
@@ -336,13 +336,13 @@ def _effects(tracer: Tracer, changes: list[_Change]) -> tuple[list[tuple[Place, 
                 tracer.cell(old).write(change.values[0])
             continue
         effects.append(
-            (Place(f"{box.name}.{key}" if box.name else str(key), box.kind, box.slots, key, box.inside), change.tree)
+            (Location(f"{box.name}.{key}" if box.name else str(key), box.kind, box.slots, key, box.inside), change.tree)
         )
         values += change.values
     return effects, values
 
 
-def _restore(places: Places, stays: Callable[[Any], bool]) -> None:
+def _restore(places: Reachable, stays: Callable[[Any], bool]) -> None:
     """Put back what slots held before, unless what they hold now may stay."""
     for box in places.boxes:
         now = contents(box.slots)
@@ -355,7 +355,7 @@ def _restore(places: Places, stays: Callable[[Any], bool]) -> None:
             put_back(box.slots, want)
 
 
-def _undo(places: Places) -> None:
+def _undo(places: Reachable) -> None:
     """Everything is as it was before the call."""
     for box in places.boxes:
         put_back(box.slots, box.old)

@@ -17,13 +17,13 @@ from typing import Any
 import torch
 
 from mycel.capture.alias import Cell
-from mycel.capture.branches import Run, plain, run
+from mycel.capture.branches import TracedClosure, plain, run
 from mycel.capture.fence import refuse
 from mycel.capture.merge import Want, describe, fit, is_number, is_weak, made, meet, own
 from mycel.capture.merge import opened as opened_value
-from mycel.capture.nested import KEY, Section, branch_key, finish, free, opened
+from mycel.capture.nested import KEY, OpenBlock, branch_key, finish, free, opened
 from mycel.capture.record import Traced
-from mycel.capture.slots import UNDEFINED, Box, Objects, Slot, assigned, variables
+from mycel.capture.slots import UNDEFINED, Objects, Slot, Watched, assigned, variables
 from mycel.capture.trace import Tracer
 from mycel.errors import CaptureError
 from mycel.ir import Atom, Ref, Type, Var, loop, scan
@@ -47,7 +47,7 @@ class Turns:
         self.fresh: list[Cell] = []
         self.before = {slot.id: (slot, slot.get()) for slot in self.slots.values()}
 
-    def settle(self, items: Sequence[Var]) -> tuple[Run, list[Var], list[Var]]:
+    def settle(self, items: Sequence[Var]) -> tuple[TracedClosure, list[Var], list[Var]]:
         """Trace the body until the state is known: the last trace, the state's Vars at the start of a turn and at its
         end."""
         for _ in range(ROUNDS):
@@ -64,7 +64,7 @@ class Turns:
             "the same types and shapes at the start and at the end of each turn",
         )
 
-    def trace(self, fn: Callable[..., Any], start: list[Var], items: Sequence[Var] = ()) -> Run:
+    def trace(self, fn: Callable[..., Any], start: list[Var], items: Sequence[Var] = ()) -> TracedClosure:
         """One run of a closure on fresh values for the state; their Vars are appended to `start` (or taken from it)."""
         given = iter(start[:])
         self.fresh.clear()
@@ -111,7 +111,7 @@ class Turns:
 
     # -- what the state is ------------------------------------------------------------------------------------------
 
-    def _grow(self, done: Run) -> bool:
+    def _grow(self, done: TracedClosure) -> bool:
         """Take in what the body was seen to change; was there anything new?"""
         before = len(self.state), len(self.cells)
         for name in self.names:
@@ -125,7 +125,7 @@ class Turns:
         self.cells += [c for c in done.writes if c not in self.cells]
         return before != (len(self.state), len(self.cells))
 
-    def _check_alias(self, name: str, old: Any, done: Run) -> None:
+    def _check_alias(self, name: str, old: Any, done: TracedClosure) -> None:
         """A turn that updates a tensor of outside in place and then lets its name go would do so at the first turn
         only."""
         if isinstance(old, Traced) and old.cell in done.writes and old.cell.place is not None:
@@ -134,7 +134,7 @@ class Turns:
                 f"{name} = {name}.clone() before the loop",
             )
 
-    def _end_value(self, slot: Slot, done: Run) -> Any:
+    def _end_value(self, slot: Slot, done: TracedClosure) -> Any:
         """What a slot holds at the end of a turn."""
         for name in self.names:
             if self.slots[name] is slot:
@@ -142,7 +142,7 @@ class Turns:
         now = done.contents.get(id(slot.box))
         return slot.get() if now is None else now[slot.key]
 
-    def _ends(self, done: Run) -> list[Var] | None:
+    def _ends(self, done: TracedClosure) -> list[Var] | None:
         """The state at the end of a turn; None if its start had to change and the body must be traced again."""
         again = False
         for slot in self.state.values():
@@ -161,7 +161,7 @@ class Turns:
                 self._collect(slot.get(), self._end_value(slot, done), done, ends)
         return ends + [done.writes.get(c) or c.var for c in self.cells]
 
-    def _collect(self, start: Any, end: Any, done: Run, ends: list[Var]) -> None:
+    def _collect(self, start: Any, end: Any, done: TracedClosure, ends: list[Var]) -> None:
         if isinstance(start, torch.Tensor):
             ends.append(fit(done.var(self.tracer, end), own(start).type))
             return
@@ -260,7 +260,7 @@ class Turns:
                 slot.set(UNDEFINED)
                 self.tracer.maybe.add(name)
 
-    def touched(self, asked: Run) -> bool:
+    def touched(self, asked: TracedClosure) -> bool:
         """Did a trace change objects beyond the state it was given?"""
         return any(
             slot.id not in self.state
@@ -273,7 +273,7 @@ class Turns:
         for slot, value in self.before.values():
             slot.set(value)
 
-    def keyed(self, sections: Sequence[Section], start: list[Var], ends: list[Var], body: Section) -> bool:
+    def keyed(self, sections: Sequence[OpenBlock], start: list[Var], ends: list[Var], body: OpenBlock) -> bool:
         """Does the loop draw?  Then its key is state too: each turn folds it."""
         if not any(KEY in e.inputs for s in sections for e in s.eqns):
             return False
@@ -286,7 +286,7 @@ class Turns:
         return [branch_key(self.tracer)]
 
 
-def _changed(box: Box, now: Any) -> list[Slot]:
+def _changed(box: Watched, now: Any) -> list[Slot]:
     """The slots of a box that a turn changed; new items would make the box grow at each turn."""
     old = box.old
     if (

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from mycel.capture.alias import Cell
 from mycel.capture.bounds import decide
 from mycel.capture.fence import here, refuse
-from mycel.capture.state import Place, Places
+from mycel.capture.state import Location, Reachable
 from mycel.errors import CaptureError
 from mycel.ir import CONTROL, OPS, Atom, Block, Builder, Eqn, Op, Type, Var, type_of
 from mycel.ops import o
@@ -60,7 +60,7 @@ class Traced(torch.Tensor):
 
 
 @dataclass
-class Region:
+class ModuleCall:
     """One call of a module: its equations are [start, end); `site` is its place among the draws and calls of its
     parent."""
 
@@ -71,19 +71,19 @@ class Region:
     site: int = 0
     end: int = 0
     sites: int = 0
-    children: list[Region] = field(default_factory=list)
+    children: list[ModuleCall] = field(default_factory=list)
 
 
 class Record(Builder):
     """The equations, inputs and blocks of a capture under way, and what its tensors are."""
 
-    def __init__(self, device: torch.device, places: Places) -> None:
+    def __init__(self, device: torch.device, places: Reachable) -> None:
         super().__init__()
         self.device, self.places = device, places
         self.lifted: dict[int, tuple[torch.Tensor, Cell]] = {}
-        self.state: list[tuple[Var, list[Place]]] = []
+        self.state: list[tuple[Var, list[Location]]] = []
         self.consts: dict[str, torch.Tensor] = {}
-        self.regions = [Region("main", "", 0)]
+        self.regions = [ModuleCall("main", "", 0)]
         self.draws = False
         self.frozen: set[int] = set()  # equations recorded under torch.no_grad()
         self.lines: list[tuple[int, str]] = []  # for each equation, how deep the user's frame is, and its line
@@ -190,7 +190,7 @@ class Record(Builder):
         var = Var(name, type_of(tensor))
         self.inputs.append(var)
         cell = Cell(var)
-        cell.place = Place(name, "argument", None, None)
+        cell.place = Location(name, "argument", None, None)
         self.lifted[-len(self.lifted) - 1 if apart else id(tensor)] = (tensor, cell)
         return Traced.make(cell, self, tensor.stride())
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mycel.capture.names import hints, rename
-from mycel.capture.record import Region
+from mycel.capture.record import ModuleCall
 from mycel.capture.trace import KEY, Tracer
 from mycel.ir import OPS, Block, Eqn, Params, Ref, Var, call, is_float
 
@@ -31,7 +31,7 @@ SMALLEST = 3  # equations a module must have to be worth a block
 class _Shape:
     """A region up to names: the values it takes in and defines, in order of appearance."""
 
-    region: Region
+    region: ModuleCall
     externals: list[Var]
     defined: list[Var]
 
@@ -88,7 +88,7 @@ class _Assembly:
 
     # -- which regions repeat -------------------------------------------------------------------------------
 
-    def _group(self, region: Region) -> None:
+    def _group(self, region: ModuleCall) -> None:
         for child in region.children:
             size = child.end - child.start
             if size >= SMALLEST and self.sizes[child.name, size] > 1:
@@ -100,7 +100,7 @@ class _Assembly:
                     continue
             self._group(child)
 
-    def _shape(self, region: Region) -> tuple[Any, _Shape]:
+    def _shape(self, region: ModuleCall) -> tuple[Any, _Shape]:
         number: dict[Var, int] = {}
         externals: list[Var] = []
         defined: list[Var] = []
@@ -138,7 +138,7 @@ class _Assembly:
 
     # -- writing bodies -------------------------------------------------------------------------------------
 
-    def _body(self, region: Region, key: Var) -> list[Eqn]:
+    def _body(self, region: ModuleCall, key: Var) -> list[Eqn]:
         """The equations of a region, repeated modules in it as calls."""
         out: list[Eqn] = []
         at = region.start
@@ -155,13 +155,13 @@ class _Assembly:
             out += self._call(child, group, inner) if group in self.groups else self._body(child, inner)
         return out + [_with_key(e, key) for e in self.eqns[at : region.end]]
 
-    def _call(self, region: Region, group: Any, key: Var) -> list[Eqn]:
+    def _call(self, region: ModuleCall, group: Any, key: Var) -> list[Eqn]:
         shape = next(s for s in self.groups[group] if s.region is region)
         inputs = tuple(key if v is KEY else v for v in shape.externals)
         outs = tuple(shape.defined[i] for i in self.kept[group])
         return [Eqn(call, inputs, Params({"block": Ref(self.names[group])}), outs, region.source)]
 
-    def _draws(self, region: Region) -> bool:
+    def _draws(self, region: ModuleCall) -> bool:
         i = bisect.bisect_left(self.drawing, region.start)
         return i < len(self.drawing) and self.drawing[i] < region.end
 
@@ -199,7 +199,7 @@ def stop_gradients(tracer: Tracer, outputs: list[Any], names: dict[str, str]) ->
     return out, [stopped.get(x, x) if isinstance(x, Var) else x for x in outputs]
 
 
-def _all_regions(region: Region) -> Any:
+def _all_regions(region: ModuleCall) -> Any:
     for child in region.children:
         yield child
         yield from _all_regions(child)

@@ -117,7 +117,7 @@ def shown(name: str) -> str:
 
 
 @dataclass
-class Box:
+class Watched:
     """One object that may change, what the user calls it and what was in it."""
 
     name: str
@@ -158,7 +158,7 @@ def changed(old: Any, new: Any) -> bool:
 class Objects:
     """What closures reach and may change."""
 
-    boxes: dict[int, Box] = field(default_factory=dict)
+    boxes: dict[int, Watched] = field(default_factory=dict)
     _seen: dict[int, Any] = field(default_factory=dict)
 
     @staticmethod
@@ -206,26 +206,26 @@ class Objects:
             self._module(name, value, depth)
         elif isinstance(value, (list, tuple)):
             if isinstance(value, list):
-                self.boxes[id(value)] = Box(name, value)
+                self.boxes[id(value)] = Watched(name, value)
             for i, item in enumerate(value):
                 self.visit(f"{name}[{i}]", item, depth + 1)
         elif isinstance(value, dict):
             self._dict(name, value, depth, attributes=False)
         elif isinstance(value, set):
-            self.boxes[id(value)] = Box(name, value)
+            self.boxes[id(value)] = Watched(name, value)
         elif isinstance(value, types.SimpleNamespace) or (
             hasattr(value, "__dict__") and not _is_library_class(value.__class__)
         ):
             self._dict(name, vars(value), depth, attributes=True)
 
     def _dict(self, name: str, value: dict[Any, Any], depth: int, attributes: bool) -> None:
-        self.boxes[id(value)] = Box(name, value, attributes=attributes)
+        self.boxes[id(value)] = Watched(name, value, attributes=attributes)
         for key, item in list(value.items()):
             self.visit(f"{name}.{key}" if attributes else f"{name}[{key!r}]", item, depth + 1)
 
     def _module(self, name: str, module: torch.nn.Module, depth: int) -> None:
         for slots in (vars(module), module._buffers, module._parameters):
-            self.boxes[id(slots)] = Box(name, slots, attributes=True)
+            self.boxes[id(slots)] = Watched(name, slots, attributes=True)
         for key, item in vars(module).items():
             if key not in _MODULE_FIELDS:
                 self.visit(f"{name}.{key}", item, depth + 1)
@@ -238,7 +238,7 @@ class Objects:
         for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
             if id(cell) not in self._seen and "@" not in name:
                 self._seen[id(cell)] = cell
-                self.boxes[id(cell)] = Box(name, cell)
+                self.boxes[id(cell)] = Watched(name, cell)
                 self.visit(name, Slot(cell, None, name).get(), depth + 1)
         for name in _names(fn.__code__):
             if name in fn.__globals__:

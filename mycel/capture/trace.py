@@ -16,9 +16,9 @@ import torch
 
 from mycel.capture.alias import Cell, view_cells
 from mycel.capture.fence import here, refuse, refuse_dynamic, refuse_read
-from mycel.capture.record import Record, Region, Traced
+from mycel.capture.record import ModuleCall, Record, Traced
 from mycel.capture.schema import Schema, schema_of
-from mycel.capture.state import Places
+from mycel.capture.state import Reachable
 from mycel.capture.subscript import open_key
 from mycel.errors import IRError
 from mycel.ir import OPS, Type, Var, is_float
@@ -35,7 +35,7 @@ SPECIAL: dict[
 class Tracer(Record):
     """Turns torch calls into equations of its record; knows module calls and random draws."""
 
-    def __init__(self, device: torch.device, places: Places) -> None:
+    def __init__(self, device: torch.device, places: Reachable) -> None:
         super().__init__(device, places)
         self._arguments: list[torch.Tensor] = []  # of the rule that is applied
         self.mode: Any = None  # the dispatch mode that feeds this tracer
@@ -311,7 +311,7 @@ class Tracer(Record):
         """A module's __call__: what it does is one region."""
         parent = self.regions[-1]
         path = self.places.modules.get(id(module), ("", None))[0]
-        region = Region(type(module).__name__, path, len(self.eqns), here()[0], parent.sites)
+        region = ModuleCall(type(module).__name__, path, len(self.eqns), here()[0], parent.sites)
         parent.sites += 1
         parent.children.append(region)
         self.regions.append(region)

@@ -4,7 +4,7 @@ from mycel.ir.build import Builder
 from mycel.ir.check import check
 from mycel.ir.control import CONTROL, atom_type, call, cond, custom, loop, scan
 from mycel.ir.layout import Axes, Layout, Mesh, extent, is_even, parse_typed, part, read_layout, typed
-from mycel.ir.op import BUILDERS, OPS, Collective, Cost, Op, Part, op
+from mycel.ir.op import BUILDERS, OPS, Collective, Cost, Op, SplitRule, op
 from mycel.ir.program import PHASES, Atom, Block, Eqn, Params, Program, Ref, Var
 from mycel.ir.role import HELD, Role
 from mycel.ir.types import DTYPES, NAMES, Type, is_float, promote, type_of
@@ -30,10 +30,10 @@ __all__ = [
     "Mesh",
     "Op",
     "Params",
-    "Part",
     "Program",
     "Ref",
     "Role",
+    "SplitRule",
     "Type",
     "Var",
     "atom_type",

@@ -74,7 +74,7 @@ OPS: dict[str, Op] = {}
 
 
 @dataclass(frozen=True)
-class Part:
+class SplitRule:
     """A rule for a split letter: write(at, *local inputs, **params) -> local outputs, written with operators,
     collectives among them.
 
@@ -145,7 +145,7 @@ class Op:
     by_rank: bool = False
     collective: Collective | None = None
     linear: Sequence[tuple[int, ...]] | str = ()
-    parts: dict[str, Part] = field(default_factory=dict)
+    parts: dict[str, SplitRule] = field(default_factory=dict)
     defaults: dict[str, Any] = field(default_factory=dict)
     _inferred: dict[Any, tuple[Type, ...]] = field(default_factory=dict)
 

@@ -60,7 +60,7 @@ def spmd(program: Program, layouts: Layouts, moves: Moves, again: Collection[int
 
 
 @dataclass(frozen=True)
-class Written:
+class LoweredBlock:
     """The local equations that each equation of a block became, last those for its outputs; and what moves among them
     have made of which value."""
 
@@ -68,11 +68,11 @@ class Written:
     moved: dict[Var, tuple[Var, Layout]]
 
 
-def written(program: Program, name: str, layouts: Layouts, moves: Moves, again: Collection[int] = ()) -> Written:
+def written(program: Program, name: str, layouts: Layouts, moves: Moves, again: Collection[int] = ()) -> LoweredBlock:
     """What a block becomes, equation by equation."""
     block = _Block(program, name, layouts, moves)
     block.lowered(again if name == program.entry else ())
-    return Written(block.made, block.moved)
+    return LoweredBlock(block.made, block.moved)
 
 
 class At:

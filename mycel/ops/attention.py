@@ -16,7 +16,7 @@ import math
 
 import torch
 
-from mycel.ir import Part, is_float, op
+from mycel.ir import SplitRule, is_float, op
 from mycel.ops.matmul import swap
 from mycel.ops.ring import attention_grad_ring, attention_grad_rows, attention_ring, attention_rows, has_columns
 from mycel.ops.rules import o, unbroadcast
@@ -244,7 +244,7 @@ def _plain_attention(q, k, v, mask, causal, scale):
     vjp=_attention_vjp,
     expand=_attention_in_operators,
     flops=forward_flops,
-    parts={"q": Part(attention_rows, uneven=True), "q k": Part(attention_ring, uneven=True)},
+    parts={"q": SplitRule(attention_rows, uneven=True), "q k": SplitRule(attention_ring, uneven=True)},
     examples=[
         "f[2,4,6,8], f[2,4,3,8], f[2,4,3,8], None", "f[2,4,6,8], f[2,2,6,8], f[2,2,6,8], None, causal=True",
         "f[2,4,6,8], f[2,1,3,8], f[2,1,3,8], bool[2,1,6,3], scale=0.3", "f[2,2,6,8], f[2,2,4,8], f[2,2,4,8], f[2,6,4]",
@@ -289,7 +289,10 @@ def _plain_grad(g, q, k, v, mask, y, lse, causal, scale):
     expand=_grad_in_operators,
     flops=_backward_flops,
     linear=((0,),),
-    parts={"q": Part(attention_grad_rows, owed="+", uneven=True), "q k": Part(attention_grad_ring, uneven=True)},
+    parts={
+        "q": SplitRule(attention_grad_rows, owed="+", uneven=True),
+        "q k": SplitRule(attention_grad_ring, uneven=True),
+    },
     examples=[
         "f64[2,4,6,8], f64[2,4,6,8], f64[2,4,3,8], f64[2,4,3,8], None, f64[2,4,6,8], f64[2,4,6]>4",
         "f64[2,4,6,8], f64[2,4,6,8], f64[2,2,6,8], f64[2,2,6,8], None, f64[2,4,6,8], f64[2,4,6]>4, causal=True",

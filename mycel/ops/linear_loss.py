@@ -14,7 +14,7 @@ import functools
 
 import torch
 
-from mycel.ir import Part, Type, op
+from mycel.ir import SplitRule, Type, op
 from mycel.ops.gathering import here
 from mycel.ops.rules import cast_like, o
 
@@ -177,8 +177,8 @@ def split_classes(at, x, w, b, target, ignore_index):
 
 
 SPLIT = {
-    "n": Part(linear_cross_entropy_part, owed="+", uneven=True),
-    "v": Part(linear_cross_entropy_part, owed=("", "+", "", ""), uneven=True),
+    "n": SplitRule(linear_cross_entropy_part, owed="+", uneven=True),
+    "v": SplitRule(linear_cross_entropy_part, owed=("", "+", "", ""), uneven=True),
 }
 
 

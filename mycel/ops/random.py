@@ -14,7 +14,7 @@ import math
 
 import torch
 
-from mycel.ir import OPS, Part, Type, is_float, op
+from mycel.ir import OPS, SplitRule, Type, is_float, op
 from mycel.ops.capture_rules import captures, draw
 from mycel.ops.convert import PARTS, part_dtype
 from mycel.ops.rules import letters, o
@@ -86,7 +86,7 @@ def draw_part(name):
         offset, strides = placed(at, offset, strides)
         return OPS[name](key, offset, *inputs, strides=strides, **params)
 
-    return {"*": Part(write, uneven=True)}
+    return {"*": SplitRule(write, uneven=True)}
 
 
 def drawn(dtype=torch.float32, examples=()):
@@ -191,7 +191,7 @@ def _dropout_part(at, x, key, offset, *, strides=None, **params):
     "..., , -> ...",
     dtype="first",
     vjp=_dropout_vjp,
-    parts={"*": Part(_dropout_part, uneven=True)},
+    parts={"*": SplitRule(_dropout_part, uneven=True)},
     linear=((0,),),
     examples=[
         "f[2,3,4], i64[], 0, p=0.25", "f[4,6], i64[], i64[], p=0.5, site=2", "f[6], i64[], 0, p=0.0",

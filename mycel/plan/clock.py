@@ -47,7 +47,7 @@ Matrix = list[Row]
 
 
 @dataclass(frozen=True)
-class Part:
+class StreamShare:
     """One stream's work: `total` seconds of it; `exposed`: what the step would be shorter by if it took no time."""
 
     total: float
@@ -109,13 +109,13 @@ class Times:
     compiled: frozenset[str] = frozenset()
 
     @cached_property
-    def parts(self) -> dict[str, Part]:
+    def parts(self) -> dict[str, StreamShare]:
         """Each stream's share, computing first."""
         assert self.clock is not None and self.program is not None
         without = {
             name: self.clock.summary(self.program, self.compiled, free=i) for i, name in enumerate(self.clock.streams)
         }
-        return {name: Part(self.totals[name], self.seconds - _seconds(s)) for name, s in without.items()}
+        return {name: StreamShare(self.totals[name], self.seconds - _seconds(s)) for name, s in without.items()}
 
     def events(self) -> Iterator[Event]:
         """Every equation that takes time, as often as it runs, in the order of the program."""

@@ -34,11 +34,22 @@ from mycel.ir import Mesh
 from mycel.run.folder import Lock, RunFolder, explain, free_bytes
 from mycel.run.kept import best, claim, latest, prune, put, steps
 from mycel.run.reading import Folder, Tensors, Wanted, load_parts, load_whole, read
-from mycel.run.shards import MANIFEST, SHARD_BYTES, Crew, File, Manifest, Piece, Shard, pack, read_manifest, to_bytes
+from mycel.run.shards import (
+    MANIFEST,
+    SHARD_BYTES,
+    Crew,
+    File,
+    Manifest,
+    Shard,
+    StoredPiece,
+    pack,
+    read_manifest,
+    to_bytes,
+)
 from mycel.run.snapshot import Buffers, Layouts, State, on_host, take
 
 __all__ = [
-    "ALONE", "Loaded", "Ranks", "RunFolder", "Saver",
+    "ALONE", "Loaded", "MeshProcess", "RunFolder", "Saver",
     "best", "latest", "load", "load_latest", "load_latest_parts", "load_parts", "read", "save", "verify",
 ]  # fmt: skip
 
@@ -46,7 +57,7 @@ Failure = tuple[str, str]  # why, and what to try
 
 
 @dataclass(frozen=True)
-class Ranks:
+class MeshProcess:
     """This process among those of a mesh.
 
     `share` gives each rank the texts of all, in their order.  All call it equally often; it is called by one thread at
@@ -70,7 +81,7 @@ class Ranks:
         return [json.loads(text) for text in self.share(json.dumps(what))]
 
 
-ALONE = Ranks(Mesh(), 0, lambda text: [text])
+ALONE = MeshProcess(Mesh(), 0, lambda text: [text])
 
 
 @dataclass(frozen=True)
@@ -122,7 +133,7 @@ def load_latest(
 
 
 def load_latest_parts(
-    folder: Folder, wanted: Callable[[Manifest], Wanted], ranks: Ranks, device: str | torch.device = "cpu"
+    folder: Folder, wanted: Callable[[Manifest], Wanted], ranks: MeshProcess, device: str | torch.device = "cpu"
 ) -> tuple[Loaded, list[str]]:
     """The same under a mesh: each rank its own parts, of one checkpoint none of whose parts is damaged on any."""
 
@@ -134,7 +145,7 @@ def load_latest_parts(
     return _newest(Path(folder), parts, ranks)
 
 
-def _newest(folder: Path, read_one: Callable[[Path], Loaded], ranks: Ranks) -> tuple[Loaded, list[str]]:
+def _newest(folder: Path, read_one: Callable[[Path], Loaded], ranks: MeshProcess) -> tuple[Loaded, list[str]]:
     refused: dict[str, str] = {}
     # listed anew each time: while one is read, a run may replace it by newer ones
     while left := ranks.tell([path.name for path in steps(folder).values() if path.name not in refused])[0]:
@@ -162,7 +173,7 @@ class Saver:
         keep: int = 2,
         asynchronous: bool = True,
         *,
-        ranks: Ranks = ALONE,
+        ranks: MeshProcess = ALONE,
         plan: str | None = None,
         shard_bytes: int = SHARD_BYTES,
     ) -> None:
@@ -250,7 +261,7 @@ class Saver:
         self.close()
 
 
-def _claim_for_all(folder: Path, ranks: Ranks) -> tuple[Lock | None, int]:
+def _claim_for_all(folder: Path, ranks: MeshProcess) -> tuple[Lock | None, int]:
     """Rank 0 takes the folder for all; its lock, on rank 0 alone, and its process id."""
     lock, error = None, None
     try:
@@ -276,7 +287,9 @@ class Writing:
     """A checkpoint under way: threads hash and write this rank's shards from `begin` on; `finish` completes it for all,
     or leaves nothing of it."""
 
-    def __init__(self, folder: Path, step: int, mark: str, ranks: Ranks, plan: str | None, shard_bytes: int) -> None:
+    def __init__(
+        self, folder: Path, step: int, mark: str, ranks: MeshProcess, plan: str | None, shard_bytes: int
+    ) -> None:
         self.folder, self.step, self.ranks, self.plan, self.shard_bytes = folder, step, ranks, plan, shard_bytes
         self.final = folder / f"step-{step:08d}"
         self.temp = folder / f".tmp-{self.final.name}-{mark}"
@@ -386,11 +399,11 @@ class Writing:
         """All ranks' pieces as one."""
         assert self.state is not None
         files = {name: File(**file) for rank in told for name, file in rank["files"].items()}
-        pieces: dict[str, list[Piece]] = {name: [] for name in self.state.tensors}
+        pieces: dict[str, list[StoredPiece]] = {name: [] for name in self.state.tensors}
         for rank in told:
             for name, piece in rank["pieces"]:
                 pieces[name].append(
-                    Piece(**{**piece, "offset": tuple(piece["offset"]), "shape": tuple(piece["shape"])})
+                    StoredPiece(**{**piece, "offset": tuple(piece["offset"]), "shape": tuple(piece["shape"])})
                 )
         tensors = {
             name: x if isinstance(x, str) else replace(x, pieces=tuple(pieces[name]))

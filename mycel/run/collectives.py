@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 
 from mycel.errors import RunError
-from mycel.run.groups import Group, Works, wide
+from mycel.run.groups import RankGroup, Works, wide
 
 Tensor = torch.Tensor
 Messages = Generator[Works, None, list[Tensor]]
@@ -26,7 +26,7 @@ Messages = Generator[Works, None, list[Tensor]]
 ALONE_BYTES = 1 << 20  # larger tensors travel alone in a gather or scatter: packing them costs more than a message
 
 
-def begin(group: Group, name: str, xs: Sequence[Tensor], how: dict[str, Any]) -> Messages:
+def begin(group: RankGroup, name: str, xs: Sequence[Tensor], how: dict[str, Any]) -> Messages:
     """A collective of one bucket."""
     return COLLECTIVES[name](group, [_plain(x) for x in xs], **how)
 
@@ -53,7 +53,7 @@ def finish(messages: Messages) -> list[Tensor]:
     raise AssertionError("a collective has messages to send after its last")
 
 
-def all_reduce(group: Group, xs: list[Tensor], kind: str = "+") -> Messages:
+def all_reduce(group: RankGroup, xs: list[Tensor], kind: str = "+") -> Messages:
     if kind == "+":
         x = _joined(xs, group.adds(xs[0].dtype), fresh=True)
         yield group.sum(x)
@@ -65,7 +65,7 @@ def all_reduce(group: Group, xs: list[Tensor], kind: str = "+") -> Messages:
     return _views(_reduced(parts, kind), xs)
 
 
-def all_gather(group: Group, xs: list[Tensor], dim: list[int]) -> Messages:
+def all_gather(group: RankGroup, xs: list[Tensor], dim: list[int]) -> Messages:
     x = _joined(xs, xs[0].dtype)
     parts = x.new_empty(group.count, x.numel())
     yield group.gather(parts, x)
@@ -73,7 +73,7 @@ def all_gather(group: Group, xs: list[Tensor], dim: list[int]) -> Messages:
     return [_side_by_side(p.view(group.count, *x.shape), d) for p, x, d in zip(each, xs, dim, strict=True)]
 
 
-def reduce_scatter(group: Group, xs: list[Tensor], dim: list[int], kind: str = "+") -> Messages:
+def reduce_scatter(group: RankGroup, xs: list[Tensor], dim: list[int], kind: str = "+") -> Messages:
     shaped = [_parted(x, d, group.count) for x, d in zip(xs, dim, strict=True)]
     rows = [p.reshape(group.count, p.numel() // group.count) for p in shaped]
     x = (rows[0] if len(rows) == 1 else torch.cat(rows, 1)).contiguous()
@@ -88,14 +88,14 @@ def reduce_scatter(group: Group, xs: list[Tensor], dim: list[int], kind: str = "
     return _views(_as(y, xs[0].dtype), [p[0] for p in shaped])
 
 
-def all_to_all(group: Group, xs: list[Tensor], split: int, join: int) -> Messages:
+def all_to_all(group: RankGroup, xs: list[Tensor], split: int, join: int) -> Messages:
     x = _parted(xs[0], split, group.count).contiguous()
     parts = torch.empty_like(x)
     yield group.exchange(parts, x)
     return [_side_by_side(parts, join)]
 
 
-def permute(group: Group, xs: list[Tensor], to: tuple[int, ...]) -> Messages:
+def permute(group: RankGroup, xs: list[Tensor], to: tuple[int, ...]) -> Messages:
     x, me, n = xs[0].contiguous(), group.index, xs[0].numel()
     comes = me in to
     y = torch.empty_like(x) if comes else torch.zeros_like(x)
@@ -106,7 +106,7 @@ def permute(group: Group, xs: list[Tensor], to: tuple[int, ...]) -> Messages:
     return [y]
 
 
-class Piece(Protocol):
+class TransferPiece(Protocol):
     """A piece that goes from rank to rank (plan/across.py: Transfer): where it lies in the sender's part and in the
     receiver's."""
 
@@ -117,7 +117,7 @@ class Piece(Protocol):
     shape: tuple[int, ...]
 
 
-def exchange(group: Group, xs: list[Tensor], pieces: Sequence[Piece], shape: Sequence[int]) -> Messages:
+def exchange(group: RankGroup, xs: list[Tensor], pieces: Sequence[TransferPiece], shape: Sequence[int]) -> Messages:
     x, me = xs[0], group.index
     y = x.new_zeros(tuple(shape))
     out = sorted((p for p in pieces if p.source == me != p.target), key=lambda p: p.target)

@@ -46,7 +46,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.int32 if dtype.itemsize < 4 else torch.int64
 
 
-class Group:
+class RankGroup:
     """Ranks by their index, with one of torch's backends between them."""
 
     scatters: bool  # is there a `scatter` worth its name?
@@ -82,7 +82,7 @@ class Group:
         ]
 
 
-class Gloo(Group):
+class Gloo(RankGroup):
     """Processes that speak over TCP, each from its own address; without one, from the one that gloo chooses."""
 
     scatters = False
@@ -111,7 +111,7 @@ class Gloo(Group):
         return self.backend.broadcast([x], options)
 
 
-class Nccl(Group):
+class Nccl(RankGroup):
     """GPUs."""
 
     scatters = True

@@ -27,10 +27,10 @@ from torch import distributed as dist
 
 from mycel.errors import PlanError, RunError
 from mycel.ir.layout import Axes, Mesh
-from mycel.run.collectives import Messages, Piece, begin, buckets, finish
-from mycel.run.groups import Gloo, Group, Nccl, Works
+from mycel.run.collectives import Messages, TransferPiece, begin, buckets, finish
+from mycel.run.groups import Gloo, Nccl, RankGroup, Works
 from mycel.run.rendezvous import LATER_S, Rendezvous, Seat, code_version, is_loopback, seat
-from mycel.run.watch import Place, Watch
+from mycel.run.watch import PendingCollective, Watch
 
 __all__ = ["Pending", "Processes", "code_version", "world"]
 
@@ -44,7 +44,7 @@ class Pending:
 
     results: list[Tensor]
     flights: list[tuple[list[int], Works, Messages]]
-    place: Place | None = None
+    place: PendingCollective | None = None
 
 
 class Processes:
@@ -55,7 +55,7 @@ class Processes:
         self, mesh: Mesh, rank: int = 0, device: torch.device | None = None, meeting: Rendezvous | None = None
     ) -> None:
         self.mesh, self.rank, self.device, self.at = mesh, rank, device or torch.device("cpu"), ""
-        self.groups: dict[tuple[Axes, str], Group] = {}
+        self.groups: dict[tuple[Axes, str], RankGroup] = {}
         self.meeting = meeting
         self.watch = Watch(meeting) if meeting else None
         self.owner = os.getpid()
@@ -85,7 +85,7 @@ class Processes:
         """From index i to index to[i], -1: to nobody; zeros where nothing comes."""
         return self.wait(self.start("permute", [x], axes=axes, at=at, to=tuple(to)))[0]
 
-    def exchange(self, x: Tensor, pieces: Sequence[Piece], shape: Sequence[int], at: str = "") -> Tensor:
+    def exchange(self, x: Tensor, pieces: Sequence[TransferPiece], shape: Sequence[int], at: str = "") -> Tensor:
         """From the part of a tensor on one mesh to the part on another, of this shape: pieces go from rank to rank of
         the world (plan/across.py).
 
@@ -168,7 +168,7 @@ class Processes:
             raise RunError(f"rank {self.rank} has left its world\n  try       collectives before `close`")
         return self.watch
 
-    def _group(self, axes: Axes, device: str, place: Place) -> Group:
+    def _group(self, axes: Axes, device: str, place: PendingCollective) -> RankGroup:
         """The ranks along the axes: made when first needed, which is the same collective for all of them."""
         if (axes, device) not in self.groups:
             try:
@@ -177,7 +177,7 @@ class Processes:
                 raise self._watch().explain(place, e) from e
         return self.groups[axes, device]
 
-    def _connected(self, axes: Axes, device: str, ranks: Sequence[int]) -> Group:
+    def _connected(self, axes: Axes, device: str, ranks: Sequence[int]) -> RankGroup:
         assert self.meeting is not None
         key = f"{device}/{'.'.join(axes)}/{ranks[0]}"
         self.meeting.meet(f"{key}/meet", len(ranks))  # so that the connecting, which cannot be interrupted, is short

@@ -30,7 +30,18 @@ from mycel.errors import CheckpointError
 from mycel.ir import Layout, Mesh
 from mycel.run import boxes
 from mycel.run.boxes import Box, Dims
-from mycel.run.shards import CHUNK, DTYPE_NAMES, Crew, Entry, File, Manifest, Piece, as_bytes, damaged, read_manifest
+from mycel.run.shards import (
+    CHUNK,
+    DTYPE_NAMES,
+    Crew,
+    File,
+    Manifest,
+    StoredPiece,
+    StoredTensor,
+    as_bytes,
+    damaged,
+    read_manifest,
+)
 
 Folder = str | os.PathLike[str]
 Tensors = dict[str, torch.Tensor]
@@ -48,7 +59,7 @@ class Target:
     total: torch.Tensor | None = None
 
     @staticmethod
-    def of(name: str, entry: Entry, box: Box, x: torch.Tensor) -> Target:
+    def of(name: str, entry: StoredTensor, box: Box, x: torch.Tensor) -> Target:
         """A tensor to be filled with a box of what is saved: of the sum, where that is partial."""
         if not entry.partial:
             return Target(name, box, x)
@@ -66,7 +77,7 @@ class Target:
 class Job:
     """A piece to be read, checked, and copied: from where in the piece, to where."""
 
-    piece: Piece
+    piece: StoredPiece
     dtype: torch.dtype
     copies: list[tuple[tuple[slice, ...], torch.Tensor]]
 
@@ -148,11 +159,11 @@ def load_whole(path: Path, manifest: Manifest, names: Iterable[str], device: tor
     return {name: tensors[owner] for name, (owner, _) in owners.items()}
 
 
-def _find(path: Path, manifest: Manifest, name: str) -> tuple[str, Entry]:
+def _find(path: Path, manifest: Manifest, name: str) -> tuple[str, StoredTensor]:
     """The name under which a tensor is stored, and where its pieces are."""
     owner = x if isinstance(x := manifest.tensors.get(name), str) else name
     entry = manifest.tensors.get(owner)
-    if not isinstance(entry, Entry):
+    if not isinstance(entry, StoredTensor):
         raise CheckpointError(
             f"there is no {name} in the checkpoint\n  at        {path}\n  try       one of the same model and optimiser"
         )

@@ -66,7 +66,7 @@ Part = tuple[str, Dims, torch.Tensor]  # of a tensor: its name, where in it, and
 
 
 @dataclass(frozen=True)
-class Piece:
+class StoredPiece:
     """A box of a tensor, `shape` large at `offset`, at byte `begin` of a file."""
 
     file: str
@@ -86,12 +86,12 @@ class File:
 
 
 @dataclass(frozen=True)
-class Entry:
+class StoredTensor:
     """A tensor and where its pieces are; of a `partial` one its summands, along a first dim of their own."""
 
     dtype: torch.dtype
     shape: Dims
-    pieces: tuple[Piece, ...]
+    pieces: tuple[StoredPiece, ...]
     partial: bool = False
 
     @property
@@ -109,7 +109,7 @@ class Manifest:
     meta: dict[str, Any]
     plan: str | None
     files: dict[str, File]
-    tensors: dict[str, Entry | str]
+    tensors: dict[str, StoredTensor | str]
 
 
 class Crew:
@@ -195,11 +195,11 @@ class Shard:
             found.append(digest.hexdigest())
         return found
 
-    def described(self, sha256: list[str]) -> tuple[File, list[tuple[str, Piece]]]:
+    def described(self, sha256: list[str]) -> tuple[File, list[tuple[str, StoredPiece]]]:
         """What a manifest says of it: the file, and each piece with the name of its tensor."""
         begin, found = len(self.header), []
         for (name, offset, x), digest in zip(self.pieces, sha256[1:], strict=True):
-            found.append((name, Piece(self.file, begin, offset, tuple(x.shape), digest)))
+            found.append((name, StoredPiece(self.file, begin, offset, tuple(x.shape), digest)))
             begin += x.nbytes
         return File(self.bytes, len(self.header), sha256[0]), found
 
@@ -271,7 +271,7 @@ def to_bytes(manifest: Manifest) -> bytes:
     return body + _last_line(body)
 
 
-def _entry_json(entry: Entry) -> dict[str, Any]:
+def _entry_json(entry: StoredTensor) -> dict[str, Any]:
     found = {"dtype": DTYPE_NAMES[entry.dtype], "shape": entry.shape, "pieces": [vars(piece) for piece in entry.pieces]}
     return {**found, "partial": "sum"} if entry.partial else found
 
@@ -330,24 +330,25 @@ def _manifest(x: dict[str, Any]) -> Manifest:
     files = {name: File(int(f["bytes"]), int(f["header"]), str(f["sha256"])) for name, f in x["files"].items()}
     for name in files:
         _require(re.fullmatch(r"shard-[0-9]+-[0-9]+\.safetensors", name), f"a file called {name!r}")
-    tensors: dict[str, Entry | str] = {
+    tensors: dict[str, StoredTensor | str] = {
         name: t["same"] if "same" in t else _entry(name, t) for name, t in x["tensors"].items()
     }
     for name, t in tensors.items():
         _require(
-            not isinstance(t, str) or isinstance(tensors.get(t), Entry),
+            not isinstance(t, str) or isinstance(tensors.get(t), StoredTensor),
             f"{name} is the same as {t}, which is not there",
         )
-    _check_files_are_filled(files, [t for t in tensors.values() if isinstance(t, Entry)])
+    _check_files_are_filled(files, [t for t in tensors.values() if isinstance(t, StoredTensor)])
     _require(isinstance(x["meta"], dict), "meta is no object")
     metric = None if x["metric"] is None else float(x["metric"])
     return Manifest(int(x["step"]), metric, x["meta"], None if x["plan"] is None else str(x["plan"]), files, tensors)
 
 
-def _entry(name: str, x: dict[str, Any]) -> Entry:
+def _entry(name: str, x: dict[str, Any]) -> StoredTensor:
     dtype, shape = DTYPES[x["dtype"]], _dims(x["shape"])
     pieces = tuple(
-        Piece(p["file"], int(p["begin"]), _dims(p["offset"]), _dims(p["shape"]), str(p["sha256"])) for p in x["pieces"]
+        StoredPiece(p["file"], int(p["begin"]), _dims(p["offset"]), _dims(p["shape"]), str(p["sha256"]))
+        for p in x["pieces"]
     )
     for p in pieces:
         _require(
@@ -357,10 +358,10 @@ def _entry(name: str, x: dict[str, Any]) -> Entry:
     _require(sum(math.prod(p.shape) for p in pieces) == math.prod(shape) and _apart(pieces), f"{name} has a hole")
     partial = x.get("partial")
     _require(partial is None or (partial == "sum" and len(shape) > 0), f"{name} is partial: {partial!r}")
-    return Entry(dtype, shape, pieces, partial is not None)
+    return StoredTensor(dtype, shape, pieces, partial is not None)
 
 
-def _apart(pieces: tuple[Piece, ...]) -> bool:
+def _apart(pieces: tuple[StoredPiece, ...]) -> bool:
     """Does no piece of a tensor lie over another?"""
     if len(pieces) <= 1:
         return True
@@ -377,7 +378,7 @@ def _apart(pieces: tuple[Piece, ...]) -> bool:
     return True
 
 
-def _check_files_are_filled(files: Mapping[str, File], entries: Iterable[Entry]) -> None:
+def _check_files_are_filled(files: Mapping[str, File], entries: Iterable[StoredTensor]) -> None:
     """Header and pieces follow one another, and leave nothing of a file unchecked."""
     spans: dict[str, list[tuple[int, int]]] = {name: [(0, file.header)] for name, file in files.items()}
     for entry in entries:

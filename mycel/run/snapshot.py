@@ -23,7 +23,7 @@ from mycel.errors import CheckpointError
 from mycel.ir import Layout, Mesh
 from mycel.run import boxes
 from mycel.run.boxes import Dims
-from mycel.run.shards import DTYPE_NAMES, Entry, Part
+from mycel.run.shards import DTYPE_NAMES, Part, StoredTensor
 
 Tensors = dict[str, torch.Tensor]
 Layouts = Mapping[str, tuple[Layout, Dims]]  # by name: how a tensor lies on the mesh, and its global shape
@@ -39,7 +39,7 @@ class State:
 
     meta: dict[str, Any]
     metric: float | None
-    tensors: dict[str, Entry | str]
+    tensors: dict[str, StoredTensor | str]
     parts: list[Part]
     ready: Callable[[], None]
     digest: str  # of what all ranks must agree on
@@ -72,8 +72,8 @@ def take(
     valid = {name: tensors[name].detach()[tuple(slice(n) for n in boxes.extents(box))] for name, box in held.items()}
     host, ready = copy(valid)
     parts = [(name, tuple(start for start, _ in held[name]), x) for name, x in host.items()]
-    table: dict[str, Entry | str] = {
-        name: Entry(tensors[name].dtype, lies[name][1], (), name in partial) if o == name else o
+    table: dict[str, StoredTensor | str] = {
+        name: StoredTensor(tensors[name].dtype, lies[name][1], (), name in partial) if o == name else o
         for name, o in owner.items()
     }
     told = [

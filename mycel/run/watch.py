@@ -38,7 +38,7 @@ TOLD_WITHIN_S = 3.0  # of a death, by whoever started the rank, if that knows of
 
 
 @dataclass
-class Place:
+class PendingCollective:
     """A collective that this rank is in: the n-th of its run, and the user's line it was written for."""
 
     number: int
@@ -58,7 +58,7 @@ class Watch:
         self.every_s = max(EVERY_S, meeting.world / 2000)  # one store serves all
         self.reason = ""
         self.told, self.closing = threading.Event(), threading.Event()
-        self.places: dict[int, Place] = {}
+        self.places: dict[int, PendingCollective] = {}
         self.entered = 0
         self.beats = 0
         self.last = ("", "")  # the collective last entered, and where
@@ -67,23 +67,23 @@ class Watch:
         self.thread = threading.Thread(target=self._run, name="watch", daemon=True)
         self.thread.start()
 
-    def enter(self, what: str, at: str, ranks: Iterable[int]) -> Place:
+    def enter(self, what: str, at: str, ranks: Iterable[int]) -> PendingCollective:
         """This rank is in a collective now; refused when the world has to end."""
         if self.reason:
             raise RunError(self.reason)
         self.entered += 1
         self.last = (what, at)
-        place = self.places[self.entered] = Place(self.entered, what, at, tuple(ranks))
+        place = self.places[self.entered] = PendingCollective(self.entered, what, at, tuple(ranks))
         return place
 
-    def leave(self, place: Place, done: Callable[[], bool] | None = None) -> None:
+    def leave(self, place: PendingCollective, done: Callable[[], bool] | None = None) -> None:
         """It goes on; `done` says when the messages have come, if that is later."""
         if done is None:
             self.places.pop(place.number, None)
         else:
             place.done = done
 
-    def explain(self, place: Place, error: Exception) -> RunError:
+    def explain(self, place: PendingCollective, error: Exception) -> RunError:
         """Why a collective failed: what is known about the others, a moment later."""
         if not self.told.wait(TOLD_WITHIN_S):
             reason = f"{place.what} failed: {(str(error).splitlines() or [type(error).__name__])[0]}"
@@ -130,7 +130,7 @@ class Watch:
         }
         self.store.set(f"beat/{self.meeting.rank}", json.dumps(beat))
 
-    def _late(self) -> Place | None:
+    def _late(self) -> PendingCollective | None:
         """The collective that has been under way for too long."""
         for place in list(self.places.values()):
             if place.done is not None and place.done():
@@ -149,7 +149,7 @@ class Watch:
         sys.stderr.flush()
         os._exit(LOST)
 
-    def _accuse(self, place: Place, what: str) -> str:
+    def _accuse(self, place: PendingCollective, what: str) -> str:
         """The whole message: what happened, to whom, who waits where, and what to try."""
         found = self._suspects(place)
         hint = "  try       a look at the log of that rank, or a longer MYCEL_TIMEOUT"
@@ -159,7 +159,7 @@ class Watch:
             f"rank {self.meeting.rank} waits in ",
         )
 
-    def _suspects(self, place: Place) -> list[str]:
+    def _suspects(self, place: PendingCollective) -> list[str]:
         """What is wrong with each rank that the others may wait for."""
         others = [rank for rank in place.ranks if rank != self.meeting.rank]
         before = self._beats(others)
@@ -176,7 +176,7 @@ class Watch:
         there = [rank for rank, key in keys.items() if self.store.check([key])]
         return {rank: json.loads(self.store.get(keys[rank])) if rank in there else {} for rank in ranks}
 
-    def _state(self, before: dict[str, Any], after: dict[str, Any], place: Place) -> str:
+    def _state(self, before: dict[str, Any], after: dict[str, Any], place: PendingCollective) -> str:
         """What a rank does instead of answering, in words; nothing if it waits as well."""
         if not after:
             return "has not started"
@@ -200,7 +200,7 @@ class Watch:
         return ""
 
 
-def _placed(reason: str, place: Place | None, who: str = "in ") -> str:
+def _placed(reason: str, place: PendingCollective | None, who: str = "in ") -> str:
     """The reason, with the line and the collective where this rank was when it was told."""
     if place is None or "\n  at " in reason:
         return reason

@@ -23,7 +23,7 @@ from mycel.train import device as devices
 from mycel.train import lora, models, sample
 from mycel.train.cutting import Cuts
 from mycel.train.data import Data, check_vocab, prepare
-from mycel.train.models import Model
+from mycel.train.models import LoadedModel
 from mycel.train.order import Order
 from mycel.train.rank_batch import outline, rank_batch
 from mycel.train.ranks import Team
@@ -32,14 +32,14 @@ from mycel.train.waiting import Waiting
 
 
 @dataclass(frozen=True)
-class Parts:
+class Assembly:
     """What a run is made of; `notes` are what its makers have to say."""
 
     config: settings.Config
     device: torch.device
     tokenizer: Tokenizer | None
     data: Data
-    model: Model
+    model: LoadedModel
     optimizer: torch.optim.Optimizer
     step: Step
     vocab: int
@@ -80,7 +80,7 @@ class Parts:
         return {name: x.pin_memory().to(self.device, non_blocking=True) for name, x in host.items()}
 
 
-def assemble(config: settings.Config, waiting: Waiting, team: Team | None = None) -> Parts:
+def assemble(config: settings.Config, waiting: Waiting, team: Team | None = None) -> Assembly:
     """All parts of a run, each checked against the others; of the model, this rank's part."""
     team = team or Team(Mesh())
     device = team.processes.device if team.processes else devices.choose(config.train.device)
@@ -122,7 +122,7 @@ def assemble(config: settings.Config, waiting: Waiting, team: Team | None = None
         step.parts.adopt(cuts.shapes, cuts.layouts)
         notes += cuts.notes
     outline = cuts.outline if cuts else model.module
-    return Parts(config, device, tokenizer, data, model, optimizer, step, vocab, tuple(notes), team, outline)
+    return Assembly(config, device, tokenizer, data, model, optimizer, step, vocab, tuple(notes), team, outline)
 
 
 def _cuts(config: settings.Config, team: Team) -> Cuts | None:
@@ -251,7 +251,7 @@ def _optimizer(chosen: settings.Optimizer, module: nn.Module) -> torch.optim.Opt
     return kind(groups, lr=chosen.lr, betas=chosen.betas, eps=chosen.eps)
 
 
-def tokenizer_source(parts: Parts) -> Any:
+def tokenizer_source(parts: Assembly) -> Any:
     """What an exported model takes its tokenizer from: a folder, `bytes`, or nothing."""
     named = parts.config.data.tokenizer
     return Path(named) if named not in (None, "bytes") else named or parts.model.tokenizer_folder

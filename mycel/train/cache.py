@@ -40,7 +40,7 @@ class Damaged(Exception):
 
 
 @dataclass(frozen=True)
-class Entry:
+class CachedFolder:
     """A complete folder: what its maker wrote about it, and why it had to be made again, if it had."""
 
     path: Path
@@ -48,7 +48,9 @@ class Entry:
     remade: str | None = None
 
 
-def obtain(cache: Path, key: str, make: Callable[[Path], Meta], waiting: Callable[[], None] = lambda: None) -> Entry:
+def obtain(
+    cache: Path, key: str, make: Callable[[Path], Meta], waiting: Callable[[], None] = lambda: None
+) -> CachedFolder:
     """The folder under `key`; `make(folder)` fills it if it is not there or damaged. `waiting` is called if another
     process is at it."""
     try:
@@ -67,7 +69,7 @@ def obtain(cache: Path, key: str, make: Callable[[Path], Meta], waiting: Callabl
         raise _in_words(e, cache) from e
 
 
-def _make(cache: Path, key: str, make: Callable[[Path], Meta]) -> Entry:
+def _make(cache: Path, key: str, make: Callable[[Path], Meta]) -> CachedFolder:
     """Fill a temporary folder and give it its name."""
     final, remade = cache / key, None
     try:
@@ -88,7 +90,7 @@ def _make(cache: Path, key: str, make: Callable[[Path], Meta]) -> Entry:
         sync(cache)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return Entry(final, meta, remade)
+    return CachedFolder(final, meta, remade)
 
 
 def _seal(folder: Path, key: str, meta: Meta) -> None:
@@ -102,7 +104,7 @@ def _seal(folder: Path, key: str, meta: Meta) -> None:
     sync(folder)
 
 
-def _complete(folder: Path) -> Entry | None:
+def _complete(folder: Path) -> CachedFolder | None:
     """The folder if it is there and as its manifest says."""
     if not folder.exists():
         return None
@@ -127,7 +129,7 @@ def _complete(folder: Path) -> Entry | None:
             raise Damaged(f"{name} has {size} bytes, {said['bytes']} were written")
         if not matches:
             raise Damaged(f"{name} does not match its checksum")
-    return Entry(folder, manifest["meta"])
+    return CachedFolder(folder, manifest["meta"])
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from pydantic import Field, model_validator
 
 from mycel.train import forms
 from mycel.train.sections import Conflict, Section, checked, lines, override
-from mycel.train.written import Written, read_file
+from mycel.train.written import WrittenSettings, read_file
 
 
 class Lora(Section):
@@ -33,7 +33,7 @@ class Lora(Section):
     merge: forms.Switch = Field(default=True, description="into the weights on export; false: adapter files")
 
 
-class Model(Section):
+class ModelConfig(Section):
     """what is trained"""
 
     path: forms.Folder | None = Field(default=None, description="folder in Hugging Face form")
@@ -59,7 +59,7 @@ class Fields(Section):
     response: forms.Text = Field(default="response", description="with loss")
 
 
-class Data(Section):
+class DataConfig(Section):
     """what it learns from"""
 
     train: forms.Sources = Field(default="stdlib", description="stdlib: Python's own sources; path, glob, or list")
@@ -163,7 +163,7 @@ class Checkpoint(Section):
     asynchronous: forms.Switch = Field(default=True, description="written while training goes on")
 
 
-class Log(Section):
+class LogConfig(Section):
     """what is recorded"""
 
     every: forms.Count = Field(default=10, description="steps")
@@ -206,15 +206,15 @@ EMBEDDED: dict[str, dict[str, Any]] = {
 class Config(Section):
     """Everything about a training run."""
 
-    model: Model = Model()
-    data: Data = Data()
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
     optimizer: Optimizer = Optimizer()
     schedule: Schedule = Schedule()
     train: Train = Train()
     parallel: Parallel = Parallel()
     evaluate: Evaluate = Evaluate()
     checkpoint: Checkpoint = Checkpoint()
-    log: Log = Log()
+    log: LogConfig = LogConfig()
     sample: Sample | None = Field(default=Sample(), description="{prompt: …}: text it writes at the end")
     run: forms.Folder | None = Field(default=None, description="results; null: runs/<name>-<date>-<time>")
     export: forms.Switch = Field(default=True, description="write a Hugging Face folder at the end")
@@ -222,7 +222,7 @@ class Config(Section):
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> Config:
         """Nested mappings, as the YAML file would have them -> the checked configuration."""
-        return checked(cls, Written(dict(given)))
+        return checked(cls, WrittenSettings(dict(given)))
 
     @model_validator(mode="before")
     @classmethod
@@ -269,7 +269,7 @@ class Config(Section):
 
 def load(path: Path | None, overrides: Sequence[str] = ()) -> Config:
     """A YAML file (None: nothing but defaults) and `a.b=c` arguments over it -> the checked configuration."""
-    written = read_file(path) if path else Written()
+    written = read_file(path) if path else WrittenSettings()
     for number, argument in enumerate(overrides):
         override(Config, written, argument, number)
     return checked(Config, written)

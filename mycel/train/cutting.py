@@ -134,7 +134,7 @@ class Cuts:
 
 
 @dataclass
-class Cell:
+class CutParameter:
     """A parameter that is cut: its whole memory while it is open, its part once it is closed."""
 
     parameter: nn.Parameter
@@ -149,7 +149,7 @@ class Cutter(TorchDispatchMode):
 
     cuts: Cuts
     count: int = 0
-    cells: dict[int, Cell] = field(default_factory=dict)  # by their storage
+    cells: dict[int, CutParameter] = field(default_factory=dict)  # by their storage
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -165,10 +165,10 @@ class Cutter(TorchDispatchMode):
         key, layout = _storage(p), self.cuts.layouts[name] if name is not None else Layout()
         if key in self.cells or layout.is_whole or p.untyped_storage().nbytes() != p.nbytes:
             return
-        self.cells[key] = Cell(p, layout, p.nbytes)
+        self.cells[key] = CutParameter(p, layout, p.nbytes)
         self._make_room(self.cells[key])
 
-    def _make_room(self, newest: Cell) -> None:
+    def _make_room(self, newest: CutParameter) -> None:
         """Close the others, the oldest first, until no more is open than the largest parameter has."""
         is_open = [cell for cell in self.cells.values() if cell.part is None]
         total = sum(cell.whole_bytes for cell in is_open)

@@ -22,7 +22,7 @@ import numpy as np
 from mycel.errors import TrainError
 from mycel.train.cache import obtain
 from mycel.train.documents import FIELDS, bin_dtype
-from mycel.train.sources import File, Source, check_unchanged, find, identify
+from mycel.train.sources import DataFile, File, check_unchanged, find, identify
 from mycel.train.split import Split, cut, divide
 from mycel.train.store import Progress, Tokens, build
 from mycel.train.tokenize import Tokenizer
@@ -136,7 +136,7 @@ def _open(
 
 
 def _build(
-    folder: Path, found: list[Source], fields: Mapping[str, str], tokenizer: Tokenizer | None, progress: Progress
+    folder: Path, found: list[DataFile], fields: Mapping[str, str], tokenizer: Tokenizer | None, progress: Progress
 ) -> dict[str, object]:
     """Write the tokens, and refuse to keep them if a file changed meanwhile."""
     meta = build(folder, found, fields, tokenizer, progress)
@@ -144,7 +144,7 @@ def _build(
     return meta
 
 
-def _key(found: Sequence[Source], fields: Mapping[str, str], tokenizer: Tokenizer | None) -> str:
+def _key(found: Sequence[DataFile], fields: Mapping[str, str], tokenizer: Tokenizer | None) -> str:
     """A hash of all that decides which tokens there are."""
     formats = {s.format for s in found}
     return _hash(
@@ -157,7 +157,7 @@ def _key(found: Sequence[Source], fields: Mapping[str, str], tokenizer: Tokenize
     )
 
 
-def _dtype(source: Source) -> str | None:
+def _dtype(source: DataFile) -> str | None:
     """What is said beside a file about it, and so not in its own hash."""
     return str(bin_dtype(source.path)) if source.format == "tokens" and source.path.suffix.lower() == ".bin" else None
 

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mycel.errors import TrainError
-from mycel.train.sources import Source, reading
+from mycel.train.sources import DataFile, reading
 from mycel.train.tokenize import Part, Tokenizer
 
 PIECE_BYTES = 4 << 20
@@ -42,7 +42,7 @@ class Segment:
     marked: bool = False
 
 
-def segments(source: Source, fields: Mapping[str, str], tokenizer: Tokenizer) -> Iterator[Segment]:
+def segments(source: DataFile, fields: Mapping[str, str], tokenizer: Tokenizer) -> Iterator[Segment]:
     """The documents of a text or JSONL file, in order."""
     if source.format == "text":
         return _text(source.path)

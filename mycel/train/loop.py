@@ -35,7 +35,7 @@ from mycel.run.rendezvous import seat
 from mycel.run.shards import read_manifest
 from mycel.train import device as devices
 from mycel.train import state, summary
-from mycel.train.assemble import Parts, assemble
+from mycel.train.assemble import Assembly, assemble
 from mycel.train.config import Config, anchored, dump, load
 from mycel.train.finish import CURVE, MODEL, finish
 from mycel.train.metrics import FILE, Metrics
@@ -49,7 +49,7 @@ from mycel.train.waiting import Waiting
 FAILED = 1
 CHECKPOINTS = "checkpoints"
 
-Load = Callable[[Parts], tuple[Loaded, list[str]]]  # a checkpoint, for the parts of a run, and what was passed over
+Load = Callable[[Assembly], tuple[Loaded, list[str]]]  # a checkpoint, for the parts of a run, and what was passed over
 
 
 def train(config: Config, resume: Path | None = None, dry_run: bool = False, started_from: Path | None = None) -> int:
@@ -152,7 +152,7 @@ class Run:
     def _note(self, text: str) -> None:
         self.progress.note(f"note: {text}")
 
-    def _parts(self, earlier: Load | None) -> tuple[Parts, Loaded | None]:
+    def _parts(self, earlier: Load | None) -> tuple[Assembly, Loaded | None]:
         """Everything that runs, checked, in the state it goes on from, and compiled; and what is left of its
         checkpoint."""
         waiting, loaded, notes = Waiting(self.progress), None, list[str]()
@@ -172,7 +172,7 @@ class Run:
             state.set_random_state(loaded.meta["random"], parts.device)
         return parts, state.lightened(loaded) if loaded else None
 
-    def _steps(self, parts: Parts, loaded: Loaded | None, settings: str) -> Steps:
+    def _steps(self, parts: Assembly, loaded: Loaded | None, settings: str) -> Steps:
         """Take the steps, patiently: the first signal ends them, with their state saved."""
         assert self.folder is not None
         start = loaded.step if loaded else 0
@@ -206,7 +206,7 @@ class Run:
     def _plan(self) -> str | None:
         return str(self.team.plan) if self.team.plan is not None else None
 
-    def _end(self, parts: Parts, steps: Steps) -> int:
+    def _end(self, parts: Assembly, steps: Steps) -> int:
         """The results, and where they are."""
         assert self.folder is not None
         folder = self.folder
@@ -317,5 +317,5 @@ def _validation(steps: Steps) -> str:
     return f"loss {number(steps.validation)} nats per token{best}"
 
 
-def _of_process(parts: Parts) -> str:
+def _of_process(parts: Assembly) -> str:
     return " (whole process)" if parts.device.type == "cpu" else ""

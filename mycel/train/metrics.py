@@ -47,7 +47,7 @@ class Metrics:
     ) -> None:
         self._report, self._reported = report, False
         file = folder / file_of(rank)
-        self._records = Log(file, self._refused)
+        self._records = RecordFile(file, self._refused)
         try:
             cut(file, resume_at)
         except OSError as error:
@@ -74,7 +74,7 @@ class Metrics:
                     f"the last {lost_bytes} bytes of metrics could not be written and are lost\n  at        {log.path}"
                 )
 
-    def _refused(self, log: Log, error: OSError) -> None:
+    def _refused(self, log: RecordFile, error: OSError) -> None:
         """Say the first time that a record could not be written."""
         if not self._reported:
             self._reported = True
@@ -158,10 +158,10 @@ def cut(path: Path, last: int | None) -> None:
         file.truncate(keep)
 
 
-class Log:
+class RecordFile:
     """A file that grows by whole records: those it could not write wait, and go out in order with the next one."""
 
-    def __init__(self, path: Path, refused: Callable[[Log, OSError], None]) -> None:
+    def __init__(self, path: Path, refused: Callable[[RecordFile, OSError], None]) -> None:
         self.path, self._refused = path, refused
         self._file: int | None = None
         self._waiting = b""
@@ -204,14 +204,14 @@ class Events:
     Not by torch's SummaryWriter: it writes in a thread of its own, which dies with a traceback when the disk is full.
     """
 
-    def __init__(self, folder: Path, resume_at: int | None, refused: Callable[[Log, OSError], None]) -> None:
+    def __init__(self, folder: Path, resume_at: int | None, refused: Callable[[RecordFile, OSError], None]) -> None:
         from tensorboard.compat.proto import event_pb2, summary_pb2
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         self._event, self._summary, self._writer = event_pb2.Event, summary_pb2.Summary, RecordWriter
         # The usual name; the count keeps the files of one second apart and in order.
         count = len(list(folder.glob("events.out.tfevents.*")))
-        self.log = Log(
+        self.log = RecordFile(
             folder / f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{count}",
             refused,
         )

@@ -39,7 +39,7 @@ TASKS = (
 
 
 @dataclass(frozen=True)
-class Model:
+class LoadedModel:
     """A module ready to train, its configuration as it was given, and where both are from."""
 
     module: nn.Module
@@ -72,7 +72,7 @@ def build(
     device: torch.device | str = "cpu",
     seed: int = 0,
     cuts: Cuts | None = None,
-) -> Model:
+) -> LoadedModel:
     """A folder or a configuration → a module in training mode on the device, with loaded or fresh weights; with `cuts`,
     in parts."""
     if (path is None) == (config is None):
@@ -104,13 +104,13 @@ def build(
         return _ready(module, settings, tokenizer, f"fresh {type(module).__name__} after {path}, seed {seed}", [])
 
 
-def _ready(module: nn.Module, settings: Any, tokenizer: Path | None, source: str, notes: Iterable[str]) -> Model:
+def _ready(module: nn.Module, settings: Any, tokenizer: Path | None, source: str, notes: Iterable[str]) -> LoadedModel:
     """In training mode and without a cache of keys and values; `settings` keep what they said about one."""
     for part in module.modules():
         held: Any = getattr(part, "config", None)
         if getattr(held, "use_cache", False):
             held.use_cache = False
-    return Model(module.train(), settings, tokenizer, source, tuple(notes))
+    return LoadedModel(module.train(), settings, tokenizer, source, tuple(notes))
 
 
 def _from_folder(path: Path) -> Any:

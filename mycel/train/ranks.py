@@ -32,7 +32,7 @@ from mycel.errors import PlanError, RunError
 from mycel.ir import Mesh
 from mycel.plan import Plan, probe_text
 from mycel.plan.record import ready_plans
-from mycel.run.checkpoint import ALONE, Ranks
+from mycel.run.checkpoint import ALONE, MeshProcess
 from mycel.run.processes import Processes, code_version, world
 from mycel.run.rendezvous import LATER_S, STOP, Rendezvous, seat
 from mycel.train.config import Config, Parallel, anchored, dump, is_file
@@ -48,7 +48,7 @@ class Team:
     plan: Plan | None = None
     processes: Processes | None = None
     share: Callable[[str], Sequence[str]] = lambda text: [text]
-    savers: Ranks = ALONE  # for checkpoints: they are written by another thread, through a connection of its own
+    savers: MeshProcess = ALONE  # for checkpoints: they are written by another thread, through a connection of its own
     name: str = ""  # of the plan, for people
 
     def __str__(self) -> str:
@@ -117,7 +117,7 @@ def team(config: Config) -> Team:
             }
         )
         assert processes.meeting is not None
-        savers = Ranks(mesh, processes.rank, Shares(processes.meeting, "saves"))
+        savers = MeshProcess(mesh, processes.rank, Shares(processes.meeting, "saves"))
         return Team(mesh, plan, processes, Shares(processes.meeting, "loop"), savers, name)
     except BaseException as error:
         processes.close(error)

@@ -18,7 +18,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from mycel.train.forms import Form
-from mycel.train.written import Keys, Mistake, Place, Writer, Written, inline, read_value, refuse, shown
+from mycel.train.written import Keys, Mistake, SettingOrigin, Writer, WrittenSettings, inline, read_value, refuse, shown
 
 COMMENT_COLUMN = 25
 S = TypeVar("S", bound="Section")
@@ -60,13 +60,13 @@ def section_of(field: FieldInfo) -> type[Section] | None:
     return next((k for k in kinds if isinstance(k, type) and issubclass(k, Section)), None)
 
 
-def override(root: type[Section], written: Written, argument: str, number: int) -> None:
+def override(root: type[Section], written: WrittenSettings, argument: str, number: int) -> None:
     """Put one `a.b=c` over what is written; text is taken as it stands, unless it is quoted, a list or null."""
     name, equals, text = argument.partition("=")
     if not equals:
         written.mistakes.append(Mistake(f"{argument} is not a setting", (), "section.key=value"))
         return
-    keys, place = tuple(name.split(".")), Place((1, number), f"argument {argument}")
+    keys, place = tuple(name.split(".")), SettingOrigin((1, number), f"argument {argument}")
     value, mistakes = read_value(text, place)
     field = find(root, keys)
     if (
@@ -80,7 +80,7 @@ def override(root: type[Section], written: Written, argument: str, number: int) 
     _put(root, written, keys, value, place)
 
 
-def _put(root: type[Section], written: Written, keys: Keys, value: Any, place: Place) -> None:
+def _put(root: type[Section], written: WrittenSettings, keys: Keys, value: Any, place: SettingOrigin) -> None:
     """A mapping goes into a section key by key, everything else replaces what was there."""
     field = find(root, keys)
     if isinstance(value, dict) and value and field and section_of(field):
@@ -90,7 +90,7 @@ def _put(root: type[Section], written: Written, keys: Keys, value: Any, place: P
         written.put(keys, value, place)
 
 
-def checked(root: type[S], written: Written) -> S:
+def checked(root: type[S], written: WrittenSettings) -> S:
     """What is written -> the configuration, or all that is wrong with it."""
     try:
         config = root.model_validate(written.values)
@@ -118,7 +118,7 @@ def find(root: type[Section], keys: Sequence[Any]) -> FieldInfo | None:
     return field
 
 
-def _mistakes(root: type[Section], error: ErrorDetails, written: Written) -> Iterator[Mistake]:
+def _mistakes(root: type[Section], error: ErrorDetails, written: WrittenSettings) -> Iterator[Mistake]:
     """One error of pydantic's -> what is wrong, where it was written, what to try."""
     loc = error["loc"]
     if error["type"] == "conflict":
@@ -133,7 +133,9 @@ def _mistakes(root: type[Section], error: ErrorDetails, written: Written) -> Ite
         yield _wrong(root, loc[:known], loc[known:], error["input"], written)
 
 
-def _wrong(root: type[Section], loc: Sequence[Any], inside: Sequence[Any], found: Any, written: Written) -> Mistake:
+def _wrong(
+    root: type[Section], loc: Sequence[Any], inside: Sequence[Any], found: Any, written: WrittenSettings
+) -> Mistake:
     """A field whose value is not of its form, or has something `inside` it that is not."""
     field = find(root, loc)
     assert field is not None

@@ -41,7 +41,7 @@ REST_S = 2.0  # file systems step their clocks by less
 
 
 @dataclass(frozen=True)
-class Source:
+class DataFile:
     """A data file: `format` is text, jsonl or tokens; `digest` the hash of its content when it had the stat `seen`."""
 
     path: Path
@@ -69,12 +69,12 @@ def find(sources: str | Path | Sequence[str | Path], format: str) -> list[File]:
     return list(found.values())
 
 
-def identify(files: Iterable[File], cache: Path) -> list[Source]:
+def identify(files: Iterable[File], cache: Path) -> list[DataFile]:
     """Each file with the hash of its content."""
-    return [Source(path, kind, *_digest(path, cache)) for path, kind in files]
+    return [DataFile(path, kind, *_digest(path, cache)) for path, kind in files]
 
 
-def check_unchanged(sources: Iterable[Source]) -> None:
+def check_unchanged(sources: Iterable[DataFile]) -> None:
     """Refuse files that were written to since they were identified."""
     for source in sources:
         with reading(source.path):

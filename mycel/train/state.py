@@ -29,14 +29,14 @@ from mycel.run.checkpoint import Loaded
 from mycel.run.reading import Wanted
 from mycel.run.shards import Manifest
 from mycel.run.snapshot import Layouts
-from mycel.train.assemble import Parts
+from mycel.train.assemble import Assembly
 from mycel.train.device import describe
 
 SHOWN = 4  # differences in an error message
 Tensors = dict[str, torch.Tensor]
 
 
-def tensors(parts: Parts, losses: list[torch.Tensor], norms: list[torch.Tensor]) -> Tensors:
+def tensors(parts: Assembly, losses: list[torch.Tensor], norms: list[torch.Tensor]) -> Tensors:
     """The state as it is now: the tensors themselves, not copies."""
     found = {f"model.{name}": x for name, x in model_tensors(parts.module).items()}
     for name, p in parts.module.named_parameters():
@@ -51,7 +51,7 @@ def tensors(parts: Parts, losses: list[torch.Tensor], norms: list[torch.Tensor])
     return found
 
 
-def layouts(parts: Parts) -> Layouts:
+def layouts(parts: Assembly) -> Layouts:
     """How these tensors lie on the mesh, and their global shapes; others are whole on every rank."""
     held = parts.step.parts
     if held is None:
@@ -75,7 +75,7 @@ def model_tensors(module: nn.Module) -> Tensors:
     }
 
 
-def identity(parts: Parts) -> dict[str, Any]:
+def identity(parts: Assembly) -> dict[str, Any]:
     """What must be the same when the run goes on, each by the name it has for people."""
     config = parts.config
     return {
@@ -87,7 +87,7 @@ def identity(parts: Parts) -> dict[str, Any]:
     }
 
 
-def machine(parts: Parts) -> dict[str, str]:
+def machine(parts: Assembly) -> dict[str, str]:
     """Where bits may depend on."""
     return {
         "mycel": version("mycel"),
@@ -144,7 +144,7 @@ def set_random_state(saved: Mapping[str, str], device: torch.device) -> None:
 # -
 
 
-def restore(loaded: Loaded, parts: Parts) -> list[str]:
+def restore(loaded: Loaded, parts: Assembly) -> list[str]:
     """A checkpoint into the parts of a run, random state apart; notes on what may make other bits.  Refused whole if it
     does not fit."""
     own, saved = model_tensors(parts.module), _part(loaded, "model.")
@@ -167,7 +167,7 @@ def restore(loaded: Loaded, parts: Parts) -> list[str]:
     )
 
 
-def wanted(parts: Parts, manifest: Manifest) -> Wanted:
+def wanted(parts: Assembly, manifest: Manifest) -> Wanted:
     """This rank's parts of what a checkpoint holds, however they were saved."""
     held = parts.step.parts
     assert held is not None
@@ -206,7 +206,7 @@ def _part(loaded: Loaded, prefix: str) -> Tensors:
     return {name.removeprefix(prefix): x for name, x in loaded.tensors.items() if name.startswith(prefix)}
 
 
-def _check_identity(loaded: Loaded, parts: Parts) -> None:
+def _check_identity(loaded: Loaded, parts: Assembly) -> None:
     before, now = loaded.meta["identity"], identity(parts)
     told = [_difference(name, before[name], now[name]) for name in now if before[name] != now[name]]
     if told:

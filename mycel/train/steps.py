@@ -25,7 +25,7 @@ from mycel.errors import TrainError
 from mycel.run.checkpoint import Loaded, Saver
 from mycel.train import device as devices
 from mycel.train import models, state
-from mycel.train.assemble import Parts
+from mycel.train.assemble import Assembly
 from mycel.train.evaluate import Validation
 from mycel.train.metrics import Metrics
 from mycel.train.progress import Progress
@@ -50,7 +50,7 @@ class Steps:
 
     def __init__(
         self,
-        parts: Parts,
+        parts: Assembly,
         saver: Saver,
         metrics: Metrics,
         progress: Progress,
@@ -87,7 +87,7 @@ class Steps:
         self.given = self.done  # the step last given to the saver
         self.saved: Path | None = None  # the checkpoint last told of
         self.stop: signal.Signals | None = None  # what all ranks know of their signals
-        self.clock = Clock(parts.device)
+        self.clock = Stopwatch(parts.device)
         peak = devices.peak_flops(parts.device, config.train.precision)
         self.share_of_peak = (
             models.flops_per_token(parts.outline, config.data.length) / (peak * parts.team.mesh.world) if peak else None
@@ -283,7 +283,7 @@ class Steps:
             self.progress.note(f"saved {self.saved.name}")
 
 
-class Clock:
+class Stopwatch:
     """Seconds that steps take: since the last lap, in which `steps` were taken, and in all; pauses are not counted in
     laps."""
 

@@ -24,9 +24,9 @@ import numpy as np
 import numpy.typing as npt
 
 from mycel.errors import TrainError
-from mycel.train.cache import Entry, Meta
+from mycel.train.cache import CachedFolder, Meta
 from mycel.train.documents import Segment, array, segments
-from mycel.train.sources import Source
+from mycel.train.sources import DataFile
 from mycel.train.tokenize import Ids, Tokenizer
 
 I64 = npt.NDArray[np.int64]
@@ -48,7 +48,11 @@ class Contents:
 
 
 def build(
-    folder: Path, sources: Sequence[Source], fields: Mapping[str, str], tokenizer: Tokenizer | None, progress: Progress
+    folder: Path,
+    sources: Sequence[DataFile],
+    fields: Mapping[str, str],
+    tokenizer: Tokenizer | None,
+    progress: Progress,
 ) -> Meta:
     """Write the sources' documents into the folder."""
     texts = [s for s in sources if s.format != "tokens"]
@@ -75,7 +79,7 @@ def build(
 
 def _write_texts(
     writer: _Writer,
-    sources: Sequence[Source],
+    sources: Sequence[DataFile],
     fields: Mapping[str, str],
     tokenizer: Tokenizer,
     progress: Callable[[int], None],
@@ -192,7 +196,7 @@ def _check_ids(piece: npt.NDArray[Any], at: int, path: Path) -> None:
 class Tokens:
     """The documents of a list of sources, read from a cached folder and the arrays that were not copied."""
 
-    def __init__(self, entry: Entry, sources: Sequence[Source]) -> None:
+    def __init__(self, entry: CachedFolder, sources: Sequence[DataFile]) -> None:
         self.paths = [s.path for s in sources]
         self.contents = [Contents(**c) for c in entry.meta["sources"]]
         self.offsets: I64 = _mapped(entry.path / "offsets.bin", np.int64)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from mycel.train import models
-from mycel.train.assemble import Parts
+from mycel.train.assemble import Assembly
 from mycel.train.device import describe, memory_total
 from mycel.train.progress import count, size
 from mycel.train.schedule import warmup_steps
@@ -13,7 +13,7 @@ from mycel.train.schedule import warmup_steps
 Rows = list[tuple[str, str]]
 
 
-def rows(parts: Parts, start: int, folder: Path) -> Rows:
+def rows(parts: Assembly, start: int, folder: Path) -> Rows:
     """Each thing that matters and what it is; the step must have been prepared."""
     train = parts.config.train
     length, sizes, kind = parts.config.data.length, models.count(parts.outline), type(parts.module).__name__
@@ -44,7 +44,7 @@ def rows(parts: Parts, start: int, folder: Path) -> Rows:
     ]
 
 
-def notes(parts: Parts) -> list[str]:
+def notes(parts: Assembly) -> list[str]:
     """What the data and the model have to say, and what looks wrong about memory."""
     found = [*parts.data.report[2:], *parts.notes]
     there = memory_total(parts.device)
@@ -57,7 +57,7 @@ def notes(parts: Parts) -> list[str]:
     return found
 
 
-def _batch(parts: Parts) -> str:
+def _batch(parts: Assembly) -> str:
     """Sequences in a step, and how many ranks share them: the configuration's batch is that of all together."""
     train, plan = parts.config.train, parts.team.plan
     first = plan.batch_layout("input_ids", (train.batch, parts.config.data.length)).dims[0] if plan is not None else ()
@@ -69,7 +69,7 @@ def _batch(parts: Parts) -> str:
     )
 
 
-def _optimizer(parts: Parts) -> str:
+def _optimizer(parts: Assembly) -> str:
     config = parts.config
     chosen, schedule = config.optimizer, config.schedule
     rising = warmup_steps(schedule.warmup, config.train.steps)
@@ -78,5 +78,5 @@ def _optimizer(parts: Parts) -> str:
     return f"{chosen.name}, lr {chosen.lr:g} {shape}, weight decay {chosen.weight_decay:g}{clip}"
 
 
-def _budget(parts: Parts) -> str:
+def _budget(parts: Assembly) -> str:
     return f"; limit {parts.config.train.memory}" if parts.config.train.memory else ""

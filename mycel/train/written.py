@@ -28,7 +28,7 @@ VALUES = 100_000  # aliases of aliases grow without end
 
 
 @dataclass(frozen=True, order=True)
-class Place:
+class SettingOrigin:
     """Where a setting was written: a line of a file, or an argument."""
 
     order: tuple[int, ...]
@@ -41,7 +41,7 @@ class Mistake:
     """One thing that is wrong: what, with its value; where; what to try."""
 
     what: str
-    places: tuple[Place, ...] = ()
+    places: tuple[SettingOrigin, ...] = ()
     hint: str = ""
 
     def __str__(self) -> str:
@@ -63,14 +63,14 @@ def refuse(mistakes: Iterable[Mistake]) -> NoReturn:
 
 
 @dataclass
-class Written:
+class WrittenSettings:
     """What was written: the values, the place of each key, and what is wrong so far."""
 
     values: dict[str, Any] = field(default_factory=dict)
-    places: dict[Keys, Place] = field(default_factory=dict)
+    places: dict[Keys, SettingOrigin] = field(default_factory=dict)
     mistakes: list[Mistake] = field(default_factory=list)
 
-    def place(self, keys: Keys) -> tuple[Place, ...]:
+    def place(self, keys: Keys) -> tuple[SettingOrigin, ...]:
         """Where a key was written, or the nearest key around it."""
         found = (self.places[keys[:n]] for n in range(len(keys), 0, -1) if keys[:n] in self.places)
         return tuple(found)[:1]
@@ -84,7 +84,7 @@ class Written:
             value = value[key]
         return value
 
-    def put(self, keys: Keys, value: Any, place: Place) -> None:
+    def put(self, keys: Keys, value: Any, place: SettingOrigin) -> None:
         """Set one value from an argument, over whatever was there."""
         into = self.values
         for depth, key in enumerate(keys[:-1], 1):
@@ -175,11 +175,11 @@ def cut(text: str, width: int) -> str:
 class _Values:
     """A tree of YAML nodes -> plain values, noting places and mistakes."""
 
-    def __init__(self, written: Written, place: Callable[[yaml.Mark], Place]) -> None:
+    def __init__(self, written: WrittenSettings, place: Callable[[yaml.Mark], SettingOrigin]) -> None:
         self.written, self.place = written, place
         self.count, self.inside = 0, set[int]()
 
-    def mistake(self, what: str, place: Place, hint: str) -> None:
+    def mistake(self, what: str, place: SettingOrigin, hint: str) -> None:
         self.written.mistakes.append(Mistake(what, (place,), hint))
 
     def value(self, node: yaml.Node, keys: Keys) -> Any:
@@ -229,7 +229,7 @@ class _Values:
             yield key, self.value(value_node, (*keys, key))
 
 
-def _compose(text: str, name: str, place: Callable[[yaml.Mark], Place]) -> yaml.Node | Mistake | None:
+def _compose(text: str, name: str, place: Callable[[yaml.Mark], SettingOrigin]) -> yaml.Node | Mistake | None:
     """The YAML tree of a text (None: there is nothing in it), or what keeps it from being one."""
     try:
         node: yaml.Node | None = yaml.compose(text, Loader=Reader)
@@ -293,16 +293,16 @@ def read_text(path: Path) -> str:
         )
 
 
-def read_file(path: Path) -> Written:
+def read_file(path: Path) -> WrittenSettings:
     """A configuration file -> what it says, with places."""
     text = read_text(path)
     lines = text.splitlines()
 
-    def place(mark: yaml.Mark) -> Place:
+    def place(mark: yaml.Mark) -> SettingOrigin:
         source = "".join(lines[mark.line : mark.line + 1]).strip()
-        return Place((0, mark.line, mark.column), f"{path}:{mark.line + 1}:{mark.column + 1}", cut(source, 100))
+        return SettingOrigin((0, mark.line, mark.column), f"{path}:{mark.line + 1}:{mark.column + 1}", cut(source, 100))
 
-    written = Written()
+    written = WrittenSettings()
     node = _compose(text, str(path), place)
     if isinstance(node, Mistake):
         refuse([node])
@@ -319,10 +319,10 @@ def read_file(path: Path) -> Written:
     return written
 
 
-def read_value(text: str, place: Place) -> tuple[Any, list[Mistake]]:
+def read_value(text: str, place: SettingOrigin) -> tuple[Any, list[Mistake]]:
     """The value after the `=` of an argument, read as YAML."""
     node = _compose(text, "the value", lambda mark: place)
     if node is None or isinstance(node, Mistake):
         return None, [node] if node else []
-    written = Written()
+    written = WrittenSettings()
     return _Values(written, lambda mark: place).value(node, ()), written.mistakes

@@ -16,7 +16,7 @@ from mycel.transform.head import head
 from mycel.transform.inline import inline
 from mycel.transform.jvp import jvp
 from mycel.transform.microbatch import BODY, microbatch, shares, with_numbers_of
-from mycel.transform.optimise import Group, optimise
+from mycel.transform.optimise import ParameterGroup, optimise
 from mycel.transform.outline import outline
 from mycel.transform.precision import precision
 from mycel.transform.scaling import LOSS_SCALE, scaled, with_scale
@@ -40,7 +40,7 @@ __all__ = [
     "BODY",
     "LOSS_SCALE",
     "SIMPLIFY",
-    "Group",
+    "ParameterGroup",
     "Pass",
     "algebra",
     "causal",

@@ -21,7 +21,7 @@ import torch
 
 from mycel.ir import Block, Eqn, Params, Program, Var, call, cond, custom, loop, order, prune, scan
 from mycel.ops import o
-from mycel.transform.indexed import Choice, Value, Values, broadcast, of_constant, of_equation
+from mycel.transform.indexed import Either, Value, Values, broadcast, of_constant, of_equation
 from mycel.transform.regions import ALL, NONE, Affine, Region, Shape, half, moved
 
 # The operand that is the mask.
@@ -31,8 +31,8 @@ MASKED = {"attention": 3, "sdpa": 3, "attention_grad": 4}
 def causal(program: Program) -> Program:
     """attention(q, k, v, column <= row) => attention(q, k, v, None, causal=True);  attention(…, True) => attention(…,
     None)"""
-    seen = _Run(program).inputs
-    again = _Run(program)
+    seen = _KnownValues(program).inputs
+    again = _KnownValues(program)
     blocks = {n: _without_masks(program.blocks[n], again.values(program.blocks[n], seen[n])) for n in order(program)}
     return prune(replace(program, blocks=blocks))
 
@@ -67,7 +67,7 @@ def _without_mask(eqn: Eqn, at: int, allowed: tuple[Region, Shape] | None) -> Eq
 def _allowed(value: Value, mask: Var, eqn: Eqn, at: int) -> tuple[Region, Shape] | None:
     """The region of the scores (…, query, key) that a mask allows, and their shape."""
     q, k = (eqn.inputs[i] for i in (at - 3, at - 2))
-    if not isinstance(value, Choice) or not isinstance(q, Var) or not isinstance(k, Var):
+    if not isinstance(value, Either) or not isinstance(q, Var) or not isinstance(k, Var):
         return None
     shape = (*q.shape[:-2], q.shape[-2], k.shape[-2])
     shape = (1,) * (mask.ndim - len(shape)) + shape
@@ -78,7 +78,7 @@ def _allowed(value: Value, mask: Var, eqn: Eqn, at: int) -> tuple[Region, Shape]
     return None if region is None else (region, shape)
 
 
-def _region(value: Choice, dtype: torch.dtype) -> Region | None:
+def _region(value: Either, dtype: torch.dtype) -> Region | None:
     """Where a mask lets attention through: True, or zero as opposed to minus infinity."""
     sides = [(value.region, value.yes), (value.region.inverse(), value.no)]
     through = [r for r, v in sides if r != NONE and (v is True if dtype == torch.bool else v == 0)]
@@ -96,7 +96,7 @@ def _is_low(v: Any, dtype: torch.dtype) -> bool:
 # -- following values ---------------------------------------------------------------------------------------
 
 
-class _Run:
+class _KnownValues:
     """The program run on what is known; `inputs` is what all uses of a block agree on."""
 
     def __init__(self, program: Program) -> None:

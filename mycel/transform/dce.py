@@ -28,11 +28,11 @@ Slot = tuple[str, str, int]  # ("in" | "out", block, k); ("operand" | "result", 
 
 def dce(program: Program) -> Program:
     """Equations, block inputs, block outputs, blocks and constants that nobody needs => nothing."""
-    live = _Live(program)
+    live = _Needed(program)
     return prune(replace(program, blocks={n: live.rest(n, b) for n, b in live.blocks.items()}))
 
 
-class _Live:
+class _Needed:
     """What is needed: values of blocks, equations (by id) and slots."""
 
     def __init__(self, program: Program) -> None:

@@ -24,7 +24,7 @@ from mycel.transform.regions import ALL, NONE, Affine, Region, Shape, half, join
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Choice:
+class Either:
     """`yes` inside the region, `no` outside."""
 
     region: Region
@@ -32,7 +32,7 @@ class Choice:
     no: Any
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Choice) and self._key() == other._key()
+        return isinstance(other, Either) and self._key() == other._key()
 
     def __hash__(self) -> int:
         return hash(self._key())
@@ -41,13 +41,13 @@ class Choice:
         return self.region, repr(self.yes), repr(self.no)  # tells 0.0 from -0.0
 
 
-Value = Affine | Choice
+Value = Affine | Either
 Values = tuple[Value | None, ...]
 
 
 def of_equation(eqn: Eqn, operands: Values) -> Value | None:
     """The value of an equation with one output, from those of its operands, all known."""
-    inputs = [Choice(ALL, x, x) if v is None else v for x, v in zip(eqn.inputs, operands, strict=True)]
+    inputs = [Either(ALL, x, x) if v is None else v for x, v in zip(eqn.inputs, operands, strict=True)]
     rule = RULES.get(eqn.op.name)
     found = rule(eqn, inputs) if rule else None
     if found is None and is_pointwise(eqn.op):
@@ -61,7 +61,7 @@ def of_constant(value: torch.Tensor) -> Value | None:
         return None
     first = value.reshape(-1)[0]
     if bool((value == first).all()):
-        return Choice(ALL, first.item(), first.item())
+        return Either(ALL, first.item(), first.item())
     if value.ndim < 2:
         return None
     face = value.reshape(-1, *value.shape[-2:])[0]
@@ -70,7 +70,7 @@ def of_constant(value: torch.Tensor) -> Value | None:
     inside = torch.tril(torch.ones_like(face, dtype=torch.bool), diagonal)
     if not bool((value == torch.where(inside, yes, no)).all()):
         return None
-    return Choice(half(Affine(diagonal, (0,) * (value.ndim - 2) + (1, -1)), tuple(value.shape)), yes.item(), no.item())
+    return Either(half(Affine(diagonal, (0,) * (value.ndim - 2) + (1, -1)), tuple(value.shape)), yes.item(), no.item())
 
 
 def _affine(value: Value | None, ndim: int) -> Affine | None:
@@ -127,17 +127,17 @@ def _shape(x: Atom) -> Shape:
     return x.shape if isinstance(x, Var) else ()
 
 
-def _pointwise(eqn: Eqn, inputs: Sequence[Value], kernel: Callable[..., Any]) -> Choice | None:
+def _pointwise(eqn: Eqn, inputs: Sequence[Value], kernel: Callable[..., Any]) -> Either | None:
     """An operator on elements: its kernel on one element for each combination of the operands' regions."""
     shape = eqn.outputs[0].shape
     regions: list[Region] = []
-    tables: list[tuple[int | None, bool, Choice]] = []  # which region decides an operand, and whether inversely
+    tables: list[tuple[int | None, bool, Either]] = []  # which region decides an operand, and whether inversely
     for x, value in zip(eqn.inputs, inputs, strict=True):
         if isinstance(value, Affine):
             number = _number(value)
             if number is None or (number == 0 and _is_real(x)):  # which zero?
                 return None
-            value = Choice(ALL, number, number)
+            value = Either(ALL, number, number)
         region = moved(value.region, broadcast(_shape(x), shape), shape)
         if region is None:
             return None
@@ -177,18 +177,18 @@ def _run(kernel: Callable[..., Any], elements: list[Any]) -> Any:
         return None
 
 
-def _table(results: dict[tuple[bool, ...], Any], regions: list[Region], shape: Shape) -> Choice | None:
+def _table(results: dict[tuple[bool, ...], Any], regions: list[Region], shape: Shape) -> Either | None:
     """Results for each combination of regions -> one region with two values."""
     kinds = list(dict.fromkeys(map(repr, results.values())))
     by_kind = {repr(v): v for v in results.values()}
     if len(kinds) == 1:
-        return Choice(ALL, by_kind[kinds[0]], by_kind[kinds[0]])
+        return Either(ALL, by_kind[kinds[0]], by_kind[kinds[0]])
     if len(kinds) != 2:
         return None
     yes, no = (by_kind[k] for k in kinds)
     for region, members in _formulas(regions, shape):
         if region is not None and all((repr(v) == kinds[0]) == (i in members) for i, v in results.items()):
-            return Choice(region, yes, no)
+            return Either(region, yes, no)
     return None
 
 
@@ -223,7 +223,7 @@ def _full(eqn: Eqn, inputs: Sequence[Value]) -> Value | None:
     if number is None:
         return None
     number = _run(lambda: torch.full((), number, dtype=eqn.outputs[0].dtype), [])
-    return None if number is None else Choice(ALL, number, number)
+    return None if number is None else Either(ALL, number, number)
 
 
 def _sum(eqn: Eqn, inputs: Sequence[Value]) -> Value | None:
@@ -277,9 +277,9 @@ def _compare(eqn: Eqn, inputs: Sequence[Value]) -> Value | None:
     if pair is None or not all(_fits(a, shape, dtype) for a in pair):
         return None
     if eqn.op.name in COMPARE:
-        return Choice(half(COMPARE[eqn.op.name](*pair), shape), True, False)
+        return Either(half(COMPARE[eqn.op.name](*pair), shape), True, False)
     equal = meet(half(COMPARE["ge"](*pair), shape), half(COMPARE["le"](*pair), shape), shape)
-    return None if equal is None else Choice(equal, eqn.op.name == "eq", eqn.op.name != "eq")
+    return None if equal is None else Either(equal, eqn.op.name == "eq", eqn.op.name != "eq")
 
 
 def _cast(eqn: Eqn, inputs: Sequence[Value]) -> Value | None:
@@ -296,7 +296,7 @@ def _triangle(eqn: Eqn, inputs: Sequence[Value]) -> Value | None:
     both = replace(eqn, inputs=(inside, x))
     return _pointwise(
         both,
-        [Choice(half(kept, out.shape), True, False), inputs[0]],
+        [Either(half(kept, out.shape), True, False), inputs[0]],
         lambda c, x: torch.where(c, x, torch.zeros_like(x)),
     )
 
@@ -330,7 +330,7 @@ def _joined(eqn: Eqn, inputs: Sequence[Value]) -> Value | None:
 def _anywhere(eqn: Eqn, inputs: Sequence[Value]) -> Value | None:
     """Elements of a tensor that is one number, wherever they are taken from."""
     number = _number(inputs[0])
-    return None if number is None else Choice(ALL, number, number)
+    return None if number is None else Either(ALL, number, number)
 
 
 def _move(eqn: Eqn, inputs: Sequence[Value]) -> Value | None:
@@ -343,7 +343,7 @@ def _move(eqn: Eqn, inputs: Sequence[Value]) -> Value | None:
     if isinstance(value, Affine):
         return change(value)
     region = moved(value.region, change, shape)
-    return None if region is None else Choice(region, value.yes, value.no)
+    return None if region is None else Either(region, value.yes, value.no)
 
 
 def _change(eqn: Eqn, old: Shape, new: Shape) -> Callable[[Affine], Affine] | None:

@@ -250,8 +250,9 @@ def microbatch(program: Program, counting: Program, parts: int, split: Collectio
         again = next(iter(program.inputs_of("key")), None)
         found = _summed(whole, blocks, BODY, main, program.results, pieces, outer, state, again)
         sums = [
-            x if x.dtype == r.dtype else o.cast(x, dtype=r.dtype) for x, r in zip(found, program.results, strict=False)
-        ]  # type: ignore[union-attr]
+            x if x.dtype == r.dtype else o.cast(x, dtype=r.dtype)  # type: ignore[union-attr]
+            for x, r in zip(found, program.results, strict=False)
+        ]
     by_name = dict(zip((v.name for v in state), found[len(sums) :], strict=False))
     blocks[program.entry] = whole.block((*sums, *(by_name[name] for name in program.updates)))
     roles = {v.name: program.roles[v.name] for v in given if v.name in program.roles}

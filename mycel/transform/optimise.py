@@ -29,7 +29,7 @@ import torch
 
 from mycel.ir import OPS, Block, Builder, Program, Role, Type, Var
 from mycel.ops import o
-from mycel.ops.optimisers import OPTIMISERS, Slot
+from mycel.ops.optimisers import OPTIMISERS, StateSlot
 from mycel.transform.scaling import LOSS_SCALE
 
 GROWTH, BACKOFF, INTERVAL = 2.0, 0.5, 2000  # torch.amp.GradScaler's
@@ -39,7 +39,7 @@ SCALAR = Type(torch.float64, ())
 
 
 @dataclass(frozen=True)
-class Group:
+class ParameterGroup:
     """Parameters that are updated together: `kind` is an optimiser of ours, `params` by the names their roles have,
     `slots` their state, `hyper`
     the scalar operands by name; `name` tells groups apart."""
@@ -62,11 +62,13 @@ class Group:
         """The type of a parameter's state, as the optimiser's paragraph says."""
         return self.slot(slot).type(param)
 
-    def slot(self, name: str) -> Slot:
+    def slot(self, name: str) -> StateSlot:
         return next(slot for slot in OPTIMISERS[self.kind].slots if slot.name == name)
 
 
-def optimise(program: Program, groups: Sequence[Group], results: int, clip_norm: float | None = None) -> Program:
+def optimise(
+    program: Program, groups: Sequence[ParameterGroup], results: int, clip_norm: float | None = None
+) -> Program:
     """Gradients in results[results:], in the order of the groups' parameters => updates of these."""
     main, inputs = program.main, program.by_role()
     loss_scale = inputs.get(LOSS_SCALE)
@@ -121,7 +123,7 @@ def optimise(program: Program, groups: Sequence[Group], results: int, clip_norm:
 
 
 def _state(
-    new_input: Callable[[str, Type, Role], Var], group: Group, params: Sequence[Var]
+    new_input: Callable[[str, Type, Role], Var], group: ParameterGroup, params: Sequence[Var]
 ) -> tuple[list[Var], list[Var]]:
     """Inputs for a group's state, slot by slot, and for its hyper-parameters."""
     slots = [(f"{p.name}.{slot}", group.slot_type(slot, p.type)) for slot in group.slots for p in params]

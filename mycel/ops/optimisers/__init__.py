@@ -2,6 +2,6 @@
 `OPTIMISERS`."""
 
 from mycel.ops.optimisers import adam, factored, lion, muon, scaled, sgd
-from mycel.ops.optimisers.paragraph import OPTIMISERS, Optimiser, Slot, optimiser
+from mycel.ops.optimisers.paragraph import OPTIMISERS, Optimiser, StateSlot, optimiser
 
-__all__ = ["OPTIMISERS", "Optimiser", "Slot", "adam", "factored", "lion", "muon", "optimiser", "scaled", "sgd"]
+__all__ = ["OPTIMISERS", "Optimiser", "StateSlot", "adam", "factored", "lion", "muon", "optimiser", "scaled", "sgd"]

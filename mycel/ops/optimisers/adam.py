@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mycel.ops.optimisers.paragraph import Slot, blend, columns, decayed, laid_like, optimiser, plus, times
+from mycel.ops.optimisers.paragraph import StateSlot, blend, columns, decayed, laid_like, optimiser, plus, times
 from mycel.ops.rules import o
 
 
@@ -36,7 +36,12 @@ def adam_update(*xs, count, decoupled=True, amsgrad=False, maximize=False):
 
 @optimiser(
     classes={"Adam": {"decoupled_weight_decay": False}, "AdamW": {"decoupled_weight_decay": True}},
-    slots=[Slot("exp_avg"), Slot("exp_avg_sq"), Slot("max_exp_avg_sq", when="amsgrad"), Slot("step", scalar=True)],
+    slots=[
+        StateSlot("exp_avg"),
+        StateSlot("exp_avg_sq"),
+        StateSlot("max_exp_avg_sq", when="amsgrad"),
+        StateSlot("step", scalar=True),
+    ],
     hyper={"lr": "lr", "beta1": "betas.0", "beta2": "betas.1", "eps": "eps", "weight_decay": "weight_decay"},
     flags={"decoupled": "decoupled_weight_decay", "amsgrad": "amsgrad", "maximize": "maximize"},
     inplace=adam_update,
@@ -87,10 +92,10 @@ def adam(
 @optimiser(
     classes={"NAdam": {"decoupled_weight_decay": False, "maximize": False}},
     slots=[
-        Slot("exp_avg"),
-        Slot("exp_avg_sq"),
-        Slot("mu_product", scalar=True, initial=1.0),
-        Slot("step", scalar=True),
+        StateSlot("exp_avg"),
+        StateSlot("exp_avg_sq"),
+        StateSlot("mu_product", scalar=True, initial=1.0),
+        StateSlot("step", scalar=True),
     ],
     hyper={
         "lr": "lr",

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from mycel.ops.optimisers.paragraph import Slot, blend, decayed, optimiser, times
+from mycel.ops.optimisers.paragraph import StateSlot, blend, decayed, optimiser, times
 from mycel.ops.rules import o
 
 
@@ -19,10 +19,10 @@ def root_mean_square(x):
 @optimiser(
     classes={"Adafactor": {}},
     slots=[
-        Slot("row_var", ones=(-1,), when="factored"),
-        Slot("col_var", ones=(-2,), when="factored"),
-        Slot("variance", unless="factored"),
-        Slot("step", scalar=True),
+        StateSlot("row_var", ones=(-1,), when="factored"),
+        StateSlot("col_var", ones=(-2,), when="factored"),
+        StateSlot("variance", unless="factored"),
+        StateSlot("step", scalar=True),
     ],
     hyper={
         "lr": "lr",

@@ -6,14 +6,14 @@ torch has none.  Any optimiser class of that name is taken, such as lion-pytorch
 
 from __future__ import annotations
 
-from mycel.ops.optimisers.paragraph import Slot, blend, decayed, optimiser, times
+from mycel.ops.optimisers.paragraph import StateSlot, blend, decayed, optimiser, times
 from mycel.ops.rules import o
 
 
 @optimiser(
     classes={"Lion": {"maximize": False}},
     foreign=True,
-    slots=[Slot("exp_avg")],
+    slots=[StateSlot("exp_avg")],
     hyper={"lr": "lr", "beta1": "betas.0", "beta2": "betas.1", "weight_decay": "weight_decay"},
     flags={"maximize": "maximize"},
     off={"cautious_factor": 1.0, "decoupled_wd": False},

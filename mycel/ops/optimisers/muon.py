@@ -7,7 +7,7 @@ import math
 import torch
 
 from mycel.ir import op
-from mycel.ops.optimisers.paragraph import Slot, blend, decayed, optimiser, times
+from mycel.ops.optimisers.paragraph import StateSlot, blend, decayed, optimiser, times
 from mycel.ops.rules import o
 
 
@@ -51,7 +51,7 @@ def rate_ratio(shape, way):
 
 @optimiser(
     classes={"Muon": {}},
-    slots=[Slot("momentum_buffer")],
+    slots=[StateSlot("momentum_buffer")],
     hyper={"lr": "lr", "momentum": "momentum", "weight_decay": "weight_decay"},
     flags={"nesterov": "nesterov"},
     static={"coefficients": "ns_coefficients", "steps": "ns_steps", "eps": "eps", "adjust": "adjust_lr_fn"},

@@ -60,7 +60,7 @@ INDIFFERENT = ("foreach", "fused", "capturable", "differentiable")  # how torch 
 
 
 @dataclass(frozen=True)
-class Slot:
+class StateSlot:
     """One tensor of a parameter's state: of the parameter's shape; with one element along some of its dims (`ones`); or
     a scalar in fp32."""
 
@@ -95,7 +95,7 @@ class Optimiser:
 
     op: Op
     classes: Mapping[str, Mapping[str, Any]]
-    slots: tuple[Slot, ...]
+    slots: tuple[StateSlot, ...]
     hyper: Mapping[str, str]
     flags: Mapping[str, str] = field(default_factory=dict)
     static: Mapping[str, str] = field(default_factory=dict)
@@ -116,7 +116,7 @@ class Optimiser:
             **{k: plain(options[v]) for k, v in self.static.items()},
         }
 
-    def present(self, params: Mapping[str, Any]) -> list[Slot]:
+    def present(self, params: Mapping[str, Any]) -> list[StateSlot]:
         """The slots that there are with these static params."""
         names = present(table(self.slots), params)
         return [slot for slot in self.slots if slot.name in names]
@@ -146,7 +146,7 @@ def plain(value: Any) -> Any:
 def optimiser(
     *,
     classes: Mapping[str, Mapping[str, Any]],
-    slots: Sequence[Slot],
+    slots: Sequence[StateSlot],
     hyper: Mapping[str, str],
     examples: Sequence[str],
     pointwise: bool = True,
@@ -187,7 +187,7 @@ def _defaults(rule: Callable[..., Any], hyper: Collection[str]) -> dict[str, Any
     return {**dict.fromkeys(("maximize", *hyper), False), **told}
 
 
-def update_dims(types: Sequence[Any], count: int, slots: Sequence[Slot], flag: str) -> str:
+def update_dims(types: Sequence[Any], count: int, slots: Sequence[StateSlot], flag: str) -> str:
     """Each parameter lies as its state and its gradient do."""
     own = [[f"p{i}d{d}{flag}" for d in range(types[i].ndim)] for i in range(count)]
     states = [_slot_dims(slot, letters) for slot in slots for letters in own]
@@ -196,7 +196,7 @@ def update_dims(types: Sequence[Any], count: int, slots: Sequence[Slot], flag: s
     return f"{', '.join([*params, *states, *params, *scalars])} -> {', '.join([*params, *states])}"
 
 
-def _slot_dims(slot: Slot, letters: Sequence[str]) -> str:
+def _slot_dims(slot: StateSlot, letters: Sequence[str]) -> str:
     return "" if slot.scalar else " ".join("1" if slot._is_one(d, len(letters)) else k for d, k in enumerate(letters))
 
 

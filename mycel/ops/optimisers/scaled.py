@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import torch
 
-from mycel.ops.optimisers.paragraph import Slot, blend, optimiser, plus, times
+from mycel.ops.optimisers.paragraph import StateSlot, blend, optimiser, plus, times
 from mycel.ops.rules import o
 
 
 @optimiser(
     classes={"RMSprop": {"maximize": False}},
     slots=[
-        Slot("square_avg"),
-        Slot("momentum_buffer", when="momentum"),
-        Slot("grad_avg", when="centered"),
-        Slot("step", scalar=True),
+        StateSlot("square_avg"),
+        StateSlot("momentum_buffer", when="momentum"),
+        StateSlot("grad_avg", when="centered"),
+        StateSlot("step", scalar=True),
     ],
     hyper={"lr": "lr", "alpha": "alpha", "eps": "eps", "weight_decay": "weight_decay", "momentum": "momentum"},
     flags={"momentum": "momentum", "centered": "centered", "maximize": "maximize"},
@@ -56,7 +56,7 @@ def rmsprop(
 
 @optimiser(
     classes={"Adagrad": {"maximize": False}},
-    slots=[Slot("sum", initial="initial_accumulator_value"), Slot("step", scalar=True)],
+    slots=[StateSlot("sum", initial="initial_accumulator_value"), StateSlot("step", scalar=True)],
     hyper={"lr": "lr", "lr_decay": "lr_decay", "eps": "eps", "weight_decay": "weight_decay"},
     flags={"maximize": "maximize"},
     examples=[

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mycel.ops.optimisers.paragraph import Slot, columns, laid_like, optimiser
+from mycel.ops.optimisers.paragraph import StateSlot, columns, laid_like, optimiser
 from mycel.ops.rules import o
 
 
@@ -29,7 +29,7 @@ def sgd_update(*xs, count, momentum=False, nesterov=False, maximize=False):
 
 @optimiser(
     classes={"SGD": {}},
-    slots=[Slot("momentum_buffer", when="momentum")],
+    slots=[StateSlot("momentum_buffer", when="momentum")],
     hyper={
         "lr": "lr",
         "momentum": "momentum",
