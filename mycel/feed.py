@@ -196,6 +196,18 @@ def without_host_data(args: tuple[Any, ...], kwargs: dict[str, Any], device: tor
     return arguments
 
 
+def refuse_without_data(args: tuple[Any, ...], kwargs: dict[str, Any], model: torch.nn.Module) -> None:
+    """TrainError for a call on tensors of the meta device, where the model has data."""
+    tensors: list[torch.Tensor] = []
+    flatten((args, kwargs), tensors)
+    has_data = all(p.device.type != "meta" for p in model.parameters())
+    if has_data and any(x.device.type == "meta" for x in tensors):
+        raise TrainError(
+            "the batch holds no data: it is on the meta device\n"
+            "  try       a batch with data; step.prepare(**batch) compiles for one without"
+        )
+
+
 def from_anywhere(captured: Captured) -> Captured:
     """A captured call whose batch may lie on the host, or where it is computed with."""
     if captured.device.type == "meta":

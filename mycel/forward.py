@@ -14,7 +14,7 @@ from mycel import lower, plan, transform
 from mycel.capture import MISS, Captured, bind
 from mycel.capture import capture as capture_call
 from mycel.capture.bind import Call
-from mycel.feed import Fed, Feed, Local, feed_of, from_anywhere, without_host_data
+from mycel.feed import Fed, Feed, Local, feed_of, from_anywhere, refuse_without_data, without_host_data
 from mycel.ir import Block, Program, Var, check
 from mycel.parts import Joined, ShardedModel, roles_of
 from mycel.planning import Task, with_layouts
@@ -49,6 +49,7 @@ class Forward:
             out = entry.call(args, kwargs)
             if out is not MISS:
                 return out
+        refuse_without_data(args, kwargs, self.model)
         return self.prepare(*args, **kwargs).entries[0].call(args, kwargs)
 
     def local(self, *args: Any, **kwargs: Any) -> Local:

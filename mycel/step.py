@@ -23,7 +23,7 @@ from mycel.capture import MISS, TRACING, Captured, bind, meshed
 from mycel.capture import capture as capture_call
 from mycel.capture.bind import Call
 from mycel.errors import GradientError, PlanError, TrainError
-from mycel.feed import Fed, Feed, Local, feed_of, without_host_data
+from mycel.feed import Fed, Feed, Local, feed_of, refuse_without_data, without_host_data
 from mycel.forward import Forward, called, device_of
 from mycel.ir import Mesh, Program, Role, Var, check
 from mycel.objective import Batch, objective
@@ -161,6 +161,7 @@ class Step:
                     if i:  # the last one used is tried first
                         self.entries.insert(0, self.entries.pop(i))
                     return out
+        refuse_without_data(args, kwargs, self.model)
         with without_collector():
             out = self.prepare(*args, **kwargs).entries[0].call(args, kwargs)
         assert out is not MISS, "a step does not fit the arguments it was made for"

@@ -153,8 +153,7 @@ def test_our_own_faults_show_their_traceback(ran):
 GOLDEN = {
     "train a.yaml b.yaml": (
         "more than one configuration: a.yaml and b.yaml\n"
-        "  try       one file, and settings "
-        "such as train.steps=500 over it"
+        "  try       one file, and settings such as train.steps=500 over it"
     ),
     "train c.yaml": "no configuration file c.yaml\n  try       the path of a YAML file",
     "train train.stesp=3": "unknown key train.stesp\n  at        argument train.stesp=3\n  try       train.steps",

@@ -274,8 +274,7 @@ CASES = {
         "h: i64[1,7] = cat(g, p, dim=1); n: i64[1,6] = slice(h, dim=1, start=1, stop=7); o: i64[1,6] = slice(h, "
         "dim=1, start=0, stop=6); "
         "d: i64[1,6] = sub(n, o); e: bool[1,6] = ne(d, 1); s: i64[1,6] = cumsum(e, dim=1); b: i64[1] = iota(dim=0, "
-        "dtype=i64, "
-        "shape=(1,)); "
+        "dtype=i64, shape=(1,)); "
         "r: i64[6,1] = index(s, b, i, at=(0, 1)); c: i64[1,6] = index(s, b, j, at=(0, 1)); u: bool[6,6] = eq(r, c); "
         "a: bool[6,6] = le(j, i); m: bool[6,6] = bitwise_and(a, u)",
     ),
@@ -294,8 +293,7 @@ CASES = {
         "masked",
         (
             "a: bool[6,6] = le(j, i); g: bool[2,1,1,6] = reshape(given, shape=(2, 1, 1, 6)); m: "
-            "bool[2,1,6,6] = "
-            "bitwise_and(a, g)"
+            "bool[2,1,6,6] = bitwise_and(a, g)"
         ),
     ),
     "only somewhat low": (
@@ -320,8 +318,7 @@ CASES = {
         "masked",
         (
             "a: i64[6,1] = add(i, 1000); b: bf16[6,1] = cast(a, dtype=bf16); c: i64[1,6] = add(j, 1000); m: "
-            "bool[6,6] "
-            "= le(c, b)"
+            "bool[6,6] = le(c, b)"
         ),
     ),
 }

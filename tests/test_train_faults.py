@@ -25,8 +25,8 @@ from rich.console import Console
 from training import GPT2, LLAMA, config, measured, nothing_left, tensors
 
 from mycel.errors import CheckpointError, MycelError, TrainError
+from mycel.feed import Local
 from mycel.run.checkpoint import latest, load
-from mycel.step import Step
 from mycel.train import device, summary
 from mycel.train.config import dump
 from mycel.train.data import prepare
@@ -117,7 +117,7 @@ def test_out_of_memory_is_told(disk, tmp_path, monkeypatch):
     def full(self, **batch):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
 
-    monkeypatch.setattr(Step, "__call__", full)
+    monkeypatch.setattr(Local, "__call__", full)
     with pytest.raises(
         TrainError,
         match=(

@@ -32,6 +32,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from mycel.ir import CONTROL, Block, Eqn, Program, Var, call, cond, custom, lifetimes, loop, scan
+from mycel.ops import o
 from mycel.plan.cost import TURNS, Costs
 from mycel.plan.hardware import Hardware
 from mycel.plan.links import Link, Links, message
@@ -193,18 +194,16 @@ class Clock:
         lines = []
         for i, (eqn, seconds) in enumerate(zip(block.eqns, costs.computing(block, compiled), strict=True)):
             name, axes, _ = message(eqn)
-            if eqn.op.name == "begin":
+            if eqn.op is o.begin:
                 begun[eqn.outputs[0]] = i
             if eqn.op in CONTROL:
                 lines.append(Line(eqn, "hold"))
-            elif eqn.op.name == "finish":
+            elif eqn.op is o.finish:
                 lines.append(Line(eqn, "finish", token=begun[next(eqn.vars)]))
             elif name:
                 link = self.links.of(axes) if self.links is not None else FREE
                 stream = self.streams.index(link.name) if self.links is not None else 0
-                lines.append(
-                    Line(eqn, "begin" if eqn.op.name == "begin" else "wait", costs.message(eqn), stream, link.busy)
-                )
+                lines.append(Line(eqn, "begin" if eqn.op is o.begin else "wait", costs.message(eqn), stream, link.busy))
             else:
                 lines.append(Line(eqn, "work", seconds))
         _remember(lines, block, costs.in_memory(block, compiled) if compiled else None)

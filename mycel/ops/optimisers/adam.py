@@ -51,11 +51,9 @@ def adam_update(*xs, count, decoupled=True, amsgrad=False, maximize=False):
             "f32[]~0, count=1"
         ),
         "f64[4], f64[3], f64[4], f64[3], f64[4]>0, f64[3]>0, f32[]>0, f32[]>0, f64[4], f64[3], f64[]>0, f64[]~0.9, "
-        "f64[]~0.9, f64[]>0, "
-        "f64[]>0, f32[]>0, f32[]~0, count=2, decoupled=False",
+        "f64[]~0.9, f64[]>0, f64[]>0, f32[]>0, f32[]~0, count=2, decoupled=False",
         "f64[4], f64[4], f64[4]>0, f64[4]>0, f32[]>0, f64[4], f64[]>0, f64[]~0.9, f64[]~0.9, f64[]>0, f64[]>0, "
-        "f32[]>0, f32[]~0, count=1, "
-        "amsgrad=True, maximize=True",
+        "f32[]>0, f32[]~0, count=1, amsgrad=True, maximize=True",
     ],
 )
 def adam(
@@ -108,14 +106,9 @@ def adam(
     flags={"decoupled": "decoupled_weight_decay", "maximize": "maximize"},
     examples=[
         "f[4,6], f[4,6], f[4,6]>0, f32[]~0.9, f32[]>1, f[4,6], f64[]~0.1, f64[]~0.9, f64[]~0.9, f64[]~0.1, "
-        "f64[]~0.1, "
-        "f64[]>0, "
-        "None, f32[]~0, "
-        "count=1",
+        "f64[]~0.1, f64[]>0, None, f32[]~0, count=1",
         "f64[4], f64[3], f64[4], f64[3], f64[4]>0, f64[3]>0, f32[]~0.9, f32[]~0.9, f32[]>0, f32[]>0, f64[4], f64[3], "
-        "f64[]>0, "
-        "f64[]~0.9, "
-        "f64[]~0.9, "
+        "f64[]>0, f64[]~0.9, f64[]~0.9, "
         "f64[]>0, f64[]>0, f64[]>0, f32[]>0, f32[]~0, count=2, decoupled=True, maximize=True",
     ],
 )

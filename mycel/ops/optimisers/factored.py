@@ -36,20 +36,12 @@ def root_mean_square(x):
     kinds=lambda p: {"factored": p.ndim > 1},
     pointwise=False,
     examples=[
-        "f32[4,6], f32[4,1]>0, f32[1,6]>0, f32[]>0, f32[4,6], f64[]>0, f64[]~0.9, f64[]>0, f64[]>0, f64[]>1, "
-        "f64[]~0.1, None, "
-        "f32[]~0, "
-        "count=1, "
-        "factored=True",
+        "f64[4,6], f64[4,1]>0, f64[1,6]>0, f32[]>0, f64[4,6], f64[]>0, f64[]~0.9, f64[]>0, f64[]>0, f64[]>1, "
+        "f64[]~0.1, None, f32[]~0, count=1, factored=True",
         "f64[4], f64[3], f64[4]>0, f64[3]>0, f32[]>0, f32[]>0, f64[4], f64[3], f64[]>0, f64[]~0.9, f64[]>0, f64[]>0, "
-        "f64[]>1, "
-        "f64[]~0.1, f32[]>0, "
-        "f32[]~0, count=2, factored=False, maximize=True",
+        "f64[]>1, f64[]~0.1, f32[]>0, f32[]~0, count=2, factored=False, maximize=True",
         "f64[2,4,6], f64[2,4,1]>0, f64[2,1,6]>0, f32[]>0, f64[2,4,6], f64[]>0, f64[]~0.9, f64[]>0, f64[]>0, f64[]>1, "
-        "f64[]~0.1, "
-        "f32[]>0, "
-        "f32[]~0, "
-        "count=1, factored=True",
+        "f64[]~0.1, f32[]>0, f32[]~0, count=1, factored=True",
     ],
 )
 def adafactor(

@@ -58,8 +58,7 @@ def rate_ratio(shape, way):
     pointwise=False,
     examples=[
         "f32[4,6], f32[4,6], f32[4,6], f64[]>0, f64[]~0.9, f64[]~0.1, None, f32[]~0, count=1, nesterov=True, "
-        "coefficients=(3.4445, -4.775, 2.0315), "
-        "steps=5, eps=1e-07, adjust=None",
+        "coefficients=(3.4445, -4.775, 2.0315), steps=5, eps=1e-07, adjust=None",
         "f32[6,4], f32[2,2], f32[6,4], f32[2,2], f32[6,4], f32[2,2], f64[]>0, f64[]~0.9, f64[]~0.1, f32[]>0, f32[]~0, "
         "count=2, nesterov=False, "
         'coefficients=(3.4445, -4.775, 2.0315), steps=3, eps=1e-07, adjust="match_rms_adamw"',

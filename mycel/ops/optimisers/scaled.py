@@ -62,8 +62,7 @@ def rmsprop(
     examples=[
         "f[4,6], f[4,6]>0, f32[]>0, f[4,6], f64[]>0, f64[]>0, f64[]>0, f64[]>0, None, f32[]~0, count=1",
         "f64[4], f64[3], f64[4]>0, f64[3]>0, f32[]>0, f32[]>0, f64[4], f64[3], f64[]>0, f64[]>0, f64[]>0, f64[]>0, "
-        "f32[]>0, f32[]~0, count=2, "
-        "maximize=True",
+        "f32[]>0, f32[]~0, count=2, maximize=True",
     ],
 )
 def adagrad(p, g, *, sum, step, lr, lr_decay, eps, weight_decay):
