@@ -85,10 +85,10 @@ def _outputs(eqn: Eqn, value: Var) -> list[Any]:
 
 def view_cells(parent: Cell, source: Var, eqns: list[Eqn], outs: list[Var]) -> list[Cell]:
     """Cells for the results of a view: one for each equation on the way from `source` to each result."""
-    made: dict[Var, Cell] = {source: parent}
+    cells: dict[Var, Cell] = {source: parent}
     for eqn in eqns:
         start = eqn.inputs[0] if eqn.inputs else None
-        if isinstance(start, Var) and start in made:
+        if isinstance(start, Var) and start in cells:
             for i, out in enumerate(eqn.outputs):
-                made[out] = Cell(out, made[start], eqn, i)
-    return [made.get(out) or Cell(out, parent, None) for out in outs]
+                cells[out] = Cell(out, cells[start], eqn, i)
+    return [cells.get(out) or Cell(out, parent, None) for out in outs]

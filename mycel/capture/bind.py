@@ -115,8 +115,8 @@ class _GuardWriter:
                 for i, child in enumerate(tree.children):
                     self.unpack(child, f"{name}[{i}]")
             case "dict" | "output":
-                made, keys = tree.key
-                cls = self.constant(made if isinstance(made, type) else type(made), "cls")
+                template, keys = tree.key
+                cls = self.constant(template if isinstance(template, type) else type(template), "cls")
                 self.lines.append(f"{name} = {expr}")
                 self.guard(f"type({name}) is not {cls} or len({name}) != {len(keys)}")
                 for key, child in zip(keys, tree.children, strict=True):
@@ -178,12 +178,12 @@ class _GuardWriter:
     def links(self) -> None:
         """Objects on the way to state are where they were, plain values are what they were."""
         c = self.c
-        held = [
+        locations = [
             *(p for places in c.state.values() for p in places),
             *(s.place for s in c.statics),
             *(p for p, _ in c.effects),
         ]
-        ends = [*c.links, *(place.inside for place in held)]
+        ends = [*c.links, *(place.inside for place in locations)]
         chain: dict[int, Guarded] = {}
         for link in ends:
             way = []
@@ -290,12 +290,12 @@ class _GuardWriter:
                 return f"{self.constant(tree.key, 'cls')}({', '.join(parts)})"
             case "struct":
                 return f"{self.constant(tree.key, 'cls')}(({', '.join(parts)},))"
-        made, keys = tree.key
-        if type(made) is dict:
+        template, keys = tree.key
+        if type(template) is dict:
             return f"dict(zip({self.constant(keys, 'keys')}, ({''.join(p + ', ' for p in parts)})))"
         self.env["rebuild"] = rebuild
         return (
-            f"rebuild({self.constant(made, 'made')}, {self.constant(keys, 'keys')}, "
+            f"rebuild({self.constant(template, 'made')}, {self.constant(keys, 'keys')}, "
             f"({''.join(p + ', ' for p in parts)}))"
         )
 

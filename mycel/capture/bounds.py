@@ -29,16 +29,16 @@ _INDICES = {
 }  # operator -> which output holds indices
 
 
-def bounds(x: Any, made: Mapping[Var, Eqn]) -> Bounds | None:
+def bounds(x: Any, producers: Mapping[Var, Eqn]) -> Bounds | None:
     """The smallest and largest that x can be; None if nothing is known."""
     if not isinstance(x, Var):
         return None if x is None or isinstance(x, complex) or math.isnan(x) else (x, x)
-    eqn = made.get(x)
+    eqn = producers.get(x)
     if eqn is None:
         return None
     name = eqn.op.name
     if name in _SAME:
-        return bounds(eqn.inputs[0], made)
+        return bounds(eqn.inputs[0], producers)
     if name == "uniform" and x.dtype.itemsize >= 4:
         return 0.0, math.nextafter(1.0, 0.0)
     if name in _INDICES and x is eqn.outputs[_INDICES[name]]:
@@ -47,11 +47,11 @@ def bounds(x: Any, made: Mapping[Var, Eqn]) -> Bounds | None:
     return None
 
 
-def decide(eqn: Eqn, made: Mapping[Var, Eqn]) -> bool | None:
+def decide(eqn: Eqn, producers: Mapping[Var, Eqn]) -> bool | None:
     """The one answer of a comparison whose operands' bounds do not overlap; None if it depends."""
     if eqn.op not in (o.lt, o.le, o.gt, o.ge):
         return None
-    a, b = (bounds(x, made) for x in eqn.inputs)
+    a, b = (bounds(x, producers) for x in eqn.inputs)
     if a is None or b is None:
         return None
     if eqn.op in (o.gt, o.le):

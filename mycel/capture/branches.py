@@ -64,26 +64,26 @@ def run(
     catch: bool = False,
 ) -> TracedClosure:
     """Trace a closure; the variables and objects it changed, and tensors of outside, are put back."""
-    made = TracedClosure()
+    traced = TracedClosure()
     before = {name: slot.get() for name, slot in slots.items()}
-    with journal() as notes, opened(tracer, made.section):
+    with journal() as notes, opened(tracer, traced.section):
         try:
-            made.value = fn()
-            made.variables = {name: slots[name].get() for name in keep if name in slots}
-            made.contents = objects.changes()
+            traced.value = fn()
+            traced.variables = {name: slots[name].get() for name in keep if name in slots}
+            traced.contents = objects.changes()
             with tracer:
-                new = (v for i, c in made.contents.items() for v in _new(objects.boxes[i].old, c))
-                made.note(tracer, (made.value, *made.variables.values(), *new))
-                made.writes = written(made.section, notes)
+                new = (v for i, c in traced.contents.items() for v in _new(objects.boxes[i].old, c))
+                traced.note(tracer, (traced.value, *traced.variables.values(), *new))
+                traced.writes = written(traced.section, notes)
         except Exception as e:
             if not catch or e is not tracer.raised:
                 raise
-            made.raised = e
+            traced.raised = e
         finally:
             objects.restore()
             for name, slot in slots.items():
                 slot.set(before[name])
-    return made
+    return traced
 
 
 def _new(old: Any, now: Any) -> list[Any]:

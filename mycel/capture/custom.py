@@ -42,21 +42,23 @@ def trace_custom(tracer: Tracer, forward: Forward, backward: Backward, args: tup
         with tracer:
             ys = [tracer.cell(y).read() for y in outs]
             kept = [tracer.cell(s).read() for s in saved]
-    made = [Var(tracer.name("y"), v.type) for v in (*ys, *kept)]
+    outputs = [Var(tracer.name("y"), v.type) for v in (*ys, *kept)]
     gs = [Var(tracer.name("g"), v.type) for v in ys if is_float(v.dtype)]
     with opened(tracer, behind):
-        results = made[: len(ys)]
+        results = outputs[: len(ys)]
         rest = iter(gs)
         cotangents = [tracer.wrap(next(rest)) if is_float(v.dtype) else None for v in ys]
         saved_now = [
-            tracer.wrap(v if v in xs else made[ys.index(v) if v in ys else len(ys) + i]) for i, v in enumerate(kept)
+            tracer.wrap(v if v in xs else outputs[ys.index(v) if v in ys else len(ys) + i]) for i, v in enumerate(kept)
         ]
-        found = backward(_given(tracer, tree, xs), _given(tracer, out_tree, results), saved_now, cotangents)
+        gradients = backward(_given(tracer, tree, xs), _given(tracer, out_tree, results), saved_now, cotangents)
         with tracer:
             dxs = [
-                _cotangent(tracer, x, g) for x, g in zip(xs, _listed(found, len(xs)), strict=True) if is_float(x.dtype)
+                _cotangent(tracer, x, g)
+                for x, g in zip(xs, _listed(gradients, len(xs)), strict=True)
+                if is_float(x.dtype)
             ]
-    inner = {*made, *gs}
+    inner = {*outputs, *gs}
     operands = [*xs]
     operands += [
         v
@@ -64,11 +66,11 @@ def trace_custom(tracer: Tracer, forward: Forward, backward: Backward, args: tup
         if v not in inner and v not in operands
     ]
     first = finish(tracer, "custom_forward", ahead, operands, [*ys, *kept])
-    second = finish(tracer, "custom_backward", behind, [*operands, *made, *gs], dxs)
+    second = finish(tracer, "custom_backward", behind, [*operands, *outputs, *gs], dxs)
     with tracer:
         params = {"forward": Ref(first), "backward": Ref(second), "wrt": len(xs), "outs": len(ys)}
-        values = tracer.append(custom, tuple(operands), params, [v.type for v in made])
-    values = [values] if len(made) == 1 else list(values)
+        values = tracer.append(custom, tuple(operands), params, [v.type for v in outputs])
+    values = [values] if len(outputs) == 1 else list(values)
     return out_tree.unflatten(iter([tracer.wrap(v) for v in values[: len(ys)]]))
 
 
@@ -85,8 +87,8 @@ def _given(tracer: Tracer, tree: Tree, values: Sequence[Var]) -> Any:
     return tree.unflatten(iter([tracer.wrap(v) for v in values]))
 
 
-def _listed(found: Any, count: int) -> list[Any]:
-    listed = list(found) if isinstance(found, (tuple, list)) else [found]
+def _listed(gradients: Any, count: int) -> list[Any]:
+    listed = list(gradients) if isinstance(gradients, (tuple, list)) else [gradients]
     if len(listed) != count:
         raise refuse(
             f"a gradient function returned {len(listed)} values for {count} tensors",
@@ -152,8 +154,8 @@ def trace_function(tracer: Tracer, cls: type[torch.autograd.Function], args: tup
     def backward(given: tuple[Any, ...], result: Any, saved: list[torch.Tensor], cotangents: list[Any]) -> Any:
         rest = iter(saved)
         ctx.saved_tensors = tuple(None if t is None else next(rest) for t in ctx.saved_tensors)  # type: ignore[misc]
-        found = rewritten(cls.backward)(ctx, *cotangents)
-        listed = found if isinstance(found, tuple) else (found,)
+        gradients = rewritten(cls.backward)(ctx, *cotangents)
+        listed = gradients if isinstance(gradients, tuple) else (gradients,)
         return [listed[i] for i in tensors]
 
     return trace_custom(tracer, forward, backward, args)

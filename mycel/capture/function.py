@@ -139,15 +139,15 @@ def _roles(
     a number."""
     places = dict(tracer.state)
     roles: dict[str, Role] = {}
-    taken = set(known.values())
+    used = set(known.values())
     for var, (tensor, _) in zip(tracer.inputs, tracer.lifted.values(), strict=True):
         if names[var] not in arguments and id(tensor) in known:
             roles[names[var]] = known[id(tensor)]
             continue
         role = Role("batch", arguments[names[var]]) if names[var] in arguments else _held_role(tensor, places[var])
         numbered = itertools.chain([role], (replace(role, name=f"{role.name}_{i}") for i in itertools.count(1)))
-        roles[names[var]] = role = next(r for r in numbered if r not in taken)
-        taken.add(role)
+        roles[names[var]] = role = next(r for r in numbered if r not in used)
+        used.add(role)
     return roles
 
 
@@ -263,16 +263,16 @@ def _trace_arguments(
     tracer: Tracer, tree: Tree, paths: list[str], leaves: list[torch.Tensor], apart: bool
 ) -> tuple[Any, list[Var]]:
     """The arguments with traced tensors, and the input of each; the same tensor passed twice is one input."""
-    made: dict[int, Traced] = {}
-    taken: set[str] = set()
+    traced: dict[int, Traced] = {}
+    used: set[str] = set()
     for name, tensor in zip(paths, leaves, strict=True):
-        if id(tensor) not in made:
+        if id(tensor) not in traced:
             name = clean(name)
-            while name in taken:
+            while name in used:
                 name += "_"
-            taken.add(name)
-            made[id(tensor)] = tracer.argument(name, tensor, apart)
-    return tree.unflatten(iter([made[id(x)] for x in leaves])), [made[id(x)].cell.var for x in leaves]
+            used.add(name)
+            traced[id(tensor)] = tracer.argument(name, tensor, apart)
+    return tree.unflatten(iter([traced[id(x)] for x in leaves])), [traced[id(x)].cell.var for x in leaves]
 
 
 def _parameter_names(fn: Callable[..., Any], count: int) -> list[str]:
@@ -302,7 +302,7 @@ class _Rebound:
 
 def _changes(tracer: Tracer, places: Reachable) -> list[_Rebound]:
     """All slots that were rebound to tensors, or to structures that hold traced ones."""
-    found = []
+    rebound = []
     for box in places.boxes:
         for key, value in contents(box.slots).items():
             if value is box.old.get(key) or not (isinstance(value, torch.Tensor) or _holds_traced(value)):
@@ -317,8 +317,8 @@ def _changes(tracer: Tracer, places: Reachable) -> list[_Rebound]:
                     "return it, or keep it in a buffer or an attribute of a module",
                     next((tracer.made[v].source for v in values if v in tracer.made), ""),
                 )
-            found.append(_Rebound(box, key, tree, values))
-    return found
+            rebound.append(_Rebound(box, key, tree, values))
+    return rebound
 
 
 def _effects(tracer: Tracer, changes: list[_Rebound]) -> tuple[list[tuple[Location, Tree]], list[Var]]:

@@ -69,10 +69,10 @@ def results(tracer: Tracer, captured: Captured, inputs: Mapping[str, torch.Tenso
     with tracer:
         for name, new in zip(program.updates, outs[n:], strict=True):
             tracer.cell(inputs[name]).write(new)
-    made = iter([tracer.wrap(v) for v in outs[:n]])
-    value = captured.out.unflatten(made)
+    tensors = iter([tracer.wrap(v) for v in outs[:n]])
+    value = captured.out.unflatten(tensors)
     for place, tree in captured.effects:
-        place.write(tree.unflatten(made))
+        place.write(tree.unflatten(tensors))
     return value
 
 

@@ -224,18 +224,18 @@ class Turns:
 
     def operands(self) -> list[Var]:
         """The state before the first turn."""
-        found: list[Var] = []
+        operands: list[Var] = []
 
         def collect(value: Any) -> None:
             if isinstance(value, torch.Tensor):
-                found.append(self.tracer.cell(value).read())
+                operands.append(self.tracer.cell(value).read())
             elif (parts := opened_value(value, value)) is not None:
                 for part in parts[1]:
                     collect(part)
 
         for slot in self.state.values():
             collect(slot.get())
-        return found + [c.read() for c in self.cells]
+        return operands + [c.read() for c in self.cells]
 
     def give_back(self, outs: Sequence[Var]) -> None:
         """The state after the last turn."""

@@ -97,11 +97,11 @@ def _is_written_in_python(func: Any) -> bool:
 def _opened(func: types.FunctionType) -> Callable[..., Any]:
     """A Python-written torch function whose own torch-function check is off, so that its body runs under the mode."""
     blind = dict.fromkeys(("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"), _no)
-    made = types.FunctionType(
+    clone = types.FunctionType(
         func.__code__, {**func.__globals__, **blind}, func.__name__, func.__defaults__, func.__closure__
     )
-    made.__kwdefaults__ = func.__kwdefaults__
-    return made
+    clone.__kwdefaults__ = func.__kwdefaults__
+    return clone
 
 
 def _no(*_: Any) -> bool:

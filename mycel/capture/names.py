@@ -60,7 +60,7 @@ def clean(name: str) -> str:
 def hints(eqns: list[Eqn], lines: list[tuple[int, str]]) -> dict[str, str]:
     """Names by value: the last equation of a line (in its frame, calls in between aside) defines what the line
     assigns."""
-    found: dict[str, str] = {}
+    names: dict[str, str] = {}
     following: dict[int, str] = {}
     for eqn, (frame, line) in zip(reversed(eqns), reversed(lines), strict=True):
         targets = _targets(line) if following.get(frame) != line else ()
@@ -68,8 +68,8 @@ def hints(eqns: list[Eqn], lines: list[tuple[int, str]]) -> dict[str, str]:
         if len(targets) != 1 and len(targets) != len(eqn.outputs):
             targets = ()
         for i, var in enumerate(eqn.outputs):
-            found[var.name] = targets[i] if i < len(targets) else eqn.op.name
-    return found
+            names[var.name] = targets[i] if i < len(targets) else eqn.op.name
+    return names
 
 
 @functools.cache

@@ -40,11 +40,11 @@ class Traced(torch.Tensor):
     @staticmethod
     def make(cell: Cell, tracer: Record, strides: Sequence[int] | None = None) -> Traced:
         t = cell.var.type
-        made = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        tensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             Traced, t.shape, strides=strides, dtype=t.dtype, device=tracer.device
         )
-        made.cell, made.tracer = cell, tracer
-        return made
+        tensor.cell, tensor.tracer = cell, tracer
+        return tensor
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -213,10 +213,10 @@ class Record(Builder):
             raise refuse(
                 "a tensor of another capture was used", "do not keep tensors across calls of captured functions"
             )
-        found = self.lifted.get(id(tensor))
-        if found is None:
-            found = self.lifted[id(tensor)] = (tensor, self._lift(tensor))
-        return found[1]
+        entry = self.lifted.get(id(tensor))
+        if entry is None:
+            entry = self.lifted[id(tensor)] = (tensor, self._lift(tensor))
+        return entry[1]
 
     def _check_tensor(self, tensor: torch.Tensor) -> None:
         """A program holds dense tensors of one device (0-dim ones may lie elsewhere, as in torch)."""
@@ -231,10 +231,10 @@ class Record(Builder):
     def _lift(self, tensor: torch.Tensor) -> Cell:
         self._check_tensor(tensor)
         places = self.places.find(tensor)
-        taken = {v.name for v in self.inputs}
+        used = {v.name for v in self.inputs}
         base = name = places[0].name or "held"
         for i in range(1, 1_000_000):
-            if name not in taken:
+            if name not in used:
                 break
             name = f"{base}_{i}"
         var = Var(name, type_of(tensor))

@@ -105,22 +105,22 @@ class Open:
         """x, a value from outside, as this region's ranks have it in a layout."""
         params = self.params(layout)
         types = o.enter.infer((x.type,), params)
-        made: Var = self.tracer.write(o.enter, (x,), params, types)
-        return made
+        var: Var = self.tracer.write(o.enter, (x,), params, types)
+        return var
 
     def note(self, eqn: Eqn) -> None:
         """Follow what differs."""
-        found = frozenset().union(*(self.differs.get(v, frozenset()) for v in eqn.vars))
+        axes = frozenset().union(*(self.differs.get(v, frozenset()) for v in eqn.vars))
         if eqn.op is o.enter:
-            found |= {a for dim in eqn.params["layout"] for a in dim if a in self.sizes}
+            axes |= {a for dim in eqn.params["layout"] for a in dim if a in self.sizes}
         elif eqn.op.collective is not None and eqn.op.collective.same:
-            found -= set(eqn.params["axes"])
+            axes -= set(eqn.params["axes"])
         elif eqn.op.by_rank and eqn.op is not o.leave:
-            found |= set(eqn.params["axes"]) & set(self.sizes)
+            axes |= set(eqn.params["axes"]) & set(self.sizes)
         elif eqn.op in CONTROL and any(self._speaks(ref) for ref in eqn.refs):
-            found = frozenset(self.sizes)
-        if found:
-            self.differs.update((v, found) for v in eqn.outputs)
+            axes = frozenset(self.sizes)
+        if axes:
+            self.differs.update((v, axes) for v in eqn.outputs)
 
     def _speaks(self, block: str) -> bool:
         """Does anything in a block depend on the rank?"""
@@ -130,14 +130,14 @@ class Open:
 
     def close(self) -> dict[Var, Var]:
         """Values that are the same on all ranks leave; they are now outside, and what they were inside is returned."""
-        tracer, made = self.tracer, self.eqns[self.start :]
+        tracer, region_eqns = self.tracer, self.eqns[self.start :]
         inner = {
             v: Var(tracer.name(""), v.type)
-            for e in made
+            for e in region_eqns
             for v in e.outputs
             if v not in self.differs and not v.type.depth
         }
-        for i, eqn in enumerate(made, self.start):
+        for i, eqn in enumerate(region_eqns, self.start):
             inputs = tuple(inner.get(x, x) if isinstance(x, Var) else x for x in eqn.inputs)
             self.eqns[i] = replace(eqn, inputs=inputs, outputs=tuple(inner.get(v, v) for v in eqn.outputs))
             tracer.made.update((v, self.eqns[i]) for v in self.eqns[i].outputs)
@@ -160,8 +160,8 @@ class Open:
     def leave(self, x: Var, layout: Sequence[Axes]) -> Var:
         """What a value of the closed region is outside, in a layout."""
         params = self.params(layout)
-        made: Var = self.tracer.write(o.leave, (x,), params, o.leave.infer((x.type,), params))
-        return made
+        var: Var = self.tracer.write(o.leave, (x,), params, o.leave.infer((x.type,), params))
+        return var
 
 
 def opened(tracer: Tracer, sizes: Mapping[str, int]) -> Open:
@@ -171,9 +171,9 @@ def opened(tracer: Tracer, sizes: Mapping[str, int]) -> Open:
     if twice:
         raise refuse(f"a manual region over {twice[0]} inside of another one over it", "one region for each axis")
     tracer.here()
-    made = Open(tracer, dict(sizes))
-    tracer.manual.append(made)
-    return made
+    region = Open(tracer, dict(sizes))
+    tracer.manual.append(region)
+    return region
 
 
 def closed(region: Open) -> dict[Var, Var]:

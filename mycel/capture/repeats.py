@@ -42,20 +42,20 @@ def assemble(tracer: Tracer, outputs: list[Any]) -> dict[str, Block]:
 
 
 def assemble_inner(
-    section: Any, outputs: list[Any], names: dict[str, str], path: str, taken: set[str]
+    section: Any, outputs: list[Any], names: dict[str, str], path: str, used: set[str]
 ) -> tuple[dict[str, Block], Block]:
     """(blocks of modules that repeat inside, the block itself) of a finished part of a trace; names of outer values are
     known."""
-    made = _Assembly(section, outputs, names, {"", *taken}).blocks("", path)
-    block = made.pop("")
-    return made, block
+    blocks = _Assembly(section, outputs, names, {"", *used}).blocks("", path)
+    block = blocks.pop("")
+    return blocks, block
 
 
 class _Assembly:
-    def __init__(self, tracer: Any, outputs: list[Any], names: dict[str, str], taken: set[str]) -> None:
+    def __init__(self, tracer: Any, outputs: list[Any], names: dict[str, str], used: set[str]) -> None:
         self.tracer, self.root = tracer, tracer.regions[0]
         self.root.end = len(tracer.eqns)
-        self.known, self.taken = {**hints(tracer.eqns, tracer.lines), **names}, taken
+        self.known, self.taken = {**hints(tracer.eqns, tracer.lines), **names}, used
         self.eqns, self.outputs = stop_gradients(tracer, outputs, self.known)
         self.last: dict[Var, float] = {v: i for i, e in enumerate(self.eqns) for v in e.vars}
         self.last.update({v: math.inf for v in outputs if isinstance(v, Var)})
@@ -71,20 +71,20 @@ class _Assembly:
         self._group(self.root)
         self.groups = {k: shapes for k, shapes in self.groups.items() if len(shapes) > 1}
         self._choose_outputs()
-        made: dict[str, Block] = {}
+        blocks: dict[str, Block] = {}
         for key, shapes in self.groups.items():
             self.names[key] = _unique(_snake(shapes[0].region.name), self.taken)
         for key, shapes in self.groups.items():
             first = shapes[0]
             body = self._body(first.region, KEY)
             outs = [first.defined[i] for i in self.kept[key]]
-            made[self.names[key]] = rename(
+            blocks[self.names[key]] = rename(
                 Block(tuple(first.externals), tuple(body), tuple(outs)), self.known, first.region.path
             )
         inputs = [*self.tracer.inputs, *([KEY] if self.drawing and KEY not in self.tracer.inputs else [])]
         main = Block(tuple(inputs), tuple(self._body(self.root, KEY)), tuple(self.outputs))
-        made[entry] = rename(main, self.known, path)
-        return made
+        blocks[entry] = rename(main, self.known, path)
+        return blocks
 
     # -- which regions repeat -------------------------------------------------------------------------------
 
@@ -172,9 +172,9 @@ def stop_gradients(tracer: Tracer, outputs: list[Any], names: dict[str, str]) ->
     if not tracer.frozen:
         return tracer.eqns, outputs
     eqns = tracer.eqns
-    made = {v for i in tracer.frozen for v in eqns[i].outputs if is_float(v.dtype)}
-    leaving = {v for i, e in enumerate(eqns) if i not in tracer.frozen for v in e.vars if v in made}
-    leaving |= {v for v in outputs if isinstance(v, Var) and v in made}
+    frozen = {v for i in tracer.frozen for v in eqns[i].outputs if is_float(v.dtype)}
+    leaving = {v for i, e in enumerate(eqns) if i not in tracer.frozen for v in e.vars if v in frozen}
+    leaving |= {v for v in outputs if isinstance(v, Var) and v in frozen}
     stopped = {v: Var(f"{v.name}_stopped", v.type) for v in leaving}
     names.update({s.name: names[v.name] for v, s in stopped.items()})
     out: list[Eqn] = []
@@ -216,7 +216,7 @@ def _snake(name: str) -> str:
     return re.sub(r"(?<=[a-z0-9]{2})(?=[A-Z])|(?<=[A-Z0-9])(?=[A-Z][a-z])", "_", name).lower()
 
 
-def _unique(name: str, taken: set[str]) -> str:
-    made = next(n for n in itertools.chain([name], (f"{name}_{i}" for i in itertools.count(2))) if n not in taken)
-    taken.add(made)
-    return made
+def _unique(name: str, used: set[str]) -> str:
+    unique = next(n for n in itertools.chain([name], (f"{name}_{i}" for i in itertools.count(2))) if n not in used)
+    used.add(unique)
+    return unique

@@ -82,15 +82,15 @@ class Slot:
 
 def variables(fns: Iterable[Callable[..., Any]], names: Iterable[str]) -> dict[str, Slot]:
     """The named variables of the function whose closures these are."""
-    found: dict[str, Slot] = {}
+    slots: dict[str, Slot] = {}
     for fn in fns:
         cells = dict(zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True))
         for name in names:
             if name in cells:
-                found.setdefault(name, Slot(cells[name], None, shown(name)))
+                slots.setdefault(name, Slot(cells[name], None, shown(name)))
             elif name in fn.__code__.co_names:
-                found.setdefault(name, Slot(fn.__globals__, name, name))
-    return found
+                slots.setdefault(name, Slot(fn.__globals__, name, name))
+    return slots
 
 
 def assigned(fns: Iterable[Callable[..., Any]]) -> list[str]:
@@ -100,7 +100,7 @@ def assigned(fns: Iterable[Callable[..., Any]]) -> list[str]:
 
 @functools.lru_cache(maxsize=4096)
 def _assigned(code: types.CodeType) -> tuple[str, ...]:
-    found = [
+    names = [
         i.argval
         for i in dis.get_instructions(code)
         if i.opname in ("STORE_GLOBAL", "DELETE_GLOBAL")
@@ -108,7 +108,7 @@ def _assigned(code: types.CodeType) -> tuple[str, ...]:
         and i.argval in code.co_freevars
     ]
     inner = [n for const in code.co_consts if isinstance(const, types.CodeType) for n in _assigned(const)]
-    return tuple(found + [n for n in inner if n in code.co_freevars or n not in (*code.co_cellvars, *code.co_varnames)])
+    return tuple(names + [n for n in inner if n in code.co_freevars or n not in (*code.co_cellvars, *code.co_varnames)])
 
 
 def shown(name: str) -> str:
@@ -164,15 +164,15 @@ class Objects:
     @staticmethod
     def reached(fns: Iterable[Callable[..., Any]], own: Iterable[Slot]) -> Objects:
         """Everything the closures reach; the cells of `own` are left to the caller."""
-        made = Objects()
+        objects = Objects()
         for slot in own:
-            made._seen[id(slot.box)] = slot.box
+            objects._seen[id(slot.box)] = slot.box
             if isinstance(slot.box, types.CellType):
-                made.visit(slot.name, slot.get(), 0)
+                objects.visit(slot.name, slot.get(), 0)
         for fn in fns:
-            made.visit("", fn, 0)
-        made.remember()
-        return made
+            objects.visit("", fn, 0)
+        objects.remember()
+        return objects
 
     def remember(self) -> None:
         for box in self.boxes.values():

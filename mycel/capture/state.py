@@ -91,8 +91,8 @@ class Reachable:
 
     def find(self, tensor: torch.Tensor) -> list[Location]:
         """Its places; a tensor found nowhere is held by reference."""
-        found = self.tensors.get(id(tensor))
-        return found or [Location("held", "held", [tensor], 0)]
+        locations = self.tensors.get(id(tensor))
+        return locations or [Location("held", "held", [tensor], 0)]
 
     def unchanged(self) -> tuple[Guarded, ...]:
         """Plain values that tracing did not change itself: counters of calls are no part of the signature."""
@@ -102,9 +102,9 @@ class Reachable:
         """Containers and objects that the code does not resize itself, with how much they held."""
         own = {id(place.container) for place in written}
         return tuple(
-            (held, n)
-            for held, n in self.sizes
-            if len(held) == n and not isinstance(held, tuple) and id(held) not in own
+            (container, n)
+            for container, n in self.sizes
+            if len(container) == n and not isinstance(container, tuple) and id(container) not in own
         )
 
     # -- walking --------------------------------------------------------------------------------------------
@@ -146,10 +146,10 @@ class Reachable:
             self._entry(name, cell, CELL, "variable", inside)
         names = dict.fromkeys(_global_names(fn.__code__))
         for name in names:
-            found = fn.__globals__.get(name)
-            if isinstance(found, types.ModuleType):
-                if _is_open_module(found.__name__):
-                    self._entries(name, vars(found), [n for n in names if n in vars(found)], "variable", inside)
+            value = fn.__globals__.get(name)
+            if isinstance(value, types.ModuleType):
+                if _is_open_module(value.__name__):
+                    self._entries(name, vars(value), [n for n in names if n in vars(value)], "variable", inside)
             elif name in fn.__globals__:
                 self._box(name, "variable", _Slot(fn.__globals__, name), inside)
                 self._entry(name, fn.__globals__, name, "variable", inside)

@@ -190,8 +190,8 @@ class Tracer(Record):
             m.untyped_storage()._cdata == memory for m in metas
         ]  # reshape, contiguous and to copy where they must
         cells = [c if s else Cell(v) for c, s, v in zip(cells, shared, outs, strict=True)]
-        made = [Traced.make(c, self, m.stride()) for c, m in zip(cells, metas, strict=True)]
-        return type(out)(made) if isinstance(out, (list, tuple)) else made[0]
+        views = [Traced.make(c, self, m.stride()) for c, m in zip(cells, metas, strict=True)]
+        return type(out)(views) if isinstance(out, (list, tuple)) else views[0]
 
     def _write(self, func: Any, known: Schema, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """`x.add_(y)`: the functional operator, then its result becomes the value of x (in x's dtype and shape)."""
@@ -324,13 +324,13 @@ class Tracer(Record):
 
 def tensors_in(values: Any) -> list[torch.Tensor]:
     """The tensors among arguments, lists opened."""
-    found: list[torch.Tensor] = []
+    tensors: list[torch.Tensor] = []
     for v in values:
         if isinstance(v, torch.Tensor):
-            found.append(v)
+            tensors.append(v)
         elif isinstance(v, (list, tuple)):
-            found.extend(tensors_in(v))
-    return found
+            tensors.extend(tensors_in(v))
+    return tensors
 
 
 def _meta(x: torch.Tensor) -> torch.Tensor:

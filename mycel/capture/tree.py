@@ -46,8 +46,8 @@ class Tree:
                 return self.key(*parts)
             case "struct":
                 return self.key(parts)
-        made, names = self.key
-        return rebuild(made, names, parts)
+        template, names = self.key
+        return rebuild(template, names, parts)
 
     def paths(self, prefix: str) -> Iterator[str]:
         """A readable name for each leaf."""
@@ -104,17 +104,17 @@ def flatten(value: Any, leaves: list[torch.Tensor], objects: bool = False) -> Tr
     return Tree("static", value)
 
 
-def rebuild(made: Any, names: Sequence[Any], parts: Sequence[Any]) -> Any:
-    """A mapping like the empty one `made`, a Hugging Face output or an object of class `made`, with these entries or
+def rebuild(template: Any, names: Sequence[Any], parts: Sequence[Any]) -> Any:
+    """A mapping like the empty one `template`, a Hugging Face output or an object of class `template`, with these entries or
     attributes."""
     entries = dict(zip(names, parts, strict=True))
-    if not isinstance(made, type):
-        full = copy.copy(made)
+    if not isinstance(template, type):
+        full = copy.copy(template)
         full.update(entries)
         return full
-    if issubclass(made, dict):
-        return made(**entries)
-    thing = object.__new__(made)
+    if issubclass(template, dict):
+        return template(**entries)
+    thing = object.__new__(template)
     for name, part in entries.items():
         object.__setattr__(thing, name, part)
     return thing
@@ -125,9 +125,9 @@ def _empty(value: Any) -> Any:
     class."""
     if dataclasses.is_dataclass(value):
         return type(value)
-    made = copy.copy(value)
-    made.clear()
-    return made
+    empty = copy.copy(value)
+    empty.clear()
+    return empty
 
 
 def attributes(value: Any) -> dict[str, Any]:

@@ -200,9 +200,9 @@ def _test_inside(node: ast.While) -> ast.While:
 
 
 def _guard(flags: set[str], body: list[ast.stmt], like: ast.AST) -> ast.If:
-    made = placed(ast.If(_none_of(flags, like), body, []), like)
-    made.guard = True
-    return made
+    branch = placed(ast.If(_none_of(flags, like), body, []), like)
+    branch.guard = True
+    return branch
 
 
 def _none_of(flags: Iterable[str], like: ast.AST) -> ast.expr:

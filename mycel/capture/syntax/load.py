@@ -35,11 +35,11 @@ def twin(fn: Any, runtime: dict[str, Any]) -> Any:
     if isinstance(fn, types.FunctionType):
         return _wrapper(fn, runtime) if is_library(fn.__code__.co_filename) else _function(fn, runtime)
     if isinstance(fn, types.MethodType):
-        made = twin(fn.__func__, runtime)
-        return fn if made is fn.__func__ else types.MethodType(made, fn.__self__)
+        rewritten = twin(fn.__func__, runtime)
+        return fn if rewritten is fn.__func__ else types.MethodType(rewritten, fn.__self__)
     if isinstance(fn, functools.partial):
-        made = twin(fn.func, runtime)
-        return fn if made is fn.func else functools.partial(made, *fn.args, **fn.keywords)
+        rewritten = twin(fn.func, runtime)
+        return fn if rewritten is fn.func else functools.partial(rewritten, *fn.args, **fn.keywords)
     if isinstance(fn, (types.BuiltinFunctionType, torch.nn.Module)):
         return fn
     if isinstance(fn, type):
@@ -55,14 +55,14 @@ def _constructor(cls: type, runtime: dict[str, Any]) -> Any:
     init = cls.__init__  # type: ignore[misc]
     if type(cls) is not type or cls.__new__ is not object.__new__ or not isinstance(init, types.FunctionType):  # type: ignore[comparison-overlap]
         return cls
-    made: Any = twin(init, runtime)
-    return cls if made is init else functools.partial(_construct, cls, made)
+    rewritten: Any = twin(init, runtime)
+    return cls if rewritten is init else functools.partial(_construct, cls, rewritten)
 
 
 def _construct(cls: type, init: types.FunctionType, *args: Any, **kwargs: Any) -> Any:
-    made: Any = object.__new__(cls)
-    init(made, *args, **kwargs)
-    return made
+    instance: Any = object.__new__(cls)
+    init(instance, *args, **kwargs)
+    return instance
 
 
 def _function(fn: types.FunctionType, runtime: dict[str, Any]) -> types.FunctionType:
@@ -76,12 +76,12 @@ def _function(fn: types.FunctionType, runtime: dict[str, Any]) -> types.Function
         return fn
     cells = dict(zip(code.co_freevars, fn.__closure__ or (), strict=True))
     cells.update({name: types.CellType(value) for name, value in runtime.items()})
-    made = types.FunctionType(
+    rewritten = types.FunctionType(
         new, fn.__globals__, fn.__name__, fn.__defaults__, tuple(cells[n] for n in new.co_freevars)
     )
-    made.__kwdefaults__ = fn.__kwdefaults__
-    functools.update_wrapper(made, fn)
-    return made
+    rewritten.__kwdefaults__ = fn.__kwdefaults__
+    functools.update_wrapper(rewritten, fn)
+    return rewritten
 
 
 def _wrapper(fn: types.FunctionType, runtime: dict[str, Any]) -> types.FunctionType:
@@ -89,10 +89,10 @@ def _wrapper(fn: types.FunctionType, runtime: dict[str, Any]) -> types.FunctionT
     inner = getattr(fn, "__wrapped__", None)
     if not isinstance(inner, types.FunctionType) or fn.__closure__ is None:
         return fn
-    made = twin(inner, runtime)
-    if made is inner:
+    rewritten = twin(inner, runtime)
+    if rewritten is inner:
         return fn
-    cells = tuple(types.CellType(made) if _holds(c, inner) else c for c in fn.__closure__)
+    cells = tuple(types.CellType(rewritten) if _holds(c, inner) else c for c in fn.__closure__)
     new = types.FunctionType(fn.__code__, fn.__globals__, fn.__name__, fn.__defaults__, cells)
     new.__kwdefaults__ = fn.__kwdefaults__
     return new
@@ -111,12 +111,12 @@ def _holds(cell: types.CellType, value: Any) -> bool:
 def _compile(fn: types.FunctionType) -> types.CodeType | None:
     """The rewritten code of a function, or None with the reason in WHY_NOT."""
     code = fn.__code__
-    found = _definition(code, fn.__globals__)
-    reason = "its source is not available" if found is None else unfit(found[0])
-    if found is None or reason is not None:
+    definition = _definition(code, fn.__globals__)
+    reason = "its source is not available" if definition is None else unfit(definition[0])
+    if definition is None or reason is not None:
         WHY_NOT[code] = str(reason)
         return None
-    node, owner = found
+    node, owner = definition
     node = _Private(owner).visit(_clone(node)) if owner else _clone(node)
     new = rewrite(node)
     name, new.name = new.name, f"{new.name}@"  # else its own name would be the factory's variable
@@ -125,9 +125,9 @@ def _compile(fn: types.FunctionType) -> types.CodeType | None:
     factory = ast.FunctionDef("factory@", ast.arguments([], [], None, [], [], None, []), [given, new], [])
     tree = ast.Module([ast.fix_missing_locations(ast.copy_location(factory, new))], [])
     compiled = compile(tree, code.co_filename, "exec", flags=code.co_flags & _FUTURE, dont_inherit=True)
-    made = _inner(_inner(compiled, "factory@"), new.name).replace(co_name=name, co_qualname=code.co_qualname)
-    _register(made)
-    return made
+    rewritten = _inner(_inner(compiled, "factory@"), new.name).replace(co_name=name, co_qualname=code.co_qualname)
+    _register(rewritten)
+    return rewritten
 
 
 def _inner(code: types.CodeType, name: str) -> types.CodeType:
@@ -162,28 +162,28 @@ def _definition(code: types.CodeType, env: dict[str, Any]) -> tuple[Any, str] | 
     if not lines:
         return None
     try:
-        found = _functions(tuple(lines))
+        functions = _functions(tuple(lines))
     except SyntaxError:
         return None
-    fits = [(n, owner) for n, owner in found.get(code.co_firstlineno, ()) if _matches(n, code)]
+    fits = [(n, owner) for n, owner in functions.get(code.co_firstlineno, ()) if _matches(n, code)]
     return min(fits, key=lambda pair: _span(pair[0]), default=None)
 
 
 @functools.lru_cache(maxsize=64)
 def _functions(lines: tuple[str, ...]) -> dict[int, list[tuple[Any, str]]]:
     """The functions of a file by their first line."""
-    found: dict[int, list[tuple[Any, str]]] = {}
+    functions: dict[int, list[tuple[Any, str]]] = {}
 
     def visit(node: ast.AST, owner: str) -> None:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
             first = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", ()))])
-            found.setdefault(first, []).append((node, owner))
+            functions.setdefault(first, []).append((node, owner))
         inner = node.name if isinstance(node, ast.ClassDef) else owner
         for child in ast.iter_child_nodes(node):
             visit(child, inner)
 
     visit(ast.parse("".join(lines)), "")
-    return found
+    return functions
 
 
 def _matches(node: Any, code: types.CodeType) -> bool:

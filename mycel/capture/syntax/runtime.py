@@ -417,10 +417,10 @@ def _breakpoint(*args: Any, **kwargs: Any) -> Any:
         return builtins.breakpoint(*args, **kwargs)
     tracer = TRACING[-1]
     tracer.here()
-    found = {k: v for k, v in sys._getframe(1).f_locals.items() if isinstance(v, torch.Tensor) and k.isidentifier()}
+    tensors = {k: v for k, v in sys._getframe(1).f_locals.items() if isinstance(v, torch.Tensor) and k.isidentifier()}
     with tracer:
-        values = [tracer.cell(v).read() for v in found.values()]
-        o.pause(*values, names=tuple(found), source=tracer.source)
+        values = [tracer.cell(v).read() for v in tensors.values()]
+        o.pause(*values, names=tuple(tensors), source=tracer.source)
     return None
 
 
@@ -468,13 +468,13 @@ def enter(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def rewritten_forward(module: torch.nn.Module) -> Iterator[None]:
     """A user's module calls the rewritten twin of its forward."""
     forward = module.forward
-    made = twin(forward, _GIVEN)
-    if made is forward:
+    new_forward = twin(forward, _GIVEN)
+    if new_forward is forward:
         yield
         return
     slots = module.__dict__
     before = slots.get("forward")
-    slots["forward"] = made
+    slots["forward"] = new_forward
     try:
         yield
     finally:

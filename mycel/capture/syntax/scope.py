@@ -72,14 +72,14 @@ class _Bound(ast.NodeVisitor):
 
 def read(*nodes: ast.AST | None) -> set[str]:
     """Names that may be looked up."""
-    found = set()
+    names = set()
     for top in nodes:
         for node in ast.walk(top) if top is not None else ():
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
-                found.add(node.id)
+                names.add(node.id)
             elif isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
-                found.add(node.target.id)
-    return found
+                names.add(node.target.id)
+    return names
 
 
 def declared(body: Iterable[ast.stmt], kind: type[ast.Global] | type[ast.Nonlocal]) -> set[str]:
@@ -148,9 +148,9 @@ class _Live:
 
     def loop(self, node: ast.While | ast.For, head: set[str]) -> set[str]:
         """The head needs what the end needs and what a turn needs but its own variable."""
-        taken = bound(node.target) if isinstance(node, ast.For) else set()
+        targets = bound(node.target) if isinstance(node, ast.For) else set()
         while True:
-            more = head | (self.block(node.body, head) - taken)
+            more = head | (self.block(node.body, head) - targets)
             if more == head:
                 break
             head = more
