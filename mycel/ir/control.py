@@ -79,15 +79,15 @@ def outputs_of(eqn: Eqn, blocks: Mapping[str, Block]) -> tuple[Type, ...]:
             raise IRError(f"cond: {p['then']} gives {_show(then)}, {p['orelse']} gives {_show(orelse)}")
         return then
     if eqn.op is custom:
-        made = _apply(p["forward"], blocks, types)
-        given = [t for t in made[: p["outs"]] if is_float(t.dtype)]
-        if _apply(p["backward"], blocks, [*types, *made, *given]) != tuple(
+        outputs = _apply(p["forward"], blocks, types)
+        given = [t for t in outputs[: p["outs"]] if is_float(t.dtype)]
+        if _apply(p["backward"], blocks, [*types, *outputs, *given]) != tuple(
             t for t in types[: p["wrt"]] if is_float(t.dtype)
         ):
             raise IRError(
                 f"custom: {p['backward']} does not give a cotangent for each of the first {p['wrt']} operands"
             )
-        return made
+        return outputs
     n = p.get("consts", 0)
     if eqn.op is loop:
         test, body = _apply(p["test"], blocks, types), _apply(p["body"], blocks, types)

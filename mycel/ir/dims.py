@@ -62,15 +62,15 @@ class Fit:
         """The letters that may be split: not whole, larger than one, the slowest of every dim they are part of."""
         items = [item for item in (*self.ins, *self.outs) if item is not None]
         dims = [dim for item in items for dim in item]
-        held = {letter for item in self.ins if item is not None for dim in item for letter in dim}
-        made = {letter for item in self.outs for dim in item for letter in dim} - held
+        in_letters = {letter for item in self.ins if item is not None for dim in item for letter in dim}
+        out_letters = {letter for item in self.outs for dim in item for letter in dim} - in_letters
 
         def legal(letter: str) -> bool:
             major = all(self._major(dim) == letter for dim in dims if letter in dim)
             return self.sizes[letter] > 1 and major and self.flags.get(letter) != "^"
 
-        return [letter for letter in self.sizes if letter not in made and legal(letter)] + [
-            letter for letter in self.sizes if letter in made and not held and legal(letter)
+        return [letter for letter in self.sizes if letter not in out_letters and legal(letter)] + [
+            letter for letter in self.sizes if letter in out_letters and not in_letters and legal(letter)
         ]
 
     def _major(self, dim: Dim) -> str | None:
@@ -88,23 +88,23 @@ def parse(text: str) -> Rule:
         return name
 
     def item(part: str) -> Item:
-        found, end = [], 0
+        dims, end = [], 0
         for m in _TERM.finditer(part):
             if part[end : m.start()].strip():
                 break
             end = m.end()
             if m[0] == "...":
-                found.append(ELLIPSIS)
+                dims.append(ELLIPSIS)
             elif m[0] == "1":
-                found.append(())
+                dims.append(())
             elif m[0].startswith("("):
                 inner = [_TERM.fullmatch(word) for word in m[1].split()]
-                found.append(tuple(letter(i[2], i[3]) for i in inner if i))
+                dims.append(tuple(letter(i[2], i[3]) for i in inner if i))
             else:
-                found.append((letter(m[2], m[3]),))
+                dims.append((letter(m[2], m[3]),))
         if part[end:].strip():
             raise ValueError(f"dims {text!r}: cannot read {part[end:].strip()!r}")
-        return tuple(found)
+        return tuple(dims)
 
     left, arrow, right = text.partition("->")
     if not arrow:
@@ -122,7 +122,7 @@ def fit(text: str, shapes: list[tuple[int, ...] | None], given: dict[str, int] |
     sizes: dict[str, int] = dict(given or {})
     batch = _batch(rule, shapes, text)
     sizes.update({f"_{len(batch) - 1 - i}": n for i, n in enumerate(batch)})
-    joined: list[tuple[Dim, int]] = []
+    products: list[tuple[Dim, int]] = []
     ins: list[Item | None] = []
     for item, shape in zip(rule.ins, shapes, strict=False):
         if shape is None:
@@ -145,11 +145,11 @@ def fit(text: str, shapes: list[tuple[int, ...] | None], given: dict[str, int] |
                 if sizes.setdefault(dim[0], n) != n:
                     raise ValueError(f"dims {text!r}: {dim[0]} is {sizes[dim[0]]} and {n} (shapes {_show(shapes)})")
             else:
-                joined.append((dim, n))
+                products.append((dim, n))
         if next(rest, None) is not None:
             raise ValueError(f"dims {text!r}: shape {tuple(shape)} has too many dims")
         ins.append(tuple(dims))
-    for dim, n in joined:
+    for dim, n in products:
         _solve(dim, n, sizes, text)
     outs = tuple(
         tuple(

@@ -74,10 +74,10 @@ class Mesh:
         return math.prod(self._sizes[a] for a in axes)
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        found = {}
+        coordinates = {}
         for axis, n in reversed(self._sizes.items()):
-            rank, found[axis] = divmod(rank, n)
-        return found
+            rank, coordinates[axis] = divmod(rank, n)
+        return coordinates
 
     def index(self, rank: int, axes: Axes) -> int:
         """The place of a rank among those that differ from it along `axes` only, the first axis the slowest."""

@@ -170,10 +170,10 @@ class Op:
             tuple(params.items()),
             torch.get_default_dtype(),
         )
-        found = self._inferred.get(key)
-        if found is None:
-            found = self._inferred[key] = self._infer(inputs, params)
-        return found
+        types = self._inferred.get(key)
+        if types is None:
+            types = self._inferred[key] = self._infer(inputs, params)
+        return types
 
     def _infer(self, inputs: Sequence[Any], params: dict[str, Any]) -> tuple[Type, ...]:
         if self.types is not None:
@@ -219,11 +219,11 @@ def op(
     """Make the decorated kernel an operator and enter it in the one table."""
 
     def enter(kernel: Callable[..., Any]) -> Op:
-        made = Op(name or kernel.__name__, kernel, dims, **{"defaults": _defaults(kernel), **facts})
-        if made.name in OPS:
-            raise ValueError(f"operator {made.name} is defined twice")
-        OPS[made.name] = made
-        return made
+        operator = Op(name or kernel.__name__, kernel, dims, **{"defaults": _defaults(kernel), **facts})
+        if operator.name in OPS:
+            raise ValueError(f"operator {operator.name} is defined twice")
+        OPS[operator.name] = operator
+        return operator
 
     return enter
 

@@ -108,13 +108,13 @@ class _Parser:
         return self.next()
 
     def listed(self, close: str, item: Callable[[], Any]) -> list[Any]:
-        found = []
+        items = []
         while not self.take(close):
-            found.append(item())
+            items.append(item())
             if not self.take(","):
                 self.expect(close)
                 break
-        return found
+        return items
 
     # -- grammar --------------------------------------------------------------------------------------------
 

@@ -79,9 +79,9 @@ def promote(*inputs: object) -> torch.dtype:
         before = ranked[rank]
         ranked[rank] = dtype if before is None else torch.promote_types(before, dtype)
     out: torch.dtype | None = None
-    for found in ranked:
-        if found is not None and (out is None or _kind(found) > _kind(out)):
-            out = found if out is None else _raise_kind(out, found)
+    for candidate in ranked:
+        if candidate is not None and (out is None or _kind(candidate) > _kind(out)):
+            out = candidate if out is None else _raise_kind(out, candidate)
     assert out is not None, "promote needs an input"
     return out
 

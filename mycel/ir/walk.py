@@ -46,12 +46,12 @@ def rewrite(program: Program, change: Callable[[Block], Block]) -> Program:
 
 def runs(program: Program) -> dict[str, int]:
     """How often each block runs in one run of the entry; a loop counts as one turn, a branch as taken."""
-    found = dict.fromkeys(order(program), 0) | {program.entry: 1}
-    for name in reversed(list(found)):
+    counts = dict.fromkeys(order(program), 0) | {program.entry: 1}
+    for name in reversed(list(counts)):
         for eqn in program.blocks[name].eqns:
             for ref in eqn.refs:
-                found[str(ref)] += found[name] * (eqn.params["length"] if eqn.op.name == "scan" else 1)
-    return found
+                counts[str(ref)] += counts[name] * (eqn.params["length"] if eqn.op.name == "scan" else 1)
+    return counts
 
 
 def prune(program: Program) -> Program:

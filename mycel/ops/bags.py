@@ -48,5 +48,5 @@ def _largest(rows, bag, seen, bags):
     """The maximum of each bag by feature; zeros for a bag without rows."""
     n, features = rows.shape
     index = expanded(reshaped(o.where(seen, bag, bags), (n, 1)), (n, features))
-    found = o.scatter_reduce(zeros((bags + 1, features), rows), index, rows, dim=0, reduce="amax", include_self=False)
-    return o.slice(found, dim=0, start=0, stop=bags)
+    maxima = o.scatter_reduce(zeros((bags + 1, features), rows), index, rows, dim=0, reduce="amax", include_self=False)
+    return o.slice(maxima, dim=0, start=0, stop=bags)

@@ -35,10 +35,10 @@ def captures(*targets: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]
 
 def resolve(name: str) -> Any:
     """ "aten.add.Tensor" -> the overload."""
-    found: Any = torch.ops
+    overload: Any = torch.ops
     for part in name.split("."):
-        found = getattr(found, part)
-    return found
+        overload = getattr(overload, part)
+    return overload
 
 
 def assign(target: Any, value: Any) -> None:

@@ -293,9 +293,9 @@ def place(*, axes, count, device=None):
 
 def each(i, axes, count, kind="+", dims=(), sizes=()):
     """The params of one of several collectives that go together."""
-    found = {"axes": axes, "count": count}
-    found |= {} if kind == "+" else {"kind": kind}
-    return found | ({"dim": dims[i]} if dims else {}) | ({"size": sizes[i]} if sizes else {})
+    params = {"axes": axes, "count": count}
+    params |= {} if kind == "+" else {"kind": kind}
+    return params | ({"dim": dims[i]} if dims else {}) | ({"size": sizes[i]} if sizes else {})
 
 
 def finish_types(token, *xs, op, **how):

@@ -83,10 +83,10 @@ def placed(x, indices):
 
 @captures("aten.index.Tensor", "aten._unsafe_index.Tensor")
 def _index(x, indices):
-    found = placed(x, indices)
-    if found is None:
+    placement = placed(x, indices)
+    if placement is None:
         return NotImplemented
-    chosen, at = found
+    chosen, at = placement
     return index(x, *chosen, at=at) if at else x
 
 
@@ -164,10 +164,10 @@ def index_put(x, value, *indices, at, accumulate=False):
 @captures("aten.index_put.default", "aten._unsafe_index_put.default", "aten._index_put_impl.default")
 def _index_put(x, indices, values, accumulate=False, unsafe=False):
     values = cast_like(values, x)
-    found = placed(x, indices)
-    if found is None:
+    placement = placed(x, indices)
+    if placement is None:
         return masked_put(x, indices, values, accumulate)
-    chosen, at = found
+    chosen, at = placement
     if at:
         return index_put(x, values, *chosen, at=at, accumulate=accumulate)
     return o.add(x, values) if accumulate else expanded(values, x.shape)
@@ -218,5 +218,5 @@ def literal_like(value, x):
 def _masked_scatter(x, mask, source):
     shape = torch.broadcast_shapes(x.shape, mask.shape)
     nth = o.cumsum(o.cast(flattened(expanded(mask, shape)), dtype=torch.int64), dim=0)
-    taken = o.index_select(flattened(source), o.clamp(o.sub(nth, 1), 0, None), dim=0)
-    return o.where(mask, reshaped(taken, shape), x)
+    values = o.index_select(flattened(source), o.clamp(o.sub(nth, 1), 0, None), dim=0)
+    return o.where(mask, reshaped(values, shape), x)

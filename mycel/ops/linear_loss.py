@@ -40,11 +40,11 @@ def linear_cross_entropy_vjp(gs, ys, x, w, b, target, **params):
     """Through the loss, the gradients times g; through the gradients, which are dz = scale (softmax(z) - hit) times w
     and x, their own gradients."""
     g, hx, hw, *hb = gs
-    found = [None, None, None]
+    grads = [None, None, None]
     if g is not None:
-        found = [o.mul(d, g) for d in ys[1:]] + [None] * (b is None)
+        grads = [o.mul(d, g) for d in ys[1:]] + [None] * (b is None)
     if hx is None and hw is None and not any(h is not None for h in hb):
-        return *found, None
+        return *grads, None
     p, dz, scale = logit_gradient(x, w, b, target, **params)
     pushed = [o.linear(hx, w)] if hx is not None else []
     pushed += [o.linear(x, hw)] if hw is not None else []
@@ -56,7 +56,7 @@ def linear_cross_entropy_vjp(gs, ys, x, w, b, target, **params):
         more[0] = o.add(more[0], o.matmul(dz, hw))
     if hx is not None:
         more[1] = o.add(more[1], o.linear_weight(dz, hx))
-    return *(n if f is None else f if n is None else o.add(f, n) for f, n in zip(found, more, strict=True)), None
+    return *(n if f is None else f if n is None else o.add(f, n) for f, n in zip(grads, more, strict=True)), None
 
 
 def logit_gradient(x, w, b, target, *, reduction="mean", ignore_index=-100):
@@ -146,16 +146,16 @@ def linear_cross_entropy_part(at, x, w, b, target, *, reduction="mean", ignore_i
     """Rows: each rank the sum of its own, divided by the count of all.  Classes: each rank its logits, maxima and sums
     of them over all."""
     x, target = at.masked(x, 0, "n", 0), at.masked(target, 0, "n", ignore_index)
-    made = (
+    outputs = (
         split_classes(at, x, w, b, target, ignore_index)
         if at.axes("v")
         else linear_cross_entropy(x, w, b, target, reduction="sum", ignore_index=ignore_index)
     )
     if reduction == "sum":
-        return made
-    count = o.sum(o.cast(o.ne(target, ignore_index), dtype=made[0].dtype), dims=(0,))
+        return outputs
+    count = o.sum(o.cast(o.ne(target, ignore_index), dtype=outputs[0].dtype), dims=(0,))
     count = at.all_reduce(count, "n") if at.axes("n") else count
-    return tuple(o.mul(y, cast_like(o.div(1.0, count), y)) for y in made)
+    return tuple(o.mul(y, cast_like(o.div(1.0, count), y)) for y in outputs)
 
 
 def split_classes(at, x, w, b, target, ignore_index):

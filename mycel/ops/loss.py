@@ -93,11 +93,11 @@ def picked_nll(logp, target, weight, ignore_index):
 def cross_entropy_vjp(gs, ys, x, target, weight, **params):
     """Through the loss, and through the log probabilities where they were used."""
     (g, dlogp), (y, logp) = gs, ys
-    found = (None, None, None) if g is None else loss_vjp(g, y, logp, x, target, weight, **params)
+    grads = (None, None, None) if g is None else loss_vjp(g, y, logp, x, target, weight, **params)
     if dlogp is None:
-        return found
+        return grads
     through = o.log_softmax_grad(dlogp, logp, dim=1)
-    return through if found[0] is None else o.add(found[0], through), *found[1:]
+    return through if grads[0] is None else o.add(grads[0], through), *grads[1:]
 
 
 def loss_vjp(g, y, logp, x, target, weight, *, reduction="mean", ignore_index=-100, label_smoothing=0.0):

@@ -230,11 +230,11 @@ def _einsum_vjp(g, y, *xs, equation):
 def _einsum_cotangent(terms, names, x, subscript):
     """The product of terms as x is subscripted; letters of x alone were summed: expand."""
     known = "".join(c for c in subscript if any(c in name for name in names))
-    made = terms[0] if names == [known] else einsum(*terms, equation=f"{','.join(names)}->{known}")
+    cotangent = terms[0] if names == [known] else einsum(*terms, equation=f"{','.join(names)}->{known}")
     if known != subscript:
         shape = tuple(n if c in known else 1 for c, n in zip(subscript, x.shape, strict=True))
-        made = o.expand(o.reshape(made, shape=shape), shape=tuple(x.shape))
-    return cast_like(made, x)
+        cotangent = o.expand(o.reshape(cotangent, shape=shape), shape=tuple(x.shape))
+    return cast_like(cotangent, x)
 
 
 @op(

@@ -68,13 +68,13 @@ def _types(types, target, args, kwargs):
     last: Exception | None = None
     for device in ("meta", "cpu"):
         try:
-            found = _types_for(0, device, types, target, args, kwargs)
+            output_types = _types_for(0, device, types, target, args, kwargs)
         except (RuntimeError, NotImplementedError) as e:
             last = e
             continue
-        if device == "cpu" and _by_ones(types, target, args, kwargs) not in (found, None):
+        if device == "cpu" and _by_ones(types, target, args, kwargs) not in (output_types, None):
             raise ValueError("its shape depends on the values of its input; a program has static shapes")
-        return found
+        return output_types
     raise ValueError(str(last))
 
 

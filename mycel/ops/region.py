@@ -34,13 +34,13 @@ def unnamed(axes, counts, layout):
 def parts_of(axes, counts, layout):
     """How many parts each dim has."""
     sizes = dict(zip(axes, counts, strict=True))
-    found = []
+    parts = []
     for dim in layout:
         n = 1
         for a in dim:
             n *= sizes[a]
-        found.append(n)
-    return found
+        parts.append(n)
+    return parts
 
 
 def enter_dims(x, *, axes, counts, layout):

@@ -181,13 +181,13 @@ def attention_ring(at, q, k, v, mask, *, causal=False, scale=None):
 
 def merged(ring, travelling, block):
     """block(turn, *what came by) for every turn, merged; what goes on is sent first."""
-    found = None
+    result = None
     for turn in range(ring.count):
         ahead = ring.passed(travelling) if turn + 1 < ring.count else ()
         part = block(turn, *travelling)
-        found = part if found is None else merge(found, part)
+        result = part if result is None else merge(result, part)
         travelling = ahead
-    return found
+    return result
 
 
 def merge(one, two):
@@ -223,16 +223,16 @@ def attention_grad_ring(at, g, q, k, v, mask, y, lse, *, causal=False, scale=Non
         return o.attention_grad(g, q, k, v, mask, y, lse, causal=causal, scale=scale)
     if is_foldable(at, causal):
         rows = tuple(map(ring.folded, (g, q, y, lse)))
-        made = summed(
+        grads = summed(
             ring, (ring.folded(k), ring.folded(v)), lambda turn, k, v: folded_grad_turn(ring, turn, rows, k, v, scale)
         )
-        return tuple(ring.unfolded(cast_like(d, x)) for d, x in zip(made, (q, k, v), strict=True))
+        return tuple(ring.unfolded(cast_like(d, x)) for d, x in zip(grads, (q, k, v), strict=True))
     g, q, y, lse = rows_here(at, g, q, y, lse) if causal else (g, q, y, lse)
     turn = lambda _, k, v, *columns: wide(
         lse, o.attention_grad(g, q, k, v, seen(at, mask, causal, *columns), y, lse, scale=scale)
     )
-    made = summed(ring, on_the_way(at, k, v, mask, causal), turn)
-    return tuple(cast_like(d, x) for d, x in zip(made, (q, k, v), strict=True))
+    grads = summed(ring, on_the_way(at, k, v, mask, causal), turn)
+    return tuple(cast_like(d, x) for d, x in zip(grads, (q, k, v), strict=True))
 
 
 def wide(lse, xs):
@@ -246,11 +246,11 @@ def summed(ring, travelling, block):
     for turn in range(ring.count):
         ahead = ring.passed(travelling) if turn + 1 < ring.count else ()
         arrived = ring.passed(away)
-        made = block(turn, *travelling)
+        grads = block(turn, *travelling)
         if turn == 0:
-            dq, *home = made
+            dq, *home = grads
         else:
-            dq, away = o.add(dq, made[0]), plus(arrived, made[1:])
+            dq, away = o.add(dq, grads[0]), plus(arrived, grads[1:])
         travelling = ahead
     return dq, *plus(ring.passed(away), home)
 

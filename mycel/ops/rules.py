@@ -64,8 +64,8 @@ def normal_dims(dims: Any, ndim: int) -> tuple[int, ...]:
     if dims is None or (isinstance(dims, (tuple, list)) and not dims):
         return tuple(range(ndim))
     dims = [dims] if isinstance(dims, int) else dims
-    found = tuple(sorted(normal_dim(d, ndim) for d in dims))
-    return found if ndim else ()
+    normal = tuple(sorted(normal_dim(d, ndim) for d in dims))
+    return normal if ndim else ()
 
 
 def letters(n: int, skip: str = "") -> list[str]:

@@ -107,8 +107,8 @@ def _searchsorted(ordered, x, *, out_int32=False, right=False, side=None, sorter
     if sorter is not None:
         ordered = o.gather(ordered, sorter, dim=ordered.ndim - 1)
     x = x if hasattr(x, "dtype") else o.full(x, shape=(), dtype=ordered.dtype)
-    found = searchsorted(ordered, x, right=right or side == "right")
-    return o.cast(found, dtype=torch.int32) if out_int32 else found
+    positions = searchsorted(ordered, x, right=right or side == "right")
+    return o.cast(positions, dtype=torch.int32) if out_int32 else positions
 
 
 @captures("aten.bucketize.Tensor", "aten.bucketize.Scalar")

@@ -20,8 +20,8 @@ def _under(s):
 
 
 def _push_type(s, x):
-    held = x if isinstance(x, Type) else Type(torch.bool, ())
-    if _under(s) != held:
+    element = x if isinstance(x, Type) else Type(torch.bool, ())
+    if _under(s) != element:
         raise ValueError(f"push of {x} on a {s}")
     return s
 

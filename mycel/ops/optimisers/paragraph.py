@@ -183,8 +183,8 @@ def optimiser(
 def _defaults(rule: Callable[..., Any], hyper: Collection[str]) -> dict[str, Any]:
     """Of static params: those of the rule; it is not told of `maximize`, nor of a flag that has the name of a
     hyper-parameter."""
-    told = {k: p.default for k, p in inspect.signature(rule).parameters.items() if isinstance(p.default, bool)}
-    return {**dict.fromkeys(("maximize", *hyper), False), **told}
+    flags = {k: p.default for k, p in inspect.signature(rule).parameters.items() if isinstance(p.default, bool)}
+    return {**dict.fromkeys(("maximize", *hyper), False), **flags}
 
 
 def update_dims(types: Sequence[Any], count: int, slots: Sequence[StateSlot], flag: str) -> str:
@@ -252,8 +252,8 @@ def new_values(rule, slots, hyper, *xs, count, **params):
         one_update(rule, names, hyper, xs[i : k * count : count], xs[k * count + i], xs[(k + 1) * count :], params)
         for i in range(count)
     ]
-    found = tuple(row[j] for j in range(k) for row in rows)
-    return found if len(found) > 1 else found[0]
+    results = tuple(row[j] for j in range(k) for row in rows)
+    return results if len(results) > 1 else results[0]
 
 
 def update_each(rule, slots, hyper, *xs, count, **params):
@@ -303,13 +303,13 @@ def laid_like(params, grads):
     """Gradients that lie as their parameters do, each in memory of its own: a kernel that scales them writes them
     back."""
     seen = set()
-    made = []
+    matched = []
     for p, g in zip(params, grads, strict=True):
         if g.stride() != p.stride() or g.data_ptr() in seen:
             g = torch.empty_like(p).copy_(g)
         seen.add(g.data_ptr())
-        made.append(g)
-    return made
+        matched.append(g)
+    return matched
 
 
 def columns(xs, count, slots):
