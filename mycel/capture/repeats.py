@@ -172,9 +172,9 @@ def stop_gradients(tracer: Tracer, outputs: list[Any], names: dict[str, str]) ->
     if not tracer.frozen:
         return tracer.eqns, outputs
     eqns = tracer.eqns
-    frozen = {v for i in tracer.frozen for v in eqns[i].outputs if is_float(v.dtype)}
-    leaving = {v for i, e in enumerate(eqns) if i not in tracer.frozen for v in e.vars if v in frozen}
-    leaving |= {v for v in outputs if isinstance(v, Var) and v in frozen}
+    frozen_vars = {v for i in tracer.frozen for v in eqns[i].outputs if is_float(v.dtype)}
+    leaving = {v for i, e in enumerate(eqns) if i not in tracer.frozen for v in e.vars if v in frozen_vars}
+    leaving |= {v for v in outputs if isinstance(v, Var) and v in frozen_vars}
     stopped = {v: Var(f"{v.name}_stopped", v.type) for v in leaving}
     names.update({s.name: names[v.name] for v, s in stopped.items()})
     out: list[Eqn] = []

@@ -105,8 +105,8 @@ def flatten(value: Any, leaves: list[torch.Tensor], objects: bool = False) -> Tr
 
 
 def rebuild(template: Any, names: Sequence[Any], parts: Sequence[Any]) -> Any:
-    """A mapping like the empty one `template`, a Hugging Face output or an object of class `template`, with these entries or
-    attributes."""
+    """A mapping like the empty one `template`, a Hugging Face output or an object of class `template`, with these
+    entries or attributes."""
     entries = dict(zip(names, parts, strict=True))
     if not isinstance(template, type):
         full = copy.copy(template)

@@ -63,14 +63,14 @@ class Fit:
         items = [item for item in (*self.ins, *self.outs) if item is not None]
         dims = [dim for item in items for dim in item]
         in_letters = {letter for item in self.ins if item is not None for dim in item for letter in dim}
-        out_letters = {letter for item in self.outs for dim in item for letter in dim} - in_letters
+        new_letters = {letter for item in self.outs for dim in item for letter in dim} - in_letters
 
         def legal(letter: str) -> bool:
             major = all(self._major(dim) == letter for dim in dims if letter in dim)
             return self.sizes[letter] > 1 and major and self.flags.get(letter) != "^"
 
-        return [letter for letter in self.sizes if letter not in out_letters and legal(letter)] + [
-            letter for letter in self.sizes if letter in out_letters and not in_letters and legal(letter)
+        return [letter for letter in self.sizes if letter not in new_letters and legal(letter)] + [
+            letter for letter in self.sizes if letter in new_letters and not in_letters and legal(letter)
         ]
 
     def _major(self, dim: Dim) -> str | None:
