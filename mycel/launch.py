@@ -226,9 +226,9 @@ class LocalRanks:
         self.failed, why = first, f"{first.fate}\n  try       a look at its log: {first.log or 'the console'}"
 
         def tell(store: Any, run: Any) -> None:
-            told = run.tell(store, why)
+            reason = run.tell(store, why)
             self.failed = next(
-                (r for r in self.all if told.startswith(f"rank {r.rank} failed: ")), first
+                (r for r in self.all if reason.startswith(f"rank {r.rank} failed: ")), first
             )  # it said so, and may still be ending
 
         if not self.asked:

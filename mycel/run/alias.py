@@ -19,14 +19,14 @@ Roots = dict[Var, set[int]]
 
 def roots(program: Program) -> dict[str, Roots]:
     """For each block: the inputs (by position) that a value may share memory with."""
-    found: dict[str, Roots] = {}
+    block_roots: dict[str, Roots] = {}
     for name in order(program):
         block = program.blocks[name]
         known: Roots = {v: {i} for i, v in enumerate(block.inputs)}
         for eqn in block.eqns:
             held = [known.get(x, set()) if isinstance(x, Var) else set() for x in eqn.inputs]
             if eqn.op is call:
-                inner = found[eqn.params["block"]]
+                inner = block_roots[eqn.params["block"]]
                 outs = program.blocks[eqn.params["block"]].outputs
                 at = [inner.get(x, set()) if isinstance(x, Var) else set() for x in outs]
                 known.update({v: set().union(*(held[i] for i in one)) for v, one in zip(eqn.outputs, at, strict=True)})
@@ -34,14 +34,14 @@ def roots(program: Program) -> dict[str, Roots]:
                 known.update(
                     zip(
                         eqn.outputs,
-                        _scanned(eqn, program.blocks[eqn.params["body"]], found[eqn.params["body"]], held),
+                        _scanned(eqn, program.blocks[eqn.params["body"]], block_roots[eqn.params["body"]], held),
                         strict=True,
                     )
                 )
             elif eqn.op in CONTROL or may_share(eqn):
                 known.update({v: set().union(*held) for v in eqn.outputs})
-        found[name] = known
-    return found
+        block_roots[name] = known
+    return block_roots
 
 
 def may_share(eqn: Eqn) -> bool:
@@ -54,13 +54,13 @@ def may_share(eqn: Eqn) -> bool:
 
 def families(block: Block) -> dict[Var, list[Var]]:
     """For each value those that lie in the same memory, or may, as an equation made them of it; itself among them."""
-    found: dict[Var, list[Var]] = {v: [v] for v in block.inputs}
+    sharing: dict[Var, list[Var]] = {v: [v] for v in block.inputs}
     for eqn in block.eqns:
-        found.update((v, [v]) for v in eqn.outputs)
+        sharing.update((v, [v]) for v in eqn.outputs)
         if may_share(eqn):
-            joined = list(dict.fromkeys(w for v in (*eqn.vars, *eqn.outputs) for w in found[v]))
-            found.update(dict.fromkeys(joined, joined))
-    return found
+            family = list(dict.fromkeys(w for v in (*eqn.vars, *eqn.outputs) for w in sharing[v]))
+            sharing.update(dict.fromkeys(family, family))
+    return sharing
 
 
 def _scanned(eqn: Eqn, body: Block, inner: Roots, held: list[set[int]]) -> list[set[int]]:
@@ -69,15 +69,15 @@ def _scanned(eqn: Eqn, body: Block, inner: Roots, held: list[set[int]]) -> list[
     n, m = eqn.params.get("consts", 0), eqn.params.get("carry", 0)
     given = [set(h) for h in held]
     while True:
-        made = [
+        carried = [
             set().union(*(given[i] for i in inner.get(x, set()))) if isinstance(x, Var) else set()
             for x in body.outputs[:m]
         ]
-        after = [*given[:n], *(a | b for a, b in zip(given[n : n + m], made, strict=True)), *given[n + m :]]
+        after = [*given[:n], *(a | b for a, b in zip(given[n : n + m], carried, strict=True)), *given[n + m :]]
         if after == given:
             break
         given = after
-    state = made if eqn.params["length"] else [set(h) for h in held[n : n + m]]
+    state = carried if eqn.params["length"] else [set(h) for h in held[n : n + m]]
     return [*state, *(set() for _ in eqn.outputs[m:])]
 
 
@@ -104,7 +104,7 @@ def given_away(program: Program) -> dict[int, set[int]]:
     )
     last = lifetimes(block)
     position = {v: i for i, v in enumerate(block.inputs)}
-    found = {}
+    copied_operands = {}
     for i, eqn in enumerate(block.eqns):
         if eqn.op.inplace is None:
             continue
@@ -116,15 +116,15 @@ def given_away(program: Program) -> dict[int, set[int]]:
             rest = range(len(over), len(eqn.inputs))
             held = [eqn.inputs[k] for k in rest]
             tensors = [(k, x) for k, x in zip(rest, held, strict=True) if isinstance(x, Var) and x.ndim]
-            found[i] = {k for k, x in tensors if known.get(x) or any(last[v][1] > i for v in family[x])}
-    return found
+            copied_operands[i] = {k for k, x in tensors if known.get(x) or any(last[v][1] > i for v in family[x])}
+    return copied_operands
 
 
 def summing(outer: Block, eqn: Eqn, body: Block) -> dict[int, int]:
     """Equations of a scan's body (by index) whose result may be written over an operand: a carry that they alone read
     and replace, and that
     started in memory nobody else knows."""
-    made = {v: e for e in outer.eqns for v in e.outputs}
+    producers = {v: e for e in outer.eqns for v in e.outputs}
     n, m = eqn.params.get("consts", 0), eqn.params.get("carry", 0)
     uses = chains(body)
     ours = chains(outer)
@@ -133,9 +133,9 @@ def summing(outer: Block, eqn: Eqn, body: Block) -> dict[int, int]:
         start, carry = eqn.inputs[n + j], body.inputs[n + j]
         fresh = (
             isinstance(start, Var)
-            and start in made
-            and made[start].op is o.full
-            and not isinstance(made[start].inputs[0], Var)
+            and start in producers
+            and producers[start].op is o.full
+            and not isinstance(producers[start].inputs[0], Var)
         )
         fresh = fresh and len(ours[start].uses) == 1 and not ours[start].is_output  # type: ignore[index]
         new = body.outputs[j]
@@ -144,7 +144,7 @@ def summing(outer: Block, eqn: Eqn, body: Block) -> dict[int, int]:
         )  # nobody keeps the sum of one turn
         if fresh and alone and len(uses[carry].uses) == 1 and eqn.inputs.count(start) == 1:
             mine[carry] = new
-    found = {}
+    overwritten = {}
     for i, e in enumerate(body.eqns):
         for k in range(len(e.op.into)):
             x = e.inputs[k]
@@ -155,9 +155,9 @@ def summing(outer: Block, eqn: Eqn, body: Block) -> dict[int, int]:
                 and x.type == e.outputs[0].type
                 and e.inputs.count(x) == 1
             ):
-                found[i] = k
+                overwritten[i] = k
                 break
-    return found
+    return overwritten
 
 
 def reusable(block: Block) -> dict[int, int]:
@@ -165,7 +165,7 @@ def reusable(block: Block) -> dict[int, int]:
     last = {v: end for v, (_, end) in lifetimes(block).items()}
     owner: dict[Var, Var] = {}  # a value -> the value whose fresh memory it lies in
     sharing: dict[Var, list[Var]] = {}
-    found: dict[int, int] = {}
+    overwritten: dict[int, int] = {}
     for i, eqn in enumerate(block.eqns):
         if may_share(eqn) and eqn.inputs and eqn.inputs[0] in owner:
             mine = owner[eqn.inputs[0]]  # type: ignore[index]
@@ -188,8 +188,8 @@ def reusable(block: Block) -> dict[int, int]:
                 if all(last[v] <= i for v in sharing[x]) and not any(
                     v is not x and v in eqn.inputs for v in sharing[x]
                 ):
-                    found[i] = k
+                    overwritten[i] = k
                     break
             for v in eqn.outputs:
                 owner[v], sharing[v] = v, [v]
-    return found
+    return overwritten

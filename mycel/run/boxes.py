@@ -44,8 +44,8 @@ def summands(layout: Layout, shape: Dims, mesh: Mesh) -> tuple[Layout, Dims]:
 def held(shape: Dims, layout: Layout, mesh: Mesh, rank: int) -> Box:
     """What a rank holds of a tensor, padding apart."""
     at = mesh.coordinates(rank)
-    found = (extent(n, axes, mesh, at) for n, axes in zip(shape, layout.dims, strict=True))
-    return tuple((start, start + valid) if valid else (0, 0) for start, valid in found)
+    spans = (extent(n, axes, mesh, at) for n, axes in zip(shape, layout.dims, strict=True))
+    return tuple((start, start + valid) if valid else (0, 0) for start, valid in spans)
 
 
 def stored(shape: Dims, layout: Layout, mesh: Mesh) -> Dims:

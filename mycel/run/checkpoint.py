@@ -300,11 +300,11 @@ class Writing:
         self.crew = Crew([])
         self.abandoned = threading.Event()
 
-    def begin(self, taken: Callable[[], State]) -> None:
+    def begin(self, snapshot: Callable[[], State]) -> None:
         """Take the state and start the threads, if there is room for what they write; what fails is told by `finish`,
         to all ranks."""
         try:
-            self.state = taken()
+            self.state = snapshot()
             self.shards = pack(self.state.parts, self.shard_bytes, self.ranks.rank)
         except (RuntimeError, MemoryError) as e:  # torch says RuntimeError where it cannot allocate
             self.failure = (
@@ -330,10 +330,10 @@ class Writing:
         """Wait for the shards of all ranks; then rank 0 writes the manifest, and puts the whole in its place by one
         rename."""
         try:
-            told = self._tell(self._written(), f"step {self.step} is not saved")
-            failure = _first_failure(told)
+            reports = self._tell(self._written(), f"step {self.step} is not saved")
+            failure = _first_failure(reports)
             if failure is None:
-                done = self._publish(told) if self.ranks.rank == 0 else None
+                done = self._publish(reports) if self.ranks.rank == 0 else None
                 failure = self._tell(done, f"step {self.step} may not be saved")[0]
         except BaseException:
             self.abandon()
@@ -379,9 +379,9 @@ class Writing:
             "pieces": [(name, vars(piece)) for _, pieces in described for name, piece in pieces],
         }
 
-    def _publish(self, told: list[dict[str, Any]]) -> Failure | None:
+    def _publish(self, reports: list[dict[str, Any]]) -> Failure | None:
         try:
-            manifest = self._manifest(told)
+            manifest = self._manifest(reports)
             there = {path.name: path.stat().st_size for path in self.temp.iterdir()}
             if lost := [name for name, file in manifest.files.items() if there.get(name) != file.bytes]:
                 return f"rank 0 does not see {lost[0]} as it was written", "a folder on a disk that all ranks share"
@@ -395,12 +395,12 @@ class Writing:
             return self._why(e)
         return None
 
-    def _manifest(self, told: list[dict[str, Any]]) -> Manifest:
+    def _manifest(self, reports: list[dict[str, Any]]) -> Manifest:
         """All ranks' pieces as one."""
         assert self.state is not None
-        files = {name: File(**file) for rank in told for name, file in rank["files"].items()}
+        files = {name: File(**file) for rank in reports for name, file in rank["files"].items()}
         pieces: dict[str, list[StoredPiece]] = {name: [] for name in self.state.tensors}
-        for rank in told:
+        for rank in reports:
             for name, piece in rank["pieces"]:
                 pieces[name].append(
                     StoredPiece(**{**piece, "offset": tuple(piece["offset"]), "shape": tuple(piece["shape"])})
@@ -433,14 +433,18 @@ class Writing:
         )
 
 
-def _first_failure(told: list[dict[str, Any]]) -> Failure | None:
+def _first_failure(reports: list[dict[str, Any]]) -> Failure | None:
     """Why no rank saves: one of them could not, or they do not speak of the same state."""
-    failed = {rank: said["failure"] for rank, said in enumerate(told) if said.get("failure")}
-    others = [rank for rank, said in enumerate(told) if rank not in failed and said["digest"] != told[0].get("digest")]
+    failed = {rank: report["failure"] for rank, report in enumerate(reports) if report.get("failure")}
+    others = [
+        rank
+        for rank, report in enumerate(reports)
+        if rank not in failed and report["digest"] != reports[0].get("digest")
+    ]
     if failed:
         (rank, (why, hint)), *more = failed.items()
         return (
-            f"{f'rank {rank}: ' if len(told) > 1 else ''}{why}{f' (and {len(more)} ranks more)' if more else ''}",
+            f"{f'rank {rank}: ' if len(reports) > 1 else ''}{why}{f' (and {len(more)} ranks more)' if more else ''}",
             hint,
         )
     if others:

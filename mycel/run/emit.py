@@ -46,8 +46,8 @@ def emit(program: Program, device: torch.device | str = "cpu", reuse: bool = Fal
     for block in order(program):
         if block not in inlined:
             main = block == program.entry
-            made = _Function(program, block, names, inlined, set(needed), shared if main else set(), reuse)
-            functions.append(made.donating_source() if main and donate else made.source())
+            function = _Function(program, block, names, inlined, set(needed), shared if main else set(), reuse)
+            functions.append(function.donating_source() if main and donate else function.source())
     body = "\n\n\n".join([*needed.values(), *functions]) + "\n"
     head = ["import base64"] if any(_is_bytes(c) for c in program.consts.values()) else []
     head += ["import math", "", "import torch"]
@@ -344,11 +344,11 @@ def _helpers(program: Program, donate: bool) -> dict[str, str]:
 
 def _block_names(program: Program, helpers: Container[str]) -> dict[str, str]:
     """Block names that are free in Python; the entry is `main`."""
-    made: dict[str, str] = {program.entry: "main"}
+    names: dict[str, str] = {program.entry: "main"}
     for name in order(program):
         if name != program.entry:
-            made[name] = name if name not in _TAKEN and name != "main" and name not in helpers else f"{name}_block"
-    return made
+            names[name] = name if name not in _TAKEN and name != "main" and name not in helpers else f"{name}_block"
+    return names
 
 
 def _deaths(block: Block) -> list[list[Var]]:

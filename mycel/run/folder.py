@@ -157,19 +157,19 @@ def refuse_used(path: Path) -> None:
 def _refuse_wrong(path: Path, resume: bool) -> None:
     """A fresh run needs an empty folder, a resumed one needs a run."""
     try:
-        found = sorted(p.name for p in path.iterdir() if p.name != NAME) if path.is_dir() else []
+        entries = sorted(p.name for p in path.iterdir() if p.name != NAME) if path.is_dir() else []
     except OSError as e:
         raise CheckpointError(
             f"cannot read the run folder: {e.strerror}\n  at        {path}\n  try       another folder"
         ) from e
-    if resume and not found:
+    if resume and not entries:
         raise CheckpointError(
             f"the folder is empty: no run to resume\n  at        {path}\n  try       the folder of an earlier run"
         )
-    if resume or not found:
+    if resume or not entries:
         return
-    names = ", ".join(found[:SHOWN]) + (f" and {len(found) - SHOWN} more" if len(found) > SHOWN else "")
-    resumable = "config.yaml" in found or any((path / "checkpoints").glob("step-*/manifest.json"))
+    names = ", ".join(entries[:SHOWN]) + (f" and {len(entries) - SHOWN} more" if len(entries) > SHOWN else "")
+    resumable = "config.yaml" in entries or any((path / "checkpoints").glob("step-*/manifest.json"))
     hint = (
         f"--resume {path} to go on with it, or another folder"
         if resumable

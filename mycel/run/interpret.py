@@ -111,7 +111,7 @@ def not_finite(eqn: Eqn, inputs: list[Any], outs: list[Any]) -> None:
     for var, y in zip(eqn.outputs, outs, strict=True):
         nan, inf = _has([y], torch.isnan) and not had_nan, _has([y], torch.isinf) and not (had_inf or had_nan)
         if nan or inf:
-            kinds = " and ".join(k for k, found in (("NaN", nan), ("infinity", inf)) if found)
+            kinds = " and ".join(k for k, present in (("NaN", nan), ("infinity", inf)) if present)
             bad = int((~torch.isfinite(y)).sum())
             raise RunError(
                 f"{eqn.op.name} made {kinds} in {bad} of {y.numel()} elements of {var}\n"

@@ -44,10 +44,12 @@ def _best(manifests: dict[Path, Manifest]) -> Path | None:
 def steps(folder: Path) -> dict[int, Path]:
     """Checkpoints by step, in order, complete or damaged; `.old-` ones only where there is no other of that step."""
     try:
-        found = [(m, path) for path in folder.iterdir() if (m := re.fullmatch(r"(\.old-)?step-([0-9]{8,})", path.name))]
+        matches = [
+            (m, path) for path in folder.iterdir() if (m := re.fullmatch(r"(\.old-)?step-([0-9]{8,})", path.name))
+        ]
     except (FileNotFoundError, NotADirectoryError):
         return {}
-    by_step = {int(m[2]): path for m, path in sorted(found, key=lambda x: x[0][1] is None)}
+    by_step = {int(m[2]): path for m, path in sorted(matches, key=lambda x: x[0][1] is None)}
     return dict(sorted(by_step.items()))
 
 
@@ -97,8 +99,8 @@ def prune(folder: Path, step: int, keep: int) -> list[str]:
     done, in words."""
     reports = []
     try:
-        found = steps(folder)
-        for path in [path for s, path in found.items() if s > step]:
+        checkpoints = steps(folder)
+        for path in [path for s, path in checkpoints.items() if s > step]:
             aside = folder / f"abandoned-{path.name.removeprefix('.old-')}"
             _discard(aside)
             os.rename(path, aside)
@@ -106,7 +108,7 @@ def prune(folder: Path, step: int, keep: int) -> list[str]:
                 f"{path.name} is later than step {step}, from which the run went on: set aside as {aside.name}\n"
                 f"  at        {folder}"
             )
-        manifests = {path: m for s, path in found.items() if s <= step and (m := complete(path))}
+        manifests = {path: m for s, path in checkpoints.items() if s <= step and (m := complete(path))}
         for path in {*list(manifests)[:-keep]} - {_best(manifests)}:
             _discard(path)
     except OSError as e:

@@ -179,7 +179,7 @@ class _Unannotate(ast.NodeTransformer):
 
 
 def _dependencies(fn: types.FunctionType, node: ast.AST) -> dict[str, str]:
-    found: dict[str, str] = {}
+    sources: dict[str, str] = {}
     for name in sorted({n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}):
         value = fn.__globals__.get(name)
         if name in ("torch", "math", fn.__name__, *fn.__code__.co_varnames) or name not in fn.__globals__:
@@ -190,19 +190,19 @@ def _dependencies(fn: types.FunctionType, node: ast.AST) -> dict[str, str]:
                 for n in ast.walk(node)
                 if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name) and n.value.id == "o"
             }
-            found.update((k, text) for operator in sorted(used) for k, text in _operator(operator)[1].items())
+            sources.update((k, text) for operator in sorted(used) for k, text in _operator(operator)[1].items())
             continue
         if isinstance(value, types.FunctionType):
-            found.update(_function_source(value))
+            sources.update(_function_source(value))
         elif isinstance(value, functools._lru_cache_wrapper):
-            found.update(_function_source(value.__wrapped__))  # type: ignore[arg-type]
+            sources.update(_function_source(value.__wrapped__))  # type: ignore[arg-type]
         elif isinstance(value, (int, float, str, bool, tuple)):
-            found[name] = f"{name} = {value!r}"
+            sources[name] = f"{name} = {value!r}"
         elif isinstance(value, Op):
-            found.update(_function_source(value.kernel))  # type: ignore[arg-type]
+            sources.update(_function_source(value.kernel))  # type: ignore[arg-type]
         else:
             raise LookupError(f"kernel {fn.__qualname__} refers to {name}, which cannot be written into generated code")
-    return found
+    return sources
 
 
 def _torch_path(fn: Callable[..., Any]) -> str:
@@ -266,15 +266,15 @@ class _Substitute(ast.NodeTransformer):
         return self.generic_visit(node)
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
-        made = self.generic_visit(node)
+        visited = self.generic_visit(node)
         if isinstance(node.func, ast.Name) and node.func.id == "len" and isinstance(node.args[0], ast.Tuple):
             return ast.Constant(len(node.args[0].elts))
-        return made
+        return visited
 
     def visit_Compare(self, node: ast.expr) -> ast.AST:
-        made = self.generic_visit(node)
-        known = _constant(made)  # type: ignore[arg-type]
-        return made if known is None else _literal(known[0])
+        visited = self.generic_visit(node)
+        known = _constant(visited)  # type: ignore[arg-type]
+        return visited if known is None else _literal(known[0])
 
     visit_Subscript = visit_Compare
 

@@ -57,12 +57,12 @@ def probe(device: str | torch.device = "auto", say: Callable[[str], None] = lamb
     ranks = world(_mesh(mine.world, local), device)
     try:
         with torch.no_grad():
-            found = Probe(ranks, say).run(min(local, mine.world))
+            measurements = Probe(ranks, say).run(min(local, mine.world))
     except BaseException as error:
         ranks.close(error)
         raise
     ranks.close()
-    return found
+    return measurements
 
 
 def _mesh(count: int, local: int) -> Mesh:
@@ -95,7 +95,7 @@ class Probe:
                 kind = "_causal" if causal else ""
                 rates[f"attention{kind}.{name}"], rates[f"attention_grad{kind}.{name}"] = forward, backward
             rates[f"conv.{name}"] = list(self._convolutions(dtype))
-        found = {
+        measurements = {
             "device": torch.cuda.get_device_properties(self.device).name if is_cuda else "CPU",
             "processes": self.ranks.mesh.world,
             "threads": torch.get_num_threads(),
@@ -105,7 +105,7 @@ class Probe:
             "rates": {name: sorted([_short(x), _short(y)] for x, y in curve) for name, curve in rates.items()},
         }
         levels = list(self._levels(local))
-        return {**found, "levels": levels} if levels else found
+        return {**measurements, "levels": levels} if levels else measurements
 
     # -- one device --------------------------------------------------------------------------------------------------
 

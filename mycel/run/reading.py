@@ -115,16 +115,16 @@ def load_parts(
     path = Path(path)
     manifest = manifest or read_manifest(path)
     parts: dict[tuple[str, Layout], torch.Tensor] = {}
-    targets, found = [], {}
+    targets, tensors = [], {}
     for name, (layout, shape, dtype) in wanted.items():
         owner, entry = _find(path, manifest, name)
         if (entry.dtype, entry.value_shape) != (dtype, boxes.checked(name, layout, shape, mesh)):
-            told = (
+            mismatch = (
                 f"{DTYPE_NAMES[entry.dtype]}{list(entry.value_shape)} in the checkpoint, "
                 f"{DTYPE_NAMES.get(dtype, dtype)}{list(shape)} is wanted"
             )
             raise CheckpointError(
-                f"{name}: {told}\n  at        {path}\n  try       the model settings that it was saved with"
+                f"{name}: {mismatch}\n  at        {path}\n  try       the model settings that it was saved with"
             )
         if (owner, layout) not in parts:
             box, room = boxes.held(entry.value_shape, layout, mesh, rank), boxes.stored(entry.value_shape, layout, mesh)
@@ -138,9 +138,9 @@ def load_parts(
                 targets.append(Target(owner, ((place, place + 1), *box), valid.unsqueeze(0)))
             elif place == 0:
                 targets.append(Target.of(owner, entry, box, valid))
-        found[name] = parts[owner, layout]
+        tensors[name] = parts[owner, layout]
     fill(path, manifest, targets)
-    return found
+    return tensors
 
 
 def load_whole(path: Path, manifest: Manifest, names: Iterable[str], device: torch.device) -> Tensors:
@@ -185,9 +185,9 @@ def fill(path: Path, manifest: Manifest, targets: Iterable[Target], everything: 
             if copies or everything:
                 jobs.setdefault(piece.file, []).append(Job(piece, entry.dtype, copies))
     Crew(partial(_read_file, path, file, manifest.files[file], jobs[file]) for file in jobs).join()
-    for device in {target.tensor.device for found in wanted.values() for target in found if target.tensor.is_cuda}:
+    for device in {target.tensor.device for group in wanted.values() for target in group if target.tensor.is_cuda}:
         torch.cuda.synchronize(device)
-    for target in (target for found in wanted.values() for target in found):
+    for target in (target for group in wanted.values() for target in group):
         target.add_up()
 
 
@@ -245,6 +245,6 @@ def _fill(fd: int, into: memoryview, begin: int) -> str:
     return digest.hexdigest()
 
 
-def _check(path: Path, what: str, found: str, expected: str) -> None:
-    if found != expected:
-        damaged(path, f"{what} has sha256 {found[:16]}…, expected {expected[:16]}…")
+def _check(path: Path, what: str, actual: str, expected: str) -> None:
+    if actual != expected:
+        damaged(path, f"{what} has sha256 {actual[:16]}…, expected {expected[:16]}…")

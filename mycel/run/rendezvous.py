@@ -74,10 +74,10 @@ def tell(store: dist.Store, why: str) -> str:
 def is_loopback(host: str) -> bool:
     """Is it this machine, and nothing but this machine?"""
     try:
-        found = socket.getaddrinfo(host, None)
+        addresses = socket.getaddrinfo(host, None)
     except OSError:
         return False
-    return all(ipaddress.ip_address(address[0]).is_loopback for *_, address in found)
+    return all(ipaddress.ip_address(address[0]).is_loopback for *_, address in addresses)
 
 
 @dataclass(frozen=True)
@@ -152,9 +152,9 @@ class Rendezvous:
     @property
     def address(self) -> str:
         """The address by which this host reaches the store: others reach it by that too."""
-        found = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_DGRAM)
+        addresses = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_DGRAM)
         family, kind, _, _, address = min(
-            found, key=lambda each: each[0] != socket.AF_INET
+            addresses, key=lambda each: each[0] != socket.AF_INET
         )  # all ranks have to speak the same
         with socket.socket(family, kind) as probe:
             probe.connect(address)  # nothing is sent: it only asks for the route
@@ -213,12 +213,12 @@ class Rendezvous:
         for rank in range(1, self.world):
             ranks.setdefault(self._get(store, f"difference/{rank}").decode(), []).append(rank)
         ranks.pop("", None)
-        told = [text.replace("RANKS", named(group)) for text, group in ranks.items()]
+        differences = [text.replace("RANKS", named(group)) for text, group in ranks.items()]
         hint = [
             "  at        before the first collective",
             "  try       the same files, settings and packages for all ranks",
         ]
-        return "\n".join([*told, *hint]) if told else ""
+        return "\n".join([*differences, *hint]) if differences else ""
 
     def _get(self, store: dist.Store, key: str) -> bytes:
         self._until(lambda: store.check([key]), key)
@@ -239,7 +239,7 @@ class Rendezvous:
 
 def difference(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str:
     """What facts of rank 0 other ranks see differently, as a short diff for each; nothing when they are the same."""
-    told = []
+    report = []
     for name in sorted({*ours, *theirs}):
         a, b = ours.get(name, ""), theirs.get(name, "")
         if a != b:
@@ -247,8 +247,8 @@ def difference(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str:
             lines = [line for line in lines if not line.startswith("@@")] or [f"-{a!r}", f"+{b!r}"]
             more = [f"  … and {len(lines) - DIFFERENCE_LINES} lines more"] if len(lines) > DIFFERENCE_LINES else []
             shown = [f"  {line[:150]}" for line in lines[:DIFFERENCE_LINES]]
-            told += [f"{name} is not the same on all ranks: - on rank 0, + on RANKS", *shown, *more]
-    return "\n".join(told)
+            report += [f"{name} is not the same on all ranks: - on rank 0, + on RANKS", *shown, *more]
+    return "\n".join(report)
 
 
 def named(ranks: list[int]) -> str:
@@ -265,11 +265,11 @@ def named(ranks: list[int]) -> str:
 
 def code_version(root: Path = Path(__file__).parents[1]) -> str:
     """A hash of Mycel's own source files."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
         source = path.read_bytes()
-        found.update(f"{path.relative_to(root).as_posix()}\0{len(source)}\0".encode() + source)
-    return found.hexdigest()[:16]
+        digest.update(f"{path.relative_to(root).as_posix()}\0{len(source)}\0".encode() + source)
+    return digest.hexdigest()[:16]
 
 
 def _prefixed(store: dist.Store) -> dist.Store:

@@ -187,21 +187,21 @@ class Shard:
 
     def sha256(self, abandoned: threading.Event = NEVER) -> list[str]:
         """The checksums of the header and of each piece, from memory."""
-        found = []
+        checksums = []
         for stretch in self._stretches():
             digest = hashlib.sha256()
             for chunk in _chunks(stretch, abandoned):
                 digest.update(chunk)
-            found.append(digest.hexdigest())
-        return found
+            checksums.append(digest.hexdigest())
+        return checksums
 
     def described(self, sha256: list[str]) -> tuple[File, list[tuple[str, StoredPiece]]]:
         """What a manifest says of it: the file, and each piece with the name of its tensor."""
-        begin, found = len(self.header), []
+        begin, stored_pieces = len(self.header), []
         for (name, offset, x), digest in zip(self.pieces, sha256[1:], strict=True):
-            found.append((name, StoredPiece(self.file, begin, offset, tuple(x.shape), digest)))
+            stored_pieces.append((name, StoredPiece(self.file, begin, offset, tuple(x.shape), digest)))
             begin += x.nbytes
-        return File(self.bytes, len(self.header), sha256[0]), found
+        return File(self.bytes, len(self.header), sha256[0]), stored_pieces
 
     def _stretches(self) -> Iterator[memoryview]:
         yield memoryview(self.header)
@@ -272,8 +272,12 @@ def to_bytes(manifest: Manifest) -> bytes:
 
 
 def _entry_json(entry: StoredTensor) -> dict[str, Any]:
-    found = {"dtype": DTYPE_NAMES[entry.dtype], "shape": entry.shape, "pieces": [vars(piece) for piece in entry.pieces]}
-    return {**found, "partial": "sum"} if entry.partial else found
+    record = {
+        "dtype": DTYPE_NAMES[entry.dtype],
+        "shape": entry.shape,
+        "pieces": [vars(piece) for piece in entry.pieces],
+    }
+    return {**record, "partial": "sum"} if entry.partial else record
 
 
 def _last_line(body: bytes) -> bytes:
@@ -298,9 +302,11 @@ def read_manifest(path: Path) -> Manifest:
     except OSError as e:
         damaged(path, f"{MANIFEST} cannot be read: {e.strerror}")
     size = len(_last_line(b""))
-    body, found = text[:-size], text[-size:]
-    if found != _last_line(body):
-        damaged(path, f"{MANIFEST}, {len(text)} bytes, ends in {_start(found)}, expected {_start(_last_line(body))}")
+    body, last_line = text[:-size], text[-size:]
+    if last_line != _last_line(body):
+        damaged(
+            path, f"{MANIFEST}, {len(text)} bytes, ends in {_start(last_line)}, expected {_start(_last_line(body))}"
+        )
     try:
         manifest = _manifest(json.loads(text))
     except (ValueError, KeyError, TypeError, AttributeError) as e:
@@ -317,11 +323,11 @@ def _start(line: bytes) -> str:
 
 def _check_size(path: Path, file: str, size: int) -> None:
     try:
-        found = (path / file).stat().st_size
+        actual = (path / file).stat().st_size
     except OSError as e:
         damaged(path, f"{file} is missing: {e.strerror}")
-    if found != size:
-        damaged(path, f"{file} has {found} bytes, expected {size}")
+    if actual != size:
+        damaged(path, f"{file} has {actual} bytes, expected {size}")
 
 
 def _manifest(x: dict[str, Any]) -> Manifest:
@@ -384,11 +390,12 @@ def _check_files_are_filled(files: Mapping[str, File], entries: Iterable[StoredT
     for entry in entries:
         for p in entry.pieces:
             spans[p.file].append((p.begin, p.begin + math.prod(p.shape) * entry.dtype.itemsize))
-    for name, found in spans.items():
-        found.sort()
-        ends = [0, *(end for _, end in found)]
+    for name, file_spans in spans.items():
+        file_spans.sort()
+        ends = [0, *(end for _, end in file_spans)]
         _require(
-            [begin for begin, _ in found] == ends[:-1] and ends[-1] == files[name].bytes, f"pieces do not fill {name}"
+            [begin for begin, _ in file_spans] == ends[:-1] and ends[-1] == files[name].bytes,
+            f"pieces do not fill {name}",
         )
 
 

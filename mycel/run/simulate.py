@@ -102,11 +102,11 @@ class _Ranks:
         for r, rank in enumerate(self.ranks):
             COMMUNICATORS.append(rank)
             try:
-                made = eqn.op.kernel(*(a[r] for a in args), **eqn.params, **extra)
+                results = eqn.op.kernel(*(a[r] for a in args), **eqn.params, **extra)
             finally:
                 COMMUNICATORS.pop()
             is_stack = len(eqn.outputs) == 1 and eqn.outputs[0].type.depth > 0
-            outs.append(list(made) if isinstance(made, (tuple, list)) and not is_stack else [made])
+            outs.append(list(results) if isinstance(results, (tuple, list)) and not is_stack else [results])
         return [list(column) for column in zip(*outs, strict=True)]
 
     def scan(self, p: Mapping[str, Any], args: list[Values], n: int, m: int) -> list[Values]:
@@ -131,12 +131,12 @@ class _Ranks:
         ]
 
     def agreed(self, test: Values, eqn: Eqn) -> bool:
-        found = {bool(t) for t in test}
-        if len(found) != 1:
+        answers = {bool(t) for t in test}
+        if len(answers) != 1:
             raise RunError(
                 f"ranks disagree about {eqn.op.name}: {[bool(t) for t in test]}\n  at        {eqn.line or 'unknown'}"
             )
-        return found.pop()
+        return answers.pop()
 
     # -- what ranks say to each other
     # ------------------------------------------------------------------------------------

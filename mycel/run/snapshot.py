@@ -76,12 +76,12 @@ def take(
         name: StoredTensor(tensors[name].dtype, lies[name][1], (), name in partial) if o == name else o
         for name, o in owner.items()
     }
-    told = [
+    signature = [
         mesh.sizes(),
         sorted(partial),
         [(name, str(tensors[name].dtype), lies[name][1], str(lies[name][0]), owner[name]) for name in tensors],
     ]
-    digest = hashlib.sha256(json.dumps(told).encode()).hexdigest()
+    digest = hashlib.sha256(json.dumps(signature).encode()).hexdigest()
     return State(meta, metric if metric is not None and math.isfinite(metric) else None, table, parts, ready, digest)
 
 

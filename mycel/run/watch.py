@@ -151,10 +151,10 @@ class Watch:
 
     def _accuse(self, place: PendingCollective, what: str) -> str:
         """The whole message: what happened, to whom, who waits where, and what to try."""
-        found = self._suspects(place)
+        suspects = self._suspects(place)
         hint = "  try       a look at the log of that rank, or a longer MYCEL_TIMEOUT"
         return _placed(
-            f"{what}: {'; '.join(found) or 'all ranks give signs of life'}\n{hint}",
+            f"{what}: {'; '.join(suspects) or 'all ranks give signs of life'}\n{hint}",
             place,
             f"rank {self.meeting.rank} waits in ",
         )

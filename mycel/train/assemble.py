@@ -213,13 +213,13 @@ def _check_length(config: settings.Config, module: Any, notes: list[str]) -> Non
 
 def _odd(config: settings.Config, tokenizer: Tokenizer | None, module: Any) -> list[str]:
     """What can be trained, but hardly as it was meant."""
-    kind, found = type(module).__name__, []
+    kind, warnings = type(module).__name__, []
     if not sample.causal(module):
-        found.append(
+        warnings.append(
             f"{kind} is no causal language model: it sees the tokens that it has to predict, and learns to copy them"
         )
     if tokenizer and tokenizer.eos is None:
-        found.append(
+        warnings.append(
             "the tokenizer names no end of text: no document is ended, and the model does not learn to stop\n"
             "  try       an eos_token for it"
         )
@@ -233,13 +233,13 @@ def _odd(config: settings.Config, tokenizer: Tokenizer | None, module: Any) -> l
             if config.model.path
             else f"model.config.eos_token_id={tokenizer.eos}"
         )
-        found.append(f"{what}: what it writes will not end where it should\n  try       {where}")
+        warnings.append(f"{what}: what it writes will not end where it should\n  try       {where}")
     if (adding := config.model.lora) and not adding.merge and config.model.path is None and config.export:
-        found.append(
+        warnings.append(
             "the adapters are exported without the weights they belong to, which are fresh\n"
             "  try       model.lora.merge=true"
         )
-    return found
+    return warnings
 
 
 def _optimizer(chosen: settings.Optimizer, module: nn.Module) -> torch.optim.Optimizer:

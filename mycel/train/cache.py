@@ -117,16 +117,16 @@ def _complete(folder: Path) -> CachedFolder | None:
     manifest = json.loads(body)
     if manifest["key"] != folder.name:
         raise Damaged(f"it is of another key, {manifest['key']}")
-    whole = sum(said["bytes"] for said in manifest["files"].values()) <= VERIFY_BYTES
-    for name, said in manifest["files"].items():
+    whole = sum(entry["bytes"] for entry in manifest["files"].values()) <= VERIFY_BYTES
+    for name, entry in manifest["files"].items():
         path = folder / name
         try:
             size = path.stat().st_size
-            matches = not whole or size != said["bytes"] or _checksum(path) == said["blake2b"]
+            matches = not whole or size != entry["bytes"] or _checksum(path) == entry["blake2b"]
         except OSError as e:
             raise Damaged(f"{name}: {e.strerror}") from e
-        if size != said["bytes"]:
-            raise Damaged(f"{name} has {size} bytes, {said['bytes']} were written")
+        if size != entry["bytes"]:
+            raise Damaged(f"{name} has {size} bytes, {entry['bytes']} were written")
         if not matches:
             raise Damaged(f"{name} does not match its checksum")
     return CachedFolder(folder, manifest["meta"])

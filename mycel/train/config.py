@@ -243,12 +243,12 @@ class Config(Section):
             return given
         for name, values in own.items():
             if isinstance(values, Mapping):
-                said = {
+                explicit = {
                     key: value
                     for key, value in values.items()
                     if value is not None or key not in ("config", "tokenizer")
                 }
-                given[name] = {**EMBEDDED[name], **said}
+                given[name] = {**EMBEDDED[name], **explicit}
         return given
 
     def conflicts(self) -> Iterator[Conflict]:

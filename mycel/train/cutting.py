@@ -62,10 +62,10 @@ class Outline:
 
 def outline(make: Callable[[], nn.Module]) -> Outline:
     """What a constructor makes, on the meta device."""
-    found: list[nn.Parameter] = []
-    with torch.device("meta"), _registering(lambda p: found.append(p)):
+    parameters: list[nn.Parameter] = []
+    with torch.device("meta"), _registering(lambda p: parameters.append(p)):
         module = make()
-    return Outline(module, tuple(found), dict(_tensors(module)))
+    return Outline(module, tuple(parameters), dict(_tensors(module)))
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

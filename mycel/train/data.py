@@ -72,8 +72,8 @@ def prepare(
     _check_apart(*files)
     notes: list[str] = []
     opened = [
-        _open(found, {**FIELDS, **(fields or {})}, tokenizer, Path(cache).expanduser(), progress, notes)
-        for found in files
+        _open(group, {**FIELDS, **(fields or {})}, tokenizer, Path(cache).expanduser(), progress, notes)
+        for group in files
     ]
     stores = tuple(store for store, _ in opened)
     identity: list[object] = [VERSION, length, pack, [key for _, key in opened]]
@@ -85,20 +85,20 @@ def prepare(
         if same := int(np.isin(stores[1].hashes, stores[0].hashes).sum()):
             notes.append(f"{same:,} of {len(stores[1].hashes):,} validation documents are in the training data too")
     sizes = []
-    for name, made, store in (("train", train, stores[0]), ("validation", held, stores[-1])):
-        if not made.count:
+    for name, sequences, store in (("train", train, stores[0]), ("validation", held, stores[-1])):
+        if not sequences.count:
             raise TrainError(
                 f"the {name} data is empty: it has no sequence with a token to predict\n  at        {store.paths[0]}"
             )
-        sizes.append(f"{name}: {made.tokens:,} tokens, {made.count:,} sequences of {length}")
+        sizes.append(f"{name}: {sequences.tokens:,} tokens, {sequences.count:,} sequences of {length}")
     return Data(train, held, (*sizes, *notes), _hash(identity), stores)
 
 
 def check_vocab(data: Data, vocab: int) -> None:
     """Refuse data with a token id that a model with `vocab` ids does not have."""
     for store in data.stores:
-        if found := store.first_at_least(vocab):
-            path, at, token = found
+        if out_of_range := store.first_at_least(vocab):
+            path, at, token = out_of_range
             raise TrainError(
                 f"token id {token} is out of range: the model has ids 0 to {vocab - 1}\n"
                 f"  at        {path}, token {at}\n"
@@ -115,42 +115,42 @@ def _open(
     notes: list[str],
 ) -> tuple[Tokens, str]:
     """The tokens in these files, from the cache or into it, and the key of what is in them."""
-    found = sorted(identify(files, cache), key=lambda s: s.format == "tokens")
-    key = _key(found, fields, tokenizer)
+    data_files = sorted(identify(files, cache), key=lambda s: s.format == "tokens")
+    key = _key(data_files, fields, tokenizer)
     tell: Progress = progress or (lambda *_: None)
     entry = obtain(
         cache,
         key,
-        lambda folder: _build(folder, found, fields, tokenizer, tell),
+        lambda folder: _build(folder, data_files, fields, tokenizer, tell),
         lambda: tell("another process is tokenising", 0, 0),
     )
-    check_unchanged(found)
+    check_unchanged(data_files)
     if entry.remade:
         notes.append(f"cached tokens were damaged ({entry.remade}) and have been made again")
-    store = Tokens(entry, found)
+    store = Tokens(entry, data_files)
     if not len(store.hashes):
-        raise TrainError(f"the data is empty: no token in {len(found)} files\n  at        {found[0].path}")
+        raise TrainError(f"the data is empty: no token in {len(data_files)} files\n  at        {data_files[0].path}")
     if empty := sum(c.empty for c in store.contents):
         notes.append(f"{empty:,} empty documents left out")
     return store, key
 
 
 def _build(
-    folder: Path, found: list[DataFile], fields: Mapping[str, str], tokenizer: Tokenizer | None, progress: Progress
+    folder: Path, data_files: list[DataFile], fields: Mapping[str, str], tokenizer: Tokenizer | None, progress: Progress
 ) -> dict[str, object]:
     """Write the tokens, and refuse to keep them if a file changed meanwhile."""
-    meta = build(folder, found, fields, tokenizer, progress)
-    check_unchanged(found)
+    meta = build(folder, data_files, fields, tokenizer, progress)
+    check_unchanged(data_files)
     return meta
 
 
-def _key(found: Sequence[DataFile], fields: Mapping[str, str], tokenizer: Tokenizer | None) -> str:
+def _key(data_files: Sequence[DataFile], fields: Mapping[str, str], tokenizer: Tokenizer | None) -> str:
     """A hash of all that decides which tokens there are."""
-    formats = {s.format for s in found}
+    formats = {s.format for s in data_files}
     return _hash(
         [
             VERSION,
-            [(s.digest, s.format, _dtype(s)) for s in found],
+            [(s.digest, s.format, _dtype(s)) for s in data_files],
             tokenizer.fingerprint if tokenizer and formats != {"tokens"} else None,
             sorted(fields.items()) if "jsonl" in formats else None,
         ]

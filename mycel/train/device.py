@@ -70,8 +70,8 @@ def choose(name: str) -> torch.device:
     """auto, cpu, cuda or cuda:1 => the device, if it is there; auto takes the first GPU, or else the CPU."""
     import torch
 
-    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    wanted = ("cuda" if found else "cpu") if name == "auto" else name
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    wanted = ("cuda" if gpus else "cpu") if name == "auto" else name
     if wanted == "cpu":
         return torch.device("cpu")
     asked = re.fullmatch(r"cuda(?::(\d+))?", wanted)
@@ -79,14 +79,14 @@ def choose(name: str) -> torch.device:
         raise TrainError(
             f"device {name!r} is not known\n  at        train.device\n  try       auto, cpu, cuda or cuda:1"
         )
-    if not found:
+    if not gpus:
         raise TrainError(
             f"device {name!r} was asked for, but {_why_no_gpu()}\n  at        train.device\n"
             "  try       device: auto, or cpu"
         )
     index = int(asked[1] or 0)
-    if index >= found:
-        there = "cuda:0" if found == 1 else f"cuda:0 to cuda:{found - 1}"
+    if index >= gpus:
+        there = "cuda:0" if gpus == 1 else f"cuda:0 to cuda:{gpus - 1}"
         raise TrainError(
             f"device {name!r} was asked for, but there is only {there}\n  at        train.device\n  try       {there}"
         )
@@ -177,11 +177,11 @@ def _resident(field: str) -> int:
     """Bytes of a line of /proc/self/status; where there is none, the peak that the system keeps (on Linux a parent's
     counts in it)."""
     try:
-        found = re.search(rf"^{field}:\s*(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+        match = re.search(rf"^{field}:\s*(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
     except OSError:
-        found = None
-    if found:
-        return int(found[1]) * 1024
+        match = None
+    if match:
+        return int(match[1]) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 

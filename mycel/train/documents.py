@@ -51,16 +51,16 @@ def segments(source: DataFile, fields: Mapping[str, str], tokenizer: Tokenizer) 
 
 def array(path: Path) -> npt.NDArray[Any]:
     """The token ids of a .npy or .bin file, mapped, not read."""
-    found = _bin(path) if path.suffix.lower() == ".bin" else _npy(path)
-    if not np.issubdtype(found.dtype, np.integer):
-        raise TrainError(f"token ids must be integers, the array has dtype {found.dtype}\n  at        {path}")
-    if found.ndim not in (1, 2):
-        raise TrainError(f"an array of tokens has 1 or 2 dims, this has shape {found.shape}\n  at        {path}")
-    if not found.flags.c_contiguous:
+    ids = _bin(path) if path.suffix.lower() == ".bin" else _npy(path)
+    if not np.issubdtype(ids.dtype, np.integer):
+        raise TrainError(f"token ids must be integers, the array has dtype {ids.dtype}\n  at        {path}")
+    if ids.ndim not in (1, 2):
+        raise TrainError(f"an array of tokens has 1 or 2 dims, this has shape {ids.shape}\n  at        {path}")
+    if not ids.flags.c_contiguous:
         raise TrainError(
             f"the array is stored by columns\n  at        {path}\n  try       saving numpy.ascontiguousarray(array)"
         )
-    return found
+    return ids
 
 
 def bin_dtype(path: Path) -> np.dtype[Any]:

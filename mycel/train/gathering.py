@@ -55,7 +55,7 @@ def _tensors(parts: Assembly) -> Wholes:
     tied = getattr(module, "all_tied_weights_keys", None) or {}
     state = {name: x for name, x in module.state_dict(keep_vars=True).items() if isinstance(x, torch.Tensor)}
     adapted = lora.adapters(module)
-    found: Wholes = {}
+    wholes: Wholes = {}
     seen: set[int] = set()
     for name in sorted(state, key=lambda name: name in tied):  # of tied names, that which transformers keeps
         x, layer = state[name], next((layer for layer in adapted if name.startswith(f"{layer}.")), None)
@@ -64,10 +64,10 @@ def _tensors(parts: Assembly) -> Wholes:
         seen.add(id(x))
         plain = name if layer is None else name.replace(f"{layer}.frozen.", f"{layer}.")
         if layer is not None and x is adapted[layer].weight:
-            found[plain] = lambda layer=layer: _merged(parts, adapted[layer])  # type: ignore[misc]
+            wholes[plain] = lambda layer=layer: _merged(parts, adapted[layer])  # type: ignore[misc]
         else:
-            found[plain] = lambda name=name, x=x: parts.whole(name, x)  # type: ignore[misc]
-    return dict(sorted(found.items()))
+            wholes[plain] = lambda name=name, x=x: parts.whole(name, x)  # type: ignore[misc]
+    return dict(sorted(wholes.items()))
 
 
 def _merged(parts: Assembly, layer: lora.Adapted) -> torch.Tensor:

@@ -146,8 +146,8 @@ class Run:
             return lambda parts: load_latest_parts(
                 folder / CHECKPOINTS, lambda saved: state.wanted(parts, saved), ranks, parts.device
             )
-        found = load_latest(folder / CHECKPOINTS)  # before anything is made
-        return lambda parts: found
+        loaded = load_latest(folder / CHECKPOINTS)  # before anything is made
+        return lambda parts: loaded
 
     def _note(self, text: str) -> None:
         self.progress.note(f"note: {text}")

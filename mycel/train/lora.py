@@ -197,14 +197,14 @@ def _matches(module: nn.Module, target: str) -> list[str]:
     except re.error as error:
         raise refusal(f"LoRA target {target!r} is not a regular expression: {error}", "model.lora.targets") from None
     named = {n: m for n, m in module.named_modules() if n and (f".{n}".endswith(f".{target}") or pattern.fullmatch(n))}
-    found = [name for name, layer in named.items() if adaptable(layer)]
-    if not found:
+    names = [name for name, layer in named.items() if adaptable(layer)]
+    if not names:
         what = f"names no layer of {type(module).__name__}"
         if named:
             name, layer = next(iter(named.items()))
             what = f"names no linear layer: {name} is {type(layer).__name__}"
         raise refusal(f"LoRA target {target!r} {what}", "model.lora.targets", _linear_names(module))
-    return found
+    return names
 
 
 def _refuse_shared(module: nn.Module, names: list[str]) -> None:

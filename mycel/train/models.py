@@ -195,8 +195,8 @@ def _model_class(settings: Any) -> Any:
     if settings.is_encoder_decoder:
         tasks.insert(0, "AutoModelForSeq2SeqLM")
     for task in tasks:
-        found = getattr(transformers, task)._model_mapping.get(type(settings), None)
-        named.extend(found if isinstance(found, tuple) else [found])
+        mapped = getattr(transformers, task)._model_mapping.get(type(settings), None)
+        named.extend(mapped if isinstance(mapped, tuple) else [mapped])
     for kind in named:
         if (
             inspect.isclass(kind)

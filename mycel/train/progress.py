@@ -157,12 +157,12 @@ class Progress:
         ]
         if not self._reports:
             measured = [Field("waiting", f"first step, {duration(self._clock() - self._began_s)}", "bright_black")]
-        said = [self._fields[name] for name in ("skipped", "stopping") if name in self._fields]
-        all_fields = [*place, *measured, *said, *self._time()]
+        notices = [self._fields[name] for name in ("skipped", "stopping") if name in self._fields]
+        all_fields = [*place, *measured, *notices, *self._time()]
         if width > self._two_rows_up_to and _length(all_fields) + len(GAP) + BAR_LEAST <= width:
             return self._row(all_fields, width)
         self._two_rows_up_to = max(self._two_rows_up_to, width)
-        return Group(self._row([*place, *self._time(), *said], width), self._row(measured, width, bar=False))
+        return Group(self._row([*place, *self._time(), *notices], width), self._row(measured, width, bar=False))
 
     def _row(self, fields: list[Field], width: int, bar: bool = True) -> Text:
         """Fields in one row of at most `width` columns, with a bar after the first where there is room for one."""

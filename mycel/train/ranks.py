@@ -77,8 +77,8 @@ class Team:
         )
 
         def answer() -> Signals | None:
-            found = int(processes.wait(pending)[0])
-            return Signals(found) if found else None
+            number = int(processes.wait(pending)[0])
+            return Signals(number) if number else None
 
         return answer
 
@@ -183,4 +183,4 @@ class Shares:
                 )
             time.sleep(pause_s)
             pause_s = min(pause_s * 1.5, 0.05)
-        return [found.decode() for found in self.store.multi_get(keys)]
+        return [value.decode() for value in self.store.multi_get(keys)]

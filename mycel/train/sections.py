@@ -38,9 +38,9 @@ class Section(BaseModel):
 
     @model_validator(mode="after")
     def _agree(self) -> Self:
-        if found := list(self.conflicts()):
+        if conflicts := list(self.conflicts()):
             raise PydanticCustomError(
-                "conflict", "{text}", {"text": "; ".join(what for what, _ in found), "found": found}
+                "conflict", "{text}", {"text": "; ".join(what for what, _ in conflicts), "found": conflicts}
             )
         return self
 
@@ -95,14 +95,14 @@ def checked(root: type[S], written: WrittenSettings) -> S:
     try:
         config = root.model_validate(written.values)
     except ValidationError as e:
-        told = {place for mistake in written.mistakes for place in mistake.places}
-        found = [
+        reported = {place for mistake in written.mistakes for place in mistake.places}
+        mistakes = [
             m
             for error in e.errors(include_url=False)
             for m in _mistakes(root, error, written)
-            if not told.intersection(m.places)
+            if not reported.intersection(m.places)
         ]
-        refuse(written.mistakes + found)
+        refuse(written.mistakes + mistakes)
     if written.mistakes:
         refuse(written.mistakes)
     return config
@@ -134,12 +134,12 @@ def _mistakes(root: type[Section], error: ErrorDetails, written: WrittenSettings
 
 
 def _wrong(
-    root: type[Section], loc: Sequence[Any], inside: Sequence[Any], found: Any, written: WrittenSettings
+    root: type[Section], loc: Sequence[Any], inside: Sequence[Any], given: Any, written: WrittenSettings
 ) -> Mistake:
     """A field whose value is not of its form, or has something `inside` it that is not."""
     field = find(root, loc)
     assert field is not None
-    keys, value = tuple(loc), written.at(loc, found)
+    keys, value = tuple(loc), written.at(loc, given)
     words, hint = _words(field), _hint(field, value)
     for part in inside:
         if not isinstance(value, Mapping) or part not in value:
@@ -218,8 +218,8 @@ def lines(section: Section, indent: str, comments: bool) -> Iterator[str]:
         block = inner or isinstance(value, dict) and value
         line = f"{indent}{name}:" if block else f"{indent}{name}: {inline(_plain(value))}"
         choices = " | ".join(get_args(field.annotation)) if get_origin(field.annotation) is Literal else ""
-        said = type(value).__doc__ if inner else "; ".join(filter(None, [choices, field.description]))
-        yield f"{line:{COMMENT_COLUMN}} # {said}" if comments and said else line
+        description = type(value).__doc__ if inner else "; ".join(filter(None, [choices, field.description]))
+        yield f"{line:{COMMENT_COLUMN}} # {description}" if comments and description else line
         if inner:
             yield from lines(value, indent + "  ", comments)
         elif block:

@@ -37,8 +37,8 @@ class Signals:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():  # no other thread may, and none is interrupted
-            found = {each: signal.getsignal(each) for each in SIGNALS}
-            self._before = {each: before for each, before in found.items() if before not in (signal.SIG_IGN, None)}
+            handlers = {each: signal.getsignal(each) for each in SIGNALS}
+            self._before = {each: before for each, before in handlers.items() if before not in (signal.SIG_IGN, None)}
         for each in self._before:
             signal.signal(each, self._notice)
         return self

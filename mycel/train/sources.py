@@ -62,11 +62,11 @@ def find(sources: str | Path | Sequence[str | Path], format: str) -> list[File]:
     named = [sources] if isinstance(sources, str | Path) else list(sources)
     if not named:
         raise TrainError("the list of data files is empty\n  try       data.train: stdlib, or a path")
-    found: dict[Path, File] = {}
+    files: dict[Path, File] = {}
     for name in named:
         for path, kind in _expand(str(name), format):
-            found.setdefault(path.resolve(), (path, kind))
-    return list(found.values())
+            files.setdefault(path.resolve(), (path, kind))
+    return list(files.values())
 
 
 def identify(files: Iterable[File], cache: Path) -> list[DataFile]:

@@ -150,12 +150,12 @@ def divide(tokens: Tokens, length: int, pack: bool, share: float, seed: int, not
 
 def _split(tokens: Tokens, spans: I64, length: int, pack: bool, name: str, notes: list[str]) -> Split:
     """The sequences in these spans, with a word on what does not fit."""
-    made = Split(tokens, _joined(spans) if pack else spans, length, pack)
-    if made.left_over:
-        notes.append(f"{made.left_over:,} tokens at the end of {name} left out: they fill no sequence")
-    if made.silent:
-        notes.append(f"{made.silent:,} sequences of {name} left out: none of their tokens carries loss")
-    return made
+    split = Split(tokens, _joined(spans) if pack else spans, length, pack)
+    if split.left_over:
+        notes.append(f"{split.left_over:,} tokens at the end of {name} left out: they fill no sequence")
+    if split.silent:
+        notes.append(f"{split.silent:,} sequences of {name} left out: none of their tokens carries loss")
+    return split
 
 
 def _spans(tokens: Tokens, length: int, pack: bool, notes: list[str]) -> tuple[npt.NDArray[np.intp], I64]:

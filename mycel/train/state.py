@@ -38,17 +38,17 @@ Tensors = dict[str, torch.Tensor]
 
 def tensors(parts: Assembly, losses: list[torch.Tensor], norms: list[torch.Tensor]) -> Tensors:
     """The state as it is now: the tensors themselves, not copies."""
-    found = {f"model.{name}": x for name, x in model_tensors(parts.module).items()}
+    state = {f"model.{name}": x for name, x in model_tensors(parts.module).items()}
     for name, p in parts.module.named_parameters():
-        found |= {
+        state |= {
             f"optimizer.{name}.{slot}": x
             for slot, x in parts.optimizer.state.get(p, {}).items()
             if isinstance(x, torch.Tensor)
         }
-    found |= {f"step.{name}": x for name, x in parts.step.state_dict().items()}
+    state |= {f"step.{name}": x for name, x in parts.step.state_dict().items()}
     for name, values in (("losses", losses), ("norms", norms)):
-        found[f"loop.{name}"] = torch.stack([x.detach().float() for x in values]) if values else torch.zeros(0)
-    return found
+        state[f"loop.{name}"] = torch.stack([x.detach().float() for x in values]) if values else torch.zeros(0)
+    return state
 
 
 def layouts(parts: Assembly) -> Layouts:
@@ -56,13 +56,15 @@ def layouts(parts: Assembly) -> Layouts:
     held = parts.step.parts
     if held is None:
         return {}
-    found = {f"model.{name}": (held.layouts[name], tuple(held.shapes[name])) for name in model_tensors(parts.module)}
+    placements = {
+        f"model.{name}": (held.layouts[name], tuple(held.shapes[name])) for name in model_tensors(parts.module)
+    }
     for name, p in parts.module.named_parameters():
         for slot, x in parts.optimizer.state.get(p, {}).items():
             if isinstance(x, torch.Tensor) and x.dim():
                 layout, type = held.slots[Role("state", slot, of=name)]
-                found[f"optimizer.{name}.{slot}"] = layout, type.shape
-    return found
+                placements[f"optimizer.{name}.{slot}"] = layout, type.shape
+    return placements
 
 
 def model_tensors(module: nn.Module) -> Tensors:
@@ -111,15 +113,15 @@ def frozen_digest(
     frozen = [(name, p) for name, p in module.named_parameters() if not p.requires_grad]
     if not frozen:
         return ""
-    found = []
+    bit_sums = []
     for name, p in frozen:
         x = whole(name, p)
-        found.append(
+        bit_sums.append(
             ((name, tuple(x.shape), str(x.dtype)), x.contiguous().view(bits[x.element_size()]).sum(dtype=torch.int64))
         )
-    sums = torch.stack([total for _, total in found]).tolist()
-    told = [(*kind, total) for (kind, _), total in zip(found, sums, strict=True)]
-    return hashlib.blake2b(repr(told).encode(), digest_size=16).hexdigest()
+    sums = torch.stack([total for _, total in bit_sums]).tolist()
+    checksums = [(*kind, total) for (kind, _), total in zip(bit_sums, sums, strict=True)]
+    return hashlib.blake2b(repr(checksums).encode(), digest_size=16).hexdigest()
 
 
 def random_state(device: torch.device) -> dict[str, str]:
@@ -172,10 +174,10 @@ def wanted(parts: Assembly, manifest: Manifest) -> Wanted:
     held = parts.step.parts
     assert held is not None
     own = model_tensors(parts.module)
-    found = {f"model.{name}": (held.layouts[name], tuple(held.shapes[name]), x.dtype) for name, x in own.items()}
+    specs = {f"model.{name}": (held.layouts[name], tuple(held.shapes[name]), x.dtype) for name, x in own.items()}
     for name, entry in manifest.tensors.items():
         saved = manifest.tensors[entry] if isinstance(entry, str) else entry
-        if isinstance(saved, str) or name in found:
+        if isinstance(saved, str) or name in specs:
             continue
         kind, _, rest = name.partition(".")
         owner, _, slot = rest.rpartition(".")
@@ -183,12 +185,12 @@ def wanted(parts: Assembly, manifest: Manifest) -> Wanted:
             held.slots.get(Role("state", slot, of=owner), (None, None)) if kind == "optimizer" else (None, None)
         )
         shape = saved.value_shape
-        found[name] = (
+        specs[name] = (
             layout if layout is not None and type is not None and type.shape == shape else Layout.whole(len(shape)),
             shape,
             saved.dtype,
         )
-    return found
+    return specs
 
 
 def pending(loaded: Loaded, device: torch.device) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -208,10 +210,10 @@ def _part(loaded: Loaded, prefix: str) -> Tensors:
 
 def _check_identity(loaded: Loaded, parts: Assembly) -> None:
     before, now = loaded.meta["identity"], identity(parts)
-    told = [_difference(name, before[name], now[name]) for name in now if before[name] != now[name]]
-    if told:
+    differences = [_difference(name, before[name], now[name]) for name in now if before[name] != now[name]]
+    if differences:
         raise CheckpointError(
-            f"{'; '.join(told)}\n  at        {loaded.path}\n"
+            f"{'; '.join(differences)}\n  at        {loaded.path}\n"
             "  try       the data, model and settings that the run was started with"
         )
 
@@ -231,13 +233,13 @@ def kind(x: torch.Tensor) -> str:
 
 
 def _check_shapes(loaded: Loaded, own: Tensors, saved: Tensors) -> None:
-    told: Callable[[str, Tensors], str] = lambda name, of: (
+    type_text: Callable[[str, Tensors], str] = lambda name, of: (
         f"{kind(of[name])}{list(of[name].shape)}" if name in of else "not there"
     )
-    wrong = [name for name in dict.fromkeys([*own, *saved]) if told(name, own) != told(name, saved)]
+    wrong = [name for name in dict.fromkeys([*own, *saved]) if type_text(name, own) != type_text(name, saved)]
     if wrong:
         rows = "".join(
-            f"\n  {name}: {told(name, saved)} in the checkpoint, {told(name, own)} in the model"
+            f"\n  {name}: {type_text(name, saved)} in the checkpoint, {type_text(name, own)} in the model"
             for name in wrong[:SHOWN]
         )
         more = f"\n  and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""

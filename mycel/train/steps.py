@@ -184,15 +184,15 @@ class Steps:
             if math.isfinite(validation) and (self.best is None or validation < self.best[0]):
                 self.best = (validation, self.done)
         self.owed = False
-        found = {**(self._report(*read) if read else {}), **({"validation": validation} if validates else {})}
-        if found:
-            self.metrics.write(self.done, **found)
-        self.progress.update(self.done, **{name: found[name] for name in SHOWN if name in found})
+        metrics = {**(self._report(*read) if read else {}), **({"validation": validation} if validates else {})}
+        if metrics:
+            self.metrics.write(self.done, **metrics)
+        self.progress.update(self.done, **{name: metrics[name] for name in SHOWN if name in metrics})
         if saves:
             self._save(validation if config.checkpoint.best else None)
         self._tell_saves()
         if read and self.skipped_in_a_row >= HOPELESS:
-            self._give_up(found["loss"])
+            self._give_up(metrics["loss"])
         return True
 
     def _read(self) -> tuple[list[float], list[float], float | None]:

@@ -159,11 +159,11 @@ class _Writer:
         self.contents[-1].tokens += self.position - self._start
         self._start, self._digest = self.position, hashlib.blake2b(digest_size=8)
 
-    def scan(self, found: npt.NDArray[Any], path: Path, progress: Callable[[int], None]) -> None:
+    def scan(self, ids: npt.NDArray[Any], path: Path, progress: Callable[[int], None]) -> None:
         """An array as a source of its own: one document, or one for each row."""
-        flat, first = found.reshape(-1), self.position
-        width = found.shape[-1] or 1
-        self.contents.append(Contents(width=width if found.ndim == 2 else 0))
+        flat, first = ids.reshape(-1), self.position
+        width = ids.shape[-1] or 1
+        self.contents.append(Contents(width=width if ids.ndim == 2 else 0))
         for at in range(0, len(flat), CHUNK):
             piece = flat[at : at + CHUNK]
             _check_ids(piece, at, path)

@@ -46,15 +46,15 @@ def rows(parts: Assembly, start: int, folder: Path) -> Rows:
 
 def notes(parts: Assembly) -> list[str]:
     """What the data and the model have to say, and what looks wrong about memory."""
-    found = [*parts.data.report[2:], *parts.notes]
+    lines = [*parts.data.report[2:], *parts.notes]
     there = memory_total(parts.device)
     if there is not None and parts.step.plan.peak > there:
         what = f"the step is predicted to need {size(parts.step.plan.peak)}, the device has {size(there)}"
-        found.append(
+        lines.append(
             f"{what}\n  try       train.memory={int(0.9 * there / 2**30)}GiB, or more train.accumulate and less "
             "train.batch"
         )
-    return found
+    return lines
 
 
 def _batch(parts: Assembly) -> str:

@@ -115,10 +115,10 @@ class Folder:
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         """Each text's ids, on all cores."""
         if self._backend is not None:
-            found = [e.ids for e in self._backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+            encoded = [e.ids for e in self._backend.encode_batch_fast(list(texts), add_special_tokens=False)]
         else:
-            found = self._tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
-        return [np.array(ids, np.uint32) for ids in found]
+            encoded = self._tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
+        return [np.array(ids, np.uint32) for ids in encoded]
 
     def decode(self, ids: Sequence[int] | Ids) -> str:
         """The text, without special tokens."""

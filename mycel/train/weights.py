@@ -73,8 +73,8 @@ def load(
     module, report = _mapped(kind, path, settings, stored)
     if wrong := sorted(report["mismatched_keys"]):
         rows = [
-            f"\n  {name}: {list(found)} in the files, {list(wanted)} by the configuration"
-            for name, found, wanted in wrong[:4]
+            f"\n  {name}: {list(shape)} in the files, {list(wanted)} by the configuration"
+            for name, shape, wanted in wrong[:4]
         ]
         more = f"\n  and {len(wrong) - 4} more" if len(wrong) > 4 else ""
         what = f"{len(wrong)} weights do not have the shape that config.json gives them{''.join(rows)}{more}"

@@ -72,8 +72,8 @@ class WrittenSettings:
 
     def place(self, keys: Keys) -> tuple[SettingOrigin, ...]:
         """Where a key was written, or the nearest key around it."""
-        found = (self.places[keys[:n]] for n in range(len(keys), 0, -1) if keys[:n] in self.places)
-        return tuple(found)[:1]
+        origins = (self.places[keys[:n]] for n in range(len(keys), 0, -1) if keys[:n] in self.places)
+        return tuple(origins)[:1]
 
     def at(self, keys: Sequence[Any], otherwise: Any) -> Any:
         """The value at a path of keys."""
