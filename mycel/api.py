@@ -111,15 +111,15 @@ class Jit:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "fn" not in self.__dict__:
             raise AttributeError(name)
-        found = getattr(self.fn, name)
-        if getattr(found, "__self__", None) is not self.fn:
-            return found
+        attribute = getattr(self.fn, name)
+        if getattr(attribute, "__self__", None) is not self.fn:
+            return attribute
 
-        @functools.wraps(found)
+        @functools.wraps(attribute)
         def method(
             *args: Any, **kwargs: Any
         ) -> Any:  # module.eval() and its like return the module: here the jitted one
-            out = found(*args, **kwargs)
+            out = attribute(*args, **kwargs)
             return self if out is self.fn else out
 
         return method

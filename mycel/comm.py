@@ -40,8 +40,8 @@ def index(axis: str) -> torch.Tensor:
     region = _region(axis, "index")
     if region is None:
         return torch.tensor(0)
-    made: torch.Tensor = region.tracer.wrap(region.tracer.apply(lambda: o.place(**_along(region, axis)), (), {}))
-    return made
+    rank: torch.Tensor = region.tracer.wrap(region.tracer.apply(lambda: o.place(**_along(region, axis)), (), {}))
+    return rank
 
 
 def part(x: torch.Tensor, axis: str, dim: int = 0) -> torch.Tensor:
@@ -107,8 +107,8 @@ def permute(x: torch.Tensor, axis: str, shift: int = 1, to: Sequence[int] | None
     def write(region: Open, v: Any) -> Any:
         n = region.sizes[axis]
         there = [(i + shift) % n for i in range(n)] if to is None else list(to)
-        taken = [j for j in there if j != -1]
-        if len(there) != n or len(set(taken)) != len(taken) or not all(0 <= j < n for j in taken):
+        receivers = [j for j in there if j != -1]
+        if len(there) != n or len(set(receivers)) != len(receivers) or not all(0 <= j < n for j in receivers):
             raise ValueError(
                 f"permute: to={there} for {n} ranks along {axis}: each rank sends to one other, or to -1, and gets "
                 "from one"
@@ -123,21 +123,21 @@ def _sent(x: torch.Tensor, axis: str, name: str, write: Callable[[Open, Any], An
     region = _region(axis, name)
     if region is None:
         return x
-    made: torch.Tensor = region.tracer.wrap(region.tracer.apply(lambda v: write(region, v), (x,), {}))
-    return made
+    output: torch.Tensor = region.tracer.wrap(region.tracer.apply(lambda v: write(region, v), (x,), {}))
+    return output
 
 
 def _region(axis: str, name: str) -> Open | None:
     """The open region over an axis; None where the axis has one rank."""
-    found = next((region for axes, region in reversed(OPEN) if axis in axes), 0)
-    if found == 0:
+    innermost = next((region for axes, region in reversed(OPEN) if axis in axes), 0)
+    if innermost == 0:
         what, hint = (
             f"comm.{name} over {axis!r} outside of a manual region over it",
             f"with mycel.manual({axis!r}): around it",
         )
         raise refuse(what, hint) if TRACING else PlanError(f"{what}\n  try       {hint}")
-    assert not isinstance(found, int)
-    return found if found is not None and axis in found.sizes else None
+    assert not isinstance(innermost, int)
+    return innermost if innermost is not None and axis in innermost.sizes else None
 
 
 def _along(region: Open, axis: str) -> dict[str, Any]:

@@ -74,5 +74,5 @@ def _eager_function(custom: CustomVjp) -> type[torch.autograd.Function]:
     return Eager
 
 
-def _listed(found: Any) -> list[Any]:
-    return list(found) if isinstance(found, (tuple, list)) else [found]
+def _listed(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, (tuple, list)) else [value]

@@ -253,8 +253,8 @@ def _hessian(c: Captured, *, argnum: int) -> Captured:
         basis = o.reshape(o.cast(o.eq(*count), dtype=x.dtype), shape=(n, *x.shape))
         name = next(k for k in ("row", "hessian_row", "hessian_row_of_main") if k not in pushed.blocks)
         params = {"body": Ref(name), "length": n, "consts": len(b.inputs), "carry": 0}
-        found = b.append(scan, (*b.inputs, basis), params, [Type(x.dtype, (n, *x.shape))])
-        out = o.reshape(found, shape=(*x.shape, *x.shape))
+        hessian_rows = b.append(scan, (*b.inputs, basis), params, [Type(x.dtype, (n, *x.shape))])
+        out = o.reshape(hessian_rows, shape=(*x.shape, *x.shape))
     blocks = {**pushed.blocks, name: rows, pushed.entry: b.block([out])}
     return replace(c, program=check(replace(pushed, blocks=blocks, updates=())), out=LEAF, effects=())
 
@@ -355,20 +355,20 @@ class Pullback:
 
             def pull_traced(cotangent: Any) -> Any:
                 gs = _cotangents(cotangent, value, given, types)
-                got = splice_program(tracer, second, [*residuals, *(tracer.cell(g).read() for g in gs)])
-                return grads_tree.unflatten(iter([tracer.wrap(v) for v in got]))
+                grads = splice_program(tracer, second, [*residuals, *(tracer.cell(g).read() for g in gs)])
+                return grads_tree.unflatten(iter([tracer.wrap(v) for v in grads]))
 
             return (out[0], pull_traced, *out[1:])
         entry = compile_captured(ahead, self.mode, around=without_autograd)
-        got = entry.call(primals, {})
-        residuals = list(got[1])
+        outputs = entry.call(primals, {})
+        residuals = list(outputs[1])
         run = without_autograd(compile_program(second, c.device, self.mode))
 
         def pull(cotangent: Any) -> Any:
             gs = _cotangents(cotangent, value, given, types)
             return grads_tree.unflatten(iter(run(*residuals, *gs)))
 
-        return (got[0], pull, *got[2:])
+        return (outputs[0], pull, *outputs[2:])
 
 
 def _cotangents(cotangent: Any, value: Tree, given: list[int], types: list[Type]) -> list[torch.Tensor]:

@@ -83,8 +83,8 @@ class Feed:
 
     def without_data(self) -> list[torch.Tensor]:
         """The whole batch's tensors without data, in the order of the arguments."""
-        made = {v.name: torch.empty(v.shape, dtype=v.dtype, device="meta") for v in self.inputs}
-        return [made[name] for name in self.leaves]
+        tensors = {v.name: torch.empty(v.shape, dtype=v.dtype, device="meta") for v in self.inputs}
+        return [tensors[name] for name in self.leaves]
 
 
 def feed_of(
@@ -191,8 +191,8 @@ def without_host_data(args: tuple[Any, ...], kwargs: dict[str, Any], device: tor
         return args, kwargs
     tensors: list[torch.Tensor] = []
     tree = flatten((args, kwargs), tensors)
-    made = {id(x): torch.empty_like(x, device="meta") if x.ndim and x.device.type == "cpu" else x for x in tensors}
-    arguments: Arguments = tree.unflatten(iter([made[id(x)] for x in tensors]))
+    stand_ins = {id(x): torch.empty_like(x, device="meta") if x.ndim and x.device.type == "cpu" else x for x in tensors}
+    arguments: Arguments = tree.unflatten(iter([stand_ins[id(x)] for x in tensors]))
     return arguments
 
 

@@ -70,22 +70,22 @@ class Forward:
         with parts.whole() if parts is not None else nullcontext():
             captured = capture_call(self.fn, args, kwargs, known=roles_of(self.model))
             program = self.prepared(captured)
-            made = Joined(captured, program, (), len(program.results), program.entry)
+            unsharded = Joined(captured, program, (), len(program.results), program.entry)
         if parts is None:
             run, local, feed = load(program, captured.device, reuse=True)[0], program, feed_of(captured, program)
         else:
-            inputs, gathered = parts.given(made)
+            inputs, gathered = parts.given(unsharded)
             task = Task(program, program.entry, plan.hardware_of(captured.device), False, inputs, gathered)
             spread = with_layouts(task, parts.plan.given)[1]
             assert spread is not None
             parts.split(captured.device)
             local = check(lower.overlap(check(lower.hoist(transform.simplify(spread.local)))))
-            run, feed = parts.connected(load(local, captured.device, reuse=True)[0]), parts.feed(made, spread)
+            run, feed = parts.connected(load(local, captured.device, reuse=True)[0]), parts.feed(unsharded, spread)
 
         def bound(batch: tuple[Var, ...], fed: Fed) -> Call:
             def without_gradients(*inputs: Any) -> Any:
                 with torch.no_grad():
-                    return run(*fed(inputs))[: made.results]
+                    return run(*fed(inputs))[: unsharded.results]
 
             return bind(replace(called(captured, batch, local), effects=()), without_gradients)[0]
 

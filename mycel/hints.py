@@ -54,8 +54,8 @@ def shard(x: torch.Tensor, *layout: Any) -> torch.Tensor:
     if not TRACING:
         return x
     tracer = TRACING[-1]
-    found: torch.Tensor = tracer.wrap(tracer.apply(lambda v: o.shard(v, layout=dims), (x,), {}))
-    return found
+    hinted: torch.Tensor = tracer.wrap(tracer.apply(lambda v: o.shard(v, layout=dims), (x,), {}))
+    return hinted
 
 
 def _layout(entries: Sequence[Any] | None, ndim: int, what: str) -> tuple[Axes, ...]:

@@ -27,7 +27,7 @@ def objective(model: torch.nn.Module, loss: Callable[..., Any] | None) -> Callab
             return _loss_of(model(*args, **kwargs))
 
         return of_model
-    taken, named = _takes(model.forward)
+    model_arity, named = _takes(model.forward)
     wanted, asked = _takes(loss.forward if isinstance(loss, torch.nn.Module) else loss)
 
     def of_loss(*args: Any, **kwargs: Any) -> Any:
@@ -35,7 +35,7 @@ def objective(model: torch.nn.Module, loss: Callable[..., Any] | None) -> Callab
         unknown = [k for k in kwargs if named is not None and k not in named and k not in mine]
         if unknown:
             raise TrainError(f"neither the model nor the loss takes {', '.join(unknown)}")
-        count = taken.most
+        count = model_arity.most
         if count is None and wanted.most is not None:  # a model that takes anything leaves the loss what it needs
             count = len(args) - max(wanted.least - 1 - len(mine), 0)
         out = model(*args[:count], **{k: v for k, v in kwargs.items() if named is None or k in named})
@@ -52,16 +52,16 @@ class Arity:
     most: int | None
     first: str
 
-    def rest_of(self, args: tuple[Any, ...], taken: int | None, named: dict[str, Any]) -> tuple[Any, ...]:
+    def rest_of(self, args: tuple[Any, ...], model_count: int | None, named: dict[str, Any]) -> tuple[Any, ...]:
         """What a loss gets of the batch besides the output: the last ones, as many as it needs, and whatever the model
         did not take."""
         if self.most is None:
             return args
-        left = 0 if taken is None else max(len(args) - taken, 0)
+        left = 0 if model_count is None else max(len(args) - model_count, 0)
         if left > self.most - 1:
             raise TrainError(
-                f"the batch has {len(args)} arguments; the model takes {taken}, the loss {self.most - 1} besides the "
-                "output"
+                f"the batch has {len(args)} arguments; the model takes {model_count}, the loss {self.most - 1} besides "
+                "the output"
             )
         count = max(left, self.least - 1 - len(named))
         return args[max(len(args) - count, 0) :] if count > 0 else ()
@@ -86,15 +86,15 @@ def _loss_of(out: Any) -> torch.Tensor:
     """The loss a model returned: itself, or its `loss`."""
     if isinstance(out, torch.Tensor):
         return _scalar(out)
-    found = out.get("loss") if isinstance(out, dict) else getattr(out, "loss", None)
-    if found is None and isinstance(out, tuple) and out and isinstance(out[0], torch.Tensor) and out[0].ndim == 0:
-        found = out[0]
-    if found is None:
+    loss = out.get("loss") if isinstance(out, dict) else getattr(out, "loss", None)
+    if loss is None and isinstance(out, tuple) and out and isinstance(out[0], torch.Tensor) and out[0].ndim == 0:
+        loss = out[0]
+    if loss is None:
         raise TrainError(
             f"the model returned {type(out).__name__} without a loss\n"
             "  try       pass labels in the batch, or give train_step loss=f(output, *batch)"
         )
-    return _scalar(found)
+    return _scalar(loss)
 
 
 def _scalar(loss: Any) -> torch.Tensor:
@@ -128,8 +128,8 @@ class Batch:
         if self.parts == 1:
             return self.args, self.kwargs
         assert self.rows is not None
-        made = {id(x): x[: self.rows // self.parts] if self.is_split(x) else x for x in self.leaves}
-        return self.tree.unflatten(iter([made[id(x)] for x in self.leaves]))
+        slices = {id(x): x[: self.rows // self.parts] if self.is_split(x) else x for x in self.leaves}
+        return self.tree.unflatten(iter([slices[id(x)] for x in self.leaves]))
 
     def split(self, names: Sequence[str]) -> set[str]:
         """Which inputs of the program are split; `names`: of the inputs that its tensors are."""

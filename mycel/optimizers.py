@@ -75,10 +75,10 @@ def _refuse_option(optimizer: torch.optim.Optimizer, group: dict[str, Any], name
 
 def _names() -> list[str]:
     """The optimisers there are, as one writes them."""
-    found = [(name, known.foreign) for known in OPTIMISERS.values() for name in known.classes]
+    classes = [(name, known.foreign) for known in OPTIMISERS.values() for name in known.classes]
     return sorted(
         f"any {name}" if foreign else f"torch.optim.{name}"
-        for name, foreign in found
+        for name, foreign in classes
         if foreign or hasattr(torch.optim, name)
     )
 
@@ -168,18 +168,18 @@ def _slot(
 
 def refuse_hooks(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Hooks that run inside of torch's backward or step would not be called."""
-    found = [
+    hooked = [
         f"parameter {n}" for n, p in model.named_parameters() if p._backward_hooks or p._post_accumulate_grad_hooks
     ]
-    found += [
+    hooked += [
         f"module {n or type(m).__name__}"
         for n, m in model.named_modules()
         if m._backward_hooks or m._backward_pre_hooks
     ]
-    found += ["the optimizer"] if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks else []
-    if found:
+    hooked += ["the optimizer"] if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks else []
+    if hooked:
         raise TrainError(
-            f"a hook on backward or on the step: {', '.join(found[:5])}\n"
+            f"a hook on backward or on the step: {', '.join(hooked[:5])}\n"
             "  try       remove it: the step is one program and calls no such hooks"
         )
 

@@ -91,14 +91,14 @@ class ShardedModel:
     # -- layouts of a step's inputs
     # ------------------------------------------------------------------------------------------
 
-    def given(self, made: Joined) -> tuple[dict[int, Layout], frozenset[int]]:
+    def given(self, unsharded: Joined) -> tuple[dict[int, Layout], frozenset[int]]:
         """Layouts of the step's inputs by position, those that are not whole; and the parameters that are gathered for
         use."""
-        program = made.program
+        program = unsharded.program
         ids = {id(x): name for name, x in self._tensors()}
         one = {name: ids[id(x)] for name, x in self._tensors()}  # of tied names, the one that counts
         used = self.plan.parameter_layouts(self.shapes)
-        trained = {name for g in made.groups for name in g.group.params}
+        trained = {name for g in unsharded.groups for name in g.group.params}
         if not self.is_split:
             self.layouts = parameter_layouts(
                 self.plan, self.shapes, {one[name] for name in trained if name in one}, one
@@ -214,10 +214,10 @@ class ShardedModel:
     # -- what this rank takes of a batch
     # ----------------------------------------------------------------------------------
 
-    def feed(self, made: Joined, found: Distributed) -> Feed:
+    def feed(self, unsharded: Joined, sharded: Distributed) -> Feed:
         """How a step that lies as was found is fed on this rank."""
-        layouts = {v.name: layout for v, layout in zip(found.whole.inputs, found.inputs, strict=True)}
-        return feed_of(made.captured, made.program, layouts, self.plan.mesh, self.ranks.rank)
+        layouts = {v.name: layout for v, layout in zip(sharded.whole.inputs, sharded.inputs, strict=True)}
+        return feed_of(unsharded.captured, unsharded.program, layouts, self.plan.mesh, self.ranks.rank)
 
     def slices(self, name: str, shape: Sequence[int]) -> tuple[slice, ...]:
         """This rank's part of a batch tensor of this shape."""
@@ -227,26 +227,26 @@ class ShardedModel:
     def rows(self, size: int, name: str | None = None) -> range:
         """The part of the first dim."""
         names = [name or ""] if name or not isinstance(self.plan.batch, Mapping) else list(self.plan.batch)
-        found = {name: self.slices(name, (size,))[0] for name in names}
-        if len({(s.start, s.stop) for s in found.values()}) > 1:
-            known = ", ".join(f"{name} {s.start}:{s.stop}" for name, s in found.items())
+        slices = {name: self.slices(name, (size,))[0] for name in names}
+        if len({(s.start, s.stop) for s in slices.values()}) > 1:
+            known = ", ".join(f"{name} {s.start}:{s.stop}" for name, s in slices.items())
             raise PlanError(
                 f"tensors of the batch have different rows on this rank: {known}\n  try       rows(size, name)"
             )
-        return range(size) if not found else next(range(s.start, s.stop) for s in found.values())
+        return range(size) if not slices else next(range(s.start, s.stop) for s in slices.values())
 
 
 def roles_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[int, Role]:
     """What a model's tensors are, by id, under the names that its state dict has; tensors that an optimiser changes are
     parameters,
     whoever holds them."""
-    found = {id(x): Role("buffer", name) for name, x in model.named_buffers()}
-    found |= {id(p): Role("parameter", name) for name, p in model.named_parameters()}
+    roles = {id(x): Role("buffer", name) for name, x in model.named_buffers()}
+    roles |= {id(p): Role("parameter", name) for name, p in model.named_parameters()}
     for i, group in enumerate(optimizer.param_groups if optimizer is not None else ()):
         for k, p in enumerate(group["params"]):
             if not isinstance(p, torch.nn.Parameter):
-                found.setdefault(id(p), Role("parameter", f"group{i}.{k}"))
-    return found
+                roles.setdefault(id(p), Role("parameter", f"group{i}.{k}"))
+    return roles
 
 
 def parameter_layouts(

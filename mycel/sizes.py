@@ -12,12 +12,12 @@ SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmgt]i?)?b\s*", re.IGNORECASE |
 
 def parse_bytes(text: str) -> int:
     """20GiB => 21474836480, 500MB => 500000000."""
-    found = SIZE.fullmatch(text)
-    if not found:
+    match = SIZE.fullmatch(text)
+    if not match:
         raise TrainError(f"{text!r} is not a size in bytes\n  try       20GiB, 500MB")
-    prefix = (found[2] or "").lower()
+    prefix = (match[2] or "").lower()
     unit = (1024 if prefix.endswith("i") else 1000) ** " kmgt".index(prefix[:1] or " ")
-    size = int(Fraction(found[1]) * unit)
+    size = int(Fraction(match[1]) * unit)
     if not size:
         raise TrainError(f"{text!r} is less than one byte\n  try       20GiB, 500MB")
     return size

@@ -58,16 +58,16 @@ def hoist(program: Program) -> Program:
 
 def _gathers(block: Block) -> dict[Var, list[Eqn]]:
     """What is gathered of inputs as they are, cast or viewed: each with the equations that make it."""
-    made: dict[Var, list[Eqn]] = {v: [] for v in block.inputs}
+    producers: dict[Var, list[Eqn]] = {v: [] for v in block.inputs}
     for eqn in block.eqns:
         if (
             eqn.vars
-            and all(v in made for v in eqn.vars)
+            and all(v in producers for v in eqn.vars)
             and (eqn.op is o.cast or eqn.op.grows or eqn.op.write is not None)
         ):
-            before = dict.fromkeys(e for v in eqn.vars for e in made[v])
-            made.update((v, [*before, eqn]) for v in eqn.outputs)
-    return {v: chain for v, chain in made.items() if chain and chain[-1].op.grows}
+            before = dict.fromkeys(e for v in eqn.vars for e in producers[v])
+            producers.update((v, [*before, eqn]) for v in eqn.outputs)
+    return {v: chain for v, chain in producers.items() if chain and chain[-1].op.grows}
 
 
 def _before(block: Block, at: int) -> int:
@@ -117,9 +117,9 @@ def _caller(block: Block, name: str, old: Block, new: Block, moved: dict[Var, li
 
 def _renamed(chain: Iterable[Eqn], values: dict[Var, Atom], names: Builder) -> list[Eqn]:
     """The equations on the caller's values, under new names, which are entered."""
-    made = []
+    eqns = []
     for eqn in chain:
         outputs = tuple(Var(names.name(v.name), v.type) for v in eqn.outputs)
-        made.append(replace(substitute(eqn, values), outputs=outputs))
+        eqns.append(replace(substitute(eqn, values), outputs=outputs))
         values.update(zip(eqn.outputs, outputs, strict=True))
-    return made
+    return eqns

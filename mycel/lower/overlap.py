@@ -37,13 +37,13 @@ def overlap(program: Program) -> Program:
 
 
 def _overlapped(block: Block) -> Block:
-    found = [i for i, e in enumerate(block.eqns) if e.op.collective is not None and e.op.collective.together]
-    if not found:
+    collectives = [i for i, e in enumerate(block.eqns) if e.op.collective is not None and e.op.collective.together]
+    if not collectives:
         return block
     uses = chains(block)
     calls = [i for i, e in enumerate(block.eqns) if e.op in (call, custom, scan, loop)]
-    begin = {i: _ready(block, i, uses, calls) for i in found}
-    sent = [Sent(i, begin[i], _first_use(block, i, uses, begin)) for i in found]
+    begin = {i: _ready(block, i, uses, calls) for i in collectives}
+    sent = [Sent(i, begin[i], _first_use(block, i, uses, begin)) for i in collectives]
     buckets = [b for b in _buckets(block, sent) if len(b) > 1 or b[0].begin < b[0].use - 1 and _works(block, b[0])]
     gone = {s.at for b in buckets for s in b}
     begins: dict[int, list[int]] = {}

@@ -41,16 +41,16 @@ def reside(program: Program, plan: Residuals) -> Program:
     blocks, eqns = dict(program.blocks), list(body.eqns)
     names = Builder()
     names.reserve(v.name for v in (*body.inputs, *(v for e in body.eqns for v in e.outputs)))
-    made: dict[object, Halves] = {}
+    halves: dict[object, Halves] = {}
     forwards: dict[object, str] = {}
     for d, (i, j) in zip(plan.pairs, paired(body), strict=True):
         f, b = body.eqns[i], body.eqns[j]
         of = handed(program, body, i, j)
         outs = tuple(k for k, v in enumerate(f.outputs) if uses[v].is_output or any(u != j for u in uses[v].uses))
         key = (f.params["block"], b.params["block"], d.keep, outs, tuple(of.items()))
-        if key not in made:
-            made[key] = _halves(blocks, f.params["block"], b.params["block"], set(d.keep), outs, of, forwards)
-        h = made[key]
+        if key not in halves:
+            halves[key] = _halves(blocks, f.params["block"], b.params["block"], set(d.keep), outs, of, forwards)
+        h = halves[key]
         old = program.blocks[f.params["block"]]
         known = {v: x for x, v in zip(f.outputs, old.outputs, strict=True) if isinstance(v, Var)}
         stay = [
@@ -140,16 +140,16 @@ def _loose(block: Block, names: set[str]) -> Block:
         return block
     late = backward_part(block)
     early = [e for e in block.eqns if e not in late]
-    made = {v for e in early for v in e.outputs}
-    kept = {*block.inputs, *(v for v in made if v.name not in names)}
-    wanted = [v for e in late for v in e.vars if v in made and v.name in names]
+    early_values = {v for e in early for v in e.outputs}
+    kept = {*block.inputs, *(v for v in early_values if v.name not in names)}
+    wanted = [v for e in late for v in e.vars if v in early_values and v.name in names]
     again = _again(Block(block.inputs, tuple(early), ()), wanted, kept)
     b = Builder()
     b.reserve(v.name for v in (*block.inputs, *(v for e in block.eqns for v in e.outputs)))
     redo = _Again(b, again, {v: v for v in kept})
     for eqn in block.eqns:
         if eqn in late:
-            values = {v: redo.value(v) for v in eqn.vars if v in made and v.name in names}
+            values = {v: redo.value(v) for v in eqn.vars if v in early_values and v.name in names}
             eqn = substitute(eqn, values)
         b.eqns.append(eqn)
     return Block(block.inputs, tuple(b.eqns), block.outputs)
@@ -158,12 +158,12 @@ def _loose(block: Block, names: set[str]) -> Block:
 def _again(block: Block, wanted: Iterable[Var], there: set[Var]) -> list[Eqn]:
     """The equations that make the wanted values from those that are there."""
     need = {v for v in wanted if v not in there}
-    found = []
+    eqns = []
     for eqn in reversed(block.eqns):
         if any(v in need for v in eqn.outputs):
-            found.append(eqn)
+            eqns.append(eqn)
             need.update(u for u in eqn.vars if u not in there)
-    return found[::-1]
+    return eqns[::-1]
 
 
 def _free(blocks: dict[str, Block], name: str) -> str:

@@ -215,15 +215,15 @@ class _Block:
         before = len(self.b.eqns)
         if choice is None:
             types = [layout.local(v.type, self.mesh) for v, layout in zip(eqn.outputs, outs, strict=True)]
-            made = self.b.append(eqn.op, tuple(values), dict(eqn.params), types)
+            results = self.b.append(eqn.op, tuple(values), dict(eqn.params), types)
         elif eqn.op.lies:  # a rank has its part already
-            made = values[0]
+            results = values[0]
         elif choice.expand:
-            made = self.expanded(eqn, choice, values)
+            results = self.expanded(eqn, choice, values)
         else:
-            made = self.written(eqn, choice, values)
-        made = made if isinstance(made, tuple) else (made,)
-        for v, layout, new in zip(eqn.outputs, outs, made, strict=True):
+            results = self.written(eqn, choice, values)
+        results = results if isinstance(results, tuple) else (results,)
+        for v, layout, new in zip(eqn.outputs, outs, results, strict=True):
             want = layout.local(v.type, self.mesh)
             if isinstance(new, Var) and new.type != want:
                 raise IRError(
@@ -294,9 +294,9 @@ class _Block:
         xs = [b.input(f"x{i}", x.type) if isinstance(x, Var) else x for i, x in enumerate(eqn.inputs)]
         with b:
             assert eqn.op.expand is not None
-            made = eqn.op.expand(*xs, **eqn.params)
-        made = made if isinstance(made, tuple) else (made,)
-        block = b.block(made)
+            results = eqn.op.expand(*xs, **eqn.params)
+        results = results if isinstance(results, tuple) else (results,)
+        block = b.block(results)
         layouts = [layout for layout in choice.ins if layout is not None]
         inner = Program({"main": block})
         laid = follow(inner, "main", layouts, choice.outs, self.moves)

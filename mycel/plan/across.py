@@ -40,8 +40,8 @@ class Placed:
     def box(self, type: Type, i: int) -> Box:
         """What the mesh's rank i holds."""
         at = self.mesh.coordinates(i)
-        found = [extent(n, axes, self.mesh, at) for n, axes in zip(type.shape, self.layout.dims, strict=True)]
-        return tuple((start, start + count) for start, count in found)
+        extents = [extent(n, axes, self.mesh, at) for n, axes in zip(type.shape, self.layout.dims, strict=True)]
+        return tuple((start, start + count) for start, count in extents)
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def transfers(type: Type, source: Placed, target: Placed) -> list[Transfer]:
         if all(a < b for a, b in box):
             holders.setdefault(box, []).append(rank)
     sent: Counter[int] = Counter()
-    found = []
+    pieces = []
     for i, rank in enumerate(target.ranks):
         want = target.box(type, i)
         if any(a >= b for a, b in want):
@@ -78,10 +78,10 @@ def transfers(type: Type, source: Placed, target: Placed) -> list[Transfer]:
             sender = rank if rank in ranks else min(ranks, key=lambda r: (sent[r], r))
             shape = tuple(b - a for a, b in both)
             sent[sender] += math.prod(shape) * (sender != rank)
-            taken = tuple(a - c for (a, _), (c, _) in zip(both, box, strict=True))
+            source_start = tuple(a - c for (a, _), (c, _) in zip(both, box, strict=True))
             put = tuple(a - c for (a, _), (c, _) in zip(both, want, strict=True))
-            found.append(Transfer(sender, rank, taken, put, shape))
-    return found
+            pieces.append(Transfer(sender, rank, source_start, put, shape))
+    return pieces
 
 
 def _overlapping(holders: dict[Box, list[int]], want: Box) -> list[tuple[Box, Sequence[int]]]:
@@ -92,14 +92,14 @@ def _overlapping(holders: dict[Box, list[int]], want: Box) -> list[tuple[Box, Se
     ]
 
 
-def wire_bytes(type: Type, found: Sequence[Transfer]) -> int:
+def wire_bytes(type: Type, pieces: Sequence[Transfer]) -> int:
     """Bytes that change ranks."""
-    return sum(t.numel for t in found if t.source != t.target) * type.dtype.itemsize
+    return sum(t.numel for t in pieces if t.source != t.target) * type.dtype.itemsize
 
 
-def rounds(found: Sequence[Transfer]) -> list[list[Transfer]]:
+def rounds(pieces: Sequence[Transfer]) -> list[list[Transfer]]:
     """Transfers between ranks in rounds in which each rank sends one piece and receives one at most."""
-    left, made = [t for t in found if t.source != t.target], []
+    left, schedule = [t for t in pieces if t.source != t.target], []
     while left:
         busy: tuple[set[int], set[int]] = (set(), set())
         now = []
@@ -108,6 +108,6 @@ def rounds(found: Sequence[Transfer]) -> list[list[Transfer]]:
                 busy[0].add(t.source)
                 busy[1].add(t.target)
                 now.append(t)
-        made.append(now)
+        schedule.append(now)
         left = list(itertools.filterfalse(now.__contains__, left))
-    return made
+    return schedule

@@ -137,10 +137,10 @@ class Costs:
         for i, eqn in enumerate(block.eqns):
             if eqn.op in CONTROL or message(eqn)[0] or self.is_apart(eqn, True):
                 continue
-            joined = sorted({_root(first, maker[v]) for v in eqn.vars if v in maker})
-            first[i] = joined[0] if joined else i
-            for j in joined[1:]:
-                first[j] = joined[0]
+            roots = sorted({_root(first, maker[v]) for v in eqn.vars if v in maker})
+            first[i] = roots[0] if roots else i
+            for j in roots[1:]:
+                first[j] = roots[0]
             maker.update((v, i) for v in eqn.outputs if v not in there)
         return {i: _root(first, i) for i in first}
 
@@ -157,17 +157,17 @@ class Costs:
 
     def in_memory(self, block: Block, compiled: bool | None = None) -> set[Var]:
         """Values of a block that lie in memory whether or not anybody keeps them; views of them count as they do."""
-        found = {*block.inputs, *(v for v in block.outputs if isinstance(v, Var))}
+        resident = {*block.inputs, *(v for v in block.outputs if isinstance(v, Var))}
         for eqn in block.eqns:
             if self.is_apart(eqn, compiled):
-                found.update((*eqn.vars, *eqn.outputs))
+                resident.update((*eqn.vars, *eqn.outputs))
         for eqn in reversed(block.eqns):  # what a view in memory shows is there too
-            if eqn.op.write is not None and any(v in found for v in eqn.outputs) and isinstance(eqn.inputs[0], Var):
-                found.add(eqn.inputs[0])
+            if eqn.op.write is not None and any(v in resident for v in eqn.outputs) and isinstance(eqn.inputs[0], Var):
+                resident.add(eqn.inputs[0])
         for eqn in block.eqns:
-            if eqn.op.write is not None and eqn.inputs[0] in found:
-                found.update(eqn.outputs)
-        return found
+            if eqn.op.write is not None and eqn.inputs[0] in resident:
+                resident.update(eqn.outputs)
+        return resident
 
 
 def _passes(eqn: Eqn) -> int:

@@ -110,14 +110,14 @@ def _fit(name: str, points: Sequence[Sequence[float]]) -> tuple[float, float]:
 
 def sent(name: str, k: int, local_bytes: float) -> float:
     """Bytes that each of k ranks puts on the wire when it puts `local_bytes` in."""
-    said = OPS[name].collective if name else None
-    return said.sent(k) * local_bytes if said is not None and k > 1 else 0.0
+    collective = OPS[name].collective if name else None
+    return collective.sent(k) * local_bytes if collective is not None and k > 1 else 0.0
 
 
 def _steps(name: str, k: int) -> int:
     """Messages that wait for each other."""
-    said = OPS[name].collective if name else None
-    return said.steps(k) if said is not None and k > 1 else 0
+    collective = OPS[name].collective if name else None
+    return collective.steps(k) if collective is not None and k > 1 else 0
 
 
 def message(eqn: Eqn) -> tuple[str, Axes, float]:

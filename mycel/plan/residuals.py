@@ -59,17 +59,17 @@ def is_backward(eqn: Eqn) -> bool:
 def paired(block: Block) -> Iterator[tuple[int, int]]:
     """Calls whose results a later backward call alone reads, with that call."""
     uses = chains(block)
-    made = {v: i for i, eqn in enumerate(block.eqns) for v in eqn.outputs}
+    producer = {v: i for i, eqn in enumerate(block.eqns) for v in eqn.outputs}
     for j, eqn in enumerate(block.eqns):
         if eqn.op is not call or not is_backward(eqn):
             continue
-        found: Counter[int] = Counter()
+        reads: Counter[int] = Counter()
         for v in eqn.vars:
-            i = made.get(v)
+            i = producer.get(v)
             if i is not None and block.eqns[i].op is call and not is_backward(block.eqns[i]) and uses[v].uses == (j,):
-                found[i] += 1
-        if found:
-            yield found.most_common(1)[0][0], j
+                reads[i] += 1
+        if reads:
+            yield reads.most_common(1)[0][0], j
 
 
 def handed(program: Program, block: Block, forward: int, backward: int) -> dict[Var, Var]:
@@ -85,7 +85,7 @@ def residuals(program: Program, body: str, costs: Costs, prices: Sequence[float]
     """The cheapest decisions where a byte costs `prices[i]` seconds for the i-th pair (the last one for all further
     pairs)."""
     block = program.blocks[body]
-    found = []
+    decisions = []
     free = set(block.inputs)
     readers = Counter(v for eqn in block.eqns if eqn.op is call and is_backward(eqn) for v in set(eqn.vars))
     memo: dict[object, tuple[tuple[str, ...], float, int]] = {}
@@ -104,16 +104,16 @@ def residuals(program: Program, body: str, costs: Costs, prices: Sequence[float]
         if key not in memo:
             memo[key] = cut(inner, needed, share, costs, price)
         keep, seconds, size = memo[key]
-        found.append(Decision(str(f.params["block"]), keep, seconds, size))
-    return Residuals(body, tuple(found), _loose(block, costs, prices[-1]))
+        decisions.append(Decision(str(f.params["block"]), keep, seconds, size))
+    return Residuals(body, tuple(decisions), _loose(block, costs, prices[-1]))
 
 
 def _loose(block: Block, costs: Costs, price: float) -> tuple[str, ...]:
     """Values between the calls of the body that backward had better compute again."""
     late = backward_part(block)
     early = Block(block.inputs, tuple(e for e in block.eqns if e not in late), ())
-    made = {v for e in early.eqns for v in e.outputs}
-    needed = tuple(dict.fromkeys(v for e in block.eqns if e in late for v in e.vars if v in made))
+    early_values = {v for e in early.eqns for v in e.outputs}
+    needed = tuple(dict.fromkeys(v for e in block.eqns if e in late for v in e.vars if v in early_values))
     if not needed:
         return ()
     share = {**_lifetimes(block, costs), **dict.fromkeys(block.inputs, 0.0)}
@@ -133,12 +133,12 @@ def _lifetimes(block: Block, costs: Costs) -> dict[Var, float]:
 def backward_part(block: Block) -> set[Eqn]:
     """Equations written by differentiation, and all that depend on them."""
     late: set[Var] = set()
-    found = set()
+    eqns = set()
     for eqn in block.eqns:
         if is_backward(eqn) or any(v in late for v in eqn.vars):
             late.update(eqn.outputs)
-            found.add(eqn)
-    return found
+            eqns.add(eqn)
+    return eqns
 
 
 def cut(
@@ -178,8 +178,8 @@ def cut(
             redone.add(again[v])
             read += again[v].vars
     size = sum(round(share.get(v, 1.0) * v.type.bytes) for v in kept)
-    made = [v.name for e in block.eqns for v in e.outputs if v in kept]
-    return tuple(made), sum(costs.seconds(e, there) for e in redone), size
+    names = [v.name for e in block.eqns for v in e.outputs if v in kept]
+    return tuple(names), sum(costs.seconds(e, there) for e in redone), size
 
 
 class _Graph:

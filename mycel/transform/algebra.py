@@ -23,16 +23,16 @@ def algebra(program: Program) -> Program:
 
 
 def _rewritten(block: Block) -> Block:
-    made = Made()
+    definitions = Made()
     values: dict[Var, Atom] = {}
     eqns = []
     for eqn in block.eqns:
         new: Eqn | None = substitute(eqn, values)
         while new is not None:
-            step = _step(new, made)
+            step = _step(new, definitions)
             if step is None:
                 eqns.append(new)
-                made.eqns.update((v, new) for v in new.outputs)
+                definitions.eqns.update((v, new) for v in new.outputs)
                 break
             if isinstance(step, Eqn):
                 new = step
@@ -42,19 +42,19 @@ def _rewritten(block: Block) -> Block:
     return Block(block.inputs, tuple(eqns), tuple(lookup(x, values) for x in block.outputs))
 
 
-def _step(eqn: Eqn, made: Made) -> Eqn | tuple[Var, ...] | None:
+def _step(eqn: Eqn, definitions: Made) -> Eqn | tuple[Var, ...] | None:
     """One rewrite of an equation: another equation, or values for its outputs."""
     for rule in TABLE.get(eqn.op.name, ()):
-        found = rule(eqn, made)
-        if isinstance(found, Var):
-            found = (found,)
-        if not isinstance(found, tuple):  # nothing, or a literal where a value must stand
+        result = rule(eqn, definitions)
+        if isinstance(result, Var):
+            result = (result,)
+        if not isinstance(result, tuple):  # nothing, or a literal where a value must stand
             continue
-        if isinstance(found[0], str):
-            op, inputs, params = OPS[found[0]], found[1], found[2]
+        if isinstance(result[0], str):
+            op, inputs, params = OPS[result[0]], result[1], result[2]
             types = op.infer([x.type if isinstance(x, Var) else x for x in inputs], params)
             if types == tuple(v.type for v in eqn.outputs):
                 return replace(eqn, op=op, inputs=tuple(inputs), params=Params(params))
-        elif tuple(x.type for x in found if isinstance(x, Var)) == tuple(v.type for v in eqn.outputs):
-            return tuple(found)
+        elif tuple(x.type for x in result if isinstance(x, Var)) == tuple(v.type for v in eqn.outputs):
+            return tuple(result)
     return None

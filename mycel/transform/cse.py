@@ -45,11 +45,11 @@ def _merge(block: Block, refs: Mapping[str, str], consts: Mapping[str, str]) -> 
         if eqn.op.grows:  # where it stands twice it is gathered again on purpose: what it brings is large
             eqns.append(eqn)
             continue
-        found = first.setdefault((_key(eqn), tuple(v.type for v in eqn.outputs)), eqn.outputs)
-        if found is eqn.outputs:
+        outputs = first.setdefault((_key(eqn), tuple(v.type for v in eqn.outputs)), eqn.outputs)
+        if outputs is eqn.outputs:
             eqns.append(eqn)
         else:
-            values.update(zip(eqn.outputs, found, strict=True))
+            values.update(zip(eqn.outputs, outputs, strict=True))
     return Block(block.inputs, tuple(eqns), tuple(lookup(x, values) for x in block.outputs))
 
 

@@ -141,11 +141,11 @@ def _me(block: str, eqn: Eqn) -> str:
 
 def _acting(blocks: Mapping[str, Block]) -> set[str]:
     """Blocks with equations that do something, inner blocks first."""
-    found: set[str] = set()
+    acting: set[str] = set()
     for name, block in blocks.items():
-        if any(e.op.effect or any(ref in found for ref in e.refs) for e in block.eqns):
-            found.add(name)
-    return found
+        if any(e.op.effect or any(ref in acting for ref in e.refs) for e in block.eqns):
+            acting.add(name)
+    return acting
 
 
 def _ties(eqn: Eqn, me: str) -> Iterator[list[Slot]]:

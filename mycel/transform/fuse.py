@@ -25,7 +25,7 @@ def fuse(program: Program) -> Program:
 
 def _fuse(block: Block) -> Block:
     uses = chains(block)
-    made = {v: eqn for eqn in block.eqns for v in eqn.outputs}
+    producers = {v: eqn for eqn in block.eqns for v in eqn.outputs}
     gone: set[int] = set()
     eqns = []
     for eqn in block.eqns:
@@ -38,10 +38,10 @@ def _fuse(block: Block) -> Block:
             for product, other in (eqn.inputs, eqn.inputs[::-1]):
                 if not isinstance(product, Var) or not isinstance(other, Var):
                     continue
-                inner = made.get(product)
+                inner = producers.get(product)
                 if inner is None or id(inner) in gone:
                     continue
-                bias = _bias(inner, other, made)
+                bias = _bias(inner, other, producers)
                 if bias is None or len(uses[product].uses) != 1 or uses[product].is_output or product == other:
                     continue
                 fused = replace(
@@ -56,13 +56,13 @@ def _fuse(block: Block) -> Block:
     return Block(block.inputs, kept, block.outputs)
 
 
-def _bias(product: Eqn, other: Var, made: dict[Var, Eqn]) -> Var | None:
+def _bias(product: Eqn, other: Var, producers: dict[Var, Eqn]) -> Var | None:
     """The 1-D bias that `other` adds to every row of a linear, or to every channel of a conv."""
     out = product.outputs[0]
     if product.op is o.linear and out.ndim > 1 and other.shape == out.shape[-1:] and other.dtype == out.dtype:
         return other
     if product.op is o.conv and "conv_bias" in OPS:
-        view = made.get(other)
+        view = producers.get(other)
         channels = out.shape[1:2] + (1,) * (out.ndim - 2)
         if view is not None and view.op is o.reshape and other.shape in (channels, (1, *channels)):
             (bias,) = view.inputs

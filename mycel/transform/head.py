@@ -31,11 +31,11 @@ def head(program: Program, mean: bool = True) -> Program:
 
 def _joined(block: Block, mean: bool) -> Block:
     uses = chains(block)
-    made = {v: eqn for eqn in block.eqns for v in eqn.outputs}
+    producers = {v: eqn for eqn in block.eqns for v in eqn.outputs}
     b = Builder()
     b.reserve(v.name for v in (*block.inputs, *(v for e in block.eqns for v in e.outputs)))
     for eqn in block.eqns:
-        way = _way(eqn, made, uses) if eqn.op is o.cross_entropy else None
+        way = _way(eqn, producers, uses) if eqn.op is o.cross_entropy else None
         if way is None:
             b.eqns.append(eqn)
         else:
@@ -44,7 +44,7 @@ def _joined(block: Block, mean: bool) -> Block:
     return Block(block.inputs, tuple(b.eqns), block.outputs)
 
 
-def _way(loss: Eqn, made: dict[Var, Eqn], uses: dict[Var, Chain]) -> list[Eqn] | None:
+def _way(loss: Eqn, producers: dict[Var, Eqn], uses: dict[Var, Chain]) -> list[Eqn] | None:
     """The equations from a linear to this loss, if all of them keep its rows apart and nobody else sees them."""
     z, target, weight = loss.inputs
     _, logp = loss.outputs
@@ -55,8 +55,8 @@ def _way(loss: Eqn, made: dict[Var, Eqn], uses: dict[Var, Chain]) -> list[Eqn] |
         return None
     way: list[Eqn] = []
     x: Any = z
-    while isinstance(x, Var) and len(uses[x].uses) == 1 and not uses[x].is_output and x in made:
-        eqn = made[x]
+    while isinstance(x, Var) and len(uses[x].uses) == 1 and not uses[x].is_output and x in producers:
+        eqn = producers[x]
         way.insert(0, eqn)
         if eqn.op is o.linear:
             bias = [e for e in way if e.op is o.add]
@@ -98,15 +98,15 @@ def _write(b: Builder, loss: Eqn, way: list[Eqn], mean: bool) -> None:
         if x.ndim != 2:
             x = o.reshape(x, shape=(math.prod(x.shape[:-1]), x.shape[-1]))
         apart = reduction == "mean" and not mean
-        found = o.linear_cross_entropy(
+        fused = o.linear_cross_entropy(
             x, w, bias, target, reduction="sum" if apart else reduction, ignore_index=ignored
         )[0]
         if apart:
-            kept = o.cast(o.ne(target, ignored), dtype=found.dtype)
-            found = o.div(found, o.sum(kept, dims=(0,)))
+            kept = o.cast(o.ne(target, ignored), dtype=fused.dtype)
+            fused = o.div(fused, o.sum(kept, dims=(0,)))
         like: Type = loss.outputs[0].type
-        found = found if found.dtype == like.dtype else o.cast(found, dtype=like.dtype)
-    last = next(e for e in reversed(b.eqns) if found in e.outputs)
+        fused = fused if fused.dtype == like.dtype else o.cast(fused, dtype=like.dtype)
+    last = next(e for e in reversed(b.eqns) if fused in e.outputs)
     b.eqns[b.eqns.index(last)] = replace(
-        last, outputs=tuple(loss.outputs[0] if v == found else v for v in last.outputs)
+        last, outputs=tuple(loss.outputs[0] if v == fused else v for v in last.outputs)
     )

@@ -49,10 +49,10 @@ def of_equation(eqn: Eqn, operands: Values) -> Value | None:
     """The value of an equation with one output, from those of its operands, all known."""
     inputs = [Either(ALL, x, x) if v is None else v for x, v in zip(eqn.inputs, operands, strict=True)]
     rule = RULES.get(eqn.op.name)
-    found = rule(eqn, inputs) if rule else None
-    if found is None and is_pointwise(eqn.op):
-        found = _pointwise(eqn, inputs, lambda *xs: eqn.op.kernel(*xs, **eqn.params))
-    return _held(found, eqn.outputs[0].type) if isinstance(found, Affine) else found
+    value = rule(eqn, inputs) if rule else None
+    if value is None and is_pointwise(eqn.op):
+        value = _pointwise(eqn, inputs, lambda *xs: eqn.op.kernel(*xs, **eqn.params))
+    return _held(value, eqn.outputs[0].type) if isinstance(value, Affine) else value
 
 
 def of_constant(value: torch.Tensor) -> Value | None:
@@ -254,13 +254,13 @@ def _pair(eqn: Eqn, inputs: Sequence[Value]) -> tuple[Affine, Affine] | None:
     """Two operands as Affines over the output's shape, at least one of them not just a number."""
     if not any(isinstance(v, Affine) for v in inputs):
         return None
-    found = []
+    affines = []
     for x, value in zip(eqn.inputs, inputs, strict=True):
         a = _affine(value, len(_shape(x)))
         if a is None:
             return None
-        found.append(broadcast(_shape(x), eqn.outputs[0].shape)(a))
-    return found[0], found[1]
+        affines.append(broadcast(_shape(x), eqn.outputs[0].shape)(a))
+    return affines[0], affines[1]
 
 
 COMPARE: dict[str, Callable[[Affine, Affine], Affine]] = {

@@ -60,7 +60,7 @@ def _once(program: Program, small: int) -> tuple[Program, bool]:
 
 def _inlined(block: Block, blocks: Mapping[str, Block], counts: Mapping[str, int], small: int) -> Block:
     """One block with its calls inlined; itself if there is nothing to inline."""
-    taken = {v.name for v in block.inputs} | {v.name for e in block.eqns for v in e.outputs}
+    names = {v.name for v in block.inputs} | {v.name for e in block.eqns for v in e.outputs}
     decided: dict[Var, bool] = {}
     values: dict[Var, Atom] = {}
     eqns: list[Eqn] = []
@@ -70,11 +70,11 @@ def _inlined(block: Block, blocks: Mapping[str, Block], counts: Mapping[str, int
             decided[eqn.outputs[0]] = eqn.inputs[0]
         eqn = substitute(eqn, values)
         if eqn.op is call and (counts[eqn.params["block"]] == 1 or len(blocks[eqn.params["block"]].eqns) <= small):
-            eqns += _spliced(eqn, eqn.inputs, blocks[eqn.params["block"]], taken, values)
+            eqns += _spliced(eqn, eqn.inputs, blocks[eqn.params["block"]], names, values)
             changed = True
         elif eqn.op is cond and eqn.inputs[0] in decided:
             branch = eqn.params["then" if decided[eqn.inputs[0]] else "orelse"]
-            eqns += _spliced(eqn, eqn.inputs[1:], blocks[branch], taken, values)
+            eqns += _spliced(eqn, eqn.inputs[1:], blocks[branch], names, values)
             changed = True
         else:
             eqns.append(eqn)
@@ -83,7 +83,7 @@ def _inlined(block: Block, blocks: Mapping[str, Block], counts: Mapping[str, int
     return Block(block.inputs, tuple(eqns), tuple(lookup(x, values) for x in block.outputs))
 
 
-def _spliced(at: Eqn, operands: tuple[Atom, ...], block: Block, taken: set[str], values: dict[Var, Atom]) -> list[Eqn]:
+def _spliced(at: Eqn, operands: tuple[Atom, ...], block: Block, names: set[str], values: dict[Var, Atom]) -> list[Eqn]:
     """The equations of a block in place of the equation `at`; what its results are instead goes into `values`."""
     inner: dict[Var, Atom] = dict(zip(block.inputs, operands, strict=True))
     mine = {v for eqn in block.eqns for v in eqn.outputs}
@@ -93,7 +93,7 @@ def _spliced(at: Eqn, operands: tuple[Atom, ...], block: Block, taken: set[str],
             named.setdefault(x, out)
     eqns: list[Eqn] = []
     for eqn in block.eqns:
-        outputs = tuple(named.get(v) or Var(_fresh(v.name, taken), v.type) for v in eqn.outputs)
+        outputs = tuple(named.get(v) or Var(_fresh(v.name, names), v.type) for v in eqn.outputs)
         eqns.append(
             replace(substitute(eqn, inner), outputs=outputs, source=eqn.source or at.source, phase=latest(at, eqn))
         )
@@ -111,10 +111,10 @@ def latest(*eqns: Eqn) -> str:
     return max((e.phase for e in eqns), key=PHASES.index)
 
 
-def _fresh(name: str, taken: set[str]) -> str:
+def _fresh(name: str, names: set[str]) -> str:
     """The name, with a number if it is taken."""
     fresh, count = name, 1
-    while fresh in taken:
+    while fresh in names:
         fresh, count = f"{name}_{count}", count + 1
-    taken.add(fresh)
+    names.add(fresh)
     return fresh

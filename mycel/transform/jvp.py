@@ -114,8 +114,8 @@ class _Woven:
                 outs = eqn.op.expand(*eqn.inputs, **eqn.params)
             for small in inner.eqns:
                 self.eqn(replace(small, inputs=tuple(lookup(x, self.values) for x in small.inputs)))
-            made = outs if isinstance(outs, (tuple, list)) else (outs,)
-            self.values.update({old: lookup(new, self.values) for old, new in zip(eqn.outputs, made, strict=True)})
+            results = outs if isinstance(outs, (tuple, list)) else (outs,)
+            self.values.update({old: lookup(new, self.values) for old, new in zip(eqn.outputs, results, strict=True)})
         else:
             self.b.eqns.append(eqn)
             if any(is_float(v.dtype) for v in eqn.outputs):
@@ -135,14 +135,14 @@ class _Woven:
         with rule:
             g = tuple(gs.get(v) for v in eqn.outputs)
             if eqn.op is custom:
-                found = custom_cotangents(rule, eqn, g)
+                cotangents = custom_cotangents(rule, eqn, g)
             elif pull is not None:
-                found = pull(
+                cotangents = pull(
                     g[0] if single else g, eqn.outputs[0] if single else eqn.outputs, *eqn.inputs, **eqn.params
                 )
         pulled = [
             (x, c)
-            for x, c in zip(eqn.inputs, found, strict=True)
+            for x, c in zip(eqn.inputs, cotangents, strict=True)
             if isinstance(c, Var) and isinstance(x, Var) and x in self.tangents
         ]
         known = tuple(dict.fromkeys((*eqn.vars, *eqn.outputs)))
@@ -171,9 +171,9 @@ class _Woven:
                 outs.append(item)
             else:
                 (of,) = item
-                made = Var(self.b.name(f"t_{of.name}"), of.type)
-                outs.append(made)
-                self.tangents[of] = made
+                tangent = Var(self.b.name(f"t_{of.name}"), of.type)
+                outs.append(tangent)
+                self.tangents[of] = tangent
         self.b.eqns.append(Eqn(eqn.op, inputs, Params(params), tuple(outs), eqn.source, eqn.phase))
 
     def custom(self, eqn: Eqn) -> None:

@@ -215,10 +215,10 @@ def _means_apart(block: Block) -> Block:
             continue
         b.at(eqn)
         with b:
-            found = eqn.op(*eqn.inputs, **{**eqn.params, "reduction": "sum"})
+            summed = eqn.op(*eqn.inputs, **{**eqn.params, "reduction": "sum"})
             rows = chosen(x, target, weight, eqn.params.get("ignore_index", -100))[1]
             count = o.sum(rows, dims=tuple(range(rows.ndim)))
-        total = found[0] if isinstance(found, tuple) else found
+        total = summed[0] if isinstance(summed, tuple) else summed
         old = b.eqns[next(i for i, e in enumerate(b.eqns) if total in e.outputs)]
         b.eqns[b.eqns.index(old)] = replace(old, outputs=(total, *eqn.outputs[1:]))
         b.eqns.append(Eqn(OPS["div"], (total, count), Params(), eqn.outputs[:1], eqn.source, eqn.phase))
@@ -248,12 +248,12 @@ def microbatch(program: Program, counting: Program, parts: int, split: Collectio
             if v.name in program.updates
         }
         again = next(iter(program.inputs_of("key")), None)
-        found = _summed(whole, blocks, BODY, main, program.results, pieces, outer, state, again)
+        outs = _summed(whole, blocks, BODY, main, program.results, pieces, outer, state, again)
         sums = [
             x if x.dtype == r.dtype else o.cast(x, dtype=r.dtype)  # type: ignore[union-attr]
-            for x, r in zip(found, program.results, strict=False)
+            for x, r in zip(outs, program.results, strict=False)
         ]
-    by_name = dict(zip((v.name for v in state), found[len(sums) :], strict=False))
+    by_name = dict(zip((v.name for v in state), outs[len(sums) :], strict=False))
     blocks[program.entry] = whole.block((*sums, *(by_name[name] for name in program.updates)))
     roles = {v.name: program.roles[v.name] for v in given if v.name in program.roles}
     return prune(replace(program, blocks=blocks, consts={**counting.consts, **program.consts}, roles=roles))
@@ -296,8 +296,8 @@ def _summed(
     inputs = (*(outer[v] for v in held), *first, *pieces.values())
     parts = next(iter(pieces.values())).shape[0]
     params = {"body": Ref(name), "length": parts, "consts": len(held), "carry": len(carry)}
-    found = whole.append(scan, inputs, params, [v.type for v in carry])
-    return list(found) if isinstance(found, tuple) else [found]
+    outs = whole.append(scan, inputs, params, [v.type for v in carry])
+    return list(outs) if isinstance(outs, tuple) else [outs]
 
 
 def _wide(t: Type) -> Type:

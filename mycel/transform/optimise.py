@@ -109,9 +109,10 @@ def optimise(
             named = [*own, *state]
             over = [updates.get(v.name, v) for v in named]  # the forward pass may have changed a parameter itself
             flags = {"count": count, **dict(group.flags)}
-            made = OPS[group.kind](*over, *grads[at : at + count], *hyper, scale, skip, **flags)
+            updated = OPS[group.kind](*over, *grads[at : at + count], *hyper, scale, skip, **flags)
             updates.update(
-                (v.name, new) for v, new in zip(named, made if isinstance(made, tuple) else (made,), strict=True)
+                (v.name, new)
+                for v, new in zip(named, updated if isinstance(updated, tuple) else (updated,), strict=True)
             )
             at += count
         updates[skipped.name] = o.add(skipped, o.cast(skip, dtype=torch.int64))

@@ -57,17 +57,19 @@ def outline(program: Program, is_worth: Callable[[str, Sequence[Eqn]], bool]) ->
     `is_worth` is asked with the name of the block that a stretch stands in."""
     whole = units(program)
     blocks = dict(program.blocks)
-    made: set[str] = set()
+    outlined: set[str] = set()
     for name in order(program):
         if name not in whole:
-            blocks[name] = _cut(blocks, name, is_worth, made)
+            blocks[name] = _cut(blocks, name, is_worth, outlined)
     program = prune(replace(program, blocks=blocks))
-    outer = [n for n in order(program) if n not in whole and n not in made]
+    outer = [n for n in order(program) if n not in whole and n not in outlined]
     called = {str(ref) for n in outer for e in program.blocks[n].eqns if e.op is call for ref in e.refs}
-    return program, made | (called & whole)
+    return program, outlined | (called & whole)
 
 
-def _cut(blocks: dict[str, Block], name: str, is_worth: Callable[[str, Sequence[Eqn]], bool], made: set[str]) -> Block:
+def _cut(
+    blocks: dict[str, Block], name: str, is_worth: Callable[[str, Sequence[Eqn]], bool], outlined: set[str]
+) -> Block:
     """A block with its stretches replaced by calls; the new blocks are entered."""
     block = blocks[name]
     stretches = _stretches(block)
@@ -75,7 +77,7 @@ def _cut(blocks: dict[str, Block], name: str, is_worth: Callable[[str, Sequence[
     eqns: list[Eqn] = []
     for run in reversed(stretches):  # from the end, so that what is used later is known
         if len(run) > 1 and is_worth(name, run):
-            run = [_outlined(blocks, name, run, later, made)]
+            run = [_outlined(blocks, name, run, later, outlined)]
         for eqn in reversed(run):
             later.update(eqn.vars)
             eqns.append(eqn)
@@ -96,7 +98,7 @@ def _stretches(block: Block) -> list[list[Eqn]]:
     return runs
 
 
-def _outlined(blocks: dict[str, Block], name: str, run: Sequence[Eqn], later: set[Var], made: set[str]) -> Eqn:
+def _outlined(blocks: dict[str, Block], name: str, run: Sequence[Eqn], later: set[Var], outlined: set[str]) -> Eqn:
     """A call of a new block that holds the run."""
     inner = {v for e in run for v in e.outputs}
     inputs = tuple(dict.fromkeys(v for e in run for v in e.vars if v not in inner))
@@ -105,7 +107,7 @@ def _outlined(blocks: dict[str, Block], name: str, run: Sequence[Eqn], later: se
     while (new := f"{name}_{i}") in blocks:
         i += 1
     blocks[new] = Block(inputs, tuple(run), outputs)
-    made.add(new)
+    outlined.add(new)
     b = Builder()
     b.append(call, inputs, {"block": Ref(new)}, [v.type for v in outputs])
     return replace(b.eqns[0], outputs=outputs, source=run[0].source, phase=latest(*run))

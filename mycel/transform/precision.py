@@ -129,12 +129,12 @@ class _Change:
             args = [
                 o.cast(x, dtype=target) if isinstance(x, Var) and x in floats and x.dtype != target else x for x in args
             ]
-        made = (
+        results = (
             eqn.op(*args, **eqn.params)
             if args or eqn.op is not o.const
             else b.append(eqn.op, (), dict(eqn.params), [v.type for v in eqn.outputs])
         )
-        return made if isinstance(made, tuple) else (made,)
+        return results if isinstance(results, tuple) else (results,)
 
     def control(self, b: Builder, eqn: Eqn, args: list[Atom], weights: set[Var]) -> tuple[Var, ...]:
         """A call takes what it is given; branches, loops and custom gradients get and give the types they had."""
@@ -146,8 +146,8 @@ class _Change:
                 x.type if isinstance(x, Var) else v.type
                 for x, v in zip(self.blocks[name].outputs, eqn.outputs, strict=True)
             ]
-            made = b.append(call, tuple(args), {"block": Ref(name)}, outs)
-            return made if isinstance(made, tuple) else (made,)
+            results = b.append(call, tuple(args), {"block": Ref(name)}, outs)
+            return results if isinstance(results, tuple) else (results,)
         typed = [
             o.cast(x, dtype=w.dtype) if isinstance(x, Var) and isinstance(w, Var) and x.dtype != w.dtype else x
             for x, w in zip(args, eqn.inputs, strict=True)

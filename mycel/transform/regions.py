@@ -98,10 +98,10 @@ def moved(region: Region, change: Callable[[Affine], Affine], shape: Shape) -> R
     if not region.every:
         back = moved(region.inverse(), change, shape)
         return None if back is None else back.inverse()
-    found: Region | None = ALL
+    result: Region | None = ALL
     for h in region.halves:
-        found = None if found is None else meet(found, half(change(h), shape), shape)
-    return found
+        result = None if result is None else meet(result, half(change(h), shape), shape)
+    return result
 
 
 def _every(halves: Iterable[Affine], shape: Shape) -> Region:

@@ -86,12 +86,12 @@ class Vjp:
             one = o.full(1.0, shape=(), dtype=out.dtype)
         grads = half.pull({result: one})
         with half.backward:
-            found = [None if isinstance(i, Type) else grads[i] for i in wrt]
+            wrt_grads = [None if isinstance(i, Type) else grads[i] for i in wrt]
             if dense:
                 types = [i if isinstance(i, Type) else main.inputs[i].type for i in wrt]
-                found = [zeros(t) if g is None else g for g, t in zip(found, types, strict=True)]
+                wrt_grads = [zeros(t) if g is None else g for g, t in zip(wrt_grads, types, strict=True)]
         eqns = (*half.forward.eqns, *half.backward.eqns)
-        outs = (*half.outputs[:after], *found, *half.outputs[after:])
+        outs = (*half.outputs[:after], *wrt_grads, *half.outputs[after:])
         return self._program(Block(main.inputs, eqns, outs), half.names)
 
     def apart(self, wrt: list[int], after: int) -> tuple[Program, Program, list[int]]:
@@ -101,12 +101,12 @@ class Vjp:
         gs = {i: half.cotangent(i) for i in given}
         grads = half.pull(gs)
         with half.backward:
-            found = [grads[i] if grads[i] is not None else zeros(main.inputs[i].type) for i in wrt]
-        residuals = half.free(found)
+            wrt_grads = [grads[i] if grads[i] is not None else zeros(main.inputs[i].type) for i in wrt]
+        residuals = half.free(wrt_grads)
         forward = Block(
             main.inputs, tuple(half.forward.eqns), (*half.outputs[:after], *residuals, *half.outputs[after:])
         )
-        backward = Block((*residuals, *gs.values()), tuple(half.backward.eqns), tuple(found))
+        backward = Block((*residuals, *gs.values()), tuple(half.backward.eqns), tuple(wrt_grads))
         first = self._program(forward, half.names)
         second = replace(self._program(backward, half.names), updates=(), roles={})
         return first, second, given
@@ -118,12 +118,12 @@ class Vjp:
 
     def add(self, name: str, block: Block) -> str:
         """Enter a block under a free name."""
-        made, i = name, 1
-        while made in self.blocks:
+        unique, i = name, 1
+        while unique in self.blocks:
             i += 1
-            made = f"{name}_{i}"
-        self.blocks[made] = block
-        return made
+            unique = f"{name}_{i}"
+        self.blocks[unique] = block
+        return unique
 
     def active(self, name: str, inputs: Sequence[bool]) -> tuple[bool, ...]:
         """Which outputs of a block depend on its active inputs."""
@@ -150,8 +150,8 @@ class Vjp:
             forward = Block(block.inputs, tuple(half.forward.eqns), (*half.outputs, *residuals))
             inputs = (*(block.inputs[i] for i in reused), *residuals, *gs.values())
             backward = renamed(Block(inputs, tuple(half.backward.eqns), tuple(outs)), half.names)
-            made = self.add(f"{name}_forward", forward), self.add(f"{name}_backward", backward)
-            self.pairs[key] = Pair(*made, reused, residuals, tuple(given), gives)
+            names = self.add(f"{name}_forward", forward), self.add(f"{name}_backward", backward)
+            self.pairs[key] = Pair(*names, reused, residuals, tuple(given), gives)
         return self.pairs[key]
 
 
@@ -202,8 +202,8 @@ class Half:
             outs = eqn.op.expand(*eqn.inputs, **eqn.params)  # type: ignore[misc]
         for small in inner.eqns:
             self._forward(replace(small, inputs=tuple(lookup(x, self.values) for x in small.inputs)))
-        made = outs if isinstance(outs, (tuple, list)) else (outs,)
-        self.values.update({old: lookup(new, self.values) for old, new in zip(eqn.outputs, made, strict=True)})
+        results = outs if isinstance(outs, (tuple, list)) else (outs,)
+        self.values.update({old: lookup(new, self.values) for old, new in zip(eqn.outputs, results, strict=True)})
 
     def is_active(self, xs: Sequence[Atom]) -> tuple[bool, ...]:
         return tuple(isinstance(x, Var) and x in self.active for x in xs)
@@ -246,10 +246,10 @@ class Half:
 
     def free(self, outs: Sequence[Any]) -> list[Var]:
         """Values of the forward half that the backward half uses, in order of first use."""
-        made = {v for e in self.backward.eqns for v in e.outputs}
+        backward_values = {v for e in self.backward.eqns for v in e.outputs}
         known = {*self.block.inputs, *(v for e in self.forward.eqns for v in e.outputs)}
         used = [v for e in self.backward.eqns for v in e.vars] + [v for v in outs if isinstance(v, Var)]
-        return list(dict.fromkeys(v for v in used if v not in made and v in known))
+        return list(dict.fromkeys(v for v in used if v not in backward_values and v in known))
 
 
 def _pull_of(eqn: Eqn) -> Pull:
@@ -264,12 +264,12 @@ def _pull_of(eqn: Eqn) -> Pull:
             )
         single = len(eqn.outputs) == 1
         try:
-            got = eqn.op.vjp(
+            grads = eqn.op.vjp(
                 gs[0] if single else tuple(gs), eqn.outputs[0] if single else eqn.outputs, *eqn.inputs, **eqn.params
             )
         except GradientError as e:
             raise GradientError(f"{e}\n  at        {eqn.source}" if eqn.source else str(e)) from e
-        return list(got) if isinstance(got, (tuple, list)) else [got]
+        return list(grads) if isinstance(grads, (tuple, list)) else [grads]
 
     return pull
 
@@ -301,17 +301,17 @@ def spread_flags(vjp: Vjp, body: str, flags: Sequence[bool], n: int, m: int) -> 
 
 def renamed(block: Block, names: dict[str, str]) -> Block:
     """The block with values renamed (old name -> wished name), still unique."""
-    taken = {v.name for v in block.inputs} | {v.name for e in block.eqns for v in e.outputs if v.name not in names}
+    used = {v.name for v in block.inputs} | {v.name for e in block.eqns for v in e.outputs if v.name not in names}
     new: dict[Var, Atom] = {}
     eqns = []
     for eqn in block.eqns:
         for v in eqn.outputs:
             if v.name in names:
                 wish, i = names[v.name], 0
-                while wish in taken:
+                while wish in used:
                     i += 1
                     wish = f"{names[v.name]}_{i}"
-                taken.add(wish)
+                used.add(wish)
                 new[v] = Var(wish, v.type)
         inputs = tuple(lookup(x, new) for x in eqn.inputs)
         eqns.append(replace(eqn, inputs=inputs, outputs=tuple(new.get(v, v) for v in eqn.outputs)))  # type: ignore[misc]
@@ -335,18 +335,18 @@ def forward_call(half: Half, eqn: Eqn) -> Pull:
         )
         operands = [*(eqn.inputs[i] for i in pair.reused), *kept, *(gs[i] for i in pair.given)]
         types = [eqn.inputs[i].type for i in pair.gives]  # type: ignore[union-attr]
-        found = half.backward.append(call, tuple(operands), {"block": Ref(pair.backward)}, types)
-        return scatter(found if len(types) != 1 else (found,), pair.gives, len(eqn.inputs))
+        grads = half.backward.append(call, tuple(operands), {"block": Ref(pair.backward)}, types)
+        return scatter(grads if len(types) != 1 else (grads,), pair.gives, len(eqn.inputs))
 
     return pull
 
 
 def scatter(values: Sequence[Any], at: Sequence[int], length: int) -> list[Any]:
     """A list of `length` with the values at their places, None elsewhere."""
-    made: list[Any] = [None] * length
+    result: list[Any] = [None] * length
     for i, value in zip(at, values, strict=True):
-        made[i] = value
-    return made
+        result[i] = value
+    return result
 
 
 FORWARD: dict[str, Callable[[Half, Eqn], Pull]] = {"call": forward_call}  # control flow enters itself here: vjp_control

@@ -58,8 +58,8 @@ def forward_cond(half: Half, eqn: Eqn) -> Pull:
         ]
         inputs = (pred, *(operands[i] for i in reused), *kept, *(gs[i] for i in given))
         types = [atom_type(operands[i]) for i in gives]
-        found = half.backward.append(cond, inputs, {"then": Ref(backward[0]), "orelse": Ref(backward[1])}, types)
-        return scatter(_listed(found, types), [i + 1 for i in gives], len(eqn.inputs))
+        grads = half.backward.append(cond, inputs, {"then": Ref(backward[0]), "orelse": Ref(backward[1])}, types)
+        return scatter(_listed(grads, types), [i + 1 for i in gives], len(eqn.inputs))
 
     return pull
 
@@ -111,8 +111,8 @@ def _branch_backward(
     with b:
         inputs = (*(operands[i] for i in pair.reused), *(kept[i] for i in places), *(gs[i] for i in pair.given))
         types = [atom_type(eqn.inputs[i + 1]) for i in pair.gives]
-        found = dict(zip(pair.gives, _listed(_call(b, pair.backward, inputs, types), types), strict=True))
-        outs = [found[i] if i in found else zeros(atom_type(eqn.inputs[i + 1])) for i in gives]
+        grads = dict(zip(pair.gives, _listed(_call(b, pair.backward, inputs, types), types), strict=True))
+        outs = [grads[i] if i in grads else zeros(atom_type(eqn.inputs[i + 1])) for i in gives]
     return vjp.add(pair.backward, b.block(outs))
 
 
@@ -158,15 +158,15 @@ def forward_loop(half: Half, eqn: Eqn) -> Pull:
         backward, more = _loop_backward(vjp, eqn, pair, held, pushed, stacks, states, totals, n)
         inputs = (*(eqn.inputs[i] for i in held), *kept, *start)
         types = [*stacks, *(v.type for v in start)]
-        found = _listed(
+        outs = _listed(
             half.backward.append(loop, inputs, {"test": Ref(more), "body": Ref(backward), "consts": len(held)}, types),
             types,
         )
-        half.names.update({v.name: k.name for v, k in zip(found, kept, strict=False)})
+        half.names.update({v.name: k.name for v, k in zip(outs, kept, strict=False)})
         half.names.update(
-            {v.name: f"d_{_name(eqn.inputs[i])}" for v, i in zip(found[len(stacks) :], [*states, *totals], strict=True)}
+            {v.name: f"d_{_name(eqn.inputs[i])}" for v, i in zip(outs[len(stacks) :], [*states, *totals], strict=True)}
         )
-        return scatter(found[len(stacks) :], [*states, *totals], len(eqn.inputs))
+        return scatter(outs[len(stacks) :], [*states, *totals], len(eqn.inputs))
 
     return pull
 
@@ -207,16 +207,16 @@ def _loop_backward(
         reused = [consts[i] if i < n else values[body.inputs[i]] for i in pair.reused]
         inputs = (*reused, *(values[r] for r in pair.residuals), *(ds[i + n] for i in pair.given))
         types = [atom_type(eqn.inputs[i]) for i in pair.gives]
-        found = dict(zip(pair.gives, _listed(_call(b, pair.backward, inputs, types), types), strict=True))
+        grads = dict(zip(pair.gives, _listed(_call(b, pair.backward, inputs, types), types), strict=True))
         outs = [rest for rest, _ in popped]
-        outs += [found[i] if i in found else zeros(ds[i].type) for i in states]
-        outs += [o.add(sums[i], found[i]) for i in totals]
+        outs += [grads[i] if i in grads else zeros(ds[i].type) for i in states]
+        outs += [o.add(sums[i], grads[i]) for i in totals]
     for v in b.inputs:
         t.input(v.name, v.type)
     with t:
         more = o.stack_holds(t.inputs[len(held)])
     names = _popped_names(pushed, popped) | {
-        found[i].name: ds[i].name if i in ds else f"{sums[i].name}_turn" for i in found
+        grads[i].name: ds[i].name if i in ds else f"{sums[i].name}_turn" for i in grads
     }
     return vjp.add(f"{pair.backward}_turn", renamed(b.block(outs), names)), vjp.add(
         f"{pair.backward}_more", t.block([more])
@@ -281,10 +281,10 @@ def forward_scan(half: Half, eqn: Eqn) -> Pull:
             "carry": len(stacks) + len(start),
             "reverse": not reverse,
         }
-        found = _listed(half.backward.append(scan, inputs, params, types), types)
+        outs = _listed(half.backward.append(scan, inputs, params, types), types)
         names = [f"d_{_name(eqn.inputs[i])}" for i in (*states, *totals, *gives_rows)]
-        half.names.update({v.name: name for v, name in zip(found[len(stacks) :], names, strict=True)})
-        return scatter(found[len(stacks) :], [*states, *totals, *gives_rows], len(eqn.inputs))
+        half.names.update({v.name: name for v, name in zip(outs[len(stacks) :], names, strict=True)})
+        return scatter(outs[len(stacks) :], [*states, *totals, *gives_rows], len(eqn.inputs))
 
     return pull
 
@@ -339,11 +339,11 @@ def _scan_backward(
         given = {**{i - n: d for i, d in ds.items()}, **dy}
         inputs = (*reused, *(values[r] for r in pair.residuals), *(given[i] for i in pair.given))
         types = [body.inputs[i].type for i in pair.gives]
-        found = dict(zip(pair.gives, _listed(_call(b, pair.backward, inputs, types), types), strict=True))
+        grads = dict(zip(pair.gives, _listed(_call(b, pair.backward, inputs, types), types), strict=True))
         outs = [rest for rest, _ in popped]
-        outs += [found[i] if i in found else zeros(ds[i].type) for i in states]
-        outs += [o.add(sums[i], found[i]) for i in totals]
-        outs += [found[i] for i in gives_rows]
+        outs += [grads[i] if i in grads else zeros(ds[i].type) for i in states]
+        outs += [o.add(sums[i], grads[i]) for i in totals]
+        outs += [grads[i] for i in gives_rows]
     return vjp.add(f"{pair.backward}_turn", b.block(outs))
 
 
@@ -367,8 +367,8 @@ def custom_cotangents(b: Builder, eqn: Eqn, gs: Sequence[Any]) -> list[Any]:
     given = [zeros(eqn.outputs[i].type) if gs[i] is None else gs[i] for i in floats]
     wrt = [i for i, x in enumerate(eqn.inputs[: p["wrt"]]) if is_float(atom_type(x).dtype)]
     types = [atom_type(eqn.inputs[i]) for i in wrt]
-    found = _call(b, p["backward"], (*eqn.inputs, *eqn.outputs, *given), types)
-    return scatter(_listed(found, types), wrt, len(eqn.inputs))
+    grads = _call(b, p["backward"], (*eqn.inputs, *eqn.outputs, *given), types)
+    return scatter(_listed(grads, types), wrt, len(eqn.inputs))
 
 
 # -- parts -----------------------------------------------------------------------------------------------------------
@@ -393,8 +393,8 @@ def _call(b: Builder, name: str, inputs: tuple[Atom, ...], types: list[Type]) ->
     return b.append(call, inputs, {"block": Ref(name)}, types)
 
 
-def _listed(found: Any, types: Sequence[Any]) -> list[Any]:
-    return [found] if len(types) == 1 else list(found)
+def _listed(outs: Any, types: Sequence[Any]) -> list[Any]:
+    return [outs] if len(types) == 1 else list(outs)
 
 
 def _name(x: Atom) -> str:
