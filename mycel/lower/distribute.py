@@ -58,8 +58,9 @@ def distribute(
     reduced = frozenset(plan.over) if plan.zero >= 2 else frozenset()
     first = [a for a in plan.batch_axes() if a in plan.mesh]  # activations are split by these anyway: what others split of a dim lies inside
     order = [*first, *(a for a in plan.mesh.axes if a not in first)]
-    solver = Solver(Graph(whole), links, Costs(whole, hardware, compiled), Prices(links), given, along, reduced, order)
-    layouts, moves = solver.solve(), Moves(links)
+    moves = Moves(links, hardware.bytes_s)
+    solver = Solver(Graph(whole), moves, Costs(whole, hardware, compiled), Prices(links), given, along, reduced, order)
+    layouts = solver.solve()
     return Distributed(check(spmd(whole, layouts, moves, gathered)), whole, layouts, solver.exact, moves, gathered)
 
 

@@ -1,204 +1,118 @@
-"""Layouts for a whole program, from those of its inputs: for one axis of the mesh after another, the labels that cost least together.
+"""Layouts for a whole program, from those of its inputs: for all axes of the mesh together, the labels that cost least.
 
-    variables   for each equation, in each distinct block once: what it does with the axis (`Label`: splits a letter, lets a sum through, neither)
-                for each input of a block: where the axis lies (whole, split along a dim, a sum owed)
+    variables   for each equation, in each distinct block once: what it does with every axis (`Label`: splits a letter, lets a sum through, neither),
+                and the order of axes that split one letter; for each input of a block, and each value with several uses: its layout
     objective   seconds of computing, as often as a block is run, + seconds of moving each value from how it is made to how it is used
     fixed       what the plan gives: inputs of the entry, `shard` equations; state must come out as it went in, results whole
+    limit       bytes a rank: what all equations make, as often as they are run, added up
 
-All calls of a block have the same layouts: a layer is solved once, with the edge from its output to its own input among the costs.  Axes later in the
-order see parts that the earlier ones made.  The sum is solved by elimination (`least.py`).
+All calls of a block have the same layouts: a layer is solved once, with the edge from its output to its own input among the costs.  Moving costs what
+the chain of messages costs that lowering will write (`distances.py`).  The sum of all tables is made least by `least.py`, which also proves a bound.
+
+Where a joint table for every edge would take too much memory, axes are solved one after another, each on the parts that those before have left; then
+one axis, or two, are solved again with the others as they are, until nothing gets better.  The bound is then the least seconds of computing.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from mycel.ir import Atom, Axes, Eqn, Layout, Mesh, Type, Var, cond, loop, order, part, scan, walk
+from mycel.ir import Atom, Axes, Layout, Mesh, Type, Var, cond, loop, order, part, scan, walk
 from mycel.plan.choices import OWED, SAME, WHOLE, Choice, Label, Laid, Layouts, Options
 from mycel.plan.cost import PRODUCTS, Costs
+from mycel.plan.distances import Distances, Indices, Space, Table
+from mycel.plan.domains import Domain, Price
 from mycel.plan.graph import Graph, Node, Source
 from mycel.plan.least import Sum
-from mycel.plan.links import Links
-from mycel.plan.meant import Given, made_of, norm_labels, place, updates, weights
+from mycel.plan.meant import Given, made_of, norm_labels, updates, weights
+from mycel.plan.moves import Moves
 from mycel.plan.region import fixed_label, fixed_letters, is_fixed
 
 SHARE = 1e4  # products count so much that they are shared before anything else is saved
-NEVER = float("inf")
-
-Price = Callable[[Eqn, Label, str], float]
 
 
 @dataclass
 class Solver:
-    """Labels and places, axis by axis."""
+    """Layouts of all values of a program."""
 
     graph: Graph
-    links: Links
+    moves: Moves
     costs: Costs
     price: Price
     given: Given
     gathered: Mapping[str, frozenset[int]] = field(default_factory=dict)  # by axis: inputs whose users see them whole along it
     reduced: frozenset[str] = frozenset()  # axes along which sums are paid in every turn of a scan, not owed until its end
-    order: Sequence[str] = ()  # of the axes; the first split slowest
+    order: Sequence[str] = ()  # of the axes; of equals the first is split slowest
     share: float = SHARE
-    labels: dict[Node, dict[str, Label]] = field(default_factory=dict)
+    letters: dict[Node, dict[str, Axes]] = field(default_factory=dict)  # of an equation's part: what is split
+    flows: dict[Node, dict[str, tuple[int, ...]]] = field(default_factory=dict)  # by axis: operands whose sum owed passes through
     places: dict[Node, Layout] = field(default_factory=dict)
-    exact: bool = True
+    value: float = 0.0
+    bound: float = 0.0
     bodies: set[str] = field(default_factory=set)
-    swapped: dict[tuple[Node, str], Axes] = field(default_factory=dict)
     _inputs: dict[str, int] = field(default_factory=dict)
-    _moving: dict[Any, float] = field(default_factory=dict)
-    _computing: dict[tuple[str, int], float] = field(default_factory=dict)
+    _domains: dict[Any, tuple[Domain, Table, Table]] = field(default_factory=dict)
     _elements: dict[tuple[str, int], list[int]] = field(default_factory=dict)
 
     @property
     def mesh(self) -> Mesh:
-        return self.links.mesh
+        return self.moves.mesh
+
+    @property
+    def exact(self) -> bool:
+        return self.value <= self.bound * (1 + 1e-9)
 
     def solve(self) -> Layouts:
         g = self.graph
         self._inputs = {v.name: i for i, v in enumerate(g.program.inputs)}
         self.bodies = {str(e.params["body"]) for _, e in walk(g.program) if e.op is scan}
-        self.labels = {node: {} for node in g.options}
+        self.letters = {node: {} for node in g.options}
+        self.flows = {node: {} for node in g.options}
         self.places = {node: Layout.whole(t.ndim) for node, t in g.ports.items()}
-        for axis in self.order or slowest_first(self.mesh.axes, self.given.values()):
-            self._axis(axis)
-        self._reorder()
+        axes = [a for a in self.order or slowest_first(self.mesh.axes, self.given.values()) if self.mesh[a] > 1]
+        if axes:
+            self._together(tuple(axes))
         return self._laid()
 
-    def _reorder(self) -> None:
-        """Where several axes split a dim of a parameter, or of what is made of it alone or updates it: in the order in which it is held."""
+    def _together(self, axes: Axes) -> None:
+        """Solve some axes at once, on the parts that those before have left."""
+        problem = Problem(self, axes)
+        answer = problem.sum.least()
+        self.value, self.bound = answer.value, answer.bound
+        problem.keep(answer.chosen)
+
+    # -- what a node can do ----------------------------------------------------------------------------------------------
+
+    def domain(self, node: Node, single: Mapping[str, Sequence[Label]]) -> tuple[Domain, Table, Table]:
+        """The values of an equation's part; what part of its work each leaves to a rank; and seconds of messages inside it."""
         g = self.graph
-        several = {i: [dim for dim in layout.dims if len(dim) > 1] for i, layout in self.given.items()}
-        orders = {frozenset(dim): dim for dims in several.values() for dim in dims}
-        if not orders:
-            return
-        held = made_of(g, (i for i, dims in several.items() if dims))
-        for source, node, operand, _ in g.edges:
-            if node in g.options and (source in held or g.eqns[node].op.name == "global_norm"):
-                fit = g.options[node].fit
-                mine = {k for dim in (fit.ins[operand] or () if fit is not None else ()) for k in dim}
-                for letter, axes in self.letters(node).items():
-                    if letter in mine and frozenset(axes) in orders:
-                        self.swapped[node, letter] = orders[frozenset(axes)]
-        for node in {s.node for s in held} & self.places.keys():
-            layout = self.places[node]
-            self.places[node] = Layout(tuple(orders.get(frozenset(dim), dim) for dim in layout.dims), layout.owed)
+        options, eqn, own = g.options[node], g.eqns[node], g.own.get(node, frozenset())
+        fixed = fixed_letters(eqn, options, own)
+        key = (options, node[3], tuple(map(tuple, single.values())), tuple(fixed.items()), tuple(self.letters[node].items()))
+        if key not in self._domains:
+            domain = Domain(options, self.mesh, single, fixed, self.letters[node])
+            self._domains[key] = domain, domain.shares(), domain.messages(eqn, self.price)
+        return self._domains[key]
 
-    def letters(self, node: Node) -> dict[str, Axes]:
-        """What the axes so far have split of an equation's part."""
-        found: dict[str, Axes] = {}
-        for axis, label in self.labels[node].items():
-            found.update((k, (*found.get(k, ()), axis)) for k in label.letter.split())
-        return {k: self.swapped.get((node, k), axes) for k, axes in found.items()} if self.swapped else found
-
-    def _axis(self, axis: str) -> None:
-        g, k = self.graph, self.mesh[axis]
-        if k == 1:
-            for labels in self.labels.values():
-                labels[axis] = SAME
-            return
-        problem = Sum()
-        domains: dict[Node, list[Any]] = {("whole",): [WHOLE]}
-        before = {node: self.letters(node) for node in self.labels}
-        for node in g.options:
-            domains[node] = self._labels(node, axis, before[node])
-        for node, label in norm_labels(g, self.given, axis).items():  # the size of gradients is taken of them as they are updated
-            domains[node] = [label] if label in domains[node] else domains[node]
-        for node, t in g.ports.items():
-            domains[node] = self._places(node, t, axis)
-        lies = {node: self._lies(node, domain, axis) for node, domain in domains.items()}
-        sizes: dict[Source, float] = {}
-        problem.sizes = {node: len(domain) for node, domain in domains.items()}
-        for node, domain in domains.items():
-            if len(domain) > 1:
-                problem.add((node,), self._work(node, domain, axis, before.get(node, {})))
-        derived = made_of(g, self.gathered.get(axis, ()))  # parameters gathered along this axis
-        hidden = weights(g, self.given, axis, derived)
-        for (source, node, operand, cut), times in g.edges.items():
-            often = times * hidden.get((source, node), 1.0)
-            if source not in sizes:
-                sizes[source] = self._bytes(source)
-            shift = source.rows - cut
-            have = [_shifted(x.get(source.output, WHOLE), shift) for x in lies[source.node][1]]
-            want = [x.get(operand, WHOLE) for x in lies[node][0]]
-            table = np.array([[NEVER if h is None else often * self.moving(h, w, sizes[source], axis) for w in want] for h in have])
-            if (
-                source in derived
-                and node in g.options
-                and len([x for x in g.options[node].inputs if isinstance(x, Type)]) > 1
-                and not updates(g.eqns[node])
-            ):
-                table[:, [b for b, w in enumerate(want) if w >= 0]] = NEVER
-            if source.node == node:
-                problem.add((node,), np.diagonal(table))
-            else:
-                problem.add((source.node, node), table)
-        for source, target in self._wanted(axis):
-            made = [_shifted(x.get(source.output, WHOLE), source.rows) for x in lies[source.node][1]]
-            problem.add((source.node,), [NEVER if h is None else self.moving(h, target, self._bytes(source), axis) for h in made])
-        chosen, exact = problem.least()
-        self.exact &= exact
-        for node, domain in domains.items():
-            value = domain[chosen[node]]
-            if node in g.options:
-                self.labels[node][axis] = value
-            elif node in self.places:
-                self.places[node] = _put(self.places[node], value, axis)
-
-    # -- what a node can do, and how its operands and results then lie ---------------------------------------------------
-
-    def _labels(self, node: Node, axis: str, before: Mapping[str, Axes]) -> list[Label]:
-        options, eqn = self.graph.options[node], self.graph.eqns[node]
+    def labels(self, node: Node, axis: str) -> list[Label]:
+        """What a part can do with one axis by itself."""
+        options, eqn, own = self.graph.options[node], self.graph.eqns[node], self.graph.own.get(node, frozenset())
         parts = self.graph.parts[node[1], node[2]]
         if is_fixed(eqn, axis):
-            label = fixed_label(eqn, options, axis, self.graph.own.get(node, frozenset()))
+            label = fixed_label(eqn, options, axis, own)
             return [label if len(parts) == 1 or label.letter in parts[node[3]] else SAME]
-        if axis in self.graph.own.get(node, ()):
+        if axis in own:
             return [SAME]
-        if len(parts) == 1:
-            return options.labels(self.mesh, axis, before)
-        return [x for x in options.labels(self.mesh, axis, before, sorted(parts[node[3]])) if not x.group]
+        only = None if len(parts) == 1 else sorted(parts[node[3]])
+        found = options.labels(self.mesh, axis, self.letters[node], only)
+        return found if only is None else [x for x in found if not x.group]
 
-    def _places(self, node: Node, t: Type, axis: str) -> list[int]:
-        if node[:2] == ("in", self.graph.program.entry):
-            return [place(self.given.get(node[2], Layout.whole(t.ndim)), axis)]
-        if t.depth or axis in self.graph.own.get(node, ()):
-            return [WHOLE]
-        waits = axis in self.reduced and node[1] in self.bodies
-        owed = [OWED["+"]] if t.dtype.is_floating_point and not waits else []
-        return [WHOLE, *(d for d, n in enumerate(t.shape) if n > 1), *owed]
-
-    def _lies(self, node: Node, domain: Sequence[Any], axis: str) -> tuple[list[dict[int, int]], list[dict[int, int]]]:
-        """For each value of a node: where the axis lies in its operands, and in its results."""
-        if node not in self.graph.options:
-            return [{0: x} for x in domain], [{0: x} for x in domain]
-        found = [self.graph.options[node].places(x, axis) for x in domain]
-        return [ins for ins, _ in found], [outs for _, outs in found]
-
-    # -- costs ----------------------------------------------------------------------------------------------------------
-
-    def _work(self, node: Node, domain: Sequence[Any], axis: str, before: Mapping[str, Axes]) -> list[float]:
-        """Seconds that a node takes by itself, for each of its values."""
-        g = self.graph
-        if node not in g.options:
-            return [1e-12 if value == OWED["+"] else 1e-9 * (value >= 0) for value in domain]  # of equals: gathered outside, where it can begin early
-        eqn = g.eqns[node]
-        at = node[1], node[2]
-        if at not in self._computing:
-            self._computing[at] = self.costs.seconds(eqn)
-        seconds = self._computing[at] * self._fraction(node)
-        seconds *= self.share if eqn.op.name in PRODUCTS else 1.0
-        for letter, axes in before.items():
-            seconds *= _share(g.options[node], letter, axes, self.mesh)
-        return [g.runs[node[1]] * self._seconds(node, seconds, value, axis, before) for value in domain]
-
-    def _fraction(self, node: Node) -> float:
+    def fraction(self, node: Node) -> float:
         """What one of an equation's independent parts is of the whole, by elements."""
         options, parts = self.graph.options[node], self.graph.parts[node[1], node[2]]
         if len(parts) == 1:
@@ -209,67 +123,40 @@ class Solver:
             self._elements[at] = [math.prod(sizes[k] for k in own) for own in parts]
         return self._elements[at][node[3]] / sum(self._elements[at])
 
-    def _seconds(self, node: Node, seconds: float, value: Label, axis: str, before: Mapping[str, Axes]) -> float:
-        """What is left of an equation's seconds under a label, and what its messages take."""
-        if not value.letter:
-            return seconds
-        options, letters = self.graph.options[node], dict.fromkeys(value.letter.split(), (axis,))
-        first = next(iter(letters))  # letters split together by a rule: every rank goes through all of the others
-        axes = before.get(first, ())
-        seconds *= _share(options, first, (*axes, axis), self.mesh) / _share(options, first, axes, self.mesh)
-        is_plain = all(k in options.plain and options.rule(letters, k) is None for k in letters)
-        return seconds if is_plain else seconds + self.price(self.graph.eqns[node], value, axis)
-
-    def moving(self, have: int, want: int, size: float, axis: str) -> float:
-        """Seconds from one place of an axis to another, for a tensor of `size` bytes where the axis is whole."""
-        if have == want:
-            return 0.0
-        key = (have if have < 0 else 0, want if want < 0 else 0, size, axis)
-        found = self._moving.get(key)
-        if found is None:
-            found = self._moving[key] = self._moved(have, want, size, axis)
-        return found
-
-    def _moved(self, have: int, want: int, size: float, axis: str) -> float:
-        k = self.mesh[axis]
-        if have in OWED.values():
-            if want >= 0:
-                return self.links.seconds("reduce_scatter", (axis,), size)
-            return self.links.seconds("all_reduce", (axis,), size) if want == WHOLE else NEVER
-        if have == WHOLE:
-            return 1e-9 + size / k / self.costs.hardware.bytes_s if want >= 0 else 1e-7
-        if want >= 0:
-            return self.links.seconds("all_to_all", (axis,), size / k)
-        return self.links.seconds("all_gather", (axis,), size / k) if want == WHOLE else NEVER
-
-    def _bytes(self, source: Source) -> float:
-        """What a rank holds of a value along the axes so far."""
-        g = self.graph
-        if source.node in g.ports:
-            t, layout = g.ports[source.node], self.places[source.node]
-        elif source.node in g.options:
-            t, letters = g.options[source.node].outputs[source.output], self.letters(source.node)
-            item = g.options[source.node].fit.outs[source.output] if letters else ((),) * t.ndim  # type: ignore[union-attr]
-            layout = Layout(tuple(next((letters[k] for k in dim if k in letters), ()) for dim in item))
-        else:
-            return 8.0
-        return float(layout.local(t, self.mesh).bytes)
-
-    def _wanted(self, axis: str) -> Iterable[tuple[Source, int]]:
+    def wanted(self) -> Iterable[tuple[Source, Type, Layout]]:
         """How outputs of the entry must lie: results whole, state as it was."""
         program = self.graph.program
-        at = {v.name: i for i, v in enumerate(program.inputs)}
         n = len(program.results)
         for j, x in enumerate(program.main.outputs):
-            found = self.graph.source(program.entry, x)
-            if found is not None:
-                layout = self._given(at[program.updates[j - n]]) if j >= n else None
-                yield found, WHOLE if layout is None else place(layout, axis)
+            source = self.graph.source(program.entry, x)
+            if source is not None:
+                assert isinstance(x, Var)
+                yield source, x.type, self._given(self._inputs[program.updates[j - n]]) if j >= n else Layout.whole(x.type.ndim)
 
     def _given(self, i: int) -> Layout:
         return self.given.get(i, Layout.whole(self.graph.program.inputs[i].type.ndim))
 
-    # -- all axes together ------------------------------------------------------------------------------------------------
+    def left(self, node: Node) -> float:
+        """The part of an equation's work that axes solved before have left to a rank."""
+        sizes = self.graph.options[node].fit
+        return math.prod(part(sizes.sizes[k], axes, self.mesh) / sizes.sizes[k] for k, axes in self.letters[node].items()) if sizes is not None else 1.0
+
+    def local(self, source: Source, t: Type) -> Type:
+        """What axes solved before have left a rank of a value."""
+        if source.node in self.places:
+            layout = self.places[source.node]
+        elif source.node in self.graph.options and self.letters[source.node]:
+            options, letters = self.graph.options[source.node], self.letters[source.node]
+            assert options.fit is not None
+            layout = Layout(tuple(next((letters[k] for k in dim if k in letters), ()) for dim in options.fit.outs[source.output]))
+        else:
+            return t
+        if not any(layout.dims):
+            return t
+        ahead = t.ndim - len(layout.dims)
+        return Layout(((),) * ahead + layout.dims).local(t, self.mesh)
+
+    # -- the layouts that were found ----------------------------------------------------------------------------------------------
 
     def _laid(self) -> Layouts:
         g = self.graph
@@ -277,10 +164,9 @@ class Solver:
         choices: dict[tuple[str, int], Choice] = {}
         for (name, i), parts in g.parts.items():
             node = ("eqn", name, i, 0)
-            flows = {axis: label.group for axis, label in self.labels[node].items() if label.group}
-            letters = {k: axes for p in range(len(parts)) for k, axes in self.letters(("eqn", name, i, p)).items()}
+            letters = {k: axes for p in range(len(parts)) for k, axes in self.letters["eqn", name, i, p].items()}
             letters |= fixed_letters(g.eqns[node], g.options[node], g.own.get(node, frozenset()))
-            choices[name, i] = g.options[node].laid(letters, flows)
+            choices[name, i] = g.options[node].laid(letters, self.flows[node])
         for name in order(g.program):
             block = g.program.blocks[name]
             inputs = [self._entry_layout(name, i, self.places[g.port(name, i)]) for i in range(len(block.inputs))]
@@ -330,25 +216,162 @@ class Solver:
         return Layout(((),) * source.rows + layout.dims, layout.owed)
 
 
-def _put(layout: Layout, where: int, axis: str) -> Layout:
-    if where >= 0:
-        return layout.split(where, axis)
-    kind = next((k for k, n in OWED.items() if n == where), "")
-    return layout.owing(axis, kind) if kind else layout
+class Problem:
+    """The sum of tables for some axes: a variable for each node of the graph, its values numbered layouts or values of a `Domain`."""
+
+    def __init__(self, solver: Solver, axes: Axes) -> None:
+        self.solver, self.graph, self.axes = solver, solver.graph, axes
+        g, mesh = self.graph, Mesh({a: solver.mesh[a] for a in axes})
+        self.derived = {axis: made_of(g, solver.gathered.get(axis, ())) for axis in axes}  # parameters gathered along an axis
+        labels = {axis: self._labels(axis) for axis in axes}
+        self._allowed: dict[Any, Indices] = {}
+        self._prefixed: dict[tuple[int, int], Indices] = {}
+        self.domains = {node: solver.domain(node, {a: labels[a][node] for a in axes}) for node in g.options}
+        self.distances = Distances(solver.moves, mesh, self._kinds())
+        self.ports = {node: self._port(node, t) for node, t in g.ports.items()}
+        self.sum = Sum({node: len(d) for node, (d, _, _) in self.domains.items()} | {node: len(x) for node, x in self.ports.items()})
+        self.sum.sizes["whole",] = 1
+        self._work()
+        self._edges()
+        self._outputs()
+
+    def keep(self, chosen: Mapping[Node, int]) -> None:
+        """Add what was chosen to the solver's layouts."""
+        solver = self.solver
+        for node, (domain, _, _) in self.domains.items():
+            value, letters = chosen[node], solver.letters[node]
+            solver.letters[node] = letters | {k: (*letters.get(k, ()), *axes) for k, axes in domain.letters[value].items()}
+            labels = {axis: domain.label(value, a) for a, axis in enumerate(self.axes)}
+            solver.flows[node] = solver.flows[node] | {axis: label.group for axis, label in labels.items() if label.group}
+        for node, numbers in self.ports.items():
+            new, old = self._space(node).layouts[numbers[chosen[node]]], solver.places[node]
+            dims = tuple((*a, *b) for a, b in zip(old.dims, new.dims, strict=True))
+            solver.places[node] = Layout(dims, tuple(sorted((*old.owed, *new.owed))))
+
+    def _labels(self, axis: str) -> dict[Node, list[Label]]:
+        """What each equation can do with one axis: norms of gradients as these are updated, gathered parameters used whole."""
+        g = self.graph
+        labels = {node: self.solver.labels(node, axis) for node in g.options}
+        for node, label in norm_labels(g, self.solver.given, axis).items():
+            labels[node] = [label] if label in labels[node] else labels[node]
+        for source, node, operand, _ in g.edges:
+            if source in self.derived[axis] and node in labels and not updates(g.eqns[node]) and _tensors(g.options[node]) > 1:
+                labels[node] = [x for x in labels[node] if g.options[node].places(x)[0].get(operand, WHOLE) < 0]
+        return labels
+
+    def _space(self, node: Node) -> Space:
+        return self.distances.space(self.graph.ports[node].ndim)
+
+    def _kinds(self) -> str:
+        """What some result may be partial in."""
+        places = {p for d, _, _ in self.domains.values() for labels in d.single for x in labels for p in d.options.places(x)[1].values()}
+        return "".join(kind for kind, n in OWED.items() if kind == "+" or n in places)
+
+    def _port(self, node: Node, t: Type) -> Indices:
+        """The layouts that an input of a block, a result of a branch or a shared value may have."""
+        solver, space = self.solver, self._space(node)
+        if node[:2] == ("in", self.graph.program.entry):
+            layout = solver.given.get(node[2], Layout.whole(t.ndim))
+            return np.array([space.index[Layout(tuple(tuple(a for a in dim if a in self.axes) for dim in layout.dims))]])
+        own, waits = self.graph.own.get(node, frozenset()), solver.reduced if node[1] in solver.bodies else frozenset()
+        key = (t.depth, t.dtype.is_floating_point, tuple(n > 1 for n in t.shape), own, waits)
+        if key not in self._allowed:
+            fits = np.ones(len(space.layouts), bool)
+            for a, axis in enumerate(self.axes):
+                places = [WHOLE]
+                if not t.depth and axis not in own:
+                    places += [d for d, n in enumerate(t.shape) if n > 1]
+                    places += [OWED["+"]] if t.dtype.is_floating_point and axis not in waits else []
+                fits &= np.isin(space.places[:, a], places)
+            self._allowed[key] = np.flatnonzero(fits)
+        return self._allowed[key]
+
+    # -- costs ------------------------------------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        """Seconds that each node takes by itself."""
+        g, solver = self.graph, self.solver
+        seconds: dict[tuple[str, int], float] = {}
+        for node, (_, shares, messages) in self.domains.items():
+            eqn, at = g.eqns[node], node[1:3]
+            if at not in seconds:
+                seconds[at] = solver.costs.seconds(eqn) * (solver.share if eqn.op.name in PRODUCTS else 1.0)
+            self.sum.add((node,), g.runs[node[1]] * (seconds[at] * solver.fraction(node) * solver.left(node) * shares + messages))
+        for node, numbers in self.ports.items():
+            if len(numbers) > 1:  # of equals: gathered outside, where it can begin early
+                places = self._space(node).places[numbers]
+                self.sum.add((node,), 1e-9 * (places >= 0).sum(1) + 1e-12 * (places == OWED["+"]).sum(1))
+
+    def _edges(self) -> None:
+        """Seconds from how each value is made to how it is used."""
+        g = self.graph
+        counts = [weights(g, self.solver.given, axis, self.derived[axis]) for axis in self.axes]
+        types = {edge: self._type(*edge) for edge in g.edges}
+        self.distances.prepare(types.values())
+        for edge, times in g.edges.items():
+            source, node, operand, cut = edge
+            t, shift = types[edge], source.rows - cut
+            have = self._ahead(self._made(source, t), t.ndim, shift)
+            want = self._ahead(self._used(node, operand, t), t.ndim, -shift)
+            table = times * self.distances.table(t)[have[:, None], want]
+            places = self.distances.space(t.ndim).places
+            table *= self._weight([count.get((source, node), 1.0) for count in counts], places[have], places[want])
+            if source.node == node:
+                self.sum.add((node,), np.diagonal(table))
+            else:
+                self.sum.add((source.node, node), table)
+
+    def _weight(self, counts: Sequence[float], have: Indices, want: Indices) -> Any:
+        """What a message counts: that of the dearest axis that it moves."""
+        if min(counts) == max(counts):
+            return counts[0]
+        moved = have[:, None, :] != want[None, :, :]
+        return np.where(moved, np.array(counts), 0.0).max(-1)
+
+    def _type(self, source: Source, node: Node, operand: int, cut: int) -> Type:
+        """The type of a value where it is moved, as far as other axes have left of it."""
+        g = self.graph
+        if node in g.options:
+            t = g.options[node].inputs[operand]
+        elif node in g.ports and source.rows >= cut:
+            t = g.ports[node]
+        else:
+            t = g.ports[source.node] if source.node in g.ports else g.options[source.node].outputs[source.output]
+        return self.solver.local(source, t)
+
+    def _made(self, source: Source, t: Type) -> Indices:
+        """The layout in which a value is made, for each value of the node that makes it."""
+        node = source.node
+        if node in self.domains:
+            return self.domains[node][0].layouts(1, source.output, self.distances.space(self.graph.options[node].outputs[source.output].ndim))
+        return self.ports[node] if node in self.ports else np.array([self.distances.space(t.ndim).index[Layout.whole(t.ndim)]])
+
+    def _used(self, node: Node, operand: int, t: Type) -> Indices:
+        """The layout in which a node wants a value, for each value of the node."""
+        if node in self.domains:
+            return self.domains[node][0].layouts(0, operand, self.distances.space(t.ndim))
+        return self.ports[node] if node in self.ports else np.array([self.distances.space(t.ndim).index[Layout.whole(t.ndim)]])
+
+    def _ahead(self, numbers: Indices, ndim: int, rows: int) -> Indices:
+        """Layouts as those of tensors with that many dims more before them, in which they are whole."""
+        if rows <= 0:
+            return numbers
+        key = (ndim, rows)
+        if key not in self._prefixed:
+            inner, outer = self.distances.space(ndim - rows), self.distances.space(ndim)
+            self._prefixed[key] = np.array([outer.index[Layout(((),) * rows + x.dims, x.owed)] for x in inner.layouts])
+        return self._prefixed[key][numbers]
+
+    def _outputs(self) -> None:
+        for source, t, layout in self.solver.wanted():
+            part = self.solver.local(source, t)
+            have = self._ahead(self._made(source, t), t.ndim, source.rows)
+            target = Layout(tuple(tuple(a for a in dim if a in self.axes) for dim in layout.dims))
+            self.sum.add((source.node,), self.distances.table(part)[have, self.distances.space(t.ndim).index[target]])
 
 
-def _shifted(where: int, rows: int) -> int | None:
-    """A place seen through leading dims that a scan put on (or took off: None if it lies there)."""
-    if where < 0 or rows == 0:
-        return where
-    return where + rows if where + rows >= 0 else None
-
-
-def _share(options: Options, letter: str, axes: Axes, mesh: Mesh) -> float:
-    """The part of the work that is left when a letter is split."""
-    assert options.fit is not None
-    n = options.fit.sizes[letter]
-    return part(n, axes, mesh) / n
+def _tensors(options: Options) -> int:
+    return sum(isinstance(x, Type) for x in options.inputs)
 
 
 def slowest_first(axes: Sequence[str], layouts: Iterable[Layout]) -> list[str]:
