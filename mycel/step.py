@@ -367,8 +367,7 @@ class Step:
         lines += [f"as torch has it  {', '.join(foreign)}"] if foreign else []
         if entry.spread is None:
             return "\n".join([*lines, "", str(entry.program)])
-        proved = "at the least cost" if entry.spread.exact else "perhaps not the cheapest"
-        lines.append(f"mesh             {entry.spread.moves.mesh}; layouts {proved}")
+        lines.append(f"mesh             {entry.spread.moves.mesh}; layouts {lower.proved(entry.spread.gap)}")
         all_, once = lower.sent(entry.program), lower.sent(entry.spread.local)
         lines.append(f"sent by a rank   {lower.sent_text(all_)}")
         again = {axes: n - once.get(axes, 0.0) for axes, n in all_.items() if n > once.get(axes, 0.0)}

@@ -2,7 +2,7 @@
 
 settle      one layout for each block
 pin         layouts of activations the plan names
-solve       (plan/layouts.py) all other layouts, at the least cost
+solve       (plan/layouts.py) all other layouts, at the least cost or near it
 spmd        local types, explicit collectives
 """
 
@@ -30,12 +30,13 @@ from mycel.plan.written import Plan
 
 @dataclass(frozen=True)
 class Distributed:
-    """The program of all ranks, and the global one with the layouts it came from; `exact`: no cheaper layouts exist; `gathered`: see `distribute`."""
+    """The program of all ranks, and the global one with the layouts it came from; `gap`: how far these may be above the cheapest ones, as a share of
+    their seconds (0: none are cheaper, inf: nothing is proved); `gathered`: see `distribute`."""
 
     local: Program
     whole: Program
     layouts: Layouts
-    exact: bool
+    gap: float
     moves: Moves
     gathered: frozenset[int] = frozenset()
 
@@ -61,7 +62,7 @@ def distribute(
     moves = Moves(links, hardware.bytes_s)
     solver = Solver(Graph(whole), moves, Costs(whole, hardware, compiled), Prices(links), given, along, reduced, order)
     layouts = solver.solve()
-    return Distributed(check(spmd(whole, layouts, moves, gathered)), whole, layouts, solver.exact, moves, gathered)
+    return Distributed(check(spmd(whole, layouts, moves, gathered)), whole, layouts, solver.gap, moves, gathered)
 
 
 def known(program: Program, mesh: Mesh) -> Program:

@@ -21,8 +21,7 @@ class Prices:
     links: Links
 
     def __call__(self, eqn: Eqn, label: Label, axes: Axes) -> tuple[float, float]:
-        counts = tuple(self.links.mesh[a] for a in axes)
-        key = (eqn.op.name, eqn.input_types, eqn.params, label, counts, tuple(self.links.of((a,)) for a in axes))
+        key = (eqn.op.name, eqn.input_types, eqn.params, label, tuple((self.links.mesh[a], self.links.of((a,))) for a in axes))
         if key not in FOUND:
             FOUND[key] = self._seconds(eqn, label, axes)
         return FOUND[key]

@@ -79,10 +79,10 @@ class Space:
             for i, j in itertools.permutations(alike, 2):
                 pairs = zip(self.layouts[i].dims, self.layouts[j].dims, strict=True)
                 same = tuple((d, one, other) for d, (one, other) in enumerate(pairs) if one != other)
-                yield Arc(i, j, "permute_ranks", tuple(self.layouts[i].axes | self.layouts[j].axes), None, same)
+                yield Arc(i, j, "permute_ranks", tuple(sorted(self.layouts[i].axes | self.layouts[j].axes)), None, same)
 
     def _moves(self, at: Layout) -> Iterator[tuple[str, Layout, Axes, tuple[int, Axes, Axes] | None]]:
-        for kind in {kind for _, kind in at.owed}:
+        for kind in dict.fromkeys(kind for _, kind in at.owed):
             owing = [a for a, k in at.owed if k == kind]
             for count in range(1, len(owing) + 1):
                 for axes in itertools.combinations(owing, count):

@@ -24,7 +24,9 @@ Price = Callable[[Eqn, Label, Axes], tuple[float, float]]  # what messages insid
 class Domain:
     """The values of one equation: `labels[i]` are those of value i, by axis, and `orders[i]` the number of the order of axes."""
 
-    def __init__(self, options: Options, mesh: Mesh, single: Mapping[str, Sequence[Label]], fixed: Mapping[str, Axes], before: Mapping[str, Axes]) -> None:
+    def __init__(
+        self, options: Options, mesh: Mesh, single: Mapping[str, Sequence[Label]], fixed: Mapping[str, Axes], before: Mapping[str, Axes]
+    ) -> None:
         """`single`: the labels of each axis by itself; `fixed`: letters whose axes the user gives; `before`: what other axes have split already."""
         self.options, self.mesh, self.before = options, mesh, before
         self.axes, self.single = tuple(single), tuple(single.values())
@@ -101,6 +103,8 @@ class Domain:
     def messages(self, eqn: Eqn, price: Price) -> Table:
         """Seconds that messages inside the equation take under each value: what one label sends is less by what the others split."""
         found = np.zeros(len(self))
+        if len(self) == 1:  # nothing to decide
+            return found
         shares = self.shares()
         for i in range(len(self)):
             over: dict[Label, Axes] = {}

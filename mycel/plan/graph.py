@@ -8,7 +8,7 @@ edges   from what makes a value to each that uses it, through calls, branches an
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -88,21 +88,19 @@ class Graph:
                 continue
             options = Options.of(eqn)
             parts = self.parts[name, i] = independent(options)
+            part_of = {letter: p for p, own in enumerate(parts) for letter in own}
             for p in range(len(parts)):
                 self.options["eqn", name, i, p], self.eqns["eqn", name, i, p] = options, eqn
             for k, x in enumerate(eqn.inputs):
                 if isinstance(x, Var):
-                    self.edges[made[x], ("eqn", name, i, self._part_of(options, parts, k)), k, 0] += often
+                    self.edges[made[x], ("eqn", name, i, _first_part(options.fit and options.fit.ins, k, part_of)), k, 0] += often
             for j, v in enumerate(eqn.outputs):
-                made[v] = Source(("eqn", name, i, self._part_of(options, parts, len(eqn.inputs) + j)), j)
+                made[v] = Source(("eqn", name, i, _first_part(options.fit and options.fit.outs, j, part_of)), j)
 
-    def _part_of(self, options: Options, parts: list[frozenset[str]], k: int) -> int:
-        """Which of an equation's independent parts an operand, or behind them a result, belongs to."""
-        if options.fit is None or len(parts) == 1:
-            return 0
-        items = (*options.fit.ins, *(None,) * (len(options.inputs) - len(options.fit.ins)), *options.fit.outs)
-        letters = {letter for dim in (items[k] or ()) for letter in dim}
-        return next((p for p, own in enumerate(parts) if letters & own), 0)
+    def first_part(self, node: Node, j: int) -> int:
+        """Which of the independent parts of a node's equation makes its result j."""
+        fit = self.options[node].fit
+        return _first_part(fit and fit.outs, j, {letter: p for p, own in enumerate(self.parts[node[1], node[2]]) for letter in own})
 
     def source(self, block: str, x: Atom) -> Source | None:
         return self.made[block].get(x) if isinstance(x, Var) else None
@@ -158,13 +156,19 @@ def independent(options: Options) -> list[frozenset[str]]:
     """Groups of letters that never meet in an operand or a result: they are split independently of each other."""
     if options.fit is None:
         return [frozenset()]
-    groups: list[set[str]] = []
+    group: dict[str, set[str]] = {}
     for item in (*options.fit.ins, *options.fit.outs):
         letters = {letter for dim in item or () for letter in dim}
-        if letters:
-            touching = [g for g in groups if g & letters]
-            groups = [g for g in groups if not g & letters] + [letters.union(*touching)]
-    return [frozenset(g) for g in groups] or [frozenset()]
+        touching = {id(group[k]): group[k] for k in letters if k in group}
+        together = set[str]().union(letters, *touching.values())
+        group.update(dict.fromkeys(together, together))
+    return [frozenset(g) for g in {id(g): g for g in group.values()}.values()] or [frozenset()]
+
+
+def _first_part(items: Sequence[Any] | None, k: int, part_of: Mapping[str, int]) -> int:
+    """Which of an equation's independent parts an operand or a result belongs to."""
+    item = items[k] if items is not None and k < len(items) else None
+    return min((part_of[letter] for dim in item or () for letter in dim), default=0)
 
 
 def origin(source: Source) -> Node:

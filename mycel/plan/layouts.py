@@ -9,8 +9,8 @@
 All calls of a block have the same layouts: a layer is solved once, with the edge from its output to its own input among the costs.  Moving costs what
 the chain of messages costs that lowering will write (`distances.py`).  The sum of all tables is made least by `least.py`, which also proves a bound.
 
-Where a joint table for every edge would take too much memory, axes are solved one after another, each on the parts that those before have left; then
-one axis, or two, are solved again with the others as they are, until nothing gets better.  The bound is then the least seconds of computing.
+Tables grow with the labels of all axes: of a large program two axes are solved together, of a small one three.  Where the mesh has more, the next ones
+are solved on the parts that those before have left, and nothing is proved.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from mycel.errors import PlanError
 from mycel.ir import Atom, Axes, Layout, Mesh, Type, Var, cond, loop, order, part, scan, walk
 from mycel.plan.choices import OWED, SAME, WHOLE, Choice, Label, Laid, Layouts, Options
 from mycel.plan.cost import PRODUCTS, Costs
@@ -29,11 +30,12 @@ from mycel.plan.distances import Distances, Indices, Space, Table
 from mycel.plan.domains import Domain, Price
 from mycel.plan.graph import Graph, Node, Source
 from mycel.plan.least import Sum
-from mycel.plan.meant import Given, made_of, norm_labels, updates, weights
+from mycel.plan.meant import Given, Weights, made_of, norm_labels, updates, weights
 from mycel.plan.moves import Moves
 from mycel.plan.region import fixed_label, fixed_letters, is_fixed
+from mycel.sizes import shown
 
-SHARE = 1e4  # products count so much that they are shared before anything else is saved
+FEW = 100  # parts of equations, up to which three axes are solved together
 
 
 @dataclass
@@ -48,12 +50,14 @@ class Solver:
     gathered: Mapping[str, frozenset[int]] = field(default_factory=dict)  # by axis: inputs whose users see them whole along it
     reduced: frozenset[str] = frozenset()  # axes along which sums are paid in every turn of a scan, not owed until its end
     order: Sequence[str] = ()  # of the axes; of equals the first is split slowest
-    share: float = SHARE
+    by: Weights = Weights()
     letters: dict[Node, dict[str, Axes]] = field(default_factory=dict)  # of an equation's part: what is split
     flows: dict[Node, dict[str, tuple[int, ...]]] = field(default_factory=dict)  # by axis: operands whose sum owed passes through
     places: dict[Node, Layout] = field(default_factory=dict)
+    limit: float | None = None  # bytes that all values made on one rank may take together
     value: float = 0.0
     bound: float = 0.0
+    gap: float = 0.0  # how far above the least the seconds may be, as a share of them
     bodies: set[str] = field(default_factory=set)
     _inputs: dict[str, int] = field(default_factory=dict)
     _domains: dict[Any, tuple[Domain, Table, Table]] = field(default_factory=dict)
@@ -63,10 +67,6 @@ class Solver:
     def mesh(self) -> Mesh:
         return self.moves.mesh
 
-    @property
-    def exact(self) -> bool:
-        return self.value <= self.bound * (1 + 1e-9)
-
     def solve(self) -> Layouts:
         g = self.graph
         self._inputs = {v.name: i for i, v in enumerate(g.program.inputs)}
@@ -74,16 +74,25 @@ class Solver:
         self.letters = {node: {} for node in g.options}
         self.flows = {node: {} for node in g.options}
         self.places = {node: Layout.whole(t.ndim) for node, t in g.ports.items()}
-        axes = [a for a in self.order or slowest_first(self.mesh.axes, self.given.values()) if self.mesh[a] > 1]
-        if axes:
-            self._together(tuple(axes))
+        axes = tuple(a for a in self.order or slowest_first(self.mesh.axes, self.given.values()) if self.mesh[a] > 1)
+        count = 3 if len(g.options) <= FEW else 2
+        groups = [axes[i : i + count] for i in range(0, len(axes), count)]
+        for group in groups:
+            self._together(group)
+        if len(groups) > 1:
+            self.gap = math.inf
         return self._laid()
 
     def _together(self, axes: Axes) -> None:
         """Solve some axes at once, on the parts that those before have left."""
         problem = Problem(self, axes)
-        answer = problem.sum.least()
+        answer = problem.sum.least(self.limit)
+        if not answer.chosen:
+            lightest = sum(float(w.min()) for w in problem.sum.weights.values())
+            raise PlanError(f"values made on one rank take at least {shown(int(lightest))}, the limit is {shown(int(self.limit or 0))}")
         self.value, self.bound = answer.value, answer.bound
+        seconds = answer.value - sum(float(x[answer.chosen[node]]) for node, x in problem.preferred.items())
+        self.gap = 0.0 if answer.exact else (answer.value - answer.bound) / max(seconds, 1e-12)
         problem.keep(answer.chosen)
 
     # -- what a node can do ----------------------------------------------------------------------------------------------
@@ -121,7 +130,7 @@ class Solver:
         at, sizes = (node[1], node[2]), options.fit.sizes
         if at not in self._elements:
             self._elements[at] = [math.prod(sizes[k] for k in own) for own in parts]
-        return self._elements[at][node[3]] / sum(self._elements[at])
+        return self._elements[at][node[3]] / (sum(self._elements[at]) or 1)
 
     def wanted(self) -> Iterable[tuple[Source, Type, Layout]]:
         """How outputs of the entry must lie: results whole, state as it was."""
@@ -139,7 +148,9 @@ class Solver:
     def left(self, node: Node) -> float:
         """The part of an equation's work that axes solved before have left to a rank."""
         sizes = self.graph.options[node].fit
-        return math.prod(part(sizes.sizes[k], axes, self.mesh) / sizes.sizes[k] for k, axes in self.letters[node].items()) if sizes is not None else 1.0
+        return (
+            math.prod(part(sizes.sizes[k], axes, self.mesh) / sizes.sizes[k] for k, axes in self.letters[node].items()) if sizes is not None else 1.0
+        )
 
     def local(self, source: Source, t: Type) -> Type:
         """What axes solved before have left a rank of a value."""
@@ -229,9 +240,12 @@ class Problem:
         self.domains = {node: solver.domain(node, {a: labels[a][node] for a in axes}) for node in g.options}
         self.distances = Distances(solver.moves, mesh, self._kinds())
         self.ports = {node: self._port(node, t) for node, t in g.ports.items()}
-        self.sum = Sum({node: len(d) for node, (d, _, _) in self.domains.items()} | {node: len(x) for node, x in self.ports.items()})
-        self.sum.sizes["whole",] = 1
+        counts = {node: len(d) for node, (d, _, _) in self.domains.items()} | {node: len(x) for node, x in self.ports.items()}
+        self.sum = Sum({node: counts[node] for node in in_order(g)} | {("whole",): 1})
+        self.preferred: dict[Node, Table] = {}  # what products count beyond their seconds
         self._work()
+        if solver.limit is not None:
+            self._weights()
         self._edges()
         self._outputs()
 
@@ -295,17 +309,32 @@ class Problem:
         for node, (_, shares, messages) in self.domains.items():
             eqn, at = g.eqns[node], node[1:3]
             if at not in seconds:
-                seconds[at] = solver.costs.seconds(eqn) * (solver.share if eqn.op.name in PRODUCTS else 1.0)
-            self.sum.add((node,), g.runs[node[1]] * (seconds[at] * solver.fraction(node) * solver.left(node) * shares + messages))
+                seconds[at] = solver.costs.seconds(eqn) * (solver.by.share if eqn.op.name in PRODUCTS else 1.0)
+            work = seconds[at] * solver.fraction(node) * solver.left(node) * shares
+            self.sum.add((node,), g.runs[node[1]] * (work + messages))
+            if eqn.op.name in PRODUCTS:
+                self.preferred[node] = g.runs[node[1]] * work * (1 - 1 / solver.by.share)
         for node, numbers in self.ports.items():
             if len(numbers) > 1:  # of equals: gathered outside, where it can begin early
                 places = self._space(node).places[numbers]
                 self.sum.add((node,), 1e-9 * (places >= 0).sum(1) + 1e-12 * (places == OWED["+"]).sum(1))
 
+    def _weights(self) -> None:
+        """Bytes of what each equation makes on a rank, as often as it is run."""
+        g = self.graph
+        for node, (domain, _, _) in self.domains.items():
+            size = np.zeros(len(domain))
+            for j, t in enumerate(g.options[node].outputs):
+                if g.first_part(node, j) == node[3]:
+                    space = self.distances.space(t.ndim)
+                    part = self.solver.local(Source(node, j), t)
+                    size += self.distances.local_bytes(space, part)[domain.layouts(1, j, space)]
+            self.sum.weights[node] = g.runs[node[1]] * size
+
     def _edges(self) -> None:
         """Seconds from how each value is made to how it is used."""
         g = self.graph
-        counts = [weights(g, self.solver.given, axis, self.derived[axis]) for axis in self.axes]
+        counts = [weights(g, self.solver.given, axis, self.derived[axis], self.solver.by) for axis in self.axes]
         types = {edge: self._type(*edge) for edge in g.edges}
         self.distances.prepare(types.values())
         for edge, times in g.edges.items():
@@ -368,6 +397,18 @@ class Problem:
             have = self._ahead(self._made(source, t), t.ndim, source.rows)
             target = Layout(tuple(tuple(a for a in dim if a in self.axes) for dim in layout.dims))
             self.sum.add((source.node,), self.distances.table(part)[have, self.distances.space(t.ndim).index[target]])
+
+
+def in_order(g: Graph) -> list[Node]:
+    """The nodes as values flow: inputs of a block, its equations, each shared value behind what makes it."""
+    hubs: dict[Node, list[Node]] = {}
+    for node in g.ports:
+        if node[0] == "hub":
+            hubs.setdefault(node[1], []).append(node)
+    inputs: dict[str, list[Node]] = {}
+    for node in (*(n for n in g.ports if n[0] != "hub"), *g.options):
+        inputs.setdefault(node[1], []).append(node)
+    return [x for block in inputs.values() for node in block for x in (node, *hubs.get(node, ()))]
 
 
 def _tensors(options: Options) -> int:

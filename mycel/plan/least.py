@@ -3,12 +3,15 @@
     min over x, y, z of  a[x] + b[y] + c[x, y] + d[y, z]
 
 *Elimination.*  Variables go one after another, those with the smallest resulting table first:  e[y] = min over x of (a[x] + c[x, y]).  This is exact.
-Where a table would become too large, the tables of a variable are divided into groups, each small enough, and its value is chosen for each group by
-itself (mini-buckets): what comes out in the end is then no more than the least sum, a *bound*.
 
-*Search.*  Variables are given values in the opposite order.  What is left of the bound once some have values is known from the same tables, so
-branches that cannot beat the best answer are left out; variables that were eliminated in one group need no branching at all.  If the search comes to
-its end the answer is the least; if not it is improved (neighbourhoods solved anew, all else as it is), and the bound says how far it may be off.
+*Shifting.*  Where tables would become too large: what a table costs at least for each value of a variable is moved from the table to the variable, and
+from there in equal shares to its other tables, forward and back through all variables (sequential tree-reweighted message passing).  The sum
+stays the same for every choice, and the sum of the tables' least elements, a *bound* on it, rises.  An answer is made of the few values of each
+variable that look best on the shifted tables, by elimination and search.
+
+*Search.*  Elimination where a variable whose table would be too large goes from groups of its tables, each by itself (mini-buckets): the result is a
+bound once more.  Values are then tried in the opposite order.  What is left of the bound once some variables have values is known from the same
+tables, so branches that cannot beat the best answer are left out.  If the search ends, nothing better is left.
 
 *Limit.*  With a weight for each value and a limit for their sum, a weight has a price p:  cost + p (weight - limit), for any p >= 0, is a bound as
 well.  The price rises until the limit is kept; the search then uses the best price found, and ends at the best answer within the limit.
@@ -19,18 +22,19 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 LARGEST = 1 << 16  # elements of a table
-SMALL = 1 << 12  # of one that is made before values are compared with each other
-BALL, BALLS = 40, 12  # variables that are improved together; how many such sets are tried
-VISITS = 20_000  # values tried in the search
+SWEEPS, FUSED = 16, 8  # forward and back, of shifting; after so many of them an answer is made
+LIKELY = 3  # values of each variable that an answer is made of, besides those of the answers before
+VISITS = 5_000  # values tried in a search
+LIMITED = 100_000  # values tried in a search within a limit
 PRICES = 24  # of a weight, tried one after another
-CLOSE = 1e-9  # what two sums may differ by and count as equal
+CLOSE = 1e-12  # what two sums may differ by and count as equal
 
 Name = Hashable
 Table = np.ndarray[Any, np.dtype[np.float64]]
@@ -55,70 +59,94 @@ class Sum:
 
     sizes: dict[Name, int] = field(default_factory=dict)
     tables: list[tuple[tuple[Name, ...], Table]] = field(default_factory=list)
+    weights: dict[Name, Table] = field(default_factory=dict)  # of the values of some variables, for a limit
 
     def add(self, names: Sequence[Name], table: Any) -> None:
         self.tables.append((tuple(names), np.asarray(table, np.float64)))
 
     def value(self, chosen: Mapping[Name, int]) -> float:
-        return float(sum(t[tuple(chosen[n] for n in names)] for names, t in self.tables))
+        return total(self.tables, chosen)
 
-    def least(self) -> Least:
-        layers = []
-        sizes, tables, bound = self.sizes, merged(self.tables), 0.0
-        while True:
-            e = Elimination(sizes, tables)
-            e.run(SMALL)
-            kept = undominated(e.left, list(e.tables.values()))
-            if sum(map(len, kept.values())) == sum(e.left.values()):
-                break
-            layers.append((e, kept))
-            sizes = {n: len(values) for n, values in kept.items()}
-            tables = [(names, t[np.ix_(*(kept[n] for n in names))]) for names, t in e.tables.values()]
-            bound += e.bound
-        e.run()
-        answer = e.search()
+    def least(self, limit: float | None = None) -> Least:
+        """The least sum; with a limit: of choices whose weights come to no more."""
+        if limit is None or not self.weights:
+            return self._least(self.tables)
+        return self._limited(limit)
+
+    def _least(self, tables: Sequence[tuple[tuple[Name, ...], Table]]) -> Least:
+        first = Elimination(self.sizes, merged(tables))
+        first.run(LARGEST, neighbours=2)
+        whole = Elimination(first.left, list(first.tables.values()))
+        whole.run(largest=LARGEST)
+        if not whole.left:
+            answer = whole.search()
+        else:
+            answer = self._shifted(first.left, list(first.tables.values()))
         chosen = answer.chosen
-        for e, kept in reversed(layers):
-            chosen = {n: int(kept[n][k]) for n, k in chosen.items()}
-            e.follow(chosen)
+        first.follow(chosen)
+        bound = first.bound + answer.bound
         if not answer.exact:
-            chosen = self._improved(chosen)
-        value = self.value(chosen)
-        return Least(chosen, value, value if answer.exact else bound + answer.bound)
+            self._improve(chosen, by_variable(self.sizes, tables))
+        value = total(tables, chosen)
+        return Least(chosen, value, value if answer.exact else min(bound, value))
 
-    def _improved(self, chosen: dict[Name, int]) -> dict[Name, int]:
-        by: dict[Name, list[tuple[tuple[Name, ...], Table]]] = {n: [] for n in self.sizes}
-        for names, t in self.tables:
-            for n in names:
-                by[n].append((names, t))
-        while self._improve_balls(chosen, by):
-            pass
-        self._improve(chosen, by)
-        return chosen
+    def _shifted(self, sizes: Mapping[Name, int], tables: Sequence[tuple[tuple[Name, ...], Table]]) -> Least:
+        """An answer and a bound where tables grow too large to eliminate all variables."""
+        shifting = Shifting({n: sizes[n] for n in self.sizes if n in sizes}, tables)
+        likely: dict[Name, set[int]] = {n: set() for n in sizes}
+        best, value = dict[Name, int](), math.inf
+        for k in range(1, SWEEPS + 1):
+            shifting.sweep()
+            if k % FUSED == 0 or k == SWEEPS:
+                chosen = shifting.rounded()
+                for n, values in shifting.likely(LIKELY).items():
+                    likely[n].update((*values, chosen[n]))
+                chosen = restricted(sizes, tables, {n: sorted(values) for n, values in likely.items()}, total(tables, chosen)) or chosen
+                if total(tables, chosen) < value:
+                    best, value = chosen, total(tables, chosen)
+                likely = {n: {k} for n, k in best.items()}
+                if value - shifting.bound <= CLOSE * abs(value):
+                    return Least(best, value, value)
+        return Least(best, value, shifting.bound)
 
-    def _improve_balls(self, chosen: dict[Name, int], by: Mapping[Name, list[tuple[tuple[Name, ...], Table]]]) -> bool:
-        """Neighbourhoods of variables, each solved anew; whether that helped."""
-        free = [n for n, size in self.sizes.items() if size > 1]
-        helped = False
-        for start in free[:: max(1, len(free) // BALLS)]:
-            ball, todo = {start: None}, [start]
-            while todo and len(ball) < BALL:
-                near = [m for names, _ in by[todo.pop(0)] for m in names if self.sizes[m] > 1 and m not in ball]
-                ball.update(dict.fromkeys(near[: BALL - len(ball)]))
-                todo += [m for m in near if m in ball]
-            part = Sum({n: self.sizes[n] for n in ball})
-            seen: set[int] = set()
-            for names, t in (x for n in ball for x in by[n]):
-                if id(t) not in seen:
-                    seen.add(id(t))
-                    part.add([n for n in names if n in ball], t[tuple(slice(None) if n in ball else chosen[n] for n in names)])
-            e = Elimination(part.sizes, part.tables)
-            e.run()
-            new = e.search(2 * len(ball)).chosen
-            if part.value(new) < part.value({n: chosen[n] for n in ball}) * (1 - 1e-9) - 1e-15:
-                chosen.update(new)
-                helped = True
-        return helped
+    def _limited(self, limit: float) -> Least:
+        def priced(price: float) -> tuple[Least, float, float]:
+            tables = [*self.tables, *(((n,), price * w) for n, w in self.weights.items())]
+            answer = self._least(tables)
+            weight = float(sum(w[answer.chosen[n]] for n, w in self.weights.items()))
+            return answer, weight, answer.bound - price * limit
+
+        answer, weight, bound = priced(0.0)
+        if weight <= limit:
+            return answer
+        lightest = sum(float(w.min()) for w in self.weights.values())
+        if lightest > limit:
+            return Least({}, math.inf, math.inf)
+        low, high, price = 0.0, math.inf, max(answer.value, 1e-12) / (weight - lightest)
+        best, value, dearest = dict[Name, int](), math.inf, 0.0
+        for _ in range(PRICES):
+            answer, weight, at_price = priced(price)
+            if at_price > bound:
+                bound, dearest = at_price, price
+            if weight <= limit:
+                high = price
+                if self.value(answer.chosen) < value:
+                    best, value = answer.chosen, self.value(answer.chosen)
+            else:
+                low = price
+            if best and value - bound <= CLOSE * abs(value):
+                return Least(best, value, value)
+            price = 4 * price if high == math.inf else (low + high) / 2
+        if not best:
+            best = {n: int(np.argmin(self.weights[n])) if n in self.weights else 0 for n in self.sizes}
+            value = self.value(best)
+        tables = [*self.tables, *(((n,), dearest * w) for n, w in self.weights.items())]
+        search = Elimination(self.sizes, merged(tables), self.weights)
+        search.run()
+        answer = search.search(LIMITED, value, (self.weights, limit, dearest))
+        if answer.value < value:
+            best, value = answer.chosen, self.value(answer.chosen)
+        return Least(best, value, value if answer.exact else max(bound, search.bound - dearest * limit))
 
     def _improve(self, chosen: dict[Name, int], by: Mapping[Name, list[tuple[tuple[Name, ...], Table]]]) -> None:
         """One variable at a time, while it helps."""
@@ -191,8 +219,8 @@ class Elimination:
             size *= self.sizes[n]
         return size
 
-    def run(self, largest: int | None = None) -> None:
-        """Eliminate all variables; or those whose tables stay that small."""
+    def run(self, largest: float = math.inf, neighbours: float = math.inf) -> None:
+        """Eliminate all variables; or those whose tables have so few elements and other variables."""
         sizes = {n: (n in self.late, self._size(n)) for n in self.left}
         count = itertools.count()
         heap = [(key, next(count), n) for n, key in sizes.items()]
@@ -201,15 +229,14 @@ class Elimination:
             key, _, name = heapq.heappop(heap)
             if sizes.get(name) != key:  # it has changed since
                 continue
-            if largest is not None and key[1] > largest:
-                return
             touched = self._neighbours(name)
+            if key[1] > largest or len(touched) > neighbours:
+                continue
             self._eliminate(name)
             del sizes[name], self.left[name]
             for n in touched:
-                if sizes[n] != (key := (n in self.late, self._size(n))):
-                    sizes[n] = key
-                    heapq.heappush(heap, (key, next(count), n))
+                sizes[n] = key = n in self.late, self._size(n)
+                heapq.heappush(heap, (key, next(count), n))
 
     def _eliminate(self, name: Name) -> None:
         groups: list[tuple[dict[Name, None], list[tuple[tuple[Name, ...], Table]]]] = []
@@ -232,37 +259,132 @@ class Elimination:
             self._put(tuple(scope), done[-1].least)
         self.buckets.append((name, done))
 
-    def search(self, visits: int = VISITS) -> Least:
-        """The best choice found by that many tries, or the best there is."""
+    def search(self, visits: int = VISITS, best: float = math.inf, limit: tuple[Mapping[Name, Table], float, float] | None = None) -> Least:
+        """The best choice that so many tries find below `best`; no choice if there is none.  `limit`: weights, what they may come to, and their price in
+        the tables."""
         order = self.buckets[::-1]
-        last = max((i for i, (_, groups) in enumerate(order) if len(groups) > 1), default=-1)
+        weights, most, price = limit or ({}, 0.0, 0.0)
+        last = max((i for i, (n, groups) in enumerate(order) if len(groups) > 1 or n in weights), default=-1)
+        rest = [0.0]  # the least that variables from each place on weigh
+        for name, _ in reversed(order):
+            rest.append(rest[-1] + (float(weights[name].min()) if name in weights else 0.0))
+        rest.reverse()
         chosen: dict[Name, int] = {}
-        best, cutoff, kept = math.inf, math.inf, dict[Name, int]()
-        stack: list[list[tuple[float, int]]] = []  # for each variable so far: what is left to try, (bound, value), the best last
-        bound = self.bound
+        kept: dict[Name, int] = {}
+        cutoff = best - CLOSE * abs(best) if best < math.inf else best
+        stack: list[list[tuple[float, int, float]]] = []  # for each variable so far: what is left to try (bound, value, weight), the best last
+        bound, weight = self.bound - price * most, 0.0
         while True:
             if len(stack) > last:  # whatever is left follows
-                if bound < best:
-                    best, cutoff, kept = bound, bound - CLOSE * abs(bound), {name: chosen[name] for name, _ in order[: last + 1]}
+                value = bound - price * (weight - most)
+                if value < best:
+                    best, cutoff, kept = value, value - CLOSE * abs(value), {name: chosen[name] for name, _ in order[: last + 1]}
             else:
-                more = _more(order[len(stack)][1], chosen)
-                stack.append(sorted(((bound + float(x), k) for k, x in enumerate(more) if bound + x < cutoff), reverse=True))
+                name, groups = order[len(stack)]
+                more, heavy = _more(groups, chosen), weights.get(name)
+                ways = [(bound + float(x), k, weight + (float(heavy[k]) if heavy is not None else 0.0)) for k, x in enumerate(more)]
+                after = rest[len(stack) + 1]
+                stack.append(sorted((w for w in ways if w[0] < cutoff and (not weights or w[2] + after <= most)), reverse=True))
             while stack and not (stack[-1] and stack[-1][-1][0] < cutoff and visits > 0):
                 stack.pop()
             if not stack:
                 break
-            bound, k = stack[-1].pop()
+            bound, k, weight = stack[-1].pop()
             chosen[order[len(stack) - 1][0]] = k
             visits -= 1
-        finished = visits > 0
-        self.follow(kept)
-        return Least(kept, best, best if finished else self.bound)
+        if kept or last < 0:
+            self.follow(kept)
+        return Least(kept, best, best if visits > 0 else self.bound - price * most)
 
     def follow(self, chosen: dict[Name, int]) -> None:
         """The best values of variables that were eliminated, given those of the ones left."""
         for name, groups in reversed(self.buckets):
             if name not in chosen:
                 chosen[name] = int(np.argmin(_more(groups, chosen)))
+
+
+class Shifting:
+    """Costs on their way between tables of two variables, or one, and the variables."""
+
+    def __init__(self, sizes: Mapping[Name, int], tables: Sequence[tuple[tuple[Name, ...], Table]]) -> None:
+        self.names = list(sizes)
+        at = {n: i for i, n in enumerate(self.names)}
+        self.own = [np.zeros(sizes[n]) for n in self.names]
+        self.pairs: list[Table] = []
+        self.of: list[list[tuple[int, int, int]]] = [[] for _ in self.names]  # (pair, which of its dims, the other variable)
+        for names, t in merged(tables):
+            if len(names) == 1:
+                self.own[at[names[0]]] = self.own[at[names[0]]] + t
+                continue
+            i, j = at[names[0]], at[names[1]]
+            self.of[i].append((len(self.pairs), 0, j))
+            self.of[j].append((len(self.pairs), 1, i))
+            self.pairs.append(t.copy())
+
+    def sweep(self) -> None:
+        """Once forward and once back."""
+        for forward in (True, False):
+            for i in range(len(self.names)) if forward else reversed(range(len(self.names))):
+                costs, onward = self.own[i], []
+                for k, dim, j in self.of[i]:
+                    t = self.pairs[k] if dim == 0 else self.pairs[k].T
+                    least = t.min(1)
+                    t -= least[:, None]
+                    costs = costs + least
+                    if (j > i) == forward:
+                        onward.append(t)
+                if onward:
+                    share = costs / max(len(onward), len(self.of[i]) - len(onward))
+                    for t in onward:
+                        t += share[:, None]
+                    costs = costs - len(onward) * share
+                self.own[i] = costs
+
+    @property
+    def bound(self) -> float:
+        return sum(float(x.min()) for x in self.own) + sum(float(t.min()) for t in self.pairs)
+
+    def rounded(self) -> dict[Name, int]:
+        """A value for each variable: the best beside those chosen before and the best that those after could do."""
+        chosen: list[int] = []
+        for i, costs in enumerate(self.own):
+            for k, dim, j in self.of[i]:
+                t = self.pairs[k] if dim == 0 else self.pairs[k].T
+                costs = costs + (t[:, chosen[j]] if j < i else t.min(1))
+            chosen.append(int(np.argmin(costs)))
+        return dict(zip(self.names, chosen, strict=True))
+
+    def likely(self, count: int) -> dict[Name, list[int]]:
+        """The values of each variable that cost least by now, if all others do their best for it."""
+        best = {}
+        for i, costs in enumerate(self.own):
+            for k, dim, _ in self.of[i]:
+                costs = costs + self.pairs[k].min(1 - dim)
+            best[self.names[i]] = [int(k) for k in np.argsort(costs, kind="stable")[:count]]
+        return best
+
+
+def restricted(
+    sizes: Mapping[Name, int], tables: Sequence[tuple[tuple[Name, ...], Table]], values: Mapping[Name, list[int]], below: float
+) -> dict[Name, int]:
+    """The best choice found among some values of each variable, if its sum is below; else nothing."""
+    few = [(names, t[np.ix_(*(values[n] for n in names))]) for names, t in tables]
+    part = Elimination({n: len(values[n]) for n in sizes}, few)
+    part.run()
+    chosen = part.search(VISITS, below).chosen
+    return {n: values[n][k] for n, k in chosen.items()}
+
+
+def total(tables: Iterable[tuple[tuple[Name, ...], Table]], chosen: Mapping[Name, int]) -> float:
+    return float(sum(t[tuple([chosen[n] for n in names])] for names, t in tables))
+
+
+def by_variable(names: Iterable[Name], tables: Sequence[tuple[tuple[Name, ...], Table]]) -> dict[Name, list[tuple[tuple[Name, ...], Table]]]:
+    by: dict[Name, list[tuple[tuple[Name, ...], Table]]] = {n: [] for n in names}
+    for scope, t in tables:
+        for n in scope:
+            by[n].append((scope, t))
+    return by
 
 
 def _more(groups: Sequence[Group], chosen: Mapping[Name, int]) -> Table:
@@ -272,39 +394,6 @@ def _more(groups: Sequence[Group], chosen: Mapping[Name, int]) -> Table:
         at = tuple(chosen[n] for n in g.others)
         more = more + (g.total[at] - g.least[at] if np.isfinite(g.least[at]) else np.inf)
     return np.asarray(more)
-
-
-def undominated(sizes: Mapping[Name, int], tables: Sequence[tuple[tuple[Name, ...], Table]]) -> dict[Name, Table]:
-    """The values of each variable without those that another one of its values beats, whatever the neighbours' values are."""
-    alone: dict[Name, Table] = {n: np.zeros(k) for n, k in sizes.items()}
-    near: dict[Name, list[tuple[Name, Table]]] = {n: [] for n in sizes}
-    fixed: set[Name] = set()
-    for names, t in tables:
-        if len(names) == 1:
-            alone[names[0]] = alone[names[0]] + t
-        elif len(names) == 2:
-            near[names[0]].append((names[1], t))
-            near[names[1]].append((names[0], t.T))
-        else:
-            fixed.update(names)
-    kept = {n: np.arange(k) for n, k in sizes.items()}
-    todo = {n: None for n, k in sizes.items() if k > 1 and n not in fixed}
-    while todo:
-        n = next(iter(todo))
-        del todo[n]
-        mine = kept[n]
-        worse = alone[n][mine, None] - alone[n][mine]  # by how much at least value i costs more than value j
-        for other, t in near[n]:
-            t = t[mine[:, None], kept[other]]
-            worse = worse + (t[:, None, :] - t).min(-1)
-        i = np.arange(len(mine))
-        beaten = ((worse > 0) | ((worse == 0) & (i[:, None] > i))).any(1)
-        if beaten.any():
-            kept[n] = mine[~beaten]
-            todo.update((other, None) for other, _ in near[n] if len(kept[other]) > 1 and other not in fixed)
-            if len(kept[n]) > 1:
-                todo[n] = None
-    return kept
 
 
 def merged(tables: Sequence[tuple[tuple[Name, ...], Table]]) -> list[tuple[tuple[Name, ...], Table]]:
