@@ -6,9 +6,9 @@ import random
 
 import pytest
 import torch
+from brute import compare, random_case
 
 import mycel
-from brute import compare, random_case
 from mycel import lower
 from mycel.ir import Mesh
 from mycel.plan import CPU, Plan

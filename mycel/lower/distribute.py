@@ -60,7 +60,7 @@ def distribute(
     first = [a for a in plan.batch_axes() if a in plan.mesh]  # activations are split by these anyway: what others split of a dim lies inside
     order = [*first, *(a for a in plan.mesh.axes if a not in first)]
     moves = Moves(links, hardware.bytes_s)
-    solver = Solver(Graph(whole), moves, Costs(whole, hardware, compiled), Prices(links), given, along, reduced, order)
+    solver = Solver(Graph(whole), moves, Costs(whole, hardware, compiled), Prices(links), given, along, reduced, order, wide=plan.sums == "fp32")
     layouts = solver.solve()
     return Distributed(check(spmd(whole, layouts, moves, gathered)), whole, layouts, solver.gap, moves, gathered)
 

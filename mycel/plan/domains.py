@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from mycel.ir import Axes, Eqn, Mesh, Type, part
+from mycel.ir import Axes, Eqn, Mesh, part
 from mycel.plan.choices import WHOLE, Label, Options
 from mycel.plan.distances import Indices, Space, Table
 

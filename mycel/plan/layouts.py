@@ -51,6 +51,7 @@ class Solver:
     reduced: frozenset[str] = frozenset()  # axes along which sums are paid in every turn of a scan, not owed until its end
     order: Sequence[str] = ()  # of the axes; of equals the first is split slowest
     by: Weights = Weights()
+    wide: bool = False  # sums of 16-bit values that are widened are paid after that
     letters: dict[Node, dict[str, Axes]] = field(default_factory=dict)  # of an equation's part: what is split
     flows: dict[Node, dict[str, tuple[int, ...]]] = field(default_factory=dict)  # by axis: operands whose sum owed passes through
     places: dict[Node, Layout] = field(default_factory=dict)
@@ -334,7 +335,7 @@ class Problem:
     def _edges(self) -> None:
         """Seconds from how each value is made to how it is used."""
         g = self.graph
-        counts = [weights(g, self.solver.given, axis, self.derived[axis], self.solver.by) for axis in self.axes]
+        counts = [weights(g, self.solver.given, axis, self.derived[axis], self.solver.by, self.solver.wide) for axis in self.axes]
         types = {edge: self._type(*edge) for edge in g.edges}
         self.distances.prepare(types.values())
         for edge, times in g.edges.items():

@@ -30,6 +30,7 @@ import numpy as np
 
 LARGEST = 1 << 16  # elements of a table
 SWEEPS, FUSED = 16, 8  # forward and back, of shifting; after so many of them an answer is made
+MORE = 8  # times as many where all tables together are no larger than one may be
 LIKELY = 3  # values of each variable that an answer is made of, besides those of the answers before
 VISITS = 5_000  # values tried in a search
 LIMITED = 100_000  # values tried in a search within a limit
@@ -76,12 +77,13 @@ class Sum:
     def _least(self, tables: Sequence[tuple[tuple[Name, ...], Table]]) -> Least:
         first = Elimination(self.sizes, merged(tables))
         first.run(LARGEST, neighbours=2)
-        whole = Elimination(first.left, list(first.tables.values()))
-        whole.run(largest=LARGEST)
+        core = list(first.tables.values())
+        whole = Elimination(first.left, core)
+        whole.run(LARGEST)
         if not whole.left:
             answer = whole.search()
         else:
-            answer = self._shifted(first.left, list(first.tables.values()))
+            answer = self._shifted(first.left, core)
         chosen = answer.chosen
         first.follow(chosen)
         bound = first.bound + answer.bound
@@ -95,9 +97,10 @@ class Sum:
         shifting = Shifting({n: sizes[n] for n in self.sizes if n in sizes}, tables)
         likely: dict[Name, set[int]] = {n: set() for n in sizes}
         best, value = dict[Name, int](), math.inf
-        for k in range(1, SWEEPS + 1):
+        sweeps = SWEEPS * (MORE if sum(t.size for _, t in tables) <= LARGEST else 1)
+        for k in range(1, sweeps + 1):
             shifting.sweep()
-            if k % FUSED == 0 or k == SWEEPS:
+            if k % FUSED == 0 or k == sweeps:
                 chosen = shifting.rounded()
                 for n, values in shifting.likely(LIKELY).items():
                     likely[n].update((*values, chosen[n]))

@@ -47,16 +47,16 @@ def place(layout: Layout | None, axis: str) -> int:
     return next((OWED[kind] for a, kind in layout.owed if a == axis), WHOLE)
 
 
-def weights(g: Graph, given: Given, axis: str, derived: set[Source], by: Weights) -> dict[tuple[Source, Node], float]:
+def weights(g: Graph, given: Given, axis: str, derived: set[Source], by: Weights, wide: bool = False) -> dict[tuple[Source, Node], float]:
     """Messages that count less, since they go on beside computing: gathered parameters on their way to a layer, gradients to their update.  And
-    those that count more: inputs that were given in parts are meant to be used in parts, and what is widened is to be added up wide."""
+    those that count more: inputs that were given in parts are meant to be used in parts; with `wide`, what is widened is to be added up wide."""
     late = {node for node, eqn in g.eqns.items() if updates(eqn) or eqn.op.name == "global_norm"}
     meant = made_of(g, (i for i, layout in given.items() if place(layout, axis) >= 0)) - derived
     wanted = {source.node for source, node, _, _ in g.edges if source.node[0] == "hub" and node not in late}
     late |= {node for node in g.ports if node[0] == "hub" and node not in wanted}  # on its way to updates alone
     found = {}
     for source, node, _, _ in g.edges:
-        if source in meant or (node in g.eqns and _widens(g.eqns[node])):
+        if source in meant or (wide and node in g.eqns and _widens(g.eqns[node])):
             found[source, node] = by.meant
         elif node in late or source in derived:
             found[source, node] = by.hidden

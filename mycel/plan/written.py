@@ -8,6 +8,7 @@
     activations:                       # values of the program by the name the code gives them
       hidden_states: [dp, tp, -]
     zero: 3 over dp                    # optimiser state (1), gradients (2), parameters (3) split over axes
+    sums: fp32                         # partial sums travel in 32 bits; as computed (default): in the precision of the product that leaves them
     recompute: full                    # in backward: all that can be; none; auto (default): what the memory budget asks for, at least cost
 
 Everything else follows by propagation.  Ready plans (`mycel/plans/*.yaml`) are such files without a mesh; "zero3+tp" is two of them laid over
@@ -30,8 +31,9 @@ from mycel.errors import PlanError
 from mycel.ir import Axes, Layout, Mesh, part, read_layout
 
 READY = Path(__file__).parent.parent / "plans"
-KEYS = ("mesh", "parameters", "batch", "activations", "zero", "recompute", "loose")
+KEYS = ("mesh", "parameters", "batch", "activations", "zero", "sums", "recompute", "loose")
 RECOMPUTE = ("auto", "full", "none")
+SUMS = ("as computed", "fp32")
 _ZERO = re.compile(r"\s*([0-3])\s*(?:over\s+([\w. ,]+))?\s*")
 
 
@@ -47,6 +49,7 @@ class Plan:
     over: Axes = ()
     recompute: str = "auto"
     loose: bool = False
+    sums: str = "as computed"
 
     def __post_init__(self) -> None:
         for name, entry in self.parameters.items():
@@ -62,6 +65,8 @@ class Plan:
         read_layout([list(self.over)], self.mesh, "zero")
         if self.recompute not in RECOMPUTE:
             raise PlanError(f"recompute: {self.recompute!r}\n  known     {', '.join(RECOMPUTE)}")
+        if self.sums not in SUMS:
+            raise PlanError(f"sums: {self.sums!r}\n  known     {', '.join(SUMS)}")
 
     # -- reading and writing ----------------------------------------------------------------------------------------------
 
@@ -100,7 +105,7 @@ class Plan:
         over = tuple(re.split(r"[\s,.]+", zero[2].strip())) if zero[2] else ()
         return Plan(
             mesh or Mesh(written), dict(data.get("parameters") or {}), data.get("batch") or (), dict(data.get("activations") or {}),
-            int(zero[1]), over, str(data.get("recompute") or "auto"), bool(data.get("loose")),
+            int(zero[1]), over, str(data.get("recompute") or "auto"), bool(data.get("loose")), str(data.get("sums") or "as computed"),
         )  # fmt: skip
 
     def data(self) -> dict[str, Any]:
@@ -111,6 +116,7 @@ class Plan:
             found["batch"] = {k: _plain(v) for k, v in self.batch.items()} if isinstance(self.batch, Mapping) else _plain(self.batch)
         found |= {"activations": {k: _plain(v) for k, v in self.activations.items()}} if self.activations else {}
         found |= {"zero": f"{self.zero} over {'.'.join(self.over)}"} if self.zero else {}
+        found |= {"sums": self.sums} if self.sums != "as computed" else {}
         found |= {"recompute": self.recompute} if self.recompute != "auto" else {}
         found |= {"loose": True} if self.loose else {}
         return found
