@@ -4,8 +4,8 @@
 
 *Elimination.*  Variables go one after another, those with the smallest resulting table first:  e[y] = min over x of (a[x] + c[x, y]).  This is exact.
 
-*Shifting.*  Where tables would become too large: what a table costs at least for each value of a variable is moved from the table to the variable, and
-from there in equal shares to its other tables, forward and back through all variables (sequential tree-reweighted message passing).  The sum
+*Shifting.*  Where tables would become too large: what a table costs at least for each value of a variable is moved from the table to the variable,
+and from there in equal shares to its other tables, forward and back through all variables (sequential tree-reweighted message passing).  The sum
 stays the same for every choice, and the sum of the tables' least elements, a *bound* on it, rises.  An answer is made of the few values of each
 variable that look best on the shifted tables, by elimination and search.
 
@@ -263,8 +263,8 @@ class Elimination:
         self.buckets.append((name, done))
 
     def search(self, visits: int = VISITS, best: float = math.inf, limit: tuple[Mapping[Name, Table], float, float] | None = None) -> Least:
-        """The best choice that so many tries find below `best`; no choice if there is none.  `limit`: weights, what they may come to, and their price in
-        the tables."""
+        """The best choice that so many tries find below `best`; no choice if there is none.  `limit`: weights, what they may come to, and their
+        price in the tables."""
         order = self.buckets[::-1]
         weights, most, price = limit or ({}, 0.0, 0.0)
         last = max((i for i, (n, groups) in enumerate(order) if len(groups) > 1 or n in weights), default=-1)
