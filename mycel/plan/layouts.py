@@ -6,8 +6,8 @@
     fixed       what the plan gives: inputs of the entry, `shard` equations; state must come out as it went in, results whole
     limit       bytes a rank: what all equations make, as often as they are run, added up
 
-All calls of a block have the same layouts: a layer is solved once, with the edge from its output to its own input among the costs.  Moving costs what
-the chain of messages costs that lowering will write (`distances.py`).  The sum of all tables is made least by `least.py`, which also proves a bound.
+All calls of a block have the same layouts: a layer is solved once, with the edge from its output to its own input among the costs.  Moving costs
+what the chain of messages costs that lowering will write (`distances.py`).  The sum of all tables is made least by `least.py`, which also proves a bound.
 
 Tables grow with the labels of all axes: of a large program two axes are solved together, of a small one three.  Where the mesh has more, the next ones
 are solved on the parts that those before have left, and nothing is proved.
@@ -30,7 +30,7 @@ from mycel.plan.distances import Distances, Indices, Space, Table
 from mycel.plan.domains import Domain, Price
 from mycel.plan.graph import Graph, Node, Source
 from mycel.plan.least import Sum
-from mycel.plan.meant import Given, Weights, made_of, norm_labels, updates, weights
+from mycel.plan.meant import PREFERRED, Given, Weights, made_of, norm_labels, updates, weights
 from mycel.plan.moves import Moves
 from mycel.plan.region import fixed_label, fixed_letters, is_fixed
 from mycel.sizes import shown
@@ -50,7 +50,7 @@ class Solver:
     gathered: Mapping[str, frozenset[int]] = field(default_factory=dict)  # by axis: inputs whose users see them whole along it
     reduced: frozenset[str] = frozenset()  # axes along which sums are paid in every turn of a scan, not owed until its end
     order: Sequence[str] = ()  # of the axes; of equals the first is split slowest
-    by: Weights = Weights()
+    by: Weights = PREFERRED
     wide: bool = False  # sums of 16-bit values that are widened are paid after that
     letters: dict[Node, dict[str, Axes]] = field(default_factory=dict)  # of an equation's part: what is split
     flows: dict[Node, dict[str, tuple[int, ...]]] = field(default_factory=dict)  # by axis: operands whose sum owed passes through

@@ -34,6 +34,9 @@ class Weights:
     meant: float = 10.0
 
 
+PREFERRED = Weights()
+
+
 Given = Mapping[int, Layout]  # inputs of the entry; one that is not there is whole
 
 
