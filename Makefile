@@ -29,7 +29,7 @@ check: setup           ## lint, types, fast tests
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
 
 accept: setup          ## rewrite golden texts; read the diff before committing
-	MYCEL_ACCEPT=1 $(BIN)/python -m pytest tests/test_passes.py tests/test_step_passes.py tests/test_golden.py tests/test_explain.py
+	MYCEL_ACCEPT=1 $(BIN)/python -m pytest tests/test_passes.py tests/test_step_passes.py tests/test_lower_passes.py tests/test_golden.py tests/test_explain.py
 
 bench: setup           ## ours and the peers in the same run
 	$(BIN)/python bench/dispatch.py
@@ -39,6 +39,7 @@ bench: setup           ## ours and the peers in the same run
 	$(BIN)/python bench/bytes.py
 	$(BIN)/python bench/lowering.py
 	$(BIN)/python bench/ddp.py
+	$(BIN)/python bench/clock.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

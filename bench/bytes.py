@@ -17,12 +17,12 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
-from distributing import OneDevice
+from distributing import OneDevice, spread
 
 import mycel
 from mycel import lower
 from mycel.ir import Layout, Mesh
-from mycel.plan import CPU, Plan
+from mycel.plan import Plan
 from mycel.plan.hardware import KNOWN
 
 B, S, H = 8, 16, 96
@@ -68,7 +68,7 @@ def forward_bytes(mesh: Mesh, inner: int, up: list[str], down: list[str], featur
         given = {0: Layout(((), (), (feature,) if feature else ()))}
         for i, v in enumerate(program.inputs[1:], 1):
             given[i] = Layout(tuple(tuple(a for a in (d,) if a) for d in (up if v.shape == (inner, H) and i <= count else down)))
-        found = lower.distribute(program, Plan(mesh), given, frozenset(), CPU)
+        found = spread(program, Plan(mesh), given)
         sent.append(total(found))
     return sent[1] - sent[0]
 

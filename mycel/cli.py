@@ -3,6 +3,7 @@
 mycel train [CONFIG.yaml] [a.b=c …]      exit code 0: done, 1: it failed, 2: wrong usage or configuration, 130: Ctrl-C, 143: SIGTERM
 mycel train … --nproc N                  the same by N processes, or 128 + the signal that killed one, 71: a rank was lost
 mycel config [CONFIG.yaml] [a.b=c …]
+mycel probe [--nproc N] [--out FILE]     what this device and its links can do, for planning
 """
 
 from __future__ import annotations
@@ -98,6 +99,52 @@ def show_config(settings: Settings = None) -> None:
     except TrainError as e:
         _fail(e, MISUSED)
     typer.echo(dump(config, comments=True), nl=False)
+
+
+@app.command(name="probe")
+def measure(
+    nproc: Annotated[int | None, typer.Option("--nproc", metavar="N", min=1, help="Start N processes here, and measure between them.")] = None,
+    out: Annotated[str | None, typer.Option("--out", metavar="FILE", help="Write here; else to MYCEL_PROBE, or ~/.cache/mycel/probe.yaml.")] = None,
+    device: Annotated[str, typer.Option("--device", metavar="auto|cpu|cuda", help="What to measure.")] = "auto",
+) -> None:
+    """Measure products, attention, copies and messages by size, and write them to a file that planning reads.
+
+    Where the file is at MYCEL_PROBE or at ~/.cache/mycel/probe.yaml, every plan for a device of this name uses it.
+    Several processes compute at once, as they will in training; under torchrun, links between hosts are measured too.
+
+    \b
+    Examples:
+      mycel probe
+      mycel probe --nproc 8
+      torchrun --nnodes 2 --nproc-per-node 8 … -m mycel probe --out probe.yaml
+    """
+    if nproc is not None:
+        more = ["--out", out] if out else []
+        raise typer.Exit(_launch(["probe", "--device", device, *more], nproc, 1, 0, None))
+    raise typer.Exit(_probe(device, out))
+
+
+def _probe(device: str, out: str | None) -> int:
+    """Measure, as one of the ranks there are; the first one writes."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    import yaml
+
+    from mycel.plan import probe_path
+    from mycel.run.probe import probe
+
+    first = os.environ.get("RANK", "0") == "0"
+    try:
+        path = Path(out).expanduser() if out else probe_path()
+        if path is None:
+            raise PlanError("MYCEL_PROBE is set to no file\n  at        the environment\n  try       --out FILE")
+        measured = probe(device, lambda what: typer.echo(f"  {what}", err=True) if first else None)
+    except MycelError as e:
+        _fail(e, FAILED)
+    if first:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(yaml.safe_dump(measured, sort_keys=False, default_flow_style=None, width=110))
+        typer.echo(f"measured {measured['device']} in {measured['processes']} process(es): {path}")
+    return 0
 
 
 def _check_ranks(config: Config, nproc: int | None, nnodes: int, node_rank: int, rendezvous: str | None) -> None:

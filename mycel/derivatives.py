@@ -177,7 +177,7 @@ def _argument_inputs(c: Captured, argnums: int | Sequence[int]) -> tuple[list[An
         if not -len(args) <= i < len(args):
             raise GradientError(f"argnums={argnums}: the function was called with {len(args)} positional arguments")
         i %= len(args)
-        leaves = [c.leaves[k] for k in range(starts[i], starts[i + 1])]
+        leaves = c.program.positions(c.leaves[starts[i] : starts[i + 1]])
         if not leaves:
             raise GradientError(f"argument {i} is {_describe(args[i])}, not a tensor; pass torch.tensor(...) to differentiate it")
         for k in leaves:
@@ -191,8 +191,7 @@ def _argument_inputs(c: Captured, argnums: int | Sequence[int]) -> tuple[list[An
 
 def _parameter_inputs(c: Captured, module: torch.nn.Module) -> tuple[list[int | Type], Tree]:
     """Inputs that are trainable parameters of a module, by name; one the function does not use gets zeros."""
-    first = len(set(c.leaves))
-    at = {id(places[0].read()): first + i for i, places in enumerate(c.state)}
+    at = {id(places[0].read()): i for places, i in zip(c.state.values(), c.program.positions(c.state), strict=True)}
     named = {k: p for k, p in module.named_parameters() if p.requires_grad}
     if not named:
         raise GradientError(f"{type(module).__name__} has no parameter that requires a gradient")
@@ -241,29 +240,30 @@ class Pushforward(Derived):
     def pushed(self, c: Captured, tangents: Any) -> Captured:
         leaves: list[torch.Tensor] = []
         tree = flatten(tangents, leaves)
-        n = len(set(c.leaves))
-        if n != len(c.leaves):
+        n, primals = len(c.leaves), c.program.positions(c.leaves)
+        if n != len(set(c.leaves)):
             raise GradientError("jvp was given the same tensor twice among the primals")
         if tree != c.arguments.children[0]:
             raise GradientError(f"the tangents {_describe(tree)} do not have the structure of the primals {_describe(c.arguments.children[0])}")
-        for var, t in zip(c.program.inputs, leaves, strict=False):
+        for var, t in zip((c.program.inputs[i] for i in primals), leaves, strict=True):
             if not is_float(var.dtype):
                 raise GradientError(f"primal {var} is not floating point: it has no tangent")
             if (t.dtype, tuple(t.shape)) != (var.dtype, var.shape):
                 raise GradientError(f"the tangent of {var} is {Type(t.dtype, tuple(t.shape))}")
-        pushed = transform.jvp(transform.simplify(c.program), range(n))
+        pushed = transform.jvp(transform.simplify(c.program), primals)
         results = len(list(c.out.paths("")))
         floats = [is_float(x.dtype) if isinstance(x, Var) else False for x in c.program.results[:results]]
         main = pushed.main
-        inputs = (*main.inputs[:n], *main.inputs[len(main.inputs) - n :], *main.inputs[n : len(main.inputs) - n])
+        ordered = [c.program.inputs[i].name for i in sorted(primals)]  # as their tangents are, behind all inputs
+        along = dict(zip(ordered, (v.name for v in main.inputs[len(c.program.inputs) :]), strict=True))
         rest = len(c.program.results) - results  # effects stand between results and tangents
         moved = (*main.outputs[:results], *main.outputs[results + rest : results + rest + sum(floats)], *main.outputs[results : results + rest])
         tail = main.outputs[len(main.outputs) - len(pushed.updates) :] if pushed.updates else ()
-        program = replace(pushed, blocks={**pushed.blocks, pushed.entry: Block(inputs, main.eqns, (*moved, *tail))})
+        program = _with_outputs(pushed, (*moved, *tail))
         arguments = Tree("tuple", None, (Tree("tuple", None, (c.arguments.children[0], tree)), c.arguments.children[1]))
         return replace(
-            c, program=program, arguments=arguments, leaves=tuple(range(2 * n)),
-            devices=(*c.devices[:n], *c.devices[:n], *c.devices[n:]),
+            c, program=program, arguments=arguments, leaves=(*c.leaves, *(along[x] for x in c.leaves)),
+            devices={**c.devices, **{t: c.devices[x] for x, t in along.items()}},
             out=Tree("tuple", None, (c.out, _only(c.out, iter(floats)))),
         )  # fmt: skip
 

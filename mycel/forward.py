@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,43 +12,85 @@ import torch
 from mycel import lower, plan, transform
 from mycel.capture import MISS, Captured, bind
 from mycel.capture import capture as capture_call
-from mycel.ir import Block, Program, check
-from mycel.parts import Joined, Parts
+from mycel.capture.bind import Call
+from mycel.feed import Fed, Feed, Local, feed_of, from_anywhere, without_host_data
+from mycel.ir import Block, Program, Var, check
+from mycel.parts import Joined, Parts, roles_of
+from mycel.planning import Task, with_layouts
 from mycel.run import load
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What was compiled for one form of the arguments: `call` takes them whole, `local` this rank's part."""
+
+    call: Call
+    local: Call
+    feed: Feed
 
 
 class Forward:
     """A function of the model without gradients, compiled once for each signature; `prepared` makes the program of what was captured."""
 
-    def __init__(self, fn: Callable[..., Any], prepared: Callable[[Captured], Program], parts: Parts | None) -> None:
-        self.fn, self.prepared, self.parts = fn, prepared, parts
-        self.calls: list[Callable[[tuple[Any, ...], dict[str, Any]], Any]] = []
+    def __init__(self, fn: Callable[..., Any], model: torch.nn.Module, prepared: Callable[[Captured], Program], parts: Parts | None) -> None:
+        self.fn, self.model, self.prepared, self.parts = fn, model, prepared, parts
+        self.entries: list[Signature] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        for call in self.calls:
-            out = call(args, kwargs)
+        for entry in self.entries:
+            out = entry.call(args, kwargs)
             if out is not MISS:
                 return out
-        self.calls.insert(0, self._compiled(args, kwargs))
-        return self.calls[0](args, kwargs)
+        return self.prepare(*args, **kwargs).entries[0].call(args, kwargs)
 
-    def _compiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
+    def local(self, *args: Any, **kwargs: Any) -> Local:
+        """The same, called with this rank's part of batches like this one, which needs no data: see `Step.local`."""
+        return Local(self, args, kwargs)
+
+    def usable(self, entry: Signature) -> bool:
+        return True
+
+    def prepare(self, *args: Any, **kwargs: Any) -> Forward:
+        """Compile for such a batch; tensors of its shapes need no data (device="meta")."""
+        self.entries.insert(0, self._compiled(args, kwargs))
+        return self
+
+    def _compiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signature:
         parts = self.parts
+        args, kwargs = without_host_data(args, kwargs, device_of(self.model))
         with parts.whole() if parts is not None else nullcontext():
-            captured = capture_call(self.fn, args, kwargs)
+            captured = capture_call(self.fn, args, kwargs, known=roles_of(self.model))
             program = self.prepared(captured)
-            made = Joined(captured, program, (), len(program.results), len(program.inputs), program.entry)
-        arguments = len(set(captured.leaves))
+            made = Joined(captured, program, (), len(program.results), program.entry)
         if parts is None:
-            run, local = load(program, captured.device, reuse=True)[0], program
+            run, local, feed = load(program, captured.device, reuse=True)[0], program, feed_of(captured, program)
         else:
-            spread = parts.distribute(made, plan.hardware_of(captured.device), compiled=False)
+            inputs, gathered = parts.given(made)
+            task = Task(program, program.entry, plan.hardware_of(captured.device), False, inputs, gathered)
+            spread = with_layouts(task, parts.plan.given)[1]
+            assert spread is not None
+            parts.split(captured.device)
             local = check(lower.overlap(check(lower.hoist(transform.simplify(spread.local)))))
-            run = parts.taken(load(local, captured.device, reuse=True)[0], spread, arguments)
+            run, feed = parts.connected(load(local, captured.device, reuse=True)[0]), parts.feed(made, spread)
 
-        def without_gradients(*inputs: Any) -> Any:
-            with torch.no_grad():
-                return run(*inputs)[: made.results]
+        def bound(batch: tuple[Var, ...], fed: Fed) -> Call:
+            def without_gradients(*inputs: Any) -> Any:
+                with torch.no_grad():
+                    return run(*fed(inputs))[: made.results]
 
-        inputs = (*program.inputs[:arguments], *local.inputs[arguments:])
-        return bind(replace(captured, program=Program({"main": Block(inputs, (), captured.program.results)}), effects=()), without_gradients)[0]
+            return bind(replace(called(captured, batch, local), effects=()), without_gradients)[0]
+
+        return Signature(bound(feed.inputs, feed.cut), bound(feed.parts(), feed.pad), feed)
+
+
+def called(captured: Captured, batch: Iterable[Var], local: Program) -> Captured:
+    """What was captured, as this rank calls it: it is given such a batch, and holds the state that `local` takes."""
+    held = {**{v.name: v for v in local.inputs}, **{v.name: v for v in batch}}
+    inputs = tuple(held.get(v.name, v) for v in captured.program.inputs)
+    program = Program({"main": Block(inputs, (), captured.program.results)}, roles=captured.program.roles)
+    return replace(from_anywhere(captured), program=program)
+
+
+def device_of(model: torch.nn.Module) -> torch.device:
+    """Where the model is."""
+    return next((p.device for p in model.parameters()), torch.device("cpu"))

@@ -8,7 +8,7 @@ loss=f             step(x, y)       f(model(x), y):  the model gets the first ar
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,6 +116,6 @@ class Batch:
         made = {id(x): x[: self.rows // self.parts] if self.is_split(x) else x for x in self.leaves}
         return self.tree.unflatten(iter([made[id(x)] for x in self.leaves]))
 
-    def split(self, positions: tuple[int, ...]) -> list[int]:
-        """Which inputs of the program are split."""
-        return sorted({at for x, at in zip(self.leaves, positions, strict=True) if self.is_split(x)})
+    def split(self, names: Sequence[str]) -> set[str]:
+        """Which inputs of the program are split; `names`: of the inputs that its tensors are."""
+        return {name for x, name in zip(self.leaves, names, strict=True) if self.is_split(x)}

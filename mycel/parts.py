@@ -1,6 +1,6 @@
 """The parts of a model that this rank holds, and what a plan says of the inputs of its step.
 
-    batch          as the plan says; every rank is given the whole batch and takes its part
+    batch          as the plan says; a rank takes its part of the whole batch, or is given just that (`feed.py`)
     parameters     as the plan says; under ZeRO-3 split once more, and gathered for use
     their state    as the parameters; under ZeRO split once more
 
@@ -17,26 +17,27 @@ from typing import Any
 
 import torch
 
-from mycel import lower
 from mycel.capture import Captured
-from mycel.ir import Layout, Program, part
+from mycel.errors import PlanError, TrainError
+from mycel.feed import Feed, feed_of
+from mycel.ir import Layout, Program, Role, Type, part
 from mycel.lower import Distributed
 from mycel.ops.collective import COMMUNICATORS
+from mycel.ops.optimisers import Slot
 from mycel.optimizers import Bound
-from mycel.plan import Hardware, Plan
+from mycel.plan import Plan
 from mycel.run import boxes, part_of, world
+from mycel.run.rendezvous import seat
 
 
 @dataclass(frozen=True)
 class Joined:
-    """A step as one program on one device: inputs before `base` are the batch, the model's state and the random key (and the loss scale), then come
-    optimiser state and hyper-parameters of the groups; `body` is the block that holds forward and backward."""
+    """A step as one program on one device; `results`: of the loss, before the gradient norm; `body`: the block that holds forward and backward."""
 
     captured: Captured
     program: Program
     groups: tuple[Bound, ...]
     results: int
-    base: int
     body: str
 
 
@@ -50,7 +51,8 @@ class Parts:
     ranks: Any = None  # the communicator
     shapes: dict[str, torch.Size] = field(default_factory=dict)  # of whole parameters and buffers
     layouts: dict[str, Layout] = field(default_factory=dict)  # in which they are held
-    stored: dict[int, Layout] = field(default_factory=dict)  # of a trained parameter's state, by its id
+    stored: dict[str, Layout] = field(default_factory=dict)  # of a trained parameter's state that is as large as itself, by its name
+    slots: dict[Role, tuple[Layout, Type]] = field(default_factory=dict)  # of each piece of state: how it lies, and its type as a whole
     is_split: bool = False
 
     def __post_init__(self) -> None:
@@ -82,43 +84,50 @@ class Parts:
 
     # -- layouts of a step's inputs ------------------------------------------------------------------------------------------
 
-    def distribute(self, made: Joined, hardware: Hardware, compiled: bool) -> Distributed:
-        """The step's program for every rank; parameters become their parts."""
-        if self.ranks is None:
-            self.ranks = world(self.plan.mesh, made.captured.device)
-        given, gathered = self.given(made)
-        found = lower.distribute(made.program, self.plan, given, gathered, hardware, compiled)
-        self.split()
-        return found
-
     def given(self, made: Joined) -> tuple[dict[int, Layout], frozenset[int]]:
         """Layouts of the step's inputs by position, those that are not whole; and the parameters that are gathered for use."""
-        c, types = made.captured, [v.type for v in made.program.inputs]
-        arguments = len(set(c.leaves))
-        given = {i: self.plan.batch_layout(v.name, v.type.shape) for i, v in enumerate(made.program.inputs[:arguments])}
+        program = made.program
         ids = {id(x): name for name, x in self._tensors()}
-        state = {arguments + i: ids.get(id(places[0].read()), "") for i, places in enumerate(c.state)}
+        one = {name: ids[id(x)] for name, x in self._tensors()}  # of tied names, the one that counts
         used = self.plan.parameter_layouts(self.shapes)
-        trained = {i: p for g in made.groups for i, p in zip(g.group.params, g.params, strict=True)}
-        stored = {i: self.plan.stored(used[state[i]], types[i].shape) if self.plan.zero else used[state[i]] for i in trained}
-        self.stored |= {id(p): stored[i] for i, p in trained.items()}
+        trained = {name for g in made.groups for name in g.group.params}
         if not self.is_split:
-            self.layouts = parameter_layouts(self.plan, self.shapes, {state[i] for i in trained}, {n: ids[id(x)] for n, x in self._tensors()})
-        given |= {i: self.layouts[name] for i, name in state.items() if name}
-        split = frozenset(i for i, name in state.items() if name and (i in trained or self.layouts[name] != used[name]))
-        at = made.base
-        for g in made.groups:
-            for slot in g.group.slots:
-                for i in g.group.params:
-                    given[at] = stored[i] if g.group.slot_type(slot, types[i]) == types[i] else Layout()
-                    at += 1
-            at += len(g.group.hyper)
-        return {i: layout for i, layout in given.items() if not layout.is_whole}, split if self.plan.zero == 3 else frozenset()
+            self.layouts = parameter_layouts(self.plan, self.shapes, {one[name] for name in trained if name in one}, one)
+        for name in trained & one.keys():  # what others hold, a loss say, is whole
+            layout = used[one[name]]
+            self.stored[name] = self.plan.stored(layout, self.shapes[name]) if self.plan.zero else layout
+        given, gathered = {}, set()
+        for i, v in enumerate(program.inputs):
+            role = program.role(v)
+            layout = self._layout(role, v.type)
+            if role.kind in ("state", "error", "outer"):
+                self.slots[role] = layout, v.type
+            if not layout.is_whole:
+                given[i] = layout
+            if role.kind in ("parameter", "buffer") and role.name in one and (role.name in trained or layout != used[one[role.name]]):
+                gathered.add(i)
+        return given, frozenset(gathered) if self.plan.zero == 3 else frozenset()
+
+    def _layout(self, role: Role, type: Type) -> Layout:
+        """In which an input of a step is held: as the plan says of the batch and of parameters; state as what it is the state of."""
+        match role.kind:
+            case "batch":
+                return self.plan.batch_layout(role.name, type.shape)
+            case "parameter" | "buffer":
+                return self.layouts.get(role.name, Layout())
+            case "state" | "outer" if role.of in self.stored:
+                return state_layout(self.stored[role.of], self.shapes[role.of], type.shape)
+            case "error":  # each rank along the axis has one of its own: what all left behind is their sum
+                layout = state_layout(self.stored.get(role.of, Layout()), self.shapes.get(role.of, type.shape), type.shape)
+                return layout.without(role.over).owing(role.over, "+")
+        return Layout.whole(type.ndim)
 
     # -- what this rank holds ---------------------------------------------------------------------------------------------
 
-    def split(self) -> None:
-        """Parameters become this rank's parts, once."""
+    def split(self, device: torch.device) -> None:
+        """Parameters become this rank's parts, once; `device` is where its ranks speak from."""
+        if self.ranks is None:
+            self.ranks = world(self.plan.mesh, device)
         if self.is_split:
             return
         self.is_split = True
@@ -130,17 +139,34 @@ class Parts:
                 x.data = part_of(x.data, layout, self.plan.mesh, self.ranks.rank).clone()
 
     def state(self, group: Bound) -> list[torch.Tensor]:
-        """A group's optimiser state in parts, made where there is none yet."""
-        for p in group.params:
-            for slot in group.group.slots:
-                if slot != "step" and slot not in self.optimizer.state[p]:
-                    shape = boxes.stored(tuple(self.shape(p)), self.stored[id(p)], self.plan.mesh)
-                    self.optimizer.state[p][slot] = torch.zeros(shape, dtype=p.dtype, device=p.device)
-        return group.state(self.optimizer)
+        """A group's optimiser state in parts, made where there is none yet; what torch made of a parameter before it was split is cut as well."""
+        names = {id(p): name for p, name in zip(group.params, group.group.params, strict=True)}
 
-    def shape(self, p: torch.nn.Parameter) -> torch.Size:
-        """Of the whole of a parameter."""
-        return self.shapes[next(name for name, x in self._tensors() if x is p)]
+        def fill(p: torch.nn.Parameter, slot: Slot, value: float) -> torch.Tensor:
+            layout, type = self.slots[Role("state", slot.name, of=names[id(p)])]
+            return torch.full(boxes.stored(type.shape, layout, self.plan.mesh), value, dtype=type.dtype, device=p.device)
+
+        for p in group.params:
+            for slot in map(group.group.slot, group.group.slots):
+                held = self.optimizer.state[p].get(slot.name)
+                if held is not None and not slot.scalar:
+                    self.optimizer.state[p][slot.name] = self._cut(held, Role("state", slot.name, of=names[id(p)]), p)
+        return group.state(self.optimizer, fill)
+
+    def _cut(self, held: torch.Tensor, role: Role, p: torch.nn.Parameter) -> torch.Tensor:
+        """This rank's part of state: as it is, of the whole, or of state that no step has changed yet, which is one number everywhere."""
+        layout, type = self.slots[role]
+        shape = tuple(boxes.stored(type.shape, layout, self.plan.mesh))
+        if tuple(held.shape) == shape:
+            return held
+        if tuple(held.shape) == type.shape:
+            return part_of(held, layout, self.plan.mesh, self.ranks.rank).clone()
+        if not float(self.optimizer.state[p].get("step", 1)):
+            return held.new_full(shape, held.flatten()[0].item())
+        raise TrainError(
+            f"optimizer state {role.name} of {role.of} is {list(held.shape)}, its whole is {list(type.shape)}\n"
+            "  try       a new optimizer, or its state loaded from a checkpoint"
+        )
 
     def gather(self, x: torch.Tensor, layout: Layout, shape: Sequence[int]) -> torch.Tensor:
         """The whole of a tensor of which this rank has a part; all ranks call it."""
@@ -149,22 +175,50 @@ class Parts:
                 x = self.ranks.all_gather(x, axes[k : k + 1], dim).narrow(dim, 0, part(shape[dim], axes[:k], self.plan.mesh))
         return x
 
-    def taken(self, code: Callable[..., Any], found: Distributed, arguments: int) -> Callable[..., Any]:
-        """The code on this rank's parts of the batch, its first inputs, with its ranks to speak to."""
-        mesh, ranks = self.plan.mesh, self.ranks
-        split = [(i, layout) for i, layout in enumerate(found.inputs[:arguments]) if not layout.is_whole]
+    def connected(self, code: Callable[..., Any]) -> Callable[..., Any]:
+        """The code with its ranks to speak to."""
 
         def run(*inputs: Any) -> Any:
-            values = list(inputs)
-            for i, layout in split:
-                values[i] = part_of(values[i], layout, mesh, ranks.rank)
-            COMMUNICATORS.append(ranks)
+            COMMUNICATORS.append(self.ranks)
             try:
-                return code(*values)
+                return code(*inputs)
             finally:
                 COMMUNICATORS.pop()
 
         return run
+
+    # -- what this rank takes of a batch ----------------------------------------------------------------------------------
+
+    def feed(self, made: Joined, found: Distributed) -> Feed:
+        """How a step that lies as was found is fed on this rank."""
+        layouts = {v.name: layout for v, layout in zip(found.whole.inputs, found.inputs, strict=True)}
+        return feed_of(made.captured, made.program, layouts, self.plan.mesh, self.ranks.rank)
+
+    def slices(self, name: str, shape: Sequence[int]) -> tuple[slice, ...]:
+        """This rank's part of a batch tensor of this shape."""
+        layout, rank = self.plan.batch_layout(name, shape), self.ranks.rank if self.ranks is not None else seat().rank
+        return tuple(slice(start, stop) for start, stop in boxes.held(tuple(shape), layout, self.plan.mesh, rank))
+
+    def rows(self, size: int, name: str | None = None) -> range:
+        """The part of the first dim."""
+        names = [name or ""] if name or not isinstance(self.plan.batch, Mapping) else list(self.plan.batch)
+        found = {name: self.slices(name, (size,))[0] for name in names}
+        if len({(s.start, s.stop) for s in found.values()}) > 1:
+            known = ", ".join(f"{name} {s.start}:{s.stop}" for name, s in found.items())
+            raise PlanError(f"tensors of the batch have different rows on this rank: {known}\n  try       rows(size, name)")
+        return range(size) if not found else next(range(s.start, s.stop) for s in found.values())
+
+
+def roles_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[int, Role]:
+    """What a model's tensors are, by id, under the names that its state dict has; tensors that an optimiser changes are parameters,
+    whoever holds them."""
+    found = {id(x): Role("buffer", name) for name, x in model.named_buffers()}
+    found |= {id(p): Role("parameter", name) for name, p in model.named_parameters()}
+    for i, group in enumerate(optimizer.param_groups if optimizer is not None else ()):
+        for k, p in enumerate(group["params"]):
+            if not isinstance(p, torch.nn.Parameter):
+                found.setdefault(id(p), Role("parameter", f"group{i}.{k}"))
+    return found
 
 
 def parameter_layouts(plan: Plan, shapes: Mapping[str, torch.Size], trained: Collection[str], one: Mapping[str, str]) -> dict[str, Layout]:
@@ -172,6 +226,15 @@ def parameter_layouts(plan: Plan, shapes: Mapping[str, torch.Size], trained: Col
     used = plan.parameter_layouts(shapes)
     split = {name: plan.stored(used[name], shapes[name]) for name in trained} if plan.zero == 3 else {}
     return {name: split.get(one[name], used[one[name]]) for name in shapes}
+
+
+def state_layout(of: Layout, whole: Sequence[int], shape: Sequence[int]) -> Layout:
+    """How state of this shape lies, of a parameter whose state as large as itself lies in layout `of`: dims that are the parameter's lie as these
+    do, others (those of a row's or a column's statistics, of a count) are whole."""
+    if len(shape) != len(whole):
+        return Layout.whole(len(shape))
+    padded = (*of.dims, *((),) * (len(whole) - len(of.dims)))
+    return Layout(tuple(axes if n == m else () for axes, n, m in zip(padded, shape, whole, strict=True)))
 
 
 def _without_data(like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:

@@ -10,9 +10,10 @@ optimiser's own state change in place.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,18 +21,19 @@ import torch
 from mycel import lower, optimizers, plan, transform
 from mycel.capture import MISS, TRACING, Captured, bind, meshed
 from mycel.capture import capture as capture_call
+from mycel.capture.bind import Call
 from mycel.errors import GradientError, PlanError, TrainError
-from mycel.forward import Forward
-from mycel.ir import Block, Mesh, Program, check
+from mycel.feed import Fed, Feed, Local, feed_of, without_host_data
+from mycel.forward import Forward, called, device_of
+from mycel.ir import Mesh, Program, Role, Var, check
 from mycel.objective import Batch, objective
-from mycel.parts import Joined, Parts
-from mycel.plan import Decided
+from mycel.parts import Joined, Parts, roles_of
+from mycel.planning import Task, planned
 from mycel.run import keep_freed_memory, load, start_workers, warm_up, without_collector
 from mycel.sizes import parse_bytes, shown
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 SCALE = 65536.0  # the first loss scale of fp16, torch.amp.GradScaler's
-WORTH = 0.005  # the share of a step that compiling a stretch between calls must save
 
 
 def train_step(
@@ -48,7 +50,8 @@ def train_step(
 ) -> Step:
     """A callable that takes one step on a batch and returns its loss.
 
-    mesh        the devices, e.g. mycel.Mesh(dp=2, tp=4); None: one.  Every rank calls the step with the whole batch, and holds its parts of the model
+    mesh        the devices, e.g. mycel.Mesh(dp=2, tp=4); None: one.  Every rank holds its parts of the model, and calls the step
+                with the whole batch, of which it moves its part to its device, or `step.local(...)` with that part alone
     plan        "auto", or how to spread the step: a mycel.Plan, a .yaml file, or names of ready plans such as "zero3+tp"
     loss        None: the model returns the loss, or an object or dict with `loss`.  Otherwise loss(output, *rest): the model gets as many of the
                 positional arguments as it takes, the loss the last ones, as many as it asks for (all, if it takes *args)
@@ -106,14 +109,28 @@ class Settings:
 
 @dataclass(frozen=True)
 class Entry:
-    """One compiled signature of the batch."""
+    """One compiled signature of the batch: `call` takes the whole of it, `local` this rank's part."""
 
-    program: Program
+    lowered: lower.Lowered
     source: str
-    plan: Decided
-    call: Callable[[tuple[Any, ...], dict[str, Any]], Any]
+    plan: plan.Plan
+    call: Call
+    local: Call
+    feed: Feed
     signature: tuple[Any, ...]
-    spread: lower.Distributed | None = None
+
+    @property
+    def program(self) -> Program:
+        return self.lowered.program
+
+
+def _arranged(given: Sequence[Role], wanted: Sequence[Role]) -> Callable[[Sequence[Any]], Sequence[Any]] | None:
+    """Values of the roles `given` -> those of `wanted`, in their order; None where nothing is to be done."""
+    at = {role: i for i, role in enumerate(given)}
+    order = [at[role] for role in wanted]
+    if order == list(range(len(given))):
+        return None
+    return lambda values: [values[i] for i in order]
 
 
 class Step:
@@ -135,7 +152,7 @@ class Step:
         self._counters: dict[str, torch.Tensor] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """One step on a batch; returns its loss, which stays on the device."""
+        """One step on a batch; returns its loss, which stays on the device.  Only this rank's part of the batch is moved there."""
         signature = optimizers.signature(self.optimizer)
         for i, entry in enumerate(self.entries):
             if entry.signature == signature:
@@ -149,8 +166,25 @@ class Step:
         assert out is not MISS, "a step does not fit the arguments it was made for"
         return out
 
+    def local(self, *args: Any, **kwargs: Any) -> Local:
+        """The step that is called with this rank's part alone, of batches like this one, which needs no data (device="meta"): of each
+        tensor what `slices` says, or its `rows` where the plan splits nothing else."""
+        return Local(self, args, kwargs)
+
+    def usable(self, entry: Entry) -> bool:
+        """Are the optimiser's settings those it was compiled for?"""
+        return entry.signature == optimizers.signature(self.optimizer)
+
+    def rows(self, size: int, name: str | None = None) -> range:
+        """Which rows of a batch of so many are this rank's; `name`: of which tensor, where the plan splits them differently."""
+        return range(size) if self.parts is None else self.parts.rows(size, name)
+
+    def slices(self, name: str, shape: Sequence[int]) -> tuple[slice, ...]:
+        """Which part of a batch tensor of this name and shape is this rank's."""
+        return tuple(slice(0, n) for n in shape) if self.parts is None else self.parts.slices(name, shape)
+
     def prepare(self, *args: Any, **kwargs: Any) -> Step:
-        """Compile for such a batch, without taking a step."""
+        """Compile for such a batch, without taking a step; tensors of its shapes need no data (device="meta")."""
         if TRACING:
             raise TrainError("a train_step was called inside code that is being captured\n  try       call it from plain Python")
         self.entries.insert(0, self.compile(args, kwargs))
@@ -162,25 +196,38 @@ class Step:
         """capture -> 16 bits -> head -> shares -> gradient -> parts -> update -> plan -> lower -> code."""
         s = self.settings
         optimizers.refuse_hooks(self.model, self.optimizer)
-        device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
+        device = device_of(self.model)
         if s.compiles(device):
             start_workers()
         if device.type == "cpu":
             keep_freed_memory()
+        args, kwargs = without_host_data(args, kwargs, device)
         with self.parts.whole() if self.parts is not None else nullcontext():
             made = self._joined(args, kwargs)
-        program, spread = made.program, None
+        decided, done = planned(self._task(made), self._given())
+        program = done.program
         if self.parts is not None:
-            spread = self.parts.distribute(made, plan.hardware_of(made.captured.device), s.compiles(device))
-            program = check(transform.simplify(spread.local))
-        decided, program, names = self._planned(program, made.body, made.captured.device)
-        if names:
-            warm_up(program, {*plan.PRODUCTS, "linear_cross_entropy"}, made.captured.device)
-        code, source = load(program, made.captured.device, reuse=True, donate=True, compiled=names)
-        if self.parts is not None and spread is not None:
-            code = self.parts.taken(code, spread, len(set(made.captured.leaves)))
-        call = self._bound(made, program, code)
-        return Entry(program, source, decided, call, optimizers.signature(self.optimizer), spread)
+            self.parts.split(made.captured.device)
+        if done.regions:
+            warm_up(program, made.captured.device)
+        code, source = load(program, made.captured.device, reuse=True, donate=True, compiled=set(done.regions))
+        feed = feed_of(made.captured, made.program)
+        if self.parts is not None and done.spread is not None:
+            code, feed = self.parts.connected(code), self.parts.feed(made, done.spread)
+        call, local = self._bound(made, program, code, feed)
+        return Entry(done, source, decided, call, local, feed, optimizers.signature(self.optimizer))
+
+    def _task(self, made: Joined) -> Task:
+        """What there is to plan."""
+        device = made.captured.device
+        inputs, gathered = self.parts.given(made) if self.parts is not None else ({}, frozenset[int]())
+        return Task(made.program, made.body, plan.hardware_of(device), self.settings.compiles(device), inputs, gathered, self.settings.budget)
+
+    def _given(self) -> plan.Plan:
+        """The plan for the next signature of the batch: decisions hold for the first one."""
+        if self.written is None:
+            return plan.Plan(Mesh())
+        return self.written.given if self.entries else self.written
 
     def _joined(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Joined:
         """The whole step as one program, on one device; manual regions are those of the mesh."""
@@ -190,46 +237,40 @@ class Step:
     def _captured(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Joined:
         s = self.settings
         batch = Batch(args, kwargs, s.accumulate)
-        captured = capture_call(self.fn, *batch.part())
-        program, scale = self._prepared(captured), None
+        known = roles_of(self.model, self.optimizer)
+        captured = capture_call(self.fn, *batch.part(), known=known)
+        whole = capture_call(self.fn, args, kwargs, known=known) if s.accumulate > 1 else captured
+        program = self._prepared(replace(captured, program=transform.with_numbers_of(captured.program, whole.program)))
         if s.precision == "fp16":
-            program, scale = transform.with_scale(program)
+            program = transform.with_scale(program)
         trained = self._trained(captured)
         counting = None
         if s.accumulate > 1:
             if captured.effects:
                 raise TrainError("with accumulate the model keeps tensors in attributes\n  try       accumulate=1, or buffers that it updates")
             split = batch.split(captured.leaves)
-            whole = self._prepared(capture_call(self.fn, args, kwargs))
-            program, counting, unseen = transform.shares(program, whole, list(trained.values()), split, s.accumulate)
+            program, counting, unseen = transform.shares(program, self._prepared(whole), trained.values(), split, s.accumulate)
             if unseen:
                 warnings.warn(f"accumulate: no sum or mean over the batch, so its parts weigh the same: {'; '.join(unseen)}", stacklevel=4)
         results = len(program.results)
-        program, groups = self._differentiated(program, trained, scale)
+        program, groups = self._differentiated(program, trained)
         body = program.entry
         if counting is not None:
-            key = len(captured.program.inputs) - 1 if captured.draws else None
-            program, body = check(transform.microbatch(program, counting, s.accumulate, split, key)), transform.BODY
-        base = len(program.inputs)
-        program = check(transform.optimise(program, [g.group for g in groups], results, s.clip_norm, scale))
-        return Joined(captured, program, tuple(groups), results, base, body)
+            program, body = check(transform.microbatch(program, counting, s.accumulate, split)), transform.BODY
+        program = check(transform.optimise(program, [g.group for g in groups], results, s.clip_norm))
+        return Joined(captured, program, tuple(groups), results, body)
 
     def _prepared(self, captured: Captured) -> Program:
         """The loss, simplified, in its precision, with its head."""
         half = PRECISIONS[self.settings.precision]
         program = transform.simplify(captured.program, hints=self.parts is not None)
         if half is not None:
-            program = check(transform.precision(program, half, self._state(captured)))
+            program = check(transform.precision(program, half))
         return check(transform.head(program, mean=half is not torch.float16 and self.settings.accumulate == 1))
 
-    def _state(self, captured: Captured) -> range:
-        """Which inputs are parameters and buffers."""
-        first = len(set(captured.leaves))
-        return range(first, first + len(captured.state))
-
-    def _trained(self, captured: Captured) -> dict[int, int]:
-        """Parameters the optimiser may change and the loss uses, by id: which inputs they are."""
-        at = {id(places[0].read()): i for i, places in zip(self._state(captured), captured.state, strict=True)}
+    def _trained(self, captured: Captured) -> dict[int, str]:
+        """Parameters the optimiser may change and the loss uses, by id: the names of their inputs."""
+        at = {id(places[0].read()): name for name, places in captured.state.items()}
         found = {id(p): at[id(p)] for p in optimizers.trainable(self.optimizer) if id(p) in at}
         if self.settings.precision == "fp16" and any(p.dtype == torch.bfloat16 for p in self.model.parameters()):
             raise TrainError('precision="fp16" with parameters in bf16\n  try       precision="bf16", or model.float()')
@@ -238,80 +279,71 @@ class Step:
             raise GradientError("the loss depends on no parameter of the optimizer that requires a gradient")
         return found
 
-    def _differentiated(self, program: Program, trained: dict[int, int], scale: int | None) -> tuple[Program, list[optimizers.Bound]]:
+    def _differentiated(self, program: Program, trained: dict[int, str]) -> tuple[Program, list[optimizers.Bound]]:
         """The program that also returns gradients, group by group, of the parameters the loss depends on."""
-        wrt, results = list(trained.values()), len(program.results)
-        made = transform.value_and_grad(transform.scaled(program, scale), wrt, 0 if scale is None else results, dense=False)
+        names = {id_: program.roles[v].name for id_, v in trained.items()}
+        wrt, results = program.positions(trained.values()), len(program.results)
+        scaled = transform.scaled(program)
+        made = transform.value_and_grad(scaled, wrt, len(scaled.results) - 1 if scaled is not program else 0, dense=False)
         outs = list(made.main.outputs)
-        if scale is not None:
+        if scaled is not program:
             del outs[results]  # the scaled loss
-        reached = {i: g for i, g in zip(wrt, outs[results : results + len(wrt)], strict=True) if g is not None}
+        reached = {name: g for name, g in zip(names.values(), outs[results : results + len(wrt)], strict=True) if g is not None}
         if not reached:
             raise GradientError("the loss depends on no parameter of the optimizer that requires a gradient")
-        groups = optimizers.bind_groups(self.optimizer, {k: i for k, i in trained.items() if i in reached})
-        ordered = [reached[i] for g in groups for i in g.group.params]
+        groups = optimizers.bind_groups(self.optimizer, {id_: name for id_, name in names.items() if name in reached})
+        ordered = [reached[name] for g in groups for name in g.group.params]
         block = replace(made.main, outputs=(*outs[:results], *ordered, *outs[results + len(wrt) :]))
         return transform.simplify(replace(made, blocks={**made.blocks, made.entry: block}), hints=self.parts is not None), groups
 
-    def _planned(self, program: Program, body: str, device: torch.device) -> tuple[Decided, Program, set[str]]:
-        """What to keep for backward, and the program that does so, with the blocks to compile."""
-        compiled = self.settings.compiles(device)
-        hardware = plan.hardware_of(device)
-        ready: dict[int, tuple[Program, set[str]]] = {}
-
-        def lowered(found: plan.Residuals) -> tuple[Program, set[str]]:
-            made = lower.reside(program, found)
-            made = check(transform.fuse(made if self.parts is None else lower.hoist(made)))
-            if not compiled:
-                return self._overlapped(made), set()
-            costs = plan.Costs(made, hardware, compiled)
-            least = WORTH * costs.whole()
-            made, names = transform.outline(made, lambda run: costs.gain(run) > least)
-            return self._overlapped(check(made)), names
-
-        def measure(found: plan.Residuals) -> plan.Footprint:
-            ready.clear()
-            ready[id(found)] = made = lowered(found)
-            return plan.footprint(made[0], plan.Costs(made[0], hardware, compiled), made[1])
-
-        again = self.written.recompute if self.written is not None else "auto"
-        decided = plan.decide(program, body, plan.Costs(program, hardware, compiled), measure, self.settings.budget, again)
-        return decided, *(ready.get(id(decided.residuals)) or lowered(decided.residuals))
-
-    def _overlapped(self, program: Program) -> Program:
-        return program if self.parts is None else check(lower.overlap(program))
-
-    def _bound(self, made: Joined, program: Program, code: Callable[..., Any]) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
-        """The guarded call: it reads the model's and the optimiser's state and runs the code."""
+    def _bound(self, made: Joined, program: Program, code: Callable[..., Any], feed: Feed) -> tuple[Call, Call]:
+        """The guarded calls, of a whole batch and of a part: they read what the program's inputs are, each by its role, and run the code."""
         captured, groups, results = made.captured, made.groups, made.results
-        step, optimizer, device, half = self, self.optimizer, captured.device, self.settings.precision == "fp16"
+        step, optimizer = self, self.optimizer
+        readers = self._readers(made, program)
+        given = [made.program.role(v) for v in captured.program.inputs]
+        arranged = _arranged([*given, *(role for roles, _ in readers for role in roles)], [program.role(v) for v in program.inputs])
 
-        def run(*inputs: Any) -> Any:
+        def run(inputs: Sequence[Any], fed: Fed) -> Any:
             with torch.inference_mode(False), torch.no_grad():
-                more: list[Any] = [step.counter("loss_scale", device)] if half else []
                 first = [g for g in groups if g.is_first(optimizer)]
                 before = step.skipped if first else 0
-                for g in groups:
-                    hyper = g.hyper(optimizer)  # before its state is made: a first step is one without
-                    more += [*(g.state(optimizer) if step.parts is None else step.parts.state(g)), *hyper]
-                more.append(step.counter("skipped", device))
-                more += [step.counter("good_steps", device)] if half else []
-                outs = code(*inputs, *more)
+                values = fed(inputs)
+                for _, read in readers:
+                    values += read()
+                outs = code(*(values if arranged is None else arranged(values)))
                 if first and step.skipped > before:  # the next one is the first
-                    for p in (p for g in first for p in g.params):
-                        del optimizer.state[p]["momentum_buffer"]
+                    for g in first:
+                        g.forget(optimizer)
             step.grad_norm = outs[results]
             optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask whether a step came before theirs
             return outs[:results]
 
-        arguments = len(set(captured.leaves))  # as the caller gives them: whole, where the program takes parts
-        inputs = (*made.program.inputs[:arguments], *program.inputs[arguments : len(captured.program.inputs)])
-        shell = Block(inputs, (), captured.program.results)
-        return bind(replace(captured, program=Program({"main": shell})), run)[0]
+        def bound(batch: Sequence[Var], fed: Fed) -> Call:
+            return bind(called(captured, batch, program), lambda *inputs: run(inputs, fed))[0]
+
+        return bound(feed.inputs, feed.cut), bound(feed.parts(), feed.pad)
+
+    def _readers(self, made: Joined, program: Program) -> list[tuple[list[Role], Callable[[], list[Any]]]]:
+        """What gives the program's inputs besides those of the call their values, and the roles of these."""
+        device = made.captured.device
+
+        def counter(role: Role) -> list[torch.Tensor]:
+            return [self.counter(role.name, device)]
+
+        def of_group(group: optimizers.Bound) -> list[Any]:
+            hyper = group.hyper(self.optimizer)  # before its state is made: a first step is one without
+            return [*(group.state(self.optimizer) if self.parts is None else self.parts.state(group)), *hyper]
+
+        # in the order in which the passes add inputs: then values need no rearranging at each call
+        counters = [program.role(v) for v in program.inputs_of("counter")]
+        grouped = [([*g.group.state_roles(), *g.group.hyper_roles()], partial(of_group, g)) for g in made.groups]
+        scale, others = [r for r in counters if r == transform.LOSS_SCALE], [r for r in counters if r != transform.LOSS_SCALE]
+        return [*(([r], partial(counter, r)) for r in scale), *grouped, *(([r], partial(counter, r)) for r in others)]
 
     def forward(self, fn: Callable[..., Any] | None = None) -> Forward:
         """The loss of a batch (or what `fn` makes of it with the model), under the plan, without a step."""
-        return Forward(fn or self.fn, self._prepared, self.parts)
+        return Forward(fn or self.fn, self.model, self._prepared, self.parts)
 
     # -- what one may ask ----------------------------------------------------------------------------------------
 
@@ -333,12 +365,12 @@ class Step:
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         """Continue from what `state_dict` gave."""
-        device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
+        device = device_of(self.model)
         self._counters = {k: v.to(device).clone() for k, v in state.items()}
 
     @property
-    def plan(self) -> Decided:
-        """What was decided for the last batch."""
+    def plan(self) -> plan.Plan:
+        """What was given and what was decided for the last batch: str(step.plan) is YAML that train_step(plan=…) takes."""
         return self._entry().plan
 
     @property
@@ -359,17 +391,19 @@ class Step:
     def explain(self) -> str:
         """What runs, and why."""
         entry = self._entry()
-        s, device = self.settings, next((p.device for p in self.model.parameters()), torch.device("cpu"))
-        lines = [f"precision        {s.precision}, {s.accumulate} part(s) a step, clip_norm {s.clip_norm}", str(entry.plan)]
+        s, device = self.settings, device_of(self.model)
+        lines = [f"precision        {s.precision}, {s.accumulate} part(s) a step, clip_norm {s.clip_norm}", entry.plan.summary()]
         if device.type == "cuda":
             lines.append(f"measured peak    {shown(torch.cuda.max_memory_allocated(device))}")
-        foreign = sorted({e.params["target"] for b in entry.program.blocks.values() for e in b.eqns if e.op.name.startswith("opaque")})
+        foreign = sorted({e.params["target"] for b in entry.program.blocks.values() for e in b.eqns if e.op.foreign})
         lines += [f"as torch has it  {', '.join(foreign)}"] if foreign else []
-        if entry.spread is None:
+        spread = entry.lowered.spread
+        if spread is None:
             return "\n".join([*lines, "", str(entry.program)])
-        lines.append(f"mesh             {entry.spread.moves.mesh}; layouts {lower.proved(entry.spread.gap)}")
-        all_, once = lower.sent(entry.program), lower.sent(entry.spread.local)
+        assert entry.plan.predicted is not None
+        lines.append(f"mesh             {entry.plan.mesh}; layouts {lower.proved(entry.plan.predicted.gap)}; sums {entry.plan.sums}")
+        all_, once = lower.sent(entry.program), lower.sent(spread.local)
         lines.append(f"sent by a rank   {lower.sent_text(all_)}")
         again = {axes: n - once.get(axes, 0.0) for axes, n in all_.items() if n > once.get(axes, 0.0)}
         lines += [f"of that          {lower.sent_text(again)} because backward computes values again"] if again else []
-        return "\n".join([*lines, "", lower.explain(entry.spread)])
+        return "\n".join([*lines, "", lower.explain(spread)])

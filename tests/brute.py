@@ -19,7 +19,7 @@ from mycel.lower.price import Prices
 from mycel.ops import o
 from mycel.plan import CPU
 from mycel.plan.choices import Options
-from mycel.plan.cost import PRODUCTS, Costs
+from mycel.plan.cost import Costs
 from mycel.plan.graph import Graph, Source
 from mycel.plan.layouts import Solver
 from mycel.plan.links import CPU_LINK, Links
@@ -120,7 +120,7 @@ class Case:
         laid, labels = choice
         g, eqn, options = solver.graph, solver.graph.eqns[node], solver.graph.options[node]
         share = math.prod(part(options.fit.sizes[k], axes, self.mesh) / options.fit.sizes[k] for k, axes in laid.letters.items())
-        seconds = solver.costs.seconds(eqn) * share * (self.share if eqn.op.name in PRODUCTS else 1.0)
+        seconds = solver.costs.seconds(eqn) * share * (self.share if eqn.op.product else 1.0)
         for label in {label for label in labels.values() if label.letter}:
             axes = tuple(a for a, x in labels.items() if x == label)
             if label.letter not in options.plain or options.rule({label.letter: axes}, label.letter) is not None:

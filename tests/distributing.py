@@ -20,10 +20,25 @@ from mycel import lower, transform
 from mycel.ir import Layout, Mesh, Program, check, type_of
 from mycel.parts import Parts
 from mycel.plan import CPU, Hardware, Plan
+from mycel.planning import Task, with_layouts
 from mycel.run import interpret, simulate
 from mycel.run.simulate import put_together, spread_out
 
 SIZES = [2, 3, 4, 6, 8]
+
+
+def spread(
+    program: Program,
+    written: Plan,
+    given: Mapping[int, Layout],
+    gathered: frozenset[int] = frozenset(),
+    hardware: Hardware = CPU,
+    compiled: bool = False,
+) -> lower.Distributed:
+    """A program over the ranks of a plan, its inputs given so."""
+    found = with_layouts(Task(program, program.entry, hardware, compiled, given, gathered), written)[1]
+    assert found is not None
+    return found
 
 
 def ready_to_run(found: lower.Distributed) -> Program:
@@ -51,7 +66,7 @@ def compared(program: Program, found: lower.Distributed, mesh: Mesh, values: Seq
 
 
 def equals_serial(program: Program, written: Plan, given: Mapping[int, Layout], values: Sequence[torch.Tensor]) -> lower.Distributed:
-    found = lower.distribute(program, written, given, frozenset(), CPU)
+    found = spread(program, written, given)
     compared(program, found, written.mesh, values)
     return found
 
@@ -66,34 +81,38 @@ class OneDevice:
     made: Any
 
     @staticmethod
-    def of(model: nn.Module, batch: Mapping[str, Any], **settings: Any) -> OneDevice:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    def of(model: nn.Module, batch: Mapping[str, Any], optimizer: torch.optim.Optimizer | None = None, **settings: Any) -> OneDevice:
+        optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-2)
         step = mycel.train_step(model, optimizer, compile=False, **settings)
         return OneDevice(model, batch, optimizer, step._joined((), dict(batch)))
 
     def under(self, written: Plan, hardware: Hardware = CPU, compiled: bool = False) -> lower.Distributed:
         given, gathered = Parts(self.model, self.optimizer, written).given(self.made)
-        return lower.distribute(self.made.program, written, given, gathered, hardware, compiled)
+        return spread(self.made.program, written, given, gathered, hardware, compiled)
 
 
 def start_values(one: OneDevice, seed: int = 0, poison: bool = False) -> list[torch.Tensor]:
     """Inputs of the step's program: the batch, the model's state, optimiser state by chance; `poison`: a weight is infinite."""
     c, gen = one.made.captured, torch.Generator().manual_seed(seed)
-    leaves: list[torch.Tensor] = []
-    for x in one.batch.values():
-        leaves += [x] if isinstance(x, torch.Tensor) and not any(x is y for y in leaves) else []
-    values: list[torch.Tensor] = [*leaves, *(places[0].read().detach() for places in c.state)]
-    if poison:
-        values[-1] = values[-1].clone()
-        values[-1].view(-1)[-1] = torch.inf
-    values += [torch.tensor(7)] * c.draws
-    for v in one.made.program.inputs[len(values) :]:
-        if v.name == "loss_scale":
+    values: list[torch.Tensor] = []
+    last = list(c.state)[-1]
+    for v in one.made.program.inputs:
+        role = one.made.program.role(v)
+        if role.kind == "batch":
+            values.append(one.batch[role.name])
+        elif v.name in c.state:
+            values.append(c.state[v.name][0].read().detach())
+            if poison and v.name == last:
+                values[-1] = values[-1].clone()
+                values[-1].view(-1)[-1] = torch.inf
+        elif role.kind == "key":
+            values.append(torch.tensor(7))
+        elif role.name == "loss_scale":
             values.append(torch.tensor(16.0))
         elif v.type.ndim:
             values.append(torch.rand(v.shape, generator=gen, dtype=v.dtype) * 0.1)
         elif v.dtype.is_floating_point:  # a hyper-parameter or a count of steps
-            values.append(torch.tensor(3.0 if v.name.endswith(".step") else 0.01, dtype=v.dtype))
+            values.append(torch.tensor(3.0 if role.name == "step" else 0.01, dtype=v.dtype))
         else:
             values.append(torch.zeros((), dtype=v.dtype))
     return [x.to(c.device) for x in values]

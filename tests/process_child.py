@@ -192,6 +192,9 @@ def one_rounding(ranks, dtype) -> None:
     """A sum of 16-bit numbers is the right one, rounded once."""
     import torch
 
+    from mycel.ops import o
+    from mycel.ops.collective import COMMUNICATORS
+
     axes = ranks.mesh.axes
     n = ranks.mesh.count(axes)
     xs = [torch.rand(64, n, generator=torch.Generator().manual_seed(r)).to(dtype) for r in range(n)]
@@ -202,6 +205,13 @@ def one_rounding(ranks, dtype) -> None:
     z = ranks.reduce_scatter(xs[ranks.rank], axes, 1, "+")
     me = ranks.index(axes)
     assert ((low[:, me : me + 1] <= z) & (z <= high[:, me : me + 1])).all()
+    COMMUNICATORS.append(ranks)
+    wide = o.reduce_scatter_wide(xs[ranks.rank], axes=axes, count=n, dim=1)
+    COMMUNICATORS.pop()
+    total = xs[0].float()
+    for x in xs[1:]:
+        total = total + x.float()
+    assert torch.equal(wide, total.to(dtype)[:, me : me + 1])
 
 
 def in_step(ranks) -> None:

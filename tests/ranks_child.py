@@ -27,10 +27,12 @@ import torch
 import train_child
 
 from mycel.errors import MycelError
+from mycel.ir import Role
 from mycel.run import rendezvous
 from mycel.run.checkpoint import load
 from mycel.train import assemble, loop, state
 from mycel.train.config import Config
+from mycel.train.split import Split
 from mycel.train.steps import Steps
 
 
@@ -46,7 +48,7 @@ def check_restored() -> None:
         for name, p in parts.module.named_parameters():
             assert torch.equal(parts.whole(name, p), whole[f"model.{name}"]), name
             for slot, x in parts.optimizer.state[p].items():
-                found = held.gather(x, held.stored[id(p)], held.shapes[name]) if x.dim() else x
+                found = held.gather(x, held.slots[Role("state", slot, of=name)][0], held.shapes[name]) if x.dim() else x
                 assert torch.equal(found, whole[f"optimizer.{name}.{slot}"]), (name, slot)
         print("restored to the bit")
         return notes
@@ -82,7 +84,28 @@ def most_bytes(seen: torch.profiler.profile) -> int:
     return max(itertools.accumulate((n for _, n in events), initial=0))
 
 
-CHECKS = {"restored": check_restored, "memory": check_memory}
+def check_rows() -> None:
+    """Sequences that this rank read, by what for, and the bytes it gave to steps."""
+    read, step, run = Split.batch, Steps._step, Steps.run
+    told = {"train": 0, "validation": 0, "bytes": 0}
+
+    def batch(self, indices):
+        told["train" if self is told.get("split") else "validation"] += len(indices)
+        return read(self, indices)
+
+    def taken(self, given):
+        told["bytes"] += sum(x.numel() * x.element_size() for x in given.values())
+        return step(self, given)
+
+    def steps(self):
+        told.update(split=self.parts.data.train, train=0, validation=0, bytes=0)
+        run(self)
+        print(json.dumps({name: n for name, n in told.items() if name != "split"}))
+
+    Split.batch, Steps._step, Steps.run = batch, taken, steps
+
+
+CHECKS = {"restored": check_restored, "memory": check_memory, "rows": check_rows}
 
 
 def be_rank(rank: int, port: int, job: dict) -> int:

@@ -174,6 +174,48 @@ def test_tied_tensors_stay_tied_where_they_lie_alike(tmp_path):
 # what does not fit
 
 
+def partial_layout(data, mesh: Mesh, ndim: int) -> Layout:
+    """Any layout; axes it does not use may be those of a sum."""
+    layout = data.draw(layouts(mesh, ndim))
+    for axis in sorted(set(mesh.axes) - layout.axes):
+        layout = layout.owing(axis, "+") if data.draw(st.booleans()) else layout
+    return layout
+
+
+@settings(max_examples=80, deadline=None, derandomize=True)
+@given(shape=st.lists(st.integers(1, 5), max_size=2), dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.int64]), data=st.data())
+def test_partial_state_is_its_sum_under_any_mesh(shape, dtype, data):
+    """Each rank saves a summand of its own; a rank among as many gets it back, others together hold the sum."""
+    before, after = data.draw(meshes(most=12)), data.draw(meshes(most=12))
+    lain, lies = partial_layout(data, before, len(shape)), partial_layout(data, after, len(shape))
+    axes, wanted_axes = tuple(a for a, _ in lain.owed), tuple(a for a, _ in lies.owed)
+    random = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    summands = torch.randint(-8, 8, (before.count(axes), *shape), generator=random).to(dtype)
+    whole = summands.sum(0).to(dtype)
+
+    def act(ranks):
+        mine = part_of(summands[before.index(ranks.rank, axes)], lain, before, ranks.rank)
+        with Saver(folder, asynchronous=False, ranks=ranks) as saver:
+            saver.save(3, {"e": mine, "n": torch.ones(2)}, {}, layouts={"e": (lain, tuple(shape))})
+        assert saver.poll() == []
+        return saver.last
+
+    with place() as folder:
+        (path,) = set(together(before, act))
+        verify(path)
+        assert torch.equal(load(path).tensors["e"], whole)
+        assert torch.equal(read(path, "e", tuple((0, n) for n in shape)), whole)
+        asked = {"e": (lies, tuple(shape), dtype)}
+        held = [load_parts(path, asked, after, rank)["e"] for rank in range(after.world)]
+    for rank in range(after.world):
+        together_ = sum(held[r].double() for r in after.group(rank, wanted_axes))
+        assert torch.equal(together_, part_of(whole.double(), lies, after, rank))
+        if lain.owed and after.count(wanted_axes) == before.count(axes):
+            assert torch.equal(held[rank], part_of(summands[after.index(rank, wanted_axes)], lies, after, rank))
+        elif after.index(rank, wanted_axes):
+            assert not held[rank].any()
+
+
 def test_what_is_wanted_must_be_there(tmp_path):
     path, mesh = save(tmp_path, 1, {"w": torch.ones(4, 3)}, {}), Mesh(a=2)
     whole = Layout.whole(2)
@@ -195,7 +237,7 @@ def test_what_is_saved_must_lie_as_is_said(tmp_path):
     with Saver(tmp_path) as saver:
         for layout, shape, told in [
             (Layout(((),)), (5,), r"cannot save 'w': this rank has \[4\] of it, but a part of \[5\] that lies as \[-\] has \[5\]"),
-            (Layout(((),), (("a", "+"),)), (4,), "values that ranks still owe each other are no state"),
+            (Layout(((),), (("a", ">"),)), (4,), "of values that ranks still owe each other, only sums are state"),
             (Layout((("a",),)), (4,), r"cannot lie as \[a\]: the mesh is Mesh\(\)"),
         ]:
             with pytest.raises(CheckpointError, match=told):

@@ -111,6 +111,13 @@ def test_rows_keep_the_response_as_far_as_it_fits(records, length):
 
 
 @law
+@given(examples, st.integers(2, 20), st.booleans(), st.integers(0, 3))
+def test_tokens_with_loss_are_counted_without_reading(records, length, pack, first):
+    data, got = in_temporary({"a.jsonl": [*records, {"prompt": "who", "response": "me"}]}, length=length, pack=pack)
+    assert [data.train.loud(i, first) for i in range(len(data.train))] == (got["labels"][:, first:] != -100).sum(1).tolist()
+
+
+@law
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=30), st.integers(2, 12), st.floats(0.01, 0.99), st.integers(0, 5), st.booleans())
 def test_no_document_or_window_is_on_both_sides(sizes, length, share, seed, pack):
     """Document i is made of one character of its own, so that it is known wherever it shows up."""

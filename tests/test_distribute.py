@@ -22,7 +22,7 @@ import mycel
 from mycel import lower, transform
 from mycel.errors import PlanError
 from mycel.ir import Layout, Mesh, call, chains, check, walk
-from mycel.plan import CPU, Costs, Plan, decide, footprint, least, ready_plans
+from mycel.plan import CPU, Costs, Plan, clock, decide, least, ready_plans
 from mycel.run import interpret, simulate
 from mycel.run.simulate import spread_out
 
@@ -316,7 +316,7 @@ def test_what_is_computed_again_is_the_same_on_ranks(names, sizes):
     found = one.under(Plan.read(names, mesh))
     program = check(transform.simplify(found.local))
     costs = Costs(program, CPU, False)
-    full = decide(program, one.made.body, costs, lambda r: footprint(lower.reside(program, r), costs, set()), None, "full")
+    full = decide(program, one.made.body, costs, lambda r: clock(lower.reside(program, r), CPU), None, "full")
     assert any(d.seconds for d in full.residuals.pairs)
     local = check(lower.overlap(check(lower.hoist(lower.reside(program, full.residuals)))))
     compared(one.made.program, found, mesh, start_values(one), local)

@@ -6,13 +6,13 @@ import random
 
 import pytest
 import torch
-from distributing import OneDevice, equals_serial, random_plan, step_equals, tensors
+from distributing import OneDevice, equals_serial, random_plan, spread, step_equals, tensors
 from test_manual import rows
 from torch import nn
 from torch.nn import functional as F
 
 import mycel
-from mycel import lower, transform
+from mycel import transform
 from mycel.errors import CaptureError, PlanError
 from mycel.ir import Mesh, check
 from mycel.plan import Plan
@@ -100,4 +100,4 @@ def test_wrong_hints_are_told_with_their_line():
             mycel.capture(lambda x, layout=layout: mycel.shard(x, *layout), x)
         assert "test_hints.py" in str(told.value)
     with pytest.raises(PlanError, match=r"no axis 'tp'\n  the mesh  Mesh\(dp=2\)\n  at        .*test_hints.py:\d+"):
-        lower.distribute(mycel.capture(hinted, x), Plan(Mesh(dp=2)), {}, frozenset(), mycel.plan.CPU)
+        spread(mycel.capture(hinted, x), Plan(Mesh(dp=2)), {})

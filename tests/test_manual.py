@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from distributing import spread
 from torch import nn
 from torch.nn import functional as F
 
@@ -34,7 +35,8 @@ def values_of(made, batch):
     """Inputs by name: the batch, the state, and numbers by chance for the optimiser's."""
     c = made.captured
     gen = torch.Generator().manual_seed(0)
-    found = dict(zip([v.name for v in made.program.inputs], [*batch.values(), *(p[0].read().detach() for p in c.state)], strict=False))
+    found = {v.name: batch[made.program.role(v).name] for v in made.program.inputs_of("batch")}
+    found |= {name: places[0].read().detach() for name, places in c.state.items()}
     for v in sorted(made.program.inputs, key=lambda v: v.name):
         if v.name not in found:
             integer = not v.dtype.is_floating_point
@@ -57,7 +59,7 @@ def step_is_plain(make, plain, batch, mesh, written, **settings):
     values = values_of(simple, batch)
     wanted = named_outputs(simple.program, interpret(simple.program, [values[v.name] for v in simple.program.inputs]))
     given, gathered = step.parts.given(made)
-    found = lower.distribute(made.program, step.written, given, gathered, mycel.plan.CPU)
+    found = spread(made.program, step.written, given, gathered)
     local = check(lower.overlap(check(lower.hoist(transform.simplify(found.local)))))
     inputs = [spread_out(values[v.name], layout, mesh) for v, layout in zip(made.program.inputs, found.inputs, strict=True)]
     parts = simulate(local, mesh, inputs)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from distributing import spread
 from test_manual import SPLIT, Plain, rows, step_is_plain
 from torch.nn import functional as F
 
@@ -15,7 +16,7 @@ import mycel
 from mycel import comm, lower, transform
 from mycel.capture import meshed
 from mycel.ir import Layout, Mesh, Program, check
-from mycel.plan import CPU, Plan
+from mycel.plan import Plan
 from mycel.run import simulate
 from mycel.run.simulate import put_together, spread_out
 
@@ -241,7 +242,7 @@ def test_gradients_of_chains_are_finite_differences(seed):
     program = transform.simplify(check(transform.value_and_grad(transform.simplify(program), [0, 1])))
     other = [a for a in mesh.axes if a != "a"]
     given = {i: Layout((tuple(other), ()) if rng.random() < 0.5 else ((), tuple(mesh.axes))) for i in range(2)}
-    found = lower.distribute(program, Plan(mesh), given, frozenset(), CPU)
+    found = spread(program, Plan(mesh), given)
     local = check(lower.overlap(check(lower.hoist(transform.simplify(found.local)))))
 
     def run(xs):
@@ -268,7 +269,7 @@ def test_tangents_of_chains_are_finite_differences_and_their_text_reads_back(see
     assert Program.parse(str(program), program.consts) == program
 
     def run(program, xs):
-        found = lower.distribute(program, Plan(mesh), {}, frozenset(), CPU)
+        found = spread(program, Plan(mesh), {})
         return simulate(check(transform.simplify(found.local)), mesh, [spread_out(x, at, mesh) for x, at in zip(xs, found.inputs, strict=True)])
 
     way, e = torch.randn(4, 4, generator=gen, dtype=torch.float64), 1e-6

@@ -10,7 +10,8 @@ from golden import golden
 from hypothesis import given, settings
 from zoo import ZOO, inputs, programs, read
 
-from mycel.ir import Program, check
+from mycel.ir import Mesh, Program, check
+from mycel.run import simulate
 from mycel.run.interpret import interpret
 from mycel.transform import SIMPLIFY, algebra, causal, cse, dce, fold, fuse, inline, simplify
 
@@ -446,3 +447,45 @@ def test_dce_keeps_entry_inputs_and_loop_states_the_test_needs():
     small = dce(ZOO["dead_code"])
     assert set(small.blocks) == {"f", "main"} and len(small.blocks["f"].inputs) == 2 and len(small.blocks["f"].outputs) == 1
     assert math.prod(small.main.outputs[0].shape) == 2
+
+
+BY_RANK = {
+    "a sum of what is one number on each": """
+def main(x: f64[2,3]):
+  one: f64[2,3] = full(1.0, dtype=f64, shape=(2, 3))
+  first: f64[2,3] = only_first(one, axes=("dp",), count=2)
+  many: f64[2,3] = all_reduce(one, axes=("dp",), count=2)
+  most: f64[2,3] = all_reduce(first, axes=("dp",), count=2, kind=">")
+  y: f64[2,3] = mul(x, first)
+  z: f64[2,3] = mul(x, many)
+  w: f64[2,3] = add(z, most)
+  return y, z, w
+""",
+    "a mask that depends on the rank": """
+def main(x: f32[4,4]):
+  i: i64[4,1] = iota(dim=0, dtype=i64, shape=(4, 1))
+  j: i64[1,4] = iota(dim=1, dtype=i64, shape=(1, 4))
+  low: bool[4,4] = ge(i, j)
+  mine: f32[4,4] = where(low, 1.0, 0.0)
+  here: f32[4,4] = only_first(mine, axes=("dp",), count=2)
+  there: f32[4,4] = permute_ranks(mine, axes=("dp",), count=2, to=(1, -1))
+  at: i64[] = place(axes=("dp",), count=2)
+  k: i64[4,1] = add(i, at)
+  later: bool[4,4] = ge(k, j)
+  y: f32[4,4] = mul(x, here)
+  z: f32[4,4] = mul(x, there)
+  w: f32[4,4] = where(later, x, 0.0)
+  part: f32[2,4] = own_part(mine, axes=("dp",), count=2, dim=0)
+  return y, z, w, part
+""",
+}
+
+
+@pytest.mark.parametrize("change", PASSES)
+@pytest.mark.parametrize("name", BY_RANK)
+def test_a_pass_keeps_what_depends_on_the_rank(name, change):
+    program, mesh = check(Program.parse(BY_RANK[name])), Mesh(dp=2)
+    changed = check(change(program))
+    given = [[torch.rand(v.shape, dtype=v.dtype, generator=torch.Generator().manual_seed(rank)) for rank in range(2)] for v in program.inputs]
+    for was, now in zip(simulate(program, mesh, given), simulate(changed, mesh, given), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(was, now, strict=True)), f"{program}\n=>\n{changed}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import mycel
 from examples import parse_example
 from mycel import Program, RunError
 from mycel.ir import OPS, check, type_of
+from mycel.ops.collective import COMMUNICATORS
 from mycel.run import emit, interpret, load
 from mycel.run.kernels import write_into
 
@@ -221,3 +223,40 @@ def test_fresh_results_share_no_memory(name):
         held = {x.untyped_storage().data_ptr() for x in inputs if isinstance(x, torch.Tensor)}
         made = [y.untyped_storage().data_ptr() for y in (outs if isinstance(outs, tuple) else (outs,))]
         assert not held & set(made) and len(set(made)) == len(made)
+
+
+SHARING = """
+def main(x: f64[4], w: f64[2], m: f64[2], lr: f64[], zero: f64[], scale: f32[], skip: f32[]):
+  a: f64[4] = add(x, 1.0)
+  p: f64[2] = own_part(a, axes=("dp",), count=2, dim=0)
+  first: f64[4] = only_first(a, axes=("dp",), count=2)
+  b: f64[4] = mul(a, 2.0)
+  c: f64[4] = add(b, first)
+  d: f64[2] = own_part(c, axes=("dp",), count=2, dim=0)
+  e: f64[2] = mul(d, p)
+  f: f64[4] = sub(c, 3.0)
+  g: f64[2] = own_part(f, axes=("dp",), count=2, dim=0)
+  w1: f64[2], m1: f64[2] = sgd(w, m, g, lr, lr, zero, zero, zero, scale, skip, count=1, momentum=True)
+  h: f64[4] = mul(f, 1.5)
+  return e, h, w=w1, m=m1
+"""
+
+
+OLD = SHARING.replace("  h: f64", '  old: f64[2] = own_part(w, axes=("tp",), count=1, dim=0)\n  h: f64').replace("e, h,", "e, h, old,")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("text", [SHARING, OLD], ids=["given away", "an old value returned"])
+def test_what_a_rank_takes_of_a_value_is_not_written_over(text, rank):
+    """`own_part` and `only_first` give the memory of what they are given, or a part of it."""
+    program = check(Program.parse(text))
+    scalars = [torch.tensor(x, dtype=torch.float64) for x in (0.5, 0.0)] + [torch.tensor(2.0), torch.tensor(0.0)]
+    given = lambda: [torch.arange(4.0).double(), torch.ones(2).double(), torch.zeros(2).double(), *scalars]
+    COMMUNICATORS.append(SimpleNamespace(index=lambda axes: rank if axes == ("dp",) else 0, at=""))
+    try:
+        wanted = interpret(program, given())
+        state = given()
+        got = [*load(program, torch.device("cpu"), reuse=True, donate=True)[0](*state), *state[1:3]]
+    finally:
+        COMMUNICATORS.pop()
+    assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True)), (got, wanted)

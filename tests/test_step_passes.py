@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from zoo import inputs, programs
 
 from mycel import Program, transform
-from mycel.ir import check, is_float
+from mycel.ir import Role, check, is_float
 from mycel.lower import reside
 from mycel.plan import CPU, Costs, residuals
 from mycel.run import emit, interpret, load
@@ -27,7 +28,8 @@ def layer(x: f32[4,8], w: f32[8,8], b: f32[8]):
   y: f32[4,8] = mul(t, 0.5)     # model.py:7
   return y
 
-def main(x: f32[4,8], target: i64[4], w1: f32[8,8], b1: f32[8], w2: f32[8,8], b2: f32[8], w: f32[5,8]):
+def main(x: f32[4,8], target: i64[4], w1: f32[8,8] = parameter 0.weight, b1: f32[8] = parameter 0.bias,
+         w2: f32[8,8] = parameter 1.weight, b2: f32[8] = parameter 1.bias, w: f32[5,8] = parameter head):
   h: f32[4,8] = call(x, w1, b1, block=@layer)             # model.py:10
   g: f32[4,8] = call(h, w2, b2, block=@layer)             # model.py:10
   z: f32[4,5] = linear(g, w)                              # model.py:11
@@ -35,6 +37,8 @@ def main(x: f32[4,8], target: i64[4], w1: f32[8,8], b1: f32[8], w2: f32[8,8], b2
   return loss
 """
 WRT = [2, 3, 4, 5, 6]
+WEIGHTS = ["w1", "b1", "w2", "b2", "w"]
+BATCH = ["x", "target"]
 
 
 def loss_program() -> Program:
@@ -82,8 +86,8 @@ def groups() -> list[Group]:
     flags = (("decoupled", True), ("amsgrad", False), ("maximize", False))
     hyper = ("lr", "beta1", "beta2", "eps", "weight_decay")
     return [
-        Group("adam", (2, 3, 4, 5), ("exp_avg", "exp_avg_sq", "step"), hyper, flags),
-        Group("sgd", (6,), (), ("lr", "momentum", "dampening", "weight_decay", "first_step")),
+        Group("adam", ("0.weight", "0.bias", "1.weight", "1.bias"), ("exp_avg", "exp_avg_sq", "step"), hyper, flags),
+        Group("sgd", ("head",), (), ("lr", "momentum", "dampening", "weight_decay", "first_step"), name="1"),
     ]
 
 
@@ -93,8 +97,7 @@ def test_optimise():
 
 
 def test_optimise_with_a_loss_scale():
-    program = Program.parse(LOSS.replace("w: f32[5,8]):", "w: f32[5,8], loss_scale: f32[]):"))
-    stepping = check(transform.optimise(graded(check(program)), groups(), 1, loss_scale=7))
+    stepping = check(transform.optimise(graded(check(transform.with_scale(loss_program()))), groups(), 1))
     assert {"loss_scale", "good_steps", "skipped"} <= set(stepping.updates)
 
 
@@ -103,10 +106,10 @@ def test_microbatch(ignored):
     """The scan over parts gives the loss and gradients of the whole batch, though parts count unequally."""
     program = check(Program.parse(LOSS.replace("None)", f"None, ignore_index={ignored})") if ignored != -100 else LOSS))
     big = check(Program.parse(str(program).replace("[4,", "[12,").replace("i64[4]", "i64[12]")))
-    shared, counting, unseen = transform.shares(program, big, WRT, [0, 1], 3)
+    shared, counting, unseen = transform.shares(program, big, WEIGHTS, BATCH, 3)
     assert unseen == []
     parts = transform.simplify(check(transform.value_and_grad(check(shared), WRT)))
-    whole = check(transform.microbatch(parts, check(counting), 3, [0, 1]))
+    whole = check(transform.microbatch(parts, check(counting), 3, BATCH))
     if ignored == 2:
         golden("microbatch", str(whole))
     args = arguments(big)
@@ -118,7 +121,7 @@ def test_shares_go_by_terms():
     """A sum of a mean over counted rows and of something without a count."""
     text = LOSS.replace("return loss", "r: f32[] = mean(w, dims=(0,1))\n  m: f32[] = mul(r, 0.1)\n  total: f32[] = add(loss, m)\n  return total")
     big = check(Program.parse(text.replace("[4,", "[8,").replace("i64[4]", "i64[8]")))
-    shared, counting, _ = transform.shares(check(Program.parse(text)), big, WRT, [0, 1], 2)
+    shared, counting, _ = transform.shares(check(Program.parse(text)), big, WEIGHTS, BATCH, 2)
     assert len(counting.results) == 1
     main = str(check(shared)).split("def main")[1]
     assert "div(r, 2)" in main and ", count)" in main  # by the number of parts, and by the count
@@ -126,7 +129,7 @@ def test_shares_go_by_terms():
 
 def test_precision():
     program = check(Program.parse(LOSS))
-    half = check(transform.precision(program, torch.bfloat16, range(2, 7)))
+    half = check(transform.precision(program, torch.bfloat16))
     golden("precision", str(half))
     args = arguments(program)
     close(interpret(program, args), interpret(half, args), 3e-2)
@@ -138,18 +141,19 @@ def test_precision():
 @given(programs(), st.sampled_from([torch.bfloat16, torch.float16]))
 @settings(derandomize=True, deadline=None, max_examples=60, database=None)
 def test_precision_types_any_program(program, dtype):
-    half = check(transform.precision(program, dtype, range(len(program.inputs))))
+    program = replace(program, roles={v.name: Role("parameter", v.name) for v in program.inputs})
+    half = check(transform.precision(program, dtype))
     assert [getattr(x, "type", x) for x in half.main.outputs] == [getattr(x, "type", x) for x in program.main.outputs]
 
 
 def test_outline():
     program = graded(loss_program())
-    cut, names = transform.outline(program, lambda run: True)
+    cut, names = transform.outline(program, lambda block, run: True)
     golden("outline", str(check(cut)))
     assert names == {"layer_forward_2", "layer_backward", "layer_backward_2", "main_1"}
     args = arguments(program)
     close(interpret(program, args), interpret(cut, args), 0)
-    whole, names = transform.outline(program, lambda run: False)
+    whole, names = transform.outline(program, lambda block, run: False)
     assert whole == program and names == {"layer_forward_2", "layer_backward", "layer_backward_2"}
 
 

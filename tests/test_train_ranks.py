@@ -125,6 +125,25 @@ def test_a_run_goes_on_under_any_plan_on_any_number_of_ranks(disk, tmp_path, wor
     assert ours.keys() == theirs.keys() and all(torch.allclose(ours[k], theirs[k], rtol=1e-4, atol=1e-5) for k in ours)
 
 
+def test_a_rank_reads_only_its_rows_and_moves_only_its_part(disk, tmp_path, worlds):
+    """Training and validation, rows that do not divide evenly or are none; with the losses of one process that reads all."""
+    sections = {"evaluate": {"every": 2, "batches": 2}, "train": {"steps": 4, "accumulate": 2, "batch": 3}}
+    assert train(config(disk, tmp_path / "alone", model=MODEL, **{**QUIET, **sections})) == 0
+    curves = lambda run: [r[name] for name in ("loss", "validation") for r in measured(run) if name in r]
+    forms = {
+        "dp": ({"dp": 4}, [2, 2, 2, 0], [1, 1, 1, 0], 16),
+        "zero3+tp": ({"dp": 2, "tp": 2}, [3, 3, 3, 3], [2, 2, 1, 1], 16),
+        "dp+cp": ({"dp": 2, "cp": 2}, [3, 3, 3, 3], [2, 2, 1, 1], 8),
+    }
+    for plan, (mesh, rows, validated, positions) in forms.items():
+        told = worlds(4, {"settings": tiny(disk, tmp_path / plan, mesh, plan, **sections), "check": "rows"})
+        assert curves(tmp_path / plan) == pytest.approx(curves(tmp_path / "alone"), rel=1e-5), plan
+        seen = [json.loads(re.search(r"^\{.*\}$", text, re.MULTILINE)[0]) for text in told]
+        assert [each["train"] for each in seen] == [5 * n for n in rows], "of four steps, and one batch ahead"
+        assert [each["bytes"] for each in seen] == [4 * 2 * n * positions * 8 for n in rows]
+        assert [each["validation"] for each in seen] == [2 * 2 * n for n in validated], "twice two batches"
+
+
 def latest_step(run: Path) -> int:
     return int(latest(run / "checkpoints").name.rpartition("-")[2])
 

@@ -45,7 +45,9 @@ class _Writer:
         self.lines: list[str] = []
         self.env: dict[str, Any] = {"run": run, "MISS": MISS, "TENSORS": _TENSORS, "Tensor": torch.Tensor, "draw_key": draw_key}
         self.names: dict[int, str] = {}
-        self.leaves = 0
+        self.leaves = iter(captured.leaves)
+        self.types = {v.name: v.type for v in captured.program.inputs}
+        self.values: dict[str, str] = {}  # what holds the value of an input, by the input's name
         self.autocast = False  # captured under autocast: the program holds the casts
         self.anchors: list[Any] = []  # keeps objects alive whose ids are in `names`
 
@@ -117,18 +119,19 @@ class _Writer:
                     self.unpack(child, f"{name}.{f}")
 
     def tensor(self, expr: str) -> None:
-        at = self.leaves
-        self.leaves += 1
-        slot = self.c.leaves[at]
-        if slot in self.c.leaves[:at]:  # the same tensor was passed twice
-            return self.guard(f"{expr} is not t{slot}")
-        self.lines.append(f"t{slot} = {expr}")
-        self.typed(f"t{slot}", slot, check_class=True)
+        input_ = next(self.leaves)
+        if input_ in self.values:  # the same tensor was passed twice
+            return self.guard(f"{expr} is not {self.values[input_]}")
+        self.values[input_] = name = f"t{len(self.values)}"
+        self.lines.append(f"{name} = {expr}")
+        self.typed(name, input_, check_class=True)
 
-    def typed(self, name: str, slot: int, check_class: bool = False) -> None:
-        t = self.c.program.inputs[slot].type
-        device = "DEVICE" if self.c.devices[slot] == self.c.device else self.constant(self.c.devices[slot], "E")
-        wrong = f"{name}.dtype is not {self.constant(t.dtype, 'D')} or {name}.shape != {t.shape!r} or {name}.device != {device}"
+    def typed(self, name: str, input_: str, check_class: bool = False) -> None:
+        """Guards for the value of an input, called `name` in here."""
+        t, where = self.types[input_], self.c.devices[input_]
+        wrong = f"{name}.dtype is not {self.constant(t.dtype, 'D')} or {name}.shape != {t.shape!r}"
+        if where is not None:
+            wrong += f" or {name}.device != {'DEVICE' if where == self.c.device else self.constant(where, 'E')}"
         self.guard(f"type({name}) not in TENSORS and not isinstance({name}, Tensor) or {wrong}" if check_class else wrong)
 
     def static(self, value: Any, name: str) -> None:
@@ -157,7 +160,7 @@ class _Writer:
     def links(self) -> None:
         """Objects on the way to state are where they were, plain values are what they were."""
         c = self.c
-        held = [*(p for places in c.state for p in places), *(s.place for s in c.statics), *(p for p, _ in c.effects)]
+        held = [*(p for places in c.state.values() for p in places), *(s.place for s in c.statics), *(p for p, _ in c.effects)]
         ends = [*c.links, *(place.inside for place in held)]
         chain: dict[int, Link] = {}
         for link in ends:
@@ -199,19 +202,15 @@ class _Writer:
             self.guard(" or ".join(wrong))
 
     def inputs(self) -> list[str]:
-        """Names of the program's inputs; state is read here."""
-        n_args = len(set(self.c.leaves))
-        names = [f"t{i}" for i in range(n_args)]
-        for i, places in enumerate(self.c.state):
-            name = f"s{i}"
+        """What holds the value of each of the program's inputs; state is read here."""
+        for i, (input_, places) in enumerate(self.c.state.items()):
+            self.values[input_] = name = f"s{i}"
             self.lines.append(f"{name} = {self.read(places[0])}")
-            self.typed(name, n_args + i, check_class=False)
+            self.typed(name, input_)
             for other in places[1:]:
                 self.guard(f"{self.read(other)} is not {name}")
-            names.append(name)
-        if self.c.draws:
-            names.append("draw_key(DEVICE)")
-        return names
+        self.values.update((v.name, "draw_key(DEVICE)") for v in self.c.program.inputs_of("key"))
+        return [self.values[v.name] for v in self.c.program.inputs]
 
     def read(self, place: Place) -> str:
         box = self.constant(place.container, "c")

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mycel.ir import Eqn, Var
+from mycel.ops import o
 
 Bounds = tuple[float, float]
 
@@ -41,12 +42,12 @@ def bounds(x: Any, made: Mapping[Var, Eqn]) -> Bounds | None:
 
 def decide(eqn: Eqn, made: Mapping[Var, Eqn]) -> bool | None:
     """The one answer of a comparison whose operands' bounds do not overlap; None if it depends."""
-    if eqn.op.name not in ("lt", "le", "gt", "ge"):
+    if eqn.op not in (o.lt, o.le, o.gt, o.ge):
         return None
     a, b = (bounds(x, made) for x in eqn.inputs)
     if a is None or b is None:
         return None
-    if eqn.op.name in ("gt", "le"):
+    if eqn.op in (o.gt, o.le):
         a, b = b, a  # a > b is b < a; a <= b is not (b < a)
     less = True if a[1] < b[0] else False if a[0] >= b[1] else None
-    return less if less is None or eqn.op.name in ("lt", "gt") else not less
+    return less if less is None or eqn.op in (o.lt, o.gt) else not less

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,40 +22,42 @@ from mycel.capture.record import Traced
 from mycel.capture.repeats import assemble
 from mycel.capture.state import Box, Link, Place, Places, contents, is_static, put_back
 from mycel.capture.syntax import enter, rewritten_forward
-from mycel.capture.trace import KEY, TRACING, Tracer
+from mycel.capture.trace import TRACING, Tracer
 from mycel.capture.tree import Tree, flatten, holds_tensors
 from mycel.errors import CaptureError
-from mycel.ir import Program, Var, check, prune, type_of
+from mycel.ir import Program, Role, Var, check, prune, type_of
 
 
 @dataclass(frozen=True)
 class Captured:
     """A program and its calling convention.
 
-    The program's inputs are: the tensors of the arguments, then `state` (where each other tensor lives; several places for tied ones),
-    then the random key if `draws`.  Its results are the tensors of `out`, then those of `effects` (slots that are rebound); its updates
-    are written into their inputs.
+    The program's inputs are, in any order: the tensors of the arguments, `state` (where each other tensor lives; several places for tied
+    ones) and the random key; their roles say which is which.  Its results are the tensors of `out`, then those of `effects` (slots that
+    are rebound); its updates are written into their inputs.
     """
 
     program: Program
     arguments: Tree
-    leaves: tuple[int, ...]  # for each tensor of the arguments, which input it is
-    state: tuple[tuple[Place, ...], ...]
-    draws: bool
+    leaves: tuple[str, ...]  # for each tensor of the arguments, the name of its input
+    state: Mapping[str, tuple[Place, ...]]  # by name of the input
     out: Tree
     effects: tuple[tuple[Place, Tree], ...]
     modules: tuple[torch.nn.Module, ...]
     links: tuple[Link, ...]  # objects that must still be where they were
     statics: tuple[Link, ...]  # plain values that must be what they were
     sizes: tuple[tuple[Any, int], ...]  # containers that must hold as much as they did
-    devices: tuple[torch.device, ...]  # of the inputs
+    devices: Mapping[str, torch.device | None]  # of the inputs but the key, by name; None: any
     device: torch.device
 
 
-def capture(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], apart: bool = False) -> Captured:
-    """Run `fn` once on tensors without data.  `apart`: an argument is not the same input as an equal tensor the code reaches otherwise."""
+def capture(
+    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], apart: bool = False, known: Mapping[int, Role] | None = None
+) -> Captured:
+    """Run `fn` once on tensors without data.  `apart`: an argument is not the same input as an equal tensor the code reaches otherwise;
+    `known`: roles of tensors the code reaches, by id, where the caller has better names than the way on which they are reached."""
     with paused():
-        return _capture(fn, args, kwargs, apart)
+        return _capture(fn, args, kwargs, apart, known or {})
 
 
 @contextlib.contextmanager
@@ -71,14 +74,15 @@ def paused() -> Iterator[None]:
             torch._C._push_on_torch_function_stack(mode)
 
 
-def _capture(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], apart: bool) -> Captured:
+def _capture(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], apart: bool, known: Mapping[int, Role]) -> Captured:
     leaves: list[torch.Tensor] = []
     tree = flatten((args, kwargs), leaves)
     _check_arguments(tree)
     places = Places(fn, tree.statics())
     device = _device(leaves, places)
     tracer = Tracer(device, places)
-    traced = _trace_arguments(tracer, fn, tree, leaves, apart)
+    paths = _argument_paths(fn, tree)
+    traced, given = _trace_arguments(tracer, tree, paths, leaves, apart)
     try:
         with _tracing(tracer):
             result = enter(fn, *traced[0], **traced[1])
@@ -94,14 +98,39 @@ def _capture(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     _restore(places, lambda v: not isinstance(v, torch.Tensor) and not _holds_traced(v))
     updates, new = _updates(tracer)
     blocks = assemble(tracer, results + new)
-    names = {v.name: w.name for v, w in zip([*tracer.inputs, KEY], blocks["main"].inputs, strict=False)}
-    program = check(prune(Program(blocks, "main", tuple(names[n] for n in updates), tracer.consts)))
+    names = {v: w.name for v, w in zip(tracer.inputs, blocks["main"].inputs, strict=False)}
+    arguments = {names[v]: path for v, path in reversed([*zip(given, paths, strict=True)])}  # of a tensor passed twice, the first
+    roles = _roles(tracer, names, arguments, known)
+    if len(blocks["main"].inputs) > len(names):
+        roles[blocks["main"].inputs[-1].name] = Role("key")
+    program = check(prune(Program(blocks, "main", tuple(names[v] for v in updates), tracer.consts, roles)))
     return Captured(
-        program, tree, _positions(leaves), tuple(tuple(p) for _, p in tracer.state),
-        len(blocks["main"].inputs) > len(tracer.inputs), out_tree, tuple(effects),
+        program, tree, tuple(names[v] for v in given), {names[v]: tuple(p) for v, p in tracer.state}, out_tree, tuple(effects),
         tuple(m for _, m in places.modules.values()), tuple(places.links), places.unchanged(), places.unresized(p for p, _ in effects),
-        tuple(x.device for x, _ in tracer.lifted.values()), device,
+        {names[v]: x.device for v, (x, _) in zip(tracer.inputs, tracer.lifted.values(), strict=True)}, device,
     )  # fmt: skip
+
+
+def _roles(tracer: Tracer, names: Mapping[Var, str], arguments: Mapping[str, str], known: Mapping[int, Role]) -> dict[str, Role]:
+    """What each input is, by its name; things of the same kind and name, or with a name the caller knows others by, get a number."""
+    places = dict(tracer.state)
+    roles: dict[str, Role] = {}
+    taken = set(known.values())
+    for var, (tensor, _) in zip(tracer.inputs, tracer.lifted.values(), strict=True):
+        if names[var] not in arguments and id(tensor) in known:
+            roles[names[var]] = known[id(tensor)]
+            continue
+        role = Role("batch", arguments[names[var]]) if names[var] in arguments else _held_role(tensor, places[var])
+        numbered = itertools.chain([role], (replace(role, name=f"{role.name}_{i}") for i in itertools.count(1)))
+        roles[names[var]] = role = next(r for r in numbered if r not in taken)
+        taken.add(role)
+    return roles
+
+
+def _held_role(tensor: torch.Tensor, places: Sequence[Place]) -> Role:
+    """What a tensor is that the code reached: a parameter wherever it lies, what a module keeps besides, or a variable's."""
+    kind = "parameter" if isinstance(tensor, torch.nn.Parameter) else "buffer" if places[0].kind in ("buffer", "attribute") else "variable"
+    return Role(kind, places[0].name or "held")
 
 
 @contextlib.contextmanager
@@ -179,21 +208,25 @@ def _device(leaves: list[torch.Tensor], places: Places) -> torch.device:
     return leaves[0].device if leaves else torch.device("cpu")
 
 
-def _trace_arguments(tracer: Tracer, fn: Callable[..., Any], tree: Tree, leaves: list[torch.Tensor], apart: bool) -> Any:
-    """The arguments with traced tensors; the same tensor passed twice is one input."""
+def _argument_paths(fn: Callable[..., Any], tree: Tree) -> list[str]:
+    """What the tensors of the arguments are called: x, pair.0, batch.input_ids"""
     args, kwargs = tree.children
     names = [n for a, name in zip(args.children, _parameter_names(fn, len(args.children)), strict=True) for n in a.paths(name)]
-    names += list(kwargs.paths(""))
+    return names + list(kwargs.paths(""))
+
+
+def _trace_arguments(tracer: Tracer, tree: Tree, paths: list[str], leaves: list[torch.Tensor], apart: bool) -> tuple[Any, list[Var]]:
+    """The arguments with traced tensors, and the input of each; the same tensor passed twice is one input."""
     made: dict[int, Traced] = {}
     taken: set[str] = set()
-    for name, tensor in zip(names, leaves, strict=True):
+    for name, tensor in zip(paths, leaves, strict=True):
         if id(tensor) not in made:
             name = clean(name)
             while name in taken:
                 name += "_"
             taken.add(name)
             made[id(tensor)] = tracer.argument(name, tensor, apart)
-    return tree.unflatten(iter([made[id(x)] for x in leaves]))
+    return tree.unflatten(iter([made[id(x)] for x in leaves])), [made[id(x)].cell.var for x in leaves]
 
 
 def _parameter_names(fn: Callable[..., Any], count: int) -> list[str]:
@@ -206,11 +239,6 @@ def _parameter_names(fn: Callable[..., Any], count: int) -> list[str]:
     plain = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "arg")
     return [plain[i] if i < len(plain) else f"{rest}.{i - len(plain)}" for i in range(count)]
-
-
-def _positions(leaves: list[torch.Tensor]) -> tuple[int, ...]:
-    first: dict[int, int] = {}
-    return tuple(first.setdefault(id(x), len(first)) for x in leaves)
 
 
 # -- state changes ------------------------------------------------------------------------------------------------
@@ -286,14 +314,14 @@ def _holds_traced(value: Any) -> bool:
     return any(isinstance(x, Traced) for x in leaves)
 
 
-def _updates(tracer: Tracer) -> tuple[list[str], list[Var]]:
+def _updates(tracer: Tracer) -> tuple[list[Var], list[Var]]:
     """Inputs whose cells were written, with their new values."""
-    names, values = [], []
+    inputs, values = [], []
     for (_, cell), start in zip(tracer.lifted.values(), tracer.inputs, strict=True):
         if cell.version:
-            names.append(start.name)
+            inputs.append(start)
             values.append(cell.var)
-    return names, values
+    return inputs, values
 
 
 __all__ = ["CaptureError", "Captured", "capture"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,23 +24,21 @@ def splice(tracer: Tracer, captured: Captured, args: tuple[Any, ...], kwargs: di
     return results(tracer, captured, inputs, outs)
 
 
-def input_tensors(captured: Captured, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors behind the program's inputs (but the key)."""
-    first: dict[int, torch.Tensor] = {}
-    for slot, leaf in zip(captured.leaves, leaves, strict=True):
-        first.setdefault(slot, leaf)
-    return [*(first[i] for i in sorted(first)), *(places[0].read() for places in captured.state)]
+def input_tensors(captured: Captured, leaves: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors behind the program's inputs (but the key), by name."""
+    given = dict(reversed([*zip(captured.leaves, leaves, strict=True)]))  # of a tensor passed twice, the first
+    return given | {name: places[0].read() for name, places in captured.state.items()}
 
 
-def input_values(tracer: Tracer, captured: Captured, inputs: Sequence[torch.Tensor]) -> list[Var]:
+def input_values(tracer: Tracer, captured: Captured, inputs: Mapping[str, torch.Tensor]) -> list[Var]:
     """The program's inputs as values of the outer trace."""
     tracer.here()
-    values = [tracer.cell(x).read() for x in inputs]
-    if captured.draws:
+    values = {name: tracer.cell(x).read() for name, x in inputs.items()}
+    for var in captured.program.inputs_of("key"):
         with tracer:
             key, site = tracer.draw()
-            values.append(o.fold_in(key, data=site))
-    return values
+            values[var.name] = o.fold_in(key, data=site)
+    return [values[v.name] for v in captured.program.inputs]
 
 
 def splice_program(tracer: Tracer, program: Program, inputs: Sequence[Atom]) -> list[Any]:
@@ -60,14 +58,13 @@ def splice_program(tracer: Tracer, program: Program, inputs: Sequence[Atom]) -> 
     return [lookup(x, values) for x in program.main.outputs]
 
 
-def results(tracer: Tracer, captured: Captured, inputs: Sequence[torch.Tensor], outs: Sequence[Any]) -> Any:
+def results(tracer: Tracer, captured: Captured, inputs: Mapping[str, torch.Tensor], outs: Sequence[Any]) -> Any:
     """What the call returns, its updates and effects carried out on traced tensors."""
     program = captured.program
-    by_name = {v.name: x for v, x in zip(program.inputs, inputs, strict=False)}
     n = len(outs) - len(program.updates)
     with tracer:
         for name, new in zip(program.updates, outs[n:], strict=True):
-            tracer.cell(by_name[name]).write(new)
+            tracer.cell(inputs[name]).write(new)
     made = iter([tracer.wrap(v) for v in outs[:n]])
     value = captured.out.unflatten(made)
     for place, tree in captured.effects:

@@ -24,6 +24,7 @@ from mycel.capture.fence import here, refuse
 from mycel.capture.state import Place, Places
 from mycel.errors import CaptureError
 from mycel.ir import CONTROL, OPS, Atom, Block, Builder, Eqn, Op, Type, Var, type_of
+from mycel.ops import o
 
 LARGEST_CONCRETE = 1 << 20  # elements of a constant computed while tracing
 
@@ -135,7 +136,7 @@ class Record(Builder):
                 return True
             if not all(map(compute, eqn.vars)):
                 return False
-            if eqn.op.name == "const":
+            if eqn.op is o.const:
                 known[var] = self.consts[eqn.params["name"]]
                 return True
             args = [known[a] if isinstance(a, Var) else a for a in eqn.inputs]

@@ -24,7 +24,6 @@ from mycel.ir import CONTROL, Atom, Axes, Eqn, Mesh, Params, Var, is_float
 from mycel.ops import o
 
 MESHES: list[Mesh] = []  # of the step that is being captured
-WITHOUT = frozenset({"all_reduce", "all_gather"})  # after these all ranks have the same
 
 
 @contextlib.contextmanager
@@ -103,11 +102,11 @@ class Open:
     def note(self, eqn: Eqn) -> None:
         """Follow what differs."""
         found = frozenset().union(*(self.differs.get(v, frozenset()) for v in eqn.vars))
-        if eqn.op.name == "enter":
+        if eqn.op is o.enter:
             found |= {a for dim in eqn.params["layout"] for a in dim if a in self.sizes}
-        elif eqn.op.name in WITHOUT:
+        elif eqn.op.collective is not None and eqn.op.collective.same:
             found -= set(eqn.params["axes"])
-        elif eqn.op.by_rank and eqn.op.name != "leave":
+        elif eqn.op.by_rank and eqn.op is not o.leave:
             found |= set(eqn.params["axes"]) & set(self.sizes)
         elif eqn.op in CONTROL and any(self._speaks(ref) for ref in eqn.refs):
             found = frozenset(self.sizes)

@@ -10,6 +10,7 @@ from typing import Any
 from mycel.errors import IRError
 from mycel.ir.control import CONTROL, outputs_of
 from mycel.ir.program import PHASES, Atom, Block, Eqn, Program, Var
+from mycel.ir.role import Role
 from mycel.ir.walk import order
 
 
@@ -21,6 +22,7 @@ def check(program: Program) -> Program:
     for name, block in program.blocks.items():
         _check_block(program, name, block)
     _check_updates(program)
+    _check_roles(program)
     return program
 
 
@@ -106,6 +108,19 @@ def _check_updates(program: Program) -> None:
             raise IRError(f"update of {name}, which is no input")
         if not isinstance(new, Var) or new.type != inputs[name].type:
             raise IRError(f"update of {inputs[name]} with {new}")
+
+
+def _check_roles(program: Program) -> None:
+    """Roles are of inputs, and no two inputs are the same thing."""
+    names = {v.name for v in program.inputs}
+    for name in program.roles:
+        if name not in names:
+            raise IRError(f"{name} is {program.roles[name]}, but no input")
+    seen: dict[Role, str] = {}
+    for var in program.inputs:
+        first = seen.setdefault(program.role(var), var.name)
+        if first != var.name:
+            raise IRError(f"the inputs {first} and {var.name} are both {program.role(var)}")
 
 
 def _headline(eqn: Eqn) -> str:

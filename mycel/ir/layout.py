@@ -17,12 +17,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mycel.errors import PlanError
-from mycel.ir.types import NAMES, Type
+from mycel.ir.types import DTYPES, NAMES, Type
 
 Axes = tuple[str, ...]
 
 KINDS = {"+": "sum", ">": "maximum", "<": "minimum"}  # what can be owed
 _AXIS = re.compile(r"[A-Za-z_]\w*", re.ASCII)
+_TYPED = re.compile(r"((?:stack\()*)(\w+)\[([\w@.,]*)\]((?:[+<>]\w+)*)(\)*)", re.ASCII)
 
 
 class Mesh:
@@ -177,6 +178,18 @@ def typed(type: Type, layout: Layout) -> str:
     """A type with its layout: f32[64@dp,4096]+tp"""
     dims = ",".join(f"{n}@{'.'.join(axes)}" if axes else str(n) for n, axes in zip(type.shape, layout.dims, strict=True))
     return "stack(" * type.depth + f"{NAMES[type.dtype]}[{dims}]" + _owed_text(layout.owed) + ")" * type.depth
+
+
+def parse_typed(text: str) -> tuple[Type, Layout]:
+    """What `typed` wrote; ValueError if it did not."""
+    match = _TYPED.fullmatch(text)
+    if match is None or match[2] not in DTYPES or len(match[5]) * len("stack(") != len(match[1]):
+        raise ValueError(f"{text!r} is no type with a layout")
+    dims = [dim.partition("@") for dim in match[3].split(",")] if match[3] else []
+    shape = tuple(int(n) for n, _, _ in dims)
+    split = tuple(tuple(axes.split(".")) if axes else () for _, _, axes in dims)
+    partial = tuple((part[1:], part[0]) for part in re.findall(r"[+<>]\w+", match[4]))
+    return Type(DTYPES[match[2]], shape, len(match[5])), Layout(split, partial)
 
 
 def _owed_text(owed: Sequence[tuple[str, str]]) -> str:

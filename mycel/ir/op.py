@@ -23,11 +23,26 @@ What the fields mean
   inplace   a kernel of the same arguments that writes its results over its first operands; runs where these are given away
   scratch   bytes its kernel needs while it runs, besides operands and results: a function of the types and params
   compiles  a compiler can take its kernel
+  apart     it is worth a kernel of its own: a compiler does not merge it with what is before and behind it
+  free      it costs nothing
+  product   a product of matrices, or made of them: what devices are fast at, and ranks share first
+  rate      under which name its operations a second are measured: "product", "conv", "attention" …; "": it is bound by memory
+  precision in mixed precision: "low" in 16 bits, "high" in 32, "kept": it says its dtype itself or has its operand's; "": as its widest operand
+  commutes  its two operands may change places: "always", or "exactly": not in floating point, where 0.0 and -0.0 tell them apart
+  moves     its elements are its operand's, in other places
+  scalars   operands that may be Python scalars, by position
+  padding   what padding of an operand must be where the kernel does not take any value: "ones" (in integers: it divides), "zeros"
+  averages  it is a mean over rows, or with reduction="sum" their sum: parts of a batch have shares in it
+  lies      it says how its operand lies and computes nothing: lowering makes nothing of it
+  stacks    it works on stacks, which may keep or return what they are given
+  foreign   torch's own operator, `target` by name, of which nothing else is known
   by_rank   its value depends on the rank, or on other ranks
+  collective  what ranks say to each other for it: bytes, steps, meaning (`Collective`)
   linear    operands it is linear in: groups of places, each linear together while the others stay; "all": all of them.  A sum owed passes through
   parts     how a part is computed where the kernel on parts is not it: {letter: Part}; "*" for whatever letter is split, "q k" for two together
   aten      ATen overloads that mean exactly this, with the same arguments in the same order ("exp.default")
   effect    it is run for what it does, not for its value: never left out
+  defaults  of static params; read from the kernel's signature where they are not given
   examples  argument lists the laws run on, e.g. "f[2,3], i64[3]<5, dim=1" (grammar in tests/examples.py)
 """
 
@@ -60,6 +75,23 @@ class Part:
     uneven: bool = False
 
 
+@dataclass(frozen=True)
+class Collective:
+    """What ranks say to each other for an operator of one tensor; its params tell the axes and the `count` k of ranks along them.
+
+    `sent`: bytes a rank puts on the wire for each byte it puts in.  `steps`: messages that wait for each other.  `meaning`: what the rank at an index
+    gets, from the tensors of all ranks along the axes, (xs, index, **params) -> y; simulated ranks do it.  `together`: several may go in one message,
+    begun and waited for apart.  `grows`: it brings more than it is given.  `same`: afterwards all ranks have the same.
+    """
+
+    sent: Callable[[int], float]
+    steps: Callable[[int], int]
+    meaning: Callable[..., Any]
+    together: bool = False
+    grows: bool = False
+    same: bool = False
+
+
 @dataclass(frozen=True, eq=False)
 class Op:
     """One operator: everything Mycel knows about it."""
@@ -81,7 +113,21 @@ class Op:
     aten: Sequence[str] = ()
     scratch: Callable[..., int] | None = None
     compiles: bool = True
+    apart: bool = False
+    free: bool = False
+    product: bool = False
+    rate: str = ""
+    precision: str = ""
+    commutes: str = ""
+    moves: bool = False
+    scalars: tuple[int, ...] = ()
+    padding: str = ""
+    averages: bool = False
+    lies: bool = False
+    stacks: bool = False
+    foreign: bool = False
     by_rank: bool = False
+    collective: Collective | None = None
     linear: Sequence[tuple[int, ...]] | str = ()
     parts: dict[str, Part] = field(default_factory=dict)
     defaults: dict[str, Any] = field(default_factory=dict)
@@ -95,6 +141,11 @@ class Op:
 
     def __repr__(self) -> str:
         return self.name
+
+    @property
+    def grows(self) -> bool:
+        """A collective that brings more than it is given."""
+        return self.collective is not None and self.collective.grows
 
     def infer(self, inputs: Sequence[Any], params: dict[str, Any]) -> tuple[Type, ...]:
         """Types (and literals) of the inputs -> types of the outputs.  Remembered: layers repeat."""
@@ -146,7 +197,7 @@ def op(dims: str | Callable[..., Any] | None = None, *, name: str | None = None,
     """Make the decorated kernel an operator and enter it in the one table."""
 
     def enter(kernel: Callable[..., Any]) -> Op:
-        made = Op(name or kernel.__name__, kernel, dims, defaults=_defaults(kernel), **facts)
+        made = Op(name or kernel.__name__, kernel, dims, **{"defaults": _defaults(kernel), **facts})
         if made.name in OPS:
             raise ValueError(f"operator {made.name} is defined twice")
         OPS[made.name] = made

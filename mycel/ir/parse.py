@@ -17,6 +17,7 @@ from mycel.errors import IRError, TextError
 from mycel.ir.check import check
 from mycel.ir.op import OPS
 from mycel.ir.program import NAN, PHASES, RESERVED, Atom, Block, Eqn, Params, Program, Ref, Var
+from mycel.ir.role import Role, unquoted
 from mycel.ir.types import DTYPES, Type
 
 _TOKEN = re.compile(
@@ -119,25 +120,27 @@ class _Parser:
     def program(self, consts: Mapping[str, torch.Tensor]) -> Program:
         blocks: dict[str, Block] = {}
         updates: tuple[str, ...] = ()
+        roles: dict[str, Role] = {}
         name = ""
         while self.peek().kind != "end":
-            if updates:
-                self.fail("only the last block, the entry, may update inputs")
-            token, block, updates = self.block()
+            if updates or roles:
+                self.fail("only the last block, the entry, may update inputs and say what they are")
+            token, block, updates, roles = self.block()
             name = token.text
             if name in blocks:
                 self.fail(f"block {name} is defined twice", token)
             blocks[name] = block
         if not blocks:
             self.fail("no block: a program has at least one `def`")
-        return Program(blocks, name, updates, dict(consts))
+        return Program(blocks, name, updates, dict(consts), roles)
 
-    def block(self) -> tuple[_Token, Block, tuple[str, ...]]:
+    def block(self) -> tuple[_Token, Block, tuple[str, ...], dict[str, Role]]:
         self.expect("def")
         name = self.name("a block name")
         self.expect("(")
         scope: dict[str, Var] = {}
-        inputs = tuple(self.listed(")", lambda: self.var(scope)))
+        roles: dict[str, Role] = {}
+        inputs = tuple(self.listed(")", lambda: self.input(scope, roles)))
         self.expect(":")
         eqns = []
         while self.peek().text != "return":
@@ -155,7 +158,21 @@ class _Parser:
                 self.fail("results come before updates")
             outputs.append(self.atom(scope))
             more = self.take(",")
-        return name, Block(inputs, tuple(eqns), tuple(outputs)), tuple(updates)
+        return name, Block(inputs, tuple(eqns), tuple(outputs)), tuple(updates), roles
+
+    def input(self, scope: dict[str, Var], roles: dict[str, Role]) -> Var:
+        """A value and, behind an equals sign, its role."""
+        var = self.var(scope)
+        if self.take("="):
+            first, words = self.peek(), []
+            while self.peek().kind in ("name", "number", "string"):
+                token = self.next()
+                words.append(unquoted(token.text) if token.kind == "string" else token.text)
+            try:
+                roles[var.name] = Role.of_words(words)
+            except ValueError as e:
+                self.fail(str(e), first)
+        return var
 
     def _follows(self, text: str) -> bool:
         """Is this the token after the next?"""
@@ -271,7 +288,7 @@ class _Parser:
             case "number":
                 return self.number(token)
             case "string":
-                return re.sub(r"\\(.)", lambda m: "\n" if m[1] == "n" else m[1], token.text[1:-1])
+                return unquoted(token.text)
             case "ref":
                 return Ref(token.text[1:])
             case "name" if token.text in _WORDS:

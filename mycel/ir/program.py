@@ -1,6 +1,6 @@
 """The five records of the IR: Program, Block, Eqn, Var and (in `types.py`) Type.  Immutable, typed, pure.
 
-    Program   named blocks, one of them the entry; constants; which inputs the entry's last outputs replace
+    Program   named blocks, one of them the entry; constants; which inputs the entry's last outputs replace; what its inputs are (`role.py`)
     Block     inputs, equations, outputs
     Eqn       outputs = op(inputs, **params), its phase of a training step, and the user's file:line
     Var       a name and a type; defined once in its block
@@ -13,13 +13,14 @@ every pass once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from mycel.ir.op import Op
+from mycel.ir.role import Role
 from mycel.ir.types import Type
 
 
@@ -122,12 +123,14 @@ class Block:
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """Named blocks and an entry.  The entry's last `len(updates)` outputs are the new values of the inputs named in `updates`."""
+    """Named blocks and an entry.  The entry's last `len(updates)` outputs are the new values of the inputs named in `updates`; `roles`
+    says by name what the entry's inputs are: one that is not there is an argument of its own name."""
 
     blocks: Mapping[str, Block]
     entry: str = "main"
     updates: tuple[str, ...] = ()
     consts: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    roles: Mapping[str, Role] = field(default_factory=dict)
 
     @property
     def main(self) -> Block:
@@ -141,6 +144,23 @@ class Program:
     def results(self) -> tuple[Atom, ...]:
         """The entry's outputs without the updates."""
         return self.main.outputs[: len(self.main.outputs) - len(self.updates)]
+
+    def role(self, var: Var) -> Role:
+        """What an input of the entry is."""
+        return self.roles.get(var.name) or Role("batch", var.name)
+
+    def inputs_of(self, *kinds: str) -> tuple[Var, ...]:
+        """The inputs whose role is of these kinds, in their order."""
+        return tuple(v for v in self.inputs if self.role(v).kind in kinds)
+
+    def positions(self, names: Iterable[str]) -> list[int]:
+        """Where among the inputs these are, by name."""
+        at = {v.name: i for i, v in enumerate(self.inputs)}
+        return [at[name] for name in names]
+
+    def by_role(self) -> dict[Role, Var]:
+        """The inputs by what they are."""
+        return {self.role(v): v for v in self.inputs}
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Program):
@@ -158,7 +178,7 @@ class Program:
         """Blocks as text: equal where 1, 1.0 and True, or 0.0 and -0.0, are told apart and nan is itself."""
         from mycel.ir.text import block_text
 
-        return {name: block_text(name, block) for name, block in self.blocks.items()}
+        return {name: block_text(name, block, roles=self.roles if name == self.entry else {}) for name, block in self.blocks.items()}
 
     def __str__(self) -> str:
         from mycel.ir.text import to_text

@@ -1,7 +1,8 @@
 """Programs as text.  Deterministic, one equation a line with the user's file and line, each block once; `parse` reads it back.
 
 program    = block*                                  the entry is the last block
-block      = "def" name "(" [var ("," var)*] "):" equation* return
+block      = "def" name "(" [input ("," input)*] "):" equation* return
+input      = var ["=" role]                          role: see `role.py`; of the entry's inputs alone, and where it is not `batch` and the name
 equation   = var ("," var)* "=" op "(" [arg ("," arg)*] ")" ["[" phase "]"] ["#" source]
 return     = "return" [out ("," out)*]               out: atom, or input "=" atom for the new value of that input
 var        = name ":" type                           arg: atom, or param "=" value
@@ -11,11 +12,13 @@ atom       = name | scalar | "None"                  value: scalar | string | dt
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from mycel.ir.program import Atom, Block, Eqn, Program, Ref, Var
+from mycel.ir.role import Role, quoted
 from mycel.ir.types import NAMES
 from mycel.ir.walk import order
 
@@ -24,14 +27,14 @@ def to_text(program: Program) -> str:
     """Inner blocks first, the entry last."""
     parts = []
     for name in order(program):
-        updates = program.updates if name == program.entry else ()
-        parts.append(block_text(name, program.blocks[name], updates))
+        of_entry = (program.updates, program.roles) if name == program.entry else ()
+        parts.append(block_text(name, program.blocks[name], *of_entry))
     return "\n".join(parts)
 
 
-def block_text(name: str, block: Block, updates: tuple[str, ...] = ()) -> str:
-    """One block."""
-    lines = [f"def {name}({_wrap([repr(v) for v in block.inputs], len(name) + 5)}):"]
+def block_text(name: str, block: Block, updates: tuple[str, ...] = (), roles: Mapping[str, Role] | None = None) -> str:
+    """One block; the entry with its updates and roles."""
+    lines = [f"def {name}({_wrap([input_text(v, roles or {}) for v in block.inputs], len(name) + 5)}):"]
     bodies = [eqn_text(eqn) for eqn in block.eqns]
     width = min(max((len(b) for b in bodies), default=0), 100)
     for eqn, body in zip(block.eqns, bodies, strict=True):
@@ -42,6 +45,12 @@ def block_text(name: str, block: Block, updates: tuple[str, ...] = ()) -> str:
     outs += [f"{k}={value_text(x)}" for k, x in zip(updates, block.outputs[results:], strict=True)]
     lines.append("  return " + _wrap(outs, 9) if outs else "  return")
     return "\n".join(lines) + "\n"
+
+
+def input_text(var: Var, roles: Mapping[str, Role]) -> str:
+    """w: f32[16,8] = parameter up.0.weight"""
+    role = roles.get(var.name)
+    return repr(var) if role is None or role == Role("batch", var.name) else f"{var!r} = {role}"
 
 
 def eqn_text(eqn: Eqn) -> str:
@@ -65,7 +74,7 @@ def value_text(value: Atom | Any) -> str:
             inner = ", ".join(map(value_text, value))
             return f"({inner},)" if len(value) == 1 else f"({inner})"
         case str():
-            return '"' + value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n") + '"'
+            return quoted(value)
         case complex():
             return f"complex({value.real!r}, {value.imag!r})"
     return repr(value)

@@ -1,9 +1,8 @@
 """A global program under a plan -> the local program of every rank.
 
-settle      one layout for each block
 pin         layouts of activations the plan names
-solve       (plan/layouts.py) all other layouts, at the least cost or near it
-spmd        local types, explicit collectives
+settle      one layout for each block
+spmd        local types, explicit collectives, for the layouts that the plan has decided
 """
 
 from __future__ import annotations
@@ -14,29 +13,21 @@ from dataclasses import dataclass, replace
 
 from mycel.errors import PlanError
 from mycel.ir import Block, Eqn, Layout, Mesh, Params, Program, Var, check, substitute, walk
-from mycel.lower.price import Prices
 from mycel.lower.settle import settle
 from mycel.lower.spmd import spmd
 from mycel.ops import o
-from mycel.plan.choices import Layouts
-from mycel.plan.cost import Costs
-from mycel.plan.graph import Graph
-from mycel.plan.hardware import Hardware
-from mycel.plan.layouts import Solver
-from mycel.plan.links import CPU_LINK, GPU_LINK, Links
+from mycel.plan import Layouts, Plan
 from mycel.plan.moves import Moves
-from mycel.plan.written import Plan
 
 
 @dataclass(frozen=True)
 class Distributed:
-    """The program of all ranks, and the global one with the layouts it came from; `gap`: how far these may be above the cheapest ones, as a share of
-    their seconds (0: none are cheaper, inf: nothing is proved); `gathered`: see `distribute`."""
+    """The program of all ranks, and the global one with the layouts it came from; `gathered`: inputs of the entry that
+    are moved anew for each use."""
 
     local: Program
     whole: Program
     layouts: Layouts
-    gap: float
     moves: Moves
     gathered: frozenset[int] = frozenset()
 
@@ -49,26 +40,28 @@ class Distributed:
         return self.layouts[self.whole.entry].outputs
 
 
-def distribute(
-    program: Program, plan: Plan, given: Mapping[int, Layout], gathered: frozenset[int], hardware: Hardware, compiled: bool = False
-) -> Distributed:
-    """`given`: layouts of inputs of the entry; `gathered`: those that are used whole along ZeRO's axes."""
-    links = Links(plan.mesh, GPU_LINK if hardware.memory else CPU_LINK)
-    whole = settle(pin(known(program, plan.mesh), plan), given)
-    along = dict.fromkeys(plan.over, gathered) if plan.zero == 3 else {}
-    reduced = frozenset(plan.over) if plan.zero >= 2 else frozenset()
-    first = [a for a in plan.batch_axes() if a in plan.mesh]  # activations are split by these anyway: what others split of a dim lies inside
-    order = [*first, *(a for a in plan.mesh.axes if a not in first)]
-    moves = Moves(links, hardware.bytes_s)
-    solver = Solver(Graph(whole), moves, Costs(whole, hardware, compiled), Prices(links), given, along, reduced, order, wide=plan.sums == "fp32")
-    layouts = solver.solve()
-    return Distributed(check(spmd(whole, layouts, moves, gathered)), whole, layouts, solver.gap, moves, gathered)
+def distribute(program: Program, plan: Plan) -> Distributed:
+    """The program of every rank under a plan whose layouts are decided; PlanError if they were decided for another program."""
+    assert plan.decided is not None
+    entry = plan.decided.layouts.get(program.entry)
+    lying = {i: entry.inputs[v.name][1] for i, v in enumerate(program.inputs) if entry is not None and v.name in entry.inputs}
+    whole = settled(program, plan, lying)
+    layouts, moves = plan.decided.laid(whole), Moves(plan.decided.links_of(plan.mesh))
+    gathered = frozenset(i for i, v in enumerate(whole.inputs) if v.name in plan.decided.gathered)
+    return Distributed(check(spmd(whole, layouts, moves, gathered)), whole, layouts, moves, gathered)
+
+
+def settled(program: Program, plan: Plan, inputs: Mapping[int, Layout]) -> Program:
+    """The global program to solve layouts for: activations pinned, one layout for each block.  `inputs`: layouts of
+    inputs of the entry."""
+    split = {i: layout for i, layout in inputs.items() if not layout.is_whole}
+    return settle(pin(known(program, plan.mesh), plan), split)
 
 
 def known(program: Program, mesh: Mesh) -> Program:
     """The program itself; PlanError for a hint that names an axis the mesh lacks."""
     for _, eqn in walk(program):
-        lost = [a for dim in eqn.params["layout"] for a in dim if a not in mesh] if eqn.op.name == "shard" else []
+        lost = [a for dim in eqn.params["layout"] for a in dim if a not in mesh] if eqn.op is o.shard else []
         if lost:
             raise PlanError(
                 f"mycel.shard: there is no axis {lost[0]!r}\n  the mesh  {mesh}\n  at        {eqn.source}\n  try       one of {', '.join(mesh.axes)}"

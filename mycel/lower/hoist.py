@@ -23,6 +23,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from mycel.ir import Atom, Block, Builder, Eqn, Program, Var, call, chains, custom, loop, order, prune, scan, substitute
+from mycel.ops import o
 
 
 def hoist(program: Program) -> Program:
@@ -46,10 +47,10 @@ def _gathers(block: Block) -> dict[Var, list[Eqn]]:
     """What is gathered of inputs as they are, cast or viewed: each with the equations that make it."""
     made: dict[Var, list[Eqn]] = {v: [] for v in block.inputs}
     for eqn in block.eqns:
-        if eqn.vars and all(v in made for v in eqn.vars) and (eqn.op.name in ("cast", "all_gather") or eqn.op.write is not None):
+        if eqn.vars and all(v in made for v in eqn.vars) and (eqn.op is o.cast or eqn.op.grows or eqn.op.write is not None):
             before = dict.fromkeys(e for v in eqn.vars for e in made[v])
             made.update((v, [*before, eqn]) for v in eqn.outputs)
-    return {v: chain for v, chain in made.items() if chain and chain[-1].op.name == "all_gather"}
+    return {v: chain for v, chain in made.items() if chain and chain[-1].op.grows}
 
 
 def _before(block: Block, at: int) -> int:

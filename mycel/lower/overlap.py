@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from mycel.ir import Block, Builder, Chain, Eqn, Program, Var, call, chains, custom, loop, rewrite, scan
 from mycel.ops import o
 
-TOGETHER = ("all_reduce", "all_gather", "reduce_scatter")
 BUCKET = 32 << 20  # bytes in one message
 
 
@@ -37,7 +36,7 @@ def overlap(program: Program) -> Program:
 
 
 def _overlapped(block: Block) -> Block:
-    found = [i for i, e in enumerate(block.eqns) if e.op.name in TOGETHER]
+    found = [i for i, e in enumerate(block.eqns) if e.op.collective is not None and e.op.collective.together]
     if not found:
         return block
     uses = chains(block)
@@ -73,7 +72,7 @@ def _ready(block: Block, i: int, uses: Mapping[Var, Chain], calls: Sequence[int]
     eqn = block.eqns[i]
     ready = max((uses[v].defined for v in eqn.vars), default=-1) + 1
     before = [c for c in calls if c < min(uses[eqn.outputs[0]].uses, default=len(block.eqns))]
-    if before and (eqn.op.name == "all_gather" or ready <= calls[0]):
+    if before and (eqn.op.grows or ready <= calls[0]):
         ready = max(ready, before[-1])
     return min(ready, i)
 

@@ -8,7 +8,7 @@ from typing import Any
 from mycel.ir import Axes, Block, Eqn, Mesh, Program, Var
 from mycel.lower.spmd import spmd
 from mycel.plan.choices import Label, Laid, Options
-from mycel.plan.links import COLLECTIVES, Links
+from mycel.plan.links import Links, message
 from mycel.plan.moves import Moves
 
 FOUND: dict[Any, tuple[float, float]] = {}  # by equation, label, ranks along the axes and link: layers and plans repeat
@@ -34,6 +34,6 @@ class Prices:
         layouts = {x: layout for x, layout in zip(eqn.inputs, choice.ins, strict=True) if isinstance(x, Var) and layout is not None}
         laid = Laid(tuple(layouts[v] for v in inputs), (choice,), choice.outs)
         program = spmd(Program({"main": Block(inputs, (eqn,), eqn.outputs)}), {"main": laid}, Moves(links))
-        sent = [(e.op.name, e.params["axes"], sum(v.type.bytes for v in e.vars)) for e in program.main.eqns if e.op.name in COLLECTIVES]
+        sent = [m for e in program.main.eqns if (m := message(e))[0]]
         start = sum(links.seconds(name, over, 0) for name, over, _ in sent)
         return start, sum(links.seconds(name, over, size) for name, over, size in sent) - start

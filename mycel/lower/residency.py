@@ -100,7 +100,7 @@ def _halves(
 
 
 class _Again:
-    """Writes equations a second time, under new names, when their values are asked for."""
+    """Writes equations a second time, under new names, when their values are asked for: those of forward now belong to backward."""
 
     def __init__(self, builder: Builder, eqns: Iterable[Eqn], new: dict[Var, Atom]) -> None:
         self.builder, self.new = builder, new
@@ -113,7 +113,9 @@ class _Again:
             for u in eqn.vars:
                 self.value(u)
             self.new.update((v, Var(self.builder.name(v.name), v.type)) for v in eqn.outputs)
-            self.builder.eqns.append(replace(substitute(eqn, self.new), outputs=tuple(self.new[v] for v in eqn.outputs)))  # type: ignore[misc]
+            outputs = tuple(self.new[v] for v in eqn.outputs)
+            phase = "backward" if eqn.phase == "forward" else eqn.phase
+            self.builder.eqns.append(replace(substitute(eqn, self.new), outputs=outputs, phase=phase))  # type: ignore[arg-type]
         return self.new[old]
 
 

@@ -193,7 +193,7 @@ class _Block:
         if choice is None:
             types = [layout.local(v.type, self.mesh) for v, layout in zip(eqn.outputs, outs, strict=True)]
             made = self.b.append(eqn.op, tuple(values), dict(eqn.params), types)
-        elif eqn.op.name in ("shard", "enter", "leave"):  # a rank has its part already
+        elif eqn.op.lies:  # a rank has its part already
             made = values[0]
         elif choice.expand:
             made = self.expanded(eqn, choice, values)
@@ -248,9 +248,9 @@ class _Block:
                     continue
                 if flag in (">", "<"):
                     value = lowest(x.dtype) if flag == ">" else highest(x.dtype)
-                elif eqn.op.name in DIVISIONS and not x.dtype.is_floating_point:
+                elif eqn.op.padding == "ones" and not x.dtype.is_floating_point:
                     value = 1
-                elif flag == "+" or eqn.op.name in BOUNDED or (not x.dtype.is_floating_point and not x.dtype.is_complex and not is_pointwise(eqn)):
+                elif flag == "+" or eqn.op.padding == "zeros" or (not x.dtype.is_floating_point and not x.dtype.is_complex and not is_pointwise(eqn)):
                     value = False if x.dtype == torch.bool else 0
                 else:
                     continue
@@ -299,10 +299,6 @@ def interface(eqn: Eqn, layouts: Layouts) -> tuple[tuple[Layout | None, ...], tu
 def _rows(layout: Layout) -> Layout:
     """A row's layout -> that of all rows."""
     return Layout(((), *layout.dims), layout.owed)
-
-
-DIVISIONS = frozenset({"remainder", "floor_divide", "trunc_divide", "fmod"})  # of integers: padding must not be divided by
-BOUNDED = frozenset({"binary_cross_entropy"})  # refuses what lies outside [0, 1]: padding must not
 
 
 def is_pointwise(eqn: Eqn) -> bool:

@@ -213,6 +213,7 @@ def softplus_grad(g, x, *, beta=1.0, threshold=20.0):
     vjp=lambda g, y, x, *, beta=1.0, threshold=20.0: (softplus_grad(g, x, beta=beta, threshold=threshold),),
     flops=lambda d: 4 * d.rows,
     examples=["f[2,3]", "f[2,3], beta=2.0, threshold=0.5"],
+    precision="high",
 )
 def softplus(x, *, beta=1.0, threshold=20.0):
     """log(1 + exp(beta * x)) / beta, linear above the threshold"""
@@ -229,6 +230,7 @@ def _(x, beta=1, threshold=20):
     vjp=lambda g, y, x: (o.mul(g, sigmoid(o.neg(x))),),
     flops=lambda d: 4 * d.rows,
     examples=["f[2,3]"],
+    precision="high",
 )
 def logsigmoid(x):
     """log(sigmoid(x))"""

@@ -248,6 +248,7 @@ def _plain_attention(q, k, v, mask, causal, scale):
         "f[2,2,6,4], f[2,2,3,4], f[2,2,3,6], f[1,3]", "f[2,2,4,4], f[2,2,6,4], f[2,2,6,4], None, causal=True",
         "f[1,2,2,4], f[1,2,2,4], f[1,2,2,4], bool[2,2]", "f[2,2,6,4], f[2,2,3,4], f[2,2,3,4], bool[6,1]",
     ],
+    product=True, rate="attention", apart=True, precision="low",
 )  # fmt: skip
 def attention(q, k, v, mask, *, causal=False, scale=None):
     """(softmax(q kᵀ · scale + mask) v, log-sum-exp of the scores)"""
@@ -293,6 +294,9 @@ def _plain_grad(g, q, k, v, mask, y, lse, causal, scale):
         "f64[2,2,6,8], f64[2,2,6,8], f64[2,2,4,8], f64[2,2,4,8], f64[2,6,4], f64[2,2,6,8], f64[2,2,6]>4",
         "f64[2,2,6,6], f64[2,2,6,4], f64[2,2,3,4], f64[2,2,3,6], f64[1,3], f64[2,2,6,6], f64[2,2,6]>4",
     ],
+    product=True,
+    rate="attention_grad",
+    apart=True,
 )
 def attention_grad(g, q, k, v, mask, y, lse, *, causal=False, scale=None):
     """Cotangents of q, k and v."""
@@ -340,6 +344,7 @@ def attention_grad(g, q, k, v, mask, y, lse, *, causal=False, scale=None):
         "f64[2,4,6,8], f64[2,4,6,8], f64[2,2,4,8], f64[2,2,4,8], f64[2,1,1,4], f64[2,4,6,8], f64[2,4,6]>4, scale=0.3",
         "f64[2,2,6,6], f64[2,2,6,4], f64[2,2,3,4], f64[2,2,3,6], f64[1,3], f64[2,2,6,6], f64[2,2,6]>4",
     ],
+    apart=True,
 )
 def attention_mask_grad(g, q, k, v, mask, y, lse, *, scale=None):
     """The cotangent of an added mask: its own equation, for it is large and a constant mask needs none."""

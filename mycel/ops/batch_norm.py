@@ -60,6 +60,7 @@ def batch_norm_vjp(g, y, x, w, b, *, eps):
         "f[3,2,4], None, f[2], eps=0.001",
         "f[2,2,4,1,2], None, None, eps=0.001",
     ],
+    precision="high",
 )
 def batch_norm(x, w, b, *, eps):
     """Standardised over all dims but the second, scaled by w, shifted by b; also the mean and biased variance used."""
@@ -120,6 +121,7 @@ def batch_norm_infer_expand(x, w, b, mean, var, *, eps):
         "f[3,4,2,2], f[4], None, f[4], f[4]>0, eps=0.001",
         "f[2,2,4], None, None, f[2], f[2]>0, eps=0.001",
     ],
+    precision="high",
 )
 def batch_norm_infer(x, w, b, mean, var, *, eps):
     """(x - mean) / sqrt(var + eps), scaled by w and shifted by b, with statistics given by channel."""

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from mycel.errors import GradientError, RunError
-from mycel.ir import Type, op
+from mycel.ir import OPS, Collective, Type, op
 from mycel.ops.rules import o
 
 COMMUNICATORS: list[Any] = []  # the innermost is asked; owned by the runs
@@ -53,6 +53,50 @@ def resized(x, dims):
     return f"{left} -> {right}", {f"q{d}": n for d, n in dims.items()}
 
 
+# -- what ranks get, from the tensors of all along the axes: how simulated ranks do it -------------------------------------------
+
+
+def reduced(xs, kind="+"):
+    """The sum (rounded once), maximum or minimum of the ranks' tensors, in their order."""
+    if kind == "+":
+        wide = xs[0].dtype in (torch.float16, torch.bfloat16)
+        total = xs[0].float() if wide else xs[0]
+        for x in xs[1:]:
+            total = total + x
+        return total.to(xs[0].dtype)
+    stacked = torch.stack(list(xs))
+    return stacked.amax(0) if kind == ">" else stacked.amin(0)
+
+
+def gathered(xs, index, *, axes, count, dim, size):
+    return torch.cat(list(xs), dim).narrow(dim, 0, size)
+
+
+def scattered(xs, index, *, axes, count, dim, kind="+"):
+    whole = padded(reduced(xs, kind), dim, count)
+    return whole.chunk(count, dim)[index] if whole.shape[dim] else whole
+
+
+def exchanged(xs, index, *, axes, count, split, join, size):
+    return torch.cat([padded(x, split, count).tensor_split(count, split)[index] for x in xs], join).narrow(join, 0, size)
+
+
+def permuted(xs, index, *, axes, count, to):
+    return xs[to.index(index)] if index in to else torch.zeros_like(xs[index])
+
+
+def ring(k):
+    """The share of a tensor that passes each rank of a ring, once around."""
+    return (k - 1) / k
+
+
+def turns(k):
+    return k - 1
+
+
+ALL_REDUCE = Collective(lambda k: 2 * ring(k), lambda k: 2 * (k - 1), lambda xs, index, *, axes, count, kind="+": reduced(xs, kind), True, same=True)
+
+
 def all_reduce_vjp(g, y, x, *, axes, count, kind="+"):
     """Of a maximum: to the elements that are it, in equal shares."""
     total = o.all_reduce(g, axes=axes, count=count)
@@ -62,7 +106,7 @@ def all_reduce_vjp(g, y, x, *, axes, count, kind="+"):
     return (o.div(o.mul(total, hit), o.all_reduce(hit, axes=axes, count=count)),)
 
 
-@op("... -> ...", dtype="first", vjp=all_reduce_vjp, compiles=False, by_rank=True)
+@op("... -> ...", dtype="first", vjp=all_reduce_vjp, compiles=False, by_rank=True, collective=ALL_REDUCE)
 def all_reduce(x, *, axes, count, kind="+"):
     """The sum, maximum (>) or minimum (<) of x over the ranks along the axes."""
     return communicator().all_reduce(x, axes, kind)
@@ -79,6 +123,7 @@ def gather_transpose(g, x, *, axes, count, dim, size):
     linear=((0,),),
     compiles=False,
     by_rank=True,
+    collective=Collective(turns, turns, gathered, together=True, grows=True, same=True),
 )
 def all_gather(x, *, axes, count, dim, size):
     """The parts of all ranks along the axes, joined along `dim` and cut to `size`."""
@@ -98,10 +143,27 @@ def scatter_transpose(g, x, *, axes, count, dim, kind="+"):
     vjp=linear_in_first(scatter_transpose),
     compiles=False,
     by_rank=True,
+    collective=Collective(ring, turns, scattered, together=True),
 )
 def reduce_scatter(x, *, axes, count, dim, kind="+"):
     """This rank's part along `dim` of the sum (maximum, minimum) of x over the ranks along the axes."""
     return communicator().reduce_scatter(padded(x, dim, count), axes, dim, kind)
+
+
+@op(
+    lambda x, *, axes, count, dim: resized(x, {dim: -(-x.shape[dim] // count)}),
+    types=lambda x, *, axes, count, dim: with_size(x, dim, -(-x.shape[dim] // count)),
+    vjp=linear_in_first(scatter_transpose),
+    compiles=False,
+    by_rank=True,
+    collective=Collective(ring, lambda k: 1, scattered),
+)
+def reduce_scatter_wide(x, *, axes, count, dim):
+    """As reduce_scatter of a sum, but whatever the network: 16 bits on the wire, added in 32 and rounded once, by the rank whose part it is."""
+    x = padded(x, dim, count)
+    n = x.shape[dim] // count
+    parts = communicator().all_to_all(x, axes, dim, dim)
+    return reduced(parts.split(n, dim)) if n else parts
 
 
 def all_to_all_type(x, *, axes, count, split, join, size):
@@ -119,6 +181,7 @@ def all_to_all_transpose(g, x, *, axes, count, split, join, size):
     linear=((0,),),
     compiles=False,
     by_rank=True,
+    collective=Collective(ring, lambda k: 1, exchanged),
 )
 def all_to_all(x, *, axes, count, split, join, size):
     """Part i of dim `split` goes to rank i; the parts that come in are joined along `join` and cut to `size`."""
@@ -134,7 +197,15 @@ def permute_transpose(g, x, *, axes, count, to):
     return o.permute_ranks(g, axes=axes, count=count, to=tuple(back))
 
 
-@op("... -> ...", dtype="first", vjp=linear_in_first(permute_transpose), linear=((0,),), compiles=False, by_rank=True)
+@op(
+    "... -> ...",
+    dtype="first",
+    vjp=linear_in_first(permute_transpose),
+    linear=((0,),),
+    compiles=False,
+    by_rank=True,
+    collective=Collective(lambda k: 1.0, lambda k: 1, permuted),
+)
 def permute_ranks(x, *, axes, count, to):
     """x of rank i arrives at rank to[i] (-1: nowhere); zeros where nothing arrives."""
     return communicator().permute(x, axes, to)
@@ -150,6 +221,7 @@ def own_part_transpose(g, x, *, axes, count, dim):
     types=lambda x, *, axes, count, dim: with_size(x, dim, -(-x.shape[dim] // count)),
     vjp=linear_in_first(own_part_transpose),
     linear=((0,),),
+    free=True,
     compiles=False,
     by_rank=True,
 )
@@ -190,18 +262,21 @@ def only_first(x, *, axes, count):
     return x if communicator().index(axes) == 0 else torch.zeros_like(x)
 
 
-@op(types=lambda *, axes, count: Type(torch.int64, ()), vjp=lambda g, y, **_: (), compiles=False, by_rank=True)
+@op(types=lambda *, axes, count: Type(torch.int64, ()), vjp=lambda g, y, **_: (), free=True, compiles=False, by_rank=True)
 def place(*, axes, count, device=None):
     """This rank's index along the axes."""
     return torch.tensor(communicator().index(axes), device=device)
 
 
-def finish_types(token, *xs, op, axes, count, kind="+", dims=(), sizes=()):
-    if op == "all_reduce":
-        return tuple(xs)
-    if op == "all_gather":
-        return tuple(with_size(x, d, n) for x, d, n in zip(xs, dims, sizes, strict=True))
-    return tuple(with_size(x, d, -(-x.shape[d] // count)) for x, d in zip(xs, dims, strict=True))
+def each(i, axes, count, kind="+", dims=(), sizes=()):
+    """The params of one of several collectives that go together."""
+    found = {"axes": axes, "count": count}
+    found |= {} if kind == "+" else {"kind": kind}
+    return found | ({"dim": dims[i]} if dims else {}) | ({"size": sizes[i]} if sizes else {})
+
+
+def finish_types(token, *xs, op, **how):
+    return tuple(OPS[op].infer([x], each(i, **how))[0] for i, x in enumerate(xs))
 
 
 @op(types=lambda *xs, **_: Type(torch.int64, ()), compiles=False, by_rank=True, effect=True)
@@ -213,7 +288,7 @@ def begin(*xs, op, axes, count, kind="+", dims=(), sizes=()):
     return communicator().start(op, xs, axes=axes, **how)
 
 
-@op(types=finish_types, compiles=False, by_rank=True)
+@op(types=finish_types, free=True, compiles=False, by_rank=True)
 def finish(token, *xs, op, axes, count, kind="+", dims=(), sizes=()):
     """What a collective that was begun has brought."""
     ys = communicator().wait(token)

@@ -16,37 +16,39 @@ from mycel.ops.rules import o
     dtype=torch.bool,
     aten=["eq.Tensor", "eq.Scalar"],
     examples=["a[2,3], a[3]", "i64[3], 2", "i64[3], f32[3]"],
+    commutes="always",
+    scalars=(0, 1),
 )
 def eq(a, b):
     """a == b"""
     return a == b
 
 
-@op("..., ... -> ...", dtype=torch.bool, aten=["ne.Tensor", "ne.Scalar"], examples=["a[2,3], a[3]", "i64[3], 2"])
+@op("..., ... -> ...", dtype=torch.bool, aten=["ne.Tensor", "ne.Scalar"], examples=["a[2,3], a[3]", "i64[3], 2"], commutes="always", scalars=(0, 1))
 def ne(a, b):
     """a != b"""
     return a != b
 
 
-@op("..., ... -> ...", dtype=torch.bool, aten=["lt.Tensor", "lt.Scalar"], examples=["n[2,3], n[3]", "f[3], 0.1"])
+@op("..., ... -> ...", dtype=torch.bool, aten=["lt.Tensor", "lt.Scalar"], examples=["n[2,3], n[3]", "f[3], 0.1"], scalars=(0, 1))
 def lt(a, b):
     """a < b"""
     return a < b
 
 
-@op("..., ... -> ...", dtype=torch.bool, aten=["le.Tensor", "le.Scalar"], examples=["n[2,3], n[3]", "f[3], 0.1"])
+@op("..., ... -> ...", dtype=torch.bool, aten=["le.Tensor", "le.Scalar"], examples=["n[2,3], n[3]", "f[3], 0.1"], scalars=(0, 1))
 def le(a, b):
     """a <= b"""
     return a <= b
 
 
-@op("..., ... -> ...", dtype=torch.bool, aten=["gt.Tensor", "gt.Scalar"], examples=["n[2,3], n[3]", "f[3], 0.1"])
+@op("..., ... -> ...", dtype=torch.bool, aten=["gt.Tensor", "gt.Scalar"], examples=["n[2,3], n[3]", "f[3], 0.1"], scalars=(0, 1))
 def gt(a, b):
     """a > b"""
     return a > b
 
 
-@op("..., ... -> ...", dtype=torch.bool, aten=["ge.Tensor", "ge.Scalar"], examples=["n[2,3], n[3]", "f[3], 0.1"])
+@op("..., ... -> ...", dtype=torch.bool, aten=["ge.Tensor", "ge.Scalar"], examples=["n[2,3], n[3]", "f[3], 0.1"], scalars=(0, 1))
 def ge(a, b):
     """a >= b"""
     return a >= b
@@ -71,6 +73,7 @@ def logic(name: str) -> Op:
         dtype=torch.bool,
         aten=[f"{name}.default"],
         examples=["a[2,3], a[3]", "bool[2,1], i64[3]"],
+        commutes="always",
     )(getattr(torch, name))
 
 
@@ -108,19 +111,19 @@ def bitwise_not(x):
 BITS = ["i64[2,3], i64[3]", "bool[2,3], bool[3]", "u8[4], 3", "i32[2], i64[2]"]
 
 
-@op("..., ... -> ...", aten=["bitwise_and.Tensor", "bitwise_and.Scalar", "bitwise_and.Scalar_Tensor"], examples=BITS)
+@op("..., ... -> ...", aten=["bitwise_and.Tensor", "bitwise_and.Scalar", "bitwise_and.Scalar_Tensor"], examples=BITS, commutes="always")
 def bitwise_and(a, b):
     """a & b"""
     return a & b
 
 
-@op("..., ... -> ...", aten=["bitwise_or.Tensor", "bitwise_or.Scalar", "bitwise_or.Scalar_Tensor"], examples=BITS)
+@op("..., ... -> ...", aten=["bitwise_or.Tensor", "bitwise_or.Scalar", "bitwise_or.Scalar_Tensor"], examples=BITS, commutes="always")
 def bitwise_or(a, b):
     """a | b"""
     return a | b
 
 
-@op("..., ... -> ...", aten=["bitwise_xor.Tensor", "bitwise_xor.Scalar", "bitwise_xor.Scalar_Tensor"], examples=BITS)
+@op("..., ... -> ...", aten=["bitwise_xor.Tensor", "bitwise_xor.Scalar", "bitwise_xor.Scalar_Tensor"], examples=BITS, commutes="always")
 def bitwise_xor(a, b):
     """a ^ b"""
     return a ^ b
@@ -157,6 +160,7 @@ def shift_right(a, b):
         "bool[2,3], n[2,3], n[2,3]", "bool[2,1], f[3], 0.5", "bool[3], 1.0, 0.0", "bool[2,3], i64[3], 1.5",
         "bool[2], f[3,2], f[1,2]", "bool[2], f32[2], f64[]",
     ],
+    scalars=(1, 2),
 )  # fmt: skip
 def where(c, a, b):
     """a where c holds, else b"""
@@ -189,6 +193,7 @@ def share(g, a, b, beats):
     vjp=partials(lambda g, y, a, b: share(g, a, b, gt), lambda g, y, a, b: share(g, b, a, gt)),
     aten=["maximum.default"],
     examples=["n[2,3], n[2,3]", "f[2,1,4], f[3,1]", "i64[3], f32[3]"],
+    commutes="exactly",
 )
 def maximum(a, b):
     """The larger of two"""
@@ -200,6 +205,7 @@ def maximum(a, b):
     vjp=partials(lambda g, y, a, b: share(g, a, b, lt), lambda g, y, a, b: share(g, b, a, lt)),
     aten=["minimum.default"],
     examples=["n[2,3], n[2,3]", "f[2,1,4], f[3,1]", "i64[3], f32[3]"],
+    commutes="exactly",
 )
 def minimum(a, b):
     """The smaller of two"""

@@ -67,6 +67,10 @@ def conv_vjp(g, y, x, w, *, groups, **window):
         "f[2,2,4,4,3], f[4,2,2,2,1], stride=(1,2,1), padding=(0,1,0), dilation=(1,1,1), groups=1",
         "f[2,4,5,5], f[4,1,2,2], stride=(2,2), padding=(0,0), dilation=(1,1), groups=4",
     ],
+    product=True,
+    rate="conv",
+    apart=True,
+    precision="low",
 )
 def conv(x, w, *, stride, padding, dilation, groups):
     """x [n, c, ...] convolved with w [o, c / groups, ...]"""
@@ -114,6 +118,9 @@ def conv_bias_expand(x, w, b, **params):
         "f[2,4,6], f[6,4,3], f[6], stride=(1,), padding=(1,), dilation=(1,), groups=1",
         "f[2,4,6,5], f[6,2,3,2], f[6], stride=(2,1), padding=(1,0), dilation=(1,2), groups=2",
     ],
+    product=True,
+    rate="conv",
+    apart=True,
 )
 def conv_bias(x, w, b, *, stride, padding, dilation, groups):
     """conv(x, w) + b by channel, in one kernel; made by fusion alone."""
@@ -143,6 +150,9 @@ def conv_transpose_vjp(g, y, x, w, *, output_padding, **params):
         "f[2,4,3,4], f[4,3,2,2], stride=(1,2), padding=(0,1), dilation=(2,1), groups=2, output_padding=(0,0)",
         "f[2,2,2,2,2], f[2,4,2,1,2], stride=(1,1,2), padding=(0,0,0), dilation=(1,1,1), groups=1, output_padding=(0,0,1)",
     ],
+    apart=True,
+    rate="conv",
+    precision="low",
 )
 def conv_transpose(x, w, *, stride, padding, dilation, groups, output_padding):
     """The gradient of conv in its input: x [n, o, ...] and w [o, c / groups, ...] -> [n, c, ...]"""
@@ -175,6 +185,9 @@ def conv_weight_vjp(g, y, gy, x, *, shape, groups, **window):
         "f[2,6,3,3], f[2,4,6,5], shape=(6,2,3,2), stride=(2,1), padding=(1,0), dilation=(1,2), groups=2",
         "f[2,4,3,3,3], f[2,2,4,4,3], shape=(4,2,2,2,1), stride=(1,2,1), padding=(0,1,0), dilation=(1,1,1), groups=1",
     ],
+    product=True,
+    rate="conv",
+    apart=True,
 )
 def conv_weight(g, x, *, shape, stride, padding, dilation, groups):
     """The gradient of conv in its weight, of the given shape: cotangent g [n, o, ...] and input x [n, c, ...]"""

@@ -35,6 +35,7 @@ def whole_dtype(x, *_):
         "f64[2], dtype=c128",
         "i64[2], dtype=bool",
     ],
+    precision="kept",
 )
 def cast(x, *, dtype):
     """x as another dtype"""
@@ -66,6 +67,9 @@ def _(x, *_, **__):
     aten=["detach.default", "detach_copy.default"],
     linear=((0,),),
     examples=["a[2,3]"],
+    free=True,
+    precision="kept",
+    moves=True,
 )
 def stop_gradient(x):
     """x, a constant to differentiation"""

@@ -38,6 +38,7 @@ def full_vjp(g, y, value, *, shape, dtype):
         "1.5, shape=(2,3), dtype=f32", "True, shape=(), dtype=bool", "2, shape=(4,), dtype=f64",
         "f64[], shape=(2,3), dtype=f64", "i64[], shape=(2,), dtype=f32",
     ],
+    free=True, precision="kept", scalars=(0,),
 )  # fmt: skip
 def full(value, *, shape, dtype, device=None):
     """A tensor of one value."""
@@ -72,6 +73,7 @@ def iota_part(at, *, shape, dim, dtype, start=0, step=1):
         "shape=(5,), dim=0, dtype=f64, start=0.5, step=-0.1", "shape=(0,), dim=0, dtype=i32",
         "shape=(4,), dim=0, dtype=i64, start=3, step=-2", "shape=(4,2), dim=0, dtype=bf16",
     ],
+    precision="kept",
 )  # fmt: skip
 def iota(*, shape, dim, dtype, start=0, step=1, device=None):
     """start + step * i along `dim`, the same along the other dims"""
@@ -87,7 +89,7 @@ def const_dims(*, name, shape, dtype):
     return f"-> {' '.join(n + '^' for n in names)}", dict(zip(names, shape, strict=True))
 
 
-@op(const_dims, types=lambda *, name, shape, dtype: Type(dtype, shape))
+@op(const_dims, types=lambda *, name, shape, dtype: Type(dtype, shape), free=True, precision="kept")
 def const(*, name, shape, dtype):
     """A tensor that the program carries with it."""
     raise IRError(f"const {name} has no kernel: the runner supplies it")

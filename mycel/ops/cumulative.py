@@ -38,6 +38,8 @@ EXAMPLES = ["f[2,3,4], dim=1", "f[2,3], dim=0", "f[], dim=0"]
     dtype=total_dtype,
     linear=((0,),),
     examples=["n[2,3,4], dim=1", "bool[6], dim=0", *EXAMPLES, "c128[2,3], dim=1"],
+    apart=True,
+    precision="high",
 )
 def cumsum(x, *, dim):
     """Running sums along dim"""
@@ -67,6 +69,8 @@ def cumprod_vjp(g, y, x, *, dim):
     vjp=cumprod_vjp,
     dtype=total_dtype,
     examples=["n[2,3,4], dim=1", *EXAMPLES, "c128[2,3], dim=1"],
+    apart=True,
+    precision="high",
 )
 def cumprod(x, *, dim):
     """Running products along dim"""
@@ -95,7 +99,14 @@ def logcumsumexp_grad(g, y, x, *, dim):
     return up - down
 
 
-@op(along(), vjp=lambda g, y, x, *, dim: (logcumsumexp_grad(g, y, x, dim=dim) if x.ndim else g,), flops=lambda d: 4 * elements(d), examples=EXAMPLES)
+@op(
+    along(),
+    vjp=lambda g, y, x, *, dim: (logcumsumexp_grad(g, y, x, dim=dim) if x.ndim else g,),
+    flops=lambda d: 4 * elements(d),
+    examples=EXAMPLES,
+    apart=True,
+    precision="high",
+)
 def logcumsumexp(x, *, dim):
     """Running logarithms of sums of exponentials along dim"""
     return torch.logcumsumexp(x, dim)
@@ -164,6 +175,7 @@ def logsumexp_vjp(g, y, x, *, dims, keepdim=False):
     expand=logsumexp_expand,
     flops=lambda d: 4 * elements(d),
     examples=["f[2,3,4], dims=(1,)", "f[2,3,4], dims=(0,2), keepdim=True", "f[4,6], dims=(0,1)", "f[], dims=()"],
+    precision="high",
 )
 def logsumexp(x, *, dims, keepdim=False):
     """The logarithm of the sum of exponentials over dims"""
@@ -200,6 +212,7 @@ def softmax_grad(g, y, *, dim):
     expand=softmax_expand,
     flops=lambda d: 5 * elements(d),
     examples=EXAMPLES,
+    precision="high",
 )
 def softmax(x, *, dim):
     """exp(x) over its sum along dim"""
@@ -244,6 +257,7 @@ def log_softmax_grad(g, y, *, dim):
     expand=log_softmax_expand,
     flops=lambda d: 5 * elements(d),
     examples=EXAMPLES,
+    precision="high",
 )
 def log_softmax(x, *, dim):
     """The logarithm of softmax"""

@@ -193,6 +193,7 @@ def unfold_grad_dims(g, *, shape, dim, size, step):
     vjp=lambda g, y, x, *, shape, dim, size, step: (unfold(g, dim=dim, size=size, step=step),),
     linear=((0,),),
     examples=["f[2,2,3], shape=(2,6), dim=1, size=3, step=2", "f[4,4,2], shape=(5,4), dim=0, size=2, step=1"],
+    apart=True,
 )
 def unfold_grad(g, *, shape, dim, size, step):
     """The sum of windows laid back where they came from: the gradient of unfold."""

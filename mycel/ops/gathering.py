@@ -94,6 +94,7 @@ def gather_grad_part(at, g, index, *, shape, dim):
     linear=((0,),),
     parts={"along0": Part(gather_grad_part, uneven=True)},
     examples=["f[2,3,4], i64[2,3,4]<6, shape=(2,6,4), dim=1", "f[2,3], i64[2,3]<6, shape=(4,6), dim=1"],
+    apart=True,
 )
 def gather_grad(g, index, *, shape, dim):
     """Zeros with g added where `gather` would choose: the gradient of gather."""
@@ -125,6 +126,7 @@ def gather_src(g, index, src, dim):
         "a[2,6,4], i64[2,1,4]<6, a[2,1,4], dim=1", "f[4,6], i64[2,1]<6, f[2,1], dim=1",
         "f[4,6], i64[4,3]<6, 1.5, dim=1",
     ],
+    apart=True,
 )  # fmt: skip
 def scatter(x, index, src, *, dim):
     """x with y[i, index[i, j, k], k] = src[i, j, k] for dim 1; src may be a number"""
@@ -165,6 +167,7 @@ def cut(src, index):
     linear=((0, 2),),
     parts={"along0": Part(scatter_add_part, uneven=True)},
     examples=["n[2,6,4], i64[2,3,4]<6, n[2,3,4], dim=1", "f[4,6], i64[2,3]<6, f[2,3], dim=1"],
+    apart=True,
 )
 def scatter_add(x, index, src, *, dim):
     """x with src[i, j, k] added to y[i, index[i, j, k], k] for dim 1"""
@@ -220,6 +223,7 @@ def _product_vjp(g, y, x, index, src, *, dim, include_self):
         'f[4], i64[6]<4, f[6], dim=0, reduce="prod"', 'f[4], i64[6]<4, f[6], dim=0, reduce="amax"',
         'f[4], i64[6]<4, f[6], dim=0, reduce="amin", include_self=False',
     ],
+    apart=True,
 )  # fmt: skip
 def scatter_reduce(x, index, src, *, dim, reduce, include_self=True):
     """x with src reduced into y[i, index[i, j, k], k] for dim 1: reduce is sum, prod, mean, amax or amin"""
@@ -319,6 +323,7 @@ def index_add_part(at, x, index, src, *, dim):
     linear=((0, 2),),
     parts={"n": Part(index_add_part, uneven=True)},
     examples=["n[2,6,4], i64[3]<6, n[2,3,4], dim=1", "f[4], i32[6]<4, f[6], dim=0"],
+    apart=True,
 )
 def index_add(x, index, src, *, dim):
     """x with the slices of src added at index along a dim"""

@@ -6,7 +6,14 @@ from mycel.ir import op
 from mycel.ops.rules import o
 
 
-@op("... -> ...", vjp=lambda g, y, x, *, layout: (o.shard(g, layout=layout),), dtype="first", linear=((0,),), examples=["f[4,6], layout=((), ())"])
+@op(
+    "... -> ...",
+    vjp=lambda g, y, x, *, layout: (o.shard(g, layout=layout),),
+    dtype="first",
+    lies=True,
+    linear=((0,),),
+    examples=["f[4,6], layout=((), ())"],
+)
 def shard(x, *, layout):
     """x, to be laid out so: for each dim the axes of the mesh it is split over."""
     return x

@@ -117,6 +117,7 @@ def index_grad_vjp(g, y, x, *indices, shape, at):
         "f[2,3,2], i64[2,1]<4, i64[3]<6, shape=(4,6,2), at=(0,1)", "f[6,2], i64[]<4, shape=(4,6,2), at=(0,)",
         "f[4,6], i64[4]<4, i64[4]<2, shape=(4,6,2), at=(0,2)",
     ],
+    apart=True,
 )  # fmt: skip
 def index_grad(g, *indices, shape, at):
     """Zeros with g added where `index` would choose: the gradient of index."""
@@ -152,6 +153,7 @@ def index_put_vjp(g, y, x, value, *indices, at, accumulate=False):
         "f[4,6,2], f[2,6], i64[2]!, i64[2]!, at=(0,2)", "f[4,6,2], f[3,6,1], i64[3]<4, at=(0,), accumulate=True",
         "f[4,6], f[6], i64[2,3]<4, at=(0,), accumulate=True",
     ],
+    apart=True,
 )  # fmt: skip
 def index_put(x, value, *indices, at, accumulate=False):
     """x with x[..., i, ..., j, ...] replaced by, or with `accumulate` increased by, value"""

@@ -183,6 +183,10 @@ SPLIT = {
         'f[6,4], f[5,4], f[5], i64[6]<5, reduction="sum"',
         "f[6,4], f[5,4], None, i64[6]<5, ignore_index=1",
     ],
+    apart=True,
+    rate="product",
+    precision="low",
+    averages=True,
 )
 def linear_cross_entropy(x, w, b, target, *, reduction="mean", ignore_index=-100):
     """The cross entropy of x @ w.T + b against class indices, and its gradients for x, w and b."""

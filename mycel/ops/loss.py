@@ -165,6 +165,8 @@ def soft_cross_entropy_vjp(g, logp, x, target, weight, label_smoothing):
         'f[4,3,2], f[4,3,2]>0, f[3]>0, reduction="none", label_smoothing=0.1',
         "f[4,3], f[4,3]>0, f[3]>0, label_smoothing=0.1",
     ],
+    precision="high",
+    averages=True,
 )
 def cross_entropy(x, target, weight, *, reduction="mean", ignore_index=-100, label_smoothing=0.0):
     """The cross entropy of logits x against class indices or probabilities; and the log probabilities, which its gradient needs."""
@@ -267,6 +269,8 @@ def nll_loss_expand(x, target, weight, *, reduction="mean", ignore_index=-100):
         'f[4,3,2], i64[4,2]<3, None, reduction="none", ignore_index=1',
         "f[4,3,2,2], i64[4,2,2]<3, f[3]>0",
     ],
+    precision="high",
+    averages=True,
 )
 def nll_loss(x, target, weight, *, reduction="mean", ignore_index=-100):
     """Minus the log probability x of each target class, weighed by class."""
@@ -298,7 +302,7 @@ def bce_vjp(g, y, x, target):
     return o.mul(g, slope), o.mul(g, o.sub(o.log1p(o.neg(x)), o.log(x)))
 
 
-@op("..., ... -> ...", vjp=bce_vjp, flops=lambda d: 8 * d.rows, examples=["f32[2,3]~0, f32[2,3]~0"])
+@op("..., ... -> ...", vjp=bce_vjp, flops=lambda d: 8 * d.rows, examples=["f32[2,3]~0, f32[2,3]~0"], precision="high", padding="zeros")
 def binary_cross_entropy(x, target):
     """-(target * log(x) + (1 - target) * log(1 - x)), logarithms not below -100, for x in [0, 1]"""
     return torch._C._nn.binary_cross_entropy(x, target, None, 0)

@@ -27,6 +27,10 @@ def every_letter(d):
     fresh=True,
     linear=((0,), (1,)),
     examples=["f[2,3,4], f[6,4]", "f[4], f[6,4]", "f[6,4], f[1,4]", "c128[2,4], c128[3,4]", "i64[2,3], i64[4,3]"],
+    product=True,
+    rate="product",
+    apart=True,
+    precision="low",
 )
 def linear(x, w):
     """x @ w.T"""
@@ -44,6 +48,9 @@ def _linear_weight_dims(g, x):
     flops=every_letter,
     linear=((0,), (1,)),
     examples=["f[2,3,4], f[2,3,6]", "f[4], f[6]", "f[6,4], f[6,3]", "c128[2,4], c128[2,3]"],
+    product=True,
+    rate="product",
+    apart=True,
 )
 def linear_weight(g, x):
     """The gradient of linear's weight: rows of g against rows of x, summed over all rows."""
@@ -56,6 +63,9 @@ def linear_weight(g, x):
     flops=every_letter,
     fresh=True,
     examples=["f[2,3,4], f[6,4], f[6]", "f[4], f[6,4], f[6]"],
+    product=True,
+    rate="product",
+    apart=True,
 )
 def linear_bias(x, w, b):
     """x @ w.T + b; written by late fusion alone"""
@@ -115,6 +125,7 @@ def _matmul_dims(a, b):
         "f[4], f[4]", "f[4], f[4,6]", "f[4], f[2,3,4,6]", "f[3,4], f[4]", "f[2,3,4], f[4]",
         "c128[2,3], c128[3,4]", "c128[2,2,3], c128[2,3,4]", "i64[2,3], i64[3,4]",
     ],
+    product=True, rate="product", apart=True, precision="low",
 )  # fmt: skip
 def matmul(a, b):
     """torch.matmul: the last dim of a against the second last of b, batch dims broadcast, vectors allowed"""
@@ -237,6 +248,7 @@ def _einsum_cotangent(terms, names, x, subscript):
         'f[2,3], f[4,2], equation="ab,cd->bd"', 'c128[2,3], c128[3,4], equation="ab,bc->ca"',
         'f[], f[2], equation=",a->a"',
     ],
+    apart=True, rate="product", precision="low",
 )  # fmt: skip
 def einsum(*xs, equation):
     """torch.einsum with every letter written out, none twice in one operand"""

@@ -93,6 +93,7 @@ def layer_norm_vjp(g, y, x, w, b, *, ndim=1, eps):
         "f[4,2,6], f[2,6], f[2,6], ndim=2, eps=0.001",
         "f[6], f[6], f[6], eps=1e-05",
     ],
+    precision="high",
 )
 def layer_norm(x, w, b, *, ndim=1, eps):
     """Standardised over the last `ndim` dims, scaled by w and shifted by b; also the mean and 1/std used."""
@@ -190,6 +191,7 @@ def rms_norm_vjp(g, y, x, w, *, ndim=1, eps=None):
         "f[4,2,6], f[2,6], ndim=2, eps=0.001",
         "bf16[2,4], bf16[4]",
     ],
+    precision="high",
 )
 def rms_norm(x, w, *, ndim=1, eps=None):
     """x over its root mean square in the last `ndim` dims, scaled by w."""
@@ -308,6 +310,7 @@ def group_norm_vjp(g, y, x, w, b, *, groups, eps):
         "f[2,4,2,3], None, None, groups=4, eps=0.001",
         "f[2,4,3], None, None, groups=1, eps=0.001",
     ],
+    precision="high",
 )
 def group_norm(x, w, b, *, groups, eps):
     """Standardised over each group of channels, scaled and shifted by channel; also the mean and 1/std used."""

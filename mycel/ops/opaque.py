@@ -162,6 +162,9 @@ def zeros_like(x):
         'f[4,4], target="aten.matrix_exp.default", args=(("x", 0),)',
         'c64[3,4], c64[3,4], target="aten.addcmul.default", args=(("x", 0), ("x", 1), ("x", 1))',
     ],
+    apart=True,
+    foreign=True,
+    precision="high",
 )
 def opaque(*inputs, target, args, kwargs=()):
     """torch's own operator `target`."""
@@ -202,6 +205,8 @@ def _levels(operands, target, args, kwargs, arity, more=False):
     vjp=_grad_vjp,
     compiles=False,
     examples=['f64[4,4], f64[4,4], target="aten.matrix_exp.default", args=(("x", 0),), arity=(1,)'],
+    apart=True,
+    foreign=True,
 )
 def opaque_grad(*operands, target, args, kwargs=(), arity):
     """torch's gradient of its operator: operands are its inputs, then cotangents; each further `arity` is one more derivative."""
@@ -216,6 +221,8 @@ def opaque_grad(*operands, target, args, kwargs=(), arity):
     types=lambda key, *inputs, site=0, **p: _opaque_types(*inputs, **p),
     compiles=False,
     examples=['i64[], f[2,3]>0, target="aten.poisson.default", args=(("x", 0),)'],
+    apart=True,
+    foreign=True,
 )
 def opaque_random(key, *inputs, target, args, kwargs=(), site=0):
     """torch's own random operator `target`, its generator seeded by the key: the same key draws the same numbers."""

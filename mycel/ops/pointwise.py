@@ -37,6 +37,8 @@ def no_gradient(g, y, *inputs, **params):
     into=("{0}.add_({1})", "{1}.add_({0})"),
     linear=((0, 1),),
     examples=["n[2,3], n[2,3]", "f[2,1,4], f[3,1]", "f[2,3], 1.5", "i64[2], 1.5", "f32[2], f64[]", "i64[3], f32[3]"],
+    commutes="always",
+    scalars=(0, 1),
 )
 def add(a, b):
     """a + b"""
@@ -59,6 +61,7 @@ def times(x, factor):
     into=("{0}.sub_({1})",),
     linear=((0, 1),),
     examples=["n[2,3], n[2,3]", "f[2,1,4], f[3,1]", "f[2,3], 1.5", "1, f[2,3]", "i64[2], 1.5", "c128[2], f64[2]"],
+    scalars=(0, 1),
 )
 def sub(a, b):
     """a - b"""
@@ -89,6 +92,8 @@ def _(x, y, alpha=1):
         "c128[2], c128[2]",
         "f64[2,3], c128[3]",
     ],
+    commutes="always",
+    scalars=(0, 1),
 )
 def mul(a, b):
     """a * b"""
@@ -108,6 +113,7 @@ def _(x, a, b, value=1):
     into=("{0}.div_({1})",),
     linear=((0,),),
     examples=["f[2,3], f[2,3]>0", "n[4,3], f[3]>0", "f[2,3], 2", "3.0, f[2]>0", "i64[3], i64[3]<9", "c128[2], c128[2]"],
+    scalars=(0, 1),
 )
 def div(a, b):
     """a / b"""
@@ -129,13 +135,15 @@ def _(x, a, b, value=1):
     vjp=no_gradient,
     aten=["floor_divide.default", "floor_divide.Scalar"],
     examples=["n[2,3], n[3]>1", "f[2,3], 0.7", "i64[2,3], 2"],
+    scalars=(1,),
+    padding="ones",
 )
 def floor_divide(a, b):
     """The largest whole number not above a / b"""
     return torch.div(a, b, rounding_mode="floor")
 
 
-@op("..., ... -> ...", vjp=no_gradient, examples=["n[2,3], n[3]>1", "f[2,3], 0.7", "i64[2,3], 2"])
+@op("..., ... -> ...", vjp=no_gradient, examples=["n[2,3], n[3]>1", "f[2,3], 0.7", "i64[2,3], 2"], scalars=(1,), padding="ones")
 def trunc_divide(a, b):
     """a / b rounded towards zero"""
     return torch.div(a, b, rounding_mode="trunc")
@@ -146,6 +154,8 @@ def trunc_divide(a, b):
     vjp=partials(lambda g, y, a, b: g, lambda g, y, a, b: o.neg(mul(g, trunc_divide(a, b)))),
     aten=["fmod.Tensor", "fmod.Scalar"],
     examples=["n[2,3], n[3]>1", "f[2,3], 0.7", "i64[2,3], 3"],
+    scalars=(1,),
+    padding="ones",
 )
 def fmod(a, b):
     """What division leaves, with the sign of a"""
@@ -157,6 +167,8 @@ def fmod(a, b):
     vjp=partials(lambda g, y, a, b: g, lambda g, y, a, b: o.neg(mul(g, floor_divide(a, b)))),
     aten=["remainder.Tensor", "remainder.Scalar", "remainder.Scalar_Tensor"],
     examples=["n[2,3], n[3]>1", "f[2,3], 0.7", "i64[2,3], 3", "5, i64[3]>0"],
+    scalars=(1,),
+    padding="ones",
 )
 def remainder(a, b):
     """What division leaves, with the sign of b"""
@@ -198,6 +210,8 @@ def log_of(a):
         "f[2], 0",
         "c128[2], 3",
     ],
+    precision="high",
+    scalars=(0, 1),
 )
 def pow(a, b):
     """a to the power b"""
@@ -237,6 +251,7 @@ def atan2(a, b):
     vjp=partials(lambda g, y, a, b: mul(g, div(a, y)), lambda g, y, a, b: mul(g, div(b, y))),
     aten=["hypot.default"],
     examples=["f[2,3], f[3]"],
+    precision="high",
 )
 def hypot(a, b):
     """The length of the vector (a, b)"""
@@ -260,6 +275,7 @@ def copysign(a, b):
     vjp=partials(lambda g, y, a, b: mul(g, o.sigmoid(sub(a, b))), lambda g, y, a, b: mul(g, o.sigmoid(sub(b, a)))),
     aten=["logaddexp.default"],
     examples=["f[2,3], f[3]"],
+    precision="high",
 )
 def logaddexp(a, b):
     """log(exp(a) + exp(b))"""
@@ -274,6 +290,7 @@ def logaddexp(a, b):
     ),
     aten=["logaddexp2.default"],
     examples=["f[2,3], f[3]"],
+    precision="high",
 )
 def logaddexp2(a, b):
     """log2(2**a + 2**b)"""
@@ -293,6 +310,7 @@ def xlogy_first(g, y, a, b):
     dtype="float",
     aten=["xlogy.Tensor", "xlogy.Scalar_Self", "xlogy.Scalar_Other"],
     examples=["f[2,3], f[3]>0", "f[2,3], 1.5", "2.0, f[3]>0", "i64[3]<4, i64[3]<4"],
+    precision="high",
 )
 def xlogy(a, b):
     """a * log(b), zero where a is"""

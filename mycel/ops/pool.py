@@ -69,6 +69,7 @@ def max_pool_vjp(g, y, x, **_):
         "f[2,3,5,5]!, kernel=(3,2), stride=(2,1), padding=(1,1), dilation=(1,2), ceil=True",
         "f[2,2,4,3,3]!, kernel=(2,2,2), stride=(1,1,1), padding=(0,1,0), dilation=(1,1,1)",
     ],
+    apart=True,
 )
 def max_pool(x, *, kernel, stride, padding, dilation, ceil=False):
     """The maximum in each window, and its index in x's flattened spatial dims."""
@@ -210,6 +211,7 @@ def adaptive_avg_pool_grad(g, *, shape):
     vjp=max_pool_vjp,
     flops=lambda d: d.n * d.c * math.prod(n for k, n in vars(d).items() if k[0] == "s"),
     examples=["f[2,4,4,6]!, size=(2,3)", "f[2,3,5,5]!, size=(3,4)", "f[2,2,4,3,3]!, size=(2,2,3)"],
+    apart=True,
 )
 def adaptive_max_pool(x, *, size):
     """Maxima over windows that tile the spatial dims as evenly as `size` of them can, and their flat indices."""

@@ -167,6 +167,7 @@ def randint(key, offset, *, low, high, shape, dtype=torch.int64, strides=None, s
     lambda key, *, shape, site=0: ("... -> n^", {"n": shape[0]}),
     types=lambda key, *, shape, site=0: Type(torch.int64, tuple(shape)),
     examples=["i64[], shape=(6,)", "i64[], shape=(4,), site=3", "i64[], shape=(0,)"],
+    apart=True,
 )
 def permutation(key, *, shape, site=0):
     """0, …, n - 1 in random order; shape is (n,)."""

@@ -68,6 +68,7 @@ EXAMPLES = ["f[2,3,4], dims=(1,)", "f[2,3,4], dims=(0,2), keepdim=True", "f[4,6]
     flops=elements,
     linear=((0,),),
     examples=[*EXAMPLES, "n[2,3,4], dims=(1,)", "bool[4,6], dims=(0,1)", "c128[2,3], dims=(1,)"],
+    precision="high",
 )
 def sum(x, *, dims, keepdim=False):
     """The sum over dims"""
@@ -102,6 +103,8 @@ def mean_vjp(g, y, x, *, dims, keepdim=False, count=None):
     flops=elements,
     linear=((0,),),
     examples=[*EXAMPLES, "f[2,3,4], dims=(0,2), keepdim=True, count=8", "f[4,6], dims=(0,1), count=24"],
+    precision="high",
+    averages=True,
 )
 def mean(x, *, dims, keepdim=False, count=None):
     """The mean over dims; with `count`, x's share in the mean of that many elements: shares of parts sum up"""
@@ -138,6 +141,7 @@ def prod_vjp(g, y, x, *, dims, keepdim=False):
         "bool[4,6], dims=(0,1)",
         "c128[2,3], dims=(1,)",
     ],
+    precision="high",
 )
 def prod(x, *, dims, keepdim=False):
     """The product over dims"""
@@ -187,6 +191,7 @@ def var_expand(x, *, dims, correction=1, keepdim=False):
         "f[2,3,4], dims=(0,2), correction=0, keepdim=True",
         "f[4,6], dims=(0,1), correction=2.5",
     ],
+    precision="high",
 )
 def var(x, *, dims, correction=1, keepdim=False):
     """The variance over dims: squared deviations from the mean, over their number less `correction`"""
@@ -219,6 +224,7 @@ def std_vjp(g, y, x, *, dims, correction=1, keepdim=False):
     expand=lambda x, *, dims, correction=1, keepdim=False: o.sqrt(var_expand(x, dims=dims, correction=correction, keepdim=keepdim)),
     flops=lambda d: 4 * elements(d),
     examples=["f[2,3,4], dims=(1,)", "f[2,3,4], dims=(0,2), correction=0, keepdim=True", "f[4,6], dims=(0,1)"],
+    precision="high",
 )
 def std(x, *, dims, correction=1, keepdim=False):
     """The standard deviation over dims, the root of `var`"""
@@ -277,6 +283,7 @@ def norm_expand(x, *, ord=2, dims, keepdim=False):
         "f[2,3], ord=-inf, dims=(1,), keepdim=True", "f[2,3], ord=3, dims=(0,)", "f[2,3], ord=1.5, dims=(1,)",
         "f[2,3], ord=0.5, dims=(1,)", "c128[2,3], dims=(1,)",
     ],
+    precision="high",
 )  # fmt: skip
 def norm(x, *, ord=2, dims, keepdim=False):
     """The vector norm of this order over dims"""

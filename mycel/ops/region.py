@@ -82,13 +82,13 @@ def not_lowered():
     return RunError("a manual region was run before it was lowered for its ranks\n  try       a training step with a mesh")
 
 
-@op(enter_dims, types=enter_type, vjp=enter_vjp, linear=((0,),), compiles=False, by_rank=True)
+@op(enter_dims, types=enter_type, vjp=enter_vjp, lies=True, linear=((0,),), compiles=False, by_rank=True)
 def enter(x, *, axes, counts, layout):
     """This rank's part of x along the axes of a region."""
     raise not_lowered()
 
 
-@op(leave_dims, types=leave_type, vjp=leave_vjp, linear=((0,),), compiles=False, by_rank=True)
+@op(leave_dims, types=leave_type, vjp=leave_vjp, lies=True, linear=((0,),), compiles=False, by_rank=True)
 def leave(x, *, axes, counts, layout):
     """What the parts of all ranks along the axes of a region are together."""
     raise not_lowered()

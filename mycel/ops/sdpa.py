@@ -33,6 +33,7 @@ def _sdpa_dims(*types, **params):
         "f[2,4,6,8], f[2,4,3,8], f[2,4,3,8], None", "f[2,4,6,8], f[2,2,6,8], f[2,2,6,8], None, causal=True",
         "f[2,4,6,8], f[2,2,3,8], f[2,2,3,8], bool[2,1,6,3], scale=0.3", "f[2,2,6,4], f[2,2,3,4], f[2,2,3,6], f[1,3]",
     ],
+    apart=True, precision="low",
 )  # fmt: skip
 def sdpa(q, k, v, mask, *, causal=False, scale=None):
     """attention without lse; written by late fusion alone"""

@@ -80,6 +80,7 @@ def reshape_dims(x, *, shape):
         "f[1,4,1,3], shape=(4,3,1)", "f[1], shape=()", "f[], shape=(1,1)", "f[0,3], shape=(3,0,2)",
         "f[2,12,5], shape=(2,4,5,3)", "f[12,3], shape=(4,9)", "f[4,6,5], shape=(6,4,5)",
     ],
+    moves=True,
 )  # fmt: skip
 def reshape(x, *, shape):
     """The same elements in the same order under another shape."""
@@ -152,6 +153,7 @@ def permute_back(g, dims):
     write=lambda x, new, *, dims: permute_back(new[0], dims),
     linear=((0,),),
     examples=["a[2,3,4], dims=(2,0,1)", "f[2,3], dims=(0,1)", "f[], dims=()"],
+    moves=True,
 )
 def permute(x, *, dims):
     """The dims in another order."""
@@ -204,6 +206,7 @@ def refuse_expand_write(x, new, *, shape):
     write=refuse_expand_write,
     linear=((0,),),
     examples=["a[2,1,3], shape=(2,4,3)", "f[3,1], shape=(2,3,1)", "f[], shape=(2,4)", "f[1,2], shape=(0,2)"],
+    moves=True,
 )
 def expand(x, *, shape):
     """Repeat dims of size one, and lead with new ones, to this shape."""

@@ -53,6 +53,7 @@ def slice_vjp(g, y, x, *, dim, start, stop, step=1):
         "a[2,6,4], dim=1, start=1, stop=4", "f[6,2], dim=0, start=1, stop=6, step=2", "f[4], dim=0, start=2, stop=2",
         "f[2,6], dim=1, start=0, stop=6",
     ],
+    moves=True,
 )  # fmt: skip
 def slice(x, *, dim, start, stop, step=1):
     """x[start:stop:step] along a dim"""
@@ -148,6 +149,7 @@ def select_vjp(g, y, x, *, dim, index):
     write=lambda x, new, **params: o.select_update(x, new[0], **params),
     linear=((0,),),
     examples=["a[2,3,4], dim=1, index=2", "f[4], dim=0, index=0"],
+    moves=True,
 )
 def select(x, *, dim, index):
     """x[index] along a dim"""
@@ -231,6 +233,7 @@ def split_vjp(g, y, x, *, sizes, dim):
     write=lambda x, new, *, sizes, dim: o.cat(*new, dim=dim),
     linear=((0,),),
     examples=["a[2,6,4], sizes=(1,2,3), dim=1", "f[4,2], sizes=(4,), dim=0", "f[5], sizes=(3,0,2), dim=0"],
+    moves=True,
 )
 def split(x, *, sizes, dim):
     """Consecutive parts of these sizes."""
@@ -267,6 +270,7 @@ def unbind_vjp(g, y, x, *, dim):
     write=lambda x, new, *, dim: o.stack(*new, dim=dim),
     linear=((0,),),
     examples=["a[2,3,4], dim=1", "f[2], dim=0", "f[1,2], dim=0"],
+    moves=True,
 )
 def unbind(x, *, dim):
     """All slices along a dim, which goes away."""

@@ -29,6 +29,7 @@ def topk_dims(x, *, k, dim, largest=True, sorted=True):
     vjp=chosen_vjp,
     dtype=("first", torch.int64),
     examples=["f[2,6,4]!, k=3, dim=1", "i64[6]!, k=2, dim=0, largest=False", "f[4,6]!, k=6, dim=1, sorted=False"],
+    apart=True,
 )
 def topk(x, *, k, dim, largest=True, sorted=True):
     """(the k largest or smallest values along a dim, their positions)"""
@@ -57,6 +58,7 @@ def sort_dims(x, *, dim, descending=False, stable=False):
     vjp=chosen_vjp,
     dtype=("first", torch.int64),
     examples=["f[2,6,4]!, dim=1", "i64[6], dim=0, descending=True, stable=True", "f[4,6]!, dim=1, descending=True"],
+    apart=True,
 )
 def sort(x, *, dim, descending=False, stable=False):
     """(the values in order along a dim, where they were)"""
@@ -93,6 +95,7 @@ def searchsorted_dims(ordered, x, *, right=False):
     dtype=torch.int64,
     flops=lambda d: d.rows * getattr(d, "k", 1) * d.n.bit_length(),
     examples=["f[6]!, f[2,3]", "i64[6]<1, i64[4], right=True", "f[4,1]!, f[4,6]", "f[6]!, f[]"],
+    apart=True,
 )
 def searchsorted(ordered, x, *, right=False):
     """Where each value of x would be inserted to keep the last dim of `ordered` in order."""

@@ -24,19 +24,19 @@ def _push_type(s, x):
     return s
 
 
-@op(types=lambda *, shape, dtype, depth=1: Type(dtype, shape, depth))
+@op(stacks=True, types=lambda *, shape, dtype, depth=1: Type(dtype, shape, depth))
 def stack_empty(*, shape, dtype, depth=1):
     """A stack with nothing on it"""
     return None
 
 
-@op(types=_push_type, vjp=lambda g, y, s, x: o.stack_pop(g, shape=x.shape, dtype=x.dtype) if hasattr(x, "shape") else (None, None))
+@op(stacks=True, types=_push_type, vjp=lambda g, y, s, x: o.stack_pop(g, shape=x.shape, dtype=x.dtype) if hasattr(x, "shape") else (None, None))
 def stack_push(s, x):
     """The stack with x on top"""
     return (s, x)
 
 
-@op(types=lambda s, *, shape, dtype, sure=False: (s, _under(s)), vjp=lambda g, y, s, **_: (_pushed(g, y, s),))
+@op(stacks=True, types=lambda s, *, shape, dtype, sure=False: (s, _under(s)), vjp=lambda g, y, s, **_: (_pushed(g, y, s),))
 def stack_pop(s, *, shape, dtype, sure=False, device=None):
     """The stack under the top, and the top; from an empty stack (unless it is `sure` that it is not) zeros"""
     return s if sure else s if s is not None else (None, torch.zeros(shape, dtype=dtype, device=device))
@@ -53,7 +53,7 @@ def _pushed(g, y, s):
     return o.stack_push(rest, top)
 
 
-@op(types=lambda s: Type(torch.bool, ()))
+@op(stacks=True, types=lambda s: Type(torch.bool, ()))
 def stack_holds(s):
     """Is there anything on the stack?"""
     return s is not None

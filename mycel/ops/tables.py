@@ -78,6 +78,7 @@ def embedding_grad_part(at, g, ids, *, shape, padding=-1):
     examples=[
         "f[2,3,4], i64[2,3]<6, shape=(6,4)", "f[4], i64[]<6, shape=(6,4)", "f[4,2], i64[4]<6, shape=(6,2), padding=1",
     ],
+    apart=True,
 )  # fmt: skip
 def embedding_grad(g, ids, *, shape, padding=-1):
     """A table of zeros with each row of g added to the row of its id: the gradient of embedding"""

@@ -127,6 +127,7 @@ def whole_dims(x, dims):
     vjp=lambda g, y, x, *, dims: (o.flip(g, dims=dims),),
     linear=((0,),),
     examples=["a[2,3,4], dims=(0,2)", "f[3], dims=(0,)"],
+    moves=True,
 )
 def flip(x, *, dims):
     """The elements in reverse order along these dims."""
@@ -144,6 +145,7 @@ def _flip(x, dims):
     vjp=lambda g, y, x, *, shifts, dims: (o.roll(g, shifts=tuple(-s for s in shifts), dims=dims),),
     linear=((0,),),
     examples=["a[2,3,4], shifts=(1,-2), dims=(0,2)", "f[3], shifts=(5,), dims=(0,)", "f[6], shifts=(1,2), dims=(0,0)"],
+    moves=True,
 )
 def roll(x, *, shifts, dims):
     """The elements moved along these dims, around the ends."""
@@ -198,6 +200,7 @@ def repeat_vjp(g, y, x, *, times):
     vjp=repeat_vjp,
     linear=((0,),),
     examples=["a[2,3], times=(1,2)", "f[2,3], times=(4,2,1)", "f[], times=(2,)", "f[2], times=(0,)"],
+    moves=True,
 )
 def repeat(x, *, times):
     """Copies of the whole tensor along each dim, and along new leading dims."""
@@ -226,6 +229,7 @@ def repeat_each_vjp(g, y, x, *, times, dim):
     vjp=repeat_each_vjp,
     linear=((0,),),
     examples=["a[2,3], times=2, dim=1", "f[4,3], times=3, dim=0"],
+    moves=True,
 )
 def repeat_each(x, *, times, dim):
     """Copies of each element, one after the other along a dim."""

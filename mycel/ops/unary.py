@@ -49,23 +49,24 @@ abs = unary("abs", lambda g, y, x: (o.mul(g, unit(x)),), dtype=part_dtype, examp
 sign = unary("sign", no_gradient, dtype="promote", examples=["a[2,3]"])
 captures("aten.sgn.default")(unit)
 
-exp = unary("exp", slope(lambda y, x: y), examples=["f[2,3]", "i64[3]<4", "c128[3]"])
-exp2 = unary("exp2", slope(lambda y, x: o.mul(y, math.log(2))))
-expm1 = unary("expm1", slope(lambda y, x: o.add(y, 1)))
-log = unary("log", lambda g, y, x: (o.div(g, conj(x)),), examples=["f[2,3]>0", "i64[3]>0", "c128[3]"])
-log2 = unary("log2", lambda g, y, x: (o.div(g, o.mul(conj(x), math.log(2))),), examples=["f[2,3]>0"])
-log10 = unary("log10", lambda g, y, x: (o.div(g, o.mul(conj(x), math.log(10))),), examples=["f[2,3]>0"])
-log1p = unary("log1p", lambda g, y, x: (o.div(g, o.add(conj(x), 1)),), examples=["f[2,3]>0"])
+exp = unary("exp", precision="high", vjp=slope(lambda y, x: y), examples=["f[2,3]", "i64[3]<4", "c128[3]"])
+exp2 = unary("exp2", precision="high", vjp=slope(lambda y, x: o.mul(y, math.log(2))))
+expm1 = unary("expm1", precision="high", vjp=slope(lambda y, x: o.add(y, 1)))
+log = unary("log", precision="high", vjp=lambda g, y, x: (o.div(g, conj(x)),), examples=["f[2,3]>0", "i64[3]>0", "c128[3]"])
+log2 = unary("log2", precision="high", vjp=lambda g, y, x: (o.div(g, o.mul(conj(x), math.log(2))),), examples=["f[2,3]>0"])
+log10 = unary("log10", precision="high", vjp=lambda g, y, x: (o.div(g, o.mul(conj(x), math.log(10))),), examples=["f[2,3]>0"])
+log1p = unary("log1p", precision="high", vjp=lambda g, y, x: (o.div(g, o.add(conj(x), 1)),), examples=["f[2,3]>0"])
 
-sqrt = unary("sqrt", lambda g, y, x: (o.div(g, o.mul(conj(y), 2)),), examples=["f[2,3]>0", "i64[3]<9", "c128[3]"])
-rsqrt = unary("rsqrt", lambda g, y, x: (o.mul(o.mul(g, -0.5), conj(o.mul(o.square(y), y))),), examples=["f[2,3]>0", "c128[3]"])
-reciprocal = unary("reciprocal", slope(lambda y, x: neg(o.square(y))), examples=["f[2,3]>0", "i64[3]>0", "c128[3]"])
+sqrt = unary("sqrt", precision="high", vjp=lambda g, y, x: (o.div(g, o.mul(conj(y), 2)),), examples=["f[2,3]>0", "i64[3]<9", "c128[3]"])
+rsqrt = unary("rsqrt", precision="high", vjp=lambda g, y, x: (o.mul(o.mul(g, -0.5), conj(o.mul(o.square(y), y))),), examples=["f[2,3]>0", "c128[3]"])
+reciprocal = unary("reciprocal", precision="high", vjp=slope(lambda y, x: neg(o.square(y))), examples=["f[2,3]>0", "i64[3]>0", "c128[3]"])
 
 
 @op(
     "... -> ...",
     vjp=lambda g, y, x: (o.mul(o.mul(g, 2), conj(x)),),
     examples=["n[2,3]", "c128[3]"],
+    precision="high",
 )
 def square(x):
     """x * x"""
@@ -79,21 +80,21 @@ def _square(x):
 
 sin = unary("sin", slope(lambda y, x: o.cos(x)), examples=["f[2,3]", "c128[3]"])
 cos = unary("cos", slope(lambda y, x: neg(sin(x))), examples=["f[2,3]", "c128[3]"])
-tan = unary("tan", slope(lambda y, x: o.add(square(y), 1)), examples=["f[2,3]~1.2", "c128[3]"])
-asin = unary("asin", slope(lambda y, x: rsqrt(o.sub(1, square(x)))), examples=["f[2,3]~0.9", "c128[3]"])
-acos = unary("acos", slope(lambda y, x: neg(rsqrt(o.sub(1, square(x))))), examples=["f[2,3]~0.9", "c128[3]"])
+tan = unary("tan", precision="high", vjp=slope(lambda y, x: o.add(square(y), 1)), examples=["f[2,3]~1.2", "c128[3]"])
+asin = unary("asin", precision="high", vjp=slope(lambda y, x: rsqrt(o.sub(1, square(x)))), examples=["f[2,3]~0.9", "c128[3]"])
+acos = unary("acos", precision="high", vjp=slope(lambda y, x: neg(rsqrt(o.sub(1, square(x))))), examples=["f[2,3]~0.9", "c128[3]"])
 atan = unary("atan", slope(lambda y, x: reciprocal(o.add(square(x), 1))), examples=["f[2,3]", "c128[3]"])
-sinh = unary("sinh", slope(lambda y, x: o.cosh(x)), examples=["f[2,3]", "c128[3]"])
-cosh = unary("cosh", slope(lambda y, x: sinh(x)), examples=["f[2,3]", "c128[3]"])
+sinh = unary("sinh", precision="high", vjp=slope(lambda y, x: o.cosh(x)), examples=["f[2,3]", "c128[3]"])
+cosh = unary("cosh", precision="high", vjp=slope(lambda y, x: sinh(x)), examples=["f[2,3]", "c128[3]"])
 asinh = unary("asinh", slope(lambda y, x: rsqrt(o.add(square(x), 1))), examples=["f[2,3]", "c128[3]"])
 acosh = unary("acosh", slope(lambda y, x: rsqrt(o.sub(square(x), 1))), examples=["f[2,3]>1"])
 atanh = unary("atanh", slope(lambda y, x: reciprocal(o.sub(1, square(x)))), examples=["f[2,3]~0.9", "c128[3]"])
 
 erf = unary("erf", slope(lambda y, x: o.mul(exp(neg(square(x))), 2 / math.sqrt(math.pi))))
 erfc = unary("erfc", slope(lambda y, x: o.mul(exp(neg(square(x))), -2 / math.sqrt(math.pi))))
-erfinv = unary("erfinv", slope(lambda y, x: o.mul(exp(square(y)), math.sqrt(math.pi) / 2)), examples=["f[2,3]~0.9"])
-lgamma = unary("lgamma", slope(lambda y, x: o.digamma(x)), examples=["f[2,3]>0"])
-digamma = unary("digamma", slope(lambda y, x: o.polygamma(x, n=1)), examples=["f[2,3]>0"])
+erfinv = unary("erfinv", precision="high", vjp=slope(lambda y, x: o.mul(exp(square(y)), math.sqrt(math.pi) / 2)), examples=["f[2,3]~0.9"])
+lgamma = unary("lgamma", precision="high", vjp=slope(lambda y, x: o.digamma(x)), examples=["f[2,3]>0"])
+digamma = unary("digamma", precision="high", vjp=slope(lambda y, x: o.polygamma(x, n=1)), examples=["f[2,3]>0"])
 
 
 @op(
@@ -101,6 +102,7 @@ digamma = unary("digamma", slope(lambda y, x: o.polygamma(x, n=1)), examples=["f
     vjp=lambda g, y, x, *, n: (o.mul(g, o.polygamma(x, n=n + 1)),),
     dtype="float",
     examples=["f[2,3]>0, n=1", "f[2,3]>0, n=0", "f[3]>0, n=2"],
+    precision="high",
 )
 def polygamma(x, *, n):
     """The n-th derivative of digamma"""

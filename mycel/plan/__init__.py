@@ -1,13 +1,18 @@
 """Reads a program and a device, returns a Plan.  Deciding never rewrites."""
 
-from mycel.plan.cost import PRODUCTS, Costs
-from mycel.plan.decide import Decided, decide
-from mycel.plan.hardware import CPU, Hardware, hardware_of
-from mycel.plan.memory import Footprint, footprint
+from mycel.plan.choices import Layouts
+from mycel.plan.clock import Clock, Times, clock
+from mycel.plan.cost import Costs
+from mycel.plan.decide import decide
+from mycel.plan.decided import BlockLayouts, Decided, Predicted, digest
+from mycel.plan.hardware import CPU, Hardware, hardware_of, probe_path, probe_text
+from mycel.plan.links import Links
+from mycel.plan.record import Plan, ready_plans
 from mycel.plan.residuals import Decision, Residuals, backward_part, handed, paired, residuals
-from mycel.plan.written import Plan, ready_plans
+from mycel.plan.solve import Solved, solve
 
 __all__ = [
-    "CPU", "PRODUCTS", "Costs", "Decided", "Decision", "Footprint", "Hardware", "Plan", "Residuals", "backward_part", "decide", "footprint", "handed",
-    "hardware_of", "paired", "ready_plans", "residuals",
+    "CPU", "BlockLayouts", "Clock", "Costs", "Decided", "Decision", "Hardware", "Layouts", "Links", "Plan",
+    "Predicted", "Residuals", "Solved", "Times", "backward_part", "clock", "decide", "digest", "handed",
+    "hardware_of", "paired", "probe_path", "probe_text", "ready_plans", "residuals", "solve",
 ]  # fmt: skip

@@ -30,6 +30,7 @@ class Choice:
     outs: tuple[Layout, ...]
     letters: Mapping[str, Axes] = field(default_factory=dict)
     expand: bool = False
+    through: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # by axis: operands whose partial sums pass through
 
 
 @dataclass(frozen=True)
@@ -169,7 +170,8 @@ class Options:
             for letter, axes in owing.items():
                 owed += [(a, kind) for a in axes if (kind := self.owes(letters, letter, j)) and not self._has(item, letter)]
             outs.append(Layout(self._dims(item, t, letters), tuple(sorted(owed))))
-        return Choice(tuple(ins), tuple(outs), dict(letters), any(self.needs_expansion(letters, k) for k in letters))
+        expand = any(self.needs_expansion(letters, k) for k in letters)
+        return Choice(tuple(ins), tuple(outs), dict(letters), expand, dict(flows))
 
     def places(self, label: Label) -> tuple[dict[int, int], dict[int, int]]:
         """Where the axis of a label lies, by operand and by result: a dim, or what is owed; where it is whole nothing is said."""

@@ -1,72 +1,146 @@
-"""Seconds of an equation, and whether a value of it is ever in memory.
+"""Seconds of an equation by itself, and whether a value of it is ever in memory.  Together they are timed by `clock.py`.
 
 A compiler merges elementwise work, reductions and views with what uses them; products, attention and the like are kernels of their own, whose
 operands and results lie in memory.  Without a compiler every equation is such a kernel.
+
+    a kernel         max(operations / operations a second, bytes / bytes a second) + launch
+    merged ones      each value in memory that they read, once, and those that they write; one launch: a *group* hangs together by values that
+                     are never in memory.  What is standardised across rows (batch norm) is read twice: first for its statistics
+    a collective     as `links.py` has it
+    call, custom     its block          cond    the dearer branch          scan    its length times the body          loop    TURNS times the body
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from mycel.ir import CONTROL, Block, Eqn, Program, Var, call, custom
+from mycel.ir import CONTROL, Block, Eqn, Program, Var, call, cond, loop, scan
 from mycel.plan.hardware import Hardware
+from mycel.plan.links import Links, message
 
-APART = frozenset({
-    "linear", "linear_bias", "linear_weight", "matmul", "einsum", "conv", "conv_bias", "conv_transpose", "conv_weight", "attention",
-    "attention_grad", "attention_mask_grad", "sdpa", "linear_cross_entropy", "embedding_grad", "index_grad", "index_put", "index_add", "scatter",
-    "scatter_add", "scatter_reduce", "gather_grad", "sort", "topk", "cumsum", "cumprod", "logcumsumexp", "unfold_grad", "max_pool",
-    "adaptive_max_pool", "permutation", "searchsorted", "opaque", "opaque_grad", "opaque_random", "adam", "sgd", "global_norm",
-})  # fmt: skip
-PRODUCTS = frozenset({"linear", "linear_bias", "linear_weight", "matmul", "attention", "attention_grad", "conv", "conv_bias", "conv_weight"})
 FUSED = 0.1  # a merged equation costs this share of writing its result: its reads and writes are somebody else's
+TURNS = 10  # of a loop: how often it turns is known when it runs
+
+
+def kind_of(eqn: Eqn) -> str:
+    """Under which name the rate of an operator's arithmetic is measured; "" for what is no product."""
+    return f"{eqn.op.rate}_causal" if eqn.params.get("causal") else eqn.op.rate
+
+
+def is_free(eqn: Eqn) -> bool:
+    """Does it run nothing: a view, a constant?"""
+    return eqn.op.write is not None or eqn.op.free
 
 
 @dataclass
 class Costs:
-    """The cost of equations of one program on one device."""
+    """The cost of equations of one program on one device; `links`: of its messages, where it sends any."""
 
     program: Program
     hardware: Hardware
     compiled: bool
+    links: Links | None = None
     _blocks: dict[str, float] = field(default_factory=dict)
 
     def seconds(self, eqn: Eqn, there: Collection[Var] = ()) -> float:
-        """One execution; a merged equation writes those of its results that must lie in memory, `there`."""
-        if eqn.op is call or eqn.op is custom:
-            name = eqn.params["block" if eqn.op is call else "forward"]
-            if name not in self._blocks:
-                self._blocks[name] = sum(self.seconds(e) for e in self.program.blocks[name].eqns)
-            return self._blocks[name]
-        if eqn.op.write is not None or eqn.op.name in ("const", "full", "stop_gradient"):
-            return 0.0
+        """One execution by itself; a merged equation writes those of its results that must lie in memory, `there`."""
         if eqn.op in CONTROL:
-            return sum(self.seconds(e) for ref in eqn.refs for e in self.program.blocks[ref].eqns)
-        out_bytes = sum(v.type.bytes for v in eqn.outputs)
+            return self._control(eqn)
+        if is_free(eqn):
+            return 0.0
+        if self.message(eqn):
+            return self.message(eqn)
         if self.compiled and not self.is_apart(eqn):
-            return (FUSED * out_bytes + sum(v.type.bytes for v in eqn.outputs if v in there)) / self.hardware.bytes_s
-        cost = eqn.op.cost(eqn.input_types, eqn.params)
-        return cost.flops / self.hardware.flops(eqn.outputs[0].dtype) + cost.bytes / self.hardware.bytes_s + self.hardware.launch_s
+            size = FUSED * sum(v.type.bytes for v in eqn.outputs) + sum(v.type.bytes for v in eqn.outputs if v in there)
+            return size / self.hardware.bytes_s
+        return self.kernel(eqn)
 
-    def whole(self) -> float:
-        """Seconds of the whole program, roughly."""
-        return sum(self.seconds(e) for e in self.program.main.eqns)
+    def _control(self, eqn: Eqn) -> float:
+        """Of the blocks an equation holds; the gradient that a custom one holds runs elsewhere."""
+        p = eqn.params
+        if eqn.op is scan:
+            return float(p["length"] * self._block(p["body"]))
+        if eqn.op is loop:
+            return TURNS * (self._block(p["test"]) + self._block(p["body"]))
+        if eqn.op is cond:
+            return max(self._block(p["then"]), self._block(p["orelse"]))
+        return self._block(p["block" if eqn.op is call else "forward"])
 
-    def is_apart(self, eqn: Eqn) -> bool:
-        """Is it a kernel of its own?"""
-        return not self.compiled or eqn.op in CONTROL or eqn.op.name in APART
+    def _block(self, name: str) -> float:
+        if name not in self._blocks:
+            self._blocks[name] = sum(self.seconds(e) for e in self.program.blocks[name].eqns)
+        return self._blocks[name]
+
+    def message(self, eqn: Eqn) -> float:
+        """Seconds on the wire; none for what sends nothing."""
+        name, axes, size = message(eqn)
+        return self.links.seconds(name, axes, size) if name and self.links is not None else 0.0
+
+    def kernel(self, eqn: Eqn) -> float:
+        """An equation as a kernel of its own."""
+        cost, kind = eqn.op.cost(eqn.input_types, eqn.params), kind_of(eqn)
+        dtype = next((v.dtype for v in eqn.vars if v.dtype.is_floating_point), eqn.outputs[0].dtype)
+        computing = cost.flops / self.hardware.flops(dtype, kind, cost.flops)
+        return max(computing, cost.bytes / self.hardware.bandwidth(cost.bytes)) + self.hardware.launch_s
+
+    def computing(self, block: Block, compiled: bool) -> list[float]:
+        """Seconds of each equation of a block, beside each other; messages and the blocks it holds are not among them.  What a group reads is
+        counted where it first reads it."""
+        if not compiled:
+            return [0.0 if e.op in CONTROL or is_free(e) or message(e)[0] else self.kernel(e) for e in block.eqns]
+        there = self.in_memory(block, compiled)
+        group_of = self._groups(block, there)
+        shown = _shown(block)
+        read: set[tuple[int, Var]] = set()
+        started: set[int] = set()
+        seconds = []
+        for i, eqn in enumerate(block.eqns):
+            if eqn.op in CONTROL or is_free(eqn) or message(eqn)[0]:
+                seconds.append(0.0)
+            elif self.is_apart(eqn, compiled):
+                seconds.append(self.kernel(eqn))
+            else:
+                group = group_of[i]
+                new = {(group, v) for v in eqn.vars if v in there} - read
+                read |= new
+                moved = _passes(eqn) * sum(min(v.type.bytes, shown.get(v, v).type.bytes) for _, v in new)
+                moved += sum(v.type.bytes for v in eqn.outputs if v in there)
+                seconds.append(moved / self.hardware.bandwidth(moved) + (0.0 if group in started else self.hardware.launch_s))
+                started.add(group)
+        return seconds
+
+    def _groups(self, block: Block, there: Collection[Var]) -> dict[int, int]:
+        """Merged equations and views -> the first one of those that hang together by values that are never in memory."""
+        first: dict[int, int] = {}
+        maker: dict[Var, int] = {}
+        for i, eqn in enumerate(block.eqns):
+            if eqn.op in CONTROL or message(eqn)[0] or self.is_apart(eqn, True):
+                continue
+            joined = sorted({_root(first, maker[v]) for v in eqn.vars if v in maker})
+            first[i] = joined[0] if joined else i
+            for j in joined[1:]:
+                first[j] = joined[0]
+            maker.update((v, i) for v in eqn.outputs if v not in there)
+        return {i: _root(first, i) for i in first}
+
+    def is_apart(self, eqn: Eqn, compiled: bool | None = None) -> bool:
+        """Is it a kernel of its own?  `compiled`: in a block that is, or is not; None: as the program."""
+        compiled = self.compiled if compiled is None else compiled
+        return not compiled or eqn.op in CONTROL or not eqn.op.compiles or eqn.op.apart
 
     def gain(self, eqns: Sequence[Eqn]) -> float:
         """Seconds that a compiler saves on a stretch of equations: reads, writes and starts of kernels it merges."""
-        merged = [e for e in eqns if e.op.write is None and e.op not in CONTROL and e.op.name not in APART]
+        merged = [e for e in eqns if e.op.write is None and e.op not in CONTROL and not e.op.apart]
         moved = sum(e.op.cost(e.input_types, e.params).bytes for e in merged)
         return (1 - FUSED) * moved / self.hardware.bytes_s + len(merged) * self.hardware.launch_s
 
-    def in_memory(self, block: Block) -> set[Var]:
+    def in_memory(self, block: Block, compiled: bool | None = None) -> set[Var]:
         """Values of a block that lie in memory whether or not anybody keeps them; views of them count as they do."""
         found = {*block.inputs, *(v for v in block.outputs if isinstance(v, Var))}
         for eqn in block.eqns:
-            if self.is_apart(eqn):
+            if self.is_apart(eqn, compiled):
                 found.update((*eqn.vars, *eqn.outputs))
         for eqn in reversed(block.eqns):  # what a view in memory shows is there too
             if eqn.op.write is not None and any(v in found for v in eqn.outputs) and isinstance(eqn.inputs[0], Var):
@@ -75,3 +149,29 @@ class Costs:
             if eqn.op.write is not None and eqn.inputs[0] in found:
                 found.update(eqn.outputs)
         return found
+
+
+def _passes(eqn: Eqn) -> int:
+    """How often a merged equation reads its operands: twice, where each result needs all of a dim that lies outside of another; a row it can hold."""
+    if eqn.op.dims is None:
+        return 1
+    fit = eqn.op.fit(eqn.input_types, eqn.params)
+    first, result = (fit.ins[0] if fit.ins else None) or (), fit.outs[0] if fit.outs else ()
+    whole = [any(fit.flags.get(k) == "^" and fit.sizes[k] > 1 for k in dim) for dim in first]
+    return 2 if first == result and any(a and not b for a, b in itertools.pairwise(whole)) else 1
+
+
+def _shown(block: Block) -> dict[Var, Var]:
+    """Views -> the value whose memory they show."""
+    shown: dict[Var, Var] = {}
+    for eqn in block.eqns:
+        first = eqn.inputs[0] if eqn.inputs else None
+        if eqn.op.write is not None and isinstance(first, Var):
+            shown.update((v, shown.get(first, first)) for v in eqn.outputs)
+    return shown
+
+
+def _root(first: dict[int, int], i: int) -> int:
+    while first[i] != i:
+        i = first[i]
+    return i

@@ -153,9 +153,14 @@ class Graph:
 
 
 def independent(options: Options) -> list[frozenset[str]]:
-    """Groups of letters that never meet in an operand or a result: they are split independently of each other."""
+    """Groups of letters that never meet in an operand or a result: they are split independently of each other.
+
+    All are one group where the operator has a rule for one of them: in  weight[c], index[n] -> rows[n]  the rule for c looks up what is this
+    rank's of the weights and leaves a sum owed, for which every rank needs the same index."""
     if options.fit is None:
         return [frozenset()]
+    if any(key != "*" for key in options.op.parts):
+        return [frozenset(options.fit.sizes)]
     group: dict[str, set[str]] = {}
     for item in (*options.fit.ins, *options.fit.outs):
         letters = {letter for dim in item or () for letter in dim}

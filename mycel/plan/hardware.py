@@ -1,15 +1,44 @@
-"""What a device can do: operations and bytes a second, and memory.  Only ratios matter for decisions; a probe refines the table."""
+"""What a device can do: operations and bytes a second, by size where measured, and the wires to others.
+
+Presets, and over them what `mycel probe` measured.
+
+probe file      $MYCEL_PROBE (empty: none), else probe.yaml in $XDG_CACHE_HOME/mycel or ~/.cache/mycel; used for the device it names
+
+device: CPU                                     as `Hardware.name`
+launch_s: 3.1e-06
+host_bytes_s: 9.0e+09                           copies between host and device
+rates:                                          [work, work a second], by work: bytes, or floating-point operations
+  memory: [[65536, 4.1e+10], [67108864, 9.2e+09]]
+  product.fp32: [[1e+05, 2.0e+10], [1e+09, 9.1e+10]]       also attention, conv; also .bf16
+levels:                                         innermost first: groups of up to so many consecutive ranks
+- {name: host, ranks: 4, busy: 0.9, messages: {all_reduce: [[2, 4096, 1.0e-04], …]}}        [ranks, bytes each puts in, seconds]
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import bisect
+import functools
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
 import torch
+import yaml
+
+from mycel.errors import PlanError
+from mycel.ir import Mesh
+from mycel.plan.links import CPU_LINK, GPU_LINK, Link, Links, fitted
+
+Curve = tuple[tuple[float, float], ...]  # (work, work a second), by rising work
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """One device.  `half` and `single`: reachable operations a second in 16 and 32 bits; `launch_s`: the cost of starting one kernel."""
+    """One device.  `half` and `single`: reachable operations a second in 16 and 32 bits; `launch_s`: the cost of starting
+    one kernel; `rates`: the same by size, where measured; `levels`: the wires to other ranks, innermost first."""
 
     name: str
     half: float
@@ -17,9 +46,39 @@ class Hardware:
     bytes_s: float
     launch_s: float
     memory: int | None = None
+    host_bytes_s: float = 25e9
+    rates: Mapping[str, Curve] = field(default_factory=dict, hash=False)
+    levels: tuple[Link, ...] = ()
 
-    def flops(self, dtype: torch.dtype) -> float:
-        return self.half if dtype.itemsize == 2 else self.single
+    def flops(self, dtype: torch.dtype, kind: str = "", work: float = math.inf) -> float:
+        """Operations a second of a kernel of so many; `kind`: as `cost.kind_of` has it, where that was measured."""
+        narrow = dtype.itemsize == 2
+        curve = self.rates.get(f"{kind}.{'bf16' if narrow else 'fp32'}") if kind else None
+        return rate(curve, work) if curve else self.half if narrow else self.single
+
+    def bandwidth(self, size: float) -> float:
+        """Bytes a second of a kernel that reads and writes so many."""
+        curve = self.rates.get("memory")
+        return rate(curve, size) if curve else self.bytes_s
+
+    def links(self, mesh: Mesh) -> Links:
+        """The wires of a mesh whose last axis is the fastest: each axis has the innermost level in which its ranks lie."""
+        levels = self.levels or (GPU_LINK if self.memory else CPU_LINK,)
+        named, reach = dict[str, Link](), 1
+        for axis in reversed(mesh.axes):
+            reach *= mesh[axis]
+            named[axis] = next((level for level in levels if level.ranks >= reach), levels[-1])
+        return Links(mesh, levels[-1], {axis: named[axis] for axis in mesh.axes})
+
+
+def rate(curve: Curve, work: float) -> float:
+    """Between two measured sizes on the line between them, in logarithms; beyond the last, as there."""
+    at = bisect.bisect(curve, (work, math.inf))
+    if at == 0 or at == len(curve):
+        return curve[min(at, len(curve) - 1)][1]
+    (x0, y0), (x1, y1) = curve[at - 1 : at + 1]
+    share = math.log(work / x0) / math.log(x1 / x0)
+    return float(y0 ** (1 - share) * y1**share)
 
 
 # Reachable, not nominal: about 80 % of the tensor-core peak in large products, 85 % of the memory's.
@@ -35,9 +94,61 @@ OTHER = Hardware("GPU", 100e12, 50e12, 0.8e12, 5e-6)
 
 
 def hardware_of(device: torch.device) -> Hardware:
-    """What is known of a device."""
+    """What is known of a device: the preset, and over it what was measured of a device of this name."""
     if device.type != "cuda":
-        return CPU
-    properties = torch.cuda.get_device_properties(device)
-    found = next((h for key, h in KNOWN.items() if key in properties.name), OTHER)
-    return Hardware(properties.name, found.half, found.single, found.bytes_s, found.launch_s, properties.total_memory)
+        preset = CPU
+    else:
+        properties = torch.cuda.get_device_properties(device)
+        known = next((h for key, h in KNOWN.items() if key in properties.name), OTHER)
+        preset = replace(known, name=properties.name, memory=properties.total_memory)
+    return probed(preset, probe_text())
+
+
+def probe_path() -> Path | None:
+    """Where the probe writes, and planning reads; None: nowhere."""
+    given = os.environ.get("MYCEL_PROBE")
+    if given is not None:
+        return Path(given).expanduser() if given else None
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "mycel" / "probe.yaml"
+
+
+def probe_text() -> str:
+    """What a probe wrote here; nothing, if none did.  A file that is named and not there is an error."""
+    path = probe_path()
+    if path is not None and path.is_file():
+        return path.read_text()
+    if path is not None and os.environ.get("MYCEL_PROBE"):
+        raise PlanError(f"no file {path}\n  at        the environment: MYCEL_PROBE\n  try       mycel probe --out {path}, or MYCEL_PROBE= for none")
+    return ""
+
+
+@functools.lru_cache(maxsize=16)
+def probed(preset: Hardware, text: str) -> Hardware:
+    """A device with what a probe measured of it; the preset itself, if the text is of another device."""
+    if not text:
+        return preset
+    try:
+        data = yaml.safe_load(text)
+        return _measured(preset, data) if data["device"] == preset.name else preset
+    except (yaml.YAMLError, KeyError, TypeError, ValueError, AttributeError) as e:
+        raise PlanError(f"what the probe measured cannot be read: {e}\n  at        {probe_path()}\n  try       mycel probe") from e
+
+
+def _measured(preset: Hardware, data: Mapping[str, Any]) -> Hardware:
+    rates: dict[str, Curve] = {name: _curve(points) for name, points in data["rates"].items()}
+    fastest = {name: max(y for _, y in curve) for name, curve in rates.items()}
+    single = fastest.get("product.fp32", preset.single)
+    return replace(
+        preset,
+        single=single,
+        half=fastest.get("product.bf16", single),
+        bytes_s=rates["memory"][-1][1] if "memory" in rates else preset.bytes_s,
+        launch_s=float(data["launch_s"]),
+        host_bytes_s=float(data.get("host_bytes_s", preset.host_bytes_s)),
+        rates=rates,
+        levels=tuple(fitted(level["name"], int(level["ranks"]), float(level["busy"]), level["messages"]) for level in data.get("levels", ())),
+    )
+
+
+def _curve(points: Sequence[Sequence[float]]) -> Curve:
+    return tuple(sorted((float(x), float(y)) for x, y in points))

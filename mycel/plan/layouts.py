@@ -25,7 +25,7 @@ import numpy as np
 from mycel.errors import PlanError
 from mycel.ir import Atom, Axes, Layout, Mesh, Type, Var, cond, loop, order, part, scan, walk
 from mycel.plan.choices import OWED, SAME, WHOLE, Choice, Label, Laid, Layouts, Options
-from mycel.plan.cost import PRODUCTS, Costs
+from mycel.plan.cost import Costs
 from mycel.plan.distances import Distances, Indices, Space, Table
 from mycel.plan.domains import Domain, Price
 from mycel.plan.graph import Graph, Node, Source
@@ -310,10 +310,10 @@ class Problem:
         for node, (_, shares, messages) in self.domains.items():
             eqn, at = g.eqns[node], node[1:3]
             if at not in seconds:
-                seconds[at] = solver.costs.seconds(eqn) * (solver.by.share if eqn.op.name in PRODUCTS else 1.0)
+                seconds[at] = solver.costs.seconds(eqn) * (solver.by.share if eqn.op.product else 1.0)
             work = seconds[at] * solver.fraction(node) * solver.left(node) * shares
             self.sum.add((node,), g.runs[node[1]] * (work + messages))
-            if eqn.op.name in PRODUCTS:
+            if eqn.op.product:
                 self.preferred[node] = g.runs[node[1]] * work * (1 - 1 / solver.by.share)
         for node, numbers in self.ports.items():
             if len(numbers) > 1:  # of equals: gathered outside, where it can begin early

@@ -1,27 +1,58 @@
 """What messages cost: the seconds of a collective over axes of a mesh, and the bytes each rank sends.
 
-all-reduce       2 (k-1)/k of the tensor         in 2 (k-1) steps of a ring
-all-gather, reduce-scatter    (k-1)/k of the whole     k-1 steps
-all-to-all       (k-1)/k of what a rank holds    one step to each
-permute          what a rank holds               one step
+What a collective sends, and in how many steps, its paragraph says (`ops/collective.py`).
+
+    seconds = bytes sent / bytes a second + steps · start           by level, and where it was measured (`fitted`) by collective too
+
+A *level* is one kind of wire (inside a host, between hosts).  Each axis of a mesh lies in one level; axes of the same
+level share its wire.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from mycel.ir import Axes, Eqn, Mesh
+import numpy as np
 
-COLLECTIVES = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute_ranks"})
+from mycel.ir import OPS, Axes, Eqn, Mesh
+from mycel.ops import o
 
 
 @dataclass(frozen=True)
 class Link:
-    """The wire along an axis: bytes a second that a rank sends, and seconds to start one message."""
+    """One level: bytes a second that a rank sends, and seconds to start one message.
+
+    ranks     the largest group of consecutive ranks that it joins
+    busy      the share of a message's seconds in which the device cannot compute beside it
+    measured  (collective, bytes a second, seconds to start), where these differ"""
 
     bytes_s: float
     start_s: float
+    name: str = "network"
+    ranks: int = 1 << 30
+    busy: float = 0.0
+    measured: tuple[tuple[str, float, float], ...] = ()
+
+    def seconds(self, name: str, k: int, local_bytes: float) -> float:
+        """One collective between k ranks, each of which puts `local_bytes` in."""
+        bytes_s, start_s = next(((b, s) for n, b, s in self.measured if n == name), (self.bytes_s, self.start_s))
+        return sent(name, k, local_bytes) / bytes_s + _steps(name, k) * start_s
+
+    def data(self) -> list[float] | dict[str, Any]:
+        """As a plan writes it: [bytes a second, seconds to start], or all of it, where more is known."""
+        if self == Link(self.bytes_s, self.start_s):
+            return [self.bytes_s, self.start_s]
+        return {**vars(self), "measured": {name: [bytes_s, start_s] for name, bytes_s, start_s in sorted(self.measured)}}
+
+    @staticmethod
+    def read(data: Any) -> Link:
+        if not isinstance(data, Mapping):
+            bytes_s, start_s = data
+            return Link(float(bytes_s), float(start_s))
+        measured = tuple((name, float(bytes_s), float(start_s)) for name, (bytes_s, start_s) in data["measured"].items())
+        return Link(**{**data, "measured": measured})
 
 
 CPU_LINK = Link(1e9, 100e-6)
@@ -37,44 +68,61 @@ class Links:
     named: Mapping[str, Link] = field(default_factory=dict)
 
     def of(self, axes: Axes) -> Link:
-        """The slowest link among some axes."""
-        found = [self.named.get(a, self.other) for a in axes]
-        return Link(min(x.bytes_s for x in found), max(x.start_s for x in found))
+        """The slowest link among some axes; each message starts as late as on the latest."""
+        links = [self.named.get(a, self.other) for a in axes]
+        return replace(min(links, key=lambda x: x.bytes_s), start_s=max(x.start_s for x in links))
 
     def seconds(self, name: str, axes: Axes, local_bytes: float) -> float:
         """One collective; `local_bytes` is what a rank puts in."""
-        if not axes:
-            return 0.0
-        k, link = self.mesh.count(axes), self.of(axes)
-        return sent(name, k, local_bytes) / link.bytes_s + _steps(name, k) * link.start_s
+        return self.of(axes).seconds(name, self.mesh.count(axes), local_bytes) if axes else 0.0
+
+    @property
+    def levels(self) -> tuple[str, ...]:
+        """The wires, each once."""
+        return tuple(dict.fromkeys(self.of((axis,)).name for axis in self.mesh.axes))
+
+
+def fitted(name: str, ranks: int, busy: float, messages: Mapping[str, Sequence[Sequence[float]]]) -> Link:
+    """The level of what was measured: by collective (ranks, bytes each puts in, seconds); least squares of relative
+    errors, no number below zero."""
+    measured = tuple((op, *_fit(op, points)) for op, points in sorted(messages.items()))
+    first = next((x for x in measured if x[0] == "all_reduce"), measured[0])
+    return Link(first[1], first[2], name, ranks, busy, measured)
+
+
+def _fit(name: str, points: Sequence[Sequence[float]]) -> tuple[float, float]:
+    """(bytes a second, seconds to start)"""
+    rows = np.array([[sent(name, int(k), size) / s, _steps(name, int(k)) / s] for k, size, s in points])
+    ones = np.ones(len(rows))
+    both, *_ = np.linalg.lstsq(rows, ones, rcond=None)
+    if both.min() <= 0:  # one of the two alone
+        alone = [rows[:, i] @ ones / max(rows[:, i] @ rows[:, i], 1e-30) for i in (0, 1)]
+        errors = [((rows[:, i] * alone[i] - 1) ** 2).sum() for i in (0, 1)]
+        both = np.array([alone[0], 0.0] if errors[0] <= errors[1] else [0.0, alone[1]])
+    return 1 / max(float(both[0]), 1e-15), float(both[1])
 
 
 def sent(name: str, k: int, local_bytes: float) -> float:
     """Bytes that each of k ranks puts on the wire when it puts `local_bytes` in."""
-    if k == 1:
-        return 0.0
-    match name:
-        case "all_reduce":
-            return 2 * (k - 1) / k * local_bytes
-        case "all_gather":
-            return (k - 1) * local_bytes
-        case "reduce_scatter" | "all_to_all":
-            return (k - 1) / k * local_bytes
-        case "permute_ranks":
-            return float(local_bytes)
-    return 0.0
+    said = OPS[name].collective if name else None
+    return said.sent(k) * local_bytes if said is not None and k > 1 else 0.0
 
 
 def _steps(name: str, k: int) -> int:
     """Messages that wait for each other."""
-    if k == 1 or name not in COLLECTIVES:
-        return 0
-    return {"all_reduce": 2 * (k - 1), "all_to_all": 1, "permute_ranks": 1}.get(name, k - 1)
+    said = OPS[name].collective if name else None
+    return said.steps(k) if said is not None and k > 1 else 0
+
+
+def message(eqn: Eqn) -> tuple[str, Axes, float]:
+    """The collective that an equation sends, its axes, and the bytes each rank puts in; "" for none."""
+    op = OPS[eqn.params["op"]] if eqn.op is o.begin else eqn.op
+    if op.collective is None:
+        return "", (), 0.0
+    return op.name, eqn.params["axes"], float(sum(v.type.bytes for v in eqn.vars))
 
 
 def sent_by(eqn: Eqn) -> tuple[Axes, float]:
     """The axes and bytes on the wire of one execution of an equation, each rank's."""
-    name = eqn.params["op"] if eqn.op.name == "begin" else eqn.op.name
-    if name not in COLLECTIVES:
-        return (), 0.0
-    return eqn.params["axes"], sent(name, eqn.params["count"], sum(v.type.bytes for v in eqn.vars))
+    name, axes, size = message(eqn)
+    return axes, sent(name, eqn.params["count"], size) if name else 0.0

@@ -29,11 +29,9 @@ WHOLE = 1_000_000_000  # what the finite arcs of a graph sum up to, in the integ
 
 @dataclass(frozen=True)
 class Decision:
-    """One call of a block and the call of its backward, by their places in the entry's body; `keep`: the values of the block handed over."""
+    """Of one call of a block and the call of its backward; `keep`: the values of the block handed over."""
 
     block: str
-    forward: int
-    backward: int
     keep: tuple[str, ...]
     seconds: float  # of computing again
     bytes: int  # that are kept
@@ -101,7 +99,7 @@ def residuals(program: Program, body: str, costs: Costs, prices: Sequence[float]
         if key not in memo:
             memo[key] = cut(inner, needed, share, costs, price)
         keep, seconds, size = memo[key]
-        found.append(Decision(f.params["block"], i, j, keep, seconds, size))
+        found.append(Decision(str(f.params["block"]), keep, seconds, size))
     return Residuals(body, tuple(found), _loose(block, costs, prices[-1]))
 
 

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 from mycel.ir import CONTROL, Block, Eqn, Program, Var, call, chains, lifetimes, order, scan
+from mycel.ops import o
 
 Roots = dict[Var, set[int]]
 
@@ -29,9 +30,26 @@ def roots(program: Program) -> dict[str, Roots]:
                 known.update({v: set().union(*(held[i] for i in one)) for v, one in zip(eqn.outputs, at, strict=True)})
             elif eqn.op is scan:
                 known.update(zip(eqn.outputs, _scanned(eqn, program.blocks[eqn.params["body"]], found[eqn.params["body"]], held), strict=True))
-            elif eqn.op in CONTROL or eqn.op.write is not None:
+            elif eqn.op in CONTROL or may_share(eqn):
                 known.update({v: set().union(*held) for v in eqn.outputs})
         found[name] = known
+    return found
+
+
+def may_share(eqn: Eqn) -> bool:
+    """May its result lie in the memory of its operand?  A view does; and what a rank has already is not copied for it: its own part, the first
+    rank's value, a sum over one rank.  Messages that are begun and finished apart are real ones, and bring new memory."""
+    return eqn.op.write is not None or (eqn.op.by_rank and len(set(eqn.vars)) == 1)
+
+
+def families(block: Block) -> dict[Var, list[Var]]:
+    """For each value those that lie in the same memory, or may, as an equation made them of it; itself among them."""
+    found: dict[Var, list[Var]] = {v: [v] for v in block.inputs}
+    for eqn in block.eqns:
+        found.update((v, [v]) for v in eqn.outputs)
+        if may_share(eqn):
+            joined = list(dict.fromkeys(w for v in (*eqn.vars, *eqn.outputs) for w in found[v]))
+            found.update(dict.fromkeys(joined, joined))
     return found
 
 
@@ -62,6 +80,7 @@ def given_away(program: Program) -> dict[int, set[int]]:
     """Equations of the entry (by index) that may run over the memory of their first operands, because these are inputs which their results replace
     and nobody reads afterwards; with the operands (by position) that must be copied first, because such a kernel may overwrite them."""
     block, known = program.main, roots(program)[program.entry]
+    family = families(block)
     new = dict(zip(program.updates, block.outputs[len(block.outputs) - len(program.updates) :], strict=True)) if program.updates else {}
     last = lifetimes(block)
     position = {v: i for i, v in enumerate(block.inputs)}
@@ -76,7 +95,8 @@ def given_away(program: Program) -> dict[int, set[int]]:
         if replaced and not later and len(mine) == len(over):
             rest = range(len(over), len(eqn.inputs))
             held = [eqn.inputs[k] for k in rest]
-            found[i] = {k for k, x in zip(rest, held, strict=True) if isinstance(x, Var) and x.ndim and (known.get(x) or last[x][1] > i)}
+            tensors = [(k, x) for k, x in zip(rest, held, strict=True) if isinstance(x, Var) and x.ndim]
+            found[i] = {k for k, x in tensors if known.get(x) or any(last[v][1] > i for v in family[x])}
     return found
 
 
@@ -90,7 +110,7 @@ def summing(outer: Block, eqn: Eqn, body: Block) -> dict[int, int]:
     mine = {}
     for j in range(m):
         start, carry = eqn.inputs[n + j], body.inputs[n + j]
-        fresh = isinstance(start, Var) and start in made and made[start].op.name == "full" and not isinstance(made[start].inputs[0], Var)
+        fresh = isinstance(start, Var) and start in made and made[start].op is o.full and not isinstance(made[start].inputs[0], Var)
         fresh = fresh and len(ours[start].uses) == 1 and not ours[start].is_output  # type: ignore[index]
         new = body.outputs[j]
         alone = isinstance(new, Var) and not uses[new].uses and body.outputs.count(new) == 1  # nobody keeps the sum of one turn
@@ -113,11 +133,11 @@ def reusable(block: Block) -> dict[int, int]:
     sharing: dict[Var, list[Var]] = {}
     found: dict[int, int] = {}
     for i, eqn in enumerate(block.eqns):
-        if eqn.op.write is not None and eqn.inputs and eqn.inputs[0] in owner:
+        if may_share(eqn) and eqn.inputs and eqn.inputs[0] in owner:
             mine = owner[eqn.inputs[0]]  # type: ignore[index]
             owner.update((v, mine) for v in eqn.outputs)
             sharing[mine] += eqn.outputs
-        elif eqn.op in CONTROL or eqn.op.name.startswith("stack_"):  # may keep or return what it is given
+        elif eqn.op in CONTROL or eqn.op.stacks:  # may keep or return what it is given
             for v in eqn.vars:
                 for other in sharing.pop(owner.get(v, v), ()):
                     owner.pop(other, None)

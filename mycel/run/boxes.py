@@ -3,6 +3,8 @@
     f32[5@dp,4] on Mesh(dp=2, tp=3)      dp=0  rows 0:3   on ranks 0 1 2
                                          dp=1  rows 3:5   on ranks 3 4 5, with a row of padding, which belongs to no box
 
+A partial tensor, the sum of what ranks hold, is saved as its summands: f32[5]+dp as f32[2@dp,5].
+
 A box is (start, stop) for each dim.  Ranks that differ only along axes that a layout does not use hold the same box; one of them saves it, the one
 that has the least to save so far, the largest tensors first.  Every rank finds the same answer by itself.
 """
@@ -23,11 +25,18 @@ Item = tuple[Layout, Dims, int]  # a tensor on a mesh: layout, global shape, byt
 
 def checked(name: str, layout: Layout, shape: Sequence[int], mesh: Mesh) -> Dims:
     """The shape, if parts of such a tensor can be saved and loaded."""
-    if layout.owed or len(layout.dims) != len(shape) or not all(axis in mesh for axis in layout.axes):
-        why = "values that ranks still owe each other are no state" if layout.owed else f"the mesh is {mesh}"
+    summed = all(kind == "+" for _, kind in layout.owed)
+    if not summed or len(layout.dims) != len(shape) or not all(axis in mesh for axis in layout.axes):
+        why = f"the mesh is {mesh}" if summed else "of values that ranks still owe each other, only sums are state"
         what = f"{name!r} of shape {list(shape)} cannot lie as {layout}: {why}"
         raise CheckpointError(f"{what}\n  try       a layout with one entry for each dim, over axes of the mesh")
     return tuple(int(n) for n in shape)
+
+
+def summands(layout: Layout, shape: Dims, mesh: Mesh) -> tuple[Layout, Dims]:
+    """How a partial tensor is saved: with a first dim, split over the axes of the sum, that has a place for each summand."""
+    axes = tuple(axis for axis, _ in layout.owed)
+    return Layout((axes, *layout.dims)), (mesh.count(axes), *shape)
 
 
 def held(shape: Dims, layout: Layout, mesh: Mesh, rank: int) -> Box:

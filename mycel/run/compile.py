@@ -9,7 +9,7 @@ import contextlib
 import functools
 import gc
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -43,11 +43,11 @@ def start_workers() -> None:
     AsyncCompile.use_process_pool()
 
 
-def warm_up(program: Program, names: Collection[str], device: torch.device) -> None:
-    """Run each distinct kernel of these operators once, on memory as it is, beside the compiler: libraries load and choose while it works."""
+def warm_up(program: Program, device: torch.device) -> None:
+    """Run each distinct kernel of products once, on memory as it is, beside the compiler: libraries load and choose while it works."""
     if device.type != "cuda":
         return
-    seen = {(e.op.name, e.input_types, e.params): e for _, e in walk(program) if e.op.name in names}
+    seen = {(e.op.name, e.input_types, e.params): e for _, e in walk(program) if e.op.product or e.op.precision == "low"}
 
     def run() -> None:
         with torch.no_grad(), torch.cuda.device(device), contextlib.suppress(RuntimeError):  # what fails here fails where it belongs, or not at all

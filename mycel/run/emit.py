@@ -22,13 +22,12 @@ from typing import Any
 
 import torch
 
-from mycel.ir import Atom, Block, Eqn, Program, Var, call, cond, custom, lifetimes, loop, order, scan, walk
+from mycel.ir import CONTROL, Atom, Block, Eqn, Op, Program, Var, call, cond, custom, lifetimes, loop, order, scan, walk
+from mycel.ops import o
 from mycel.run.alias import given_away, reusable, shared_outputs, summing
 from mycel.run.compile import compiled as compile_function
 from mycel.run.kernels import literal, sources_of, write, write_inplace, write_into
 
-_WRITTEN_HERE = {"call", "cond", "custom", "loop", "scan", "const", "opaque"}
-_SPEAKING = {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute_ranks", "begin"}
 _TAKEN = {*keyword.kwlist, *dir(builtins), "torch", "math", "base64", "device", "ranks"}
 
 
@@ -128,6 +127,10 @@ class _Function:
         n = len(outs) - len(self.program.updates)
         moves = [(by_name[k], new) for k, new in zip(self.program.updates, outs[n:], strict=True)]
         moves = [(old, new) for old, new in moves if new != old]
+        for i, out in enumerate(outs[:n]):  # what lies in an input is copied before that changes
+            if out.endswith(".clone()"):
+                self.line(f"out_{i} = {out}")
+                outs[i] = f"out_{i}"
         for i, (_, new) in enumerate(moves):
             if new.endswith(".clone()"):
                 self.line(f"new_{i} = {new}")
@@ -192,7 +195,7 @@ class _Function:
             name = eqn.params["block" if eqn.op is call else "forward"]
             self.line(f"{_unpack(outs)}{self.blocks[name]}({', '.join(args)}){comment}")
         else:
-            if eqn.op.name in _SPEAKING and eqn.source:  # told if the others do not answer
+            if eqn.op.by_rank and (eqn.op.collective is not None or eqn.op.effect) and eqn.source:  # told if the others do not answer
                 self.line(f"ranks.COMMUNICATORS[-1].at = {' '.join(eqn.line.split())!r}")
             text = self.expression(eqn, args) if over is None else write_into(eqn.op, over, args, eqn.params)
             self.line(f"{', '.join(outs)} = {text}{comment}")
@@ -207,7 +210,7 @@ class _Function:
         if eqn.op.by_rank:
             more = [f"{k}={literal(v)}" for k, v in eqn.params.items()] + ["device=device"] * ("device" in eqn.op.defaults)
             return f"ranks.{eqn.op.name}({', '.join([*args, *more])})"
-        return _const(eqn.params["name"]) if eqn.op.name == "const" else write(eqn.op, args, eqn.params, eqn.input_types)
+        return _const(eqn.params["name"]) if eqn.op is o.const else write(eqn.op, args, eqn.params, eqn.input_types)
 
     def held(self, name: str, args: Sequence[str], outs: Sequence[str], over: dict[int, int] | None = None) -> None:
         """A block on these arguments, its results in variables `outs`: in line, or as a call."""
@@ -243,7 +246,7 @@ class _Function:
         if outs:
             self.line(f"{', '.join(outs)} = {', '.join(args[n:])}")
         test = self.program.blocks[eqn.params["test"]]
-        if eqn.params["test"] in self.inlined and len(test.eqns) == 1 and test.eqns[0].op.name not in _WRITTEN_HERE:
+        if eqn.params["test"] in self.inlined and len(test.eqns) == 1 and not _is_written_here(test.eqns[0].op):
             names = dict(zip(test.inputs, state, strict=True))
             self.line(f"while {self.expression(test.eqns[0], [self.atom(x, names) for x in test.eqns[0].inputs])}:{comment}")
             self.indent += 1
@@ -286,6 +289,11 @@ class _Function:
                 self.line(f"{y} = torch.stack({y}[::-1])" if p.get("reverse") else f"{y} = torch.stack({y})")
 
 
+def _is_written_here(op: Op) -> bool:
+    """Has it no kernel to be copied: control flow, constants, torch's own calls?"""
+    return op in CONTROL or op in (o.const, o.opaque)
+
+
 def _unpack(outs: Sequence[str]) -> str:
     return "".join(o + ", " for o in outs) + "= " if outs else ""
 
@@ -303,7 +311,7 @@ def _inlined(program: Program) -> set[str]:
 def _helpers(program: Program, donate: bool) -> dict[str, str]:
     """Functions and constants that the kernels need beside them, by name."""
     ops = {e.op for _, e in walk(program)}
-    return dict(sorted((k, text) for op in ops if op.name not in _WRITTEN_HERE and not op.by_rank for k, text in sources_of(op, donate).items()))
+    return dict(sorted((k, text) for op in ops if not _is_written_here(op) and not op.by_rank for k, text in sources_of(op, donate).items()))
 
 
 def _block_names(program: Program, helpers: Container[str]) -> dict[str, str]:

@@ -9,6 +9,7 @@ import torch
 
 from mycel.errors import RunError
 from mycel.ir import CONTROL, Atom, Block, Eqn, Program, Var, call, cond, custom, lifetimes, loop, scan
+from mycel.ops import o
 from mycel.run.alias import shared_outputs
 
 Hook = Callable[[Eqn, list[Any], list[Any]], None]
@@ -62,7 +63,7 @@ class _Run:
             return state
         if eqn.op is scan:
             return self.scan(p, args, n, n + p.get("carry", 0))
-        if eqn.op.name == "const":
+        if eqn.op is o.const:
             return [self.consts[p["name"]]]
         extra = {"device": self.device} if "device" in eqn.op.defaults else {}
         outs = eqn.op.kernel(*args, **p, **extra)
@@ -100,7 +101,7 @@ def _deaths(block: Block) -> list[list[Var]]:
 
 def not_finite(eqn: Eqn, inputs: list[Any], outs: list[Any]) -> None:
     """A hook that stops at the first equation that makes a NaN or an infinity: one it was not given, and that is not written in the code."""
-    if eqn.op in CONTROL or eqn.op.name in ("const", "full"):
+    if eqn.op in CONTROL or eqn.op in (o.const, o.full):
         return
     had_nan, had_inf = _has(inputs, torch.isnan), _has(inputs, torch.isinf)
     for var, y in zip(eqn.outputs, outs, strict=True):

@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 
-from mycel.ir import Op, Type
+from mycel.ir import OPS, Op, Type
+from mycel.ops import o
 
 
 @dataclass(frozen=True)
@@ -29,23 +30,24 @@ class Kernel:
     expr: ast.expr | None
     path: str  # the callable's name in generated code, where there is no expr
     sources: Mapping[str, str]  # functions and constants to copy, by name
+    bound: Sequence[str] = ()  # arguments that come before the equation's
 
 
 def sources_of(op: Op, donate: bool = False) -> Mapping[str, str]:
     """Functions and constants that must stand beside code that uses this operator."""
-    return {**kernel_of(op).sources, **(_function_source(op.inplace) if donate and op.inplace is not None else {})}  # type: ignore[arg-type]
+    return {**kernel_of(op).sources, **(_callable(op.inplace).sources if donate and op.inplace is not None else {})}
 
 
 def write(op: Op, inputs: Sequence[str], params: Mapping[str, Any], types: Sequence[Any] = ()) -> str:
     """The expression that computes an equation; what a kernel asks of its operands' types is answered here."""
-    if op.name == "opaque":
+    if op is o.opaque:
         return _write_opaque(inputs, **params)
     kernel = kernel_of(op)
     if "device" in op.defaults:
         params = {**params, "device": _Name("device")}
     if kernel.expr is None or kernel.signature is None:
         named = [f"{k}={ast.unparse(_literal(v))}" for k, v in params.items()]
-        return f"{kernel.path}({', '.join([*inputs, *named])})"
+        return f"{kernel.path}({', '.join([*kernel.bound, *inputs, *named])})"
     values: dict[str, ast.expr] = {}
     known: dict[str, Type] = {}
     rest = [ast.parse(text, mode="eval").body for text in inputs]
@@ -71,7 +73,8 @@ def write_into(op: Op, at: int, inputs: Sequence[str], params: Mapping[str, Any]
 def write_inplace(op: Op, inputs: Sequence[str], params: Mapping[str, Any]) -> str:
     """The statement that computes an equation over the memory of its first operands."""
     named = [f"{k}={ast.unparse(_literal(v))}" for k, v in params.items()]
-    return f"{op.inplace.__name__}({', '.join([*inputs, *named])})"  # type: ignore[union-attr]
+    kernel = _callable(op.inplace)
+    return f"{kernel.path}({', '.join([*kernel.bound, *inputs, *named])})"
 
 
 def _write_opaque(inputs: Sequence[str], target: str, args: Any, kwargs: Any = ()) -> str:
@@ -93,13 +96,24 @@ def kernel_of(op: Op) -> Kernel:
     """The written form of an operator's kernel."""
     fn = op.kernel
     if not isinstance(fn, types.FunctionType):
-        return Kernel(None, None, _torch_path(fn), {})
+        return _callable(fn)
     tree = _definition(fn)
     body = [s for s in tree.body if not (isinstance(s, ast.Expr) and isinstance(s.value, ast.Constant))]
     if len(body) == 1 and isinstance(body[0], ast.Return) and body[0].value is not None:
         sources = _dependencies(fn, body[0].value)
         return Kernel(inspect.signature(fn), body[0].value, "", sources)
     return Kernel(inspect.signature(fn), None, fn.__name__, _function_source(fn))
+
+
+def _callable(fn: Any) -> Kernel:
+    """A callable as a name, with what must stand beside it: torch's own, a function, or one with its first arguments bound."""
+    if isinstance(fn, functools.partial):
+        inner = [_callable(x) for x in (fn.func, *fn.args) if callable(x)]
+        bound = [_callable(x).path if callable(x) else ast.unparse(_literal(x)) for x in fn.args]
+        return Kernel(None, None, inner[0].path, {k: text for kernel in inner for k, text in kernel.sources.items()}, bound)
+    if isinstance(fn, types.FunctionType):
+        return Kernel(None, None, fn.__name__, _function_source(fn))
+    return Kernel(None, None, _torch_path(fn), {})
 
 
 # -- reading sources -------------------------------------------------------------------------------------------------
@@ -123,7 +137,26 @@ def _function_source(fn: types.FunctionType) -> dict[str, str]:
     node.decorator_list = []
     node = _Unannotate().visit(node)
     sources = _dependencies(fn, node)
-    return {**sources, fn.__name__: ast.unparse(node)}
+    return {**sources, fn.__name__: ast.unparse(_Kernels().visit(node))}
+
+
+class _Kernels(ast.NodeTransformer):
+    """Operators that a kernel calls become their kernels: o.exp(x) => torch.exp(x), o.cast(x, dtype=d) => o_cast(x, dtype=d)"""
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        if not (isinstance(node.value, ast.Name) and node.value.id == "o"):
+            return self.generic_visit(node)
+        return ast.parse(_operator(node.attr)[0], mode="eval").body
+
+
+def _operator(name: str) -> tuple[str, Mapping[str, str]]:
+    """An operator's kernel under a name that no function of Python has, and what must stand beside it."""
+    kernel = _callable(OPS[name].kernel)
+    if kernel.path not in kernel.sources:
+        return kernel.path, kernel.sources
+    path = f"o_{name}"
+    own = kernel.sources[kernel.path].replace(f"def {kernel.path}(", f"def {path}(", 1)
+    return path, {**{k: text for k, text in kernel.sources.items() if k != kernel.path}, path: own}
 
 
 class _Unannotate(ast.NodeTransformer):
@@ -145,6 +178,10 @@ def _dependencies(fn: types.FunctionType, node: ast.AST) -> dict[str, str]:
     for name in sorted({n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}):
         value = fn.__globals__.get(name)
         if name in ("torch", "math", fn.__name__, *fn.__code__.co_varnames) or name not in fn.__globals__:
+            continue
+        if value is o:
+            used = {n.attr for n in ast.walk(node) if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name) and n.value.id == "o"}
+            found.update((k, text) for operator in sorted(used) for k, text in _operator(operator)[1].items())
             continue
         if isinstance(value, types.FunctionType):
             found.update(_function_source(value))

@@ -8,6 +8,8 @@
       └───────┴───────┘                     └───────────────┘
 
 So a checkpoint can be loaded under any mesh and layouts.  What is not read is not checked, but where a whole checkpoint is asked for.
+A partial tensor, saved as its summands, is their sum: a rank among as many reads its own summand, else the first one along the axes of the sum
+has all of it, and the others zeros.
 """
 
 from __future__ import annotations
@@ -34,11 +36,26 @@ Wanted = Mapping[str, tuple[Layout, Dims, torch.dtype]]  # by name: how it lies 
 
 @dataclass(frozen=True)
 class Target:
-    """A tensor to be filled with a box of a saved one, which is not a tied name."""
+    """A tensor to be filled with a box of a saved one, which is not a tied name; `total`: what is to be the sum of its rows then."""
 
     name: str
     box: Box
     tensor: torch.Tensor
+    total: torch.Tensor | None = None
+
+    @staticmethod
+    def of(name: str, entry: Entry, box: Box, x: torch.Tensor) -> Target:
+        """A tensor to be filled with a box of what is saved: of the sum, where that is partial."""
+        if not entry.partial:
+            return Target(name, box, x)
+        rows = torch.empty((entry.shape[0], *x.shape), dtype=x.dtype, device=x.device)
+        return Target(name, ((0, entry.shape[0]), *box), rows, x)
+
+    def add_up(self) -> None:
+        """The sum of what was read; of 16-bit values in 32."""
+        if self.total is not None:
+            wide = torch.float32 if self.tensor.is_floating_point() and self.tensor.itemsize < 4 else self.tensor.dtype
+            self.total.copy_(self.tensor.sum(0, dtype=wide))
 
 
 @dataclass
@@ -55,10 +72,11 @@ def read(path: Folder, name: str, want: Box, manifest: Manifest | None = None, d
     path = Path(path)
     manifest = manifest or read_manifest(path)
     owner, entry = _find(path, manifest, name)
-    if len(want) != len(entry.shape) or not all(0 <= start <= stop <= n for (start, stop), n in zip(want, entry.shape, strict=True)):
-        raise CheckpointError(f"{name} has shape {list(entry.shape)}: there is no box {want} in it\n  at        {path}\n  try       a box within it")
+    shape = entry.value_shape
+    if len(want) != len(shape) or not all(0 <= start <= stop <= n for (start, stop), n in zip(want, shape, strict=True)):
+        raise CheckpointError(f"{name} has shape {list(shape)}: there is no box {want} in it\n  at        {path}\n  try       a box within it")
     x = torch.empty(boxes.extents(want), dtype=entry.dtype, device=device)
-    fill(path, manifest, [Target(owner, want, x)])
+    fill(path, manifest, [Target.of(owner, entry, want, x)])
     return x
 
 
@@ -70,14 +88,21 @@ def load_parts(path: Folder, wanted: Wanted, mesh: Mesh, rank: int, device: str 
     targets, found = [], {}
     for name, (layout, shape, dtype) in wanted.items():
         owner, entry = _find(path, manifest, name)
-        if (entry.dtype, entry.shape) != (dtype, boxes.checked(name, layout, shape, mesh)):
-            told = f"{DTYPE_NAMES[entry.dtype]}{list(entry.shape)} in the checkpoint, {DTYPE_NAMES.get(dtype, dtype)}{list(shape)} is wanted"
+        if (entry.dtype, entry.value_shape) != (dtype, boxes.checked(name, layout, shape, mesh)):
+            told = f"{DTYPE_NAMES[entry.dtype]}{list(entry.value_shape)} in the checkpoint, {DTYPE_NAMES.get(dtype, dtype)}{list(shape)} is wanted"
             raise CheckpointError(f"{name}: {told}\n  at        {path}\n  try       the model settings that it was saved with")
         if (owner, layout) not in parts:
-            box, room = boxes.held(entry.shape, layout, mesh, rank), boxes.stored(entry.shape, layout, mesh)
-            full = boxes.extents(box) == room
+            box, room = boxes.held(entry.value_shape, layout, mesh, rank), boxes.stored(entry.value_shape, layout, mesh)
+            axes = tuple(axis for axis, _ in layout.owed)
+            place, ranks = mesh.index(rank, axes), mesh.count(axes)
+            own = entry.partial and ranks == entry.shape[0]  # its own summand
+            full = boxes.extents(box) == room and (own or place == 0)
             parts[owner, layout] = x = (torch.empty if full else torch.zeros)(room, dtype=dtype, device=device)
-            targets.append(Target(owner, box, x[tuple(slice(n) for n in boxes.extents(box))]))
+            valid = x[tuple(slice(n) for n in boxes.extents(box))]
+            if own:
+                targets.append(Target(owner, ((place, place + 1), *box), valid.unsqueeze(0)))
+            elif place == 0:
+                targets.append(Target.of(owner, entry, box, valid))
         found[name] = parts[owner, layout]
     fill(path, manifest, targets)
     return found
@@ -86,8 +111,9 @@ def load_parts(path: Folder, wanted: Wanted, mesh: Mesh, rank: int, device: str 
 def load_whole(path: Path, manifest: Manifest, names: Iterable[str], device: torch.device) -> Tensors:
     """Tensors as they were saved, tied names as one; every byte of the checkpoint is checked, wanted or not."""
     owners = {name: _find(path, manifest, name) for name in names}
-    tensors = {owner: torch.empty(entry.shape, dtype=entry.dtype, device=device) for owner, entry in owners.values()}
-    fill(path, manifest, [Target(owner, boxes.whole(tuple(x.shape)), x) for owner, x in tensors.items()], everything=True)
+    entries = dict(owners.values())
+    tensors = {owner: torch.empty(entry.value_shape, dtype=entry.dtype, device=device) for owner, entry in entries.items()}
+    fill(path, manifest, [Target.of(owner, entries[owner], boxes.whole(tuple(x.shape)), x) for owner, x in tensors.items()], everything=True)
     return {name: tensors[owner] for name, (owner, _) in owners.items()}
 
 
@@ -117,6 +143,8 @@ def fill(path: Path, manifest: Manifest, targets: Iterable[Target], everything: 
     Crew(partial(_read_file, path, file, manifest.files[file], jobs[file]) for file in jobs).join()
     for device in {target.tensor.device for found in wanted.values() for target in found if target.tensor.is_cuda}:
         torch.cuda.synchronize(device)
+    for target in (target for found in wanted.values() for target in found):
+        target.add_up()
 
 
 def _copies(piece: Box, targets: Iterable[Target]) -> list[tuple[tuple[slice, ...], torch.Tensor]]:

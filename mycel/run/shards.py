@@ -5,6 +5,7 @@
       manifest.json                      {"format", "step", "metric", "meta", "plan",
                                           "files":   {file: {"bytes", "header", "sha256"}},
                                           "tensors": {name: {"dtype", "shape", "pieces": [{"file", "begin", "offset", "shape", "sha256"}]},
+                                                      partial name: the same and {"partial": "sum"},
                                                       tied name: {"same": name}},
                                           "sha256"}
 
@@ -78,11 +79,17 @@ class File:
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor and where its pieces are."""
+    """A tensor and where its pieces are; of a `partial` one its summands, along a first dim of their own."""
 
     dtype: torch.dtype
     shape: Dims
     pieces: tuple[Piece, ...]
+    partial: bool = False
+
+    @property
+    def value_shape(self) -> Dims:
+        """The shape of what is saved: of the sum, where it is partial."""
+        return self.shape[1:] if self.partial else self.shape
 
 
 @dataclass(frozen=True)
@@ -244,7 +251,8 @@ def to_bytes(manifest: Manifest) -> bytes:
 
 
 def _entry_json(entry: Entry) -> dict[str, Any]:
-    return {"dtype": DTYPE_NAMES[entry.dtype], "shape": entry.shape, "pieces": [vars(piece) for piece in entry.pieces]}
+    found = {"dtype": DTYPE_NAMES[entry.dtype], "shape": entry.shape, "pieces": [vars(piece) for piece in entry.pieces]}
+    return {**found, "partial": "sum"} if entry.partial else found
 
 
 def _last_line(body: bytes) -> bytes:
@@ -314,7 +322,9 @@ def _entry(name: str, x: dict[str, Any]) -> Entry:
     for p in pieces:
         _require(all(o + n <= whole and n for o, n, whole in zip(p.offset, p.shape, shape, strict=True)), f"{name} has a piece outside itself")
     _require(sum(math.prod(p.shape) for p in pieces) == math.prod(shape) and _apart(pieces), f"{name} has a hole")
-    return Entry(dtype, shape, pieces)
+    partial = x.get("partial")
+    _require(partial is None or (partial == "sum" and len(shape) > 0), f"{name} is partial: {partial!r}")
+    return Entry(dtype, shape, pieces, partial is not None)
 
 
 def _apart(pieces: tuple[Piece, ...]) -> bool:

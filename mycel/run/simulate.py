@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from mycel.errors import RunError
-from mycel.ir import Axes, Block, Eqn, Layout, Mesh, Program, Type, Var, call, cond, custom, extent, loop, part, scan
-from mycel.ops.collective import COMMUNICATORS, padded
+from mycel.ir import OPS, Axes, Block, Eqn, Layout, Mesh, Op, Program, Type, Var, call, cond, custom, extent, loop, part, scan
+from mycel.ops import o
+from mycel.ops.collective import COMMUNICATORS, each, reduced
 
 Values = list[Any]  # one for each rank; a literal stands for itself on all
 
@@ -66,15 +67,14 @@ class _Ranks:
             return state
         if eqn.op is scan:
             return self.scan(p, args, n, n + p.get("carry", 0))
-        if eqn.op.name == "const":
+        if eqn.op is o.const:
             return [[self.program.consts[p["name"]].to(self.device)] * self.n]
-        if eqn.op.name == "begin":
+        if eqn.op is o.begin:
             return [[torch.tensor(0)] * self.n]  # a token
-        if eqn.op.name == "finish":
+        if eqn.op is o.finish:
             return self.finished(p, args[1:])
-        together = getattr(self, "_" + eqn.op.name, None)
-        if together is not None:
-            return [together(args[0], **p)]
+        if eqn.op.collective is not None:
+            return [self.together(eqn.op, args[0], p)]
         return self.each(eqn, args)
 
     def each(self, eqn: Eqn, args: list[Values]) -> list[Values]:
@@ -117,49 +117,16 @@ class _Ranks:
     def group(self, xs: Values, axes: Axes, rank: int) -> list[torch.Tensor]:
         return [xs[r] for r in self.mesh.group(rank, axes)]
 
+    def together(self, op: Op, xs: Values, params: Mapping[str, Any]) -> Values:
+        """What each rank gets of a collective, by its meaning."""
+        assert op.collective is not None
+        axes = params["axes"]
+        return [op.collective.meaning(self.group(xs, axes, r), self.mesh.index(r, axes), **params) for r in range(self.n)]
+
     def finished(self, p: Mapping[str, Any], args: list[Values]) -> list[Values]:
         """What was begun, tensor by tensor."""
-        how = {k: p[k] for k in ("axes", "count", "kind") if k in p}
-        each = [
-            {**how, **({"dim": p["dims"][i]} if "dims" in p else {}), **({"size": p["sizes"][i]} if "sizes" in p else {})} for i in range(len(args))
-        ]
-        return [getattr(self, "_" + p["op"])(xs, **more) for xs, more in zip(args, each, strict=True)]
-
-    def _all_reduce(self, xs: Values, *, axes: Axes, count: int, kind: str = "+") -> Values:
-        return [reduced(self.group(xs, axes, r), kind) for r in range(self.n)]
-
-    def _all_gather(self, xs: Values, *, axes: Axes, count: int, dim: int, size: int) -> Values:
-        return [torch.cat(self.group(xs, axes, r), dim).narrow(dim, 0, size) for r in range(self.n)]
-
-    def _reduce_scatter(self, xs: Values, *, axes: Axes, count: int, dim: int, kind: str = "+") -> Values:
-        whole = [padded(x, dim, count) for x in self._all_reduce(xs, axes=axes, count=count, kind=kind)]
-        return [x.chunk(count, dim)[self.mesh.index(r, axes)] if x.shape[dim] else x for r, x in enumerate(whole)]
-
-    def _all_to_all(self, xs: Values, *, axes: Axes, count: int, split: int, join: int, size: int) -> Values:
-        def arrivals(r: int) -> list[torch.Tensor]:
-            mine = self.mesh.index(r, axes)
-            return [padded(x, split, count).tensor_split(count, split)[mine] for x in self.group(xs, axes, r)]
-
-        return [torch.cat(arrivals(r), join).narrow(join, 0, size) for r in range(self.n)]
-
-    def _permute_ranks(self, xs: Values, *, axes: Axes, count: int, to: tuple[int, ...]) -> Values:
-        def arrival(r: int) -> torch.Tensor:
-            mine = self.mesh.index(r, axes)
-            return self.group(xs, axes, r)[to.index(mine)] if mine in to else torch.zeros_like(xs[r])
-
-        return [arrival(r) for r in range(self.n)]
-
-
-def reduced(xs: Sequence[torch.Tensor], kind: str) -> torch.Tensor:
-    """The sum, maximum or minimum of the ranks' tensors, in their order."""
-    if kind == "+":
-        wide = xs[0].dtype in (torch.float16, torch.bfloat16)
-        total = xs[0].float() if wide else xs[0]
-        for x in xs[1:]:
-            total = total + x
-        return total.to(xs[0].dtype)
-    stacked = torch.stack(list(xs))
-    return stacked.amax(0) if kind == ">" else stacked.amin(0)
+        how = {k: v for k, v in p.items() if k != "op"}
+        return [self.together(OPS[p["op"]], xs, each(i, **how)) for i, xs in enumerate(args)]
 
 
 # -- between a whole tensor and the parts of all ranks ---------------------------------------------------------------------

@@ -49,6 +49,9 @@ def take(
     except (TypeError, ValueError) as e:
         raise CheckpointError(f"meta cannot be written as JSON: {e}\n  try       numbers, strings, lists, objects") from e
     lies = {name: _lies(name, x, layouts, mesh) for name, x in tensors.items()}
+    partial = {name for name, (layout, _) in lies.items() if layout.owed}
+    lies |= {name: boxes.summands(*lies[name], mesh) for name in partial}
+    tensors = {name: x.unsqueeze(0) if name in partial else x for name, x in tensors.items()}
     owner = _owners(tensors, lies)
     own = [name for name, other in owner.items() if name == other]
     saves = boxes.chosen(mesh, rank, tuple((*lies[name], tensors[name].itemsize) for name in own))
@@ -56,8 +59,12 @@ def take(
     valid = {name: tensors[name].detach()[tuple(slice(n) for n in boxes.extents(box))] for name, box in held.items()}
     host, ready = copy(valid)
     parts = [(name, tuple(start for start, _ in held[name]), x) for name, x in host.items()]
-    table: dict[str, Entry | str] = {name: Entry(tensors[name].dtype, lies[name][1], ()) if o == name else o for name, o in owner.items()}
-    told = [mesh.sizes(), [(name, str(tensors[name].dtype), lies[name][1], str(lies[name][0]), owner[name]) for name in tensors]]
+    table: dict[str, Entry | str] = {
+        name: Entry(tensors[name].dtype, lies[name][1], (), name in partial) if o == name else o for name, o in owner.items()
+    }
+    told = [
+        mesh.sizes(), sorted(partial), [(name, str(tensors[name].dtype), lies[name][1], str(lies[name][0]), owner[name]) for name in tensors]
+    ]  # fmt: skip
     digest = hashlib.sha256(json.dumps(told).encode()).hexdigest()
     return State(meta, metric if metric is not None and math.isfinite(metric) else None, table, parts, ready, digest)
 

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from mycel.errors import TrainError
+from mycel.feed import Local
 from mycel.ir import Mesh
 from mycel.step import Step, train_step
 from mycel.train import config as settings
@@ -24,6 +25,7 @@ from mycel.train.cutting import Cuts
 from mycel.train.data import Data, check_vocab, prepare
 from mycel.train.models import Model
 from mycel.train.order import Order
+from mycel.train.rank_batch import outline, rank_batch
 from mycel.train.ranks import Team
 from mycel.train.tokenize import VOCABULARIES, Tokenizer, load_tokenizer
 from mycel.train.waiting import Waiting
@@ -64,11 +66,14 @@ class Parts:
         held = self.step.parts
         return x.detach() if held is None else held.gather(x.detach(), held.layouts[name], held.shapes[name])
 
+    def local_step(self) -> Local:
+        """The step, called with this rank's part of a batch; compiled, once this is called."""
+        return self.step.local(**outline(self.data.train, self.rows))
+
     def batch(self, step: int) -> dict[str, torch.Tensor]:
-        """What step `step`, counted from 0, learns from, on its way to the device."""
+        """This rank's part of what step `step`, counted from 0, learns from, on its way to the device; nothing else is read."""
         order = Order(self.data.train.count, self.config.train.seed)
-        arrays = self.data.train.batch(order.indices(step, self.rows))
-        host = {name: torch.from_numpy(x) for name, x in arrays.items()}
+        host = rank_batch(self.step, self.data.train, self.rows, lambda rows: order.indices(step, self.rows, rows))
         if self.device.type != "cuda":
             return host
         return {name: x.pin_memory().to(self.device, non_blocking=True) for name, x in host.items()}

@@ -3,7 +3,7 @@
     loss = Σ parts (mean loss of the part · its tokens with loss) / Σ tokens with loss
 
 In evaluation mode, without gradients, in the precision of training, a few rows at a time; no random state moves.  Where ranks hold the model in
-parts, `forward` is the loss as they compute it together.
+parts, the loss is that of the `step`'s forward pass, which they compute together, each from its own part of the sequences.
 """
 
 from __future__ import annotations
@@ -13,13 +13,15 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
+from mycel.step import Step
 from mycel.train.order import Order
+from mycel.train.rank_batch import outline, rank_batch
 from mycel.train.sample import causal, evaluating
-from mycel.train.split import NO_LOSS, Split
+from mycel.train.split import Split
+from mycel.train.store import I64
 
 LOGITS = 1 << 27  # at most so many numbers of logits at once: unlike the training step, a plain forward pass holds them all
 COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -38,9 +40,10 @@ class Validation:
         seed: int,
         precision: str,
         vocab: int,
-        forward: Callable[..., torch.Tensor] | None = None,
+        step: Step | None = None,
     ) -> None:
-        self.module, self.split, self.precision, self.forward = module, split, precision, forward
+        self.module, self.split, self.precision, self.step = module, split, precision, step
+        self.forward = step.forward() if step is not None else None
         self.device = next(module.parameters()).device
         chosen = Order(split.count, seed).indices(0, min(split.count, batches * batch))
         rows = max(1, min(batch, LOGITS // (split.length * vocab)))
@@ -56,14 +59,21 @@ class Validation:
             for part in self.parts:
                 if stop():
                     return None
-                batch = self.split.batch(part)
-                loud = int(np.count_nonzero(batch["labels"][:, self._shift :] != NO_LOSS))
+                loud = sum(self.split.loud(int(index), self._shift) for index in part)
                 if loud:
-                    given = {name: torch.from_numpy(x).to(self.device) for name, x in batch.items()}
-                    loss = self.forward(**given) if self.forward else self.module(**given).loss
-                    total += loss.double() * loud
+                    total += self._loss(part).double() * loud
                     tokens += loud
         return float(total) / tokens if tokens else math.nan
+
+    def _loss(self, part: I64) -> torch.Tensor:
+        """The mean loss of some sequences."""
+        if self.step is None or self.forward is None:
+            whole = {name: torch.from_numpy(x).to(self.device) for name, x in self.split.batch(part).items()}
+            loss: torch.Tensor = self.module(**whole).loss
+            return loss
+        local = self.forward.local(**outline(self.split, len(part)))
+        mean: torch.Tensor = local(**rank_batch(self.step, self.split, len(part), lambda rows: part[rows.start : rows.stop]))
+        return mean
 
     def _cast(self) -> contextlib.AbstractContextManager[Any]:
         dtype = COMPUTE.get(self.precision) if self.forward is None else None

@@ -146,7 +146,7 @@ class Run:
             if self.team.processes is not None:
                 self.team.processes.agree({"the data": parts.data.fingerprint, "the model": str(parts.outline)})
             waiting.say("preparing the step")
-            parts.step.prepare(**parts.batch(0))
+            parts.local_step()
             if earlier is not None:
                 loaded, notes = earlier(parts)
                 notes = [*notes, *state.restore(loaded, parts)]

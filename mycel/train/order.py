@@ -31,9 +31,10 @@ class Order:
         if self.count < 1:
             raise ValueError(f"an order needs at least one sequence, not {self.count}")
 
-    def indices(self, step: int, batch: int) -> npt.NDArray[np.int64]:
-        """The sequences of step `step` (from 0) with `batch` sequences a step."""
-        positions = step * batch + np.arange(batch, dtype=np.int64)
+    def indices(self, step: int, batch: int, rows: range | None = None) -> npt.NDArray[np.int64]:
+        """The sequences of step `step` (from 0) with `batch` sequences a step: all, or those in some rows of it."""
+        rows = range(batch) if rows is None else rows
+        positions = step * batch + np.arange(rows.start, rows.stop, dtype=np.int64)
         epochs, within = np.divmod(positions, self.count)
         return self._permute(within.astype(np.uint64), self._keys(epochs.astype(np.uint64))).astype(np.int64)
 

@@ -29,8 +29,8 @@ from torch import distributed as dist
 
 from mycel.errors import PlanError, RunError
 from mycel.ir import Mesh
-from mycel.plan import Plan
-from mycel.plan.written import ready_plans
+from mycel.plan import Plan, probe_text
+from mycel.plan.record import ready_plans
 from mycel.run.checkpoint import ALONE, Ranks
 from mycel.run.processes import Processes, code_version, world
 from mycel.run.rendezvous import LATER_S, STOP, Rendezvous, seat
@@ -95,7 +95,7 @@ def team(config: Config) -> Team:
         return Team(mesh, plan, name=name)
     processes = world(mesh, config.train.device if config.train.device in ("auto", "cpu") else "cuda")
     try:
-        facts = {"plan": str(plan), "config": dump(anchored(config)), "code version": code_version()}
+        facts = {"plan": str(plan), "config": dump(anchored(config)), "code version": code_version(), "what was probed": probe_text()}
         processes.agree({**facts, "torch": torch.__version__, "transformers": version("transformers"), "Python": platform.python_version()})
         assert processes.meeting is not None
         savers = Ranks(mesh, processes.rank, Shares(processes.meeting, "saves"))

@@ -64,6 +64,16 @@ class Split:
             mask[row, :at] = 1
         return {"input_ids": ids, "labels": labels} if self.packed else {"input_ids": ids, "labels": labels, "attention_mask": mask}
 
+    def loud(self, index: int, first: int) -> int:
+        """How many tokens of a sequence carry loss, from its token `first` on; found without reading it."""
+        count = 0
+        for start, stop in self._pieces(index):
+            begin = np.array([min(start + first, stop), stop], np.int64)
+            before = self._tokens.quiet_before(begin)
+            count += int(begin[1] - begin[0] - (before[1] - before[0]))
+            first = max(first - (stop - start), 0)
+        return count
+
     def _pieces(self, index: int) -> Iterator[tuple[int, int]]:
         """The positions [start, stop) that make up a sequence."""
         if not 0 <= index < self.count:

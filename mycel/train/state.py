@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from mycel.errors import CheckpointError
-from mycel.ir import Layout
+from mycel.ir import Layout, Role
 from mycel.run.checkpoint import Loaded
 from mycel.run.reading import Wanted
 from mycel.run.shards import Manifest
@@ -54,7 +54,8 @@ def layouts(parts: Parts) -> Layouts:
     for name, p in parts.module.named_parameters():
         for slot, x in parts.optimizer.state.get(p, {}).items():
             if isinstance(x, torch.Tensor) and x.dim():
-                found[f"optimizer.{name}.{slot}"] = held.stored[id(p)], tuple(held.shapes[name])
+                layout, type = held.slots[Role("state", slot, of=name)]
+                found[f"optimizer.{name}.{slot}"] = layout, type.shape
     return found
 
 
@@ -147,16 +148,17 @@ def wanted(parts: Parts, manifest: Manifest) -> Wanted:
     """This rank's parts of what a checkpoint holds, however they were saved."""
     held = parts.step.parts
     assert held is not None
-    parameters, own = dict(parts.module.named_parameters()), model_tensors(parts.module)
+    own = model_tensors(parts.module)
     found = {f"model.{name}": (held.layouts[name], tuple(held.shapes[name]), x.dtype) for name, x in own.items()}
     for name, entry in manifest.tensors.items():
         saved = manifest.tensors[entry] if isinstance(entry, str) else entry
         if isinstance(saved, str) or name in found:
             continue
         kind, _, rest = name.partition(".")
-        owner = rest.rpartition(".")[0]
-        split = kind == "optimizer" and owner in parameters and id(parameters[owner]) in held.stored and saved.shape == tuple(held.shapes[owner])
-        found[name] = held.stored[id(parameters[owner])] if split else Layout.whole(len(saved.shape)), saved.shape, saved.dtype
+        owner, _, slot = rest.rpartition(".")
+        layout, type = held.slots.get(Role("state", slot, of=owner), (None, None)) if kind == "optimizer" else (None, None)
+        shape = saved.value_shape
+        found[name] = layout if layout is not None and type is not None and type.shape == shape else Layout.whole(len(shape)), shape, saved.dtype
     return found
 
 

@@ -40,11 +40,11 @@ class Steps:
         self, parts: Parts, saver: Saver, metrics: Metrics, progress: Progress, signals: Signals, loaded: Loaded | None, settings: str
     ) -> None:
         self.parts, self.saver, self.metrics, self.progress, self.signals = parts, saver, metrics, progress, signals
-        config = parts.config
+        config, self.step = parts.config, parts.local_step()
         self.total = config.train.steps
         self.validate = Validation(
             parts.module, parts.data.validation, batches=config.evaluate.batches, batch=config.train.batch, seed=config.train.seed,
-            precision=config.train.precision, vocab=parts.vocab, forward=parts.step.forward() if parts.team.processes else None,
+            precision=config.train.precision, vocab=parts.vocab, step=parts.step if parts.team.processes else None,
         )  # fmt: skip
         self.same = {"config": settings, "identity": state.identity(parts), "machine": state.machine(parts)}  # in every checkpoint of this process
         before: dict[str, Any] = loaded.meta if loaded else {}
@@ -108,7 +108,7 @@ class Steps:
         for group in self.parts.optimizer.param_groups:
             group["lr"] = self._rate(self.done)
         try:
-            loss = self.parts.step(**batch)
+            loss: torch.Tensor = self.step(**batch)
         except RuntimeError as error:  # torch.OutOfMemoryError is one, and of the CPU's allocator there is no other
             if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
                 raise

@@ -15,11 +15,11 @@ from mycel.transform.fuse import fuse
 from mycel.transform.head import head
 from mycel.transform.inline import inline
 from mycel.transform.jvp import jvp
-from mycel.transform.microbatch import BODY, microbatch, shares
+from mycel.transform.microbatch import BODY, microbatch, shares, with_numbers_of
 from mycel.transform.optimise import Group, optimise
 from mycel.transform.outline import outline
 from mycel.transform.precision import precision
-from mycel.transform.scaling import scaled, with_scale
+from mycel.transform.scaling import LOSS_SCALE, scaled, with_scale
 from mycel.transform.unhinted import unhinted
 from mycel.transform.vjp import forward_and_backward, value_and_grad
 
@@ -37,7 +37,7 @@ def simplify(program: Program, hints: bool = False) -> Program:
 
 
 __all__ = [
-    "BODY", "SIMPLIFY", "Group", "Pass", "algebra", "causal", "cse", "dce", "fold", "forward_and_backward", "fuse", "head", "inline", "jvp",
-    "microbatch", "optimise", "outline", "precision", "scaled", "shares", "simplify", "unhinted", "value_and_grad",
-    "with_scale",
+    "BODY", "LOSS_SCALE", "SIMPLIFY", "Group", "Pass", "algebra", "causal", "cse", "dce", "fold", "forward_and_backward", "fuse", "head", "inline",
+    "jvp", "microbatch", "optimise", "outline", "precision", "scaled", "shares", "simplify", "unhinted", "value_and_grad",
+    "with_numbers_of", "with_scale",
 ]  # fmt: skip

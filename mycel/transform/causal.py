@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from mycel.ir import Block, Eqn, Params, Program, Var, call, cond, custom, loop, order, prune, scan
+from mycel.ops import o
 from mycel.transform.indexed import Choice, Value, Values, broadcast, of_constant, of_equation
 from mycel.transform.regions import ALL, NONE, Affine, Region, Shape, half, moved
 
@@ -136,7 +137,7 @@ class _Run:
             for block in eqn.refs:
                 self.named(block, held)
             return ()
-        if eqn.op.name == "const":
+        if eqn.op is o.const:
             return (of_constant(self.program.consts[p["name"]]),)
         if len(eqn.outputs) != 1 or any(v is None for x, v in zip(eqn.inputs, operands, strict=True) if isinstance(x, Var)):
             return ()

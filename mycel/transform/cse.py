@@ -18,12 +18,7 @@ import torch
 
 from mycel.ir import Atom, Block, Eqn, Params, Program, Ref, Var, lookup, order, prune, substitute
 from mycel.ir.program import same_bits
-
-# In floating point maximum and minimum of 0.0 and -0.0 depend on the order, so they commute on integers only.
-COMMUTE = frozenset({
-    "add", "mul", "eq", "ne", "logical_and", "logical_or", "logical_xor", "bitwise_and", "bitwise_or", "bitwise_xor",
-})  # fmt: skip
-COMMUTE_EXACT = COMMUTE | {"maximum", "minimum"}
+from mycel.ops import o
 
 
 def cse(program: Program) -> Program:
@@ -46,7 +41,7 @@ def _merge(block: Block, refs: Mapping[str, str], consts: Mapping[str, str]) -> 
     eqns = []
     for eqn in block.eqns:
         eqn = _renamed(substitute(eqn, values), refs, consts)
-        if eqn.op.name == "all_gather":  # where it stands twice it is gathered again on purpose: what it brings is large
+        if eqn.op.grows:  # where it stands twice it is gathered again on purpose: what it brings is large
             eqns.append(eqn)
             continue
         found = first.setdefault((_key(eqn), tuple(v.type for v in eqn.outputs)), eqn.outputs)
@@ -59,7 +54,7 @@ def _merge(block: Block, refs: Mapping[str, str], consts: Mapping[str, str]) -> 
 
 def _renamed(eqn: Eqn, refs: Mapping[str, str], consts: Mapping[str, str]) -> Eqn:
     changed: dict[str, Any] = {k: Ref(refs[v]) for k, v in eqn.params.items() if isinstance(v, Ref) and refs[v] != v}
-    if eqn.op.name == "const" and consts.get(eqn.params["name"], eqn.params["name"]) != eqn.params["name"]:
+    if eqn.op is o.const and consts.get(eqn.params["name"], eqn.params["name"]) != eqn.params["name"]:
         changed["name"] = consts[eqn.params["name"]]
     return replace(eqn, params=Params(eqn.params | changed)) if changed else eqn
 
@@ -76,7 +71,7 @@ def _commutes(eqn: Eqn) -> bool:
     a, b = eqn.inputs
     if not (isinstance(a, Var) and isinstance(b, Var) and a.type == b.type):
         return False
-    return eqn.op.name in (COMMUTE if a.dtype.is_floating_point else COMMUTE_EXACT)
+    return eqn.op.commutes == "always" or (eqn.op.commutes == "exactly" and not a.dtype.is_floating_point)
 
 
 def _atom_key(x: Atom) -> Any:

@@ -23,20 +23,9 @@ import torch
 
 from mycel.ir import CONTROL, OPS, Atom, Block, Eqn, Op, Params, Program, Type, Var, promote, rewrite, type_of
 from mycel.ir.build import static
+from mycel.ops import o
 
 LIMIT = 4096  # elements of a constant: 32 KiB at most, less than a kernel launch is worth
-
-MOVE = frozenset({
-    "expand", "flip", "permute", "repeat", "repeat_each", "reshape", "roll", "select", "slice", "split", "stop_gradient", "unbind",
-})  # fmt: skip
-
-# The operands that may be Python scalars, by position.
-SCALAR_OPERANDS: dict[str, tuple[int, ...]] = {
-    **dict.fromkeys(("add", "sub", "mul", "div", "pow", "eq", "ne", "lt", "le", "gt", "ge"), (0, 1)),
-    **dict.fromkeys(("floor_divide", "trunc_divide", "remainder", "fmod"), (1,)),
-    "where": (1, 2),
-    "full": (0,),
-}
 
 
 def fold(program: Program) -> Program:
@@ -57,8 +46,8 @@ def _folded(block: Block, consts: dict[str, torch.Tensor]) -> Block:
             continue
         known.update(zip(eqn.outputs, values, strict=True))
         new = [_constant(eqn, var, value, consts) for var, value in zip(eqn.outputs, values, strict=True)]
-        view = eqn.op.write is not None and any(e.op.name == "const" for e in new)  # costs nothing as it is
-        eqns += [eqn] if view or eqn.op.name in ("full", "iota") else new
+        view = eqn.op.write is not None and any(e.op is o.const for e in new)  # costs nothing as it is
+        eqns += [eqn] if view or eqn.op in (o.full, o.iota) else new
     return Block(block.inputs, tuple(eqns), block.outputs)
 
 
@@ -74,23 +63,23 @@ def _values(eqn: Eqn, known: Mapping[Var, torch.Tensor], consts: Mapping[str, to
         return None
     inputs = [known[x] if isinstance(x, Var) else x for x in eqn.inputs]
     tensors = [x for x in inputs if isinstance(x, torch.Tensor)]
-    if eqn.op.name == "const":
+    if eqn.op is o.const:
         value = consts[eqn.params["name"]].cpu()
         return [value] if value.numel() <= LIMIT else None
-    if eqn.op.name == "full" or (tensors and all(map(_is_one_number, tensors)) and (eqn.op.name in MOVE or is_pointwise(eqn.op))):
+    if eqn.op is o.full or (tensors and all(map(_is_one_number, tensors)) and (eqn.op.moves or is_pointwise(eqn.op))):
         numbers = _one_number(eqn, inputs, types)
         return None if numbers is None else [x.reshape(()).expand(t.shape) for x, t in zip(numbers, types, strict=True)]
-    if (tensors or eqn.op.name == "iota") and all(n <= LIMIT for n in _numels(tensors, types)):
+    if (tensors or eqn.op is o.iota) and all(n <= LIMIT for n in _numels(tensors, types)):
         return _run(eqn.op, inputs, eqn.params, types)
     return None
 
 
 def _one_number(eqn: Eqn, inputs: list[Any], types: list[Type]) -> list[torch.Tensor] | None:
     """The one number that each output is everywhere."""
-    if eqn.op.name == "full":
+    if eqn.op is o.full:
         return _run(eqn.op, inputs, {**eqn.params, "shape": ()}, [Type(types[0].dtype, ())])
     small = [x[(slice(0, 1),) * x.ndim] if isinstance(x, torch.Tensor) else x for x in inputs]
-    if eqn.op.name in MOVE:
+    if eqn.op.moves:
         return small[:1] * len(types)
     return _run(eqn.op, small, eqn.params, [Type(t.dtype, (1,) * t.ndim) for t in types])
 
@@ -107,8 +96,8 @@ def _run(op: Op, inputs: list[Any], params: Mapping[str, Any], types: list[Type]
 
 
 def is_pointwise(op: Op) -> bool:
-    """One number out for each number in, whatever its place?"""
-    return not _is_random(op) and isinstance(op.dims, str) and set(op.dims.replace(",", " ").split()) == {"...", "->"}
+    """One number out for each number in, whatever its place and the rank?"""
+    return not _is_random(op) and not op.by_rank and isinstance(op.dims, str) and set(op.dims.replace(",", " ").split()) == {"...", "->"}
 
 
 @functools.cache
@@ -142,7 +131,7 @@ def _constant(eqn: Eqn, var: Var, value: torch.Tensor, consts: dict[str, torch.T
         dim, start, step = line
         params = {"start": start, "step": step}
         return _made(eqn, var, "iota", (), place | {"dim": dim} | {k: v for k, v in params.items() if OPS["iota"].defaults[k] != v})
-    if eqn.op.name == "const":
+    if eqn.op is o.const:
         return eqn
     name, count = var.name, 1
     while name in consts:
@@ -181,17 +170,17 @@ def _counts(value: torch.Tensor) -> tuple[int, int, int] | None:
 
 def _with_literals(eqn: Eqn, known: Mapping[Var, torch.Tensor]) -> Eqn:
     """The equation with its 0-dim constant operands as literals, where that changes neither type nor value."""
-    for k in SCALAR_OPERANDS.get(eqn.op.name, ()):
+    for k in eqn.op.scalars:
         x = eqn.inputs[k]
         if not isinstance(x, Var) or x.shape != () or x not in known:
             continue
         literal = static(known[x].item())
         inputs = (*eqn.inputs[:k], literal, *eqn.inputs[k + 1 :])
         types = [i.type if isinstance(i, Var) else i for i in inputs]
-        lone = eqn.op.name != "full" and not any(isinstance(i, Type) for i in types)
+        lone = eqn.op is not o.full and not any(isinstance(i, Type) for i in types)
         if lone or eqn.op.infer(types, eqn.params) != tuple(v.type for v in eqn.outputs):
             continue
-        if eqn.op.name == "full" or _survives(known[x], promote(*eqn.input_types)):
+        if eqn.op is o.full or _survives(known[x], promote(*eqn.input_types)):
             eqn = replace(eqn, inputs=inputs)
     return eqn
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mycel.ir import OPS, Block, Chain, Eqn, Program, Var, chains, rewrite
+from mycel.ops import o
 
 
 def fuse(program: Program) -> Program:
@@ -28,11 +29,11 @@ def _fuse(block: Block) -> Block:
     eqns = []
     for eqn in block.eqns:
         new = eqn
-        if eqn.op.name == "carry":  # gradients have been taken: only the value is left
+        if eqn.op is o.carry:  # gradients have been taken: only the value is left
             new = replace(eqn, op=OPS["stop_gradient"], inputs=eqn.inputs[:1])
-        elif eqn.op.name == "attention" and _unused(uses[eqn.outputs[1]]):
+        elif eqn.op is o.attention and _unused(uses[eqn.outputs[1]]):
             new = replace(eqn, op=OPS["sdpa"], outputs=eqn.outputs[:1])
-        elif eqn.op.name == "add":
+        elif eqn.op is o.add:
             for product, other in (eqn.inputs, eqn.inputs[::-1]):
                 if not isinstance(product, Var) or not isinstance(other, Var):
                     continue
@@ -55,12 +56,12 @@ def _fuse(block: Block) -> Block:
 def _bias(product: Eqn, other: Var, made: dict[Var, Eqn]) -> Var | None:
     """The 1-D bias that `other` adds to every row of a linear, or to every channel of a conv."""
     out = product.outputs[0]
-    if product.op.name == "linear" and out.ndim > 1 and other.shape == out.shape[-1:] and other.dtype == out.dtype:
+    if product.op is o.linear and out.ndim > 1 and other.shape == out.shape[-1:] and other.dtype == out.dtype:
         return other
-    if product.op.name == "conv" and "conv_bias" in OPS:
+    if product.op is o.conv and "conv_bias" in OPS:
         view = made.get(other)
         channels = out.shape[1:2] + (1,) * (out.ndim - 2)
-        if view is not None and view.op.name == "reshape" and other.shape in (channels, (1, *channels)):
+        if view is not None and view.op is o.reshape and other.shape in (channels, (1, *channels)):
             (bias,) = view.inputs
             if isinstance(bias, Var) and bias.shape == out.shape[1:2] and bias.dtype == out.dtype:
                 return bias

@@ -32,7 +32,7 @@ def _joined(block: Block, mean: bool) -> Block:
     b = Builder()
     b.reserve(v.name for v in (*block.inputs, *(v for e in block.eqns for v in e.outputs)))
     for eqn in block.eqns:
-        way = _way(eqn, made, uses) if eqn.op.name == "cross_entropy" else None
+        way = _way(eqn, made, uses) if eqn.op is o.cross_entropy else None
         if way is None:
             b.eqns.append(eqn)
         else:
@@ -55,8 +55,8 @@ def _way(loss: Eqn, made: dict[Var, Eqn], uses: dict[Var, Chain]) -> list[Eqn] |
     while isinstance(x, Var) and len(uses[x].uses) == 1 and not uses[x].is_output and x in made:
         eqn = made[x]
         way.insert(0, eqn)
-        if eqn.op.name == "linear":
-            bias = [e for e in way if e.op.name == "add"]
+        if eqn.op is o.linear:
+            bias = [e for e in way if e.op is o.add]
             return way if len(bias) <= 1 else None
         if not _keeps_rows(eqn):
             return None
@@ -69,13 +69,13 @@ def _keeps_rows(eqn: Eqn) -> bool:
     x, y = eqn.inputs[0], eqn.outputs[0]
     if not isinstance(x, Var):
         return False
-    if eqn.op.name == "cast":
+    if eqn.op is o.cast:
         return is_float(y.dtype) and y.dtype.itemsize >= x.dtype.itemsize
-    if eqn.op.name == "reshape":
+    if eqn.op is o.reshape:
         return bool(x.ndim and y.ndim) and x.shape[-1] == y.shape[-1]
-    if eqn.op.name == "slice":
+    if eqn.op is o.slice:
         return eqn.params["dim"] != x.ndim - 1
-    if eqn.op.name == "add":
+    if eqn.op is o.add:
         return isinstance(eqn.inputs[1], Var) and eqn.inputs[1].shape == x.shape[-1:] and eqn.inputs[1].dtype == x.dtype
     return False
 
@@ -83,14 +83,14 @@ def _keeps_rows(eqn: Eqn) -> bool:
 def _write(b: Builder, loss: Eqn, way: list[Eqn], mean: bool) -> None:
     x: Any
     (x, w), rest = way[0].inputs, way[1:]
-    bias = next((e.inputs[1] for e in rest if e.op.name == "add"), None)
+    bias = next((e.inputs[1] for e in rest if e.op is o.add), None)
     _, target, _ = loss.inputs
     reduction, ignored = loss.params.get("reduction", "mean"), loss.params.get("ignore_index", -100)
     with b:
         for eqn in rest:  # the same rows of x
-            if eqn.op.name == "reshape":
+            if eqn.op is o.reshape:
                 x = o.reshape(x, shape=(*eqn.outputs[0].shape[:-1], x.shape[-1]))
-            elif eqn.op.name == "slice":
+            elif eqn.op is o.slice:
                 x = o.slice(x, **eqn.params)
         if x.ndim != 2:
             x = o.reshape(x, shape=(math.prod(x.shape[:-1]), x.shape[-1]))

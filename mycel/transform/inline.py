@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from mycel.ir import OPS, PHASES, Atom, Block, Eqn, Params, Program, Var, atom_type, call, cond, lookup, order, prune, substitute, walk
+from mycel.ops import o
 
 
 def inline(program: Program, small: int = 8) -> Program:
@@ -47,7 +48,7 @@ def _inlined(block: Block, blocks: Mapping[str, Block], counts: Mapping[str, int
     eqns: list[Eqn] = []
     changed = False
     for eqn in block.eqns:
-        if eqn.op.name == "full" and eqn.outputs[0].shape == () and isinstance(eqn.inputs[0], bool):
+        if eqn.op is o.full and eqn.outputs[0].shape == () and isinstance(eqn.inputs[0], bool):
             decided[eqn.outputs[0]] = eqn.inputs[0]
         eqn = substitute(eqn, values)
         if eqn.op is call and (counts[eqn.params["block"]] == 1 or len(blocks[eqn.params["block"]].eqns) <= small):

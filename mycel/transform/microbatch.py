@@ -14,13 +14,13 @@ microbatch    a program of one part => a scan over the parts that sums up loss a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from mycel.ir import OPS, Atom, Block, Builder, Eqn, Params, Program, Ref, Type, Var, is_float, prune, scan
+from mycel.ir import OPS, Atom, Block, Builder, Eqn, Params, Program, Ref, Role, Type, Var, is_float, prune, scan
 from mycel.ops import o
 from mycel.ops.loss import chosen
 from mycel.ops.stack import zeros
@@ -28,8 +28,6 @@ from mycel.transform.dce import dce
 from mycel.transform.vjp import Vjp, active_vars
 
 BODY = "part"
-SUMMED = ("cross_entropy", "nll_loss", "linear_cross_entropy")
-AVERAGES = ("mean", "cross_entropy", "nll_loss", "linear_cross_entropy")
 NEXT = 1 << 40  # the key of the next part is the child of this one's that no draw or call is
 
 
@@ -45,11 +43,11 @@ class Term:
     limits: tuple[Eqn, ...] = ()
 
 
-def shares(program: Program, whole: Program, active: Sequence[int], split: Sequence[int], parts: int) -> tuple[Program, Program, list[str]]:
-    """The program whose first result is the part's share, with an input for each count at the end; the program of the counts alone; and the lines
-    of what is no sum over the batch.
+def shares(program: Program, whole: Program, active: Collection[str], split: Collection[str], parts: int) -> tuple[Program, Program, list[str]]:
+    """The program whose first result is the part's share, with an input for each count; the program of the counts alone; and the lines of what is
+    no sum over the batch.
 
-    `whole`: the program of the whole batch.  `active`: inputs that are differentiated.  `split`: inputs that are parts of something."""
+    `whole`: the program of the whole batch.  By name: `active`, inputs that are differentiated; `split`, inputs that are parts of something."""
     large = _means_apart(whole.main)
     program = replace(program, blocks={**program.blocks, program.entry: _with_numbers_of(_means_apart(program.main), large)})
     main = program.main
@@ -58,6 +56,7 @@ def shares(program: Program, whole: Program, active: Sequence[int], split: Seque
     counts = list(dict.fromkeys(t.count for t in terms if t.count is not None))
     b = _after(main)
     given = {c: b.input(f"count_{i}" if i else "count", c.type) for i, c in enumerate(counts)}
+    roles = {**program.roles, **{v.name: Role("count", str(i)) for i, v in enumerate(given.values())}}
     with b:
         total: Atom = None
         for t in terms:
@@ -66,10 +65,16 @@ def shares(program: Program, whole: Program, active: Sequence[int], split: Seque
     block = Block(tuple(b.inputs), tuple(b.eqns), (total, *main.outputs[1:]))
     counting = Block(main.inputs, main.eqns, tuple(counts))
     return (
-        replace(program, blocks={**program.blocks, program.entry: block}),
+        replace(program, blocks={**program.blocks, program.entry: block}, roles=roles),
         dce(replace(program, blocks={**program.blocks, program.entry: counting}, updates=())),
         loss.unseen,
     )
+
+
+def with_numbers_of(part: Program, whole: Program) -> Program:
+    """A part's program as it was captured, with the numbers of the whole batch's on the way to the loss: simplified, a division by the one row
+    of a part would be gone."""
+    return replace(part, blocks={**part.blocks, part.entry: _with_numbers_of(part.main, whole.main)})
 
 
 def _are_alike(a: Block, b: Block) -> bool:
@@ -109,20 +114,20 @@ def _share(t: Term, given: dict[Var, Var], parts: int) -> Any:
 
 def _linear_in(eqn: Eqn) -> int:
     """The operand an outer equation is linear in: the one that is no plain factor."""
-    return 1 if eqn.op.name == "mul" and not isinstance(eqn.inputs[0], Var) else 0
+    return 1 if eqn.op is o.mul and not isinstance(eqn.inputs[0], Var) else 0
 
 
 class _Loss:
     """A loss taken apart: which of its values depend on parameters (`moving`), and which on the part (`varying`); `large`: an equation as it is
     for the whole batch.  `unseen`: lines of what could not be taken apart."""
 
-    def __init__(self, program: Program, whole: Block, active: Sequence[int], split: Sequence[int]) -> None:
+    def __init__(self, program: Program, whole: Block, active: Collection[str], split: Collection[str]) -> None:
         main = program.main
         self.large = {e.outputs: w for e, w in zip(main.eqns, whole.eqns, strict=True)} if _are_alike(main, whole) else {}
         self.unseen: list[str] = []
         self.made = {v: e for e in main.eqns for v in e.outputs}
-        self.moving = active_vars(Vjp(program), main, [i in active for i in range(len(main.inputs))])
-        self.varying = {v for i, v in enumerate(main.inputs) if i in split}
+        self.moving = active_vars(Vjp(program), main, [v.name in active for v in main.inputs])
+        self.varying = {v for v in main.inputs if v.name in split}
         for eqn in main.eqns:
             if any(v in self.varying for v in eqn.vars):
                 self.varying.update(eqn.outputs)
@@ -145,7 +150,7 @@ class _Loss:
             count, limits = self.limited(b)
             return [Term(a, count, outer=outer, limits=limits)]
         sums = self.sums_up(eqn)
-        if not sums and x in self.varying and name not in AVERAGES:
+        if not sums and x in self.varying and not eqn.op.averages:
             self.unseen.append(f"{name}  {eqn.source}".strip())
         return [Term(x, sums=sums, outer=outer)]
 
@@ -158,17 +163,19 @@ class _Loss:
     def limited(self, count: Var) -> tuple[Var, tuple[Eqn, ...]]:
         """clamp(n, 1) is done to the sum of n, not to each of its parts."""
         eqn = self.made.get(count)
-        if eqn is None or eqn.op.name not in ("clamp", "cast") or [*eqn.vars] != [eqn.inputs[0]]:
+        if eqn is None or eqn.op not in (o.clamp, o.cast) or [*eqn.vars] != [eqn.inputs[0]]:
             return count, ()
         inner, limits = self.limited(next(eqn.vars))
         return inner, (*limits, eqn)
 
     def sums_up(self, eqn: Eqn) -> bool:
         """Is it a sum over the rows of the part?"""
-        if eqn.op.name in SUMMED:
+        if eqn.op.averages and "reduction" in eqn.op.defaults:
             return eqn.params.get("reduction", "mean") == "sum"
         large = self.large.get(eqn.outputs)
-        return eqn.op.name == "sum" and (large is None or large.input_types[0].numel > eqn.input_types[0].numel)
+        if eqn.op is not o.sum:
+            return False
+        return eqn.outputs[0] in self.varying if large is None else large.input_types[0].numel > eqn.input_types[0].numel
 
 
 def _means_apart(block: Block) -> Block:
@@ -177,7 +184,7 @@ def _means_apart(block: Block) -> Block:
     b.inputs = list(block.inputs)
     b.reserve(v.name for v in (*block.inputs, *(v for e in block.eqns for v in e.outputs)))
     for eqn in block.eqns:
-        x, target, weight = eqn.inputs if eqn.op.name in ("cross_entropy", "nll_loss") else (None, None, None)
+        x, target, weight = eqn.inputs if eqn.op in (o.cross_entropy, o.nll_loss) else (None, None, None)
         if not isinstance(x, Var) or not isinstance(target, Var) or eqn.params.get("reduction", "mean") != "mean" or target.dtype.is_floating_point:
             b.eqns.append(eqn)
             continue
@@ -193,29 +200,30 @@ def _means_apart(block: Block) -> Block:
     return Block(block.inputs, tuple(b.eqns), block.outputs)
 
 
-def microbatch(program: Program, counting: Program, parts: int, split: Sequence[int], key: int | None = None) -> Program:
-    """A program of one part, whose results are summed => the program of the whole batch, whose inputs `split` are cut along their first dim.
-
-    The last inputs of the program are the counts that `counting` gives for a part.  `key`: the input that random numbers are drawn from."""
-    main, n = program.main, len(counting.results)
+def microbatch(program: Program, counting: Program, parts: int, split: Collection[str]) -> Program:
+    """A program of one part, whose results are summed => the program of the whole batch, whose inputs `split` (by name) are cut along their first
+    dim.  Its inputs of the role `count` are gone: they are what the results of `counting` sum up to."""
+    main = program.main
     whole = Builder()
-    given = main.inputs[: len(main.inputs) - n]
-    rows = {v: Type(v.dtype, (parts * v.shape[0], *v.shape[1:])) for i, v in enumerate(given) if i in split}
+    totals = [program.by_role()[Role("count", str(i))] for i in range(len(counting.results))]
+    given = [v for v in main.inputs if v not in totals]
+    rows = {v: Type(v.dtype, (parts * v.shape[0], *v.shape[1:])) for v in given if v.name in split}
     outer = {v: whole.input(v.name, rows.get(v, v.type)) for v in given}
     blocks = {**counting.blocks, **program.blocks}
     with whole:
         pieces = {v: o.reshape(outer[v], shape=(parts, *v.shape)) for v in rows}
         counts: list[Var] = []
-        if n:
+        if totals:
             counts = _summed(whole, blocks, "count_part", counting.main, counting.results, pieces, outer, {})
-        outer.update(zip(main.inputs[len(given) :], counts, strict=True))
+        outer.update(zip(totals, counts, strict=True))
         state = {v: main.outputs[len(program.results) + program.updates.index(v.name)] for v in given if v.name in program.updates}
-        again = None if key is None else main.inputs[key]
+        again = next(iter(program.inputs_of("key")), None)
         found = _summed(whole, blocks, BODY, main, program.results, pieces, outer, state, again)
         sums = [x if x.dtype == r.dtype else o.cast(x, dtype=r.dtype) for x, r in zip(found, program.results, strict=False)]  # type: ignore[union-attr]
     by_name = dict(zip((v.name for v in state), found[len(sums) :], strict=False))
     blocks[program.entry] = whole.block((*sums, *(by_name[name] for name in program.updates)))
-    return prune(replace(program, blocks=blocks, consts={**counting.consts, **program.consts}))
+    roles = {v.name: program.roles[v.name] for v in given if v.name in program.roles}
+    return prune(replace(program, blocks=blocks, consts={**counting.consts, **program.consts}, roles=roles))
 
 
 def _summed(

@@ -7,20 +7,26 @@
                                                          return loss, norm, updates: w', m', v', t', skipped + skip
 
 Gradients are divided by `scale`: the loss scale of half precision times what clipping takes away.  A skipped step changes no state at all:
-updates of buffers are undone as well.  New inputs stand behind the old ones: for each group its state and hyper-parameters, then `skipped`,
-then (with a loss scale) `good_steps`; the loss scale itself is an input already, since the loss was multiplied by it.
+updates of buffers are undone as well.  New inputs, by their roles:
+
+    state exp_avg of w         for each slot of a group, for each of its parameters
+    hyper lr of group 0        the scalar operands of a group's update
+    counter skipped            how many steps changed nothing
+    counter good_steps         where there is a loss scale: steps since it changed.  The scale itself is an input already
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from mycel.ir import OPS, Block, Builder, Program, Type, Var
+from mycel.ir import OPS, Block, Builder, Program, Role, Type, Var
 from mycel.ops import o
+from mycel.ops.optimisers import OPTIMISERS, Slot
+from mycel.transform.scaling import LOSS_SCALE
 
 GROWTH, BACKOFF, INTERVAL = 2.0, 0.5, 2000  # torch.amp.GradScaler's
 CLIP_EPS = 1e-6  # torch.nn.utils.clip_grad_norm_'s
@@ -30,36 +36,57 @@ SCALAR = Type(torch.float64, ())
 
 @dataclass(frozen=True)
 class Group:
-    """Parameters that are updated together: `params` are inputs by position, `slots` their state, `hyper` the scalar operands by name."""
+    """Parameters that are updated together: `kind` is an optimiser of ours, `params` by the names their roles have, `slots` their state, `hyper`
+    the scalar operands by name; `name` tells groups apart."""
 
     kind: str
-    params: tuple[int, ...]
+    params: tuple[str, ...]
     slots: tuple[str, ...]
     hyper: tuple[str, ...]
     flags: tuple[tuple[str, Any], ...] = ()
+    name: str = "0"
+
+    def state_roles(self) -> list[Role]:
+        """Its state, slot by slot."""
+        return [Role("state", slot, of=p) for slot in self.slots for p in self.params]
+
+    def hyper_roles(self) -> list[Role]:
+        return [Role("hyper", name, of=self.name) for name in self.hyper]
 
     def slot_type(self, slot: str, param: Type) -> Type:
-        """Step counts are scalars, all other state lies as the parameter does."""
-        return Type(torch.float32, ()) if slot == "step" else param
+        """The type of a parameter's state, as the optimiser's paragraph says."""
+        return self.slot(slot).type(param)
+
+    def slot(self, name: str) -> Slot:
+        return next(slot for slot in OPTIMISERS[self.kind].slots if slot.name == name)
 
 
-def optimise(program: Program, groups: Sequence[Group], results: int, clip_norm: float | None = None, loss_scale: int | None = None) -> Program:
-    """Gradients in results[results:], in the order of the groups' parameters => updates of these.  `loss_scale`: the input that is one."""
-    main = program.main
+def optimise(program: Program, groups: Sequence[Group], results: int, clip_norm: float | None = None) -> Program:
+    """Gradients in results[results:], in the order of the groups' parameters => updates of these."""
+    main, inputs = program.main, program.by_role()
+    loss_scale = inputs.get(LOSS_SCALE)
     n = len(program.results)
     grads = main.outputs[results:n]
     b = Builder(phase="update")
     b.inputs = list(main.inputs)
     b.reserve(v.name for v in (*main.inputs, *(v for e in main.eqns for v in e.outputs)))
     b.eqns = list(main.eqns)
-    given = [_state(b, group, main) for group in groups]
-    skipped = b.input("skipped", Type(torch.int64, ()))
+    roles = dict(program.roles)
+
+    def new_input(name: str, type: Type, role: Role) -> Var:
+        var = b.input(name, type)
+        roles[var.name] = role
+        return var
+
+    params = [[inputs[Role("parameter", p)] for p in group.params] for group in groups]
+    given = [_state(new_input, group, own) for group, own in zip(groups, params, strict=True)]
+    skipped = new_input("skipped", Type(torch.int64, ()), Role("counter", "skipped"))
     updates: dict[str, Any] = {}
     with b:
         norm = o.cast(o.global_norm(*grads), dtype=torch.float32)
         scale = None
         if loss_scale is not None:
-            scale = main.inputs[loss_scale]
+            scale = loss_scale
             norm = o.div(norm, scale)
         if clip_norm is not None:
             more = o.clamp(o.div(o.add(norm, CLIP_EPS), clip_norm), 1.0, None)
@@ -70,9 +97,9 @@ def optimise(program: Program, groups: Sequence[Group], results: int, clip_norm:
         for name, new in zip(program.updates, main.outputs[n:], strict=True):
             updates[name] = o.where(finite, new, next(v for v in main.inputs if v.name == name))
         at = 0
-        for group, (state, hyper) in zip(groups, given, strict=True):
-            count = len(group.params)
-            named = [*(main.inputs[i] for i in group.params), *(v for column in state for v in column)]
+        for group, own, (state, hyper) in zip(groups, params, given, strict=True):
+            count = len(own)
+            named = [*own, *state]
             over = [updates.get(v.name, v) for v in named]  # the forward pass may have changed a parameter itself
             flags = {"count": count, **dict(group.flags)}
             made = OPS[group.kind](*over, *grads[at : at + count], *hyper, scale, skip, **flags)
@@ -80,21 +107,21 @@ def optimise(program: Program, groups: Sequence[Group], results: int, clip_norm:
             at += count
         updates[skipped.name] = o.add(skipped, o.cast(skip, dtype=torch.int64))
         if loss_scale is not None:
-            _scale_updates(b, updates, main.inputs[loss_scale], finite)
+            good = new_input("good_steps", Type(torch.int32, ()), Role("counter", "good_steps"))
+            _scale_updates(updates, loss_scale, good, finite)
     block = Block(tuple(b.inputs), tuple(b.eqns), (*main.outputs[:results], norm, *updates.values()))
-    return replace(program, blocks={**program.blocks, program.entry: block}, updates=tuple(updates))
+    return replace(program, blocks={**program.blocks, program.entry: block}, updates=tuple(updates), roles=roles)
 
 
-def _state(b: Builder, group: Group, main: Block) -> tuple[list[list[Var]], list[Var]]:
+def _state(new_input: Callable[[str, Type, Role], Var], group: Group, params: Sequence[Var]) -> tuple[list[Var], list[Var]]:
     """Inputs for a group's state, slot by slot, and for its hyper-parameters."""
-    params = [main.inputs[i] for i in group.params]
-    state = [[b.input(f"{p.name}.{slot}", group.slot_type(slot, p.type)) for p in params] for slot in group.slots]
-    return state, [b.input(name, SCALAR) for name in group.hyper]
+    slots = [(f"{p.name}.{slot}", group.slot_type(slot, p.type)) for slot in group.slots for p in params]
+    state = [new_input(name, type, role) for (name, type), role in zip(slots, group.state_roles(), strict=True)]
+    return state, [new_input(role.name, SCALAR, role) for role in group.hyper_roles()]
 
 
-def _scale_updates(b: Builder, updates: dict[str, Any], scale: Var, finite: Var) -> None:
+def _scale_updates(updates: dict[str, Any], scale: Var, good: Var, finite: Var) -> None:
     """Half the scale after a step that was skipped; twice after INTERVAL good ones."""
-    good = b.input("good_steps", Type(torch.int32, ()))
     count = o.add(good, 1)
     grown = o.eq(count, INTERVAL)
     up = o.where(grown, o.mul(scale, GROWTH), scale)

@@ -38,13 +38,14 @@ def _size(eqn: Eqn, sizes: dict[str, float]) -> float:
         return sizes[eqn.params["block"]]
     if eqn.op is custom:
         return sizes[eqn.params["forward"]]
-    if eqn.op in (cond, loop, scan) or eqn.op.effect or eqn.op.inplace is not None or not eqn.op.compiles or eqn.op.name.startswith("stack_"):
+    if eqn.op in (cond, loop, scan) or eqn.op.effect or eqn.op.inplace is not None or not eqn.op.compiles or eqn.op.stacks:
         return float("inf")
     return 1
 
 
-def outline(program: Program, is_worth: Callable[[Sequence[Eqn]], bool]) -> tuple[Program, set[str]]:
-    """The program with those stretches of plain equations that are worth a compiler's seconds as blocks; and the names of the blocks to compile."""
+def outline(program: Program, is_worth: Callable[[str, Sequence[Eqn]], bool]) -> tuple[Program, set[str]]:
+    """The program with those stretches of plain equations that are worth a compiler's seconds as blocks; and the names of the blocks to compile.
+    `is_worth` is asked with the name of the block that a stretch stands in."""
     whole = units(program)
     blocks = dict(program.blocks)
     made: set[str] = set()
@@ -57,14 +58,14 @@ def outline(program: Program, is_worth: Callable[[Sequence[Eqn]], bool]) -> tupl
     return program, made | (called & whole)
 
 
-def _cut(blocks: dict[str, Block], name: str, is_worth: Callable[[Sequence[Eqn]], bool], made: set[str]) -> Block:
+def _cut(blocks: dict[str, Block], name: str, is_worth: Callable[[str, Sequence[Eqn]], bool], made: set[str]) -> Block:
     """A block with its stretches replaced by calls; the new blocks are entered."""
     block = blocks[name]
     stretches = _stretches(block)
     later: set[Var] = {v for v in block.outputs if isinstance(v, Var)}
     eqns: list[Eqn] = []
     for run in reversed(stretches):  # from the end, so that what is used later is known
-        if len(run) > 1 and is_worth(run):
+        if len(run) > 1 and is_worth(name, run):
             run = [_outlined(blocks, name, run, later, made)]
         for eqn in reversed(run):
             later.update(eqn.vars)

@@ -18,27 +18,16 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from mycel.ir import CONTROL, Atom, Block, Builder, Eqn, Params, Program, Ref, Type, Var, call, lookup, prune
+from mycel.ir import CONTROL, HELD, Atom, Block, Builder, Eqn, Params, Program, Ref, Type, Var, call, lookup, prune
 from mycel.ops import o
 
-LOW = frozenset({
-    "linear", "matmul", "einsum", "conv", "conv_transpose", "attention", "sdpa", "linear_cross_entropy",
-})  # fmt: skip
-HIGH = frozenset({
-    "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "pow", "rsqrt", "reciprocal", "square", "sqrt", "sum", "mean", "prod", "var", "std",
-    "norm", "cumsum", "cumprod", "logcumsumexp", "logsumexp", "softmax", "log_softmax", "cross_entropy", "nll_loss", "binary_cross_entropy",
-    "logaddexp", "logaddexp2", "sinh", "cosh", "tan", "acos", "asin", "erfinv", "lgamma", "digamma", "polygamma", "softplus", "logsigmoid", "hypot",
-    "xlogy", "opaque", "batch_norm", "batch_norm_infer", "group_norm", "layer_norm", "rms_norm",
-})  # fmt: skip
-KEPT = frozenset({"cast", "const", "full", "iota", "stop_gradient"})  # say their dtype themselves, or have their operand's
 
-
-def precision(program: Program, dtype: torch.dtype, state: Sequence[int]) -> Program:
-    """The program with its computation in `dtype`; inputs `state` (by position) are weights and buffers."""
+def precision(program: Program, dtype: torch.dtype) -> Program:
+    """The program with its computation in `dtype`; its weights are the parameters, buffers and variables among its inputs."""
     change = _Change(program, dtype)
     main = program.main
     blocks = change.blocks
-    blocks[program.entry] = change.block(main, [v.type for v in main.inputs], [i in state for i in range(len(main.inputs))], None)
+    blocks[program.entry] = change.block(main, [v.type for v in main.inputs], [program.role(v).kind in HELD for v in main.inputs], None)
     for k, x in enumerate(program.main.outputs):
         blocks[program.entry] = _typed_output(blocks[program.entry], k, x)
     return prune(replace(program, blocks=blocks))
@@ -97,7 +86,7 @@ class _Change:
                 renamed = tuple(replace(v, name=w.name) for v, w in zip(new, eqn.outputs, strict=True))
                 b.eqns[-1] = replace(b.eqns[-1], outputs=renamed)
                 values.update(zip(eqn.outputs, renamed, strict=True))
-                if eqn.op.name in LOW:
+                if eqn.op.precision == "low":
                     products.update(renamed)
                 if eqn.op.write is not None and eqn.inputs and args[0] in weights:
                     weights.update(renamed)  # a view of a weight is a weight
@@ -108,22 +97,20 @@ class _Change:
 
     def equation(self, b: Builder, eqn: Eqn, args: list[Atom], weights: set[Var], products: set[Var]) -> tuple[Var, ...]:
         """One equation, its operands cast as its kind wants them."""
-        name = eqn.op.name
+        kind = eqn.op.precision
         floats = [x for x in args if isinstance(x, Var) and x.dtype in (torch.float32, self.dtype)]
-        if name in KEPT or not floats:
+        if kind == "kept" or not floats:
             target = None
-        elif name in LOW:
+        elif kind == "low":
             target = self.dtype
-        elif name in HIGH:
+        elif kind == "high":
             target = torch.float32
         else:
-            moving = [x for x in floats if x.ndim and not (name == "add" and x in weights and _is_bias(x, args, products))]
+            moving = [x for x in floats if x.ndim and not (eqn.op is o.add and x in weights and _is_bias(x, args, products))]
             target = torch.float32 if any(x.dtype == torch.float32 for x in moving) or not moving else self.dtype
         if target is not None:
             args = [o.cast(x, dtype=target) if isinstance(x, Var) and x in floats and x.dtype != target else x for x in args]
-        made = (
-            eqn.op(*args, **eqn.params) if args or eqn.op.name != "const" else b.append(eqn.op, (), dict(eqn.params), [v.type for v in eqn.outputs])
-        )
+        made = eqn.op(*args, **eqn.params) if args or eqn.op is not o.const else b.append(eqn.op, (), dict(eqn.params), [v.type for v in eqn.outputs])
         return made if isinstance(made, tuple) else (made,)
 
     def control(self, b: Builder, eqn: Eqn, args: list[Atom], weights: set[Var]) -> tuple[Var, ...]:

@@ -7,11 +7,12 @@ y: f32[8,4] = gelu(h)                              =>     y: f32[8,4] = gelu(x)
 from __future__ import annotations
 
 from mycel.ir import Atom, Block, Program, Var, lookup, rewrite, substitute, walk
+from mycel.ops import o
 
 
 def unhinted(program: Program) -> Program:
     """The program without `shard` equations; itself if there are none."""
-    return rewrite(program, _without) if any(eqn.op.name == "shard" for _, eqn in walk(program)) else program
+    return rewrite(program, _without) if any(eqn.op is o.shard for _, eqn in walk(program)) else program
 
 
 def _without(block: Block) -> Block:
@@ -19,7 +20,7 @@ def _without(block: Block) -> Block:
     eqns = []
     for eqn in block.eqns:
         eqn = substitute(eqn, values)
-        if eqn.op.name == "shard":
+        if eqn.op is o.shard:
             values[eqn.outputs[0]] = eqn.inputs[0]
         else:
             eqns.append(eqn)

@@ -95,7 +95,7 @@ class Vjp:
         forward = Block(main.inputs, tuple(half.forward.eqns), (*half.outputs[:after], *residuals, *half.outputs[after:]))
         backward = Block((*residuals, *gs.values()), tuple(half.backward.eqns), tuple(found))
         first = self._program(forward, half.names)
-        second = replace(self._program(backward, half.names), updates=())
+        second = replace(self._program(backward, half.names), updates=(), roles={})
         return first, second, given
 
     def _program(self, main: Block, names: dict[str, str]) -> Program:
@@ -260,7 +260,7 @@ def active_vars(vjp: Vjp, block: Block, inputs: Sequence[bool]) -> set[Var]:
     """Values of a block that depend on its active inputs and can carry a gradient."""
     known = {v for v, a in zip(block.inputs, inputs, strict=True) if a and is_float(v.dtype)}
     for eqn in block.eqns:
-        if any(v in known for v in eqn.vars) and eqn.op.name != "stop_gradient":
+        if any(v in known for v in eqn.vars) and eqn.op is not o.stop_gradient:
             if eqn.op is call:
                 flags = vjp.active(eqn.params["block"], [isinstance(x, Var) and x in known for x in eqn.inputs])
             else:

@@ -1,4 +1,4 @@
-"""A plan as people write it: plain data, in YAML or Python.
+"""A plan: plain, immutable data, in YAML or Python.  What is given people write:
 
     mesh: {dp: 2, tp: 4}
     parameters:                        # layouts by name, the first pattern that matches; one entry a dim
@@ -11,13 +11,15 @@
     sums: fp32                         # partial sums travel in 32 bits; as computed (default): in the precision of the product that leaves them
     recompute: full                    # in backward: all that can be; none; auto (default): what the memory budget asks for, at least cost
 
-Everything else follows by propagation.  Ready plans (`mycel/plans/*.yaml`) are such files without a mesh; "zero3+tp" is two of them laid over
-each other.
+Everything else is decided for a program (`decided`: layouts, residuals, by name; see decided.py) and what that comes to
+is `predicted`.  A plan with its decisions, written and read back, lowers the same program to the same text without a
+search.  Ready plans (`mycel/plans/*.yaml`) are such files without a mesh; "zero3+tp" is two of them laid over each other.
 """
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
@@ -29,9 +31,14 @@ import yaml
 
 from mycel.errors import PlanError
 from mycel.ir import Axes, Layout, Mesh, part, read_layout
+from mycel.plan.decided import Decided, Predicted
+from mycel.plan.residuals import Residuals
+from mycel.sizes import shown
 
+_Dumper: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)  # the C ones are ten times as fast
+_Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 READY = Path(__file__).parent.parent / "plans"
-KEYS = ("mesh", "parameters", "batch", "activations", "zero", "sums", "recompute", "loose")
+KEYS = ("mesh", "parameters", "batch", "activations", "zero", "sums", "recompute", "loose", "decided", "predicted")
 RECOMPUTE = ("auto", "full", "none")
 SUMS = ("as computed", "fp32")
 _ZERO = re.compile(r"\s*([0-3])\s*(?:over\s+([\w. ,]+))?\s*")
@@ -39,7 +46,8 @@ _ZERO = re.compile(r"\s*([0-3])\s*(?:over\s+([\w. ,]+))?\s*")
 
 @dataclass(frozen=True)
 class Plan:
-    """What is given; `loose`: patterns may match nothing (ready plans know several families of models)."""
+    """What is given, and for a program what was decided and predicted; `loose`: patterns may match nothing (ready plans know several families
+    of models)."""
 
     mesh: Mesh
     parameters: Mapping[str, Any] = field(default_factory=dict)
@@ -49,6 +57,8 @@ class Plan:
     over: Axes = ()
     recompute: str = "auto"
     loose: bool = False
+    decided: Decided | None = None
+    predicted: Predicted | None = None
     sums: str = "as computed"
 
     def __post_init__(self) -> None:
@@ -74,7 +84,7 @@ class Plan:
     def read(source: Any, mesh: Mesh | None = None) -> Plan:
         """From a file, the names of ready plans, a mapping or a Plan; `mesh` takes the place of the one written."""
         if isinstance(source, Plan):
-            return source if mesh is None or mesh == source.mesh else replace(source, mesh=mesh)
+            return source._on(mesh, "the plan")
         if isinstance(source, (str, Path)) and Path(source).suffix in (".yaml", ".yml"):
             return Plan._of(_file(Path(source)), mesh, str(source))
         if isinstance(source, str):
@@ -103,10 +113,27 @@ class Plan:
         if zero is None:
             raise PlanError(f"{where}: zero is {text!r}\n  try       1, 2 or 3 over an axis: zero: 3 over dp")
         over = tuple(re.split(r"[\s,.]+", zero[2].strip())) if zero[2] else ()
-        return Plan(
-            mesh or Mesh(written), dict(data.get("parameters") or {}), data.get("batch") or (), dict(data.get("activations") or {}),
-            int(zero[1]), over, str(data.get("recompute") or "auto"), bool(data.get("loose")), str(data.get("sums") or "as computed"),
+        decided = Decided.read(data["decided"], where) if data.get("decided") else None
+        predicted = Predicted.read(data["predicted"], where) if data.get("predicted") else None
+        own = Mesh(written) if isinstance(written, Mapping) and (mesh is None or decided is not None) else mesh
+        assert own is not None
+        found = Plan(
+            own, dict(data.get("parameters") or {}), data.get("batch") or (), dict(data.get("activations") or {}),
+            int(zero[1]), over, str(data.get("recompute") or "auto"), bool(data.get("loose")), decided, predicted,
+            str(data.get("sums") or "as computed"),
         )  # fmt: skip
+        return found._on(mesh, where)
+
+    def _on(self, mesh: Mesh | None, where: str) -> Plan:
+        """The plan for a mesh: what was decided for another one is refused."""
+        if mesh is None or mesh == self.mesh:
+            return self
+        if self.decided is not None:
+            raise PlanError(
+                f"{where} was decided for {self.mesh}\n  asked     {mesh}\n"
+                "  try       that mesh, or plan.given (the plan without `decided`) to decide anew"
+            )
+        return replace(self, mesh=mesh)
 
     def data(self) -> dict[str, Any]:
         """Plain data that `read` takes back."""
@@ -119,10 +146,57 @@ class Plan:
         found |= {"sums": self.sums} if self.sums != "as computed" else {}
         found |= {"recompute": self.recompute} if self.recompute != "auto" else {}
         found |= {"loose": True} if self.loose else {}
+        found |= {"decided": self.decided.data()} if self.decided is not None else {}
+        found |= {"predicted": self.predicted.data()} if self.predicted is not None else {}
         return found
 
     def __str__(self) -> str:
-        return yaml.safe_dump(self.data(), sort_keys=False, default_flow_style=None, width=120)
+        return yaml.dump(self.data(), Dumper=_Dumper, sort_keys=False, default_flow_style=None, width=120)
+
+    # -- what was decided --------------------------------------------------------------------------------------------------
+
+    @property
+    def given(self) -> Plan:
+        """The plan before anything was decided."""
+        return replace(self, decided=None, predicted=None)
+
+    @property
+    def residuals(self) -> Residuals:
+        return self._found(self.decided).residuals
+
+    @property
+    def peak(self) -> int:
+        """Bytes that a step is predicted to need."""
+        return self._found(self.predicted).peak
+
+    @property
+    def held(self) -> int:
+        """Bytes of it that are there between steps."""
+        return self._found(self.predicted).held
+
+    @property
+    def budget(self) -> int | None:
+        return self._found(self.predicted).budget
+
+    def _found(self, part: Any) -> Any:
+        if part is None:
+            raise PlanError("nothing is decided in this plan\n  try       step.plan, after step.prepare(**batch)")
+        return part
+
+    def summary(self) -> str:
+        """Time, memory and what backward computes again, for people."""
+        p = self._found(self.predicted)
+        lines = [str(p)]
+        lines += [f"predicted peak   {shown(p.peak)}, of which {shown(p.held)} between steps" + (f"; budget {shown(p.budget)}" if p.budget else "")]
+        lines += [f"  at             {p.at}"] if p.at else []
+        count = Counter((d.block, d.keep) for d in self.residuals.pairs)
+        first = {(d.block, d.keep): d for d in reversed(self.residuals.pairs)}
+        for (block, keep), calls in count.items():
+            d = first[block, keep]
+            again = f"{d.seconds * 1e3:.2f} ms computed again" if d.seconds else "nothing computed again"
+            lines.append(f"residuals        {block} x{calls}: {shown(d.bytes)} kept each, {again}")
+            lines.append(f"  keeps          {', '.join(keep) or 'its inputs alone'}")
+        return "\n".join(lines)
 
     # -- what it says of a program's inputs --------------------------------------------------------------------------------
 
@@ -188,7 +262,7 @@ def _ready(name: str) -> dict[str, Any]:
 
 def _file(path: Path) -> dict[str, Any]:
     try:
-        data = yaml.safe_load(path.read_text())
+        data = yaml.load(path.read_text(), Loader=_Loader)
     except (OSError, yaml.YAMLError) as e:
         raise PlanError(f"cannot read the plan\n  at        {path}\n  because   {' '.join(str(e).split())}") from e
     if not isinstance(data, dict):

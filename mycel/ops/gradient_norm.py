@@ -1,0 +1,67 @@
+"""The size of all gradients, which clipping and the check for numbers that are not finite ask for."""
+
+from __future__ import annotations
+
+import torch
+
+from mycel.ir import Part, Type, op
+from mycel.ops.rules import o
+
+
+def norm_dtype(types):
+    return torch.float64 if any(t.dtype == torch.float64 for t in types) else torch.float32
+
+
+def global_norm_expand(*xs):
+    wide = [o.cast(x, dtype=norm_dtype(xs)) for x in xs]
+    squares = [o.sum(o.square(x), dims=tuple(range(x.ndim))) if x.ndim else o.square(x) for x in wide]
+    total = squares[0]
+    for s in squares[1:]:
+        total = o.add(total, s)
+    return o.sqrt(total)
+
+
+def norm_dims(*types):
+    """Each tensor lies as it will."""
+    own = [" ".join(f"p{i}d{d}+" for d in range(t.ndim)) for i, t in enumerate(types)]
+    return f"{', '.join(own) or '...'} -> "
+
+
+def global_norm_part(at, *xs):
+    """Squares of parts, summed over the axes each tensor is split over, those with the same axes at once."""
+    groups = {}
+    for i, x in enumerate(xs):
+        axes = {a for d in range(x.ndim) for a in at.axes(f"p{i}d{d}")}
+        groups.setdefault(tuple(a for a in at.mesh.axes if a in axes), []).append(x)
+    total = None
+    for axes, group in groups.items():
+        squares = o.square(global_norm(*group))
+        if axes:
+            squares = o.all_reduce(squares, axes=axes, count=at.mesh.count(axes))
+        if total is not None and total.dtype != squares.dtype:
+            total, squares = o.cast(total, dtype=torch.float64), o.cast(squares, dtype=torch.float64)
+        total = squares if total is None else o.add(total, squares)
+    return o.sqrt(total)
+
+
+def square_sum(x, dtype):
+    """As a dot product, the fastest way on a CPU; 16 bits are widened."""
+    return torch.dot(x, x).to(dtype) if x.dtype in (torch.float32, torch.float64) else torch.linalg.vector_norm(x, dtype=dtype).square()
+
+
+@op(
+    norm_dims,
+    types=lambda *types: Type(norm_dtype(types), ()),
+    expand=global_norm_expand,
+    parts={"*": Part(global_norm_part, uneven=True)},
+    fresh=True,
+    compiles=False,
+    examples=["f[4,6], f[3]", "f32[4], bf16[2,2]", "f64[]"],
+    apart=True,
+)
+def global_norm(*xs):
+    """The 2-norm of all tensors as one vector, in fp32 at least."""
+    wide = torch.float64 if any(x.dtype == torch.float64 for x in xs) else torch.float32
+    if not xs[0].is_cpu:
+        return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(xs, 2, dtype=wide)))
+    return torch.stack([square_sum(x.reshape(-1), wide) for x in xs]).sum().sqrt()

@@ -1,0 +1,41 @@
+"""SGD, with momentum or without."""
+
+from __future__ import annotations
+
+import torch
+
+from mycel.ops.optimisers.paragraph import Slot, columns, laid_like, optimiser
+from mycel.ops.rules import o
+
+
+def sgd_update(*xs, count, momentum=False, nesterov=False, maximize=False):
+    """SGD over the memory of its operands, in one kernel."""
+    (params, *buffers), grads, (lr, mu, damp, decay, first, scale, skip) = columns(xs, count, 1 + momentum)
+    torch._fused_sgd_(
+        params, laid_like(params, grads), buffers[0] if momentum else [], weight_decay=float(decay), momentum=float(mu) if momentum else 0.0,
+        lr=float(lr), dampening=float(damp), nesterov=nesterov, maximize=maximize, is_first_step=bool(first), grad_scale=scale, found_inf=skip,
+    )  # fmt: skip
+
+
+@optimiser(
+    classes={"SGD": {}},
+    slots=[Slot("momentum_buffer", when="momentum")],
+    hyper={"lr": "lr", "momentum": "momentum", "dampening": "dampening", "weight_decay": "weight_decay", "first_step": "first_step"},
+    flags={"momentum": "momentum", "nesterov": "nesterov", "maximize": "maximize"},
+    first="dampening",
+    inplace=sgd_update,
+    examples=[
+        "f[4,6], f[4,6], f64[]>0, f64[], f64[], f64[]>0, f64[]~0, None, f32[]~0, count=1",
+        "f64[4], f64[3], f64[4], f64[3], f64[4], f64[3], f64[]>0, f64[]~0.9, f64[]~0.9, f64[]>0, f64[]~0, f32[]>0, f32[]~0, count=2, momentum=True",
+        "f64[4], f64[4], f64[4], f64[]>0, f64[]~0.9, f64[]~0, f64[]>0, f64[]>0, f32[]>0, f32[]~0, count=1, momentum=True, nesterov=True",
+        "f64[4], f64[4], f64[4], f64[]>0, f64[]~0.9, f64[]~0, f64[]>0, f64[]~0, None, f32[]~0, count=1, momentum=True, nesterov=True, maximize=True",
+    ],
+)
+def sgd(p, g, *, lr, momentum, dampening, weight_decay, first_step, momentum_buffer=None, nesterov=False):
+    """b' = mu b + (1-damp) g (the first time: g);  p' = p - lr b', or with Nesterov p - lr (g + mu b')"""
+    rate, keep, lost, decay = (o.cast(x, dtype=p.dtype) for x in (lr, momentum, dampening, weight_decay))
+    g = o.add(g, o.mul(p, decay))
+    if momentum_buffer is None:
+        return o.sub(p, o.mul(rate, g)), {}
+    b = o.where(o.ne(first_step, 0.0), g, o.add(o.mul(momentum_buffer, keep), o.mul(g, o.sub(1, lost))))
+    return o.sub(p, o.mul(rate, o.add(g, o.mul(b, keep)) if nesterov else b)), {"momentum_buffer": b}

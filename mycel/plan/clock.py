@@ -1,0 +1,407 @@
+"""The one clock: when each equation of a local program starts and ends, and what memory is alive meanwhile.
+
+    times = clock(program, hardware, links, compiled)
+    times.seconds, times.parts, times.peak, times.events()
+
+A rank has streams: one that computes, and one for each level of its links.  Their states are the times at which they
+are free, c and l.  What an equation of s seconds does to them:
+
+    a kernel                      c' = c + s
+    a collective                  c' = l' = max(c, l) + s                       it waits for its message
+    t = begin(…)                  t = l' = max(c, l) + s;   c' = c + busy · s   busy: what sending takes from computing
+    finish(t)                     c' = max(c, t)
+
+All of it is linear in (max, +).  So a block is one small matrix M, exact wherever it is called and whatever is still on
+its way there:  state'[i] = max_j (state[j] + M[i][j]).  It is made once for each distinct block; a call multiplies by it,
+a scan by its power, a branch by the larger of both, element by element (the dearer in each stream), a loop by the power
+of TURNS, which is assumed and said.
+
+Memory goes in the same walk: an equation's results are alive from where it starts (a message's from its `begin`) to their
+last use; a called block needs its own peak on top.  Inputs of the entry (parameters, state, the batch) are there all the
+time.  In a compiled block only values that lie in memory count; a view has the memory of what it shows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from mycel.ir import CONTROL, Block, Eqn, Program, Var, call, cond, custom, lifetimes, loop, scan
+from mycel.plan.cost import TURNS, Costs
+from mycel.plan.hardware import Hardware
+from mycel.plan.links import Link, Links, message
+
+GRAIN = 512  # bytes: what allocators round up to
+WORKSPACE = 100 << 20  # what the libraries for products and attention take on a GPU, once: as seen on an H200
+COMPUTE, DEVICE = "compute", "device"  # a stream and a memory space
+FREE = Link(math.inf, 0.0)  # where no links are given
+NEVER = -math.inf
+
+Row = list[float]  # a time as the largest of (the start of each stream + so much)
+Matrix = list[Row]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One stream's work: `total` seconds of it; `exposed`: what the step would be shorter by if it took no time."""
+
+    total: float
+    exposed: float
+
+
+@dataclass(frozen=True)
+class Event:
+    """One equation on one stream, in seconds from the start of the step."""
+
+    stream: str
+    start: float
+    end: float
+    block: str
+    eqn: Eqn
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A block: its matrix, the seconds of work of each stream, the most memory it needs besides its inputs (results
+    included), and where."""
+
+    matrix: Matrix
+    totals: Row
+    peak: int
+    at: str
+    assumed: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class Line:
+    """An equation as the clock sees it.  kind: work, wait, begin, finish, hold (it holds blocks); bytes `new` and `freed`."""
+
+    eqn: Eqn
+    kind: str
+    seconds: float = 0.0
+    stream: int = 0
+    busy: float = 0.0
+    token: int = -1  # of a finish: the line of its begin
+    new: int = 0
+    freed: int = 0
+    inner: int = 0  # bytes while it runs, results included
+
+
+@dataclass(frozen=True)
+class Times:
+    """What a step takes: seconds, bytes by memory space, of which `held` are inputs; `at` is the line of the peak,
+    `assumed` what is not known."""
+
+    seconds: float
+    totals: Mapping[str, float]
+    peak: Mapping[str, int]
+    held: int
+    at: str
+    assumed: tuple[str, ...] = ()
+    clock: Clock | None = field(default=None, repr=False, compare=False)
+    program: Program | None = field(default=None, repr=False, compare=False)
+    compiled: frozenset[str] = frozenset()
+
+    @cached_property
+    def parts(self) -> dict[str, Part]:
+        """Each stream's share, computing first."""
+        assert self.clock is not None and self.program is not None
+        without = {name: self.clock.summary(self.program, self.compiled, free=i) for i, name in enumerate(self.clock.streams)}
+        return {name: Part(self.totals[name], self.seconds - _seconds(s)) for name, s in without.items()}
+
+    def events(self) -> Iterator[Event]:
+        """Every equation that takes time, as often as it runs, in the order of the program."""
+        assert self.clock is not None and self.program is not None
+        return self.clock.events(self.program, self.compiled)
+
+    def __str__(self) -> str:
+        return times_text(self.seconds, {name: (part.total, part.exposed) for name, part in self.parts.items()}, self.assumed)
+
+
+def times_text(seconds: float, parts: Mapping[str, tuple[float, float]], assumed: Sequence[str]) -> str:
+    """For people: predicted step   12.00 ms: computing 10.00 ms, network 4.00 ms (2.00 ms exposed)"""
+    shares = [f"computing {milliseconds(total)}" for name, (total, _) in parts.items() if name == COMPUTE]
+    shares += [f"{name} {milliseconds(total)} ({milliseconds(exposed)} exposed)" for name, (total, exposed) in parts.items() if name != COMPUTE]
+    line = f"predicted step   {milliseconds(seconds)}" + (f": {', '.join(shares)}" if shares else "")
+    return "\n".join([line, *(f"  assumed        {each}" for each in assumed)])
+
+
+@dataclass
+class Clock:
+    """Times programs on one device with its links.  Blocks that several programs share (the same object) are priced once."""
+
+    hardware: Hardware
+    links: Links | None = None
+    _lines: dict[tuple[int, bool], tuple[Block, list[Line]]] = field(default_factory=dict)  # by id, with the block
+    _held: dict[int, tuple[tuple[Var, ...], int]] = field(default_factory=dict)  # by id, with the inputs
+
+    @cached_property
+    def streams(self) -> tuple[str, ...]:
+        return (COMPUTE, *(self.links.levels if self.links is not None else ()))
+
+    def __call__(self, program: Program, compiled: Collection[str] = ()) -> Times:
+        """Of one run; `compiled`: the blocks a compiler takes whole."""
+        names = frozenset(compiled)
+        whole = self.summary(program, names)
+        held = self._held_bytes(program.inputs)
+        totals = dict(zip(self.streams, whole.totals, strict=True))
+        peak = {DEVICE: held + whole.peak}
+        return Times(_seconds(whole), totals, peak, held, whole.at, whole.assumed, self, program, names)
+
+    def summary(self, program: Program, compiled: frozenset[str] = frozenset(), free: int = -1) -> Summary:
+        """Of the entry; `free`: a stream whose work takes no time."""
+        return _Walk(self, program, compiled, free).block(program.entry, False)
+
+    def events(self, program: Program, compiled: frozenset[str]) -> Iterator[Event]:
+        walk = _Walk(self, program, compiled)
+        return walk.events(program.entry, False, [0.0] * len(self.streams))
+
+    def _held_bytes(self, inputs: tuple[Var, ...]) -> int:
+        """What is there between steps."""
+        key = id(inputs)
+        if key not in self._held:
+            self._held[key] = (inputs, sum(map(size, inputs)) + (WORKSPACE if self.hardware.memory else 0))
+        return self._held[key][1]
+
+    # -- a block as lines: what does not depend on the blocks it holds -----------------------------------------------------
+
+    def lines(self, program: Program, block: Block, compiled: bool) -> list[Line]:
+        key = (id(block), compiled)
+        if key not in self._lines:
+            self._lines[key] = (block, self._made(program, block, compiled))
+        return self._lines[key][1]
+
+    def _made(self, program: Program, block: Block, compiled: bool) -> list[Line]:
+        costs = Costs(program, self.hardware, compiled, self.links)
+        begun: dict[Var, int] = {}
+        lines = []
+        for i, (eqn, seconds) in enumerate(zip(block.eqns, costs.computing(block, compiled), strict=True)):
+            name, axes, _ = message(eqn)
+            if eqn.op.name == "begin":
+                begun[eqn.outputs[0]] = i
+            if eqn.op in CONTROL:
+                lines.append(Line(eqn, "hold"))
+            elif eqn.op.name == "finish":
+                lines.append(Line(eqn, "finish", token=begun[next(eqn.vars)]))
+            elif name:
+                link = self.links.of(axes) if self.links is not None else FREE
+                stream = self.streams.index(link.name) if self.links is not None else 0
+                lines.append(Line(eqn, "begin" if eqn.op.name == "begin" else "wait", costs.message(eqn), stream, link.busy))
+            else:
+                lines.append(Line(eqn, "work", seconds))
+        _remember(lines, block, costs.in_memory(block, compiled) if compiled else None)
+        return lines
+
+
+def clock(program: Program, hardware: Hardware, links: Links | None = None, compiled: Collection[str] = ()) -> Times:
+    """The times of one run of a local program; whoever asks about many that share blocks keeps a `Clock`."""
+    return Clock(hardware, links)(program, compiled)
+
+
+def milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.2f} ms"
+
+
+def size(v: Var) -> int:
+    """Bytes as an allocator gives them."""
+    return -(-v.type.bytes // GRAIN) * GRAIN
+
+
+@dataclass
+class _Walk:
+    """One program: each distinct block once."""
+
+    clock: Clock
+    program: Program
+    compiled: frozenset[str]
+    free: int = -1
+    _done: dict[tuple[str, bool], Summary] = field(default_factory=dict)
+
+    def block(self, name: str, inside: bool) -> Summary:
+        """`inside`: it is called from a compiled block, and compiled with it."""
+        key = (name, inside or name in self.compiled)
+        if key not in self._done:
+            self._done[key] = self._summary(*key)
+        return self._done[key]
+
+    def _lines(self, name: str, compiled: bool) -> list[Line]:
+        return self.clock.lines(self.program, self.program.blocks[name], compiled)
+
+    def _summary(self, name: str, compiled: bool) -> Summary:
+        count = len(self.clock.streams)
+        state, totals = _unit(count), [0.0] * count
+        tokens: dict[int, Row] = {}
+        assumed: dict[str, None] = {}
+        ahead = 0.0  # computing since the state was last brought up to date
+        alive, most, where = 0, 0, ""
+        for i, line in enumerate(self._lines(name, compiled)):
+            inner, at = line.inner, ""
+            seconds = line.seconds if line.stream != self.free else 0.0
+            if line.kind == "work":
+                ahead += seconds
+                totals[0] += line.seconds
+            else:
+                state[0], ahead = _plus(state[0], ahead), 0.0
+                if line.kind == "hold":
+                    held = self.held(line.eqn, compiled)
+                    state = _times(held.matrix, state)
+                    totals = [a + b for a, b in zip(totals, held.totals, strict=True)]
+                    assumed.update(dict.fromkeys(held.assumed))
+                    inner, at = held.peak, held.at
+                elif line.kind == "finish":
+                    state[0] = _later(state[0], tokens[line.token])
+                else:
+                    totals[line.stream] += line.seconds
+                    state[line.stream] = _plus(_later(state[0], state[line.stream]), seconds)
+                    if line.kind == "wait":
+                        state[0] = state[line.stream]
+                    else:
+                        tokens[i] = state[line.stream]
+                        ahead = line.busy * seconds
+            alive += line.new
+            now = alive + max(inner - line.new, 0)
+            if now > most:
+                most, where = now, at or line.eqn.line
+            alive -= line.freed
+        state[0] = _plus(state[0], ahead)
+        return Summary(state, totals, most, where, tuple(assumed))
+
+    def held(self, eqn: Eqn, inside: bool) -> Summary:
+        """The blocks of one equation, as often as they run."""
+        p = eqn.params
+        if eqn.op in (call, custom):
+            return self.block(p["block" if eqn.op is call else "forward"], inside)
+        if eqn.op is scan:
+            return _repeated(self.block(p["body"], inside), p["length"])
+        if eqn.op is cond:
+            return _dearer(self.block(p["then"], inside), self.block(p["orelse"], inside))
+        test, body = self.block(p["test"], inside), self.block(p["body"], inside)
+        turns = _repeated(_after(test, body), TURNS)
+        return Summary(
+            turns.matrix, turns.totals, turns.peak, turns.at, (*turns.assumed, f"{TURNS} turns of the loop at {eqn.line or 'an unknown line'}")
+        )
+
+    def events(self, name: str, inside: bool, state: Row) -> Iterator[Event]:
+        """Goes through the block from a state, which it changes."""
+        compiled = inside or name in self.compiled
+        streams = self.clock.streams
+        tokens: dict[int, float] = {}
+        for i, line in enumerate(self._lines(name, compiled)):
+            start = state[0]
+            if line.kind == "work":
+                state[0] += line.seconds
+                if line.seconds:
+                    yield Event(COMPUTE, start, state[0], name, line.eqn)
+            elif line.kind == "hold":
+                for ref in self._turns(line.eqn, compiled):
+                    yield from self.events(ref, compiled, state)
+            elif line.kind == "finish":
+                state[0] = max(state[0], tokens[line.token])
+            else:
+                start = max(state[0], state[line.stream])
+                state[line.stream] = start + line.seconds
+                yield Event(streams[line.stream], start, start + line.seconds, name, line.eqn)
+                if line.kind == "wait":
+                    state[0] = state[line.stream]
+                else:
+                    tokens[i] = state[line.stream]
+                    state[0] += line.busy * line.seconds
+
+    def _turns(self, eqn: Eqn, inside: bool) -> Iterator[str]:
+        """The blocks that an equation runs, one after the other; of two branches the longer."""
+        p = eqn.params
+        if eqn.op is scan:
+            yield from [p["body"]] * p["length"]
+        elif eqn.op is loop:
+            yield from [p["test"], p["body"]] * TURNS
+        elif eqn.op is cond:
+            yield max(p["then"], p["orelse"], key=lambda name: _seconds(self.block(name, inside)))
+        else:
+            yield p["block" if eqn.op is call else "forward"]
+
+
+# -- times as the largest of sums ------------------------------------------------------------------------------------------
+
+
+def _unit(count: int) -> Matrix:
+    return [[0.0 if i == j else NEVER for j in range(count)] for i in range(count)]
+
+
+def _plus(row: Row, seconds: float) -> Row:
+    return [x + seconds for x in row] if seconds else row
+
+
+def _later(a: Row, b: Row) -> Row:
+    return [x if x > y else y for x, y in zip(a, b, strict=True)]
+
+
+def _times(after: Matrix, state: Matrix) -> Matrix:
+    """What a block makes of a state."""
+    return [[max(w + row[j] for w, row in zip(weights, state, strict=True)) for j in range(len(state[0]))] for weights in after]
+
+
+def _seconds(s: Summary) -> float:
+    """From a start at which all streams are free to the last end."""
+    return max(max(row) for row in s.matrix)
+
+
+def _after(first: Summary, then: Summary) -> Summary:
+    totals = [a + b for a, b in zip(first.totals, then.totals, strict=True)]
+    peak, at = max((first.peak, first.at), (then.peak, then.at))
+    return Summary(_times(then.matrix, first.matrix), totals, peak, at, (*first.assumed, *then.assumed))
+
+
+def _dearer(a: Summary, b: Summary) -> Summary:
+    matrix = [_later(x, y) for x, y in zip(a.matrix, b.matrix, strict=True)]
+    totals = _later(a.totals, b.totals)
+    peak, at = max((a.peak, a.at), (b.peak, b.at))
+    return Summary(matrix, totals, peak, at, (*a.assumed, *b.assumed))
+
+
+def _repeated(s: Summary, count: int) -> Summary:
+    """As often, one after the other, by squaring."""
+    power, square, n = _unit(len(s.matrix)), s.matrix, count
+    while n:
+        power = _times(square, power) if n % 2 else power
+        square, n = _times(square, square), n // 2
+    return Summary(power, [x * count for x in s.totals], s.peak, s.at, s.assumed)
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------------
+
+
+def _remember(lines: Sequence[Line], block: Block, there: Collection[Var] | None) -> None:
+    """Enters what each line makes and frees; `there`: the values that lie in memory, None: all."""
+    owner = _owners(block)
+    end: dict[Var, int] = {}
+    for v, (_, last) in lifetimes(block).items():
+        if v in owner:
+            end[owner[v]] = max(end.get(owner[v], -1), last)
+    for line in lines:
+        own = [v for v in line.eqn.outputs if owner.get(v) is v and (there is None or v in there)]
+        at = lines[line.token] if line.kind == "finish" else line
+        at.new += sum(map(size, own))
+        for v in own:
+            if end[v] < len(lines):
+                lines[end[v]].freed += size(v)
+        scratch = line.eqn.op.scratch
+        if scratch is not None:
+            line.inner = scratch(*line.eqn.input_types, **line.eqn.params) + sum(map(size, line.eqn.outputs))
+
+
+def _owners(block: Block) -> dict[Var, Var]:
+    """Values -> the value whose memory they lie in; inputs own nothing here, their memory is the caller's."""
+    owner: dict[Var, Var] = {}
+    inputs = set(block.inputs)
+    for eqn in block.eqns:
+        first = eqn.inputs[0] if eqn.inputs else None
+        if eqn.op.write is not None and isinstance(first, Var):
+            if first in inputs:
+                inputs.update(eqn.outputs)
+            elif first in owner:
+                owner.update((v, owner[first]) for v in eqn.outputs)
+        elif eqn.op.inplace is None:  # what is updated in place has its memory already
+            owner.update((v, v) for v in eqn.outputs)
+    return owner

@@ -1,0 +1,283 @@
+"""Measures what this device and its links can do, for planning (`plan/hardware.py` reads it): products, attention, convolutions and copies by size
+and dtype, starting a kernel, the host's link, and every collective by size and number of ranks.
+
+    mycel probe                         this device
+    mycel probe --nproc 4               and the links between four processes, all of which compute at once: as they will
+    torchrun … -m mycel probe           and between hosts
+
+Ranks do the same things at the same time, and the numbers are their mean.  A curve is a list of [work, work a second], less the starting of a
+kernel; messages are [ranks, bytes each puts in, seconds], sent by the communicator that steps use.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from mycel.ir import OPS, Mesh, type_of
+from mycel.run.processes import Processes, world
+from mycel.run.rendezvous import seat
+
+ROUNDS, LEAST_S = 7, 0.01  # a number is the least of so many rounds, each of at least so long: what else a machine does only adds to it
+SIZES = {  # by device: what is small and what is large there
+    "cpu": {
+        "memory": [1 << 12, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24],
+        "product": [16, 32, 64, 128, 256, 512, 768],
+        "attention": [(2, 4, 32, 16), (2, 4, 128, 32), (4, 8, 128, 64)],
+        "conv": [(2, 8, 16), (4, 32, 16), (4, 64, 28)],
+        "message": [(1 << 10, 20), (1 << 14, 20), (1 << 17, 10), (1 << 20, 6), (1 << 23, 2)],
+    },
+    "cuda": {
+        "memory": [1 << 14, 1 << 18, 1 << 22, 1 << 24, 1 << 26, 1 << 28, 1 << 30],
+        "product": [128, 256, 512, 1024, 2048, 4096, 8192],
+        "attention": [(4, 12, 256, 64), (8, 16, 512, 64), (8, 16, 1024, 64), (8, 32, 2048, 64), (4, 32, 4096, 128)],
+        "conv": [(32, 64, 56), (128, 128, 28), (128, 256, 28), (256, 256, 28)],
+        "message": [(1 << 12, 20), (1 << 16, 20), (1 << 20, 10), (1 << 24, 5), (1 << 27, 3)],
+    },
+}
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute_ranks")
+
+
+def probe(device: str | torch.device = "auto", say: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
+    """Everything, as plain data; on all ranks of this world at once.  `say` is told what is measured."""
+    mine = seat()
+    local = int(os.environ.get("LOCAL_WORLD_SIZE") or mine.world)
+    ranks = world(_mesh(mine.world, local), device)
+    try:
+        with torch.no_grad():
+            found = Probe(ranks, say).run(min(local, mine.world))
+    except BaseException as error:
+        ranks.close(error)
+        raise
+    ranks.close()
+    return found
+
+
+def _mesh(count: int, local: int) -> Mesh:
+    """Hosts, and the ranks of one in pairs, if there are any."""
+    pair = 2 if local % 2 == 0 else 1
+    return Mesh(host=max(count // local, 1), others=local // pair, pair=pair)
+
+
+class Probe:
+    """The measuring of one rank."""
+
+    def __init__(self, ranks: Processes, say: Callable[[str], None]) -> None:
+        self.ranks, self.say = ranks, say
+        self.device = ranks.device
+        self.sizes: dict[str, Any] = SIZES["cuda" if self.device.type == "cuda" else "cpu"]
+        self.launch_s = 0.0
+
+    def run(self, local: int) -> dict[str, Any]:
+        is_cuda = self.device.type == "cuda"
+        self.say("starting a kernel")
+        self.launch_s = self._launch()
+        rates: dict[str, list[list[float]]] = {"memory": list(self._memory())}
+        for dtype, name in ((torch.float32, "fp32"), (torch.bfloat16, "bf16")):
+            if name == "bf16" and not is_cuda:
+                continue
+            self.say(f"products, attention and convolutions in {name}")
+            rates[f"product.{name}"] = list(self._products(dtype))
+            for causal in (False, True):
+                forward, backward = self._attention(dtype, causal)
+                kind = "_causal" if causal else ""
+                rates[f"attention{kind}.{name}"], rates[f"attention_grad{kind}.{name}"] = forward, backward
+            rates[f"conv.{name}"] = list(self._convolutions(dtype))
+        found = {
+            "device": torch.cuda.get_device_properties(self.device).name if is_cuda else "CPU",
+            "processes": self.ranks.mesh.world,
+            "threads": torch.get_num_threads(),
+            "launch_s": _short(self.launch_s),
+            "host_bytes_s": _short(self._host()),
+            "rates": {name: sorted([_short(x), _short(y)] for x, y in curve) for name, curve in rates.items()},
+        }
+        levels = list(self._levels(local))
+        return {**found, "levels": levels} if levels else found
+
+    # -- one device ----------------------------------------------------------------------------------------------------
+
+    def seconds(self, fn: Callable[[], Any]) -> float:
+        """One run, at best, while the other ranks do the same; the mean of all ranks."""
+        fn()
+        self._wait()
+        started = time.perf_counter()
+        fn()
+        self._wait()
+        once = time.perf_counter() - started
+        often = max(1, math.ceil(LEAST_S / max(once, 1e-6)))
+        self._together()
+        times = []
+        for _ in range(ROUNDS):
+            started = time.perf_counter()
+            for _ in range(often):
+                fn()
+            self._wait()
+            times.append((time.perf_counter() - started) / often)
+        return self._mean(min(times))
+
+    def work(self, fn: Callable[[], Any]) -> float:
+        """Without the start of its kernel."""
+        whole = self.seconds(fn)
+        return max(whole - self.launch_s, 0.1 * whole)
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _together(self) -> None:
+        self._mean(0.0)
+
+    def _mean(self, x: float) -> float:
+        """Over all ranks."""
+        total = self.ranks.all_reduce(torch.tensor([x], dtype=torch.float64, device=self.device), self.ranks.mesh.axes)
+        return float(total) / self.ranks.mesh.world
+
+    def _rand(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.rand(shape, device=self.device, dtype=dtype)
+
+    def _launch(self) -> float:
+        x = self._rand(16)
+        return self.seconds(lambda: torch.add(x, x))
+
+    def _memory(self) -> Iterator[list[float]]:
+        """Two read, one written, the result new each time, as in a step."""
+        self.say("memory")
+        for size in self.sizes["memory"]:
+            x, y = self._rand(size // 12), self._rand(size // 12)
+            yield [size, size / self.work(lambda x=x, y=y: torch.add(x, y))]  # type: ignore[misc]
+
+    def _products(self, dtype: torch.dtype) -> Iterator[list[float]]:
+        """Rows by width by width, and as many by four times the width: what layers do."""
+        for n in self.sizes["product"]:
+            for inner in (n, 4 * n):
+                x, w = self._rand(n, inner, dtype=dtype), self._rand(n, inner, dtype=dtype)
+                flops = 2 * n * n * inner
+                yield [flops, flops / self.work(lambda x=x, w=w: F.linear(x, w))]  # type: ignore[misc]
+
+    def _attention(self, dtype: torch.dtype, causal: bool) -> tuple[list[list[float]], list[list[float]]]:
+        """Forward and backward, in the operations that the operators count: all pairs, seen or not."""
+        forward: list[list[float]] = []
+        backward: list[list[float]] = []
+        attend, gradient = OPS["attention"], OPS["attention_grad"]
+        for shape in self.sizes["attention"]:
+            q, k, v = (self._rand(*shape, dtype=dtype) for _ in range(3))
+            y, lse = attend.kernel(q, k, v, None, causal=causal)
+            how: dict[str, Any] = {"causal": causal}
+            for into, op, args in ((forward, attend, (q, k, v, None)), (backward, gradient, (y, q, k, v, None, y, lse))):
+                types = [type_of(x) if isinstance(x, torch.Tensor) else x for x in args]
+                flops = op.cost(types, how).flops
+                into.append([flops, flops / self.work(lambda op=op, args=args: op.kernel(*args, **how))])  # type: ignore[misc]
+        return forward, backward
+
+    def _convolutions(self, dtype: torch.dtype) -> Iterator[list[float]]:
+        """3 x 3, forward and both gradients together."""
+        for batch, channels, side in self.sizes["conv"]:
+            x, w = self._rand(batch, channels, side, side, dtype=dtype), self._rand(channels, channels, 3, 3, dtype=dtype)
+            flops = 2 * batch * side * side * channels * channels * 9
+
+            def both(x: torch.Tensor = x, w: torch.Tensor = w) -> None:
+                y = F.conv2d(x, w, padding=1)
+                how = [1, 1], [1, 1], [1, 1], False, [0, 0], 1, [True, True, False]
+                torch.ops.aten.convolution_backward(y, x, w, None, *how)
+
+            yield [flops, 3 * flops / self.work(both)]
+
+    def _host(self) -> float:
+        """Bytes a second between host and device; on the CPU those of a copy."""
+        size = self.sizes["memory"][-1]
+        here = torch.empty(size, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+        there = torch.empty(size, dtype=torch.uint8, device=self.device)
+        return float(size / self.seconds(lambda: there.copy_(here, non_blocking=True)))
+
+    # -- links -----------------------------------------------------------------------------------------------------------
+
+    def _levels(self, local: int) -> Iterator[dict[str, Any]]:
+        """Innermost first: the ranks of a host, then all."""
+        mesh = self.ranks.mesh
+        inside: list[tuple[str, ...]] = [axes for axes in (("pair",), ("others", "pair")) if mesh.count(axes) > 1]
+        if inside:
+            yield self._level("host", local, list({mesh.count(axes): axes for axes in inside}.values()))
+        if mesh["host"] > 1:
+            across = {mesh.count(axes): axes for axes in (("host",), mesh.axes)}
+            yield self._level("network", mesh.world, list(across.values()))
+
+    def _level(self, name: str, ranks: int, groups: Sequence[tuple[str, ...]]) -> dict[str, Any]:
+        messages: dict[str, list[list[float]]] = {}
+        for op in COLLECTIVES:
+            self.say(f"{op} over {name}")
+            messages[op] = [
+                [self.ranks.mesh.count(axes), size, _short(self._message(op, axes, size, often))]
+                for axes in groups
+                for size, often in self.sizes["message"]
+            ]
+        return {"name": name, "ranks": ranks, "busy": _short(self._busy(groups[-1])), "messages": messages}
+
+    def _message(self, op: str, axes: tuple[str, ...], size: int, often: int) -> float:
+        """Seconds of one; as often on all ranks."""
+        send = self._sender(op, axes, size)
+        send()
+        self._wait()
+        times = []
+        for _ in range(ROUNDS):
+            self._together()
+            started = time.perf_counter()
+            for _ in range(often):
+                send()
+            self._wait()
+            times.append((time.perf_counter() - started) / often)
+        return self._mean(min(times))
+
+    def _sender(self, op: str, axes: tuple[str, ...], size: int) -> Callable[[], Any]:
+        count = self.ranks.mesh.count(axes)
+        x = self._rand(count, size // 4 // count)
+        how: dict[str, dict[str, Any]] = {
+            "all_gather": {"dim": 0}, "reduce_scatter": {"dim": 0}, "all_to_all": {"split": 0, "join": 1},
+            "permute_ranks": {"to": tuple((i + 1) % count for i in range(count))},
+        }  # fmt: skip
+        name = "permute" if op == "permute_ranks" else op
+        return lambda: self.ranks.wait(self.ranks.start(name, [x], axes=axes, **how.get(op, {})))
+
+    def _busy(self, axes: tuple[str, ...]) -> float:
+        """The share of a message's seconds that are lost to computing beside it: 0 if none are."""
+        self.say("messages beside products")
+        size = self.sizes["message"][-2][0]
+        n = self.sizes["product"][-3]
+        x = self._rand(n, n)
+        sent = self._rand(size // 4)
+        alone = self._message("all_reduce", axes, size, 4)
+        product = self.seconds(lambda: F.linear(x, x))
+        often = max(1, round(2 * alone / product))  # so that the message could be hidden
+
+        def work() -> None:
+            for _ in range(often):
+                F.linear(x, x)
+
+        def both() -> None:
+            pending = self.ranks.start("all_reduce", [sent], axes=axes)
+            work()
+            self.ranks.wait(pending)
+
+        computing, together = (self._rounds(fn) for fn in (work, both))
+        return min(max((together - computing) / alone, 0.0), 1.0)
+
+    def _rounds(self, fn: Callable[[], None]) -> float:
+        """The same number of runs on all ranks."""
+        times = []
+        for _ in range(2 * ROUNDS):
+            self._together()
+            started = time.perf_counter()
+            fn()
+            self._wait()
+            times.append(time.perf_counter() - started)
+        return self._mean(min(times))
+
+
+def _short(x: float) -> float:
+    """Four digits: no more are known."""
+    return float(f"{x:.3e}")

@@ -1,0 +1,235 @@
+"""Every pass of lower/ on a small program: the text before and after, and that ranks together compute what one device does.
+
+Layouts are written here by hand, as a plan has them: no solver stands between the program and the text.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import yaml
+from golden import golden
+
+from mycel import lower, transform
+from mycel.errors import PlanError
+from mycel.ir import Layout, Mesh, Program, check, type_of
+from mycel.lower.distribute import pin
+from mycel.lower.settle import settle
+from mycel.plan import Decided, Plan, Residuals
+from mycel.plan.decided import BlockLayouts, digest
+from mycel.run import interpret, simulate
+from mycel.run.simulate import put_together, spread_out
+
+MESH = Mesh(dp=2, tp=2)
+
+
+def changed(name: str, before: Program, after: Program) -> None:
+    golden(name, f"# before\n\n{check(before)}\n# after\n\n{check(after)}")
+
+
+def decided(program: Program, plan: Plan, blocks: str) -> Plan:
+    """A plan with layouts as its file has them."""
+    layouts = {name: BlockLayouts.read(data) for name, data in yaml.safe_load(blocks).items()}
+    return replace(plan, decided=Decided(digest(program), Residuals(program.entry, ()), layouts=layouts))
+
+
+def values(program: Program) -> list[torch.Tensor]:
+    gen = torch.Generator().manual_seed(0)
+    return [torch.randn(v.shape, generator=gen, dtype=v.dtype) for v in program.inputs]
+
+
+def on_ranks(local: Program, spread: lower.Distributed, mesh: Mesh, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Results of the ranks together, whole."""
+    parts = [spread_out(x, layout, mesh) for x, layout in zip(inputs, spread.inputs, strict=True)]
+    outs = zip(simulate(local, mesh, parts), spread.outputs, spread.whole.main.outputs, strict=True)
+    return [put_together(xs, layout, x.type, mesh) for xs, layout, x in outs]
+
+
+def equals(program: Program, local: Program, spread: lower.Distributed, mesh: Mesh) -> None:
+    inputs = values(program)
+    for want, got in zip(interpret(program, inputs), on_ranks(local, spread, mesh, inputs), strict=True):
+        assert type_of(got) == type_of(want) and torch.allclose(got, want, rtol=1e-12, atol=1e-12)
+
+
+MLP = """
+def main(x: f64[8,4], up: f64[6,4], down: f64[4,6]):
+  a: f64[8,6] = linear(x, up)      # mlp.py:1
+  h: f64[8,6] = gelu(a)            # mlp.py:1
+  y: f64[8,4] = linear(h, down)    # mlp.py:2
+  z: f64[8,4] = tanh(y)            # mlp.py:3
+  return z
+"""
+
+
+def test_pin():
+    program, plan = Program.parse(MLP), Plan(MESH, activations={"h": ["dp", "tp"]})
+    changed("pin", program, pin(program, plan))
+    assert pin(program, Plan(MESH)) is program
+    for want, got in zip(interpret(program, values(program)), interpret(pin(program, plan), values(program)), strict=True):
+        assert torch.equal(want, got)
+
+
+LAYERS = """
+def layer(x: f64[8,4], w: f64[4,4]):
+  a: f64[8,4] = linear(x, w)
+  y: f64[8,4] = tanh(a)
+  return y
+
+def main(x: f64[8,4], w0: f64[4,4], w1: f64[4,4], w2: f64[4,4]):
+  h: f64[8,4] = call(x, w0, block=@layer)
+  i: f64[8,4] = call(h, w1, block=@layer)
+  y: f64[8,4] = call(i, w2, block=@layer)
+  return y
+"""
+
+
+def test_settle():
+    program = Program.parse(LAYERS)
+    split, other = Layout((("tp",), ())), Layout(((), ("tp",)))
+    settled = settle(program, {1: split, 2: other, 3: split})
+    changed("settle", program, settled)
+    assert len(settled.blocks) == 3 and len(settle(program, {}).blocks) == 2
+    assert torch.equal(interpret(settled, values(program))[0], interpret(program, values(program))[0])
+
+
+MEGATRON = """
+main:
+  inputs: {x: "f64[8@dp,4]", up: "f64[6@tp,4]", down: "f64[4,6@tp]"}
+  values:
+    a: "linear _0@dp n@tp -> f64[8@dp,6@tp]"
+    h: "gelu _1@dp _0@tp -> f64[8@dp,6@tp]"
+    y: "linear _0@dp k@tp -> f64[8@dp,4]+tp"
+    z: "tanh _1@dp -> f64[8@dp,4]"
+  outputs: ["f64[8,4]"]
+"""
+
+
+def test_spmd():
+    program = Program.parse(MLP)
+    spread = lower.distribute(program, decided(program, Plan(MESH), MEGATRON))
+    changed("spmd", program, spread.local)
+    equals(program, spread.local, spread, MESH)
+
+
+def test_spmd_with_padding():
+    """Six columns over four ranks: the last part holds none, and what pads it does not reach the sum."""
+    program, mesh = Program.parse(MLP), Mesh(dp=2, tp=4)
+    spread = lower.distribute(program, decided(program, Plan(mesh), MEGATRON))
+    changed("spmd_padding", program, spread.local)
+    equals(program, spread.local, spread, mesh)
+
+
+def test_layouts_of_another_program_are_refused():
+    other = Program.parse(MLP.replace("gelu", "relu"))
+    with pytest.raises(PlanError, match=r"in main: h is relu -> f64\[8,6\], in the plan gelu"):
+        lower.distribute(other, decided(other, Plan(MESH), MEGATRON))
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        ("linear q@dp -> f64[8,6]", r"linear has no dim q"),
+        ("linear _0@dp -> f64[8,6@tp]", r"linear _0@dp gives f64\[8@dp,6\], the plan says f64\[8,6@tp\]"),
+        ("linear _0@dp n@tp -> f64[8@dp,6@tp]; f64[2]", r"a is linear -> f64\[8,6\], in the plan linear -> f64\[8,6\], f64\[2\]"),
+    ],
+)
+def test_a_line_that_does_not_fit_its_operator_is_refused(line, message):
+    program = Program.parse(MLP)
+    with pytest.raises(PlanError, match=message):
+        lower.distribute(program, decided(program, Plan(MESH), MEGATRON.replace("linear _0@dp n@tp -> f64[8@dp,6@tp]", line)))
+
+
+GATHERED = """
+def layer(x: f64[4,4], w: f32[2,4]):
+  u: f64[2,4] = cast(w, dtype=f64)
+  v: f64[4,4] = all_gather(u, axes=("dp",), count=2, dim=0, size=4)
+  a: f64[4,4] = linear(x, v)
+  y: f64[4,4] = tanh(a)
+  return y
+
+def main(x: f64[4,4], w0: f32[2,4], w1: f32[2,4]):
+  h: f64[4,4] = call(x, w0, block=@layer)
+  y: f64[4,4] = call(h, w1, block=@layer)
+  return y
+"""
+
+
+def rows(program: Program, count: int) -> list[list[torch.Tensor]]:
+    """Different inputs for each rank."""
+    made = [seeded(program, seed) for seed in range(count)]
+    return [list(xs) for xs in zip(*made, strict=True)]
+
+
+def seeded(program: Program, seed: int) -> list[torch.Tensor]:
+    gen = torch.Generator().manual_seed(seed)
+    return [torch.randn(v.shape, generator=gen, dtype=v.dtype) for v in program.inputs]
+
+
+def same_on_ranks(before: Program, after: Program, mesh: Mesh) -> None:
+    inputs = rows(before, mesh.world)
+    for want, got in zip(simulate(before, mesh, inputs), simulate(after, mesh, inputs), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
+
+
+def test_hoist():
+    program, mesh = Program.parse(GATHERED), Mesh(dp=2)
+    hoisted = lower.hoist(program)
+    changed("hoist", program, hoisted)
+    same_on_ranks(program, hoisted, mesh)
+    assert not any(e.op.name == "all_gather" for e in hoisted.blocks["layer"].eqns)
+
+
+BACKWARD = """
+def layer(dy: f64[4,4], w: f64[4,4]):
+  d: f64[4,4] = linear(dy, w)
+  dx: f64[4,4] = tanh(d)
+  dw: f64[4,4] = matmul(dx, dy)
+  db: f64[4] = sum(dy, dims=(0,))
+  return dx, dw, db
+
+def main(dy: f64[4,4], w0: f64[4,4], w1: f64[4,4]):
+  d1: f64[4,4], g1: f64[4,4], b1: f64[4] = call(dy, w1, block=@layer) [backward]
+  d0: f64[4,4], g0: f64[4,4], b0: f64[4] = call(d1, w0, block=@layer) [backward]
+  s1: f64[4,4] = all_reduce(g1, axes=("dp",), count=2, kind="+") [backward]
+  t1: f64[4] = all_reduce(b1, axes=("dp",), count=2, kind="+") [backward]
+  s0: f64[4,4] = all_reduce(g0, axes=("dp",), count=2, kind="+") [backward]
+  t0: f64[4] = all_reduce(b0, axes=("dp",), count=2, kind="+") [backward]
+  v1: f64[4,4] = sub(w1, s1) [update]
+  v0: f64[4,4] = sub(w0, s0) [update]
+  return d0, t1, t0, v1, v0
+"""
+
+
+def test_overlap():
+    program, mesh = Program.parse(BACKWARD), Mesh(dp=2)
+    overlapped = lower.overlap(program)
+    changed("overlap", program, overlapped)
+    same_on_ranks(program, overlapped, mesh)
+    names = [e.op.name for e in overlapped.main.eqns]
+    assert names.index("begin") < names.index("call", 1), "gradients are sent while the layer before is at work"
+
+
+LOSS = """
+def main(x: f32[4], w: f32[4] = parameter w):
+  y: f32[4] = mul(x, w)
+  loss: f32[] = mean(y, dims=(0,))
+  return loss
+"""
+
+
+def test_scaling():
+    program = Program.parse(LOSS)
+    changed("scaling", program, transform.scaled(transform.with_scale(program)))
+    assert transform.scaled(program) is program
+
+
+def test_lowered():
+    """All passes, as a plan has decided: no solver and no prices."""
+    program = Program.parse(MLP)
+    plan = decided(program, Plan(MESH), MEGATRON)
+    done = lower.lowered(program, plan)
+    changed("lowered", program, done.program)
+    assert done.spread is not None and not done.regions
+    equals(program, done.program, done.spread, MESH)

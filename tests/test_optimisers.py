@@ -1,0 +1,223 @@
+"""Every optimiser is torch's: alone, on simulated ranks, on real ones; its state is torch's own and survives another mesh."""
+
+from __future__ import annotations
+
+import functools
+import random
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from checkpoints import part_of, place, together
+from distributing import OneDevice, compared, random_plan, start_values, tensors
+from optimising import CASES, ONE_EACH, Lion, rows, small, trained
+from stepping import Both, agree, beside, bitwise, frozen_copy, plain_step
+
+import mycel
+from examples import parse_example
+from mycel.errors import TrainError
+from mycel.ir import Mesh
+from mycel.launch import launch
+from mycel.ops.optimisers import OPTIMISERS
+from mycel.parts import Parts
+from mycel.plan import Plan
+from mycel.run.checkpoint import Saver, load_parts
+from mycel.run.shards import read_manifest
+from mycel.train import state
+
+PLANS = [
+    Plan(Mesh(dp=2), batch=["dp"]),
+    Plan(Mesh(dp=2), batch=["dp"], zero=1, over=("dp",)),
+    Plan(Mesh(dp=2, tp=2), {"up.weight": ["tp", "-"], "down.weight": ["-", "tp"]}, ["dp"], zero=3, over=("dp",)),
+    Plan(Mesh(tp=4), {"up.weight": ["-", "tp"], "down.weight": ["tp", "-"]}, []),
+    Plan(Mesh(dp=3), batch=["-"], zero=2, over=("dp",)),  # nothing divides
+]
+
+
+def pair(name: str, **settings) -> Both:
+    return beside(lambda: small(name), lambda m: CASES[name](trained(m)), rows, steps=4, **settings)
+
+
+def same_state(ours: torch.optim.Optimizer, theirs: torch.optim.Optimizer) -> None:
+    """Each tensor of state, of the same name, has the same values."""
+    held, wanted = (optimizer.state_dict()["state"] for optimizer in (ours, theirs))
+    assert held.keys() == wanted.keys()
+    for i, mine in held.items():
+        other = wanted[i]
+        assert mine.keys() == other.keys()
+        for slot in mine:
+            torch.testing.assert_close(mine[slot], torch.as_tensor(other[slot], dtype=mine[slot].dtype), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", CASES, ids=str)
+def test_four_steps_are_torchs(name):
+    both = agree(pair(name), loss=1e-9, params=1e-9)
+    same_state(both.optimizer, both.plain)
+
+
+@pytest.mark.parametrize("name", ONE_EACH.values(), ids=ONE_EACH)
+def test_clipping_and_parts_of_a_batch(name):
+    """The norm that gradients are clipped by is a number in fp32."""
+    agree(pair(name, clip_norm=0.1, accumulate=2), loss=1e-6, params=1e-6)
+
+
+@pytest.mark.parametrize("name", ONE_EACH.values(), ids=ONE_EACH)
+def test_plain_torch_goes_on_where_a_step_stopped_and_back(name):
+    both = pair(name)
+    for i in range(4, 8):
+        both.found.append(plain_step(both.model, both.optimizer, rows(i)))
+        both.wanted.append(plain_step(both.twin, both.plain, rows(i)))
+    both.further(rows(9))
+    agree(both, loss=1e-9, params=1e-9)
+
+
+@pytest.mark.parametrize("name", ONE_EACH.values(), ids=ONE_EACH)
+def test_a_skipped_step_changes_nothing(name):
+    both = pair(name)
+    before = frozen_copy(both.model, both.optimizer)
+    batch = rows(0)
+    both.step(batch["x"] * torch.inf, batch["y"])
+    assert both.step.skipped == 1 and bitwise(before, frozen_copy(both.model, both.optimizer))
+
+
+@pytest.mark.parametrize("name", ONE_EACH.values(), ids=ONE_EACH)
+def test_hyper_parameters_are_read_at_every_step(name):
+    def change(i, model, optimizer):
+        optimizer.param_groups[0].update(lr=0.01 * (i + 1), weight_decay=0.05 * i)
+
+    both = agree(pair(name, change=change), loss=1e-9, params=1e-9)
+    assert len(both.step.entries) == 1
+
+
+@pytest.mark.parametrize("name", ONE_EACH.values(), ids=ONE_EACH)
+def test_the_code_needs_torch_alone(name):
+    """The rule stands in the source, as a function of torch's."""
+    source = pair(name).step.source
+    kept = [line for line in source.splitlines() if line.startswith(("import ", "from "))]
+    assert kept == ["import math", "import torch"]
+
+
+BY_RULE = [known.op for known in OPTIMISERS.values() if isinstance(known.op.inplace, functools.partial)]  # without a fused kernel of torch's
+
+
+@pytest.mark.parametrize("op", BY_RULE, ids=repr)
+def test_16_bits_are_updated_in_32_and_rounded_once(op):
+    example = parse_example(op.examples[0])
+    narrow = [x.to(torch.bfloat16) if isinstance(x, torch.Tensor) and x.ndim else x for x in example.make("f32")]
+    wide = [x.float() if isinstance(x, torch.Tensor) and x.ndim else x for x in narrow]
+    for got, want in zip(op.kernel(*narrow, **example.params), op.kernel(*wide, **example.params), strict=True):
+        torch.testing.assert_close(got.float(), want.to(got.dtype).float(), rtol=2**-8, atol=0)  # a last bit: sums in another order
+
+
+# -- on ranks ------------------------------------------------------------------------------------------------------------------
+
+
+def ready(name: str) -> tuple[OneDevice, list[torch.Tensor]]:
+    """A step on one device after two of its kind, and the inputs of the third."""
+    model = small(name)
+    optimizer = CASES[name](trained(model))
+    step = mycel.train_step(model, optimizer, compile=False, clip_norm=0.5)
+    for i in range(2):
+        step(**rows(i))
+    one = OneDevice.of(model, rows(2), optimizer, clip_norm=0.5)
+    kept = {}
+    for bound in one.made.groups:
+        kept |= zip(bound.group.state_roles(), bound.state(optimizer), strict=True)
+        kept |= {role: torch.as_tensor(x, dtype=torch.float64) for role, x in zip(bound.group.hyper_roles(), bound.hyper(optimizer), strict=True)}
+    given = start_values(one)
+    return one, [kept.get(one.made.program.role(v), x) for v, x in zip(one.made.program.inputs, given, strict=True)]
+
+
+@pytest.mark.parametrize("written", PLANS, ids=lambda p: f"{p.mesh} zero{p.zero}")
+@pytest.mark.parametrize("name", ONE_EACH.values(), ids=ONE_EACH)
+def test_simulated_ranks_take_the_step_of_one_device(name, written):
+    one, values = ready(name)
+    compared(one.made.program, one.under(written), written.mesh, values)
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("name", ONE_EACH.values(), ids=ONE_EACH)
+def test_under_any_plan(name, seed):
+    one, values = ready(name)
+    written = random_plan(tensors(one.model), 1, random.Random(seed), most=8)
+    compared(one.made.program, one.under(written), written.mesh, values)
+
+
+def test_in_two_processes(tmp_path):
+    child = str(Path(__file__).parent / "optimisers_child.py")
+    assert launch([], 2, program=[child], env={"OMP_NUM_THREADS": "1", "MYCEL_TIMEOUT": "60"}, logs=tmp_path / "logs") == 0
+
+
+# -- checkpoints ---------------------------------------------------------------------------------------------------------------
+
+
+def held(name: str, written: Plan, one: OneDevice) -> SimpleNamespace:
+    """What a run holds under a plan, as far as `train.state` asks."""
+    parts = Parts(one.model, one.optimizer, written)
+    parts.given(one.made)
+    return SimpleNamespace(module=one.model, optimizer=one.optimizer, step=SimpleNamespace(parts=parts, state_dict=dict))
+
+
+@pytest.mark.parametrize("name", ["Adafactor", "Adagrad", "NAdam", "Muon"])
+@pytest.mark.parametrize("before, after", [(2, 3), (3, 1), (4, 2)])
+def test_state_saved_under_one_mesh_is_loaded_under_another(name, before, after):
+    one, _ = ready(ONE_EACH[name])
+    whole = state.tensors(held(name, PLANS[before], one), [], [])
+    old, new = (held(name, PLANS[i], one) for i in (before, after))
+    lain = state.layouts(old)
+    mesh = PLANS[before].mesh
+    assert any(len(layout.dims) > 1 and not layout.is_whole for k, (layout, _) in lain.items() if k.startswith("optimizer."))
+    with place() as folder:
+
+        def save(ranks):
+            with Saver(folder, asynchronous=False, ranks=ranks) as saver:
+                mine = {k: part_of(x.detach(), lain[k][0], mesh, ranks.rank) if k in lain else x.detach() for k, x in whole.items()}
+                saver.save(1, mine, {}, layouts=lain)
+            assert saver.poll() == []
+            return saver.last
+
+        (path,) = set(together(mesh, save))
+        wanted = state.wanted(new, read_manifest(path))
+        for rank in range(PLANS[after].mesh.world):
+            loaded = load_parts(path, wanted, PLANS[after].mesh, rank)
+            for k, x in whole.items():
+                assert torch.equal(loaded[k], part_of(x.detach(), wanted[k][0], PLANS[after].mesh, rank)), k
+        split = [k for k in whole if k.startswith("optimizer.") and not wanted[k][0].is_whole]
+        assert split or PLANS[after].zero == 0
+
+
+# -- refusals ------------------------------------------------------------------------------------------------------------------
+
+
+def test_every_optimiser_is_tried():
+    tried = {name.partition("{")[0] for name in CASES}
+    assert tried == {name for known in OPTIMISERS.values() for name in known.classes if known.foreign or hasattr(torch.optim, name)}
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda ps: torch.optim.Adadelta(ps), "known     any Lion, torch.optim.Adafactor, torch.optim.Adagrad"),
+        (lambda ps: type("Adam", (torch.optim.Adam,), {})(ps), "Adam as optimizer"),
+        (lambda ps: Lion(ps, cautious_factor=0.5), "Lion with cautious_factor=0.5\n  known     betas, lr, maximize, weight_decay\n"),
+        (lambda ps: Lion(ps, use_triton=True), "Lion with use_triton=True"),
+        (lambda ps: torch.optim.RMSprop(ps, differentiable=True), "differentiable=True"),
+        (lambda ps: type("Lion", (torch.optim.Optimizer,), {})(ps, {"lr": 0.1}), "Lion has no option 'betas'"),
+    ],
+)  # fmt: skip
+def test_refused(make, message):
+    model = small("")
+    with pytest.raises(TrainError) as e:
+        mycel.train_step(model, make(trained(model)))
+    assert message in str(e.value)
+
+
+def test_lion_with_further_options_switched_off():
+    model = small("")
+    optimizer = Lion(trained(model), cautious_factor=1.0)
+    optimizer.decoupled_wd = False
+    mycel.train_step(model, optimizer)
+    optimizer.decoupled_wd = True
+    with pytest.raises(TrainError, match="decoupled_wd=True"):
+        mycel.train_step(model, optimizer)

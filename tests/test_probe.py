@@ -1,0 +1,67 @@
+"""The probe measures, and planning can read what it wrote."""
+
+import math
+
+import pytest
+import torch
+import yaml
+from typer.testing import CliRunner
+
+from mycel.cli import app
+from mycel.ir import OPS, Mesh
+from mycel.launch import launch
+from mycel.plan import CPU, hardware_of
+from mycel.plan.hardware import probed
+from mycel.plan.links import fitted
+from mycel.run import probe as measuring
+
+TINY = {"memory": [1 << 10, 1 << 14], "product": [4, 8, 16], "attention": [(1, 2, 8, 8)], "conv": [(1, 2, 4)], "message": [(1 << 8, 1), (1 << 10, 1)]}
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    monkeypatch.setitem(measuring.SIZES, "cpu", TINY)
+    monkeypatch.setattr(measuring, "LEAST_S", 0.0)
+
+
+def test_one_process_measures_its_device(quick, tmp_path, monkeypatch):
+    file = tmp_path / "deep" / "probe.yaml"
+    ran = CliRunner().invoke(app, ["probe", "--device", "cpu", "--out", str(file)])
+    assert ran.exit_code == 0 and str(file) in ran.output
+    data = yaml.safe_load(file.read_text())
+    assert "levels" not in data and data["processes"] == 1
+    assert all(math.isfinite(y) and y > 0 and x > 0 for curve in data["rates"].values() for x, y in curve)
+    monkeypatch.setenv("MYCEL_PROBE", str(file))
+    device = hardware_of(torch.device("cpu"))
+    kinds = ("product", "conv", "attention", "attention_grad", "attention_causal", "attention_grad_causal")
+    assert {f"{kind}.fp32" for kind in kinds} <= device.rates.keys()
+    assert device.links(Mesh(dp=2)) == CPU.links(Mesh(dp=2)), "without a level, the preset"
+
+
+def test_without_a_file_it_says_so(monkeypatch):
+    ran = CliRunner().invoke(app, ["probe", "--device", "cpu"])  # the tests set MYCEL_PROBE to nothing
+    assert ran.exit_code == 1 and "--out FILE" in ran.output
+
+
+def test_what_is_measured_is_what_messages_are_called():
+    """A collective that is not measured by itself takes the numbers of its link."""
+    assert set(measuring.COLLECTIVES) <= {name for name, op in OPS.items() if op.collective is not None}
+
+
+@pytest.mark.slow
+def test_processes_measure_the_links_between_them(tmp_path):
+    file = tmp_path / "probe.yaml"
+    child = tmp_path / "child.py"
+    child.write_text(
+        "import sys, yaml\nfrom mycel.run import probe as measuring\n"
+        f"measuring.SIZES['cpu'] = {TINY!r}\nmeasuring.LEAST_S = 0.0\n"
+        "data = measuring.probe('cpu')\nopen(sys.argv[1], 'w').write(yaml.safe_dump(data)) if measuring.seat().rank == 0 else None\n"
+    )
+    assert launch([str(file)], 4, program=[str(child)]) == 0
+    device = probed(CPU, file.read_text())
+    (level,) = device.levels
+    data = yaml.safe_load(file.read_text())["levels"][0]
+    assert level == fitted("host", 4, data["busy"], data["messages"]) and 0 <= level.busy <= 1
+    assert {name for name, _, _ in level.measured} == set(measuring.COLLECTIVES)
+    assert {k for points in data["messages"].values() for k, _, _ in points} == {2, 4}
+    assert device.links(Mesh(dp=2, tp=2)).levels == ("host",)
