@@ -6,11 +6,12 @@
     fixed       what the plan gives: inputs of the entry, `shard` equations; state must come out as it went in, results whole
     limit       bytes a rank: what all equations make, as often as they are run, added up
 
-All calls of a block have the same layouts: a layer is solved once, with the edge from its output to its own input among the costs.  Moving costs
-what the chain of messages costs that lowering will write (`distances.py`).  The sum of all tables is made least by `least.py`, which also proves a bound.
+All calls of a block have the same layouts: a layer is solved once, with the edge from its output to its own input among the costs.
+Moving costs what the chain of messages costs that lowering will write (`distances.py`).
+The sum of all tables is made least by `least.py`, which also proves a bound.
 
-Tables grow with the labels of all axes: of a large program two axes are solved together, of a small one three.  Where the mesh has more, the next ones
-are solved on the parts that those before have left, and nothing is proved.
+Tables grow with the labels of all axes: of a large program two axes are solved together, of a small one three.
+Where the mesh has more, the next ones are solved on the parts that those before have left, and nothing is proved.
 """
 
 from __future__ import annotations
