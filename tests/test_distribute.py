@@ -151,7 +151,7 @@ def made(name):
 def quick(monkeypatch):
     """Layouts need not be the cheapest to be right."""
     monkeypatch.setattr(least, "LARGEST", 1 << 10)
-    monkeypatch.setattr(least, "SWEEPS", 2)
+    monkeypatch.setattr(least, "BALLS", 1)
 
 
 @pytest.mark.parametrize("name, chunk", [(name, k) for name, n in TIMES.items() for k in range(n // 5)])

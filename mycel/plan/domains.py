@@ -25,14 +25,14 @@ class Domain:
     """The values of one equation: `labels[i]` are those of value i, by axis, and `orders[i]` the number of the order of axes."""
 
     def __init__(
-        self, options: Options, mesh: Mesh, single: Mapping[str, Sequence[Label]], fixed: Mapping[str, Axes], before: Mapping[str, Axes]
+        self, options: Options, mesh: Mesh, single: Mapping[str, Sequence[Label]], fixed: Mapping[str, Axes]
     ) -> None:
-        """`single`: the labels of each axis by itself; `fixed`: letters whose axes the user gives; `before`: what other axes have split already."""
-        self.options, self.mesh, self.before = options, mesh, before
+        """`single`: the labels of each axis by itself; `fixed`: letters whose axes the user gives."""
+        self.options, self.mesh = options, mesh
         self.axes, self.single = tuple(single), tuple(single.values())
         self.picks: list[tuple[int, ...]] = []  # for each value, by axis: the number of the label in `single`
         self.orders: list[int] = []
-        self.letters: list[dict[str, Axes]] = []  # what is split, those of `before` left out
+        self.letters: list[dict[str, Axes]] = []  # what is split
         self._layouts: dict[tuple[int, int], Indices] = {}
         for pick in itertools.product(*(range(len(labels)) for labels in self.single)):
             for letters, order in self._together([labels[i] for labels, i in zip(self.single, pick, strict=True)], fixed):
@@ -65,7 +65,7 @@ class Domain:
         return list(found.values())
 
     def _possible(self, labels: Sequence[Label], fixed: Mapping[str, Axes]) -> bool:
-        before = dict(self.before)
+        before: dict[str, Axes] = {}
         for axis, label in zip(self.axes, labels, strict=True):
             word = label.letter.split()
             if any(axis not in fixed.get(k, (axis,)) for k in word):
@@ -96,8 +96,8 @@ class Domain:
                 word = self.label(i, a).letter.split()
                 if word and word[0] not in seen:  # letters split together by a rule: every rank goes through all of the others
                     seen.add(word[0])
-                    n, over = sizes[word[0]], (*self.before.get(word[0], ()), *letters[word[0]])
-                    found[i] *= part(n, over, self.mesh) / part(n, self.before.get(word[0], ()), self.mesh)
+                    n = sizes[word[0]]
+                    found[i] *= part(n, letters[word[0]], self.mesh) / n
         return found
 
     def messages(self, eqn: Eqn, price: Price) -> Table:

@@ -2,19 +2,21 @@
 
     min over x, y, z of  a[x] + b[y] + c[x, y] + d[y, z]
 
-*Elimination.*  Variables go one after another, those with the smallest resulting table first:  e[y] = min over x of (a[x] + c[x, y]).  This is exact.
+*Elimination.*  Variables go one after another, those with the smallest resulting table first:
+e[y] = min over x of (a[x] + c[x, y]).  This is exact.
 
-*Shifting.*  Where tables would become too large: what a table costs at least for each value of a variable is moved from the table to the variable,
-and from there in equal shares to its other tables, forward and back through all variables (sequential tree-reweighted message passing).  The sum
-stays the same for every choice, and the sum of the tables' least elements, a *bound* on it, rises.  An answer is made of the few values of each
-variable that look best on the shifted tables, by elimination and search.
+*Search* (`Sum.least`).  A variable whose table would be too large goes from groups of its tables, each by itself
+(mini-buckets): the result is a bound on the sum.  Values are then tried in the opposite order.  What is left of the
+bound once some variables have values is known from the same tables, so branches that cannot beat the best answer are
+left out.  If the search ends, nothing better is left.
 
-*Search.*  Elimination where a variable whose table would be too large goes from groups of its tables, each by itself (mini-buckets): the result is a
-bound once more.  Values are then tried in the opposite order.  What is left of the bound once some variables have values is known from the same
-tables, so branches that cannot beat the best answer are left out.  If the search ends, nothing better is left.
+*Fixing* (`Sum.good`).  Where the search would take too long: the variable with the most neighbours is given the value
+that looks best with each neighbour at its best.  Then the answer is only good, and is improved: neighbourhoods are
+solved anew, all else as it is, until nothing helps.
 
-*Limit.*  With a weight for each value and a limit for their sum, a weight has a price p:  cost + p (weight - limit), for any p >= 0, is a bound as
-well.  The price rises until the limit is kept; the search then uses the best price found, and ends at the best answer within the limit.
+*Limit.*  With a weight for each value and a limit for their sum, a weight has a price p: the least of
+cost + p (weight - limit) is a bound for any p >= 0.  The price rises until the limit is kept; the search then uses the
+best price found, and ends at the best answer within the limit.
 """
 
 from __future__ import annotations
@@ -29,9 +31,7 @@ from typing import Any
 import numpy as np
 
 LARGEST = 1 << 16  # elements of a table
-SWEEPS, FUSED = 16, 8  # forward and back, of shifting; after so many of them an answer is made
-MORE = 8  # times as many where all tables together are no larger than one may be
-LIKELY = 3  # values of each variable that an answer is made of, besides those of the answers before
+BALL, BALLS = 40, 12  # variables that are improved together; how many such sets are tried
 VISITS = 5_000  # values tried in a search
 LIMITED = 100_000  # values tried in a search within a limit
 PRICES = 24  # of a weight, tried one after another
@@ -74,43 +74,29 @@ class Sum:
             return self._least(self.tables)
         return self._limited(limit)
 
-    def _least(self, tables: Sequence[tuple[tuple[Name, ...], Table]]) -> Least:
-        first = Elimination(self.sizes, merged(tables))
-        first.run(LARGEST, neighbours=2)
-        core = list(first.tables.values())
-        whole = Elimination(first.left, core)
-        whole.run(LARGEST)
-        if not whole.left:
-            answer = whole.search()
-        else:
-            answer = self._shifted(first.left, core)
-        chosen = answer.chosen
-        first.follow(chosen)
-        bound = first.bound + answer.bound
-        if not answer.exact:
-            self._improve(chosen, by_variable(self.sizes, tables))
-        value = total(tables, chosen)
-        return Least(chosen, value, value if answer.exact else min(bound, value))
+    def good(self) -> dict[Name, int]:
+        """A choice with a small sum, soon found where the search for the least would take too long."""
+        elimination = Elimination(self.sizes, self.tables)
+        elimination.run(fixing=True)
+        chosen: dict[Name, int] = {}
+        elimination.follow(chosen)
+        if elimination.fixed:
+            by = by_variable(self.sizes, self.tables)
+            while self._improve_balls(chosen, by):
+                pass
+            self._improve(chosen, by)
+        return chosen
 
-    def _shifted(self, sizes: Mapping[Name, int], tables: Sequence[tuple[tuple[Name, ...], Table]]) -> Least:
-        """An answer and a bound where tables grow too large to eliminate all variables."""
-        shifting = Shifting({n: sizes[n] for n in self.sizes if n in sizes}, tables)
-        likely: dict[Name, set[int]] = {n: set() for n in sizes}
-        best, value = dict[Name, int](), math.inf
-        sweeps = SWEEPS * (MORE if sum(t.size for _, t in tables) <= LARGEST else 1)
-        for k in range(1, sweeps + 1):
-            shifting.sweep()
-            if k % FUSED == 0 or k == sweeps:
-                chosen = shifting.rounded()
-                for n, values in shifting.likely(LIKELY).items():
-                    likely[n].update((*values, chosen[n]))
-                chosen = restricted(sizes, tables, {n: sorted(values) for n, values in likely.items()}, total(tables, chosen)) or chosen
-                if total(tables, chosen) < value:
-                    best, value = chosen, total(tables, chosen)
-                likely = {n: {k} for n, k in best.items()}
-                if value - shifting.bound <= CLOSE * abs(value):
-                    return Least(best, value, value)
-        return Least(best, value, shifting.bound)
+    def _least(self, tables: Sequence[tuple[tuple[Name, ...], Table]]) -> Least:
+        elimination = Elimination(self.sizes, merged(tables))
+        elimination.run()
+        answer = elimination.search()
+        if not answer.chosen:
+            return answer
+        if not answer.exact:
+            self._improve(answer.chosen, by_variable(self.sizes, tables))
+        value = total(tables, answer.chosen)
+        return Least(answer.chosen, value, value if answer.exact else min(answer.bound, value))
 
     def _limited(self, limit: float) -> Least:
         def priced(price: float) -> tuple[Least, float, float]:
@@ -151,6 +137,32 @@ class Sum:
             best, value = answer.chosen, self.value(answer.chosen)
         return Least(best, value, value if answer.exact else max(bound, search.bound - dearest * limit))
 
+    def _improve_balls(self, chosen: dict[Name, int], by: Mapping[Name, list[tuple[tuple[Name, ...], Table]]]) -> bool:
+        """Neighbourhoods of variables, each solved anew; whether that helped."""
+        free = [n for n, size in self.sizes.items() if size > 1]
+        helped = False
+        for start in free[:: max(1, len(free) // BALLS)]:
+            ball, todo = {start: None}, [start]
+            while todo and len(ball) < BALL:
+                near = [m for names, _ in by[todo.pop(0)] for m in names if self.sizes[m] > 1 and m not in ball]
+                ball.update(dict.fromkeys(near[: BALL - len(ball)]))
+                todo += [m for m in near if m in ball]
+            part = Sum({n: self.sizes[n] for n in ball})
+            seen: set[int] = set()
+            for names, t in (x for n in ball for x in by[n]):
+                if id(t) not in seen:
+                    seen.add(id(t))
+                    at = tuple(slice(None) if n in ball else chosen[n] for n in names)
+                    part.add([n for n in names if n in ball], t[at])
+            elimination = Elimination(part.sizes, part.tables)
+            elimination.run(fixing=True)
+            new: dict[Name, int] = {}
+            elimination.follow(new)
+            if part.value(new) < part.value({n: chosen[n] for n in ball}) * (1 - 1e-9) - 1e-15:
+                chosen.update(new)
+                helped = True
+        return helped
+
     def _improve(self, chosen: dict[Name, int], by: Mapping[Name, list[tuple[tuple[Name, ...], Table]]]) -> None:
         """One variable at a time, while it helps."""
         todo = list(self.sizes)
@@ -188,7 +200,7 @@ class Elimination:
         for names, t in tables:
             self._put(names, t)
         self.late = frozenset(late)
-        self.left = dict(sizes)
+        self.fixed = False  # has a variable got a value that may not be the best?
 
     def _put(self, names: tuple[Name, ...], table: Table) -> None:
         free = [i for i, n in enumerate(names) if self.sizes[n] > 1]  # where there is no choice there is nothing to decide
@@ -222,9 +234,10 @@ class Elimination:
             size *= self.sizes[n]
         return size
 
-    def run(self, largest: float = math.inf, neighbours: float = math.inf) -> None:
-        """Eliminate all variables; or those whose tables have so few elements and other variables."""
-        sizes = {n: (n in self.late, self._size(n)) for n in self.left}
+    def run(self, fixing: bool = False) -> None:
+        """Eliminate all variables; with `fixing`, where all tables would be too large, the one with the most neighbours
+        gets a value instead."""
+        sizes = {n: (n in self.late, self._size(n)) for n in self.sizes}
         count = itertools.count()
         heap = [(key, next(count), n) for n, key in sizes.items()]
         heapq.heapify(heap)
@@ -232,14 +245,20 @@ class Elimination:
             key, _, name = heapq.heappop(heap)
             if sizes.get(name) != key:  # it has changed since
                 continue
-            touched = self._neighbours(name)
-            if key[1] > largest or len(touched) > neighbours:
-                continue
-            self._eliminate(name)
-            del sizes[name], self.left[name]
+            if fixing and key[1] > LARGEST:
+                heapq.heappush(heap, (key, next(count), name))
+                name = max(sizes, key=lambda n: len(self._neighbours(n)))
+                touched = self._neighbours(name)
+                self._fix(name)
+            else:
+                touched = self._neighbours(name)
+                self._eliminate(name)
+            del sizes[name]
             for n in touched:
-                sizes[n] = key = n in self.late, self._size(n)
-                heapq.heappush(heap, (key, next(count), n))
+                key = n in self.late, self._size(n)
+                if sizes[n] != key:
+                    sizes[n] = key
+                    heapq.heappush(heap, (key, next(count), n))
 
     def _eliminate(self, name: Name) -> None:
         groups: list[tuple[dict[Name, None], list[tuple[tuple[Name, ...], Table]]]] = []
@@ -261,6 +280,25 @@ class Elimination:
             done.append(Group(tuple(scope), total, total.min(-1)))
             self._put(tuple(scope), done[-1].least)
         self.buckets.append((name, done))
+
+    def _fix(self, name: Name) -> None:
+        """To the value that is best if each neighbour does its best for it."""
+        self.fixed = True
+        costs, rest = np.zeros(self.sizes[name]), self._take(name)
+        for names, t in rest:
+            own = t
+            for i, n in enumerate(names):
+                if n != name:
+                    for key in self.of[n]:
+                        if self.tables[key][0] == (n,):
+                            own = own + self.tables[key][1].reshape([-1 if j == i else 1 for j in range(len(names))])
+            costs = costs + own.min(tuple(i for i, n in enumerate(names) if n != name))
+        best = int(np.argmin(costs))
+        only = np.where(np.arange(self.sizes[name]) == best, 0.0, np.inf)
+        self.buckets.append((name, [Group((), only, np.zeros(()))]))
+        for names, t in rest:
+            at = tuple(best if n == name else slice(None) for n in names)
+            self._put(tuple(n for n in names if n != name), t[at])
 
     def search(self, visits: int = VISITS, best: float = math.inf, limit: tuple[Mapping[Name, Table], float, float] | None = None) -> Least:
         """The best choice that so many tries find below `best`; no choice if there is none.  `limit`: weights, what they may come to, and their
@@ -304,78 +342,6 @@ class Elimination:
         for name, groups in reversed(self.buckets):
             if name not in chosen:
                 chosen[name] = int(np.argmin(_more(groups, chosen)))
-
-
-class Shifting:
-    """Costs on their way between tables of two variables, or one, and the variables."""
-
-    def __init__(self, sizes: Mapping[Name, int], tables: Sequence[tuple[tuple[Name, ...], Table]]) -> None:
-        self.names = list(sizes)
-        at = {n: i for i, n in enumerate(self.names)}
-        self.own = [np.zeros(sizes[n]) for n in self.names]
-        self.pairs: list[Table] = []
-        self.of: list[list[tuple[int, int, int]]] = [[] for _ in self.names]  # (pair, which of its dims, the other variable)
-        for names, t in merged(tables):
-            if len(names) == 1:
-                self.own[at[names[0]]] = self.own[at[names[0]]] + t
-                continue
-            i, j = at[names[0]], at[names[1]]
-            self.of[i].append((len(self.pairs), 0, j))
-            self.of[j].append((len(self.pairs), 1, i))
-            self.pairs.append(t.copy())
-
-    def sweep(self) -> None:
-        """Once forward and once back."""
-        for forward in (True, False):
-            for i in range(len(self.names)) if forward else reversed(range(len(self.names))):
-                costs, onward = self.own[i], []
-                for k, dim, j in self.of[i]:
-                    t = self.pairs[k] if dim == 0 else self.pairs[k].T
-                    least = t.min(1)
-                    t -= least[:, None]
-                    costs = costs + least
-                    if (j > i) == forward:
-                        onward.append(t)
-                if onward:
-                    share = costs / max(len(onward), len(self.of[i]) - len(onward))
-                    for t in onward:
-                        t += share[:, None]
-                    costs = costs - len(onward) * share
-                self.own[i] = costs
-
-    @property
-    def bound(self) -> float:
-        return sum(float(x.min()) for x in self.own) + sum(float(t.min()) for t in self.pairs)
-
-    def rounded(self) -> dict[Name, int]:
-        """A value for each variable: the best beside those chosen before and the best that those after could do."""
-        chosen: list[int] = []
-        for i, costs in enumerate(self.own):
-            for k, dim, j in self.of[i]:
-                t = self.pairs[k] if dim == 0 else self.pairs[k].T
-                costs = costs + (t[:, chosen[j]] if j < i else t.min(1))
-            chosen.append(int(np.argmin(costs)))
-        return dict(zip(self.names, chosen, strict=True))
-
-    def likely(self, count: int) -> dict[Name, list[int]]:
-        """The values of each variable that cost least by now, if all others do their best for it."""
-        best = {}
-        for i, costs in enumerate(self.own):
-            for k, dim, _ in self.of[i]:
-                costs = costs + self.pairs[k].min(1 - dim)
-            best[self.names[i]] = [int(k) for k in np.argsort(costs, kind="stable")[:count]]
-        return best
-
-
-def restricted(
-    sizes: Mapping[Name, int], tables: Sequence[tuple[tuple[Name, ...], Table]], values: Mapping[Name, list[int]], below: float
-) -> dict[Name, int]:
-    """The best choice found among some values of each variable, if its sum is below; else nothing."""
-    few = [(names, t[np.ix_(*(values[n] for n in names))]) for names, t in tables]
-    part = Elimination({n: len(values[n]) for n in sizes}, few)
-    part.run()
-    chosen = part.search(VISITS, below).chosen
-    return {n: values[n][k] for n, k in chosen.items()}
 
 
 def total(tables: Iterable[tuple[tuple[Name, ...], Table]], chosen: Mapping[Name, int]) -> float:
