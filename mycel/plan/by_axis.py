@@ -34,7 +34,6 @@ class ByAxis:
     places: dict[Node, Layout] = field(default_factory=dict)
     swapped: dict[tuple[Node, str], Axes] = field(default_factory=dict)
     _moving: dict[Any, float] = field(default_factory=dict)
-    _computing: dict[tuple[str, int], float] = field(default_factory=dict)
 
     @property
     def graph(self) -> Graph:
@@ -160,12 +159,7 @@ class ByAxis:
         if node not in g.options:
             # of equals: gathered outside, where it can begin early
             return [1e-12 if value == OWED["+"] else 1e-9 * (value >= 0) for value in domain]
-        eqn = g.eqns[node]
-        at = node[1], node[2]
-        if at not in self._computing:
-            self._computing[at] = self.setting.costs.seconds(eqn)
-        seconds = self._computing[at] * self.setting.fraction(node)
-        seconds *= self.setting.by.share if eqn.op.product else 1.0
+        seconds = self.setting.work(node)
         for letter, axes in before.items():
             seconds *= _share(g.options[node], letter, axes, self.mesh)
         return [g.runs[node[1]] * self._seconds(node, seconds, value, axis, before) for value in domain]

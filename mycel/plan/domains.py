@@ -103,8 +103,6 @@ class Domain:
     def messages(self, eqn: Eqn, price: Price) -> Table:
         """Seconds that messages inside the equation take under each value: what one label sends is less by what the others split."""
         found = np.zeros(len(self))
-        if len(self) == 1:  # nothing to decide
-            return found
         shares = self.shares()
         for i in range(len(self)):
             over: dict[Label, Axes] = {}

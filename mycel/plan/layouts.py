@@ -9,7 +9,8 @@
 
 All calls of a block have the same layouts: a layer is solved once, with the edge from its output to its own input among
 the costs.  A small program is solved for all axes together, which is exact (`together.py`).  The tables of a large one
-would be too large for that: it is solved for one axis after another (`by_axis.py`), and nothing is proved.
+would be too large for that: it is solved for one axis after another (`by_axis.py`), and a bound says how far from the
+least that may be (`bound.py`).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from dataclasses import dataclass, field
 
 from mycel.errors import PlanError
 from mycel.ir import Atom, Layout, Var, cond, loop, order, scan, walk
+from mycel.plan.bound import gap
 from mycel.plan.by_axis import ByAxis
 from mycel.plan.choices import Choice, Laid, Layouts
 from mycel.plan.graph import Node, Source
@@ -45,7 +47,9 @@ class Solver(Setting):
         if not self._together(axes):
             if self.limit is not None:
                 raise PlanError("a limit of bytes can be kept where all axes are solved together, in small programs")
-            self.found = ByAxis(self, axes).solve()
+            by_axis = ByAxis(self, axes)
+            self.found = by_axis.solve()
+            self.value, self.bound, self.gap = gap(self, axes, by_axis.labels, self.found)
         return self._laid()
 
     def _together(self, axes: Sequence[str]) -> bool:

@@ -32,6 +32,7 @@ class Setting:
     by: Weights = PREFERRED
     wide: bool = False  # sums of 16-bit values that are widened are paid after that
     limit: float | None = None  # bytes that all values made on one rank may take together
+    _work: dict[tuple[str, int], float] = field(default_factory=dict)
     _elements: dict[tuple[str, int], list[int]] = field(default_factory=dict)
 
     @property
@@ -71,6 +72,22 @@ class Setting:
         if at not in self._elements:
             self._elements[at] = [math.prod(sizes[k] for k in own) for own in parts]
         return self._elements[at][node[3]] / (sum(self._elements[at]) or 1)
+
+    def work(self, node: Node) -> float:
+        """What a part of an equation counts where no axis divides it: its seconds, those of products by their weight."""
+        eqn, at = self.graph.eqns[node], (node[1], node[2])
+        if at not in self._work:
+            self._work[at] = self.costs.seconds(eqn) * (self.by.share if eqn.op.product else 1.0)
+        return self._work[at] * self.fraction(node)
+
+    def moved_type(self, source: Source, node: Node, operand: int, cut: int) -> Type:
+        """The type of a value where it is moved, on the way along an edge."""
+        g = self.graph
+        if node in g.options:
+            return g.options[node].inputs[operand]
+        if node in g.ports and source.rows >= cut:
+            return g.ports[node]
+        return g.ports[source.node] if source.node in g.ports else g.options[source.node].outputs[source.output]
 
     def wanted(self) -> Iterable[tuple[Source, Type, Layout]]:
         """How outputs of the entry must lie: results whole, state as it was."""

@@ -70,7 +70,9 @@ class Together:
         key = (options, node[3], tuple(map(tuple, single.values())), tuple(fixed.items()))
         if key not in self._domains:
             domain = Domain(options, self.setting.mesh, single, fixed)
-            self._domains[key] = domain, domain.shares(), domain.messages(eqn, self.setting.price)
+            decides = len(domain) > 1
+            messages = domain.messages(eqn, self.setting.price) if decides else np.zeros(len(domain))
+            self._domains[key] = domain, domain.shares(), messages
         return self._domains[key]
 
     def _labels(self, axis: str) -> dict[Node, list[Label]]:
@@ -116,13 +118,8 @@ class Together:
     def _work(self) -> None:
         """Seconds that each node takes by itself."""
         g, setting = self.graph, self.setting
-        seconds: dict[tuple[str, int], float] = {}
         for node, (_, shares, messages) in self.domains.items():
-            eqn, at = g.eqns[node], node[1:3]
-            if at not in seconds:
-                seconds[at] = setting.costs.seconds(eqn) * (setting.by.share if eqn.op.product else 1.0)
-            work = seconds[at] * setting.fraction(node) * shares
-            self.sum.add((node,), g.runs[node[1]] * (work + messages))
+            self.sum.add((node,), g.runs[node[1]] * (setting.work(node) * shares + messages))
         for node, numbers in self.ports.items():
             if len(numbers) > 1:  # of equals: gathered outside, where it can begin early
                 places = self._space(node).places[numbers]
@@ -143,7 +140,7 @@ class Together:
         """Seconds from how each value is made to how it is used."""
         g = self.graph
         counts = [weights(g, self.setting.given, axis, self.derived[axis], self.setting.by, self.setting.wide) for axis in self.axes]
-        types = {edge: self._type(*edge) for edge in g.edges}
+        types = {edge: self.setting.moved_type(*edge) for edge in g.edges}
         self.distances.prepare(types.values())
         for edge, times in g.edges.items():
             source, node, operand, cut = edge
@@ -164,15 +161,6 @@ class Together:
             return counts[0]
         moved = have[:, None, :] != want[None, :, :]
         return np.where(moved, np.array(counts), 0.0).max(-1)
-
-    def _type(self, source: Source, node: Node, operand: int, cut: int) -> Type:
-        """The type of a value where it is moved."""
-        g = self.graph
-        if node in g.options:
-            return g.options[node].inputs[operand]
-        if node in g.ports and source.rows >= cut:
-            return g.ports[node]
-        return g.ports[source.node] if source.node in g.ports else g.options[source.node].outputs[source.output]
 
     def _made(self, source: Source, t: Type) -> Indices:
         """The layout in which a value is made, for each value of the node that makes it."""
