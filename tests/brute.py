@@ -26,7 +26,7 @@ from mycel.plan.links import CPU_LINK, Links
 from mycel.plan.meant import Weights
 from mycel.plan.moves import Moves
 
-MOST = 30_000  # combinations that are tried
+MOST = 3_000  # combinations that are tried
 
 
 def random_program(rng: random.Random) -> Program:

@@ -40,7 +40,7 @@ def proved(gap: float) -> str:
     """What is known of layouts that may be so far above the cheapest ones."""
     if gap == 0:
         return "at the least cost"
-    return f"at most {100 * gap:.2g} % above the least cost" if gap < 10 else "perhaps not the cheapest"
+    return f"at most {100 * gap:.2g} % above the least cost" if gap < 1 else "not proved to be the cheapest"
 
 
 def explain(found: Distributed) -> str:
