@@ -25,9 +25,14 @@ from mycel.ir import check
 
 def llama(layers: int) -> LlamaForCausalLM:
     config = LlamaConfig(
-        hidden_size=2048, intermediate_size=5632, num_hidden_layers=layers, num_attention_heads=32, num_key_value_heads=4, vocab_size=32000,
+        hidden_size=2048,
+        intermediate_size=5632,
+        num_hidden_layers=layers,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        vocab_size=32000,
         use_cache=False,
-    )  # fmt: skip
+    )
     with torch.device("meta"):
         return LlamaForCausalLM(config).eval()
 
@@ -72,8 +77,14 @@ def main() -> None:
     loss_s = seconds(lambda: mycel.capture(loss))
     derive_s = seconds(lambda: transform.value_and_grad(captured, weights))
     backward = str(transform.value_and_grad(captured, weights)).count("def llama_decoder_layer_backward")
-    print(f"gradient   {derive_s * 1e3:8.1f} ms   {derive_s / loss_s:.2f}x of its capture (bar: 0.5x), {backward} decoder layer backward block")
-    print(f"text: {len(str(program).splitlines())} lines, {str(program).count('def llama_decoder_layer')} decoder layer block")
+    print(
+        f"gradient   {derive_s * 1e3:8.1f} ms   {derive_s / loss_s:.2f}x of its capture (bar: 0.5x), {backward} "
+        "decoder layer backward block"
+    )
+    print(
+        f"text: {len(str(program).splitlines())} lines, {str(program).count('def llama_decoder_layer')} decoder "
+        "layer block"
+    )
     print(f"twice the layers add {grown} equations to main, and {len(double.blocks) - len(program.blocks)} blocks")
 
 

@@ -1,10 +1,12 @@
 """The clock against real runs: predicted and measured step times, after a probe.
 
-    python bench/clock.py                   24 cases on 4 CPU processes: three models, four plans, two batch sizes; and what asking costs
-    python bench/clock.py --device cuda     six models on one GPU in bf16: step time and peak memory
+    python bench/clock.py                   24 cases on 4 CPU processes: three models, four plans, two batch sizes; and
+                                            what asking costs
+    python bench/clock.py --device cuda     seven models on one GPU in bf16: step time and peak memory
     python bench/clock.py --asking          what asking the clock about a 32-layer model costs, alone
 
-On the CPU all steps live in the same four processes (one thread each) and are timed in turns, so that they see the same machine; a case's time is the
+On the CPU all steps live in the same four processes (one thread each) and are timed in turns, so that they see the same
+machine; a case's time is the
 least of its rounds.  On a GPU each model has a process of its own, and one that fails does not stop the others.
 """
 
@@ -27,8 +29,8 @@ BATCHES = (4, 32)
 WIDTH, LAYERS, LENGTH, VOCABULARY = 192, 4, 64, 512
 BAR = 0.9
 
-GPU_MODELS = ("llama-1.1b", "gpt2-medium", "bert-large", "vit-large", "qwen3-0.6b", "resnet-50")
-GPU_STEPS, GPU_LIMIT_S, GPU_ALL_S = 10, 120, 440  # seconds: one model, all of them
+GPU_MODELS = ("llama-1.1b", "gpt2-medium", "bert-large", "vit-large", "qwen3-0.6b", "resnet-50", "t5-base")
+GPU_STEPS, GPU_LIMIT_S, GPU_ALL_S = 10, 240, 520  # seconds: one model, all of them
 TIME_BAR, PEAK_BAR = 0.20, 0.05
 
 
@@ -40,12 +42,22 @@ def model_of(name: str, batch: int):
     torch.manual_seed(0)
     if name == "mlp":
         return Perceptron(torch), (torch.randn(8 * batch, 256), torch.randn(8 * batch, 256))
-    sizes = {"hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": 4, "vocab_size": VOCABULARY, "max_position_embeddings": LENGTH}
+    sizes = {
+        "hidden_size": WIDTH,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 4,
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": LENGTH,
+    }
     if name == "llama":
-        model = hf.LlamaForCausalLM(hf.LlamaConfig(**sizes, intermediate_size=3 * WIDTH, num_key_value_heads=4, use_cache=False))
+        model = hf.LlamaForCausalLM(
+            hf.LlamaConfig(**sizes, intermediate_size=3 * WIDTH, num_key_value_heads=4, use_cache=False)
+        )
     else:
         quiet = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-        model = hf.BertForMaskedLM(hf.BertConfig(**{**sizes, "num_hidden_layers": 2}, **quiet, intermediate_size=2 * WIDTH))
+        model = hf.BertForMaskedLM(
+            hf.BertConfig(**{**sizes, "num_hidden_layers": 2}, **quiet, intermediate_size=2 * WIDTH)
+        )
     ids = torch.randint(0, VOCABULARY, (batch, LENGTH))
     return Loss(torch, model), (ids, ids.clone())
 
@@ -88,7 +100,8 @@ def Loss(torch, model):
     return Wrapped()
 
 
-# -- four CPU processes ------------------------------------------------------------------------------------------------------
+# -- four CPU processes
+# ------------------------------------------------------------------------------------------------------
 
 
 def rank_main(out: str) -> None:
@@ -119,7 +132,14 @@ def rank_main(out: str) -> None:
         rows = []
         for case, (step, _) in steps.items():
             predicted = step.plan.predicted
-            rows.append([*case, predicted.seconds, min(seconds[case]), {name: total for name, (total, _) in predicted.parts.items()}])
+            rows.append(
+                [
+                    *case,
+                    predicted.seconds,
+                    min(seconds[case]),
+                    {name: total for name, (total, _) in predicted.parts.items()},
+                ]
+            )
         Path(out).write_text(json.dumps(rows))
 
 
@@ -139,12 +159,16 @@ def on_cpu(probe_file: str | None) -> None:
     print(f"{'model':6} {'plan':6} {'batch':>5} {'predicted':>10} {'measured':>10} {'ratio':>6}   of which")
     for model, plan, batch, predicted, seconds, parts in rows:
         shares = ", ".join(f"{name} {total * 1e3:.1f}" for name, total in parts.items())
-        print(f"{model:6} {plan:6} {batch:5} {predicted * 1e3:8.1f}ms {seconds * 1e3:8.1f}ms {predicted / seconds:6.2f}   {shares}")
+        print(
+            f"{model:6} {plan:6} {batch:5} {predicted * 1e3:8.1f}ms {seconds * 1e3:8.1f}ms "
+            f"{predicted / seconds:6.2f}   {shares}"
+        )
     found = spearmanr([row[3] for row in rows], [row[4] for row in rows]).statistic
     print(f"Spearman {found:.3f} of {len(rows)} cases   (bar {BAR})", flush=True)
 
 
-# -- what asking costs -------------------------------------------------------------------------------------------------------
+# -- what asking costs
+# -------------------------------------------------------------------------------------------------------
 
 
 def asking() -> None:
@@ -161,7 +185,13 @@ def asking() -> None:
     torch.set_num_threads(1)
     with torch.device("meta"):
         model = LlamaForCausalLM(
-            LlamaConfig(hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32, vocab_size=32000)
+            LlamaConfig(
+                hidden_size=4096,
+                intermediate_size=11008,
+                num_hidden_layers=32,
+                num_attention_heads=32,
+                vocab_size=32000,
+            )
         )
     ids = torch.randint(0, 32000, (512, 64))
     one, mesh = OneDevice.of(model, {"input_ids": ids, "labels": ids}, clip_norm=1.0), Mesh(dp=8, tp=8)
@@ -172,10 +202,19 @@ def asking() -> None:
         started = time.perf_counter()
         clock(program)
         seconds.append(time.perf_counter() - started)
-    print(f"asking about a 32-layer Llama: {seconds[0] * 1e3:.1f} ms first, {sorted(seconds)[10] * 1e3:.2f} ms after   (bar 10 ms)", flush=True)
+    print(
+        (
+            f"asking about a 32-layer Llama: {seconds[0] * 1e3:.1f} ms first, {sorted(seconds)[10] * 1e3:.2f} ms "
+            "after   "
+            "(bar 10 ms)"
+        ),
+        flush=True,
+    )
 
 
-# -- one GPU -----------------------------------------------------------------------------------------------------------------
+# -- one GPU ---------------------------------------------------------------------------------------------------------
+# -
+# -
 
 
 def gpu_model(name: str, device: str = "cuda"):
@@ -195,21 +234,48 @@ def gpu_model(name: str, device: str = "cuda"):
     large = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
     with torch.device(device):
         if name == "llama-1.1b":
-            sizes = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22, "num_attention_heads": 32, "num_key_value_heads": 4}
-            model = hf.LlamaForCausalLM(hf.LlamaConfig(**sizes, vocab_size=32000, max_position_embeddings=2048, use_cache=False))
+            sizes = {
+                "hidden_size": 2048,
+                "intermediate_size": 5632,
+                "num_hidden_layers": 22,
+                "num_attention_heads": 32,
+                "num_key_value_heads": 4,
+            }
+            model = hf.LlamaForCausalLM(
+                hf.LlamaConfig(**sizes, vocab_size=32000, max_position_embeddings=2048, use_cache=False)
+            )
             batch = text(32000, 8, 2048)
         elif name == "gpt2-medium":
             sizes = {"n_embd": 1024, "n_layer": 24, "n_head": 16, "n_positions": 1024}
-            model = hf.GPT2LMHeadModel(hf.GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False))
+            model = hf.GPT2LMHeadModel(
+                hf.GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False)
+            )
             batch = text(50257, 16, 1024)
         elif name == "bert-large":
             model, batch = hf.BertForMaskedLM(hf.BertConfig(**large, **quiet)), text(30522, 32, 512)
         elif name == "vit-large":
             model, batch = hf.ViTForImageClassification(hf.ViTConfig(**large, **quiet, num_labels=1000)), images(64)
         elif name == "qwen3-0.6b":
-            sizes = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8}
-            config = hf.Qwen3Config(**sizes, head_dim=128, vocab_size=151936, max_position_embeddings=2048, tie_word_embeddings=True, use_cache=False)
+            sizes = {
+                "hidden_size": 1024,
+                "intermediate_size": 3072,
+                "num_hidden_layers": 28,
+                "num_attention_heads": 16,
+                "num_key_value_heads": 8,
+            }
+            config = hf.Qwen3Config(
+                **sizes,
+                head_dim=128,
+                vocab_size=151936,
+                max_position_embeddings=2048,
+                tie_word_embeddings=True,
+                use_cache=False,
+            )
             model, batch = hf.Qwen3ForCausalLM(config), text(151936, 8, 2048)
+        elif name == "t5-base":
+            sizes = {"d_model": 768, "d_kv": 64, "d_ff": 3072, "num_layers": 12, "num_heads": 12, "dropout_rate": 0.0}
+            model = hf.T5ForConditionalGeneration(hf.T5Config(**sizes, decoder_start_token_id=0, use_cache=False))
+            batch = text(32128, 32, 512)
         else:
             model, batch = hf.ResNetForImageClassification(hf.ResNetConfig(num_labels=1000)), images(128)
     return model.to(torch.bfloat16), batch
@@ -246,8 +312,14 @@ def show_parts(step, batch) -> None:
         measured[kind] = measured.get(kind, 0.0) + kernel.self_device_time_total * 1e-6
         count += kernel.count
     for kind in dict.fromkeys((*predicted, *measured)):
-        print(f"    {kind:10} predicted {predicted.get(kind, 0.0) * 1e3:7.1f} ms   measured {measured.get(kind, 0.0) * 1e3:7.1f} ms")
-    print(f"    idle {(wall - sum(measured.values())) * 1e3:.1f} ms of {wall * 1e3:.1f} under the profiler; {count} kernels")
+        print(
+            f"    {kind:10} predicted {predicted.get(kind, 0.0) * 1e3:7.1f} ms   measured "
+            f"{measured.get(kind, 0.0) * 1e3:7.1f} ms"
+        )
+    print(
+        f"    idle {(wall - sum(measured.values())) * 1e3:.1f} ms of {wall * 1e3:.1f} under the profiler; {count} "
+        "kernels"
+    )
     top = sorted(profile.key_averages(), key=lambda k: -k.self_device_time_total)[:8]
     for kernel in top:
         print(f"      {kernel.self_device_time_total / 1e3:7.2f} ms  x{kernel.count:<4} {kernel.key[:90]}")
@@ -288,9 +360,14 @@ def on_gpu(probe_file: str | None, names: list[str], parts: bool = False) -> Non
         measured = probe_file or f"{folder}/probe.yaml"
         if probe_file is None:
             done = subprocess.run([sys.executable, __file__, "--probe-to", measured], check=False)
-            print(Path(measured).read_text() if done.returncode == 0 else "the probe failed: presets are used", flush=True)
+            print(
+                Path(measured).read_text() if done.returncode == 0 else "the probe failed: presets are used", flush=True
+            )
             measured = measured if done.returncode == 0 else ""
-        print(f"{'model':12} {'predicted':>10} {'measured':>10} {'error':>7} {'predicted':>12} {'peak':>10} {'error':>7}", flush=True)
+        print(
+            f"{'model':12} {'predicted':>10} {'measured':>10} {'error':>7} {'predicted':>12} {'peak':>10} {'error':>7}",
+            flush=True,
+        )
         within = 0
         end = time.monotonic() + GPU_ALL_S
         for name in names:
@@ -304,12 +381,18 @@ def on_gpu(probe_file: str | None, names: list[str], parts: bool = False) -> Non
                 f"{row['predicted_peak'] / 2**30:9.2f}GiB {row['peak'] / 2**30:7.2f}GiB {peak_error:+7.1%}",
                 flush=True,
             )
-    print(f"{within} of {len(names)} within {TIME_BAR:.0%} of the time and {PEAK_BAR:.0%} of the peak   (bar {len(names)})")
+    print(
+        f"{within} of {len(names)} within {TIME_BAR:.0%} of the time and {PEAK_BAR:.0%} of the peak   (bar "
+        f"{len(names)})"
+    )
 
 
 def gpu_row(name: str, probe_file: str, limit_s: float, parts: bool) -> dict[str, float] | None:
     """A model in a process of its own; None, with a word about it, if it fails or takes too long."""
-    command, env = [sys.executable, __file__, "--one", name, *["--parts"] * parts], {**os.environ, "MYCEL_PROBE": probe_file}
+    command, env = (
+        [sys.executable, __file__, "--one", name, *["--parts"] * parts],
+        {**os.environ, "MYCEL_PROBE": probe_file},
+    )
     try:
         done = subprocess.run(command, env=env, check=False, capture_output=True, text=True, timeout=max(limit_s, 1.0))
     except subprocess.TimeoutExpired:
@@ -329,7 +412,9 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=list(GPU_MODELS), choices=GPU_MODELS, help="on a GPU")
     parser.add_argument("--asking", action="store_true", help="what asking costs, alone")
     parser.add_argument("--rank", metavar="OUT", help=argparse.SUPPRESS)
-    parser.add_argument("--parts", action="store_true", help="on a GPU: where the time goes, predicted and as a profiler sees it")
+    parser.add_argument(
+        "--parts", action="store_true", help="on a GPU: where the time goes, predicted and as a profiler sees it"
+    )
     parser.add_argument("--probe-to", metavar="FILE", help=argparse.SUPPRESS)
     parser.add_argument("--one", metavar="MODEL", help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -1,8 +1,10 @@
-"""Whole training steps of the small GPT on the CPU: ours against torch eager with fused AdamW and torch.compile, in the same run.
+"""Whole training steps of the small GPT on the CPU: ours against torch eager with fused AdamW and torch.compile, in the
+same run.
 
     python bench/cpu_step.py
 
-Each way starts in a process of its own with empty compile caches, reports the time to its third step, then waits; steps are timed in turns, so
+Each way starts in a process of its own with empty compile caches, reports the time to its third step, then waits; steps
+are timed in turns, so
 that all see the same machine.  The bar is the better of the two peers for speed, torch.compile for the start.
 """
 
@@ -55,12 +57,18 @@ def serve(way: str) -> None:
 def main() -> None:
     here = os.path.dirname(os.path.abspath(__file__))
     caches = tempfile.mkdtemp()
-    subprocess.run([sys.executable, "-c", "import mycel.step, torch._inductor.compile_fx"], check=True)  # so that no way pays for writing .pyc files
+    subprocess.run(
+        [sys.executable, "-c", "import mycel.step, torch._inductor.compile_fx"], check=True
+    )  # so that no way pays for writing .pyc files
     running, third, loss = {}, {}, {}
     for way in WAYS:  # one after the other: a start has the machine to itself
         env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": os.path.join(caches, way)}
         running[way] = subprocess.Popen(
-            [sys.executable, os.path.join(here, "cpu_step.py"), way], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
+            [sys.executable, os.path.join(here, "cpu_step.py"), way],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=env,
         )
         third[way], loss[way] = map(float, running[way].stdout.readline().split())
     times: dict[str, list[float]] = {way: [] for way in WAYS}
@@ -72,7 +80,9 @@ def main() -> None:
     for process in running.values():
         process.stdin.close()
         process.wait()
-    best = {way: sorted(ts)[len(ts) // 4] for way, ts in times.items()}  # the lower quartile: what others do to the machine only adds
+    best = {
+        way: sorted(ts)[len(ts) // 4] for way, ts in times.items()
+    }  # the lower quartile: what others do to the machine only adds
     print(f"{'how':32} {'step':>9} {'3rd step':>9}   loss of the third")
     for way, name in WAYS.items():
         print(f"{name:32} {best[way] * 1e3:7.1f}ms {third[way]:8.2f}s   {loss[way]:.6f}")

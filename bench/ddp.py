@@ -1,9 +1,12 @@
-"""Training steps on several CPU processes: ours against torch DDP and FSDP2 for each plan that is equivalent, in the same run.
+"""Training steps on several CPU processes: ours against torch DDP and FSDP2 for each plan that is equivalent, in the
+same run.
 
     python bench/ddp.py [--ranks 2 4] [--models gpt llama]
 
-Each way is a world of processes of its own, started once; then all are timed in turns, so that they see the same machine.  `dp` is compared with DDP,
-`zero2` with FSDP2 that keeps parameters after forward, `zero3` with FSDP2 that reshards.  Fused AdamW on all sides.  Losses of the third step must
+Each way is a world of processes of its own, started once; then all are timed in turns, so that they see the same
+machine.  `dp` is compared with DDP,
+`zero2` with FSDP2 that keeps parameters after forward, `zero3` with FSDP2 that reshards.  Fused AdamW on all sides.
+Losses of the third step must
 agree.
 """
 
@@ -34,7 +37,13 @@ def model_of(name: str):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        hidden_size=512, intermediate_size=1408, num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=8, vocab_size=4096, use_cache=False
+        hidden_size=512,
+        intermediate_size=1408,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        vocab_size=4096,
+        use_cache=False,
     )
     model = LlamaForCausalLM(config)
     ids = torch.randint(0, 4096, (8, 128))
@@ -42,7 +51,8 @@ def model_of(name: str):
 
 
 class Loss:
-    """An HF model as a function of ids and targets that returns the loss; a Module without importing torch at the top."""
+    """An HF model as a function of ids and targets that returns the loss; a Module without importing torch at the
+    top."""
 
     def __new__(cls, model):
         import torch
@@ -122,11 +132,23 @@ class World:
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
             port = s.getsockname()[1]
-        base = {**os.environ, "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        base = {
+            **os.environ,
+            "WORLD_SIZE": str(ranks),
+            "LOCAL_WORLD_SIZE": str(ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
         base |= {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks)), "GLOO_SOCKET_IFNAME": "lo"}
         command = [sys.executable, __file__, "--serve", way, name]
         self.ranks = [
-            subprocess.Popen(command, env={**base, "RANK": str(r), "LOCAL_RANK": str(r)}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            subprocess.Popen(
+                command,
+                env={**base, "RANK": str(r), "LOCAL_RANK": str(r)},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
             for r in range(ranks)
         ]
         lines = [p.stdout.readline() for p in self.ranks]
@@ -159,7 +181,10 @@ def compare(name: str, ranks: int, ways: list[str]) -> None:
         median = {way: statistics.median(w.seconds) for way, w in worlds.items()}
         for way in ways:
             peer = WAYS[way]
-            assert abs(worlds[way].loss - worlds[peer].loss) < 1e-3 * abs(worlds[peer].loss), (worlds[way].loss, worlds[peer].loss)
+            assert abs(worlds[way].loss - worlds[peer].loss) < 1e-3 * abs(worlds[peer].loss), (
+                worlds[way].loss,
+                worlds[peer].loss,
+            )
             print(
                 f"{name:6} {ranks} ranks  {way:6} {median[way] * 1e3:8.1f}ms   {peer:10} {median[peer] * 1e3:8.1f}ms   "
                 f"{median[peer] / median[way]:.2f}x   (bar 1.0)   loss {worlds[way].loss:.6f} {worlds[peer].loss:.6f}",

@@ -72,7 +72,9 @@ def main() -> None:
             empty, _ = bind(entry.captured, lambda *inputs, nothing=nothing: nothing)  # guards and call, no work
             eager, ours = compare([lambda: fn(*args), lambda: fast(*args)], rounds, calls)
             (overhead,) = compare([lambda: empty(args, {})], 51, 200)
-            print(f"{name:32}{eager * 1e6:8.1f}µs{ours * 1e6:8.1f}µs{eager / ours:8.2f}{bar:6.1f}{overhead * 1e6:10.2f}µs")
+            print(
+                f"{name:32}{eager * 1e6:8.1f}µs{ours * 1e6:8.1f}µs{eager / ours:8.2f}{bar:6.1f}{overhead * 1e6:10.2f}µs"
+            )
 
 
 if __name__ == "__main__":

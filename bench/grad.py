@@ -1,4 +1,5 @@
-"""Value and gradient: ours against torch.autograd, interleaved in one run on the CPU; JAX and MindSpore where their Python is given.
+"""Value and gradient: ours against torch.autograd, interleaved in one run on the CPU; JAX and MindSpore where their
+Python is given.
 
     python bench/grad.py [--jax PYTHON] [--mindspore PYTHON]
 
@@ -92,7 +93,10 @@ def report(peer: str, python: str, ours_s: dict[str, float]) -> None:
     script = Path(__file__).parent / f"grad_{peer}.py"
     ran = subprocess.run([python, str(script)], capture_output=True, text=True, check=False)
     if ran.returncode:
-        print(f"{peer} did not run: {ran.stderr.strip().splitlines()[-1] if ran.stderr.strip() else 'no message'}", file=sys.stderr)
+        print(
+            f"{peer} did not run: {ran.stderr.strip().splitlines()[-1] if ran.stderr.strip() else 'no message'}",
+            file=sys.stderr,
+        )
         return
     for name, seconds in json.loads(ran.stdout.splitlines()[-1]).items():
         print(f"{name:28}{peer:>10} {seconds * 1e6:10.1f}µs   {seconds / ours_s[name]:.2f}x ours")

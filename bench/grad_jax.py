@@ -1,4 +1,5 @@
-"""bench/grad.py's cases in JAX, for a Python that has it; prints one JSON line of seconds a call.  (JAX has no reverse mode for its while loop.)"""
+"""bench/grad.py's cases in JAX, for a Python that has it; prints one JSON line of seconds a call.  (JAX has no reverse
+mode for its while loop.)"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Seconds from a training step on one device to the program of every rank: a 32-layer Llama, for 64 and for 4096 ranks, on one core.
+"""Seconds from a training step on one device to the program of every rank: a 32-layer Llama, for 64 and for 4096 ranks,
+on one core.
 
 python bench/lowering.py
 """
@@ -24,7 +25,13 @@ def main() -> None:
     torch.set_num_threads(1)
     with torch.device("meta"):
         model = LlamaForCausalLM(
-            LlamaConfig(hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32, vocab_size=32000)
+            LlamaConfig(
+                hidden_size=4096,
+                intermediate_size=11008,
+                num_hidden_layers=32,
+                num_attention_heads=32,
+                vocab_size=32000,
+            )
         )
     ids = torch.randint(0, 32000, (512, 64))
     one = OneDevice.of(model, {"input_ids": ids, "labels": ids}, clip_norm=1.0)

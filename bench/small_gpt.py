@@ -1,4 +1,5 @@
-"""The small GPT of the benchmarks: 4 layers, 256 wide, 8 heads, vocabulary 4096, batch 8 x 128.  Plain PyTorch, nothing of ours."""
+"""The small GPT of the benchmarks: 4 layers, 256 wide, 8 heads, vocabulary 4096, batch 8 x 128.  Plain PyTorch, nothing
+of ours."""
 
 from __future__ import annotations
 

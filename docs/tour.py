@@ -22,7 +22,8 @@ def say(title: str, text: object = "") -> None:
     print(f"\n== {title}\n\n{text}")
 
 
-# 1. Ordinary PyTorch.  Nothing here knows Mycel. ------------------------------------------------------------------------
+# 1. Ordinary PyTorch.  Nothing here knows Mycel.
+# ------------------------------------------------------------------------
 
 
 class Block(nn.Module):
@@ -60,7 +61,8 @@ model = Model().eval()
 ids = torch.randint(0, 100, (2, 16))
 
 
-# 2. Capture: the code runs once, on tensors without data, and what it did is a program. -------------------------------------
+# 2. Capture: the code runs once, on tensors without data, and what it did is a program.
+# -------------------------------------
 
 program = mycel.capture(model, ids)
 say("captured: the layer is one block, called three times; each line shows where it comes from", program)
@@ -68,7 +70,8 @@ assert str(program).count("def block(") == 1 and str(program).count("block=@bloc
 assert [v.name for v in program.inputs].count("embed.weight") == 1
 
 
-# 3. A program is data.  It prints, parses back, saves, loads; it can be asked things. -------------------------------------------
+# 3. A program is data.  It prints, parses back, saves, loads; it can be asked things.
+# -------------------------------------------
 
 assert mycel.Program.parse(str(program)) == program
 with tempfile.TemporaryDirectory() as folder:
@@ -81,7 +84,8 @@ say("questions", f"{len(list(walk(program)))} distinct equations; the longest-li
 assert all(chain.defined < min(chain.uses, default=99) for chain in chains(layer).values())
 
 
-# 4. An operator is one paragraph: kernel, shape and sharding rule, gradient, cost. -----------------------------------------------
+# 4. An operator is one paragraph: kernel, shape and sharding rule, gradient, cost.
+# -----------------------------------------------
 
 linear = OPS["linear"]
 eqn = next(e for e in layer.eqns if e.op is linear)
@@ -90,20 +94,23 @@ say("one operator", f"{linear.name}: dims {linear.dims!r}; here {cost.flops:,} f
 assert cost.flops == 2 * (2 * 16) * 32 * 96
 
 
-# 5. Passes: Program -> Program.  The mask is gone; attention knows it is causal. --------------------------------------------------
+# 5. Passes: Program -> Program.  The mask is gone; attention knows it is causal.
+# --------------------------------------------------
 
 fast = mycel.jit(model)
 say("simplified: no mask is built, attention is causal", fast.program(ids))
 assert "causal=True" in str(fast.program(ids)) and "ge(" not in str(fast.program(ids))
 
 
-# 6. Code: readable Python, each value deleted after its last use. ------------------------------------------------------------
+# 6. Code: readable Python, each value deleted after its last use.
+# ------------------------------------------------------------
 
 say("generated", fast.source(ids))
 torch.testing.assert_close(fast(ids), model(ids))
 
 
-# 7. The same program equation by equation; the model's weights are read anew at every call. ---------------------------------------
+# 7. The same program equation by equation; the model's weights are read anew at every call.
+# ---------------------------------------
 
 slow = mycel.jit(model, mode="eager")
 with torch.no_grad():
@@ -112,7 +119,8 @@ torch.testing.assert_close(fast(ids), model(ids))
 torch.testing.assert_close(slow(ids), model(ids))
 
 
-# 8. What cannot be captured is refused early, with the line and a way out. -----------------------------------------------------
+# 8. What cannot be captured is refused early, with the line and a way out.
+# -----------------------------------------------------
 
 
 def positive(x: torch.Tensor) -> torch.Tensor:
@@ -125,7 +133,8 @@ except mycel.CaptureError as error:
     say("refused", error)
 
 
-# 9. Control flow on tensors becomes control flow of the program; its gradient is again Python with a loop in it. ---------------------------
+# 9. Control flow on tensors becomes control flow of the program; its gradient is again Python with a loop in it.
+# ---------------------------
 
 
 def root(a: torch.Tensor) -> torch.Tensor:
@@ -143,7 +152,8 @@ torch.testing.assert_close(slope(two), 0.5 / two.sqrt())
 torch.testing.assert_close(mycel.grad(slope)(two), -0.25 * two**-1.5)
 
 
-# 10. With respect to a module: a gradient for each parameter, by name; the repeated layer is differentiated once. ---------------------------
+# 10. With respect to a module: a gradient for each parameter, by name; the repeated layer is differentiated once.
+# ---------------------------
 
 vg = mycel.value_and_grad(lambda ids: model(ids).square().mean(), wrt=model)
 value, grads = vg(ids)

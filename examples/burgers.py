@@ -1,4 +1,5 @@
-"""A physics-informed network for Burgers' equation: second derivatives in the loss, the gradient of that loss, all one program.
+"""A physics-informed network for Burgers' equation: second derivatives in the loss, the gradient of that loss, all one
+program.
 
     u_t + u u_x = nu u_xx   on x in [-1, 1], t in [0, 1],   u(0, x) = -sin(pi x),   u(t, -1) = u(t, 1) = 0,   nu = 0.02
 
@@ -38,7 +39,8 @@ class Net(nn.Module):
 
 
 def residual(net: Net, t: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """u_t + u u_x - nu u_xx at each point; the points are independent, so the gradient of the sum holds each point's derivative."""
+    """u_t + u u_x - nu u_xx at each point; the points are independent, so the gradient of the sum holds each point's
+    derivative."""
     total = lambda t, x: net(t, x).sum()
     u_t, u_x = mycel.grad(total, (0, 1))(t, x)
     u_xx = mycel.grad(lambda x: mycel.grad(total, 1)(t, x).sum())(x)
@@ -95,7 +97,9 @@ def train(steps: int = 1500, lbfgs: int = 40, points: int = 1000, seed: int = 0,
         if not quiet and i % 300 == 0:
             print(f"adam {i:5d}   loss {float(value):.2e}   {time.perf_counter() - began:6.1f} s")
     if lbfgs:
-        torch.optim.LBFGS(net.parameters(), max_iter=20 * lbfgs, history_size=50, line_search_fn="strong_wolfe").step(fill)
+        torch.optim.LBFGS(net.parameters(), max_iter=20 * lbfgs, history_size=50, line_search_fn="strong_wolfe").step(
+            fill
+        )
     found = error(net)
     if not quiet:
         print(f"done         loss {float(fill()):.2e}   {time.perf_counter() - began:6.1f} s")

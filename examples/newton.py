@@ -2,7 +2,8 @@
 
     python examples/newton.py
 
-Solves x^3 + a x = b by Newton's method, in a `while` that stops when it has converged, and differentiates the solution with respect to a and b.
+Solves x^3 + a x = b by Newton's method, in a `while` that stops when it has converged, and differentiates the solution
+with respect to a and b.
 The implicit function theorem gives the same gradient in closed form: dx/da = -x / (3x^2 + a), dx/db = 1 / (3x^2 + a).
 """
 

@@ -1,6 +1,7 @@
 """Mycel: single-device PyTorch code in, the fastest correct program for your devices out.
 
-What needs torch is loaded where it is first used, so that `import mycel`, `mycel --help` and a wrong configuration answer at once.
+What needs torch is loaded where it is first used, so that `import mycel`, `mycel --help` and a wrong configuration
+answer at once.
 """
 
 from __future__ import annotations
@@ -10,7 +11,18 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from mycel.errors import CaptureError, CheckpointError, GradientError, IRError, LoadError, MycelError, PlanError, RunError, TextError, TrainError
+from mycel.errors import (
+    CaptureError,
+    CheckpointError,
+    GradientError,
+    IRError,
+    LoadError,
+    MycelError,
+    PlanError,
+    RunError,
+    TextError,
+    TrainError,
+)
 
 if TYPE_CHECKING:
     from mycel import comm
@@ -23,10 +35,41 @@ if TYPE_CHECKING:
     from mycel.step import Step, train_step
 
 __all__ = [
-    "Block", "CaptureError", "CheckpointError", "CustomVjp", "Derived", "Eqn", "GradientError", "IRError", "Jit", "LoadError",
-    "Mesh", "MycelError", "Plan", "PlanError", "Program", "RunError", "Step", "TextError", "TrainError", "Type", "Var", "capture", "comm",
-    "custom_vjp", "grad", "hessian", "jit", "jvp", "manual", "shard", "stop_gradient", "train_step", "value_and_grad", "vjp",
-]  # fmt: skip
+    "Block",
+    "CaptureError",
+    "CheckpointError",
+    "CustomVjp",
+    "Derived",
+    "Eqn",
+    "GradientError",
+    "IRError",
+    "Jit",
+    "LoadError",
+    "Mesh",
+    "MycelError",
+    "Plan",
+    "PlanError",
+    "Program",
+    "RunError",
+    "Step",
+    "TextError",
+    "TrainError",
+    "Type",
+    "Var",
+    "capture",
+    "comm",
+    "custom_vjp",
+    "grad",
+    "hessian",
+    "jit",
+    "jvp",
+    "manual",
+    "shard",
+    "stop_gradient",
+    "train_step",
+    "value_and_grad",
+    "vjp",
+]
 
 NAMES_OF = {
     "mycel.api": ["Jit", "capture", "jit"],
@@ -53,7 +96,8 @@ class Package(ModuleType):
         return value
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # Python binds a folder to its parent when it is imported: the folder capture/ must not take the place of the function
+        # Python binds a folder to its parent when it is imported: the folder capture/ must not take the place of the
+        # function
         if not (name in HOME and isinstance(value, ModuleType)):
             super().__setattr__(name, value)
 

@@ -29,7 +29,8 @@ def capture(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Program:
 
 
 def jit(fn: Any = None, *, mode: str = "graph", check_finite: bool = False) -> Any:
-    """A function, module or Program that runs as generated code (mode="eager": equation by equation), with the same call signature.
+    """A function, module or Program that runs as generated code (mode="eager": equation by equation), with the same
+    call signature.
 
     `check_finite` runs equation by equation and names the first operator and source line that made a NaN or infinity.
     """
@@ -45,7 +46,7 @@ def jit(fn: Any = None, *, mode: str = "graph", check_finite: bool = False) -> A
 
 
 @dataclass(frozen=True)
-class Entry:
+class CompiledCall:
     """One captured signature: what it became, the guarded call, and the guards alone."""
 
     captured: Captured
@@ -62,7 +63,7 @@ class Jit:
         if mode not in MODES:
             raise ValueError(f"mode={mode!r}: use one of {', '.join(map(repr, MODES))}")
         self.fn, self.mode, self.check_finite = fn, mode, check_finite
-        self.entries: list[Entry] = []
+        self.entries: list[CompiledCall] = []
         self._last: Callable[[tuple[Any, ...], dict[str, Any]], Any] = lambda args, kwargs: MISS
         functools.update_wrapper(self, fn, updated=())
 
@@ -84,12 +85,12 @@ class Jit:
             raise RunError(f"{self.fn!r} was captured for these arguments, yet they do not fit what was captured")
         return out
 
-    def _entry(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
+    def _entry(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CompiledCall:
         entry = self.compile(args, kwargs)
         self.entries.append(entry)
         return entry
 
-    def compile(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
+    def compile(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CompiledCall:
         """capture -> simplify -> fuse -> generate -> bind: the whole way of one call."""
         return compile_captured(capture_call(self.fn, args, kwargs), self.mode, self.check_finite)
 
@@ -101,7 +102,7 @@ class Jit:
         """The Python that runs for these arguments."""
         return self._find(args, kwargs).source
 
-    def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
+    def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CompiledCall:
         for entry in self.entries:
             if entry.fits(args, kwargs) is not MISS:
                 return entry
@@ -115,7 +116,9 @@ class Jit:
             return found
 
         @functools.wraps(found)
-        def method(*args: Any, **kwargs: Any) -> Any:  # module.eval() and its like return the module: here the jitted one
+        def method(
+            *args: Any, **kwargs: Any
+        ) -> Any:  # module.eval() and its like return the module: here the jitted one
             out = found(*args, **kwargs)
             return self if out is self.fn else out
 
@@ -129,12 +132,14 @@ class Jit:
         return f"mycel.jit({self.fn!r})"
 
 
-def compile_captured(captured: Captured, mode: str, check_finite: bool = False, around: Callable[[Any], Any] = lambda run: run) -> Entry:
+def compile_captured(
+    captured: Captured, mode: str, check_finite: bool = False, around: Callable[[Any], Any] = lambda run: run
+) -> CompiledCall:
     """A captured call, simplified and made to run; `around` wraps the function that runs."""
     program = check(transform.fuse(transform.simplify(captured.program)))
     run, source = _runner(program, captured.device, mode, check_finite)
     captured = replace(captured, program=program)
-    return Entry(captured, program, source, *bind(captured, around(run)))
+    return CompiledCall(captured, program, source, *bind(captured, around(run)))
 
 
 def graph_run(program: Program, device: torch.device, plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -152,7 +157,9 @@ def compile_program(program: Program, device: torch.device, mode: str) -> Callab
     return _runner(check(transform.fuse(transform.simplify(program))), device, mode)[0]
 
 
-def _runner(program: Program, device: torch.device, mode: str, check_finite: bool = False) -> tuple[Callable[..., Any], str]:
+def _runner(
+    program: Program, device: torch.device, mode: str, check_finite: bool = False
+) -> tuple[Callable[..., Any], str]:
     run, source = load(program, device)
     run = graph_run(program, device, run)
     if check_finite:
@@ -161,7 +168,8 @@ def _runner(program: Program, device: torch.device, mode: str, check_finite: boo
 
 
 def _program_function(program: Program, mode: str) -> Callable[..., Any]:
-    """A program as a function of its inputs, in order or by name; returns a tuple of its results and updates inputs in place."""
+    """A program as a function of its inputs, in order or by name; returns a tuple of its results and updates inputs in
+    place."""
     loaded: dict[torch.device, Callable[..., Any]] = {}
     ready = check(transform.fuse(transform.simplify(program)))
 
@@ -181,7 +189,9 @@ def _program_function(program: Program, mode: str) -> Callable[..., Any]:
     return run
 
 
-def _match_inputs(program: Program, args: tuple[torch.Tensor, ...], named: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+def _match_inputs(
+    program: Program, args: tuple[torch.Tensor, ...], named: dict[str, torch.Tensor]
+) -> list[torch.Tensor]:
     rest = [v for v in program.inputs[len(args) :] if v.name not in named]
     unknown = named.keys() - {v.name for v in program.inputs[len(args) :]}
     if rest or unknown or len(args) > len(program.inputs):
@@ -193,7 +203,10 @@ def _match_inputs(program: Program, args: tuple[torch.Tensor, ...], named: dict[
     inputs = [*args, *(named[v.name] for v in program.inputs[len(args) :])]
     for var, x in zip(program.inputs, inputs, strict=True):
         if not isinstance(x, torch.Tensor) or type_of(x) != var.type:
-            raise RunError(f"input {var.name} is {type_of(x) if isinstance(x, torch.Tensor) else type(x).__name__}, the program takes {var.type}")
+            raise RunError(
+                f"input {var.name} is {type_of(x) if isinstance(x, torch.Tensor) else type(x).__name__}, the program "
+                f"takes {var.type}"
+            )
     return inputs
 
 

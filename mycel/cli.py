@@ -1,7 +1,9 @@
 """The command line.  The configuration is read and checked first; only then is torch imported.
 
-mycel train [CONFIG.yaml] [a.b=c …]      exit code 0: done, 1: it failed, 2: wrong usage or configuration, 130: Ctrl-C, 143: SIGTERM
-mycel train … --nproc N                  the same by N processes, or 128 + the signal that killed one, 71: a rank was lost
+mycel train [CONFIG.yaml] [a.b=c …]      exit code 0: done, 1: it failed, 2: wrong usage or configuration, 130: Ctrl-C,
+                                         143: SIGTERM
+mycel train … --nproc N                  the same by N processes, or 128 + the signal that killed one, 71: a rank was
+                                         lost
 mycel config [CONFIG.yaml] [a.b=c …]
 mycel probe [--nproc N] [--out FILE]     what this device and its links can do, for planning
 """
@@ -25,7 +27,9 @@ FAILED, MISUSED = 1, 2
 
 app = typer.Typer(
     name="mycel",
-    help="Mycel trains PyTorch models: ordinary single-device code in, the fastest correct program for your devices out.",
+    help=(
+        "Mycel trains PyTorch models: ordinary single-device code in, the fastest correct program for your devices out."
+    ),
     epilog="Start with `mycel train`: it needs no configuration and no download, and takes about three minutes.",
     add_completion=False,
     no_args_is_help=True,
@@ -44,24 +48,40 @@ def _version(asked: bool) -> None:
 
 
 @app.callback()
-def _mycel(asked: Annotated[bool, typer.Option("--version", help="Print the version.", callback=_version, is_eager=True)] = False) -> None:
+def _mycel(
+    asked: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_version, is_eager=True)
+    ] = False,
+) -> None:
     pass
 
 
 @app.command()
 def train(
     settings: Settings = None,
-    resume: Annotated[str | None, typer.Option("--resume", metavar="RUN", help="Continue this run, from its last checkpoint.")] = None,
-    run: Annotated[str | None, typer.Option("--run", metavar="FOLDER", help="Write results here (the same as run=FOLDER).")] = None,
+    resume: Annotated[
+        str | None, typer.Option("--resume", metavar="RUN", help="Continue this run, from its last checkpoint.")
+    ] = None,
+    run: Annotated[
+        str | None, typer.Option("--run", metavar="FOLDER", help="Write results here (the same as run=FOLDER).")
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would run, and stop.")] = False,
-    nproc: Annotated[int | None, typer.Option("--nproc", metavar="N", min=1, help="Start N processes here: the ranks of parallel.mesh.")] = None,
+    nproc: Annotated[
+        int | None,
+        typer.Option("--nproc", metavar="N", min=1, help="Start N processes here: the ranks of parallel.mesh."),
+    ] = None,
     nnodes: Annotated[int, typer.Option("--nnodes", metavar="N", min=1, help="On so many hosts.")] = 1,
-    node_rank: Annotated[int, typer.Option("--node-rank", metavar="I", min=0, help="Which of them this is, from 0.")] = 0,
-    rendezvous: Annotated[str | None, typer.Option("--rendezvous", metavar="HOST:PORT", help="Where they meet: an address of the first.")] = None,
+    node_rank: Annotated[
+        int, typer.Option("--node-rank", metavar="I", min=0, help="Which of them this is, from 0.")
+    ] = 0,
+    rendezvous: Annotated[
+        str | None, typer.Option("--rendezvous", metavar="HOST:PORT", help="Where they meet: an address of the first.")
+    ] = None,
 ) -> None:
     """Train a model, as CONFIG.yaml and the settings a.b=c over it say.
 
-    With neither, a small Llama learns from the sources of Python's own standard library. `mycel config` prints every setting.
+    With neither, a small Llama learns from the sources of Python's own standard library. `mycel config` prints every
+    setting.
 
     \b
     Examples:
@@ -81,7 +101,11 @@ def train(
     except (TrainError, PlanError) as e:
         _fail(e, MISUSED)
     if nproc is not None:
-        again = [*(["--resume", resume] if resume else []), *(["--run", run] if run else []), *(["--dry-run"] if dry_run else [])]
+        again = [
+            *(["--resume", resume] if resume else []),
+            *(["--run", run] if run else []),
+            *(["--dry-run"] if dry_run else []),
+        ]
         raise typer.Exit(_launch(["train", *(settings or []), *again], nproc, nnodes, node_rank, rendezvous))
     if old or folder:
         config = config.model_copy(update={"run": old or folder})
@@ -103,8 +127,14 @@ def show_config(settings: Settings = None) -> None:
 
 @app.command(name="probe")
 def measure(
-    nproc: Annotated[int | None, typer.Option("--nproc", metavar="N", min=1, help="Start N processes here, and measure between them.")] = None,
-    out: Annotated[str | None, typer.Option("--out", metavar="FILE", help="Write here; else to MYCEL_PROBE, or ~/.cache/mycel/probe.yaml.")] = None,
+    nproc: Annotated[
+        int | None,
+        typer.Option("--nproc", metavar="N", min=1, help="Start N processes here, and measure between them."),
+    ] = None,
+    out: Annotated[
+        str | None,
+        typer.Option("--out", metavar="FILE", help="Write here; else to MYCEL_PROBE, or ~/.cache/mycel/probe.yaml."),
+    ] = None,
     device: Annotated[str, typer.Option("--device", metavar="auto|cpu|cuda", help="What to measure.")] = "auto",
 ) -> None:
     """Measure products, attention, copies and messages by size, and write them to a file that planning reads.
@@ -152,18 +182,23 @@ def _check_ranks(config: Config, nproc: int | None, nnodes: int, node_rank: int,
     if nproc is None:
         if nnodes > 1 or node_rank or rendezvous is not None:
             raise TrainError(
-                "--nnodes, --node-rank and --rendezvous are for processes that are started here\n  try       --nproc N, as many on each host"
+                "--nnodes, --node-rank and --rendezvous are for processes that are started here\n"
+                "  try       --nproc N, as many on each host"
             )
         return
     running, ranks = nproc * nnodes, config.parallel.ranks
     if "RANK" in os.environ:
         raise TrainError(
-            "--nproc is for who starts the ranks, but this process is one: RANK is set\n  at        the environment\n  try       leave it out"
+            "--nproc is for who starts the ranks, but this process is one: RANK is set\n  at        the environment\n"
+            "  try       leave it out"
         )
     if ranks is not None and ranks != running:
         shown = ", ".join(f"{axis}: {n}" for axis, n in (config.parallel.mesh or {}).items())
         hint = f"--nproc {ranks // nnodes}" if ranks % nnodes == 0 else "another mesh"
-        raise PlanError(f"the mesh has {ranks} ranks, but {running} processes would run\n  at        parallel.mesh: {{{shown}}}\n  try       {hint}")
+        raise PlanError(
+            f"the mesh has {ranks} ranks, but {running} processes would run\n  at        parallel.mesh: {{{shown}}}\n"
+            f"  try       {hint}"
+        )
 
 
 def _launch(arguments: list[str], nproc: int, nnodes: int, node_rank: int, rendezvous: str | None) -> int:
@@ -177,7 +212,8 @@ def _launch(arguments: list[str], nproc: int, nnodes: int, node_rank: int, rende
 
 def _train(config: Config, resume: Path | None, dry_run: bool, file: Path | None) -> int:
     """Run the loop: its exit code, or that of its error."""
-    # on a machine that does other work too, threads that wait by spinning make a step of small operators several times slower
+    # on a machine that does other work too, threads that wait by spinning make a step of small operators several times
+    # slower
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     from mycel.train.loop import train as run_loop
 
@@ -192,7 +228,10 @@ def _split(arguments: Sequence[str]) -> tuple[Path | None, list[str]]:
     overrides = [each for each in arguments if "=" in each and "/" not in each.partition("=")[0]]
     files = [each for each in arguments if each not in overrides]
     if len(files) > 1:
-        raise TrainError(f"more than one configuration: {' and '.join(files)}\n  try       one file, and settings such as train.steps=500 over it")
+        raise TrainError(
+            f"more than one configuration: {' and '.join(files)}\n"
+            "  try       one file, and settings such as train.steps=500 over it"
+        )
     return (Path(files[0]) if files else None), overrides
 
 
@@ -207,12 +246,17 @@ def _run_config(run: Path, file: Path | None, folder: Path | None) -> Path:
     """The configuration a run was started with; another one beside it is refused."""
     if file or folder:
         other = f"--run {folder}" if folder else str(file)
-        raise TrainError(f"--resume {run} uses the run's own folder and configuration, not {other}\n  try       leave it out")
+        raise TrainError(
+            f"--resume {run} uses the run's own folder and configuration, not {other}\n  try       leave it out"
+        )
     config = run / "config.yaml"
     if config.is_file():
         return config
     there = [str(each.parent) for each in sorted(run.parent.glob("*/config.yaml"))]
-    hint = " or ".join(get_close_matches(str(run), there, n=3, cutoff=0.3)) or "the folder that the run printed when it started"
+    hint = (
+        " or ".join(get_close_matches(str(run), there, n=3, cutoff=0.3))
+        or "the folder that the run printed when it started"
+    )
     what = f"{run} is not a run: it has no config.yaml" if run.exists() else f"no run {run}"
     raise TrainError(f"{what}\n  try       {hint}")
 

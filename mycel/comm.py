@@ -1,4 +1,5 @@
-"""What code in a manual region says to the other ranks along an axis.  Everything differentiates; an axis with one rank sends nothing.
+"""What code in a manual region says to the other ranks along an axis.  Everything differentiates; an axis with one rank
+sends nothing.
 
     size(axis)                                how many ranks there are: a Python int
     index(axis)                               which one this is: an i64[]
@@ -7,7 +8,8 @@
     all_gather(x, axis, dim=0)                the parts of all, side by side
     reduce_scatter(x, axis, dim=0)            this rank's part of the sum
     all_to_all(x, axis, split, join)          part i of dim `split` to rank i; what comes in side by side along `join`
-    permute(x, axis, shift=1)                 to the rank `shift` further, round and round; or to=[…]: from rank i to rank to[i], -1: to nobody
+    permute(x, axis, shift=1)                 to the rank `shift` further, round and round; or to=[…]: from rank i to
+                                              rank to[i], -1: to nobody
 
 The gradient of a function of all ranks' values is meant: of `all_reduce`, the sum of all ranks' cotangents.
 """
@@ -48,7 +50,9 @@ def part(x: torch.Tensor, axis: str, dim: int = 0) -> torch.Tensor:
 
     def write(region: Open, v: Any) -> Any:
         divided(v.shape[dim], [axis], region.sizes, f"comm.part along {axis}")
-        if not region.is_inside(v) and region.tracer.eqns is region.eqns and len(region.tracer.manual) == 1:  # never whole on a rank
+        if (
+            not region.is_inside(v) and region.tracer.eqns is region.eqns and len(region.tracer.manual) == 1
+        ):  # never whole on a rank
             return region.enter(v, tuple((axis,) if d == dim else () for d in range(v.ndim)))
         return o.own_part(v, **_along(region, axis), dim=dim)
 
@@ -65,7 +69,12 @@ def all_reduce(x: torch.Tensor, axis: str, op: str = "sum") -> torch.Tensor:
 def all_gather(x: torch.Tensor, axis: str, dim: int = 0) -> torch.Tensor:
     """The parts of all ranks, joined along a dim."""
     dim = _dim(x, dim)
-    return _sent(x, axis, "all_gather", lambda r, v: o.all_gather(v, **_along(r, axis), dim=dim, size=v.shape[dim] * r.sizes[axis]))
+    return _sent(
+        x,
+        axis,
+        "all_gather",
+        lambda r, v: o.all_gather(v, **_along(r, axis), dim=dim, size=v.shape[dim] * r.sizes[axis]),
+    )
 
 
 def reduce_scatter(x: torch.Tensor, axis: str, dim: int = 0) -> torch.Tensor:
@@ -100,7 +109,10 @@ def permute(x: torch.Tensor, axis: str, shift: int = 1, to: Sequence[int] | None
         there = [(i + shift) % n for i in range(n)] if to is None else list(to)
         taken = [j for j in there if j != -1]
         if len(there) != n or len(set(taken)) != len(taken) or not all(0 <= j < n for j in taken):
-            raise ValueError(f"permute: to={there} for {n} ranks along {axis}: each rank sends to one other, or to -1, and gets from one")
+            raise ValueError(
+                f"permute: to={there} for {n} ranks along {axis}: each rank sends to one other, or to -1, and gets "
+                "from one"
+            )
         return o.permute_ranks(v, **_along(region, axis), to=tuple(there))
 
     return _sent(x, axis, "permute", write)
@@ -119,7 +131,10 @@ def _region(axis: str, name: str) -> Open | None:
     """The open region over an axis; None where the axis has one rank."""
     found = next((region for axes, region in reversed(OPEN) if axis in axes), 0)
     if found == 0:
-        what, hint = f"comm.{name} over {axis!r} outside of a manual region over it", f"with mycel.manual({axis!r}): around it"
+        what, hint = (
+            f"comm.{name} over {axis!r} outside of a manual region over it",
+            f"with mycel.manual({axis!r}): around it",
+        )
         raise refuse(what, hint) if TRACING else PlanError(f"{what}\n  try       {hint}")
     assert not isinstance(found, int)
     return found if found is not None and axis in found.sizes else None

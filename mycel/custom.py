@@ -1,6 +1,7 @@
 """Functions whose gradient the user gives: `custom_vjp`.
 
-In a capture such a function is one `custom` equation (`capture/custom.py`); called in plain PyTorch it is a torch.autograd.Function.
+In a capture such a function is one `custom` equation (`capture/custom.py`); called in plain PyTorch it is a
+torch.autograd.Function.
 """
 
 from __future__ import annotations
@@ -24,13 +25,15 @@ class CustomVjp:
         functools.update_wrapper(self, fn)
 
     def backward(self, rule: Callable[..., Any]) -> Callable[..., Any]:
-        """Enter the gradient: rule(g, result, *args) gives one cotangent for each tensor argument (None: no gradient)."""
+        """Enter the gradient: rule(g, result, *args) gives one cotangent for each tensor argument (None: no
+        gradient)."""
         self.rule = rule
         return rule
 
     def __call__(self, *args: Any) -> Any:
         if self.rule is None:
-            raise GradientError(f"{self.__name__} has no gradient yet: decorate its rule with @{self.__name__}.backward")  # type: ignore[attr-defined]
+            name: str = self.__name__  # type: ignore[attr-defined]
+            raise GradientError(f"{name} has no gradient yet: decorate its rule with @{name}.backward")
         if TRACING:
             return trace_custom(TRACING[-1], lambda given: (rewritten(self.fn)(*given), []), self._pull, args)
         return _eager_function(self).apply(self, *args)

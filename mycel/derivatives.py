@@ -1,6 +1,7 @@
 """Gradients as functions: grad, value_and_grad, vjp, jvp, hessian.
 
-Each captures the function as `jit` does, differentiates the program, and runs the result; `.program(*args)` and `.source(*args)` show it.
+Each captures the function as `jit` does, differentiates the program, and runs the result; `.program(*args)` and
+`.source(*args)` show it.
 Called while another function is captured, the derivative becomes part of that program: so they nest to any order.
 """
 
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 
 from mycel import transform
-from mycel.api import Entry, Jit, compile_captured, compile_program, unjit
+from mycel.api import CompiledCall, Jit, compile_captured, compile_program, unjit
 from mycel.capture import (
     LEAF,
     TRACING,
@@ -58,32 +59,56 @@ class Derived(Jit):
         with located(self.fn):
             return self.derive(replace(captured, program=transform.simplify(captured.program)))
 
-    def compile(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
+    def compile(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CompiledCall:
         return compile_captured(self.derived(args, kwargs), self.mode, self.check_finite, without_autograd)
 
 
 def grad(
-    fn: Callable[..., Any], argnums: int | Sequence[int] = 0, *, wrt: torch.nn.Module | None = None, has_aux: bool = False,
-    mode: str = "graph", check_finite: bool = False,
-) -> Derived:  # fmt: skip
-    """The gradient of a scalar function: with respect to arguments (a structure like each), or to a module's parameters (a dict by name)."""
-    return Derived(unjit(fn), mode, functools.partial(_gradient, argnums=argnums, wrt=wrt, has_aux=has_aux, value=False), check_finite)
+    fn: Callable[..., Any],
+    argnums: int | Sequence[int] = 0,
+    *,
+    wrt: torch.nn.Module | None = None,
+    has_aux: bool = False,
+    mode: str = "graph",
+    check_finite: bool = False,
+) -> Derived:
+    """The gradient of a scalar function: with respect to arguments (a structure like each), or to a module's parameters
+    (a dict by name)."""
+    return Derived(
+        unjit(fn),
+        mode,
+        functools.partial(_gradient, argnums=argnums, wrt=wrt, has_aux=has_aux, value=False),
+        check_finite,
+    )
 
 
 def value_and_grad(
-    fn: Callable[..., Any], argnums: int | Sequence[int] = 0, *, wrt: torch.nn.Module | None = None, has_aux: bool = False,
-    mode: str = "graph", check_finite: bool = False,
-) -> Derived:  # fmt: skip
+    fn: Callable[..., Any],
+    argnums: int | Sequence[int] = 0,
+    *,
+    wrt: torch.nn.Module | None = None,
+    has_aux: bool = False,
+    mode: str = "graph",
+    check_finite: bool = False,
+) -> Derived:
     """(value, gradient); with `has_aux`, `fn` returns (value, aux) and this ((value, aux), gradient)."""
-    return Derived(unjit(fn), mode, functools.partial(_gradient, argnums=argnums, wrt=wrt, has_aux=has_aux, value=True), check_finite)
+    return Derived(
+        unjit(fn),
+        mode,
+        functools.partial(_gradient, argnums=argnums, wrt=wrt, has_aux=has_aux, value=True),
+        check_finite,
+    )
 
 
 def hessian(fn: Callable[..., Any], argnums: int = 0, *, mode: str = "graph") -> Derived:
-    """The matrix of second derivatives with respect to one tensor argument, of shape x.shape + x.shape: forward over reverse."""
+    """The matrix of second derivatives with respect to one tensor argument, of shape x.shape + x.shape: forward over
+    reverse."""
     return Derived(unjit(fn), mode, functools.partial(_hessian, argnum=argnums))
 
 
-def jvp(fn: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any], *, mode: str = "graph") -> tuple[Any, Any]:
+def jvp(
+    fn: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any], *, mode: str = "graph"
+) -> tuple[Any, Any]:
     """(fn(*primals), its derivative in the direction of the tangents): forward mode."""
     if len(primals) != len(tangents):
         raise GradientError(f"jvp was given {len(primals)} primals and {len(tangents)} tangents")
@@ -130,10 +155,12 @@ def without_autograd(run: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-# -- gradient ---------------------------------------------------------------------------------------------------------
+# -- gradient --------------------------------------------------------------------------------------------------------
 
 
-def _gradient(c: Captured, *, argnums: int | Sequence[int], wrt: torch.nn.Module | None, has_aux: bool, value: bool) -> Captured:
+def _gradient(
+    c: Captured, *, argnums: int | Sequence[int], wrt: torch.nn.Module | None, has_aux: bool, value: bool
+) -> Captured:
     """A captured function -> its gradient, with the calling convention of its result changed."""
     out, aux = _value_and_aux(c.out, has_aux)
     if out.kind != "leaf":
@@ -179,11 +206,15 @@ def _argument_inputs(c: Captured, argnums: int | Sequence[int]) -> tuple[list[An
         i %= len(args)
         leaves = c.program.positions(c.leaves[starts[i] : starts[i + 1]])
         if not leaves:
-            raise GradientError(f"argument {i} is {_describe(args[i])}, not a tensor; pass torch.tensor(...) to differentiate it")
+            raise GradientError(
+                f"argument {i} is {_describe(args[i])}, not a tensor; pass torch.tensor(...) to differentiate it"
+            )
         for k in leaves:
             var = c.program.inputs[k]
             if not is_float(var.dtype):
-                raise GradientError(f"argument {i} ({var}) is not floating point: it has no gradient; leave it out of argnums")
+                raise GradientError(
+                    f"argument {i} ({var}) is not floating point: it has no gradient; leave it out of argnums"
+                )
         inputs += leaves
         trees.append(args[i])
     return inputs, Tree("tuple", None, tuple(trees)) if several else trees[0]
@@ -195,10 +226,13 @@ def _parameter_inputs(c: Captured, module: torch.nn.Module) -> tuple[list[int | 
     named = {k: p for k, p in module.named_parameters() if p.requires_grad}
     if not named:
         raise GradientError(f"{type(module).__name__} has no parameter that requires a gradient")
-    return [at.get(id(p), Type(p.dtype, tuple(p.shape))) for p in named.values()], Tree("dict", (dict, tuple(named)), (LEAF,) * len(named))
+    return [at.get(id(p), Type(p.dtype, tuple(p.shape))) for p in named.values()], Tree(
+        "dict", (dict, tuple(named)), (LEAF,) * len(named)
+    )
 
 
-# -- second derivatives -----------------------------------------------------------------------------------------------------
+# -- second derivatives
+# -----------------------------------------------------------------------------------------------------
 
 
 def _hessian(c: Captured, *, argnum: int) -> Captured:
@@ -244,7 +278,10 @@ class Pushforward(Derived):
         if n != len(set(c.leaves)):
             raise GradientError("jvp was given the same tensor twice among the primals")
         if tree != c.arguments.children[0]:
-            raise GradientError(f"the tangents {_describe(tree)} do not have the structure of the primals {_describe(c.arguments.children[0])}")
+            raise GradientError(
+                f"the tangents {_describe(tree)} do not have the structure of the primals "
+                f"{_describe(c.arguments.children[0])}"
+            )
         for var, t in zip((c.program.inputs[i] for i in primals), leaves, strict=True):
             if not is_float(var.dtype):
                 raise GradientError(f"primal {var} is not floating point: it has no tangent")
@@ -257,7 +294,11 @@ class Pushforward(Derived):
         ordered = [c.program.inputs[i].name for i in sorted(primals)]  # as their tangents are, behind all inputs
         along = dict(zip(ordered, (v.name for v in main.inputs[len(c.program.inputs) :]), strict=True))
         rest = len(c.program.results) - results  # effects stand between results and tangents
-        moved = (*main.outputs[:results], *main.outputs[results + rest : results + rest + sum(floats)], *main.outputs[results : results + rest])
+        moved = (
+            *main.outputs[:results],
+            *main.outputs[results + rest : results + rest + sum(floats)],
+            *main.outputs[results : results + rest],
+        )
         tail = main.outputs[len(main.outputs) - len(pushed.updates) :] if pushed.updates else ()
         program = _with_outputs(pushed, (*moved, *tail))
         arguments = Tree("tuple", None, (Tree("tuple", None, (c.arguments.children[0], tree)), c.arguments.children[1]))
@@ -273,7 +314,8 @@ def _pushforward(fn: Callable[..., Any], mode: str) -> Pushforward:
     return Pushforward(fn, mode, lambda c: c)
 
 
-# -- reverse mode, in two halves ----------------------------------------------------------------------------------------
+# -- reverse mode, in two halves
+# ----------------------------------------------------------------------------------------
 
 
 class Pullback:
@@ -301,9 +343,14 @@ class Pullback:
             inputs = input_tensors(c, leaves)
             outs = splice_program(tracer, first, input_values(tracer, c, inputs))
             residuals = outs[n : n + kept]
-            flat = replace(ahead, program=_with_outputs(first, (*first.main.outputs[:n], *first.main.outputs[n + kept :])))
+            flat = replace(
+                ahead, program=_with_outputs(first, (*first.main.outputs[:n], *first.main.outputs[n + kept :]))
+            )
             out = results(
-                tracer, replace(flat, out=Tree("tuple", None, tuple(t for t in trees if t is not trees[1]))), inputs, [*outs[:n], *outs[n + kept :]]
+                tracer,
+                replace(flat, out=Tree("tuple", None, tuple(t for t in trees if t is not trees[1]))),
+                inputs,
+                [*outs[:n], *outs[n + kept :]],
             )
 
             def pull_traced(cotangent: Any) -> Any:
@@ -328,7 +375,9 @@ def _cotangents(cotangent: Any, value: Tree, given: list[int], types: list[Type]
     leaves: list[torch.Tensor] = []
     tree = flatten(cotangent, leaves)
     if tree != value:
-        raise GradientError(f"the cotangent {_describe(tree)} does not have the structure of the result {_describe(value)}")
+        raise GradientError(
+            f"the cotangent {_describe(tree)} does not have the structure of the result {_describe(value)}"
+        )
     chosen = [leaves[i] for i in given]
     for x, t in zip(chosen, types, strict=True):
         if (x.dtype, tuple(x.shape)) != (t.dtype, t.shape):
@@ -336,7 +385,7 @@ def _cotangents(cotangent: Any, value: Tree, given: list[int], types: list[Type]
     return chosen
 
 
-# -- parts ------------------------------------------------------------------------------------------------------------
+# -- parts -----------------------------------------------------------------------------------------------------------
 
 
 def _only(tree: Tree, keep: Any) -> Tree:

@@ -1,7 +1,8 @@
 """What can go wrong, and whose side it is on.
 
 The user's side: `CaptureError` (code that cannot become a program), `TextError` (program text that does not parse),
-`LoadError` (a saved program that is damaged), `PlanError`, `RunError`, `TrainError` and `CheckpointError` (the trainer's).  Our side:
+`LoadError` (a saved program that is damaged), `PlanError`, `RunError`, `TrainError` and `CheckpointError` (the
+trainer's).  Our side:
 `IRError`, an inconsistent program.
 Every message says what, where in the user's code, and what to try.
 """

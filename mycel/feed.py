@@ -1,12 +1,16 @@
-"""A batch on its way to a rank: which part of each tensor is this rank's, cut on the host before it is moved to the device.
+"""A batch on its way to a rank: which part of each tensor is this rank's, cut on the host before it is moved to the
+device.
 
-    a batch of 6 rows under [dp] on Mesh(dp=4)      dp=0  rows 0:2     dp=1  rows 2:4     dp=2  rows 4:6     dp=3  no rows
+    a batch of 6 rows under [dp] on Mesh(dp=4)      dp=0  rows 0:2     dp=1  rows 2:4     dp=2  rows 4:6     dp=3  no
+                                                    rows
 
     step(**batch)                        the whole batch     cut ─▶ move ─▶ run
     take = step.local(**like)            such a batch, which needs no data
-    take(**part)                         this rank's part    pad ─▶ move ─▶ run     no padding in it: step.rows, step.slices
+    take(**part)                         this rank's part    pad ─▶ move ─▶ run     no padding in it: step.rows,
+                                         step.slices
 
-How large the whole is cannot be told from a part (3 of 5 rows, or of 6), and ranks that guess could guess differently: so it is said.
+How large the whole is cannot be told from a part (3 of 5 rows, or of 6), and ranks that guess could guess differently:
+so it is said.
 """
 
 from __future__ import annotations
@@ -33,7 +37,8 @@ NO_LAYOUTS: Mapping[str, Layout] = {}
 
 @dataclass(frozen=True)
 class Feed:
-    """The whole batch tensors of a program and how they lie; `at`: which of a call's inputs they are; `leaves`: which of them each tensor of
+    """The whole batch tensors of a program and how they lie; `at`: which of a call's inputs they are; `leaves`: which
+    of them each tensor of
     the arguments is."""
 
     inputs: tuple[Var, ...]
@@ -82,7 +87,9 @@ class Feed:
         return [made[name] for name in self.leaves]
 
 
-def feed_of(captured: Captured, program: Program, layouts: Mapping[str, Layout] = NO_LAYOUTS, mesh: Mesh = ALONE, rank: int = 0) -> Feed:
+def feed_of(
+    captured: Captured, program: Program, layouts: Mapping[str, Layout] = NO_LAYOUTS, mesh: Mesh = ALONE, rank: int = 0
+) -> Feed:
     """How a program, made of what was captured, is fed; what has no layout is whole."""
     whole = {v.name: v for v in program.inputs}
     at = [i for i, v in enumerate(captured.program.inputs) if v.name in captured.leaves]
@@ -91,7 +98,7 @@ def feed_of(captured: Captured, program: Program, layouts: Mapping[str, Layout] 
     return Feed(inputs, lie, tuple(at), tuple(captured.leaves), captured.device, mesh, rank)
 
 
-# -- calls with this rank's part ---------------------------------------------------------------------------------------
+# -- calls with this rank's part -------------------------------------------------------------------------------------
 
 
 class Compiled(Protocol):
@@ -124,7 +131,9 @@ class Local:
         tensors: list[torch.Tensor] = []
         flatten((args, kwargs), tensors)
         given = [type_of(x) for x in tensors]
-        known = (entry.feed for entry in caller.entries if caller.usable(entry) and entry.feed.types(parts=False) == given)
+        known = (
+            entry.feed for entry in caller.entries if caller.usable(entry) and entry.feed.types(parts=False) == given
+        )
         self.caller = caller
         self.feed: Feed = next(known, None) or caller.prepare(*args, **kwargs).entries[0].feed
 
@@ -171,11 +180,13 @@ def padded(x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     return y
 
 
-# -- a batch on the host, captured for a program on a device -------------------------------------------------------------------
+# -- a batch on the host, captured for a program on a device
+# -------------------------------------------------------------------
 
 
 def without_host_data(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> Arguments:
-    """Arguments for a capture on this device: for tensors on the host stand ones without data, as only parts are moved."""
+    """Arguments for a capture on this device: for tensors on the host stand ones without data, as only parts are
+    moved."""
     if device.type in ("cpu", "meta"):
         return args, kwargs
     tensors: list[torch.Tensor] = []

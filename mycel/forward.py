@@ -1,4 +1,5 @@
-"""The loss of a batch, or what else a function makes of it with the model, without a step: under the plan of a step, in its precision."""
+"""The loss of a batch, or what else a function makes of it with the model, without a step: under the plan of a step, in
+its precision."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from mycel.capture import capture as capture_call
 from mycel.capture.bind import Call
 from mycel.feed import Fed, Feed, Local, feed_of, from_anywhere, without_host_data
 from mycel.ir import Block, Program, Var, check
-from mycel.parts import Joined, Parts, roles_of
+from mycel.parts import Joined, ShardedModel, roles_of
 from mycel.planning import Task, with_layouts
 from mycel.run import load
 
@@ -30,9 +31,16 @@ class Signature:
 
 
 class Forward:
-    """A function of the model without gradients, compiled once for each signature; `prepared` makes the program of what was captured."""
+    """A function of the model without gradients, compiled once for each signature; `prepared` makes the program of what
+    was captured."""
 
-    def __init__(self, fn: Callable[..., Any], model: torch.nn.Module, prepared: Callable[[Captured], Program], parts: Parts | None) -> None:
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        model: torch.nn.Module,
+        prepared: Callable[[Captured], Program],
+        parts: ShardedModel | None,
+    ) -> None:
         self.fn, self.model, self.prepared, self.parts = fn, model, prepared, parts
         self.entries: list[Signature] = []
 

@@ -1,19 +1,25 @@
 """What the user says of layouts inside model code: a layout for a value, or a region to be spread by hand.
 
-    h = mycel.shard(h, "dp", None, "tp")               from here on dim 0 over dp, dim 2 over tp; the value stays what it is
+    h = mycel.shard(h, "dp", None, "tp")               from here on dim 0 over dp, dim 2 over tp; the value stays what
+                                                       it is
 
     with mycel.manual("tp"):                            in here a rank sees what it has itself along tp
         w = comm.part(self.w, "tp", dim=0)              this rank's part of a value
         h = comm.all_gather(x @ w.T, "tp", dim=-1)
 
     @mycel.manual("tp", ins=[None, ("tp", None)], outs=(None, "tp"))
-    def column(x, w):                                   x whole, w as this rank's rows; the results of all ranks side by side
+    def column(x, w):                                   x whole, w as this rank's rows; the results of all ranks side by
+                                                        side
         return x @ w.T
 
-Values from outside come into a region whole, the same on every rank, unless `ins` says how an argument is split.  What leaves a `with` block must be
-the same on all its ranks again, which is checked; a result of a decorated function is taken as `outs` says, and along an axis that it does not name
-the first rank's counts: it is sent to the others where they may have another.  A list is one layout for each argument or result, a tuple one layout,
-None the whole.  Axes that the region does not name are spread as everywhere else.  Random numbers are the same on all ranks of a region.  On one
+Values from outside come into a region whole, the same on every rank, unless `ins` says how an argument is split.  What
+leaves a `with` block must be
+the same on all its ranks again, which is checked; a result of a decorated function is taken as `outs` says, and along
+an axis that it does not name
+the first rank's counts: it is sent to the others where they may have another.  A list is one layout for each argument
+or result, a tuple one layout,
+None the whole.  Axes that the region does not name are spread as everywhere else.  Random numbers are the same on all
+                 ranks of a region.  On one
 device, or where an axis has one rank, parts are wholes and nothing is sent.
 """
 
@@ -30,7 +36,9 @@ from mycel.errors import PlanError
 from mycel.ir import Axes, Var
 from mycel.ops import o
 
-OPEN: list[tuple[Axes, Open | None]] = []  # the regions around the code that runs: their axes, and what is traced where they have ranks
+OPEN: list[
+    tuple[Axes, Open | None]
+] = []  # the regions around the code that runs: their axes, and what is traced where they have ranks
 
 
 def shard(x: torch.Tensor, *layout: Any) -> torch.Tensor:
@@ -40,7 +48,9 @@ def shard(x: torch.Tensor, *layout: Any) -> torch.Tensor:
     dims = _layout(layout, x.ndim, "mycel.shard")
     own = next((a for axes, _ in OPEN for a in axes if any(a in d for d in dims)), None)
     if own is not None:
-        raise _refuse(f"mycel.shard over {own!r} inside of a manual region over it", "comm.part, or a hint outside of the region")
+        raise _refuse(
+            f"mycel.shard over {own!r} inside of a manual region over it", "comm.part, or a hint outside of the region"
+        )
     if not TRACING:
         return x
     tracer = TRACING[-1]
@@ -52,11 +62,20 @@ def _layout(entries: Sequence[Any] | None, ndim: int, what: str) -> tuple[Axes, 
     """Entries as tuples of axes; refuses what is no layout of so many dims."""
     if entries is None:
         return ((),) * ndim
-    dims = tuple(() if e is None else (e,) if isinstance(e, str) else e for e in entries) if isinstance(entries, tuple | list) else None
+    dims = (
+        tuple(() if e is None else (e,) if isinstance(e, str) else e for e in entries)
+        if isinstance(entries, tuple | list)
+        else None
+    )
     if dims is None or not all(isinstance(d, tuple | list) and all(isinstance(a, str) for a in d) for d in dims):
-        raise _refuse(f"{what}: {entries!r} is no layout", "for each dim an axis such as 'dp', a tuple of axes, or None")
+        raise _refuse(
+            f"{what}: {entries!r} is no layout", "for each dim an axis such as 'dp', a tuple of axes, or None"
+        )
     if len(dims) != ndim:
-        raise _refuse(f"{what}: {len(dims)} entries for a tensor of {ndim} dims", "one entry for each dim, None for a dim that stays whole")
+        raise _refuse(
+            f"{what}: {len(dims)} entries for a tensor of {ndim} dims",
+            "one entry for each dim, None for a dim that stays whole",
+        )
     axes = [a for d in dims for a in d]
     twice = next((a for a in axes if axes.count(a) > 1), None)
     if twice is not None:
@@ -75,12 +94,18 @@ class manual:
         if not axes or not all(isinstance(a, str) for a in axes):
             raise PlanError(f"mycel.manual takes names of axes, not {axes!r}\n  try       mycel.manual('tp')")
         if ins is not None and not isinstance(ins, list):
-            raise PlanError(f"mycel.manual: ins is {ins!r}\n  try       a list with a layout for each argument: ins=[('tp', None), None]")
+            raise PlanError(
+                f"mycel.manual: ins is {ins!r}\n"
+                "  try       a list with a layout for each argument: ins=[('tp', None), None]"
+            )
         self.axes, self.ins, self.outs = axes, ins, outs
 
     def __enter__(self) -> None:
         if self.ins is not None or self.outs is not None:
-            raise _refuse("mycel.manual: ins and outs are for functions", "a decorated function, or comm.part and comm.all_gather in the with block")
+            raise _refuse(
+                "mycel.manual: ins and outs are for functions",
+                "a decorated function, or comm.part and comm.all_gather in the with block",
+            )
         self._open()
 
     def __exit__(self, error: Any, *_: Any) -> None:
@@ -146,12 +171,20 @@ class manual:
         """A layout for each result."""
         listed = self.outs if isinstance(self.outs, list) else [self.outs] * len(leaves)
         if len(listed) != len(leaves):
-            raise _refuse(f"mycel.manual: outs has {len(listed)} layouts for {len(leaves)} results", "one for each tensor the function returns")
-        layouts = [self._own(_layout(e, t.ndim, f"mycel.manual: result {i}")) for i, (e, t) in enumerate(zip(listed, leaves, strict=True))]
+            raise _refuse(
+                f"mycel.manual: outs has {len(listed)} layouts for {len(leaves)} results",
+                "one for each tensor the function returns",
+            )
+        layouts = [
+            self._own(_layout(e, t.ndim, f"mycel.manual: result {i}"))
+            for i, (e, t) in enumerate(zip(listed, leaves, strict=True))
+        ]
         region = OPEN[-1][1]
         return layouts if region is None else [self._sized(layout, region) for layout in layouts]
 
-    def _values(self, region: Open | None, leaves: Sequence[torch.Tensor], layouts: Sequence[tuple[Axes, ...]]) -> list[Any]:
+    def _values(
+        self, region: Open | None, leaves: Sequence[torch.Tensor], layouts: Sequence[tuple[Axes, ...]]
+    ) -> list[Any]:
         """The results as values of the region, the same on all ranks along axes that their layouts do not name."""
         if region is None:
             return []
@@ -164,7 +197,10 @@ class manual:
     def _own(self, layout: tuple[Axes, ...]) -> tuple[Axes, ...]:
         other = next((a for dim in layout for a in dim if a not in self.axes), None)
         if other is not None:
-            raise _refuse(f"mycel.manual: a layout names {other!r}; the region is over {', '.join(self.axes)}", f"mycel.manual(…, {other!r})")
+            raise _refuse(
+                f"mycel.manual: a layout names {other!r}; the region is over {', '.join(self.axes)}",
+                f"mycel.manual(…, {other!r})",
+            )
         return layout
 
     def _sized(self, layout: tuple[Axes, ...], region: Open) -> tuple[Axes, ...]:

@@ -1,17 +1,22 @@
 """Starts the ranks of one host as processes, and ends them together.
 
-    launch(["train", "my.yaml"], nproc=4)                                         python -m mycel train my.yaml, four times
+    launch(["train", "my.yaml"], nproc=4)                                         python -m mycel train my.yaml, four
+    times
     launch([…], nproc=8, nnodes=2, node_rank=1, rendezvous="10.0.0.1:29500")      the second of two hosts
     launch(["x", "y"], nproc=2, program=["script.py"])                            any script, or -m module
 
-The environment of each rank is the one torchrun makes.  The launcher of the first host holds the store in which the ranks meet: at the
+The environment of each rank is the one torchrun makes.  The launcher of the first host holds the store in which the
+                                                         ranks meet: at the
 address of the rendezvous, or at a free port of loopback.
 
-    a rank fails           the others are told through the store who and how, and have FOLLOW_S to end before they are killed
+    a rank fails           the others are told through the store who and how, and have FOLLOW_S to end before they are
+                           killed
     SIGINT, SIGTERM …      passed on to all ranks, which have `grace_s` to end by themselves; asked twice, FOLLOW_S
-    the launcher dies      the kernel kills the ranks with it (prctl PR_SET_PDEATHSIG; where there is none, they see the store vanish)
+    the launcher dies      the kernel kills the ranks with it (prctl PR_SET_PDEATHSIG; where there is none, they see the
+                           store vanish)
 
-Each rank is a process group of its own, and whatever it started is killed when it has ended.  Rank 0 writes to the console; the others
+Each rank is a process group of its own, and whatever it started is killed when it has ended.  Rank 0 writes to the
+console; the others
 to RANK.log in a folder, which stays if one fails.
 """
 
@@ -53,14 +58,16 @@ def launch(
     logs: str | os.PathLike[str] | None = None,
     grace_s: float = 60.0,
 ) -> int:
-    """Run `python PROGRAM ARGV` as `nproc` ranks on this host, to the end: the exit code of the first that failed, 128 + N for signal N.
+    """Run `python PROGRAM ARGV` as `nproc` ranks on this host, to the end: the exit code of the first that failed, 128
+    + N for signal N.
 
-    `env`: more variables for the ranks.  `logs`: the folder of their logs; otherwise a temporary one, kept if a rank fails."""
+    `env`: more variables for the ranks.  `logs`: the folder of their logs; otherwise a temporary one, kept if a rank
+                                          fails."""
     host, port = _address(nproc, nnodes, node_rank, rendezvous)
     server = _listen(host, port) if node_rank == 0 else None
     folder = Path(logs) if logs is not None else Path(tempfile.mkdtemp(prefix="mycel-logs-"))
     folder.mkdir(parents=True, exist_ok=True)
-    ranks = Ranks(host, server.getsockname()[1] if server else port, nnodes, node_rank, grace_s)
+    ranks = LocalRanks(host, server.getsockname()[1] if server else port, nnodes, node_rank, grace_s)
     with ranks.together():
         ranks.start([sys.executable, *program, *argv], nproc, {**os.environ, **(env or {})}, folder)
         ranks.hold(server)
@@ -79,7 +86,8 @@ class Rank:
 
     @property
     def ended(self) -> bool:
-        """Has it ended?  What it started, and left behind, then ends too: its group has the process's id, which is ours until it is asked for."""
+        """Has it ended?  What it started, and left behind, then ends too: its group has the process's id, which is ours
+        until it is asked for."""
         if self.process.returncode is not None:
             return True
         if os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
@@ -112,7 +120,7 @@ class Rank:
                 os.kill(self.process.pid, number)
 
 
-class Ranks:
+class LocalRanks:
     """The ranks of this host, from their start to their end."""
 
     def __init__(self, host: str, port: int, nnodes: int, node_rank: int, grace_s: float) -> None:
@@ -127,7 +135,9 @@ class Ranks:
     def together(self) -> Iterator[None]:
         """Inside, signals are passed on; at the end, however it comes, none is left."""
         before = {}
-        if threading.current_thread() is threading.main_thread():  # no other thread may; what is ignored (by nohup, say) stays so
+        if (
+            threading.current_thread() is threading.main_thread()
+        ):  # no other thread may; what is ignored (by nohup, say) stays so
             before = {n: old for n in SIGNALS if (old := signal.getsignal(n)) not in (signal.SIG_IGN, None)}
         for number in before:
             signal.signal(number, lambda number, _: self._pass_on(number))
@@ -143,7 +153,8 @@ class Ranks:
         """All of them; where threads are not counted, they share the cores."""
         common = {
             "OMP_NUM_THREADS": str(max(1, _cores() // nproc)),
-            "TORCH_CPP_LOG_LEVEL": "FATAL",  # torch reports every lost connection with a stack trace; the watch says it in a line
+            # torch reports every lost connection with a stack trace; the watch says it in a line
+            "TORCH_CPP_LOG_LEVEL": "FATAL",
             **base,
             "WORLD_SIZE": str(self.nnodes * nproc), "LOCAL_WORLD_SIZE": str(nproc), "GROUP_RANK": str(self.node_rank),
             "MASTER_ADDR": self.host, "MASTER_PORT": str(self.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
@@ -165,7 +176,8 @@ class Ranks:
             self.all.append(Rank(rank, process, log))
 
     def hold(self, server: socket.socket | None) -> None:
-        """Put up the store, if its socket is here.  After the start: torch is imported for it, while the ranks import it too."""
+        """Put up the store, if its socket is here.  After the start: torch is imported for it, while the ranks import
+        it too."""
         from mycel.run import rendezvous
 
         if server is not None:
@@ -206,13 +218,18 @@ class Ranks:
         """Note who failed first, and tell the others; when all were asked to end, they do without being told."""
         from mycel.run.watch import LOST
 
-        # of those that died since the last look, one that ends because of another is not the first; a signal comes from outside
-        first = min((r for r in self.all if r.process.returncode), key=lambda r: (r.code == LOST, r.process.returncode > 0))
+        # of those that died since the last look, one that ends because of another is not the first; a signal comes from
+        # outside
+        first = min(
+            (r for r in self.all if r.process.returncode), key=lambda r: (r.code == LOST, r.process.returncode > 0)
+        )
         self.failed, why = first, f"{first.fate}\n  try       a look at its log: {first.log or 'the console'}"
 
         def tell(store: Any, run: Any) -> None:
             told = run.tell(store, why)
-            self.failed = next((r for r in self.all if told.startswith(f"rank {r.rank} failed: ")), first)  # it said so, and may still be ending
+            self.failed = next(
+                (r for r in self.all if told.startswith(f"rank {r.rank} failed: ")), first
+            )  # it said so, and may still be ending
 
         if not self.asked:
             self.deadline = min(self.deadline, time.monotonic() + FOLLOW_S)
@@ -253,11 +270,15 @@ class Ranks:
 def _address(nproc: int, nnodes: int, node_rank: int, rendezvous: str | None) -> tuple[str, int]:
     """Where the ranks meet; port 0: any."""
     if nproc < 1 or nnodes < 1 or not 0 <= node_rank < nnodes:
-        raise RunError(f"nproc={nproc}, nnodes={nnodes}, node_rank={node_rank}\n  try       at least one of each, and node_rank from 0 to nnodes - 1")
+        raise RunError(
+            f"nproc={nproc}, nnodes={nnodes}, node_rank={node_rank}\n"
+            "  try       at least one of each, and node_rank from 0 to nnodes - 1"
+        )
     if rendezvous is None:
         if nnodes > 1:
             raise RunError(
-                f"{nnodes} hosts, and no place where they meet\n  try       rendezvous=HOST:PORT with an address of the first host, on each of them"
+                f"{nnodes} hosts, and no place where they meet\n"
+                "  try       rendezvous=HOST:PORT with an address of the first host, on each of them"
             )
         return "127.0.0.1", 0
     host, _, port = rendezvous.rpartition(":")
@@ -269,9 +290,14 @@ def _address(nproc: int, nnodes: int, node_rank: int, rendezvous: str | None) ->
 def _listen(host: str, port: int) -> socket.socket:
     """A socket at an address of this machine; port 0: any that is free."""
     try:
-        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=4096)
+        return socket.create_server(
+            (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=4096
+        )
     except OSError as e:
-        raise RunError(f"cannot listen at {host}:{port}: {e.strerror or e}\n  try       an address of this host, and a port that is free") from e
+        raise RunError(
+            f"cannot listen at {host}:{port}: {e.strerror or e}\n"
+            "  try       an address of this host, and a port that is free"
+        ) from e
 
 
 def _die_with(parent: int) -> Callable[[], None]:

@@ -1,7 +1,8 @@
 """The batch -> the loss, as one function: what a model returns, or a loss of what it returns.
 
 loss=None          step(**batch)    model(**batch), its `.loss`
-loss=f             step(x, y)       f(model(x), y):  the model gets the first arguments, as many as it takes; f the last ones, as many as it needs
+loss=f             step(x, y)       f(model(x), y):  the model gets the first arguments, as many as it takes; f the last
+                   ones, as many as it needs
                                     (all of them, if it takes *args); arguments by name go to whoever names them
 """
 
@@ -52,12 +53,16 @@ class Arity:
     first: str
 
     def rest_of(self, args: tuple[Any, ...], taken: int | None, named: dict[str, Any]) -> tuple[Any, ...]:
-        """What a loss gets of the batch besides the output: the last ones, as many as it needs, and whatever the model did not take."""
+        """What a loss gets of the batch besides the output: the last ones, as many as it needs, and whatever the model
+        did not take."""
         if self.most is None:
             return args
         left = 0 if taken is None else max(len(args) - taken, 0)
         if left > self.most - 1:
-            raise TrainError(f"the batch has {len(args)} arguments; the model takes {taken}, the loss {self.most - 1} besides the output")
+            raise TrainError(
+                f"the batch has {len(args)} arguments; the model takes {taken}, the loss {self.most - 1} besides the "
+                "output"
+            )
         count = max(left, self.least - 1 - len(named))
         return args[max(len(args) - count, 0) :] if count > 0 else ()
 
@@ -67,8 +72,14 @@ def _takes(fn: Callable[..., Any]) -> tuple[Arity, set[str] | None]:
     ps = list(inspect.signature(fn).parameters.values())
     plain = [p for p in ps if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     rest = any(p.kind is p.VAR_POSITIONAL for p in ps)
-    names = None if any(p.kind is p.VAR_KEYWORD for p in ps) else {p.name for p in ps if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
-    return Arity(sum(p.default is p.empty for p in plain), None if rest else len(plain), plain[0].name if plain else ""), names
+    names = (
+        None
+        if any(p.kind is p.VAR_KEYWORD for p in ps)
+        else {p.name for p in ps if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
+    )
+    return Arity(
+        sum(p.default is p.empty for p in plain), None if rest else len(plain), plain[0].name if plain else ""
+    ), names
 
 
 def _loss_of(out: Any) -> torch.Tensor:
@@ -80,7 +91,8 @@ def _loss_of(out: Any) -> torch.Tensor:
         found = out[0]
     if found is None:
         raise TrainError(
-            f"the model returned {type(out).__name__} without a loss\n  try       pass labels in the batch, or give train_step loss=f(output, *batch)"
+            f"the model returned {type(out).__name__} without a loss\n"
+            "  try       pass labels in the batch, or give train_step loss=f(output, *batch)"
         )
     return _scalar(found)
 
@@ -88,7 +100,9 @@ def _loss_of(out: Any) -> torch.Tensor:
 def _scalar(loss: Any) -> torch.Tensor:
     if not isinstance(loss, torch.Tensor) or loss.ndim != 0 or not loss.is_floating_point():
         shown = f"{loss.dtype} of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-        raise TrainError(f"the loss is {shown}, not a floating point scalar\n  try       .mean() or .sum() at the end of the loss")
+        raise TrainError(
+            f"the loss is {shown}, not a floating point scalar\n  try       .mean() or .sum() at the end of the loss"
+        )
     return loss
 
 
@@ -102,7 +116,8 @@ class Batch:
         self.rows = next((x.shape[0] for x in self.leaves if x.ndim), None)
         if parts > 1 and (self.rows is None or self.rows % parts):
             raise TrainError(
-                f"accumulate={parts} splits the first dim of the batch, which is {self.rows}\n  try       a batch whose size is a multiple of {parts}"
+                f"accumulate={parts} splits the first dim of the batch, which is {self.rows}\n"
+                f"  try       a batch whose size is a multiple of {parts}"
             )
 
     def is_split(self, x: torch.Tensor) -> bool:

@@ -1,6 +1,7 @@
 """torch's optimisers as groups of a step: which state they keep, which hyper-parameters they read, and where both live.
 
-State stays in torch's own objects (`optimizer.state[p]`), created as torch would; hyper-parameters are read at every call.  So
+State stays in torch's own objects (`optimizer.state[p]`), created as torch would; hyper-parameters are read at every
+call.  So
 `optimizer.state_dict()`, schedulers and a later `optimizer.step()` work as if torch had taken the steps.
 """
 
@@ -14,13 +15,14 @@ import torch
 
 from mycel.errors import TrainError
 from mycel.ir import NAMES
-from mycel.ops.optimisers import OPTIMISERS, Optimiser, Slot
+from mycel.ops.optimisers import OPTIMISERS, Optimiser, StateSlot
 from mycel.ops.optimisers.paragraph import INDIFFERENT
-from mycel.transform import Group
+from mycel.transform import ParameterGroup
 
 
 def paragraph(optimizer: torch.optim.Optimizer) -> Optimiser | None:
-    """What Mycel knows of an optimiser: of exactly torch's classes, or of any class by its name where the paragraph takes such."""
+    """What Mycel knows of an optimiser: of exactly torch's classes, or of any class by its name where the paragraph
+    takes such."""
     kind = type(optimizer)
     for known in OPTIMISERS.values():
         if kind.__name__ in known.classes and (known.foreign or kind is getattr(torch.optim, kind.__name__, None)):
@@ -40,16 +42,22 @@ def refuse_unsupported(optimizer: Any) -> None:
     known = paragraph(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else None
     if known is None:
         raise TrainError(
-            f"train_step was given {type(optimizer).__module__}.{type(optimizer).__qualname__} as optimizer\n  known     {', '.join(_names())}\n"
+            f"train_step was given {type(optimizer).__module__}.{type(optimizer).__qualname__} as optimizer\n"
+            f"  known     {', '.join(_names())}\n"
             "  try       one of these, or mycel.value_and_grad(loss, wrt=model) with your own update"
         )
     for group in optimizer.param_groups:
         if group.get("differentiable"):
-            raise TrainError("an optimizer with differentiable=True\n  try       leave it out: train_step takes the step outside of autograd")
+            raise TrainError(
+                "an optimizer with differentiable=True\n"
+                "  try       leave it out: train_step takes the step outside of autograd"
+            )
         options = known.options(type(optimizer).__name__, group)
         missing = sorted(known.known - {*options, *INDIFFERENT, "first_step", ""})
         if missing:
-            raise TrainError(f"{type(optimizer).__qualname__} has no option {missing[0]!r}\n  known     {', '.join(_names())}")
+            raise TrainError(
+                f"{type(optimizer).__qualname__} has no option {missing[0]!r}\n  known     {', '.join(_names())}"
+            )
         for name in known.off.keys() | (optimizer.defaults.keys() - known.known):
             _refuse_option(optimizer, group, name, known.off.get(name))
 
@@ -59,7 +67,8 @@ def _refuse_option(optimizer: torch.optim.Optimizer, group: dict[str, Any], name
     value = group.get(name, getattr(optimizer, name, off))
     if value != off and (off is not None or value):
         raise TrainError(
-            f"{type(optimizer).__qualname__} with {name}={value!r}\n  known     {', '.join(sorted(known_of(optimizer).known - {*INDIFFERENT, ''}))}\n"
+            f"{type(optimizer).__qualname__} with {name}={value!r}\n"
+            f"  known     {', '.join(sorted(known_of(optimizer).known - {*INDIFFERENT, ''}))}\n"
             f"  try       {name}={off!r}, or leave it out"
         )
 
@@ -67,33 +76,43 @@ def _refuse_option(optimizer: torch.optim.Optimizer, group: dict[str, Any], name
 def _names() -> list[str]:
     """The optimisers there are, as one writes them."""
     found = [(name, known.foreign) for known in OPTIMISERS.values() for name in known.classes]
-    return sorted(f"any {name}" if foreign else f"torch.optim.{name}" for name, foreign in found if foreign or hasattr(torch.optim, name))
+    return sorted(
+        f"any {name}" if foreign else f"torch.optim.{name}"
+        for name, foreign in found
+        if foreign or hasattr(torch.optim, name)
+    )
 
 
 @dataclass(frozen=True)
 class Bound:
     """One group of a step: the group as the program sees it, its parameters, and the torch group it reads."""
 
-    group: Group
+    group: ParameterGroup
     params: tuple[torch.nn.Parameter, ...]
     index: int  # among optimizer.param_groups
 
     def hyper(self, optimizer: torch.optim.Optimizer) -> list[Any]:
-        """The hyper-parameters as they are now: numbers, or tensors for a rule that may have been lowered in smaller operators."""
+        """The hyper-parameters as they are now: numbers, or tensors for a rule that may have been lowered in smaller
+        operators."""
         known = known_of(optimizer)
-        options = {**known.options(type(optimizer).__name__, optimizer.param_groups[self.index]), "first_step": self.is_first(optimizer)}
+        options = {
+            **known.options(type(optimizer).__name__, optimizer.param_groups[self.index]),
+            "first_step": self.is_first(optimizer),
+        }
         numbers = [_number(options, option, self.params[0].dtype) for option in known.hyper.values()]
         return numbers if known.pointwise else [torch.tensor(x, dtype=torch.float64) for x in numbers]
 
     def is_first(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Is this a first step that differs from later ones?  With dampening it does: momentum is not dampened then, buffers of zeros would be."""
+        """Is this a first step that differs from later ones?  With dampening it does: momentum is not dampened then,
+        buffers of zeros would be."""
         first = known_of(optimizer).first
         if not first or not self.group.slots or not optimizer.param_groups[self.index][first]:
             return False
         new = [p for p in self.params if self.group.slots[0] not in optimizer.state[p]]
         if new and len(new) < len(self.params):
             raise TrainError(
-                f"some parameters of a group with {first} have momentum, others have none yet\n  try       a group of their own, or {first}=0"
+                f"some parameters of a group with {first} have momentum, others have none yet\n"
+                f"  try       a group of their own, or {first}=0"
             )
         return bool(new)
 
@@ -103,11 +122,17 @@ class Bound:
             del optimizer.state[p][self.group.slots[0]]
 
     def state(
-        self, optimizer: torch.optim.Optimizer, fill: Callable[[torch.nn.Parameter, Slot, float], torch.Tensor] | None = None
+        self,
+        optimizer: torch.optim.Optimizer,
+        fill: Callable[[torch.nn.Parameter, StateSlot, float], torch.Tensor] | None = None,
     ) -> list[torch.Tensor]:
         """The state tensors, slot by slot, made where there are none yet (by `fill`, where a rank holds parts)."""
         options = optimizer.param_groups[self.index]
-        return [_slot(optimizer.state[p], self.group.slot(name), p, options, fill or whole_slot) for name in self.group.slots for p in self.params]
+        return [
+            _slot(optimizer.state[p], self.group.slot(name), p, options, fill or whole_slot)
+            for name in self.group.slots
+            for p in self.params
+        ]
 
 
 def _number(options: Mapping[str, Any], option: str, dtype: torch.dtype) -> float:
@@ -117,40 +142,59 @@ def _number(options: Mapping[str, Any], option: str, dtype: torch.dtype) -> floa
     return torch.finfo(dtype).eps if value is None else float(value)
 
 
-def whole_slot(p: torch.nn.Parameter, slot: Slot, value: float) -> torch.Tensor:
+def whole_slot(p: torch.nn.Parameter, slot: StateSlot, value: float) -> torch.Tensor:
     """New state for a parameter that is whole."""
     if slot.scalar or slot.ones:
         return torch.full(slot.shape(p.shape), value, dtype=slot.dtype(p.dtype), device=p.device)
     return torch.full_like(p, value, memory_format=torch.preserve_format).detach()
 
 
-def _slot(state: dict[str, Any], slot: Slot, p: torch.nn.Parameter, options: Mapping[str, Any], fill: Callable[..., torch.Tensor]) -> torch.Tensor:
+def _slot(
+    state: dict[str, Any],
+    slot: StateSlot,
+    p: torch.nn.Parameter,
+    options: Mapping[str, Any],
+    fill: Callable[..., torch.Tensor],
+) -> torch.Tensor:
     held = state.get(slot.name)
     if held is None:
         state[slot.name] = fill(p, slot, slot.value(options))
     elif slot.scalar and (not isinstance(held, torch.Tensor) or held.device != p.device or held.dtype != torch.float32):
-        state[slot.name] = torch.as_tensor(held, dtype=torch.float32).to(p.device)  # torch keeps it on the host, its fused kernels on the device
+        state[slot.name] = torch.as_tensor(held, dtype=torch.float32).to(
+            p.device
+        )  # torch keeps it on the host, its fused kernels on the device
     return state[slot.name]
 
 
 def refuse_hooks(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Hooks that run inside of torch's backward or step would not be called."""
-    found = [f"parameter {n}" for n, p in model.named_parameters() if p._backward_hooks or p._post_accumulate_grad_hooks]
-    found += [f"module {n or type(m).__name__}" for n, m in model.named_modules() if m._backward_hooks or m._backward_pre_hooks]
+    found = [
+        f"parameter {n}" for n, p in model.named_parameters() if p._backward_hooks or p._post_accumulate_grad_hooks
+    ]
+    found += [
+        f"module {n or type(m).__name__}"
+        for n, m in model.named_modules()
+        if m._backward_hooks or m._backward_pre_hooks
+    ]
     found += ["the optimizer"] if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks else []
     if found:
         raise TrainError(
-            f"a hook on backward or on the step: {', '.join(found[:5])}\n  try       remove it: the step is one program and calls no such hooks"
+            f"a hook on backward or on the step: {', '.join(found[:5])}\n"
+            "  try       remove it: the step is one program and calls no such hooks"
         )
 
 
 def refuse_dtypes(params: Sequence[torch.nn.Parameter]) -> None:
     if any(p.dtype.is_complex for p in params):
-        raise TrainError("train_step was given complex parameters\n  try       real parameters, and torch.view_as_complex in the model")
+        raise TrainError(
+            "train_step was given complex parameters\n"
+            "  try       real parameters, and torch.view_as_complex in the model"
+        )
 
 
 def bind_groups(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> list[Bound]:
-    """The groups of an optimiser over those of its parameters (by id) that are inputs of a program, and their names.  Dtypes, and parameters of
+    """The groups of an optimiser over those of its parameters (by id) that are inputs of a program, and their names.
+    Dtypes, and parameters of
     different kinds, are kept apart."""
     known, groups = known_of(optimizer), []
     for index, values in enumerate(optimizer.param_groups):
@@ -163,13 +207,21 @@ def bind_groups(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> list
             flags = {**dict(kinds), **fixed}
             slots = tuple(slot.name for slot in known.present(flags))
             name = ".".join([str(index), *([NAMES[dtype]] if i else []), *(k for k, v in kinds if v and i)])
-            group = Group(known.op.name, tuple(names[id(p)] for p in params), slots, tuple(known.hyper), tuple(flags.items()), name)
+            group = ParameterGroup(
+                known.op.name,
+                tuple(names[id(p)] for p in params),
+                slots,
+                tuple(known.hyper),
+                tuple(flags.items()),
+                name,
+            )
             groups.append(Bound(group, tuple(params), index))
     return groups
 
 
 def signature(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
-    """What of an optimiser a program depends on: its parameters, which of them train, and the options that change the update."""
+    """What of an optimiser a program depends on: its parameters, which of them train, and the options that change the
+    update."""
     known, kind = known_of(optimizer), type(optimizer).__name__
     flags = [tuple(known.params(known.options(kind, g)).values()) for g in optimizer.param_groups]
     params = [tuple((id(p), p.requires_grad) for p in g["params"]) for g in optimizer.param_groups]

@@ -4,7 +4,8 @@
     parameters     as the plan says; under ZeRO-3 split once more, and gathered for use
     their state    as the parameters; under ZeRO split once more
 
-A parameter's own tensor becomes the rank's part when a step is first compiled, or was made as one (`adopt`); the shape of the whole is remembered,
+A parameter's own tensor becomes the rank's part when a step is first compiled, or was made as one (`adopt`); the shape
+of the whole is remembered,
 and shown again whenever the model is captured.
 """
 
@@ -23,7 +24,7 @@ from mycel.feed import Feed, feed_of
 from mycel.ir import Layout, Program, Role, Type, part
 from mycel.lower import Distributed
 from mycel.ops.collective import COMMUNICATORS
-from mycel.ops.optimisers import Slot
+from mycel.ops.optimisers import StateSlot
 from mycel.optimizers import Bound
 from mycel.plan import Plan
 from mycel.run import boxes, part_of, world
@@ -32,7 +33,8 @@ from mycel.run.rendezvous import seat
 
 @dataclass(frozen=True)
 class Joined:
-    """A step as one program on one device; `results`: of the loss, before the gradient norm; `body`: the block that holds forward and backward."""
+    """A step as one program on one device; `results`: of the loss, before the gradient norm; `body`: the block that
+    holds forward and backward."""
 
     captured: Captured
     program: Program
@@ -42,7 +44,7 @@ class Joined:
 
 
 @dataclass
-class Parts:
+class ShardedModel:
     """The parameters and optimiser state of one rank."""
 
     model: torch.nn.Module
@@ -51,8 +53,12 @@ class Parts:
     ranks: Any = None  # the communicator
     shapes: dict[str, torch.Size] = field(default_factory=dict)  # of whole parameters and buffers
     layouts: dict[str, Layout] = field(default_factory=dict)  # in which they are held
-    stored: dict[str, Layout] = field(default_factory=dict)  # of a trained parameter's state that is as large as itself, by its name
-    slots: dict[Role, tuple[Layout, Type]] = field(default_factory=dict)  # of each piece of state: how it lies, and its type as a whole
+    stored: dict[str, Layout] = field(
+        default_factory=dict
+    )  # of a trained parameter's state that is as large as itself, by its name
+    slots: dict[Role, tuple[Layout, Type]] = field(
+        default_factory=dict
+    )  # of each piece of state: how it lies, and its type as a whole
     is_split: bool = False
 
     def __post_init__(self) -> None:
@@ -82,17 +88,21 @@ class Parts:
         """The model was made in parts: these are the shapes of the whole, and how its tensors lie."""
         self.shapes, self.layouts, self.is_split = dict(shapes), dict(layouts), True
 
-    # -- layouts of a step's inputs ------------------------------------------------------------------------------------------
+    # -- layouts of a step's inputs
+    # ------------------------------------------------------------------------------------------
 
     def given(self, made: Joined) -> tuple[dict[int, Layout], frozenset[int]]:
-        """Layouts of the step's inputs by position, those that are not whole; and the parameters that are gathered for use."""
+        """Layouts of the step's inputs by position, those that are not whole; and the parameters that are gathered for
+        use."""
         program = made.program
         ids = {id(x): name for name, x in self._tensors()}
         one = {name: ids[id(x)] for name, x in self._tensors()}  # of tied names, the one that counts
         used = self.plan.parameter_layouts(self.shapes)
         trained = {name for g in made.groups for name in g.group.params}
         if not self.is_split:
-            self.layouts = parameter_layouts(self.plan, self.shapes, {one[name] for name in trained if name in one}, one)
+            self.layouts = parameter_layouts(
+                self.plan, self.shapes, {one[name] for name in trained if name in one}, one
+            )
         for name in trained & one.keys():  # what others hold, a loss say, is whole
             layout = used[one[name]]
             self.stored[name] = self.plan.stored(layout, self.shapes[name]) if self.plan.zero else layout
@@ -104,12 +114,17 @@ class Parts:
                 self.slots[role] = layout, v.type
             if not layout.is_whole:
                 given[i] = layout
-            if role.kind in ("parameter", "buffer") and role.name in one and (role.name in trained or layout != used[one[role.name]]):
+            if (
+                role.kind in ("parameter", "buffer")
+                and role.name in one
+                and (role.name in trained or layout != used[one[role.name]])
+            ):
                 gathered.add(i)
         return given, frozenset(gathered) if self.plan.zero == 3 else frozenset()
 
     def _layout(self, role: Role, type: Type) -> Layout:
-        """In which an input of a step is held: as the plan says of the batch and of parameters; state as what it is the state of."""
+        """In which an input of a step is held: as the plan says of the batch and of parameters; state as what it is the
+        state of."""
         match role.kind:
             case "batch":
                 return self.plan.batch_layout(role.name, type.shape)
@@ -118,11 +133,14 @@ class Parts:
             case "state" | "outer" if role.of in self.stored:
                 return state_layout(self.stored[role.of], self.shapes[role.of], type.shape)
             case "error":  # each rank along the axis has one of its own: what all left behind is their sum
-                layout = state_layout(self.stored.get(role.of, Layout()), self.shapes.get(role.of, type.shape), type.shape)
+                layout = state_layout(
+                    self.stored.get(role.of, Layout()), self.shapes.get(role.of, type.shape), type.shape
+                )
                 return layout.without(role.over).owing(role.over, "+")
         return Layout.whole(type.ndim)
 
-    # -- what this rank holds ---------------------------------------------------------------------------------------------
+    # -- what this rank holds
+    # ---------------------------------------------------------------------------------------------
 
     def split(self, device: torch.device) -> None:
         """Parameters become this rank's parts, once; `device` is where its ranks speak from."""
@@ -139,12 +157,15 @@ class Parts:
                 x.data = part_of(x.data, layout, self.plan.mesh, self.ranks.rank).clone()
 
     def state(self, group: Bound) -> list[torch.Tensor]:
-        """A group's optimiser state in parts, made where there is none yet; what torch made of a parameter before it was split is cut as well."""
+        """A group's optimiser state in parts, made where there is none yet; what torch made of a parameter before it
+        was split is cut as well."""
         names = {id(p): name for p, name in zip(group.params, group.group.params, strict=True)}
 
-        def fill(p: torch.nn.Parameter, slot: Slot, value: float) -> torch.Tensor:
+        def fill(p: torch.nn.Parameter, slot: StateSlot, value: float) -> torch.Tensor:
             layout, type = self.slots[Role("state", slot.name, of=names[id(p)])]
-            return torch.full(boxes.stored(type.shape, layout, self.plan.mesh), value, dtype=type.dtype, device=p.device)
+            return torch.full(
+                boxes.stored(type.shape, layout, self.plan.mesh), value, dtype=type.dtype, device=p.device
+            )
 
         for p in group.params:
             for slot in map(group.group.slot, group.group.slots):
@@ -154,7 +175,8 @@ class Parts:
         return group.state(self.optimizer, fill)
 
     def _cut(self, held: torch.Tensor, role: Role, p: torch.nn.Parameter) -> torch.Tensor:
-        """This rank's part of state: as it is, of the whole, or of state that no step has changed yet, which is one number everywhere."""
+        """This rank's part of state: as it is, of the whole, or of state that no step has changed yet, which is one
+        number everywhere."""
         layout, type = self.slots[role]
         shape = tuple(boxes.stored(type.shape, layout, self.plan.mesh))
         if tuple(held.shape) == shape:
@@ -172,7 +194,9 @@ class Parts:
         """The whole of a tensor of which this rank has a part; all ranks call it."""
         for dim, axes in enumerate(layout.dims):
             for k in range(len(axes) - 1, -1, -1):  # the fastest first: each axis has padding of its own
-                x = self.ranks.all_gather(x, axes[k : k + 1], dim).narrow(dim, 0, part(shape[dim], axes[:k], self.plan.mesh))
+                x = self.ranks.all_gather(x, axes[k : k + 1], dim).narrow(
+                    dim, 0, part(shape[dim], axes[:k], self.plan.mesh)
+                )
         return x
 
     def connected(self, code: Callable[..., Any]) -> Callable[..., Any]:
@@ -187,7 +211,8 @@ class Parts:
 
         return run
 
-    # -- what this rank takes of a batch ----------------------------------------------------------------------------------
+    # -- what this rank takes of a batch
+    # ----------------------------------------------------------------------------------
 
     def feed(self, made: Joined, found: Distributed) -> Feed:
         """How a step that lies as was found is fed on this rank."""
@@ -205,12 +230,15 @@ class Parts:
         found = {name: self.slices(name, (size,))[0] for name in names}
         if len({(s.start, s.stop) for s in found.values()}) > 1:
             known = ", ".join(f"{name} {s.start}:{s.stop}" for name, s in found.items())
-            raise PlanError(f"tensors of the batch have different rows on this rank: {known}\n  try       rows(size, name)")
+            raise PlanError(
+                f"tensors of the batch have different rows on this rank: {known}\n  try       rows(size, name)"
+            )
         return range(size) if not found else next(range(s.start, s.stop) for s in found.values())
 
 
 def roles_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[int, Role]:
-    """What a model's tensors are, by id, under the names that its state dict has; tensors that an optimiser changes are parameters,
+    """What a model's tensors are, by id, under the names that its state dict has; tensors that an optimiser changes are
+    parameters,
     whoever holds them."""
     found = {id(x): Role("buffer", name) for name, x in model.named_buffers()}
     found |= {id(p): Role("parameter", name) for name, p in model.named_parameters()}
@@ -221,15 +249,19 @@ def roles_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = N
     return found
 
 
-def parameter_layouts(plan: Plan, shapes: Mapping[str, torch.Size], trained: Collection[str], one: Mapping[str, str]) -> dict[str, Layout]:
-    """How tensors are held, by name: as the plan says, trained ones under ZeRO-3 split further; `one` says which of tied names counts."""
+def parameter_layouts(
+    plan: Plan, shapes: Mapping[str, torch.Size], trained: Collection[str], one: Mapping[str, str]
+) -> dict[str, Layout]:
+    """How tensors are held, by name: as the plan says, trained ones under ZeRO-3 split further; `one` says which of
+    tied names counts."""
     used = plan.parameter_layouts(shapes)
     split = {name: plan.stored(used[name], shapes[name]) for name in trained} if plan.zero == 3 else {}
     return {name: split.get(one[name], used[one[name]]) for name in shapes}
 
 
 def state_layout(of: Layout, whole: Sequence[int], shape: Sequence[int]) -> Layout:
-    """How state of this shape lies, of a parameter whose state as large as itself lies in layout `of`: dims that are the parameter's lie as these
+    """How state of this shape lies, of a parameter whose state as large as itself lies in layout `of`: dims that are
+    the parameter's lie as these
     do, others (those of a row's or a column's statistics, of a count) are whole."""
     if len(shape) != len(whole):
         return Layout.whole(len(shape))

@@ -27,7 +27,7 @@ from mycel.feed import Fed, Feed, Local, feed_of, without_host_data
 from mycel.forward import Forward, called, device_of
 from mycel.ir import Mesh, Program, Role, Var, check
 from mycel.objective import Batch, objective
-from mycel.parts import Joined, Parts, roles_of
+from mycel.parts import Joined, ShardedModel, roles_of
 from mycel.planning import Task, planned
 from mycel.run import keep_freed_memory, load, start_workers, warm_up, without_collector
 from mycel.sizes import parse_bytes, shown
@@ -108,7 +108,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Entry:
+class CompiledStep:
     """One compiled signature of the batch: `call` takes the whole of it, `local` this rank's part."""
 
     lowered: lower.Lowered
@@ -145,9 +145,9 @@ class Step:
         written: plan.Plan | None = None,
     ) -> None:
         self.model, self.optimizer, self.settings, self.written = model, optimizer, settings, written
-        self.parts = Parts(model, optimizer, written) if written is not None and written.mesh.world > 1 else None
+        self.parts = ShardedModel(model, optimizer, written) if written is not None and written.mesh.world > 1 else None
         self.fn = objective(model, loss)
-        self.entries: list[Entry] = []
+        self.entries: list[CompiledStep] = []
         self.grad_norm: torch.Tensor | None = None
         self._counters: dict[str, torch.Tensor] = {}
 
@@ -171,7 +171,7 @@ class Step:
         tensor what `slices` says, or its `rows` where the plan splits nothing else."""
         return Local(self, args, kwargs)
 
-    def usable(self, entry: Entry) -> bool:
+    def usable(self, entry: CompiledStep) -> bool:
         """Are the optimiser's settings those it was compiled for?"""
         return entry.signature == optimizers.signature(self.optimizer)
 
@@ -192,7 +192,7 @@ class Step:
 
     # -- the way from code to code ------------------------------------------------------------------------------
 
-    def compile(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
+    def compile(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CompiledStep:
         """capture -> 16 bits -> head -> shares -> gradient -> parts -> update -> plan -> lower -> code."""
         s = self.settings
         optimizers.refuse_hooks(self.model, self.optimizer)
@@ -215,7 +215,7 @@ class Step:
         if self.parts is not None and done.spread is not None:
             code, feed = self.parts.connected(code), self.parts.feed(made, done.spread)
         call, local = self._bound(made, program, code, feed)
-        return Entry(done, source, decided, call, local, feed, optimizers.signature(self.optimizer))
+        return CompiledStep(done, source, decided, call, local, feed, optimizers.signature(self.optimizer))
 
     def _task(self, made: Joined) -> Task:
         """What there is to plan."""
@@ -383,7 +383,7 @@ class Step:
         """The Python that runs for the last batch."""
         return self._entry().source
 
-    def _entry(self) -> Entry:
+    def _entry(self) -> CompiledStep:
         if not self.entries:
             raise TrainError("the step has not seen a batch yet\n  try       step.prepare(**batch)")
         return self.entries[0]

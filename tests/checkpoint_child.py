@@ -1,6 +1,8 @@
-"""A process to be killed: for each job, one line of JSON on standard input, it forks a child that does the job and tells what it did.
+"""A process to be killed: for each job, one line of JSON on standard input, it forks a child that does the job and
+tells what it did.
 
-Torch is imported once, so that a job costs milliseconds.  Lines out: {"pid"} of the child, what the child says, {"ended": exit status}.
+Torch is imported once, so that a job costs milliseconds.  Lines out: {"pid"} of the child, what the child says,
+                                                           {"ended": exit status}.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import torch
 from checkpoints import part_of
 
 from mycel.ir import Layout, Mesh
-from mycel.run.checkpoint import Ranks, RunFolder, Saver
+from mycel.run.checkpoint import MeshProcess, RunFolder, Saver
 
 METRICS = [3.0, 1.0, 2.0]
 STEPS = [1, 2, 3, 3]  # the last one again: it replaces a complete checkpoint
@@ -103,7 +105,7 @@ def be_rank(rank: int, folder: str, board: Path, moment: int | None, small: bool
 
     if moment is not None:
         die_at(moment)
-    saver = Saver(folder, keep=1, shard_bytes=5000, ranks=Ranks(MESH, rank, share), plan="a plan")
+    saver = Saver(folder, keep=1, shard_bytes=5000, ranks=MeshProcess(MESH, rank, share), plan="a plan")
     for step in STEPS:
         limit = 4000 if small and step == 2 else resource.RLIM_INFINITY
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
@@ -121,7 +123,9 @@ def hold(folder: str) -> None:
     """A run that holds its folder, with a data worker that outlives it."""
     run = RunFolder(folder)
     if os.fork() == 0:
-        say(held=str(run.path), worker=os.getpid())  # not before it lives: what it let go at its birth it then has let go
+        say(
+            held=str(run.path), worker=os.getpid()
+        )  # not before it lives: what it let go at its birth it then has let go
         time.sleep(60)
         os._exit(0)
     time.sleep(60)

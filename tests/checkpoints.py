@@ -1,4 +1,5 @@
-"""What tests of checkpoints share: equality of bits, a place to save to, a process to kill, ranks in threads, and what a rank holds of a tensor."""
+"""What tests of checkpoints share: equality of bits, a place to save to, a process to kill, ranks in threads, and what
+a rank holds of a tensor."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ import torch
 
 from mycel.ir import Layout, Mesh
 from mycel.run import shards
-from mycel.run.checkpoint import Ranks
+from mycel.run.checkpoint import MeshProcess
 
 
 def bits(x: torch.Tensor) -> tuple[torch.dtype, torch.Size, bytes]:
@@ -34,7 +35,8 @@ def names(path: Path) -> list[str]:
 
 @contextmanager
 def place():
-    """A folder for one example of a law, in memory if possible: hundreds of saves that each wait for a disk are slow."""
+    """A folder for one example of a law, in memory if possible: hundreds of saves that each wait for a disk are
+    slow."""
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as path:
         yield Path(path)
 
@@ -79,8 +81,9 @@ def forked():
 # ranks
 
 
-def together(mesh: Mesh, act: Callable[[Ranks], Any]) -> list[Any]:
-    """What `act` gives on each rank of a mesh, in threads that tell each other what they share; the first error of one, which ends all."""
+def together(mesh: Mesh, act: Callable[[MeshProcess], Any]) -> list[Any]:
+    """What `act` gives on each rank of a mesh, in threads that tell each other what they share; the first error of one,
+    which ends all."""
     barrier, texts = threading.Barrier(mesh.world, timeout=60), [""] * mesh.world
     results: list[Any] = [None] * mesh.world
     errors: list[BaseException] = []
@@ -94,7 +97,7 @@ def together(mesh: Mesh, act: Callable[[Ranks], Any]) -> list[Any]:
             return told
 
         try:
-            results[rank] = act(Ranks(mesh, rank, share))
+            results[rank] = act(MeshProcess(mesh, rank, share))
         except BaseException as e:
             errors.append(e)
             barrier.abort()
@@ -110,16 +113,27 @@ def together(mesh: Mesh, act: Callable[[Ranks], Any]) -> list[Any]:
 
 
 def part_of(x: torch.Tensor, layout: Layout, mesh: Mesh, rank: int, padding: int = 0) -> torch.Tensor:
-    """A rank's part by the definition: each axis, the slowest first, cuts what it finds of a dim into equal rows, with `padding` behind."""
-    coordinates = dict(zip(mesh.axes, torch.unravel_index(torch.tensor(rank), tuple(mesh.sizes().values())), strict=True)) if mesh.axes else {}
+    """A rank's part by the definition: each axis, the slowest first, cuts what it finds of a dim into equal rows, with
+    `padding` behind."""
+    coordinates = (
+        dict(zip(mesh.axes, torch.unravel_index(torch.tensor(rank), tuple(mesh.sizes().values())), strict=True))
+        if mesh.axes
+        else {}
+    )
     places = []
     for n, axes in zip(x.shape, layout.dims, strict=True):
         place = torch.arange(n)
         for axis in axes:
             rows = -(-len(place) // mesh[axis])
-            place = torch.nn.functional.pad(place, (0, rows * mesh[axis] - len(place)), value=-1).view(mesh[axis], rows)[coordinates[axis]]
+            place = torch.nn.functional.pad(place, (0, rows * mesh[axis] - len(place)), value=-1).view(
+                mesh[axis], rows
+            )[coordinates[axis]]
         places.append(place)
     valid = [place[place >= 0] for place in places]
-    local = torch.full((*(len(place) for place in places), x.itemsize), padding, dtype=torch.uint8).view(x.dtype).squeeze(-1)
+    local = (
+        torch.full((*(len(place) for place in places), x.itemsize), padding, dtype=torch.uint8)
+        .view(x.dtype)
+        .squeeze(-1)
+    )
     local[tuple(slice(len(v)) for v in valid)] = x[torch.meshgrid(*valid, indexing="ij")] if valid else x
     return local

@@ -16,7 +16,9 @@ quick = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCh
 def keys_of(section: type[Section] = Config, above: str = "") -> list[str]:
     """Every key of the tree, dotted, sections too."""
     return [
-        k for name, f in section.model_fields.items() for k in [above + name, *(keys_of(section_of(f), f"{above}{name}.") if section_of(f) else [])]
+        k
+        for name, f in section.model_fields.items()
+        for k in [above + name, *(keys_of(section_of(f), f"{above}{name}.") if section_of(f) else [])]
     ]
 
 
@@ -69,9 +71,17 @@ names = texts.filter(lambda t: t and "\0" not in t)
 count = st.integers(1, 2**31 - 1)
 positive = st.floats(min_value=1e-300, max_value=1e300)
 share = st.floats(0, 1, exclude_max=True)
-plain = st.recursive(st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | texts,
-                     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3), max_leaves=8)  # fmt: skip
-adapters = {"rank": count, "alpha": positive, "dropout": share, "targets": st.lists(texts.filter(bool), min_size=1, max_size=3)}
+plain = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | texts,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
+    max_leaves=8,
+)
+adapters = {
+    "rank": count,
+    "alpha": positive,
+    "dropout": share,
+    "targets": st.lists(texts.filter(bool), min_size=1, max_size=3),
+}
 BY_KEY: dict[str, st.SearchStrategy[Any]] = {
     "model.path": names,
     "model.config": st.dictionaries(texts, plain, max_size=4).map(lambda d: {**d, "model_type": "llama"}),

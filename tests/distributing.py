@@ -1,7 +1,8 @@
 """A program or a training step on simulated ranks beside the serial one.
 
 equals_serial     a program with inputs in given layouts: all outputs equal, within 1e-10 in f64 and 1e-5 in f32
-step_equals       a training step under a plan: results, new parameters, buffers and optimiser state equal those of one device, from a random state
+step_equals       a training step under a plan: results, new parameters, buffers and optimiser state equal those of one
+                  device, from a random state
 random_plan       a mesh, layouts of parameters, batch and ZeRO by chance
 """
 
@@ -18,7 +19,7 @@ from torch import nn
 import mycel
 from mycel import lower, transform
 from mycel.ir import Layout, Mesh, Program, check, type_of
-from mycel.parts import Parts
+from mycel.parts import ShardedModel
 from mycel.plan import CPU, Hardware, Plan
 from mycel.planning import Task, with_layouts
 from mycel.run import interpret, simulate
@@ -45,11 +46,15 @@ def ready_to_run(found: lower.Distributed) -> Program:
     return check(lower.overlap(check(lower.hoist(transform.simplify(found.local)))))
 
 
-def compared(program: Program, found: lower.Distributed, mesh: Mesh, values: Sequence[torch.Tensor], local: Program | None = None) -> None:
+def compared(
+    program: Program, found: lower.Distributed, mesh: Mesh, values: Sequence[torch.Tensor], local: Program | None = None
+) -> None:
     """Serial and simulated, on the same inputs; `local` is what the ranks run, if not what was found."""
     local = local or ready_to_run(found)
     wanted = interpret(program, list(values))
-    single = any(v.dtype == torch.float32 and v.type.ndim for b in program.blocks.values() for e in b.eqns for v in e.outputs)
+    single = any(
+        v.dtype == torch.float32 and v.type.ndim for b in program.blocks.values() for e in b.eqns for v in e.outputs
+    )
     got = simulate(local, mesh, [spread_out(x, layout, mesh) for x, layout in zip(values, found.inputs, strict=True)])
     assert len(got) == len(wanted)
     for want, parts, layout, x in zip(wanted, got, found.outputs, program.main.outputs, strict=True):
@@ -58,14 +63,21 @@ def compared(program: Program, found: lower.Distributed, mesh: Mesh, values: Seq
             assert all(p == parts[0] for p in parts) and parts[0] == want, x
             continue
         whole = put_together(parts, layout, type_of(want), mesh)
-        tolerance = 1e-10 if want.dtype in (torch.float64, torch.complex128) and not single else 1e-5  # HF's norms compute in f32
+        tolerance = (
+            1e-10 if want.dtype in (torch.float64, torch.complex128) and not single else 1e-5
+        )  # HF's norms compute in f32
         if not want.is_floating_point() and not want.is_complex():
             assert torch.equal(whole, want), x
         else:
-            assert torch.allclose(whole, want, rtol=tolerance, atol=tolerance, equal_nan=True), (x, (whole - want).abs().max())
+            assert torch.allclose(whole, want, rtol=tolerance, atol=tolerance, equal_nan=True), (
+                x,
+                (whole - want).abs().max(),
+            )
 
 
-def equals_serial(program: Program, written: Plan, given: Mapping[int, Layout], values: Sequence[torch.Tensor]) -> lower.Distributed:
+def equals_serial(
+    program: Program, written: Plan, given: Mapping[int, Layout], values: Sequence[torch.Tensor]
+) -> lower.Distributed:
     found = spread(program, written, given)
     compared(program, found, written.mesh, values)
     return found
@@ -81,18 +93,21 @@ class OneDevice:
     made: Any
 
     @staticmethod
-    def of(model: nn.Module, batch: Mapping[str, Any], optimizer: torch.optim.Optimizer | None = None, **settings: Any) -> OneDevice:
+    def of(
+        model: nn.Module, batch: Mapping[str, Any], optimizer: torch.optim.Optimizer | None = None, **settings: Any
+    ) -> OneDevice:
         optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-2)
         step = mycel.train_step(model, optimizer, compile=False, **settings)
         return OneDevice(model, batch, optimizer, step._joined((), dict(batch)))
 
     def under(self, written: Plan, hardware: Hardware = CPU, compiled: bool = False) -> lower.Distributed:
-        given, gathered = Parts(self.model, self.optimizer, written).given(self.made)
+        given, gathered = ShardedModel(self.model, self.optimizer, written).given(self.made)
         return spread(self.made.program, written, given, gathered, hardware, compiled)
 
 
 def start_values(one: OneDevice, seed: int = 0, poison: bool = False) -> list[torch.Tensor]:
-    """Inputs of the step's program: the batch, the model's state, optimiser state by chance; `poison`: a weight is infinite."""
+    """Inputs of the step's program: the batch, the model's state, optimiser state by chance; `poison`: a weight is
+    infinite."""
     c, gen = one.made.captured, torch.Generator().manual_seed(seed)
     values: list[torch.Tensor] = []
     last = list(c.state)[-1]

@@ -19,7 +19,11 @@ from mycel.ir.parse import _Parser
 from mycel.ir.types import DTYPES
 
 _TYPE = re.compile(r"(f|n|a|f16|bf16|f32|f64|i8|i16|i32|i64|u8|bool|c64|c128)\[([\d,]*)\]([<>~!][\d.]*)?$")
-CLASSES = {"f": ("f32", "f16", "bf16", "f64"), "n": ("f32", "i64", "f16", "i32", "f64"), "a": ("f32", "bool", "i64", "bf16")}
+CLASSES = {
+    "f": ("f32", "f16", "bf16", "f64"),
+    "n": ("f32", "i64", "f16", "i32", "f64"),
+    "a": ("f32", "bool", "i64", "bf16"),
+}
 
 
 @dataclass(frozen=True)

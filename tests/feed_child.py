@@ -1,6 +1,7 @@
 """What a rank does in the test of batches given in parts:  python feed_child.py.
 
-For each plan: the losses of one device, of ranks given the whole batch, and of ranks given their parts alone, of which the bytes are counted.
+For each plan: the losses of one device, of ranks given the whole batch, and of ranks given their parts alone, of which
+the bytes are counted.
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ def without_data(rows: int, length: int) -> dict[str, torch.Tensor]:
 
 
 def step_of(model: nn.Module, **settings) -> mycel.Step:
-    return mycel.train_step(model, torch.optim.AdamW(model.parameters(), lr=1e-2), compile=False, clip_norm=1.0, **settings)
+    return mycel.train_step(
+        model, torch.optim.AdamW(model.parameters(), lr=1e-2), compile=False, clip_norm=1.0, **settings
+    )
 
 
 def close(got: list[float], wanted: list[float]) -> bool:
@@ -88,7 +91,9 @@ def trained(mesh: dict, plan: object, rows: int, length: int, share: int, **more
             models[2].eval()  # compiled again, from what is known of the whole
     assert close(got, wanted), (mesh, plan, "in parts", got, wanted)
     assert sum(MOVED) == share * STEPS, (mesh, plan, MOVED, share)
-    assert step.local(**without_data(rows, length)).feed == take.feed and len(step.entries) == 2, "an entry is used again"
+    assert step.local(**without_data(rows, length)).feed == take.feed and len(step.entries) == 2, (
+        "an entry is used again"
+    )
     forward = step.forward().local(**without_data(rows, length))(**part(step, batch(9, rows, length)))
     assert abs(float(forward) - models[0](**batch(9, rows, length)).item()) < 1e-10, (mesh, plan, forward)
     refused(step, take, rows, length)
@@ -99,14 +104,20 @@ def refused(step: mycel.Step, take: feed.Local, rows: int, length: int) -> None:
     mine = part(step, batch(0, rows, length))
     shape = list(mine["ids"].shape)
     for wrong in (
-        {**mine, "ids": torch.zeros(shape[0] + 1, shape[1], dtype=torch.int64)}, {**mine, "labels": mine["labels"].int()},
-        {**mine, "labels": mine["labels"][:, :-1]}, {"ids": mine["ids"]}, {},
-    ):  # fmt: skip
+        {**mine, "ids": torch.zeros(shape[0] + 1, shape[1], dtype=torch.int64)},
+        {**mine, "labels": mine["labels"].int()},
+        {**mine, "labels": mine["labels"][:, :-1]},
+        {"ids": mine["ids"]},
+        {},
+    ):
         try:
             take(**wrong)
         except TrainError as e:
             assert f"this is not rank {RANK}'s part of the batch" in str(e), e
-            assert f"expected  ids: i64[{shape[0]},{shape[1]}], labels: i64[{shape[0]},{shape[1]}], weight: f64[]" in str(e), e
+            assert (
+                f"expected  ids: i64[{shape[0]},{shape[1]}], labels: i64[{shape[0]},{shape[1]}], weight: f64[]"
+                in str(e)
+            ), e
             assert f"of        ids: i64[{rows},{length}]" in str(e), e
         else:
             raise AssertionError(f"{wrong} is taken")
@@ -115,7 +126,10 @@ def refused(step: mycel.Step, take: feed.Local, rows: int, length: int) -> None:
 def named(rows: int = 8, length: int = 4) -> None:
     """A plan that names its tensors may give them different rows."""
     torch.manual_seed(0)
-    model, settings = Words().double(), {"mesh": mycel.Mesh(dp=WORLD), "plan": {"batch": {"ids": ["dp"], "labels": ["-", "dp"]}}}
+    model, settings = (
+        Words().double(),
+        {"mesh": mycel.Mesh(dp=WORLD), "plan": {"batch": {"ids": ["dp"], "labels": ["-", "dp"]}}},
+    )
     whole, step = step_of(copy.deepcopy(model), **settings), step_of(model, **settings)
     try:
         step.rows(rows)
@@ -132,15 +146,19 @@ def named(rows: int = 8, length: int = 4) -> None:
 TP = {"up.weight": ["tp", "-"], "up.bias": ["tp"], "down.weight": ["-", "tp"]}
 CASES = {
     2: [
-        ({"dp": 2}, "dp", 5, 4, 2 * 3 * 4 * 8, {}), ({"tp": 2}, {"parameters": TP}, 4, 4, 2 * 4 * 4 * 8, {}),
-        ({"cp": 2}, "cp", 3, 5, 2 * 3 * 3 * 8, {}), ({"dp": 2}, "dp", 8, 4, 2 * 4 * 4 * 8, {"accumulate": 4}),
+        ({"dp": 2}, "dp", 5, 4, 2 * 3 * 4 * 8, {}),
+        ({"tp": 2}, {"parameters": TP}, 4, 4, 2 * 4 * 4 * 8, {}),
+        ({"cp": 2}, "cp", 3, 5, 2 * 3 * 3 * 8, {}),
+        ({"dp": 2}, "dp", 8, 4, 2 * 4 * 4 * 8, {"accumulate": 4}),
     ],
     4: [
-        ({"dp": 4}, "dp", 8, 4, 2 * 2 * 4 * 8, {}), ({"dp": 4}, "zero3", 6, 4, 2 * 2 * 4 * 8, {}), ({"dp": 4}, "dp", 3, 4, 2 * 4 * 8, {}),
+        ({"dp": 4}, "dp", 8, 4, 2 * 2 * 4 * 8, {}),
+        ({"dp": 4}, "zero3", 6, 4, 2 * 2 * 4 * 8, {}),
+        ({"dp": 4}, "dp", 3, 4, 2 * 4 * 8, {}),
         ({"dp": 2, "tp": 2}, {"parameters": TP, "batch": ["dp"], "zero": "2 over dp"}, 4, 4, 2 * 2 * 4 * 8, {}),
         ({"dp": 2, "cp": 2}, "dp+cp", 4, 6, 2 * 2 * 3 * 8, {"accumulate": 2}),
     ],
-}  # fmt: skip
+}
 
 
 if __name__ == "__main__":

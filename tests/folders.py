@@ -1,4 +1,5 @@
-"""Models as Hugging Face folders, saved and loaded as a user of transformers would, and what it means that two are the same."""
+"""Models as Hugging Face folders, saved and loaded as a user of transformers would, and what it means that two are the
+same."""
 
 from __future__ import annotations
 
@@ -15,11 +16,25 @@ from mycel.errors import TrainError
 
 NAMES = ["llama", "qwen3", "gpt2", "bert", "vit", "t5", "mixtral"]
 FOLDERS = [*((name, "4GB") for name in NAMES), *((name, "20KB") for name in ("qwen3", "t5", "mixtral"))]
-TARGETS = {"llama": ["q_proj", "down_proj"], "gpt2": ["c_attn", "c_fc"], "bert": ["query", "value"], "vit": ["q_proj"], "t5": ["q", "wo"]}
+TARGETS = {
+    "llama": ["q_proj", "down_proj"],
+    "gpt2": ["c_attn", "c_fc"],
+    "bert": ["query", "value"],
+    "vit": ["q_proj"],
+    "t5": ["q", "wo"],
+}
 LLAMA = {
-    "model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "vocab_size": 258, "max_position_embeddings": 16, "bos_token_id": 256, "eos_token_id": 257,
-}  # fmt: skip
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 258,
+    "max_position_embeddings": 16,
+    "bos_token_id": 256,
+    "eos_token_id": 257,
+}
 
 
 def make(name: str) -> nn.Module:

@@ -1,4 +1,5 @@
-"""What a rank does in the test of manual regions:  python manual_child.py FOLDER.  It trains a model with regions beside the plain one."""
+"""What a rank does in the test of manual regions:  python manual_child.py FOLDER.  It trains a model with regions
+beside the plain one."""
 
 from __future__ import annotations
 
@@ -14,7 +15,9 @@ import mycel
 
 
 def losses(model: torch.nn.Module, steps: int, **settings: object) -> tuple[list[float], mycel.Step]:
-    step = mycel.train_step(model, torch.optim.AdamW(model.parameters(), lr=1e-2), compile=False, clip_norm=1.0, **settings)
+    step = mycel.train_step(
+        model, torch.optim.AdamW(model.parameters(), lr=1e-2), compile=False, clip_norm=1.0, **settings
+    )
     return [float(step(**rows())) for _ in range(steps)], step
 
 

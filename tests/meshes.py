@@ -14,7 +14,11 @@ DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e
 
 @st.composite
 def meshes(draw, most: int) -> Mesh:
-    sizes = draw(st.lists(st.sampled_from([1, 2, 3, 4, 6]), min_size=1, max_size=3).filter(lambda sizes: math.prod(sizes) <= most))
+    sizes = draw(
+        st.lists(st.sampled_from([1, 2, 3, 4, 6]), min_size=1, max_size=3).filter(
+            lambda sizes: math.prod(sizes) <= most
+        )
+    )
     return Mesh(dict(zip("abc", sizes, strict=False)))
 
 
@@ -34,6 +38,12 @@ def trees(draw) -> dict[str, torch.Tensor]:
     for i in range(draw(st.integers(1, 4))):
         dtype, shape = draw(st.sampled_from(DTYPES)), draw(st.lists(st.integers(0, 7), max_size=3))
         random = torch.Generator().manual_seed(draw(st.integers(0, 99)))
-        data = torch.randint(0, 2 if dtype is torch.bool else 256, (math.prod(shape) * dtype.itemsize,), generator=random, dtype=torch.uint8)
+        data = torch.randint(
+            0,
+            2 if dtype is torch.bool else 256,
+            (math.prod(shape) * dtype.itemsize,),
+            generator=random,
+            dtype=torch.uint8,
+        )
         found[f"t{i}"] = data.view(dtype).reshape(shape)
     return found

@@ -1,6 +1,7 @@
 """Models to try Mycel on, from tiny configs, and what it means that two of their results are the same.
 
-MODELS     name -> Model: those every capture must get right; `Model()` makes the module, `Model.inputs()` a batch of keyword arguments
+MODELS     name -> Model: those every capture must get right; `Model()` makes the module, `Model.inputs()` a batch of
+           keyword arguments
 same       two results are equal within 1e-5 relative, structure and classes included
 state      what a module holds: copies of its parameters and buffers by name
 """
@@ -43,7 +44,7 @@ class Model:
         return self.batch()
 
 
-# -- batches ----------------------------------------------------------------------------------------------------------
+# -- batches ---------------------------------------------------------------------------------------------------------
 
 
 def ids() -> torch.Tensor:
@@ -72,7 +73,8 @@ def features(*shape: int) -> Callable[[], dict[str, Any]]:
     return lambda: {"x": torch.randn(*shape)}
 
 
-# -- Hugging Face models ------------------------------------------------------------------------------------------------
+# -- Hugging Face models
+# ------------------------------------------------------------------------------------------------
 
 
 def llama(**more: Any) -> nn.Module:
@@ -114,7 +116,8 @@ def mixtral(experts: str = "batched_mm") -> nn.Module:
     return hf.MixtralForCausalLM(config)
 
 
-# -- plain PyTorch ------------------------------------------------------------------------------------------------------
+# -- plain PyTorch ---------------------------------------------------------------------------------------------------
+# -
 
 
 class Recurrent(nn.Module):
@@ -156,7 +159,9 @@ class UNet(nn.Module):
         super().__init__()
         self.down = nn.ModuleList([Twice(3, width), Twice(width, 2 * width), Twice(2 * width, 4 * width)])
         self.time = nn.Sequential(nn.Linear(8, 16), nn.SiLU(), nn.Linear(16, 4 * width))
-        self.up = nn.ModuleList([nn.ConvTranspose2d(4 * width, 2 * width, 2, 2), nn.ConvTranspose2d(2 * width, width, 2, 2)])
+        self.up = nn.ModuleList(
+            [nn.ConvTranspose2d(4 * width, 2 * width, 2, 2), nn.ConvTranspose2d(2 * width, width, 2, 2)]
+        )
         self.mix = nn.ModuleList([Twice(4 * width, 2 * width), Twice(2 * width, width)])
         self.out = nn.Conv2d(width, 3, 1)
 
@@ -212,7 +217,8 @@ MODELS = {
 }
 
 
-# -- comparing ----------------------------------------------------------------------------------------------------------
+# -- comparing -------------------------------------------------------------------------------------------------------
+# -
 
 
 def state(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -221,7 +227,8 @@ def state(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def same(found: Any, wanted: Any, tolerance: float = 1e-5, at: str = "result") -> None:
-    """The same structure of the same classes; tensors of the same dtype and shape, equal within `tolerance` of their largest element."""
+    """The same structure of the same classes; tensors of the same dtype and shape, equal within `tolerance` of their
+    largest element."""
     assert type(found) is type(wanted) or isinstance(wanted, nn.Parameter), f"{at}: {type(found)}, not {type(wanted)}"
     if isinstance(wanted, torch.Tensor):
         assert (found.dtype, found.shape, found.device) == (wanted.dtype, wanted.shape, wanted.device), at
@@ -247,4 +254,6 @@ def same_values(found: torch.Tensor, wanted: torch.Tensor, tolerance: float, at:
     scale = wanted[wanted.isfinite()].abs().max().item() if wanted.isfinite().any() else 0.0
     if wanted.is_floating_point():
         found, wanted = found.double(), wanted.double()
-    torch.testing.assert_close(found, wanted, rtol=0, atol=tolerance * scale, equal_nan=True, msg=lambda m: f"{at}: {m}")
+    torch.testing.assert_close(
+        found, wanted, rtol=0, atol=tolerance * scale, equal_nan=True, msg=lambda m: f"{at}: {m}"
+    )

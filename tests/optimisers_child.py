@@ -1,4 +1,5 @@
-"""What a rank does in the test of optimisers:  python optimisers_child.py.  It trains in parts beside torch on the whole."""
+"""What a rank does in the test of optimisers:  python optimisers_child.py.  It trains in parts beside torch on the
+whole."""
 
 from __future__ import annotations
 

@@ -47,9 +47,15 @@ def cases() -> dict[str, Make]:
         "SGD": [*options(momentum=[0.0, 0.9], weight_decay=[0.0, 0.1], maximize=[False, True]), *momentum],
         "Adam": [{**o, "amsgrad": a} for o in adamish for a in (False, True)],
         "AdamW": [{**o, "amsgrad": a} for o in adamish for a in (False, True)],
-        "NAdam": [{**o, "decoupled_weight_decay": d, "momentum_decay": m} for o in adamish for d, m in ((False, 4e-3), (True, 0.1))],
+        "NAdam": [
+            {**o, "decoupled_weight_decay": d, "momentum_decay": m}
+            for o in adamish
+            for d, m in ((False, 4e-3), (True, 0.1))
+        ],
         "RMSprop": [{**o, "centered": c, "momentum": m} for o in adamish for c, m in means],
-        "Adagrad": [{**o, "lr_decay": d, "initial_accumulator_value": v} for o in adamish for d, v in ((0.0, 0.0), (0.1, 0.5))],
+        "Adagrad": [
+            {**o, "lr_decay": d, "initial_accumulator_value": v} for o in adamish for d, v in ((0.0, 0.0), (0.1, 0.5))
+        ],
         "Adafactor": [{**o, "eps": e, "d": d, "beta2_decay": b} for o in adamish for e, d, b in factors],
         "Muon": [*options(nesterov=[False, True], adjust_lr_fn=[None, "match_rms_adamw"]), *iterations],
         "Lion": [{}, {"weight_decay": 0.3, "betas": (0.5, 0.8)}],
@@ -93,4 +99,7 @@ def trained(model: nn.Module) -> list[nn.Parameter]:
 
 def rows(i: int) -> dict[str, torch.Tensor]:
     g = torch.Generator().manual_seed(i)
-    return {"x": torch.randn(8, 6, generator=g, dtype=torch.float64), "y": torch.randn(8, 4, generator=g, dtype=torch.float64)}
+    return {
+        "x": torch.randn(8, 6, generator=g, dtype=torch.float64),
+        "y": torch.randn(8, 4, generator=g, dtype=torch.float64),
+    }

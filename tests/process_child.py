@@ -27,7 +27,8 @@ def note(name: str, text: str = "") -> None:
     os.rename(FOLDER / f".{name}-{os.getpid()}", FOLDER / name)
 
 
-# -- jobs without torch -----------------------------------------------------------------------------------------------------
+# -- jobs without torch
+# -----------------------------------------------------------------------------------------------------
 
 
 def say() -> None:
@@ -63,7 +64,8 @@ def deaf() -> None:
     time.sleep(60)
 
 
-# -- the collectives, on lists of the tensors of a group ----------------------------------------------------------------------
+# -- the collectives, on lists of the tensors of a group
+# ----------------------------------------------------------------------
 
 
 def reference(name, xs, me, **how):
@@ -97,7 +99,8 @@ def reduced(xs, kind):
 
 
 def make(seed, rank, shape, dtype, form):
-    """A tensor whose sums are exact in every type, now and then NaN where it may be, laid out in memory as `form` says."""
+    """A tensor whose sums are exact in every type, now and then NaN where it may be, laid out in memory as `form`
+    says."""
     import torch
 
     g = torch.Generator().manual_seed(seed * 101 + rank)
@@ -133,7 +136,8 @@ def arguments(name, r, n, ndim):
 
 
 def laws(count: int = 100) -> None:
-    """Every collective is its reference: meshes of one and two axes in any order, types, layouts in memory, one tensor and several."""
+    """Every collective is its reference: meshes of one and two axes in any order, types, layouts in memory, one tensor
+    and several."""
     import torch
 
     from mycel.ir.layout import Mesh
@@ -162,7 +166,18 @@ def one_case(ranks, seed: int) -> None:
     axes = r.choice([p for k in range(1, len(ranks.mesh.axes) + 1) for p in itertools.permutations(ranks.mesh.axes, k)])
     n, me, group = ranks.mesh.count(axes), ranks.index(axes), ranks.mesh.group(ranks.rank, axes)
     name = r.choice(["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute"])
-    moved = [torch.bool, torch.int16, torch.uint8, torch.int8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64]
+    moved = [
+        torch.bool,
+        torch.int16,
+        torch.uint8,
+        torch.int8,
+        torch.int32,
+        torch.int64,
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+    ]
     dtypes = r.sample([*moved, torch.complex64, torch.complex128], 2)
     ndim = r.randint(1, 3)
     how = arguments(name, r, n, ndim)
@@ -184,7 +199,9 @@ def one_case(ranks, seed: int) -> None:
         got = ranks.wait(ranks.start(name, mine, axes=axes, **how))
     for i, y in enumerate(got):
         want = reference(name, [xs[rank][i] for rank in group], me, **how)
-        assert same(y, want), f"seed {seed}: {name}{how} over {axes} of {ranks.mesh}, {made[i]}: rank {ranks.rank} has {y}, not {want}"
+        assert same(y, want), (
+            f"seed {seed}: {name}{how} over {axes} of {ranks.mesh}, {made[i]}: rank {ranks.rank} has {y}, not {want}"
+        )
     assert all(same(x, old) for x, old in zip(mine, before, strict=True)), f"seed {seed}: {name} changed its input"
 
 
@@ -215,7 +232,8 @@ def one_rounding(ranks, dtype) -> None:
 
 
 def in_step(ranks) -> None:
-    """A sum of floats is the same to the bit on all ranks, and close to the right one; a large one, and one of nothing."""
+    """A sum of floats is the same to the bit on all ranks, and close to the right one; a large one, and one of
+    nothing."""
     import torch
 
     axes = ranks.mesh.axes
@@ -277,10 +295,15 @@ def only_loopback() -> None:
     assert mine, "nothing listens: the test does not see what it should"
     v4 = {address for address in mine if len(address) == 8}
     assert all(address.endswith("7F") for address in v4), f"listens at {v4}"
-    assert not {a for a in mine if len(a) == 32} - {"00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}, f"listens at {mine}"
+    assert not {a for a in mine if len(a) == 32} - {
+        "00000000000000000000000001000000",
+        "0000000000000000FFFF00000100007F",
+    }, f"listens at {mine}"
 
 
-# -- faults ---------------------------------------------------------------------------------------------------------------------
+# -- faults ----------------------------------------------------------------------------------------------------------
+# -
+# -
 
 
 def disagree() -> None:
@@ -297,9 +320,18 @@ def disagree() -> None:
         else:
             raise AssertionError(f"{mesh} is taken")
     with world(Mesh(dp=WORLD), "cpu") as ranks:
-        facts = {"plan": "mesh: dp=3\nzero: 1\nlast: line", "config": "lr: 0.1", "code version": code_version(), "torch": "2"}
+        facts = {
+            "plan": "mesh: dp=3\nzero: 1\nlast: line",
+            "config": "lr: 0.1",
+            "code version": code_version(),
+            "torch": "2",
+        }
         ranks.agree(facts)
-        different = [("plan", "zero: 1", "zero: 3", 1), ("config", "0.1", "0.2", 2), ("code version", code_version(), "another", 1)]
+        different = [
+            ("plan", "zero: 1", "zero: 3", 1),
+            ("config", "0.1", "0.2", 2),
+            ("code version", code_version(), "another", 1),
+        ]
         for i, (name, old, new, who) in enumerate(different):
             theirs = {**facts, name: facts[name].replace(old, new)} if ranks.rank == who else facts
             try:
@@ -379,9 +411,18 @@ def listening(pid: int) -> list[str]:
 
 
 JOBS = {
-    "say": say, "sleep": sleep, "family": family, "deaf": deaf, "laws": laws, "disagree": disagree, "refused": refused, "meet": meet,
-    **{f"fail-{how}": lambda how=how: fail(how) for how in ("kill", "early", "exit", "raise", "linger", "stop", "late")},
-}  # fmt: skip
+    "say": say,
+    "sleep": sleep,
+    "family": family,
+    "deaf": deaf,
+    "laws": laws,
+    "disagree": disagree,
+    "refused": refused,
+    "meet": meet,
+    **{
+        f"fail-{how}": lambda how=how: fail(how) for how in ("kill", "early", "exit", "raise", "linger", "stop", "late")
+    },
+}
 
 if __name__ == "__main__":
     faulthandler.dump_traceback_later(100, exit=True)  # no test waits for ever

@@ -1,6 +1,8 @@
-"""Worlds of `mycel train` to try things on: for each job, one line of JSON on standard input, it forks as many ranks and tells how they ended.
+"""Worlds of `mycel train` to try things on: for each job, one line of JSON on standard input, it forks as many ranks
+and tells how they ended.
 
-Everything heavy is imported once, so that a world costs a second or two.  The store of a world is here, as it would be in the launcher.
+Everything heavy is imported once, so that a world costs a second or two.  The store of a world is here, as it would be
+in the launcher.
 Lines out: {"ended": exit status of each rank}; what rank I printed is in OUT/I.txt.
 
     world, out           how many ranks, and the folder for what they print
@@ -37,7 +39,8 @@ from mycel.train.steps import Steps
 
 
 def check_restored() -> None:
-    """What each rank has after a checkpoint is loaded is, put together, what was saved, bit for bit; also of the optimiser."""
+    """What each rank has after a checkpoint is loaded is, put together, what was saved, bit for bit; also of the
+    optimiser."""
     plain = state.restore
 
     def restore(loaded, parts):
@@ -57,7 +60,8 @@ def check_restored() -> None:
 
 
 def check_memory() -> None:
-    """Bytes of parameters and optimiser state after the run, and the most that were alive at once while the model was made."""
+    """Bytes of parameters and optimiser state after the run, and the most that were alive at once while the model was
+    made."""
     plain, made = Steps.run, assemble.models.build
     told = {}
 
@@ -69,7 +73,10 @@ def check_memory() -> None:
 
     def run(self):
         plain(self)
-        tensors = [*self.parts.module.parameters(), *(x for s in self.parts.optimizer.state.values() for x in s.values())]
+        tensors = [
+            *self.parts.module.parameters(),
+            *(x for s in self.parts.optimizer.state.values() for x in s.values()),
+        ]
         told["held"] = sum({x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in tensors}.values())
         told["plan"] = [self.parts.step.plan.held, self.parts.step.plan.peak]
         print(json.dumps(told))
@@ -114,7 +121,13 @@ def be_rank(rank: int, port: int, job: dict) -> int:
     os.dup2(out, 1)
     os.dup2(out, 2)
     if job["world"] > 1:
-        os.environ.update(RANK=str(rank), WORLD_SIZE=str(job["world"]), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        os.environ.update(
+            RANK=str(rank),
+            WORLD_SIZE=str(job["world"]),
+            LOCAL_RANK=str(rank),
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(port),
+        )
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     for each in job["runs"]:
         if each.get("check"):
@@ -123,7 +136,9 @@ def be_rank(rank: int, port: int, job: dict) -> int:
             train_child.after(asked[1], lambda _, number=asked[2]: os.kill(os.getpid(), number))
         resume = Path(each["resume"]) if each.get("resume") else None
         try:
-            code = loop.train(Config.from_dict(each.get("others", {}).get(str(rank)) or each["settings"]), resume=resume)
+            code = loop.train(
+                Config.from_dict(each.get("others", {}).get(str(rank)) or each["settings"]), resume=resume
+            )
         except MycelError as e:
             print(f"error: {e}")
             code = 1

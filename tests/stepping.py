@@ -41,7 +41,10 @@ class Both:
 
 
 def both(
-    make: Callable[[], nn.Module], optimizer: Callable[[nn.Module], torch.optim.Optimizer], loss: Callable[..., Any] | None = None, **settings: Any
+    make: Callable[[], nn.Module],
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer],
+    loss: Callable[..., Any] | None = None,
+    **settings: Any,
 ) -> Both:
     """A model and its twin, before the first step."""
     torch.manual_seed(0)
@@ -53,10 +56,14 @@ def both(
 
 
 def beside(
-    make: Callable[[], nn.Module], optimizer: Callable[[nn.Module], torch.optim.Optimizer], batches: Callable[[int], Batch],
-    loss: Callable[..., Any] | None = None, steps: int = 10, change: Callable[[int, nn.Module, torch.optim.Optimizer], Any] | None = None,
+    make: Callable[[], nn.Module],
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer],
+    batches: Callable[[int], Batch],
+    loss: Callable[..., Any] | None = None,
+    steps: int = 10,
+    change: Callable[[int, nn.Module, torch.optim.Optimizer], Any] | None = None,
     **settings: Any,
-) -> Both:  # fmt: skip
+) -> Both:
     """`steps` steps of each; `change` is done to both before a step."""
     pair = both(make, optimizer, loss, **settings)
     for i in range(steps):
@@ -77,7 +84,11 @@ def plain_loss(model: nn.Module, batch: Batch, loss: Callable[..., Any] | None) 
 
 
 def plain_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, loss: Callable[..., Any] | None = None, clip_norm: float | None = None
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: Batch,
+    loss: Callable[..., Any] | None = None,
+    clip_norm: float | None = None,
 ) -> float:
     """The loop everybody writes; a step whose gradients are not finite is left out."""
     optimizer.zero_grad(set_to_none=True)
@@ -97,7 +108,9 @@ def agree(pair: Both, loss: float = 1e-5, params: float = 2e-4) -> Both:
         assert abs(found - wanted) <= loss * max(abs(wanted), 1e-2), f"step {i}: loss {found}, in PyTorch {wanted}"
     wanted = pair.twin.state_dict()
     for name, value in pair.model.state_dict().items():
-        torch.testing.assert_close(value, wanted[name], rtol=params, atol=params, msg=lambda m, name=name: f"{name}: {m}")
+        torch.testing.assert_close(
+            value, wanted[name], rtol=params, atol=params, msg=lambda m, name=name: f"{name}: {m}"
+        )
     return pair
 
 
@@ -109,7 +122,12 @@ def frozen_copy(*things: Any) -> Any:
 def bitwise(a: Any, b: Any) -> bool:
     """Equal to the last bit, NaN included."""
     if isinstance(a, torch.Tensor):
-        return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())
+        return (
+            a.dtype == b.dtype
+            and a.shape == b.shape
+            and torch.equal(a.isnan(), b.isnan())
+            and torch.equal(a.nan_to_num(), b.nan_to_num())
+        )
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(bitwise(a[k], b[k]) for k in a)
     if isinstance(a, (list, tuple)):
@@ -117,7 +135,8 @@ def bitwise(a: Any, b: Any) -> bool:
     return a == b
 
 
-# -- small things to train ------------------------------------------------------------------------------------------------
+# -- small things to train
+# ------------------------------------------------------------------------------------------------
 
 
 def mlp() -> nn.Module:

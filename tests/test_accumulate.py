@@ -1,4 +1,5 @@
-"""Batches in parts, down to one row each: loss and gradients are those of the whole batch, for torch's losses and for sums and means by hand."""
+"""Batches in parts, down to one row each: loss and gradients are those of the whole batch, for torch's losses and for
+sums and means by hand."""
 
 from __future__ import annotations
 
@@ -12,7 +13,9 @@ import mycel
 LOSSES = {
     "kl_div batchmean": lambda m, p, y: F.kl_div(F.log_softmax(p, -1), torch.softmax(y, -1), reduction="batchmean"),
     "kl_div sum": lambda m, p, y: F.kl_div(F.log_softmax(p, -1), torch.softmax(y, -1), reduction="sum"),
-    "kl_div of logarithms": lambda m, p, y: F.kl_div(F.log_softmax(p, -1), F.log_softmax(y, -1), reduction="batchmean", log_target=True),
+    "kl_div of logarithms": lambda m, p, y: F.kl_div(
+        F.log_softmax(p, -1), F.log_softmax(y, -1), reduction="batchmean", log_target=True
+    ),
     "sum by len": lambda m, p, y: ((p - y) ** 2).sum() / len(p),
     "sum by size": lambda m, p, y: (p - y).abs().sum() / p.shape[0],
     "sum by elements": lambda m, p, y: (p - y).abs().sum() / p.numel(),
@@ -23,11 +26,15 @@ LOSSES = {
     "with the weights' squares": lambda m, p, y: F.mse_loss(p, y) + 0.1 * (m.weight**2).sum(),
     "with the weights' squares by len": lambda m, p, y: ((p - y) ** 2).sum() / len(p) + 0.1 * (m.weight**2).sum(),
     "with the weights' mean": lambda m, p, y: ((p - y) ** 2).sum() / len(p) - 0.1 * m.weight.mean(),
-    "with the weights' squares and a slice": lambda m, p, y: F.mse_loss(p, y) + 0.1 * (m.weight**2).sum() + 0.0 * p[:1].mean(),
+    "with the weights' squares and a slice": lambda m, p, y: (
+        F.mse_loss(p, y) + 0.1 * (m.weight**2).sum() + 0.0 * p[:1].mean()
+    ),
     "mse_loss": lambda m, p, y: F.mse_loss(p, y),
     "cross_entropy": lambda m, p, y: F.cross_entropy(p, y.argmax(-1)),
     "cross_entropy of sums": lambda m, p, y: F.cross_entropy(p, y.argmax(-1), reduction="sum") / len(p),
-    "cross_entropy weighted": lambda m, p, y: F.cross_entropy(p, y.argmax(-1), torch.arange(1.0, 6.0), label_smoothing=0.1),
+    "cross_entropy weighted": lambda m, p, y: F.cross_entropy(
+        p, y.argmax(-1), torch.arange(1.0, 6.0), label_smoothing=0.1
+    ),
     "cross_entropy of probabilities": lambda m, p, y: F.cross_entropy(p, torch.softmax(y, -1)),
     "multilabel_soft_margin_loss": lambda m, p, y: F.multilabel_soft_margin_loss(p, (y > 0).float()),
     "triplet_margin_loss": lambda m, p, y: F.triplet_margin_loss(p, y, y.flip(1)),
@@ -44,7 +51,11 @@ def test_loss_and_gradient_are_those_of_the_whole_batch(name, rows, parts):
     slope = torch.autograd.grad(wanted, model.weight)[0]
     before = model.weight.detach().clone()
     step = mycel.train_step(
-        model, torch.optim.SGD(model.parameters(), lr=1.0), lambda p, y: LOSSES[name](model, p, y), accumulate=parts, compile=False
+        model,
+        torch.optim.SGD(model.parameters(), lr=1.0),
+        lambda p, y: LOSSES[name](model, p, y),
+        accumulate=parts,
+        compile=False,
     )
     torch.testing.assert_close(step(x, y), wanted.detach())
     torch.testing.assert_close(before - model.weight.detach(), slope, rtol=1e-5, atol=1e-5)

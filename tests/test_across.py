@@ -40,12 +40,16 @@ def moved(x, source, target):
 def test_every_rank_gets_its_part(shape, first, second, start, rng):
     x = torch.randn(shape, dtype=torch.float64)
     source = Placed(random_layout(len(shape), first, rng, owed=False), first, tuple(range(first.world)))
-    target = Placed(random_layout(len(shape), second, rng, owed=False), second, tuple(range(start, start + second.world)))
+    target = Placed(
+        random_layout(len(shape), second, rng, owed=False), second, tuple(range(start, start + second.world))
+    )
     made, found = moved(x, source, target)
     for i, rank in enumerate(target.ranks):
         assert torch.equal(made[rank], part_of(x, target.layout, second, i))
     boxes = [target.box(type_of(x), i) for i in range(second.world)]
-    assert sum(t.numel for t in found) == sum(math.prod(b - a for a, b in box) for box in boxes)  # nothing is sent twice to anybody
+    assert sum(t.numel for t in found) == sum(
+        math.prod(b - a for a, b in box) for box in boxes
+    )  # nothing is sent twice to anybody
     own = {t for t in found if t.source == t.target}
     in_rounds = [t for r in rounds(found) for t in r]
     assert sorted(map(repr, in_rounds)) == sorted(repr(t) for t in found if t not in own)
@@ -63,7 +67,12 @@ def test_senders_share_the_work_and_keep_what_they_have():
 
 
 def test_by_real_messages(tmp_path):
-    assert launch([], 3, program=[str(Path(__file__).parent / "across_child.py")], logs=tmp_path, env={"OMP_NUM_THREADS": "1"}) == 0
+    assert (
+        launch(
+            [], 3, program=[str(Path(__file__).parent / "across_child.py")], logs=tmp_path, env={"OMP_NUM_THREADS": "1"}
+        )
+        == 0
+    )
 
 
 def test_what_is_refused():

@@ -54,7 +54,9 @@ class Kind(enum.Enum):
     MEAN = 2
 
 
-# -- arguments ------------------------------------------------------------------------------------------------------------
+# -- arguments -------------------------------------------------------------------------------------------------------
+# -
+# -
 
 
 def test_positional_and_keyword_arguments():
@@ -70,7 +72,12 @@ def test_positional_and_keyword_arguments():
 def test_nested_structures_go_in_and_out():
     def fn(tree):
         a, (b, c), named = tree["a"], tree["b"], tree["p"]
-        return {"sum": a + b, 0: [c, (named.x, Point(named.y, a))], "pair": Pair(a, {"k": [b]}), "frozen": Frozen(c, "y")}
+        return {
+            "sum": a + b,
+            0: [c, (named.x, Point(named.y, a))],
+            "pair": Pair(a, {"k": [b]}),
+            "frozen": Frozen(c, "y"),
+        }
 
     agrees(fn, {"a": X, "b": [X + 1, X + 2], "p": Point(X + 3, X + 4)})
     agrees(lambda p, f: p.left + p.right["z"] + f.x + len(f.name), Pair(X, {"z": X}), Frozen(X, "abc"))
@@ -103,7 +110,10 @@ def test_a_cache_comes_out(name):
         same(found, wanted)
         assert isinstance(found.past_key_values, hf.DynamicCache)
         token = torch.tensor([[5], [6]])
-        same(model(token, past_key_values=found.past_key_values).logits, model(token, past_key_values=wanted.past_key_values).logits)
+        same(
+            model(token, past_key_values=found.past_key_values).logits,
+            model(token, past_key_values=wanted.past_key_values).logits,
+        )
 
 
 def test_static_values_decide_the_signature():
@@ -112,11 +122,19 @@ def test_static_values_decide_the_signature():
         return (y * n if name == "a" else y / n).to(dtype or x.dtype), flag
 
     calls = [
-        ((X, Kind.SUM), {}), ((X, Kind.MEAN), {}), ((X, Kind.SUM, 2), {}), ((X, Kind.SUM, 2.0), {}), ((X, Kind.SUM), {"name": "b"}),
-        ((X, Kind.SUM), {"flag": True}), ((X, Kind.SUM), {"flag": 1}), ((X, Kind.SUM), {"flag": "é"}),
+        ((X, Kind.SUM), {}),
+        ((X, Kind.MEAN), {}),
+        ((X, Kind.SUM, 2), {}),
+        ((X, Kind.SUM, 2.0), {}),
+        ((X, Kind.SUM), {"name": "b"}),
+        ((X, Kind.SUM), {"flag": True}),
+        ((X, Kind.SUM), {"flag": 1}),
+        ((X, Kind.SUM), {"flag": "é"}),
         ((X, Kind.SUM), {"dtype": torch.float64}),
-        ((X, Kind.SUM), {"flag": float("nan")}), ((X, Kind.SUM), {"flag": (1, (2, None))}), ((X, Kind.SUM), {"flag": slice(0, 2)}),
-    ]  # fmt: skip
+        ((X, Kind.SUM), {"flag": float("nan")}),
+        ((X, Kind.SUM), {"flag": (1, (2, None))}),
+        ((X, Kind.SUM), {"flag": slice(0, 2)}),
+    ]
     fast = mycel.jit(fn)
     for _ in range(2):
         for args, kwargs in calls:
@@ -179,7 +197,8 @@ def test_mappings_and_objects_keep_their_class():
     same((type(found), found.x, found.y), (Slim, X, X + 1))
 
 
-# -- kinds of callables -----------------------------------------------------------------------------------------------------
+# -- kinds of callables
+# -----------------------------------------------------------------------------------------------------
 
 
 class Owner:
@@ -216,7 +235,16 @@ def decorated_eager(x):
 
 def test_kinds_of_callables():
     owner = Owner()
-    for fn in (owner, owner.method, Owner.of_class, owner.of_none, owner.layer, torch.sin, torch.Tensor.exp, nn.functional.gelu):
+    for fn in (
+        owner,
+        owner.method,
+        Owner.of_class,
+        owner.of_none,
+        owner.layer,
+        torch.sin,
+        torch.Tensor.exp,
+        nn.functional.gelu,
+    ):
         agrees(fn, X)
     agrees(functools.partial(lambda a, b, c=1: a * b - c, X + 1, c=X), X)
     agrees(functools.partial(owner.method), X)
@@ -271,7 +299,8 @@ def test_a_module_that_calls_a_jitted_module():
     same(fast(X), model.layer(X) + 1)
 
 
-# -- copies are copies ----------------------------------------------------------------------------------------------------------
+# -- copies are copies
+# ----------------------------------------------------------------------------------------------------------
 
 
 def copied_by_to(x):
@@ -304,7 +333,9 @@ def viewed_by_contiguous(x):
     return y * 1
 
 
-@pytest.mark.parametrize("fn", [copied_by_to, copied_by_contiguous, copied_by_reshape, viewed_by_reshape, viewed_by_contiguous])
+@pytest.mark.parametrize(
+    "fn", [copied_by_to, copied_by_contiguous, copied_by_reshape, viewed_by_reshape, viewed_by_contiguous]
+)
 def test_updates_reach_what_shares_memory_and_nothing_else(fn):
     a, b = (torch.arange(6.0).reshape(2, 3) for _ in range(2))
     assert torch.equal(mycel.jit(fn)(a), fn(b)) and torch.equal(a, b)

@@ -1,4 +1,5 @@
-"""What cannot be captured is refused: with the user's file, line and source text and a way out, and nothing is left behind."""
+"""What cannot be captured is refused: with the user's file, line and source text and a way out, and nothing is left
+behind."""
 
 from __future__ import annotations
 
@@ -107,7 +108,9 @@ def test_refusals_say_where_and_what_to_try(name):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs two devices")
-@pytest.mark.parametrize("fn", [lambda x: x.to("cuda"), lambda x: x + torch.ones(3, device="cuda"), lambda x: x + TABLE.cuda()])
+@pytest.mark.parametrize(
+    "fn", [lambda x: x.to("cuda"), lambda x: x + torch.ones(3, device="cuda"), lambda x: x + TABLE.cuda()]
+)
 def test_other_devices_are_refused(fn):
     with pytest.raises(mycel.CaptureError, match="cuda") as caught:
         mycel.jit(fn)(X)

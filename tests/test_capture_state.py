@@ -1,4 +1,5 @@
-"""What captured code reaches and changes: read anew at every call, updated as eager code would, views and in-place updates included."""
+"""What captured code reaches and changes: read anew at every call, updated as eager code would, views and in-place
+updates included."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ LAYERS = {"first": nn.Linear(3, 3), "rest": [nn.Linear(3, 3)]}
 OPTIONS = {"power": 2, "nested": {"shift": 1.0}}
 
 
-# -- what is reached through closures, globals and attributes ---------------------------------------------------------------
+# -- what is reached through closures, globals and attributes
+# ---------------------------------------------------------------
 
 
 def test_closures_are_read_anew():
@@ -179,7 +181,9 @@ def test_default_values_that_are_tensors():
     same(fast(X), fn(X))
 
 
-# -- modules ----------------------------------------------------------------------------------------------------------------
+# -- modules ---------------------------------------------------------------------------------------------------------
+# -
+# -
 
 
 class Net(nn.Module):
@@ -284,7 +288,9 @@ def test_a_function_as_an_argument():
         same(fast(f, X), f(X) + 1)
 
 
-# -- what changes -----------------------------------------------------------------------------------------------------------
+# -- what changes ----------------------------------------------------------------------------------------------------
+# -
+# -
 
 
 class Stateful(nn.Module):
@@ -330,7 +336,11 @@ class Shift(nn.Module):
         super().__init__()
         for name in ("a", "b"):
             self.register_buffer(name, torch.zeros(3))
-        self.c, self.pair, self.table = torch.zeros(3), (torch.zeros(3), None), {"x": torch.zeros(3), "y": [torch.zeros(3)]}
+        self.c, self.pair, self.table = (
+            torch.zeros(3),
+            (torch.zeros(3), None),
+            {"x": torch.zeros(3), "y": [torch.zeros(3)]},
+        )
 
     def forward(self, x):
         out = self.a + self.b + self.c + self.pair[0] + self.table["x"] + self.table["y"][0]

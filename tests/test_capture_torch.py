@@ -25,19 +25,28 @@ def rand(*shape, **kwargs):
 
 MODULES = {
     "attention": (lambda: nn.MultiheadAttention(8, 2, batch_first=True), lambda: (rand(2, 5, 8),) * 3),
-    "attention_cross": (lambda: nn.MultiheadAttention(8, 2, kdim=6, vdim=4), lambda: (rand(5, 2, 8), rand(7, 2, 6), rand(7, 2, 4))),
+    "attention_cross": (
+        lambda: nn.MultiheadAttention(8, 2, kdim=6, vdim=4),
+        lambda: (rand(5, 2, 8), rand(7, 2, 6), rand(7, 2, 4)),
+    ),
     "attention_masks": (
-        lambda: MaskedAttention(), lambda: (rand(2, 5, 8), torch.tensor([[False] * 5, [False] * 3 + [True] * 2])),
+        lambda: MaskedAttention(),
+        lambda: (rand(2, 5, 8), torch.tensor([[False] * 5, [False] * 3 + [True] * 2])),
     ),
     "encoder_layer": (lambda: nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True), lambda: (rand(2, 5, 8),)),
     "encoder_layer_first": (
-        lambda: nn.TransformerEncoderLayer(8, 2, 16, 0.0, activation="gelu", norm_first=True), lambda: (rand(2, 5, 8),)
+        lambda: nn.TransformerEncoderLayer(8, 2, 16, 0.0, activation="gelu", norm_first=True),
+        lambda: (rand(2, 5, 8),),
     ),
     "encoder": (
-        lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True), 3), lambda: (rand(2, 5, 8),)
+        lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True), 3),
+        lambda: (rand(2, 5, 8),),
     ),
     "decoder_layer": (lambda: nn.TransformerDecoderLayer(8, 2, 16, 0.0), lambda: (rand(5, 2, 8), rand(4, 2, 8))),
-    "transformer": (lambda: nn.Transformer(8, 2, 2, 2, 16, 0.0, batch_first=True), lambda: (rand(2, 5, 8), rand(2, 4, 8))),
+    "transformer": (
+        lambda: nn.Transformer(8, 2, 2, 2, 16, 0.0, batch_first=True),
+        lambda: (rand(2, 5, 8), rand(2, 4, 8)),
+    ),
     "lstm": (lambda: nn.LSTM(3, 4, 2, batch_first=True), lambda: (rand(2, 5, 3),)),
     "lstm_both_ways": (lambda: nn.LSTM(3, 4, 2, bidirectional=True), lambda: (rand(5, 2, 3),)),
     "lstm_projected": (lambda: nn.LSTM(3, 4, proj_size=2), lambda: (rand(5, 2, 3),)),
@@ -50,39 +59,79 @@ MODULES = {
     "rnn_cell": (lambda: nn.RNNCell(3, 4), lambda: (rand(2, 3),)),
     "bilinear": (lambda: nn.Bilinear(3, 4, 5), lambda: (rand(2, 3), rand(2, 4))),
     "embedding_bag": (lambda: nn.EmbeddingBag(7, 3), lambda: (torch.tensor([[1, 2], [3, 3]]),)),
-    "embedding_bag_sum": (lambda: nn.EmbeddingBag(7, 3, mode="sum"), lambda: (torch.tensor([1, 2, 4, 5]), torch.tensor([0, 3]))),
+    "embedding_bag_sum": (
+        lambda: nn.EmbeddingBag(7, 3, mode="sum"),
+        lambda: (torch.tensor([1, 2, 4, 5]), torch.tensor([0, 3])),
+    ),
     "embedding_bag_max": (lambda: nn.EmbeddingBag(7, 3, mode="max"), lambda: (torch.tensor([[1, 2], [3, 3]]),)),
-    "embedding_norm": (lambda: nn.Embedding(7, 3, padding_idx=1, max_norm=1.0), lambda: (torch.tensor([[1, 2], [3, 3]]),)),
+    "embedding_norm": (
+        lambda: nn.Embedding(7, 3, padding_idx=1, max_norm=1.0),
+        lambda: (torch.tensor([[1, 2], [3, 3]]),),
+    ),
     "fold": (lambda: nn.Fold((4, 4), 2, stride=2), lambda: (rand(1, 12, 4),)),
     "unfold": (lambda: nn.Unfold(2, padding=1), lambda: (rand(1, 3, 4, 4),)),
     "conv1d": (lambda: nn.Conv1d(4, 6, 3, padding="same", groups=2), lambda: (rand(2, 4, 9),)),
-    "conv2d_reflect": (lambda: nn.Conv2d(4, 6, 3, padding=1, padding_mode="reflect", dilation=1), lambda: (rand(2, 4, 9, 9),)),
+    "conv2d_reflect": (
+        lambda: nn.Conv2d(4, 6, 3, padding=1, padding_mode="reflect", dilation=1),
+        lambda: (rand(2, 4, 9, 9),),
+    ),
     "conv3d": (lambda: nn.Conv3d(2, 3, 2, stride=2), lambda: (rand(2, 2, 4, 4, 4),)),
-    "conv_transpose": (lambda: nn.ConvTranspose2d(4, 2, 3, 2, 1, output_padding=1, groups=2), lambda: (rand(2, 4, 5, 5),)),
+    "conv_transpose": (
+        lambda: nn.ConvTranspose2d(4, 2, 3, 2, 1, output_padding=1, groups=2),
+        lambda: (rand(2, 4, 5, 5),),
+    ),
     "batch_norm_frozen": (lambda: nn.BatchNorm2d(3, track_running_stats=False), lambda: (rand(2, 3, 4, 4),)),
     "instance_norm": (lambda: nn.InstanceNorm2d(3, affine=True, track_running_stats=True), lambda: (rand(2, 3, 4, 4),)),
     "group_norm": (lambda: nn.GroupNorm(2, 4), lambda: (rand(2, 4, 5),)),
     "rms_norm": (lambda: nn.RMSNorm(4), lambda: (rand(2, 4),)),
     "local_response": (lambda: nn.LocalResponseNorm(2), lambda: (rand(2, 4, 5, 5),)),
     "pools": (
-        lambda: nn.Sequential(nn.MaxPool2d(2, ceil_mode=True), nn.AvgPool2d(3, 1, 1), nn.AdaptiveAvgPool2d((2, 3)), nn.LPPool2d(2, 2)),
+        lambda: nn.Sequential(
+            nn.MaxPool2d(2, ceil_mode=True), nn.AvgPool2d(3, 1, 1), nn.AdaptiveAvgPool2d((2, 3)), nn.LPPool2d(2, 2)
+        ),
         lambda: (rand(2, 3, 11, 11),),
     ),
     "adaptive_max": (lambda: nn.AdaptiveMaxPool2d(2, return_indices=True), lambda: (rand(2, 3, 6, 6),)),
     "max_unpool": (lambda: Unpool(), lambda: (rand(2, 3, 4, 4),)),
     "upsample": (lambda: nn.Upsample(scale_factor=2, mode="bicubic", align_corners=True), lambda: (rand(2, 3, 4, 4),)),
-    "pixel_shuffle": (lambda: nn.Sequential(nn.PixelShuffle(2), nn.PixelUnshuffle(2), nn.ChannelShuffle(2)), lambda: (rand(2, 4, 3, 3),)),
+    "pixel_shuffle": (
+        lambda: nn.Sequential(nn.PixelShuffle(2), nn.PixelUnshuffle(2), nn.ChannelShuffle(2)),
+        lambda: (rand(2, 4, 3, 3),),
+    ),
     "paddings": (
         lambda: nn.Sequential(
-            nn.ReflectionPad2d(1), nn.ReplicationPad2d(1), nn.ZeroPad2d(1), nn.CircularPad2d(1), nn.ConstantPad2d(1, 3.0)
+            nn.ReflectionPad2d(1),
+            nn.ReplicationPad2d(1),
+            nn.ZeroPad2d(1),
+            nn.CircularPad2d(1),
+            nn.ConstantPad2d(1, 3.0),
         ),
         lambda: (rand(2, 4, 3, 3),),
     ),
     "activations": (
         lambda: nn.Sequential(
-            nn.ELU(), nn.Hardshrink(), nn.Hardsigmoid(), nn.Hardtanh(), nn.Hardswish(), nn.LeakyReLU(), nn.LogSigmoid(), nn.PReLU(),
-            nn.ReLU6(), nn.SELU(), nn.CELU(), nn.GELU("tanh"), nn.Mish(), nn.Softplus(), nn.Softshrink(0.1), nn.Softsign(), nn.Tanhshrink(),
-            nn.Threshold(-1, 2), nn.GLU(), nn.Softmin(-1), nn.Softmax2d(), nn.LogSoftmax(1),
+            nn.ELU(),
+            nn.Hardshrink(),
+            nn.Hardsigmoid(),
+            nn.Hardtanh(),
+            nn.Hardswish(),
+            nn.LeakyReLU(),
+            nn.LogSigmoid(),
+            nn.PReLU(),
+            nn.ReLU6(),
+            nn.SELU(),
+            nn.CELU(),
+            nn.GELU("tanh"),
+            nn.Mish(),
+            nn.Softplus(),
+            nn.Softshrink(0.1),
+            nn.Softsign(),
+            nn.Tanhshrink(),
+            nn.Threshold(-1, 2),
+            nn.GLU(),
+            nn.Softmin(-1),
+            nn.Softmax2d(),
+            nn.LogSoftmax(1),
         ),
         lambda: (rand(2, 3, 4, 4),),
     ),
@@ -92,10 +141,15 @@ MODULES = {
     "flatten": (lambda: nn.Sequential(nn.Flatten(), nn.Unflatten(1, (2, 4))), lambda: (rand(4, 2, 2, 2),)),
     "ctc": (
         lambda: nn.CTCLoss(),
-        lambda: (rand(9, 2, 5).log_softmax(-1), torch.tensor([[1, 2], [3, 3]]), torch.tensor([9, 9]), torch.tensor([2, 2])),
+        lambda: (
+            rand(9, 2, 5).log_softmax(-1),
+            torch.tensor([[1, 2], [3, 3]]),
+            torch.tensor([9, 9]),
+            torch.tensor([2, 2]),
+        ),
     ),
     "losses": (lambda: Losses(), lambda: (rand(4, 5), torch.tensor([0, 4, 2, 1]))),
-}  # fmt: skip
+}
 
 
 class MaskedAttention(nn.Module):
@@ -128,13 +182,26 @@ class Losses(nn.Module):
     def forward(self, x, y):
         z = F.one_hot(y, 5).float()
         pairs = [
-            F.cross_entropy(x, y, label_smoothing=0.1), F.nll_loss(x.log_softmax(-1), y), F.mse_loss(x, z), F.l1_loss(x, z),
-            F.smooth_l1_loss(x, z), F.huber_loss(x, z, delta=0.5), F.binary_cross_entropy_with_logits(x, z), F.kl_div(x.log_softmax(-1), z),
-            F.binary_cross_entropy(x.sigmoid(), z), F.hinge_embedding_loss(x, 2 * z - 1), F.poisson_nll_loss(x, z),
-            F.gaussian_nll_loss(x, z, torch.ones_like(x)), F.triplet_margin_loss(x, z, -x), F.multi_margin_loss(x, y),
-            F.cosine_embedding_loss(x, z, torch.ones(4)), F.margin_ranking_loss(x, z, torch.ones_like(x)), F.soft_margin_loss(x, 2 * z - 1),
-            F.multilabel_soft_margin_loss(x, z), F.multilabel_margin_loss(x, z.long()),
-        ]  # fmt: skip
+            F.cross_entropy(x, y, label_smoothing=0.1),
+            F.nll_loss(x.log_softmax(-1), y),
+            F.mse_loss(x, z),
+            F.l1_loss(x, z),
+            F.smooth_l1_loss(x, z),
+            F.huber_loss(x, z, delta=0.5),
+            F.binary_cross_entropy_with_logits(x, z),
+            F.kl_div(x.log_softmax(-1), z),
+            F.binary_cross_entropy(x.sigmoid(), z),
+            F.hinge_embedding_loss(x, 2 * z - 1),
+            F.poisson_nll_loss(x, z),
+            F.gaussian_nll_loss(x, z, torch.ones_like(x)),
+            F.triplet_margin_loss(x, z, -x),
+            F.multi_margin_loss(x, y),
+            F.cosine_embedding_loss(x, z, torch.ones(4)),
+            F.margin_ranking_loss(x, z, torch.ones_like(x)),
+            F.soft_margin_loss(x, 2 * z - 1),
+            F.multilabel_soft_margin_loss(x, z),
+            F.multilabel_margin_loss(x, z.long()),
+        ]
         return torch.stack(pairs)
 
 
@@ -156,7 +223,9 @@ def test_modules_of_torch(name, training):
                 same(state(model), state(twin))
 
 
-# -- contexts ---------------------------------------------------------------------------------------------------------------
+# -- contexts --------------------------------------------------------------------------------------------------------
+# -
+# -
 
 
 def test_no_grad_inside():
@@ -265,7 +334,9 @@ def test_autograd_functions_inside():
     agrees(lambda x: Double.apply(x) + 1, X)
 
 
-# -- wrappers ---------------------------------------------------------------------------------------------------------------
+# -- wrappers --------------------------------------------------------------------------------------------------------
+# -
+# -
 
 
 def test_parametrizations():
@@ -311,7 +382,9 @@ def test_lazy_modules_and_parameter_lists():
     agrees(Model(), X)
 
 
-# -- meta device ------------------------------------------------------------------------------------------------------------
+# -- meta device -----------------------------------------------------------------------------------------------------
+# -
+# -
 
 
 def test_meta_models_are_captured_without_allocating():
@@ -325,22 +398,44 @@ def test_meta_models_are_captured_without_allocating():
     assert mycel.jit(model).program(x).inputs == program.inputs
 
 
-# -- functions that return more than tensors, and results with names ------------------------------------------------------------
+# -- functions that return more than tensors, and results with names
+# ------------------------------------------------------------
 
 
 def test_named_results_of_torch():
     def fn(x):
         top = x.topk(2)
         high, low = torch.max(x, 1), torch.sort(x, descending=True)
-        return top.values + low.values[:, :2], top.indices, high.values, high, torch.linalg.qr(x).Q, torch.frexp(x).mantissa, x.median(1)
+        return (
+            top.values + low.values[:, :2],
+            top.indices,
+            high.values,
+            high,
+            torch.linalg.qr(x).Q,
+            torch.frexp(x).mantissa,
+            x.median(1),
+        )
 
     agrees(fn, X)
 
 
 def test_factories_follow_the_default_dtype_and_device():
     def fn(x):
-        made = [torch.zeros(2), torch.tensor([1.5, 2]), torch.arange(3), torch.linspace(0, 1, 3), torch.eye(2), x.new_full((2,), 3)]
-        made += [torch.tensor(True), torch.as_tensor(2.5), torch.asarray([1, 2]), torch.empty(0), torch.tril_indices(2, 2)]
+        made = [
+            torch.zeros(2),
+            torch.tensor([1.5, 2]),
+            torch.arange(3),
+            torch.linspace(0, 1, 3),
+            torch.eye(2),
+            x.new_full((2,), 3),
+        ]
+        made += [
+            torch.tensor(True),
+            torch.as_tensor(2.5),
+            torch.asarray([1, 2]),
+            torch.empty(0),
+            torch.tril_indices(2, 2),
+        ]
         return [*made, torch.full((2,), 1), torch.Tensor([1, 2])]
 
     agrees(fn, X)

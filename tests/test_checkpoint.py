@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from mycel.errors import CheckpointError
 from mycel.run import shards
 from mycel.run.checkpoint import Saver, best, latest, load, load_latest, save, verify
-from mycel.run.shards import DTYPES, Entry, Manifest, Shard
+from mycel.run.shards import DTYPES, Manifest, Shard, StoredTensor
 
 CUDA = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))
 
@@ -64,7 +64,10 @@ def test_round_trip_is_bitwise(tensors, shard_bytes, asynchronous, tie):
         loaded = load(saver.last)
         assert (loaded.step, loaded.meta) == (7, meta) and equal(loaded.tensors, tensors)
         chosen = set(list(tensors)[1::2])
-        assert equal(load(saver.last, only=lambda name: name in chosen).tensors, {k: v for k, v in tensors.items() if k in chosen})
+        assert equal(
+            load(saver.last, only=lambda name: name in chosen).tensors,
+            {k: v for k, v in tensors.items() if k in chosen},
+        )
 
 
 def test_shards_are_what_others_read(tmp_path):
@@ -83,7 +86,8 @@ def test_tied_tensors_are_stored_once_and_stay_tied(tmp_path):
     assert a is b and a is e and a is not c
     z = torch.tensor([1 + 2j])
     assert equal(
-        load(save(tmp_path, 1, {"z": z, "conjugate": z.conj(), "view": z.real}, {})).tensors, {"z": z, "conjugate": z.conj(), "view": z.real}
+        load(save(tmp_path, 1, {"z": z, "conjugate": z.conj(), "view": z.real}, {})).tensors,
+        {"z": z, "conjugate": z.conj(), "view": z.real},
     )
     stored = sum(p.stat().st_size for p in loaded.path.glob("*.safetensors"))
     assert 2 * w.nbytes + w.nbytes // 2 <= stored < 3 * w.nbytes + w.nbytes // 2
@@ -92,10 +96,14 @@ def test_tied_tensors_are_stored_once_and_stay_tied(tmp_path):
 @given(limit=st.integers(1, 200), shapes=st.lists(st.lists(st.integers(1, 6), max_size=3), max_size=6))
 def test_shards_keep_to_their_size_and_items_are_aligned(limit, shapes):
     dtypes = [torch.int8, torch.float64, torch.int16]
-    packed = shards.pack([(str(i), (0,) * len(shape), torch.empty(shape, dtype=dtypes[i % 3])) for i, shape in enumerate(shapes)], limit)
+    packed = shards.pack(
+        [(str(i), (0,) * len(shape), torch.empty(shape, dtype=dtypes[i % 3])) for i, shape in enumerate(shapes)], limit
+    )
     for shard in packed:
         data = shard.bytes - len(shard.header)
-        assert data <= limit or len(shard.parts) == 1 and (shard.parts[0][2].dim() == 0 or shard.parts[0][2].shape[0] == 1)
+        assert (
+            data <= limit or len(shard.parts) == 1 and (shard.parts[0][2].dim() == 0 or shard.parts[0][2].shape[0] == 1)
+        )
         assert len({name for name, _, _ in shard.parts}) == len(shard.parts)
         _, pieces = shard.described(shard.sha256())
         assert all(piece.begin % x.itemsize == 0 for (_, piece), (_, _, x) in zip(pieces, shard.pieces, strict=True))
@@ -107,23 +115,30 @@ def test_pieces_of_several_ranks_become_one_tensor(tmp_path):
     """Each rank's shard holds a box of the tensor; the boxes fill it."""
     whole = torch.arange(24, dtype=torch.float32).reshape(4, 6)
     boxes = {(0, 0): whole[:, :2], (0, 2): whole[:1, 2:], (1, 2): whole[1:, 2:]}
-    files = [Shard(f"shard-{i:05d}-00000.safetensors", [("w", offset, box.contiguous())]) for i, (offset, box) in enumerate(boxes.items())]
+    files = [
+        Shard(f"shard-{i:05d}-00000.safetensors", [("w", offset, box.contiguous())])
+        for i, (offset, box) in enumerate(boxes.items())
+    ]
     for file in files:
         file.write(tmp_path)
     described = {file.file: file.described(file.sha256()) for file in files}
-    entry = Entry(whole.dtype, (4, 6), tuple(piece for _, pieces in described.values() for _, piece in pieces))
+    entry = StoredTensor(whole.dtype, (4, 6), tuple(piece for _, pieces in described.values() for _, piece in pieces))
     manifest = Manifest(5, None, {}, None, {name: file for name, (file, _) in described.items()}, {"w": entry})
     (tmp_path / "manifest.json").write_bytes(shards.to_bytes(manifest))
     assert torch.equal(load(tmp_path).tensors["w"], whole)
     one, two, three = entry.pieces
     beside = replace(three, offset=(0, 2))  # as many elements as there should be, but over another piece
     for pieces in [(two, three), (one, two, beside), (one, two, three, two), (one, replace(two, offset=(0, 3)), three)]:
-        (tmp_path / "manifest.json").write_bytes(shards.to_bytes(replace(manifest, tensors={"w": replace(entry, pieces=pieces)})))
+        (tmp_path / "manifest.json").write_bytes(
+            shards.to_bytes(replace(manifest, tensors={"w": replace(entry, pieces=pieces)}))
+        )
         with pytest.raises(CheckpointError, match=r"w has a (hole|piece outside itself)"):
             load(tmp_path)
 
 
-@pytest.mark.parametrize("bad", [torch.zeros(2, dtype=torch.complex128), torch.zeros(2).to_sparse(), torch.empty(2, device="meta")])
+@pytest.mark.parametrize(
+    "bad", [torch.zeros(2, dtype=torch.complex128), torch.zeros(2).to_sparse(), torch.empty(2, device="meta")]
+)
 def test_tensors_that_cannot_be_saved_are_named(tmp_path, bad):
     with pytest.raises(CheckpointError, match=r"cannot save 'bad'.*\n  try"):
         Saver(tmp_path).save(0, {"bad": bad}, {})
@@ -199,7 +214,9 @@ def test_one_save_is_under_way_at_most(tmp_path, monkeypatch):
 
 def test_no_memory_for_the_copy_is_reported(tmp_path, monkeypatch):
     with Saver(tmp_path) as saver:
-        monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: (_ for _ in ()).throw(RuntimeError("can't allocate memory")))
+        monkeypatch.setattr(
+            torch, "empty", lambda *args, **kwargs: (_ for _ in ()).throw(RuntimeError("can't allocate memory"))
+        )
         saver.save(1, state(1), {})
     assert "step 1 is not saved" in saver.poll()[0] and names(tmp_path) == []
 
@@ -219,9 +236,15 @@ def kept(saved: dict[int, float | None], keep: int) -> list[int]:
 
 
 @settings(max_examples=25, deadline=None)
-@given(metrics=st.lists(METRIC, min_size=1, max_size=8), keep=st.integers(1, 3), crash=st.sets(st.integers(0, 7)), data=st.data())
+@given(
+    metrics=st.lists(METRIC, min_size=1, max_size=8),
+    keep=st.integers(1, 3),
+    crash=st.sets(st.integers(0, 7)),
+    data=st.data(),
+)
 def test_the_last_n_and_the_best_are_kept(metrics, keep, crash, data):
-    """Also when the process ends between completing a save and deleting older ones: nothing needed is gone, and the next save tidies up."""
+    """Also when the process ends between completing a save and deleting older ones: nothing needed is gone, and the
+    next save tidies up."""
 
     class Crash(BaseException):
         pass

@@ -1,4 +1,5 @@
-"""Checkpoints: what is read back is what was saved, or an error; whatever happens to the process, the disk or the files."""
+"""Checkpoints: what is read back is what was saved, or an error; whatever happens to the process, the disk or the
+files."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ def child():
 
 
 def check_survivor(path: Path, said: list[int]) -> None:
-    """After a kill: the latest is complete, right, and no older than what was said to be saved; the next run tidies up and goes on."""
+    """After a kill: the latest is complete, right, and no older than what was said to be saved; the next run tidies up
+    and goes on."""
     step = said[-1] if said else 0
     if latest(path) is None:
         assert not said
@@ -92,7 +94,9 @@ def small_disk(tmp_path):
     """A real disk of 1 MiB."""
     path = tmp_path / "disk"
     path.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m,nr_inodes=64", "tmpfs", path], capture_output=True, check=False).returncode:
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m,nr_inodes=64", "tmpfs", path], capture_output=True, check=False
+    ).returncode:
         pytest.skip("mounting a disk is not allowed here")
     yield path
     subprocess.run(["umount", path], check=True)
@@ -116,9 +120,13 @@ def test_training_goes_on_when_the_disk_is_full(small_disk, monkeypatch, known, 
             saver.wait()
             (report,) = saver.poll()
             first, at, hint = report.split("\n")
-            assert first.startswith(f"step {step} is not saved: disk full: needs 195.4 KiB, 1") and first.endswith(f"KiB free on {small_disk}")
+            assert first.startswith(f"step {step} is not saved: disk full: needs 195.4 KiB, 1") and first.endswith(
+                f"KiB free on {small_disk}"
+            )
             assert at == f"  at        {small_disk / 'run'}" and hint.startswith("  try       free some space")
-            assert names(small_disk / "run") == ["step-00000001"] and torch.equal(load_latest(small_disk / "run")[0].tensors["w"], good)
+            assert names(small_disk / "run") == ["step-00000001"] and torch.equal(
+                load_latest(small_disk / "run")[0].tensors["w"], good
+            )
         assert bool(wrote) == (known == "while writing")
         (small_disk / "other").unlink()
         saver.save(4, {"w": w}, {})
@@ -257,7 +265,9 @@ def test_nothing_left_is_an_error(two, tmp_path):
     shutil.copytree(two[0], tmp_path / "copy")
     for file in (tmp_path / "copy").glob("step-*/shard-00000-00001*"):
         file.unlink()
-    with pytest.raises(CheckpointError, match=r"no checkpoint is undamaged\n  tried     step-00000400.*\n  tried     step-00000200"):
+    with pytest.raises(
+        CheckpointError, match=r"no checkpoint is undamaged\n  tried     step-00000400.*\n  tried     step-00000200"
+    ):
         load_latest(tmp_path / "copy")
     assert latest(tmp_path / "copy") is None
 
@@ -290,7 +300,10 @@ def untie(x):
 
 
 def overlap(x):
-    x["tensors"]["half"]["pieces"] = [{**x["tensors"]["count"]["pieces"][0], "offset": [0, 0], "shape": [1, 3]}, *x["tensors"]["half"]["pieces"]]
+    x["tensors"]["half"]["pieces"] = [
+        {**x["tensors"]["count"]["pieces"][0], "offset": [0, 0], "shape": [1, 3]},
+        *x["tensors"]["half"]["pieces"],
+    ]
 
 
 def share_bytes(x):

@@ -1,4 +1,5 @@
-"""Checkpoints of tensors that lie on a mesh: saved under one, loaded under another, every part is the original's, and little else is read."""
+"""Checkpoints of tensors that lie on a mesh: saved under one, loaded under another, every part is the original's, and
+little else is read."""
 
 from __future__ import annotations
 
@@ -29,7 +30,10 @@ def save_parts(path: Path, tree: dict[str, torch.Tensor], mesh: Mesh, lying: dic
     def act(ranks):
         with Saver(path, asynchronous=False, ranks=ranks, **options) as saver:
             saver.save(
-                3, {name: part_of(x, lying[name], mesh, ranks.rank, padding=171) for name, x in tree.items()}, {"rank": ranks.rank}, layouts=told
+                3,
+                {name: part_of(x, lying[name], mesh, ranks.rank, padding=171) for name, x in tree.items()},
+                {"rank": ranks.rank},
+                layouts=told,
             )
         assert saver.poll() == []
         return saver.last
@@ -53,7 +57,8 @@ class Count:
 
 
 def needed(path: Path, tree: dict[str, torch.Tensor], lying: dict[str, Layout], mesh: Mesh, rank: int) -> int:
-    """Bytes of the pieces that a rank's parts have something of, and of the headers of their files, by the manifest as others would read it."""
+    """Bytes of the pieces that a rank's parts have something of, and of the headers of their files, by the manifest as
+    others would read it."""
     manifest, found, files = json.loads((path / "manifest.json").read_text()), 0, set()
     for name, x in tree.items():
         mine = part_of(torch.arange(x.numel()).reshape(x.shape) + 1, lying[name], mesh, rank).flatten()
@@ -67,7 +72,12 @@ def needed(path: Path, tree: dict[str, torch.Tensor], lying: dict[str, Layout], 
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
-@given(tree=trees(), data=st.data(), shard_bytes=st.sampled_from([1, 100, 10_000]), piece_bytes=st.sampled_from([1, 40, 1 << 20]))
+@given(
+    tree=trees(),
+    data=st.data(),
+    shard_bytes=st.sampled_from([1, 100, 10_000]),
+    piece_bytes=st.sampled_from([1, 40, 1 << 20]),
+)
 def test_saved_under_one_mesh_loaded_under_another(tree, data, shard_bytes, piece_bytes):
     before, after = data.draw(meshes(most=12)), data.draw(meshes(most=72))
     lay = lambda mesh: {name: data.draw(layouts(mesh, x.dim())) for name, x in tree.items()}
@@ -98,7 +108,9 @@ def test_every_element_is_saved_once_and_as_others_read_it(tree, data):
             held = {bits(part) for file in files for n, part in file.items() if n == name}
             assert sum(file[name].numel() for file in files if name in file) == x.numel()
             whole = {
-                bits(read(path, name, box)) for r in range(mesh.world) if 0 not in boxes.extents(box := boxes.held(x.shape, lies[name], mesh, r))
+                bits(read(path, name, box))
+                for r in range(mesh.world)
+                if 0 not in boxes.extents(box := boxes.held(x.shape, lies[name], mesh, r))
             }
             assert held == (whole if x.numel() else set())
 
@@ -117,7 +129,8 @@ def test_a_box_of_a_tensor(data):
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(mesh=meshes(most=24), data=st.data())
 def test_ranks_have_about_the_same_to_save(mesh, data):
-    """Whole tensors: no rank has more than another by more than the largest of them.  Split ones: each rank that holds a part is asked."""
+    """Whole tensors: no rank has more than another by more than the largest of them.  Split ones: each rank that holds
+    a part is asked."""
     shapes = data.draw(st.lists(st.tuples(st.integers(1, 50), st.integers(1, 8)), min_size=1, max_size=12))
     items = tuple((Layout(((), ())), shape, 4) for shape in shapes)
     load_bytes = [sum(4 * math.prod(shapes[i]) for i in boxes.chosen(mesh, rank, items)) for rank in range(mesh.world)]
@@ -129,7 +142,13 @@ def test_a_model_on_a_mesh_is_saved_evenly():
     """Tensor parallel over four, data parallel over eight: nobody saves twice the mean."""
     mesh = Mesh(dp=8, tp=4)
     rows, columns, whole = Layout((("tp",), ())), Layout(((), ("tp",))), Layout(((),))
-    layer = [(rows, (3072, 1024), 4), (columns, (1024, 1024), 4), (rows, (4096, 1024), 4), (columns, (1024, 4096), 4), (whole, (1024,), 4)]
+    layer = [
+        (rows, (3072, 1024), 4),
+        (columns, (1024, 1024), 4),
+        (rows, (4096, 1024), 4),
+        (columns, (1024, 4096), 4),
+        (whole, (1024,), 4),
+    ]
     items = tuple(layer * 12)
     part_bytes = [math.prod(boxes.extents(boxes.held(shape, layout, mesh, 0))) * n for layout, shape, n in items]
     load_bytes = [sum(part_bytes[i] for i in boxes.chosen(mesh, rank, items)) for rank in range(mesh.world)]
@@ -183,7 +202,11 @@ def partial_layout(data, mesh: Mesh, ndim: int) -> Layout:
 
 
 @settings(max_examples=80, deadline=None, derandomize=True)
-@given(shape=st.lists(st.integers(1, 5), max_size=2), dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.int64]), data=st.data())
+@given(
+    shape=st.lists(st.integers(1, 5), max_size=2),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.int64]),
+    data=st.data(),
+)
 def test_partial_state_is_its_sum_under_any_mesh(shape, dtype, data):
     """Each rank saves a summand of its own; a rank among as many gets it back, others together hold the sum."""
     before, after = data.draw(meshes(most=12)), data.draw(meshes(most=12))
@@ -223,7 +246,12 @@ def test_what_is_wanted_must_be_there(tmp_path):
         ("v", whole, (4, 3), torch.float32): "there is no v in the checkpoint",
         ("w", whole, (4, 4), torch.float32): r"w: F32\[4, 3\] in the checkpoint, F32\[4, 4\] is wanted",
         ("w", whole, (4, 3), torch.float16): r"w: F32\[4, 3\] in the checkpoint, F16\[4, 3\] is wanted",
-        ("w", Layout((("b",), ())), (4, 3), torch.float32): r"'w' of shape \[4, 3\] cannot lie as \[b,-\]: the mesh is Mesh\(a=2\)",
+        (
+            "w",
+            Layout((("b",), ())),
+            (4, 3),
+            torch.float32,
+        ): r"'w' of shape \[4, 3\] cannot lie as \[b,-\]: the mesh is Mesh\(a=2\)",
         ("w", Layout((("a",),)), (4, 3), torch.float32): r"'w' of shape \[4, 3\] cannot lie as \[a\]",
     }.items():
         with pytest.raises(CheckpointError, match=told + r"(.|\n)*\n  try "):
@@ -236,7 +264,11 @@ def test_what_is_wanted_must_be_there(tmp_path):
 def test_what_is_saved_must_lie_as_is_said(tmp_path):
     with Saver(tmp_path) as saver:
         for layout, shape, told in [
-            (Layout(((),)), (5,), r"cannot save 'w': this rank has \[4\] of it, but a part of \[5\] that lies as \[-\] has \[5\]"),
+            (
+                Layout(((),)),
+                (5,),
+                r"cannot save 'w': this rank has \[4\] of it, but a part of \[5\] that lies as \[-\] has \[5\]",
+            ),
             (Layout(((),), (("a", ">"),)), (4,), "of values that ranks still owe each other, only sums are state"),
             (Layout((("a",),)), (4,), r"cannot lie as \[a\]: the mesh is Mesh\(\)"),
         ]:

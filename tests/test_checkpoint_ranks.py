@@ -1,4 +1,5 @@
-"""Many ranks save one checkpoint: in the background, or not at all; whatever happens to one of them, all are told, and the earlier ones stay."""
+"""Many ranks save one checkpoint: in the background, or not at all; whatever happens to one of them, all are told, and
+the earlier ones stay."""
 
 from __future__ import annotations
 
@@ -16,7 +17,17 @@ from checkpoints import equal, forked, names, part_of, place, together
 from mycel.errors import CheckpointError
 from mycel.ir import Layout, Mesh
 from mycel.run import checkpoint
-from mycel.run.checkpoint import Ranks, Saver, Writing, latest, load, load_latest, load_latest_parts, load_parts, read
+from mycel.run.checkpoint import (
+    MeshProcess,
+    Saver,
+    Writing,
+    latest,
+    load,
+    load_latest,
+    load_latest_parts,
+    load_parts,
+    read,
+)
 from mycel.run.shards import Shard, read_manifest
 
 CUDA = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))
@@ -75,7 +86,7 @@ def test_one_rank_holds_the_folder_for_all(tmp_path):
     with Saver(tmp_path):
         assert all(together(PAIR, act))
     with pytest.raises(CheckpointError, match=r"there is no rank 6 in Mesh\(a=3, b=2\), which has 6"):
-        Ranks(PAIR, 6, lambda text: [text])
+        MeshProcess(PAIR, 6, lambda text: [text])
 
 
 def test_later_saves_go_over_earlier_ones(tmp_path):
@@ -117,7 +128,11 @@ def test_when_one_rank_cannot_no_rank_saves_and_training_goes_on(tmp_path, monke
     real, bad = getattr(where, name), threading.local()
     monkeypatch.setattr(where, name, lambda *args: (fail if getattr(bad, "now", False) else real)(*args))
     if moment == "while writing":  # which is done by other threads than those that ask for it
-        monkeypatch.setattr(Writing, "_write", lambda self, *args: (full if (self.ranks.rank, self.step) == (victim, 2) else real)(self, *args))
+        monkeypatch.setattr(
+            Writing,
+            "_write",
+            lambda self, *args: (full if (self.ranks.rank, self.step) == (victim, 2) else real)(self, *args),
+        )
 
     def act(ranks):
         told = []
@@ -132,7 +147,12 @@ def test_when_one_rank_cannot_no_rank_saves_and_training_goes_on(tmp_path, monke
     results = together(PAIR, act)
     assert all(result == results[0] for result in results)
     one, (two,), three = results[0]
-    assert one == three == [] and two.startswith(f"step 2 is not saved: rank {victim}: {why}") and "\n  at  " in two and "\n  try " in two
+    assert (
+        one == three == []
+        and two.startswith(f"step 2 is not saved: rank {victim}: {why}")
+        and "\n  at  " in two
+        and "\n  try " in two
+    )
     assert names(tmp_path) == ["step-00000001", "step-00000003"] and saved(tmp_path, 1) and saved(tmp_path, 3)
 
 
@@ -152,7 +172,12 @@ def test_ranks_that_hold_different_things_are_told(tmp_path):
     for act in [
         lambda saver: saver.save(1, {"xy"[odd(saver)]: torch.ones(2)}, {}),
         lambda saver: saver.save(1, {"x": torch.ones(2, dtype=[torch.float32, torch.float64][odd(saver)])}, {}),
-        lambda saver: saver.save(1, {"x": torch.ones(6, 6)}, {}, layouts={"x": [(ROWS, (18, 6)), (Layout(((), ("a",))), (6, 18))][odd(saver)]}),
+        lambda saver: saver.save(
+            1,
+            {"x": torch.ones(6, 6)},
+            {},
+            layouts={"x": [(ROWS, (18, 6)), (Layout(((), ("a",))), (6, 18))][odd(saver)]},
+        ),
     ]:
         reports = save_all(tmp_path, act)
         assert reports == [reports[0]] * 6 and reports[0][0].startswith(
@@ -164,10 +189,16 @@ def test_ranks_that_hold_different_things_are_told(tmp_path):
 def test_ranks_that_do_not_share_a_disk_are_told(tmp_path, monkeypatch):
     write = Shard.write
     (tmp_path / "elsewhere").mkdir()
-    monkeypatch.setattr(Shard, "write", lambda self, *args: write(self, *((tmp_path / "elsewhere", args[1]) if "-00002-" in self.file else args)))
+    monkeypatch.setattr(
+        Shard,
+        "write",
+        lambda self, *args: write(self, *((tmp_path / "elsewhere", args[1]) if "-00002-" in self.file else args)),
+    )
     reports = save_all(tmp_path / "here", lambda saver: give(saver, 1))
     assert reports == [reports[0]] * 6 and names(tmp_path / "here") == []
-    assert reports[0][0].startswith("step 1 is not saved: rank 0 does not see shard-00002-00000.safetensors as it was written\n")
+    assert reports[0][0].startswith(
+        "step 1 is not saved: rank 0 does not see shard-00002-00000.safetensors as it was written\n"
+    )
     assert reports[0][0].endswith("\n  try       a folder on a disk that all ranks share")
 
 
@@ -182,11 +213,12 @@ def test_a_rank_that_is_gone_is_told(tmp_path, tells):
             raise ConnectionError("rank 3 is gone")
         return [text]
 
-    with Saver(tmp_path, ranks=Ranks(Mesh(), 0, share)) as saver:
+    with Saver(tmp_path, ranks=MeshProcess(Mesh(), 0, share)) as saver:
         saver.save(2, {"x": whole(2)}, {})
     (report,) = saver.poll()
     assert report.startswith(
-        f"step 2 {'is not' if tells == 1 else 'may not be'} saved: the ranks did not all answer: ConnectionError: rank 3 is gone"
+        f"step 2 {'is not' if tells == 1 else 'may not be'} saved: the ranks did not all answer: ConnectionError: "
+        "rank 3 is gone"
     )
     assert names(tmp_path) == ["step-00000001", *(["step-00000002"] if tells == 2 else [])] and saved(tmp_path, 1)
 
@@ -210,17 +242,23 @@ def test_what_is_damaged_is_noticed_by_those_who_read_it(two):
     """Ranks 0, 2 and 4 have saved rows 0 to 2, 3 to 5 and 6."""
     path = two / "step-00000002"
     damage(path, "shard-00002-00000.safetensors", -1)
-    assert torch.equal(read(path, "x", ((0, 3), (1, 4))), whole(2)[:3, 1:4]) and torch.equal(read(path, "x", ((6, 7), (0, 5))), whole(2)[6:])
+    assert torch.equal(read(path, "x", ((0, 3), (1, 4))), whole(2)[:3, 1:4]) and torch.equal(
+        read(path, "x", ((6, 7), (0, 5))), whole(2)[6:]
+    )
     for start, stop in [(3, 4), (2, 4), (5, 7), (0, 7)]:
         with pytest.raises(
-            CheckpointError, match=r"step-00000002 is damaged \(shard-00002-00000.safetensors, byte .* has sha256 .*\)\n  at .*\n  try"
+            CheckpointError,
+            match=r"step-00000002 is damaged \(shard-00002-00000.safetensors, byte .* has sha256 .*\)\n  at .*\n  try",
         ):
             read(path, "x", ((start, stop), (0, 1)))
     damage(path, "shard-00004-00000.safetensors", 20)
     with pytest.raises(CheckpointError, match=r"is damaged \(shard-00004-00000.safetensors, its header, has sha256"):
         read(path, "x", ((6, 7), (0, 5)))
     manifest = read_manifest(path)
-    for lose, told in [(lambda file: os.truncate(file, 150), "ends at byte 150"), (os.unlink, "cannot be read: No such file")]:
+    for lose, told in [
+        (lambda file: os.truncate(file, 150), "ends at byte 150"),
+        (os.unlink, "cannot be read: No such file"),
+    ]:
         lose(path / "shard-00000-00000.safetensors")
         with pytest.raises(CheckpointError, match=rf"is damaged \(shard-00000-00000.safetensors {told}"):
             read(path, "x", ((0, 1), (0, 5)), manifest)
@@ -234,8 +272,14 @@ def test_all_ranks_go_on_from_the_same_checkpoint(two):
     mesh = Mesh(a=7)
     results = together(mesh, lambda ranks: load_latest_parts(two, lambda manifest: WANTED, ranks))
     for rank, (loaded, (warning,)) in enumerate(results):
-        assert loaded.step == 1 and loaded.meta == {"step": 1} and torch.equal(loaded.tensors["x"], whole(1)[rank : rank + 1])
-        assert warning.startswith("step-00000002 is damaged (shard-00004-00000.safetensors") and warning.endswith("; using step-00000001")
+        assert (
+            loaded.step == 1
+            and loaded.meta == {"step": 1}
+            and torch.equal(loaded.tensors["x"], whole(1)[rank : rank + 1])
+        )
+        assert warning.startswith("step-00000002 is damaged (shard-00004-00000.safetensors") and warning.endswith(
+            "; using step-00000001"
+        )
     shutil.rmtree(two / "step-00000001")
     with pytest.raises(CheckpointError, match=r"no checkpoint is undamaged\n  tried     step-00000002"):
         together(mesh, lambda ranks: load_latest_parts(two, lambda manifest: WANTED, ranks))
@@ -251,7 +295,8 @@ def child():
 
 
 def survivors(child, path, **job):
-    """What ranks in processes of their own said of their saves; what they saved is there, complete, and loads under another mesh."""
+    """What ranks in processes of their own said of their saves; what they saved is there, complete, and loads under
+    another mesh."""
     with place() as board:
         child.start("ranks", path, board=str(board), **job)
         said, ended = child.hear_all()
@@ -260,17 +305,24 @@ def survivors(child, path, **job):
     assert max(known, default=None) is None or latest(path).name >= max(known)
     if latest(path) is not None:
         loaded, warnings = load_latest(path)
-        assert warnings == [] and equal(loaded.tensors, state(loaded.step)) and (loaded.meta, loaded.plan) == ({"step": loaded.step}, "a plan")
+        assert (
+            warnings == []
+            and equal(loaded.tensors, state(loaded.step))
+            and (loaded.meta, loaded.plan) == ({"step": loaded.step}, "a plan")
+        )
         w = state(loaded.step)["w"]
         for rank in range(6):
-            part = load_parts(loaded.path, {"w": (Layout(((), ("b", "a"))), w.shape, w.dtype)}, Mesh(a=3, b=2), rank)["w"]
+            part = load_parts(loaded.path, {"w": (Layout(((), ("b", "a"))), w.shape, w.dtype)}, Mesh(a=3, b=2), rank)[
+                "w"
+            ]
             assert torch.equal(part, part_of(w, Layout(((), ("b", "a"))), Mesh(a=3, b=2), rank))
     return said
 
 
 @pytest.mark.parametrize("victim", range(MESH.world))
 def test_kill_of_a_rank_before_a_touch_of_the_disk(child, victim):
-    """kill -9 at every few of what one rank does with the disk, until it gets through; then the next run tidies up and goes on."""
+    """kill -9 at every few of what one rank does with the disk, until it gets through; then the next run tidies up and
+    goes on."""
     for moment in count(1, 9):
         with place() as path:
             said = survivors(child, path, victim=victim, moment=moment)

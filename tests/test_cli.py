@@ -38,7 +38,14 @@ def python(*arguments: str, **options: object) -> subprocess.CompletedProcess[st
 
 def test_help_version_and_wrong_configurations_do_without_torch(tmp_path):
     (tmp_path / "bad.yaml").write_text("trian: {steps: 3}\n")
-    good = [["--help"], ["train", "--help"], ["config", "--help"], ["config"], ["config", "train.steps=3"], ["--version"]]
+    good = [
+        ["--help"],
+        ["train", "--help"],
+        ["config", "--help"],
+        ["config"],
+        ["config", "train.steps=3"],
+        ["--version"],
+    ]
     bad = [
         ["train", "bad.yaml"],
         ["config", "bad.yaml"],
@@ -57,7 +64,8 @@ def test_help_version_and_wrong_configurations_do_without_torch(tmp_path):
 
 
 def test_importing_mycel_is_quick_and_complete():
-    """Torch comes with the first name that needs it, and the function `capture` is not hidden by the folder of that name."""
+    """Torch comes with the first name that needs it, and the function `capture` is not hidden by the folder of that
+    name."""
     code = """
 import sys, mycel
 assert "torch" not in sys.modules and "capture" in dir(mycel)
@@ -82,7 +90,8 @@ def test_the_public_names_are_those_of_their_homes():
 
 @pytest.fixture
 def ran(monkeypatch, tmp_path):
-    """`mycel ARGUMENTS` in an empty folder, with a loop that notes what it is called with and returns 0, or does what is set."""
+    """`mycel ARGUMENTS` in an empty folder, with a loop that notes what it is called with and returns 0, or does what
+    is set."""
     calls: list[dict] = []
     loop = ModuleType("mycel.train.loop")
 
@@ -142,16 +151,28 @@ def test_our_own_faults_show_their_traceback(ran):
 
 
 GOLDEN = {
-    "train a.yaml b.yaml": "more than one configuration: a.yaml and b.yaml\n  try       one file, and settings such as train.steps=500 over it",
+    "train a.yaml b.yaml": (
+        "more than one configuration: a.yaml and b.yaml\n"
+        "  try       one file, and settings "
+        "such as train.steps=500 over it"
+    ),
     "train c.yaml": "no configuration file c.yaml\n  try       the path of a YAML file",
     "train train.stesp=3": "unknown key train.stesp\n  at        argument train.stesp=3\n  try       train.steps",
     "train --resume runs/new": "no run runs/new\n  try       runs/older",
-    "train --resume runs": "runs is not a run: it has no config.yaml\n  try       the folder that the run printed when it started",
-    "train --resume runs/older a.yaml": "--resume runs/older uses the run's own folder and configuration, not a.yaml\n  try       leave it out",
-    "train --resume runs/older --run x": "--resume runs/older uses the run's own folder and configuration, not --run x\n  try       leave it out",
+    "train --resume runs": (
+        "runs is not a run: it has no config.yaml\n  try       the folder that the run printed when it started"
+    ),
+    "train --resume runs/older a.yaml": (
+        "--resume runs/older uses the run's own folder and configuration, not a.yaml\n  try       leave it out"
+    ),
+    "train --resume runs/older --run x": (
+        "--resume runs/older uses the run's own folder and configuration, not --run x\n  try       leave it out"
+    ),
     "train --run=": "--run is given an empty name\n  try       --run runs/NAME",
-    "config data.pack=1": "data.pack is 1, not true or false\n  at        argument data.pack=1\n  try       true, the default",
-}  # fmt: skip
+    "config data.pack=1": (
+        "data.pack is 1, not true or false\n  at        argument data.pack=1\n  try       true, the default"
+    ),
+}
 
 
 @pytest.mark.parametrize("command", GOLDEN)
@@ -176,7 +197,9 @@ def test_config_prints_what_loads_back(ran):
 
 
 def test_config_into_a_closed_pipe():
-    ran = subprocess.run(f"'{sys.executable}' -m mycel config | head -1", shell=True, capture_output=True, text=True, check=True)
+    ran = subprocess.run(
+        f"'{sys.executable}' -m mycel config | head -1", shell=True, capture_output=True, text=True, check=True
+    )
     assert ran.stdout.startswith("model:") and ran.stderr == ""
 
 
@@ -204,7 +227,9 @@ main()
 
 
 def test_an_interrupt_is_130_and_silent():
-    child = subprocess.Popen([sys.executable, "-c", INTERRUPTED], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ)
+    child = subprocess.Popen(
+        [sys.executable, "-c", INTERRUPTED], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ
+    )
     assert child.stdout.readline() == "running\n"
     child.send_signal(signal.SIGINT)
     _, err = child.communicate(timeout=60)
@@ -217,13 +242,21 @@ def test_ranks_are_started_with_the_same_arguments(ran, monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     Path("a.yaml").write_text("parallel: {mesh: {dp: 2, tp: 2}}\n")
     assert ran("train", "a.yaml", "--nproc", "4", "train.steps=3", "--run", "out", "--dry-run").exit_code == 7
-    assert ran("train", "a.yaml", "--nproc", "2", "--nnodes", "2", "--node-rank", "1", "--rendezvous", "10.0.0.1:29500").exit_code == 7
+    assert (
+        ran(
+            "train", "a.yaml", "--nproc", "2", "--nnodes", "2", "--node-rank", "1", "--rendezvous", "10.0.0.1:29500"
+        ).exit_code
+        == 7
+    )
     assert started == [
         (["train", "a.yaml", "train.steps=3", "--run", "out", "--dry-run"], 4, 1, 0, None),
         (["train", "a.yaml"], 2, 2, 1, "10.0.0.1:29500"),
     ]
     wrong = ran("train", "a.yaml", "--nproc", "3")
-    assert wrong.exit_code == 2 and "the mesh has 4 ranks, but 3 processes would run\n  at        parallel.mesh: {dp: 2, tp: 2}" in wrong.output
+    assert (
+        wrong.exit_code == 2
+        and "the mesh has 4 ranks, but 3 processes would run\n  at        parallel.mesh: {dp: 2, tp: 2}" in wrong.output
+    )
     monkeypatch.setenv("RANK", "0")
     assert "this process is one" in ran("train", "a.yaml", "--nproc", "4").output
     assert not ran.calls and len(started) == 2

@@ -1,4 +1,5 @@
-"""The clock's laws, on random programs: blocks are exact wherever they are called, what overlaps saves and never adds, memory is what is alive."""
+"""The clock's laws, on random programs: blocks are exact wherever they are called, what overlaps saves and never adds,
+memory is what is alive."""
 
 import itertools
 import math
@@ -35,7 +36,8 @@ def near(a: float, b: float) -> bool:
 
 @st.composite
 def bodies(draw, calls=(), most=14):
-    """The equations of a block from x: kernels, views, collectives that wait, collectives that are begun and finished later, calls."""
+    """The equations of a block from x: kernels, views, collectives that wait, collectives that are begun and finished
+    later, calls."""
     names, lines, open_ = ["x"], [], []
     for i in range(draw(st.integers(2, most))):
         a, b = draw(st.sampled_from(names[-3:])), draw(st.sampled_from(names))
@@ -58,7 +60,10 @@ def bodies(draw, calls=(), most=14):
                 op = draw(st.sampled_from(("matmul", "add")))
                 lines.append(f"  v{i}: {SHAPE} = {op}({a}, {b})")
         names.append(f"v{i}")
-    lines += [f'  w{k}: {SHAPE} = finish({token}, {sent}, {params}, op="all_reduce")' for k, (token, sent, params) in enumerate(open_)]
+    lines += [
+        f'  w{k}: {SHAPE} = finish({token}, {sent}, {params}, op="all_reduce")'
+        for k, (token, sent, params) in enumerate(open_)
+    ]
     names += [f"w{k}" for k in range(len(open_))]
     lines.append(f"  y: {SHAPE} = add({names[-1]}, {draw(st.sampled_from(names))})")
     return "\n".join(lines)
@@ -134,13 +139,17 @@ def test_the_total_lies_between_computing_alone_and_one_thing_after_the_other(pr
 @given(programs(), st.integers(0, 9))
 def test_a_scan_costs_its_length_times_the_body(program, length):
     text = str(program).replace("def main(", "def body(")
-    scanned = Program.parse(text + f"def main(x: {SHAPE}):\n  y: {SHAPE} = scan(x, body=@body, carry=1, length={length})\n  return y\n")
+    scanned = Program.parse(
+        text + f"def main(x: {SHAPE}):\n  y: {SHAPE} = scan(x, body=@body, carry=1, length={length})\n  return y\n"
+    )
     calls = [f"  h{i + 1}: {SHAPE} = call(h{i}, block=@body)" for i in range(length)]
     called = Program.parse(text + "\n".join([f"def main(h0: {SHAPE}):", *calls, f"  return h{length}\n"]))
     a, b = clock(check(scanned), CPU, LINKS), clock(check(called), CPU, LINKS)
     assert near(a.seconds, b.seconds) and all(near(a.totals[s], b.totals[s]) for s in a.totals)
     costs = Costs(scanned, CPU, False, LINKS)
-    assert near(costs.seconds(scanned.main.eqns[0]), length * sum(costs.seconds(e) for e in scanned.blocks["body"].eqns))
+    assert near(
+        costs.seconds(scanned.main.eqns[0]), length * sum(costs.seconds(e) for e in scanned.blocks["body"].eqns)
+    )
 
 
 def test_a_branch_costs_the_dearer_and_a_loop_says_what_it_assumes():
@@ -163,10 +172,16 @@ def test_a_branch_costs_the_dearer_and_a_loop_says_what_it_assumes():
 def test_a_message_inside_a_block_costs_what_it_costs_outside(compiled):
     line = f'  y: {SHAPE} = all_reduce(x, axes=("dp",), count=2)\n  return y\n'
     outside = Program.parse(f"def main(x: {SHAPE}):\n{line}")
-    inside = Program.parse(f"def layer(x: {SHAPE}):\n{line}def main(x: {SHAPE}):\n  y: {SHAPE} = call(x, block=@layer)\n  return y\n")
+    inside = Program.parse(
+        f"def layer(x: {SHAPE}):\n{line}def main(x: {SHAPE}):\n  y: {SHAPE} = call(x, block=@layer)\n  return y\n"
+    )
     seconds = LINKS.seconds("all_reduce", ("dp",), 48 * 48 * 4)
     assert seconds > SLOW.start_s
-    assert clock(outside, CPU, LINKS).seconds == seconds == clock(inside, CPU, LINKS, ["layer"] if compiled else []).seconds
+    assert (
+        clock(outside, CPU, LINKS).seconds
+        == seconds
+        == clock(inside, CPU, LINKS, ["layer"] if compiled else []).seconds
+    )
     assert Costs(outside, CPU, compiled, LINKS).seconds(outside.main.eqns[0]) == seconds
 
 
@@ -186,7 +201,9 @@ def test_levels_are_wires_of_their_own():
 
     def begun(*axes):
         begins = [f'  t{i}: i64[] = begin(x, axes=("{a}",), count=2, op="all_reduce")' for i, a in enumerate(axes)]
-        ends = [f'  y{i}: {SHAPE} = finish(t{i}, x, axes=("{a}",), count=2, op="all_reduce")' for i, a in enumerate(axes)]
+        ends = [
+            f'  y{i}: {SHAPE} = finish(t{i}, x, axes=("{a}",), count=2, op="all_reduce")' for i, a in enumerate(axes)
+        ]
         return Program.parse("\n".join([f"def main(x: {SHAPE}):", *begins, *ends, "  return y0, y1\n"]))
 
     free = Links(MESH, replace(SLOW, busy=0.0), {"tp": FAST})
@@ -203,11 +220,14 @@ def test_axes_lie_in_the_innermost_level_that_holds_their_ranks():
     assert device.links(Mesh(dp=2, tp=4)).levels == ("host",)
 
 
-# -- memory -----------------------------------------------------------------------------------------------------------------
+# -- memory ----------------------------------------------------------------------------------------------------------
+# -
+# -
 
 
 def brute_peak(program: Program) -> int:
-    """The most bytes alive at any equation, each value counted anew at each one: the values of all blocks that are open."""
+    """The most bytes alive at any equation, each value counted anew at each one: the values of all blocks that are
+    open."""
 
     def most(name: str, below: int) -> int:
         eqns, outputs = program.blocks[name].eqns, program.blocks[name].outputs
@@ -248,7 +268,9 @@ def test_the_peak_is_that_of_counting_what_is_alive(program):
     assert times.held == sum(-(-v.type.bytes // GRAIN) * GRAIN for v in program.inputs)
 
 
-# -- steps ------------------------------------------------------------------------------------------------------------------
+# -- steps -----------------------------------------------------------------------------------------------------------
+# -
+# -
 
 
 @pytest.fixture(scope="module")
@@ -258,7 +280,11 @@ def one():
     return OneDevice.of(model, {"input_ids": ids, "labels": ids}, clip_norm=1.0)
 
 
-@pytest.mark.parametrize("names, sizes", [("dp", {"dp": 4}), ("zero3", {"dp": 4}), ("tp", {"tp": 2}), ("zero3+tp", {"dp": 2, "tp": 2})], ids=str)
+@pytest.mark.parametrize(
+    "names, sizes",
+    [("dp", {"dp": 4}), ("zero3", {"dp": 4}), ("tp", {"tp": 2}), ("zero3+tp", {"dp": 2, "tp": 2})],
+    ids=str,
+)
 def test_what_overlaps_takes_no_longer_than_one_after_the_other(one, names, sizes):
     mesh = Mesh(sizes)
     found = one.under(Plan.read(names, mesh))
@@ -276,7 +302,9 @@ def test_messages_that_recomputation_sends_again_are_charged(one):
     costs = Costs(program, CPU, False, links)
     times, sent = {}, {}
     for how in ("none", "full"):
-        kept, times[how] = plan.decide(program, one.made.body, costs, lambda r: clock(lower.reside(program, r), CPU, links), None, how)
+        kept, times[how] = plan.decide(
+            program, one.made.body, costs, lambda r: clock(lower.reside(program, r), CPU, links), None, how
+        )
         local = lower.reside(program, kept)
         runs = lower.sent(local)
         sent[how] = sum(runs.values())
@@ -326,7 +354,8 @@ def test_explain_says_how_long_a_step_takes():
     assert f"predicted step   {step.plan.predicted.seconds * 1e3:.2f} ms: computing" in step.explain()
 
 
-# -- what was measured ------------------------------------------------------------------------------------------------------
+# -- what was measured
+# ------------------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=50, deadline=None)
@@ -340,15 +369,27 @@ def test_a_fit_finds_the_link_it_was_measured_on(bytes_s, start_s, name):
 
 @given(
     st.builds(
-        Link, st.floats(1.0, 1e15), st.floats(0.0, 1.0), st.sampled_from(["network", "host"]), st.integers(1, 1 << 30), st.floats(0.0, 1.0),
-        st.lists(st.tuples(st.sampled_from(MESSAGES), st.floats(1.0, 1e15), st.floats(0.0, 1.0)), unique_by=lambda x: x[0]).map(tuple),
+        Link,
+        st.floats(1.0, 1e15),
+        st.floats(0.0, 1.0),
+        st.sampled_from(["network", "host"]),
+        st.integers(1, 1 << 30),
+        st.floats(0.0, 1.0),
+        st.lists(
+            st.tuples(st.sampled_from(MESSAGES), st.floats(1.0, 1e15), st.floats(0.0, 1.0)), unique_by=lambda x: x[0]
+        ).map(tuple),
     )
-)  # fmt: skip
+)
 def test_a_plan_writes_links_as_they_are(link):
-    assert Link.read(yaml.safe_load(yaml.safe_dump(link.data()))) == replace(link, measured=tuple(sorted(link.measured)))
+    assert Link.read(yaml.safe_load(yaml.safe_dump(link.data()))) == replace(
+        link, measured=tuple(sorted(link.measured))
+    )
 
 
-@given(st.lists(st.tuples(st.floats(1.0, 1e12), st.floats(1.0, 1e12)), min_size=1, max_size=6, unique_by=lambda p: p[0]), st.floats(1.0, 1e13))
+@given(
+    st.lists(st.tuples(st.floats(1.0, 1e12), st.floats(1.0, 1e12)), min_size=1, max_size=6, unique_by=lambda p: p[0]),
+    st.floats(1.0, 1e13),
+)
 def test_a_rate_lies_between_its_neighbours(points, work):
     curve = tuple(sorted(points))
     below = [p for p in curve if p[0] <= work][-1:]
@@ -372,7 +413,9 @@ def test_planning_reads_what_was_probed(tmp_path, monkeypatch):
     file.write_text(PROBED)
     monkeypatch.setenv("MYCEL_PROBE", str(file))
     device = hardware_of(torch.device("cpu"))
-    assert device.launch_s == 1e-5 and device.flops(torch.float32, "product", 1e6) == 4e9 and device.bandwidth(1e3) == 1e10
+    assert (
+        device.launch_s == 1e-5 and device.flops(torch.float32, "product", 1e6) == 4e9 and device.bandwidth(1e3) == 1e10
+    )
     assert device.links(Mesh(dp=4)).of(("dp",)).busy == 0.5
     file.write_text(PROBED.replace("device: CPU", "device: another"))
     assert hardware_of(torch.device("cpu")) == CPU

@@ -34,7 +34,15 @@ def test_what_is_dumped_loads_back_equal(tmp_path, config, comments):
 def test_each_setting_can_be_an_argument(config):
     """The arguments alone make the same configuration as the file."""
     assert (
-        load(None, [f"{key}={inline(value)}" for key in LEAVES + ["sample", "model.lora"] if (value := written(config, key)) is not SKIP]) == config
+        load(
+            None,
+            [
+                f"{key}={inline(value)}"
+                for key in LEAVES + ["sample", "model.lora"]
+                if (value := written(config, key)) is not SKIP
+            ],
+        )
+        == config
     )
 
 
@@ -55,13 +63,17 @@ def written(config: Config, key: str) -> Any:
 @given(plain)
 def test_yaml_is_read_as_json_is(value):
     """JSON is YAML: both readers agree; and what we write, YAML 1.1 readers understand."""
-    loaded = load(None, ["data.tokenizer=bytes", "model.config.model_type=x", f"model.config.v={json.dumps(value)}"]).model.config
+    loaded = load(
+        None, ["data.tokenizer=bytes", "model.config.model_type=x", f"model.config.v={json.dumps(value)}"]
+    ).model.config
     assert loaded["v"] == value
     assert yaml.safe_load(inline(value)) == value
 
 
 def test_words_of_yaml():
-    read = lambda text: at(load(None, ["data.tokenizer=bytes", "model.config.model_type=x", f"model.config.v={text}"]), "model.config")["v"]
+    read = lambda text: at(
+        load(None, ["data.tokenizer=bytes", "model.config.model_type=x", f"model.config.v={text}"]), "model.config"
+    )["v"]
     assert [read(t) for t in ("1e-3", "1E3", "-.5", "1_000", "0x10", "0o17", "010", "true", "null", "~", "")] == [
         1e-3,
         1e3,
@@ -94,18 +106,40 @@ def test_words_of_yaml():
 def test_no_model_named_is_the_embedded_one():
     config = load(None)
     assert config == Config() == Config.from_dict({}) == Config.from_dict({"model": None, "data": {"tokenizer": None}})
-    assert config.model.config == EMBEDDED["model"]["config"] and config.data.tokenizer == "bytes" and config.train.steps == 600
-    assert Config.from_dict({"model": {"path": "m"}}).train.steps == 500 and Config.from_dict({"model": {"path": "m"}}).data.tokenizer is None
-    assert Config(train=sections.Train(batch=3)).train == sections.Train(steps=600, batch=3), "sections given as objects are layered alike"
+    assert (
+        config.model.config == EMBEDDED["model"]["config"]
+        and config.data.tokenizer == "bytes"
+        and config.train.steps == 600
+    )
+    assert (
+        Config.from_dict({"model": {"path": "m"}}).train.steps == 500
+        and Config.from_dict({"model": {"path": "m"}}).data.tokenizer is None
+    )
+    assert Config(train=sections.Train(batch=3)).train == sections.Train(steps=600, batch=3), (
+        "sections given as objects are layered alike"
+    )
 
 
 @quick
-@given(st.sampled_from(["model.dtype=bfloat16", "data.length=64", "optimizer.lr=0.5", "schedule.warmup=7", "train.steps=11", "train.batch=2"]))
+@given(
+    st.sampled_from(
+        [
+            "model.dtype=bfloat16",
+            "data.length=64",
+            "optimizer.lr=0.5",
+            "schedule.warmup=7",
+            "train.steps=11",
+            "train.batch=2",
+        ]
+    )
+)
 def test_what_is_given_wins_over_the_embedded_default(argument):
     key, _, value = argument.partition("=")
     config = load(None, [argument])
     assert inline(at(config, key)) == value
-    assert load(None, [argument, f"{key}={inline(at(load(None), key))}"]) == load(None), "the last argument wins, and nothing else was changed"
+    assert load(None, [argument, f"{key}={inline(at(load(None), key))}"]) == load(None), (
+        "the last argument wins, and nothing else was changed"
+    )
 
 
 def test_an_empty_section_has_its_defaults_and_null_switches_off(tmp_path):
@@ -116,7 +150,9 @@ def test_an_empty_section_has_its_defaults_and_null_switches_off(tmp_path):
 
 
 def test_a_mapping_goes_into_a_section_and_replaces_a_free_mapping(tmp_path):
-    (tmp_path / "run.yaml").write_text("optimizer: {lr: 1, eps: 1}\nmodel: {config: {model_type: a, b: 1}}\ndata: {tokenizer: t}\n")
+    (tmp_path / "run.yaml").write_text(
+        "optimizer: {lr: 1, eps: 1}\nmodel: {config: {model_type: a, b: 1}}\ndata: {tokenizer: t}\n"
+    )
     config = load(tmp_path / "run.yaml", ["optimizer={eps: 2}", "model.config={model_type: c}"])
     assert (config.optimizer.lr, config.optimizer.eps, config.model.config) == (1, 2, {"model_type": "c"})
 
@@ -136,10 +172,16 @@ def test_home_folders(monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     config = load(None, ["run=~/r", "data.train=[~/a, b~]", "data.tokenizer=~/t"])
-    assert (config.run, config.data.train, config.data.tokenizer) == (Path("/home/me/r"), ("/home/me/a", "b~"), "/home/me/t")
+    assert (config.run, config.data.train, config.data.tokenizer) == (
+        Path("/home/me/r"),
+        ("/home/me/a", "b~"),
+        "/home/me/t",
+    )
     assert config.data.cache_folder == Path("/home/me/.cache/mycel/tokens")
     monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
-    assert config.data.cache_folder == Path("/cache/mycel/tokens") and load(None, ["data.cache=c"]).data.cache_folder == Path("c")
+    assert config.data.cache_folder == Path("/cache/mycel/tokens") and load(
+        None, ["data.cache=c"]
+    ).data.cache_folder == Path("c")
 
 
 def test_nothing_changes_a_configuration():
@@ -158,7 +200,17 @@ def test_every_setting_is_explained_in_80_columns():
 # --- sizes
 
 
-UNITS = {"B": 1, "kB": 10**3, "KiB": 2**10, "MB": 10**6, "MiB": 2**20, "GB": 10**9, "gib": 2**30, "TB": 10**12, "TiB": 2**40}
+UNITS = {
+    "B": 1,
+    "kB": 10**3,
+    "KiB": 2**10,
+    "MB": 10**6,
+    "MiB": 2**20,
+    "GB": 10**9,
+    "gib": 2**30,
+    "TB": 10**12,
+    "TiB": 2**40,
+}
 
 
 @quick

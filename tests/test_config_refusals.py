@@ -46,8 +46,25 @@ def test_any_file_is_a_configuration_or_refused(tmp_path, content):
 
 
 @quick
-@given(st.lists((st.sampled_from(KEYS) | text).flatmap(lambda k: (texts | plain.map(inline)).map(lambda v: f"{k}={v}")) | text, max_size=3))
-@example(["=", "a..b=1", ".=", "model.config=&a [*a]", "train.steps.x=3", "optimizer=3", "optimizer.lr=2", "data.train=\ud800", "run=\0"])
+@given(
+    st.lists(
+        (st.sampled_from(KEYS) | text).flatmap(lambda k: (texts | plain.map(inline)).map(lambda v: f"{k}={v}")) | text,
+        max_size=3,
+    )
+)
+@example(
+    [
+        "=",
+        "a..b=1",
+        ".=",
+        "model.config=&a [*a]",
+        "train.steps.x=3",
+        "optimizer=3",
+        "optimizer.lr=2",
+        "data.train=\ud800",
+        "run=\0",
+    ]
+)
 def test_any_arguments_are_a_configuration_or_refused(arguments):
     try:
         load(None, arguments)
@@ -78,17 +95,27 @@ def test_a_misspelt_key_is_found_and_named(tmp_path, key, data):
     assume(len(name) > 3)
     i = data.draw(st.integers(0, len(name) - 2))
     wrong = data.draw(
-        st.sampled_from([name[:i] + name[i + 1 :], name[:i] + name[i] + name[i:], name[:i] + name[i + 1] + name[i] + name[i + 2 :], name.upper()])
+        st.sampled_from(
+            [
+                name[:i] + name[i + 1 :],
+                name[:i] + name[i] + name[i:],
+                name[:i] + name[i + 1] + name[i] + name[i + 2 :],
+                name.upper(),
+            ]
+        )
     )
     assume(".".join([*above, wrong]) not in KEYS)
     lines = [f"{'  ' * depth}{part}:" for depth, part in enumerate(above)] + [f"{'  ' * len(above)}{wrong}: 1"]
     message = told(tmp_path, "# first\n" + "\n".join(lines) + "\n")
     assert message.startswith(
-        f"unknown key {'.'.join([*above, wrong])}\n  at        run.yaml:{len(lines) + 1}:{2 * len(above) + 1}\n            {wrong}: 1\n"
+        f"unknown key {'.'.join([*above, wrong])}\n  at        run.yaml:{len(lines) + 1}:{2 * len(above) + 1}\n"
+        f"            {wrong}: 1\n"
     )
     assert key in message.split("  try       ")[1].split(" or ")
     by_argument = refused(None, f"{'.'.join([*above, wrong])}=1")
-    assert f"  at        argument {'.'.join([*above, wrong])}=1\n" in by_argument and key in by_argument.split("  try       ")[1].split(" or ")
+    assert f"  at        argument {'.'.join([*above, wrong])}=1\n" in by_argument and key in by_argument.split(
+        "  try       "
+    )[1].split(" or ")
 
 
 WRONG = [[[]], {"a": {}}, -1, 1.5, "", "certainly not", [1, 2, 3]]
@@ -96,17 +123,22 @@ WRONG = [[[]], {"a": {}}, -1, 1.5, "", "certainly not", [1, 2, 3]]
 
 @pytest.mark.parametrize("key", [key for key in LEAVES if key != "model.config"])
 def test_a_wrong_value_is_told_with_place_and_form(tmp_path, key):
-    """Every setting refuses something, and says then its place, what it found, what it takes; the way out that it names is a right one."""
+    """Every setting refuses something, and says then its place, what it found, what it takes; the way out that it names
+    is a right one."""
     *above, name = key.split(".")
     refusals = 0
     for value in WRONG:
-        lines = [f"{'  ' * depth}{part}:" for depth, part in enumerate(above)] + [f"{'  ' * len(above)}{name}: {inline(value)}"]
+        lines = [f"{'  ' * depth}{part}:" for depth, part in enumerate(above)] + [
+            f"{'  ' * len(above)}{name}: {inline(value)}"
+        ]
         (tmp_path / "run.yaml").write_text("\n".join(lines))
         try:
             load(tmp_path / "run.yaml")
         except TrainError as e:
             shown = json.dumps(value) if isinstance(value, str) else inline(value)
-            assert str(e).startswith(f"{key} is {shown}, not ") and f"run.yaml:{len(lines)}:{2 * len(above) + 1}\n" in str(e)
+            assert str(e).startswith(
+                f"{key} is {shown}, not "
+            ) and f"run.yaml:{len(lines)}:{2 * len(above) + 1}\n" in str(e)
             hint = str(e).split("  try       ")[1].removesuffix(", the default").removeprefix("quotes around it: ")
             Config.from_dict(nested(key, yaml.load(hint, Reader)))
             refusals += 1
@@ -129,7 +161,9 @@ MISTAKES = {
 def test_all_mistakes_are_told_in_the_order_of_the_lines(tmp_path, lines):
     message = told(tmp_path, "\n".join(lines), "run={}", "oh=1")
     found = [message.find(f"\n{MISTAKES[line]}") for line in lines] + [message.find("\nunknown key oh")]
-    assert message.splitlines()[0].endswith("mistakes in the configuration") and -1 not in found and found == sorted(found)
+    assert (
+        message.splitlines()[0].endswith("mistakes in the configuration") and -1 not in found and found == sorted(found)
+    )
 
 
 GOLDEN = {
@@ -287,7 +321,15 @@ def test_golden(tmp_path, text):
 
 
 def test_golden_arguments(tmp_path):
-    arguments = ["train.stesp=3", "optimizer=3", "optimizer.lr=2", "train.steps=[1", "model.lora=true", "train.batch={a: 3}", "oops"]
+    arguments = [
+        "train.stesp=3",
+        "optimizer=3",
+        "optimizer.lr=2",
+        "train.steps=[1",
+        "model.lora=true",
+        "train.batch={a: 3}",
+        "oops",
+    ]
     assert told(tmp_path, "optimizer: {lr: 1}\n", *arguments) == """\
 7 mistakes in the configuration
 oops is not a setting
@@ -322,9 +364,15 @@ def test_files_that_cannot_be_read(tmp_path):
     (tmp_path / "train.yaml").write_text("run: x")
     (tmp_path / "large.yaml").write_bytes(b"#" * (2 << 20))
     (tmp_path / "old.yaml").write_bytes("a: 1\nb: é".encode("latin-1"))
-    assert refused(tmp_path / "trian.yaml") == f"no configuration file {tmp_path}/trian.yaml\n  try       {tmp_path}/train.yaml"
+    assert (
+        refused(tmp_path / "trian.yaml")
+        == f"no configuration file {tmp_path}/trian.yaml\n  try       {tmp_path}/train.yaml"
+    )
     assert refused(tmp_path / "none" / "x.yaml").endswith("try       the path of a YAML file")
-    assert refused(tmp_path) == f"cannot read the configuration {tmp_path}: is a directory\n  try       the path of a YAML file"
+    assert (
+        refused(tmp_path)
+        == f"cannot read the configuration {tmp_path}: is a directory\n  try       the path of a YAML file"
+    )
     assert "larger than 1 MiB" in refused(tmp_path / "large.yaml")
     assert "byte 0xe9 in line 2 is not UTF-8" in refused(tmp_path / "old.yaml")
     assert "cannot read the configuration" in refused(tmp_path / "train.yaml" / "x.yaml")

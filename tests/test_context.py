@@ -1,4 +1,5 @@
-"""Attention split over a sequence: rows alone, rows and columns in a ring, heads by all-to-all.  In parts it equals the whole; a ring sends what its
+"""Attention split over a sequence: rows alone, rows and columns in a ring, heads by all-to-all.  In parts it equals the
+whole; a ring sends what its
 formula says and computes each score of a causal triangle once."""
 
 from __future__ import annotations
@@ -37,7 +38,12 @@ def operands(rows, columns, *, groups=2, mask=None, batch=2, heads=4, dtype=torc
 def with_results(inputs, params, seed=1):
     """The operands of the gradient: a cotangent, those of attention, its results."""
     y, lse = attention.kernel(*inputs, **params)
-    return [torch.randn(y.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(y.dtype), *inputs, y, lse]
+    return [
+        torch.randn(y.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(y.dtype),
+        *inputs,
+        y,
+        lse,
+    ]
 
 
 def labels_on(mesh, label):
@@ -54,7 +60,11 @@ def holds(op, inputs, params, labels, mesh, seed=0):
     whole = as_tuple(op.kernel(*inputs, **params))
     got, _ = run_in_parts(op, inputs, params, labels, mesh, random.Random(seed))
     for y, want in zip(got, whole, strict=True):
-        assert y.dtype == want.dtype and torch.allclose(y, want, rtol=EXACT, atol=EXACT, equal_nan=True), (op, mesh, labels)
+        assert y.dtype == want.dtype and torch.allclose(y, want, rtol=EXACT, atol=EXACT, equal_nan=True), (
+            op,
+            mesh,
+            labels,
+        )
 
 
 def lowered(op, inputs, params, labels, mesh):
@@ -68,7 +78,8 @@ def lowered(op, inputs, params, labels, mesh):
     return check(spmd(Program({"main": b.block(outs)}), {"main": laid}, moves_on(mesh))), choice, outs
 
 
-# -- in parts it equals the whole ----------------------------------------------------------------------------------------
+# -- in parts it equals the whole
+# ----------------------------------------------------------------------------------------
 
 CASES = {
     "full": ((24, 24), None, {}),
@@ -103,7 +114,16 @@ def test_sizes_that_do_not_divide(seed, label):
     rng = random.Random(seed)
     mesh = rng.choice([*MESHES, Mesh(a=2, b=2), Mesh(a=3, b=2), Mesh(cp=6)])
     rows, columns = rng.randint(2, 17), rng.randint(2, 17)
-    mask = rng.choice([None, None, ("bool", (rows, columns)), ("added", (2, 1, rows, columns)), ("bool", (1, columns)), ("added", (4, rows, 1))])
+    mask = rng.choice(
+        [
+            None,
+            None,
+            ("bool", (rows, columns)),
+            ("added", (2, 1, rows, columns)),
+            ("bool", (1, columns)),
+            ("added", (4, rows, 1)),
+        ]
+    )
     params = {"causal": True} if mask is None and rng.random() < 0.7 else {}
     inputs = operands(rows, columns, groups=rng.choice([1, 2, 4]), mask=mask, seed=seed)
     holds(attention, inputs, params, labels_on(mesh, label), mesh, seed)
@@ -118,7 +138,9 @@ def test_the_gradient_of_a_mask_by_rows(shape, mesh):
 
 
 @pytest.mark.parametrize("label", [ROWS, RING], ids=["rows", "ring"])
-@pytest.mark.parametrize("mask, params", [(None, {}), (None, {"causal": True}), (("added", (7, 10)), {}), (("bool", (2, 4, 7, 10)), {})])
+@pytest.mark.parametrize(
+    "mask, params", [(None, {}), (None, {"causal": True}), (("added", (7, 10)), {}), (("bool", (2, 4, 7, 10)), {})]
+)
 def test_padding_may_hold_anything(mask, params, label):
     mesh, inputs = Mesh(cp=4), operands(7, 10, mask=mask)
     for op, given in ((attention, inputs), (attention_grad, with_results(inputs, params))):
@@ -146,7 +168,11 @@ def test_axes_together_and_beside_others():
     inputs, params = operands(24, 24, batch=2), {"causal": True}
     mesh = Mesh(a=2, b=2, tp=2)
     heads, batch = Label("g"), Label("b")
-    for labels in ({"a": RING, "b": RING, "tp": heads}, {"a": batch, "b": RING, "tp": heads}, {"tp": RING, "b": heads, "a": RING}):
+    for labels in (
+        {"a": RING, "b": RING, "tp": heads},
+        {"a": batch, "b": RING, "tp": heads},
+        {"tp": RING, "b": heads, "a": RING},
+    ):
         holds(attention, inputs, params, labels, mesh)
         holds(attention_grad, with_results(inputs, params), params, labels, mesh)
 
@@ -158,21 +184,30 @@ def test_a_ring_is_offered_where_rows_and_columns_lie_alike():
 
 
 def test_sums_are_kept_in_32_bits():
-    """In 16 bits what each turn gives is rounded once more than the whole is, the sum of all turns is not: cotangents travel in 32."""
+    """In 16 bits what each turn gives is rounded once more than the whole is, the sum of all turns is not: cotangents
+    travel in 32."""
     mesh, params = Mesh(cp=8), {"causal": True}
     inputs = operands(128, 128, dtype=torch.bfloat16)
     for op, given in ((attention, inputs), (attention_grad, with_results(inputs, params))):
         program, choice, outs = lowered(op, given, params, {"cp": RING}, mesh)
         laid = [spread_out(x, layout, mesh) for x, layout in zip(given, choice.ins, strict=True) if layout is not None]
-        got = [put_together(m, layout, v.type, mesh) for m, layout, v in zip(simulate(program, mesh, laid), choice.outs, outs, strict=True)]
+        got = [
+            put_together(m, layout, v.type, mesh)
+            for m, layout, v in zip(simulate(program, mesh, laid), choice.outs, outs, strict=True)
+        ]
         truth = op.kernel(*(x if x is None else x.double() for x in given), **params)
         for y, whole, want in zip(got, op.kernel(*given, **params), truth, strict=True):
             assert y.dtype == whole.dtype and (y - want).norm() <= 2 * (whole - want).norm()
-    passed = {e.inputs[0].dtype for e in program.main.eqns if e.op.name == "permute_ranks" and e.inputs[0].shape == (2, 2, 16, 8)}
+    passed = {
+        e.inputs[0].dtype
+        for e in program.main.eqns
+        if e.op.name == "permute_ranks" and e.inputs[0].shape == (2, 2, 16, 8)
+    }
     assert passed == {torch.bfloat16, torch.float32}
 
 
-# -- what it computes ----------------------------------------------------------------------------------------------------
+# -- what it computes
+# ----------------------------------------------------------------------------------------------------
 
 
 def blocks(program, name):
@@ -185,7 +220,8 @@ def blocks(program, name):
 
 @pytest.mark.parametrize("count", [2, 3, 4, 8])
 def test_a_causal_ring_computes_each_score_once(count):
-    """The text is the same on all ranks, so each computes its n-th of the triangle, to the element, and none beside it."""
+    """The text is the same on all ranks, so each computes its n-th of the triangle, to the element, and none beside
+    it."""
     mesh, length = Mesh(cp=count), 48
     inputs, params = operands(length, length), {"causal": True}
     for op, given in ((attention, inputs), (attention_grad, with_results(inputs, params))):
@@ -211,7 +247,9 @@ def test_an_axis_of_one_rank_costs_nothing():
             assert [e.op for e in program.main.eqns] == [op] and program.main.eqns[0].params == params
 
 
-# -- what it sends -------------------------------------------------------------------------------------------------------
+# -- what it sends ---------------------------------------------------------------------------------------------------
+# -
+# -
 
 
 def sent(program):
@@ -220,7 +258,8 @@ def sent(program):
 
 @pytest.mark.parametrize("count", [2, 3, 4])
 def test_bytes_on_the_wire(count):
-    """k and v go on count - 1 times, their cotangents too; a triangle is folded and unfolded: each operand and result once."""
+    """k and v go on count - 1 times, their cotangents too; a triangle is folded and unfolded: each operand and result
+    once."""
     mesh, inputs = Mesh(cp=count), operands(24, 24)
     q, k, v, _ = (0 if x is None else x.nbytes // count for x in inputs)
     y, lse = (x.nbytes // count for x in attention.kernel(*inputs))
@@ -234,7 +273,9 @@ def test_bytes_on_the_wire(count):
     assert of(attention, {}) == turns * (k + v)
     assert of(attention_grad, {}) == turns * (k + v + dk + dv)
     assert of(attention, {"causal": True}) == turns * (k + v) + q + k + v + y + lse
-    assert of(attention_grad, {"causal": True}) == turns * (k + v + dk + dv) + (g + q + k + v + y + lse) + (dq + dk + dv)
+    assert of(attention_grad, {"causal": True}) == turns * (k + v + dk + dv) + (g + q + k + v + y + lse) + (
+        dq + dk + dv
+    )
 
 
 def test_rows_alone_send_nothing():
@@ -245,7 +286,8 @@ def test_rows_alone_send_nothing():
         assert [x.owed for x in choice.outs] == ([()] * 2 if op is attention else [(), (("cp", "+"),), (("cp", "+"),)])
 
 
-# -- all-to-all over heads -----------------------------------------------------------------------------------------------
+# -- all-to-all over heads
+# -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mesh", [Mesh(cp=2), Mesh(cp=4), Mesh(dp=2, cp=2)], ids=str)
@@ -268,7 +310,9 @@ def test_from_sequence_to_heads_and_back(params, mesh):
         tensors = [x for x in given if x is not None]
         laid = Laid(tuple(map(split, tensors)), (choice,), tuple(map(split, outs)))
         program = check(spmd(Program({"main": b.block(outs)}), {"main": laid}, moves_on(mesh)))
-        assert [e.op.name for e in program.main.eqns] == ["all_to_all"] * len(tensors) + [op.name] + ["all_to_all"] * len(outs)
+        assert [e.op.name for e in program.main.eqns] == ["all_to_all"] * len(tensors) + [op.name] + [
+            "all_to_all"
+        ] * len(outs)
         made = simulate(program, mesh, [spread_out(x, split(x), mesh) for x in tensors])
         for m, v, want in zip(made, outs, op.kernel(*given, **params), strict=True):
             assert torch.allclose(put_together(m, split(v), v.type, mesh), want, rtol=EXACT, atol=EXACT)

@@ -1,4 +1,5 @@
-"""Control flow on tensors is captured, not decided: one program serves all ways through a function, and gives what plain Python gives."""
+"""Control flow on tensors is captured, not decided: one program serves all ways through a function, and gives what
+plain Python gives."""
 
 from __future__ import annotations
 
@@ -65,7 +66,8 @@ def test_programs_print_and_parse(name):
     assert mycel.Program.parse(str(program), program.consts) == program
 
 
-# -- what is refused ----------------------------------------------------------------------------------------------------
+# -- what is refused
+# ----------------------------------------------------------------------------------------------------
 
 
 def grows(x):
@@ -195,7 +197,8 @@ REFUSED = {
     list_in_one_branch: "seen has other items after one branch",
     many_elements: "a tensor with 3 elements",
     asks_for_a_number: "a Python number was asked of a traced tensor",
-    condition_in_a_comprehension: "comprehensions are not captured|a Python decision",  # from Python 3.12 on it has no frame of its own
+    # from Python 3.12 on it has no frame of its own
+    condition_in_a_comprehension: "comprehensions are not captured|a Python decision",
     uses_a_generator: "the control flow of generator is not captured, because it is a generator",
     looks_at_its_frame: r"because it calls locals\(\)",
     float_range: "range",
@@ -218,7 +221,9 @@ def test_functions_without_source_say_so():
     exec("def plain(x):\n    return x * 2\ndef decides(x):\n    return x if x.sum() > 0 else -x", made)
     x = torch.ones(3)
     close(mycel.jit(made["plain"])(x), x * 2)
-    with pytest.raises(mycel.CaptureError, match="the control flow of decides is not captured, because its source is not available"):
+    with pytest.raises(
+        mycel.CaptureError, match="the control flow of decides is not captured, because its source is not available"
+    ):
         mycel.jit(made["decides"])(x)
     close(mycel.jit(torch.sin)(x), x.sin())
     close(mycel.jit(lambda x: max(len(x), 2) * x)(x), x * 3)
@@ -245,7 +250,8 @@ def test_asserts_are_checked_at_run_time(mode):
     assert len(fast.entries) == 1
 
 
-# -- what stays Python's ------------------------------------------------------------------------------------------------
+# -- what stays Python's
+# ------------------------------------------------------------------------------------------------
 
 
 def test_python_values_stay_python():
@@ -448,7 +454,11 @@ def test_prints_happen_when_the_program_runs(mode, capsys):
 @pytest.mark.parametrize("mode", ["graph", "eager"])
 def test_breakpoints_stop_when_the_program_runs(mode, monkeypatch):
     seen = []
-    monkeypatch.setattr(sys, "breakpointhook", lambda: seen.append({k: v.tolist() for k, v in sys._getframe(1).f_locals["values"].items()}))
+    monkeypatch.setattr(
+        sys,
+        "breakpointhook",
+        lambda: seen.append({k: v.tolist() for k, v in sys._getframe(1).f_locals["values"].items()}),
+    )
 
     def fn(x):
         y = x * 2

@@ -1,4 +1,5 @@
-"""Gradients through Python control flow: the whole zoo against torch.autograd of the plain function and against finite differences."""
+"""Gradients through Python control flow: the whole zoo against torch.autograd of the plain function and against finite
+differences."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ def summed(fn):
 
 
 def function(case):
-    """(the function of a case, one that does the same without changing its state, a reset): some are modules, to be made."""
+    """(the function of a case, one that does the same without changing its state, a reset): some are modules, to be
+    made."""
     if not isinstance(case.fn, type):
         return case.fn, case.fn, lambda: None
     module = case.fn().double()
@@ -96,7 +98,9 @@ def test_gradients_are_finite_differences(name):
     case = CASES[name]
     at = floats(case.arguments[0])
     fn, same, reset = function(case)
-    plain = lambda *args: sum(float(((k + 1) * x + x.sin()).sum()) for k, x in enumerate(leaves(same(*args))) if x.is_floating_point())
+    plain = lambda *args: sum(
+        float(((k + 1) * x + x.sin()).sum()) for k, x in enumerate(leaves(same(*args))) if x.is_floating_point()
+    )
 
     def total(*args):
         value = torch.zeros((), dtype=torch.float64)
@@ -111,7 +115,9 @@ def test_gradients_are_finite_differences(name):
     gen = torch.Generator().manual_seed(0)
     eps = 1e-6
     for given in case.arguments:
-        args = [a * 1.0137 + 0.00731 * (i + 1) if i in at else a for i, a in enumerate(given)]  # off the points where a decision tips
+        args = [
+            a * 1.0137 + 0.00731 * (i + 1) if i in at else a for i, a in enumerate(given)
+        ]  # off the points where a decision tips
         reset()
         grads = ours(*fresh(args))
         vs = [torch.randn(args[i].shape, generator=gen, dtype=args[i].dtype) for i in at]
@@ -156,7 +162,9 @@ def test_second_derivatives(name):
         own[i].requires_grad_()
         moved = [a * 1 if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in own]
         value = squares(plain)(*moved)
-        first = torch.autograd.grad(value, own[i], create_graph=True, allow_unused=True)[0] if value.requires_grad else None
+        first = (
+            torch.autograd.grad(value, own[i], create_graph=True, allow_unused=True)[0] if value.requires_grad else None
+        )
         want = torch.zeros_like(own[i])
         if first is not None and first.requires_grad:
             found = torch.autograd.grad((first**2).sum(), own[i], allow_unused=True)[0]

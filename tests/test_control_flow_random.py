@@ -1,4 +1,5 @@
-"""Random programs of nested if, while, for, break, continue and return, captured once, give what plain Python gives on every input."""
+"""Random programs of nested if, while, for, break, continue and return, captured once, give what plain Python gives on
+every input."""
 
 from __future__ import annotations
 
@@ -79,7 +80,13 @@ class Writer:
 
     def put_for(self, indent, depth, loops):
         turn = f"i{next(self.names)}"
-        self.put(indent, f"for {turn} in {self.random.choice(['range(n)', 'range(3)', 'range(1, n + 2)', 'range(18)', '(0.5, 1.5)', 'x'])}:")
+        self.put(
+            indent,
+            (
+                f"for {turn} in "
+                f"{self.random.choice(['range(n)', 'range(3)', 'range(1, n + 2)', 'range(18)', '(0.5, 1.5)', 'x'])}:"
+            ),
+        )
         self.put(indent + 1, f"{self.variable()} = {self.expression()} + 0.1 * {turn}")
         self.block(indent + 1, depth + 1, loops + 1)
         self.put_else(indent, depth, loops)
@@ -110,21 +117,43 @@ class Writer:
 
     def expression(self):
         v, w, r = self.variable(), self.variable(), self.number()
-        return self.random.choice([
-            f"torch.tanh({v} + {w})", f"{v} * {r}", f"torch.sin({v})", f"{v} + {r}", f"torch.cos({v}) * {w}.clamp(-3, 3)", f"-{v}",
-            f"({v} - {w}) / 2",
-        ])  # fmt: skip
+        return self.random.choice(
+            [
+                f"torch.tanh({v} + {w})",
+                f"{v} * {r}",
+                f"torch.sin({v})",
+                f"{v} + {r}",
+                (f"torch.cos({v}) * {w}.clamp(-3, 3)"),
+                f"-{v}",
+                f"({v} - {w}) / 2",
+            ]
+        )
 
     def condition(self):
         v, w, r = self.variable(), self.variable(), self.number()
-        return self.random.choice([
-            f"{v}.sum() > {r}", f"{v}[0] < {w}[1]", f"n > {self.random.randint(0, 2)}", f"not {v}.sum() > {w}.sum()", f"-1 < {v}.mean() < {r}",
-            f"{v}.sum() > 0 and {w}.max() < {r}", f"{v}.sum() > 1 or n == 1", "k < 3",
-        ])  # fmt: skip
+        return self.random.choice(
+            [
+                f"{v}.sum() > {r}",
+                f"{v}[0] < {w}[1]",
+                f"n > {self.random.randint(0, 2)}",
+                f"not {v}.sum() > {w}.sum()",
+                f"-1 < {v}.mean() < {r}",
+                f"{v}.sum() > 0 and {w}.max() < {r}",
+                f"{v}.sum() > 1 or n == 1",
+                "k < 3",
+            ]
+        )
 
 
-INPUTS = [(sign * torch.tensor([0.3, -0.7, 1.1], dtype=torch.float64), torch.tensor([1.0, 0.2, -0.4], dtype=torch.float64) * sign, n)
-          for sign in (1, -1) for n in (0, 1, 3)]  # fmt: skip
+INPUTS = [
+    (
+        sign * torch.tensor([0.3, -0.7, 1.1], dtype=torch.float64),
+        torch.tensor([1.0, 0.2, -0.4], dtype=torch.float64) * sign,
+        n,
+    )
+    for sign in (1, -1)
+    for n in (0, 1, 3)
+]
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
@@ -141,7 +170,9 @@ def test_random_programs(tmp_path_factory, random):
         wanted = module.fn(x, y, n)
         found = fast(x, y, torch.tensor(n))
         for a, b in zip(found, wanted, strict=True):
-            torch.testing.assert_close(torch.as_tensor(a, dtype=torch.float64), torch.as_tensor(b, dtype=torch.float64), rtol=1e-10, atol=1e-10)
+            torch.testing.assert_close(
+                torch.as_tensor(a, dtype=torch.float64), torch.as_tensor(b, dtype=torch.float64), rtol=1e-10, atol=1e-10
+            )
     assert len(fast.entries) == 1
     _check_gradients(module.fn)
 

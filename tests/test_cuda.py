@@ -70,7 +70,11 @@ def test_every_kernel(name):
         for a, b in zip(as_tuple(outs), as_tuple(want), strict=True):
             assert type_of(a) == type_of(b) and a.is_cuda, text
             assert torch.allclose(
-                a.cpu().double() if not a.is_complex() else a.cpu(), b.double() if not b.is_complex() else b, rtol=2e-3, atol=2e-4, equal_nan=True
+                a.cpu().double() if not a.is_complex() else a.cpu(),
+                b.double() if not b.is_complex() else b,
+                rtol=2e-3,
+                atol=2e-4,
+                equal_nan=True,
             ), text
 
 
@@ -86,7 +90,9 @@ def test_dropout_draws_the_same_numbers():
 
 
 def test_a_program_moves_with_its_inputs():
-    text = "def main(x: f32[4]):\n  a: f32[4] = iota(dim=0, dtype=f32, shape=(4,))\n  y: f32[4] = mul(a, x)\n  return y\n"
+    text = (
+        "def main(x: f32[4]):\n  a: f32[4] = iota(dim=0, dtype=f32, shape=(4,))\n  y: f32[4] = mul(a, x)\n  return y\n"
+    )
     run = mycel.jit(mycel.Program.parse(text))
     (y,) = run(torch.ones(4, device="cuda"))
     assert y.is_cuda and y.tolist() == [0, 1, 2, 3] and run(torch.ones(4))[0].tolist() == [0, 1, 2, 3]
@@ -121,7 +127,10 @@ def test_the_fused_loss_in_16_bits(monkeypatch, classes, reduction, bias, dtype)
 def test_the_fused_loss_is_nan_where_there_is_no_such_class():
     from mycel.ir import OPS
 
-    x, w = torch.randn(4, 8, device="cuda", dtype=torch.bfloat16), torch.randn(5, 8, device="cuda", dtype=torch.bfloat16)
+    x, w = (
+        torch.randn(4, 8, device="cuda", dtype=torch.bfloat16),
+        torch.randn(5, 8, device="cuda", dtype=torch.bfloat16),
+    )
     with torch.no_grad():
         loss, *_ = OPS["linear_cross_entropy"].kernel(x, w, None, torch.tensor([0, 1, 5, 2], device="cuda"))
     assert loss.isnan()

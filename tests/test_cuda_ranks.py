@@ -60,7 +60,8 @@ def test_a_step_on_simulated_ranks(names, sizes):
 
 @pytest.mark.parametrize("names, sizes", PLANS, ids=str)
 def test_a_step_in_16_bits(names, sizes):
-    """With the kernels of attention that a GPU has for 16 bits; the loss up to their rounding, gradients through the norm of them all."""
+    """With the kernels of attention that a GPU has for 16 bits; the loss up to their rounding, gradients through the
+    norm of them all."""
     one = OneDevice.of(*llama(), precision="bf16", clip_norm=1.0)
     mesh = Mesh(sizes)
     found = one.under(Plan.read(names, mesh))
@@ -72,7 +73,9 @@ def test_a_step_in_16_bits(names, sizes):
         assert all(torch.allclose(x, serial[i], rtol=1e-2) for x in got[i]), (i, got[i], serial[i])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.complex64])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.complex64]
+)
 def test_nccl_alone(dtype):
     """Each collective in a world of one is what it should be there: torch's calls take what we give them."""
     from mycel.run.groups import Nccl

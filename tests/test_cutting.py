@@ -1,4 +1,5 @@
-"""Models made in their parts: each rank has, bit for bit, its part of what one device would have, and never much more."""
+"""Models made in their parts: each rank has, bit for bit, its part of what one device would have, and never much
+more."""
 
 from __future__ import annotations
 
@@ -24,17 +25,33 @@ SMALL = {
 }
 FAMILIES = {
     "llama": {**SMALL, "num_key_value_heads": 2, "tie_word_embeddings": True},
-    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 258, "n_positions": 64, "bos_token_id": 1, "eos_token_id": 1},
+    "gpt2": {
+        "n_embd": 32,
+        "n_layer": 2,
+        "n_head": 4,
+        "vocab_size": 258,
+        "n_positions": 64,
+        "bos_token_id": 1,
+        "eos_token_id": 1,
+    },
     "bert": SMALL,
     "t5": {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "vocab_size": 258},
     "mamba": {"hidden_size": 16, "num_hidden_layers": 2, "state_size": 4, "vocab_size": 258},
-    "qwen2_moe": {**SMALL, "num_key_value_heads": 2, "num_experts": 4, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 8},
+    "qwen2_moe": {
+        **SMALL,
+        "num_key_value_heads": 2,
+        "num_experts": 4,
+        "moe_intermediate_size": 8,
+        "shared_expert_intermediate_size": 8,
+    },
 }
 PLANS = {"zero3": {"dp": 3}, "zero3+tp": {"dp": 2, "tp": 2}}
 
 
 def fresh(kind: str, device: str) -> nn.Module:
-    return models._fresh(models._from_mapping({"model_type": kind, **FAMILIES[kind]})[0], torch.float32, torch.device(device), 3)
+    return models._fresh(
+        models._from_mapping({"model_type": kind, **FAMILIES[kind]})[0], torch.float32, torch.device(device), 3
+    )
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
@@ -46,7 +63,9 @@ def test_parts_are_those_of_the_whole(kind):
         for rank in range(mesh.world):
             cuts = Cuts(meta, Plan.read(plan, mesh), mesh, rank)
             made = cuts.made(lambda: fresh(kind, "cpu"))
-            for name, x in itertools.chain(whole.named_parameters(remove_duplicate=False), whole.named_buffers(remove_duplicate=False)):
+            for name, x in itertools.chain(
+                whole.named_parameters(remove_duplicate=False), whole.named_buffers(remove_duplicate=False)
+            ):
                 assert torch.equal(attribute(made, name), part_of(x.detach(), cuts.layouts[name], mesh, rank)), name
             assert not cuts.notes and same_ties(made, whole)
     assert torch.equal(torch.get_rng_state(), drawn)
@@ -58,7 +77,9 @@ def attribute(module: nn.Module, name: str) -> torch.Tensor:
 
 
 def same_ties(a: nn.Module, b: nn.Module) -> bool:
-    groups = lambda module: [[n for n, y in module.named_parameters(remove_duplicate=False) if y is x] for x in module.parameters()]
+    groups = lambda module: [
+        [n for n, y in module.named_parameters(remove_duplicate=False) if y is x] for x in module.parameters()
+    ]
     return groups(a) == groups(b)
 
 
@@ -98,7 +119,9 @@ def test_no_more_is_held_than_parts_and_the_largest_tensors():
         cuts = Cuts(outline(lambda n=layers: made_of(n)), Plan.read("zero3", mesh), mesh, 1)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as seen:
             held = cuts.made(lambda n=layers: made_of(n))
-        events = sorted((e.start_ns(), e.nbytes()) for e in seen.profiler.kineto_results.events() if e.name() == "[memory]")
+        events = sorted(
+            (e.start_ns(), e.nbytes()) for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"
+        )
         most = max(itertools.accumulate(n for _, n in events))
         parts = sum(p.nbytes for p in held.parameters())
         assert parts <= most <= parts + 3 * cuts.largest_bytes

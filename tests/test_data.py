@@ -25,20 +25,27 @@ MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None  # laws write and syn
 law = settings(max_examples=40, deadline=None)
 texts = st.text(st.characters(codec="utf-8"), max_size=30)
 examples = st.lists(
-    st.one_of(texts.map(lambda t: {"text": t}), st.tuples(texts, texts).map(lambda p: {"prompt": p[0], "response": p[1]})), max_size=12
+    st.one_of(
+        texts.map(lambda t: {"text": t}), st.tuples(texts, texts).map(lambda p: {"prompt": p[0], "response": p[1]})
+    ),
+    max_size=12,
 )
 
 
 @pytest.fixture
 def make(tmp_path):
-    """`make(files, …)`: prepare data from files of these contents; one named held.* is for validation, `use` names the others if not all."""
+    """`make(files, …)`: prepare data from files of these contents; one named held.* is for validation, `use` names the
+    others if not all."""
 
     def run(files, use=None, **options):
         for name, content in files.items():
             write(tmp_path / "data" / name, content)
         held = [tmp_path / "data" / name for name in files if name.startswith("held")]
         named = [tmp_path / "data" / name for name in use or files if not name.startswith("held")]
-        return prepare(named, **{"validation": held or None, "length": 8, "tokenizer": Bytes(), "cache": tmp_path / "cache", **options})
+        return prepare(
+            named,
+            **{"validation": held or None, "length": 8, "tokenizer": Bytes(), "cache": tmp_path / "cache", **options},
+        )
 
     return run
 
@@ -88,8 +95,12 @@ def test_packed_windows_are_the_joined_documents(records, length):
     windows = [w for w in windows if any(loss for _, loss in w[1:])]
     assume(windows)
     _, got = in_temporary({"a.jsonl": records}, length=length)
-    assert set(got) == {"input_ids", "labels"} and all(v.dtype == np.int64 and v.shape == (len(windows), length) for v in got.values())
-    assert [(list(i), list(l)) for i, l in zip(got["input_ids"], got["labels"], strict=True)] == [rows(w, length) for w in windows]
+    assert set(got) == {"input_ids", "labels"} and all(
+        v.dtype == np.int64 and v.shape == (len(windows), length) for v in got.values()
+    )
+    assert [(list(i), list(l)) for i, l in zip(got["input_ids"], got["labels"], strict=True)] == [
+        rows(w, length) for w in windows
+    ]
 
 
 @law
@@ -104,7 +115,9 @@ def test_rows_keep_the_response_as_far_as_it_fits(records, length):
             expected.append(row)
     assume(expected)
     data, got = in_temporary({"a.jsonl": records}, length=length, pack=False)
-    assert [(list(i), list(l)) for i, l in zip(got["input_ids"], got["labels"], strict=True)] == [rows(r, length) for r in expected]
+    assert [(list(i), list(l)) for i, l in zip(got["input_ids"], got["labels"], strict=True)] == [
+        rows(r, length) for r in expected
+    ]
     assert got["attention_mask"].sum(1).tolist() == [len(r) for r in expected]
     longer = sum(len(reference(r)) > length for r in records)
     assert any(f"{longer} of" in line for line in data.report) == bool(longer)
@@ -114,11 +127,19 @@ def test_rows_keep_the_response_as_far_as_it_fits(records, length):
 @given(examples, st.integers(2, 20), st.booleans(), st.integers(0, 3))
 def test_tokens_with_loss_are_counted_without_reading(records, length, pack, first):
     data, got = in_temporary({"a.jsonl": [*records, {"prompt": "who", "response": "me"}]}, length=length, pack=pack)
-    assert [data.train.loud(i, first) for i in range(len(data.train))] == (got["labels"][:, first:] != -100).sum(1).tolist()
+    assert [data.train.loud(i, first) for i in range(len(data.train))] == (got["labels"][:, first:] != -100).sum(
+        1
+    ).tolist()
 
 
 @law
-@given(st.lists(st.integers(1, 60), min_size=1, max_size=30), st.integers(2, 12), st.floats(0.01, 0.99), st.integers(0, 5), st.booleans())
+@given(
+    st.lists(st.integers(1, 60), min_size=1, max_size=30),
+    st.integers(2, 12),
+    st.floats(0.01, 0.99),
+    st.integers(0, 5),
+    st.booleans(),
+)
 def test_no_document_or_window_is_on_both_sides(sizes, length, share, seed, pack):
     """Document i is made of one character of its own, so that it is known wherever it shows up."""
     records = [{"text": chr(33 + i) * n} for i, n in enumerate(sizes)]
@@ -156,9 +177,11 @@ def test_long_text_read_in_pieces_is_the_same_text(text, piece):
     with tempfile.TemporaryDirectory(dir=MEMORY) as folder, pytest.MonkeyPatch.context() as patch:
         path = write(Path(folder) / "a.txt", text)
         patch.setattr(documents, "PIECE_BYTES", piece)
-        found = list(documents.segments(sources.Source(path, "text", "", (0,)), {}, Bytes()))
+        found = list(documents.segments(sources.DataFile(path, "text", "", (0,)), {}, Bytes()))
     assert "".join(s.text for s in found) == text.removeprefix("\ufeff")
-    assert [s.opens for s in found] == [True] + [False] * (len(found) - 1) and [s.closes for s in found][::-1] == [True] + [False] * (len(found) - 1)
+    assert [s.opens for s in found] == [True] + [False] * (len(found) - 1) and [s.closes for s in found][::-1] == [
+        True
+    ] + [False] * (len(found) - 1)
     assert all(a.text.endswith("\n") or "\n" not in a.text for a, _ in pairwise(found))
 
 
@@ -202,11 +225,16 @@ def test_rows_of_an_array_are_sequences(make, monkeypatch, chunk):
     assert any("40 tokens at the ends of array rows" in line for line in packed.report)
     padded = make({"a.npy": table, "held.npy": held}, pack=False, length=24)
     got = everything(padded.train)
-    assert (got["input_ids"][:, :20] == table).all() and (got["attention_mask"].sum(1) == 20).all() and (got["labels"][:, 20:] == -100).all()
+    assert (
+        (got["input_ids"][:, :20] == table).all()
+        and (got["attention_mask"].sum(1) == 20).all()
+        and (got["labels"][:, 20:] == -100).all()
+    )
     divided = make({"a.npy": table}, pack=False, length=24, split=0.3)
     assert (
         len(divided.validation) == 3
-        and len(np.unique(np.concatenate([everything(s)["input_ids"] for s in (divided.train, divided.validation)]))) == 200
+        and len(np.unique(np.concatenate([everything(s)["input_ids"] for s in (divided.train, divided.validation)])))
+        == 200
     )
 
 
@@ -225,7 +253,13 @@ def test_arrays_need_no_tokenizer(make):
 
 
 def test_folders_globs_and_lists_name_the_same_files(make, tmp_path):
-    files = {"b.txt": "second " * 5, "a.txt": "first " * 5, "deep/c.py": "third " * 5, ".hidden": b"\xff", "held/h.txt": "validation"}
+    files = {
+        "b.txt": "second " * 5,
+        "a.txt": "first " * 5,
+        "deep/c.py": "third " * 5,
+        ".hidden": b"\xff",
+        "held/h.txt": "validation",
+    }
     make(files, use=["a.txt"])
     options = {"length": 8, "tokenizer": Bytes(), "cache": tmp_path / "cache", "validation": tmp_path / "data/held"}
     for name in [f for f in files if f.startswith("held")]:
@@ -239,7 +273,9 @@ def test_folders_globs_and_lists_name_the_same_files(make, tmp_path):
 
 
 def test_a_folder_with_jsonl_gives_only_that(make, tmp_path):
-    data = make({"d/README.md": "no data", "d/a.jsonl": [{"text": "some data here"}], "held.txt": "validation"}, use=["d"])
+    data = make(
+        {"d/README.md": "no data", "d/a.jsonl": [{"text": "some data here"}], "held.txt": "validation"}, use=["d"]
+    )
     assert data.tokens["train"] == 8 and bytes(everything(data.train)["input_ids"][0].tolist()) == b"some dat"
 
 
@@ -262,7 +298,13 @@ def test_an_installation_without_source_text_is_told(monkeypatch, tmp_path):
 
 
 def test_the_report_says_what_was_left_out(make):
-    records = [{"prompt": "why? " * 4, "response": "because"}, {"text": ""}, {"text": "x" * 40}, {"prompt": "", "response": ""}, {"text": "short"}]
+    records = [
+        {"prompt": "why? " * 4, "response": "because"},
+        {"text": ""},
+        {"text": "x" * 40},
+        {"prompt": "", "response": ""},
+        {"text": "short"},
+    ]
     data = make({"a.jsonl": records, "held.jsonl": [{"text": "short"}]}, pack=False, tokenizer=Bytes(), length=16)
     assert data.report == (
         "train: 38 tokens, 3 sequences of 16",
@@ -276,7 +318,9 @@ def test_the_report_says_what_was_left_out(make):
 def test_the_fingerprint_follows_the_data_and_not_the_place(make, tmp_path):
     files = {"a.jsonl": [{"text": f"document {i}"} for i in range(20)]}
     data = make(files)
-    moved = prepare(write(tmp_path / "elsewhere/x.jsonl", files["a.jsonl"]), tokenizer=Bytes(), length=8, cache=tmp_path / "other")
+    moved = prepare(
+        write(tmp_path / "elsewhere/x.jsonl", files["a.jsonl"]), tokenizer=Bytes(), length=8, cache=tmp_path / "other"
+    )
     assert moved.fingerprint == data.fingerprint
     changed = [make(files, length=9), make(files, pack=False), make(files, split=0.2), make(files, seed=1)]
     changed += [make({"a.jsonl": files["a.jsonl"][1:]}), make({"held.txt": "validation", **files})]
@@ -309,7 +353,12 @@ REFUSED = {
     "bytes": ({"a.txt": b"good text\n\xff\xfe"}, None, {}, r"not UTF-8 text: byte 0xff at offset 10\n  at .*a.txt"),
     "cut character": ({"a.txt": "gut ü".encode()[:-1]}, None, {}, r"byte 0xc3 at offset 4"),
     "bytes in a line": ({"a.jsonl": b'{"text": "a"}\n{"text": "\xff"}'}, None, {}, r"byte 0xff at offset 24"),
-    "bad json": ({"a.jsonl": '{"text": "a"}\n{"text": }\n'}, None, {}, r"not a JSON object: Expecting value, column 10\n  at .*a.jsonl:2\n"),
+    "bad json": (
+        {"a.jsonl": '{"text": "a"}\n{"text": }\n'},
+        None,
+        {},
+        r"not a JSON object: Expecting value, column 10\n  at .*a.jsonl:2\n",
+    ),
     "deep json": ({"a.jsonl": "[" * 100_000}, None, {}, r"not a JSON object: .*\n  at .*a.jsonl:1\n"),
     "no object": ({"a.jsonl": "[1]"}, None, {}, r"not a JSON object but a list\n  at .*:1"),
     "no field": (
@@ -318,9 +367,19 @@ REFUSED = {
         {},
         r"no field 'text'; fields there are: 'body', 'id'\n  at .*:4\n  try       data.fields",
     ),
-    "half a pair": ({"a.jsonl": [{"prompt": "x", "text": "y"}]}, None, {}, r"no field 'response'; fields there are: 'prompt', 'text'"),
+    "half a pair": (
+        {"a.jsonl": [{"prompt": "x", "text": "y"}]},
+        None,
+        {},
+        r"no field 'response'; fields there are: 'prompt', 'text'",
+    ),
     "no text": ({"a.jsonl": [{"text": 3}]}, None, {}, r"field 'text' is a number, not text\n  at .*:1"),
-    "half a character": ({"a.jsonl": '{"text": "\\ud800"}'}, None, {}, r"half a character, U\+D800, in the text\n  at .*:1"),
+    "half a character": (
+        {"a.jsonl": '{"text": "\\ud800"}'},
+        None,
+        {},
+        r"half a character, U\+D800, in the text\n  at .*:1",
+    ),
     "messages": (
         {"a.jsonl": [{"messages": [{"role": "user", "content": "x"}]}]},
         None,
@@ -336,9 +395,19 @@ REFUSED = {
     "negative id": ({"a.npy": np.array([1, 2, -7, 3] * 9)}, None, {}, r"-7 is no token id\n  at .*a.npy, token 2\n"),
     "huge id": ({"a.npy": np.array([1, 2**31, 3])}, None, {}, r"2147483648 is no token id\n  at .*, token 1\n"),
     "odd bin": ({"a.bin": b"abc"}, None, {}, r"3 bytes are no whole number of uint16 ids"),
-    "bin dtype": ({"a.bin": b"abcd", "a.json": '{"dtype": "float16"}'}, ["a.bin"], {}, r"no dtype for tokens: 'float16'\n  at .*a.json"),
+    "bin dtype": (
+        {"a.bin": b"abcd", "a.json": '{"dtype": "float16"}'},
+        ["a.bin"],
+        {},
+        r"no dtype for tokens: 'float16'\n  at .*a.json",
+    ),
     "bin json": ({"a.bin": b"abcd", "a.json": "{}"}, ["a.bin"], {}, r"no dtype is said for a.bin\n  at .*a.json"),
-    "narrow rows": ({"a.npy": np.ones((9, 6), int)}, None, {}, r"rows have 6 tokens, fewer than data.length 8\n  at .*a.npy\n  try       length: 6"),
+    "narrow rows": (
+        {"a.npy": np.ones((9, 6), int)},
+        None,
+        {},
+        r"rows have 6 tokens, fewer than data.length 8\n  at .*a.npy\n  try       length: 6",
+    ),
     "no tokenizer": ({"a.txt": "x" * 40}, None, {"tokenizer": None}, r"text needs a tokenizer\n  at .*a.txt"),
     "little data": (
         {"a.txt": "x" * 12},
@@ -351,8 +420,18 @@ REFUSED = {
     "length": ({"a.txt": "x" * 40}, None, {"length": 1}, r"at least 2 tokens, data.length is 1"),
     "split": ({"a.txt": "x" * 40}, None, {"split": 1.0}, r"between 0 and 1, not 1.0"),
     "no list": ({}, [], {}, r"the list of data files is empty"),
-    "nothing to predict": ({"a.npy": np.array([1]), "held.txt": "x" * 40}, None, {}, r"the train data is empty: .*\n  at .*a.npy"),
-    "nothing to check": ({"a.txt": "x" * 40, "held.npy": np.array([1])}, None, {}, r"the validation data is empty: .*\n  at .*held.npy"),
+    "nothing to predict": (
+        {"a.npy": np.array([1]), "held.txt": "x" * 40},
+        None,
+        {},
+        r"the train data is empty: .*\n  at .*a.npy",
+    ),
+    "nothing to check": (
+        {"a.txt": "x" * 40, "held.npy": np.array([1])},
+        None,
+        {},
+        r"the validation data is empty: .*\n  at .*held.npy",
+    ),
 }
 
 
@@ -382,7 +461,11 @@ def test_ids_the_model_does_not_have_are_found(make, monkeypatch):
     data = make({"t.txt": "text" * 10, "good.npy": np.arange(100), "bad.npy": ids, "held.txt": "validation"})
     check_vocab(data, 1000)
     with pytest.raises(
-        TrainError, match=r"token id 777 is out of range: the model has ids 0 to 776\n  at .*bad.npy, token 60\n  try       the tokenizer"
+        TrainError,
+        match=(
+            r"token id 777 is out of range: the model has ids 0 to 776\n  at .*bad.npy, token 60\n  try       the "
+            r"tokenizer"
+        ),
     ):
         check_vocab(data, 777)
     with pytest.raises(TrainError, match=r"token id 257 .*0 to 256\n  at .*t.txt, token 40"):
@@ -401,7 +484,9 @@ prepare(sys.argv[1], length=8, tokenizer=load_tokenizer("bytes"), cache=Path(sys
 print({"torch", "transformers", "tokenizers"} & set(sys.modules))
 """
     path = write(tmp_path / "a.txt", "text " * 20)
-    done = subprocess.run([sys.executable, "-c", code, path, tmp_path / "cache"], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code, path, tmp_path / "cache"], capture_output=True, text=True, check=False
+    )
     assert done.stdout == "set()\n", done.stderr
 
 
@@ -410,5 +495,8 @@ print({"torch", "transformers", "tokenizers"} & set(sys.modules))
 def test_bytes_go_there_and_back(text):
     tokenizer = load_tokenizer("bytes")
     ids = tokenizer.encode(text)
-    assert tokenizer.decode(ids) == tokenizer.decode([tokenizer.bos, *ids, tokenizer.eos]) == text and (ids < tokenizer.vocab).all()
+    assert (
+        tokenizer.decode(ids) == tokenizer.decode([tokenizer.bos, *ids, tokenizer.eos]) == text
+        and (ids < tokenizer.vocab).all()
+    )
     assert (tokenizer.encode_batch(["", text])[1] == ids).all()

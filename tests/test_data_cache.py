@@ -48,7 +48,10 @@ def place(tmp_path):
 
 
 def run(place, on_batch=lambda: None, cache="cache", **options):
-    return prepare(sorted(place.glob("*.txt")), **{"tokenizer": Watched(on_batch=on_batch), "length": 16, "cache": place / cache, **options})
+    return prepare(
+        sorted(place.glob("*.txt")),
+        **{"tokenizer": Watched(on_batch=on_batch), "length": 16, "cache": place / cache, **options},
+    )
 
 
 def content(data):
@@ -94,7 +97,9 @@ def test_hashes_of_large_files_are_remembered_once_the_files_rest(place, monkeyp
     monkeypatch.setattr(sources, "REMEMBER_BYTES", 0)
     hashed = []
     digest = hashlib.file_digest
-    monkeypatch.setattr(sources.hashlib, "file_digest", lambda file, kind: hashed.append(file.name) or digest(file, kind))
+    monkeypatch.setattr(
+        sources.hashlib, "file_digest", lambda file, kind: hashed.append(file.name) or digest(file, kind)
+    )
 
     def count():
         hashed.clear()
@@ -195,7 +200,9 @@ def die_at(moment: int, folder: Path):
 
     def hook(event, args):
         nonlocal seen
-        if event.split(".")[0] in ("open", "os", "shutil", "tempfile", "fcntl") and any(str(folder) in str(a) for a in args):
+        if event.split(".")[0] in ("open", "os", "shutil", "tempfile", "fcntl") and any(
+            str(folder) in str(a) for a in args
+        ):
             seen += 1
             if seen == moment:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -277,7 +284,9 @@ def test_one_process_works_while_the_others_wait(place):
         assert all(waiting.acquire(timeout=60) for _ in range(3)), "all others have come to the lock"
 
     def work():
-        found = run(place, tokenise, progress=lambda what, *_: waiting.release() if what.startswith("another process") else None)
+        found = run(
+            place, tokenise, progress=lambda what, *_: waiting.release() if what.startswith("another process") else None
+        )
         assert content(found) == good
 
     assert together(work) == [0, 0, 0, 0]
@@ -311,11 +320,19 @@ def test_a_full_disk_is_told_and_leaves_nothing(place):
     """A real one where this process may mount it."""
     small = place / "small"
     small.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", small], capture_output=True, check=False).returncode == 0
+    mounted = (
+        subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", small], capture_output=True, check=False
+        ).returncode
+        == 0
+    )
     if not mounted:
         pytest.skip("mounting a small disk is not permitted here")
     try:
-        with pytest.raises(TrainError, match=r"tokens cannot be cached: the disk is full \(0.0 MiB free\)\n  at .*small\n  try       data.cache"):
+        with pytest.raises(
+            TrainError,
+            match=r"tokens cannot be cached: the disk is full \(0.0 MiB free\)\n  at .*small\n  try       data.cache",
+        ):
             run(place, cache="small")
         assert not left_behind(place, "small")
     finally:
@@ -334,7 +351,9 @@ def test_a_write_that_fails_is_told_and_leaves_nothing(place):
 
 
 def test_a_cache_that_is_no_folder_is_told(place):
-    with pytest.raises(TrainError, match=r"tokens cannot be cached: Not a directory\n  at .*a.txt/cache\n  try       data.cache"):
+    with pytest.raises(
+        TrainError, match=r"tokens cannot be cached: Not a directory\n  at .*a.txt/cache\n  try       data.cache"
+    ):
         run(place, cache="a.txt/cache")
 
 

@@ -1,4 +1,5 @@
-"""The law the project lives by: lowered on simulated ranks equals serial; programs and training steps, random plans and ready ones."""
+"""The law the project lives by: lowered on simulated ranks equals serial; programs and training steps, random plans and
+ready ones."""
 
 from __future__ import annotations
 
@@ -12,7 +13,17 @@ import models
 import pytest
 import torch
 import transformers as hf
-from distributing import SIZES, OneDevice, compared, equals_serial, random_plan, ready_to_run, start_values, step_equals, tensors
+from distributing import (
+    SIZES,
+    OneDevice,
+    compared,
+    equals_serial,
+    random_plan,
+    ready_to_run,
+    start_values,
+    step_equals,
+    tensors,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -26,7 +37,9 @@ from mycel.plan import CPU, Costs, Plan, clock, decide, least, ready_plans
 from mycel.run import interpret, simulate
 from mycel.run.simulate import spread_out
 
-# -- programs ------------------------------------------------------------------------------------------------------------
+# -- programs --------------------------------------------------------------------------------------------------------
+# -
+# -
 
 
 def random_inputs(program, mesh, rng):
@@ -61,13 +74,17 @@ def test_random_programs(program, size, second, rng):
     equals_serial(program, Plan(mesh), random_inputs(program, mesh, rng), inputs(program))
 
 
-# -- training steps --------------------------------------------------------------------------------------------------------
+# -- training steps --------------------------------------------------------------------------------------------------
+# -
+# -
 
 
 class Mlp(nn.Module):
     def __init__(self):
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(6, 10), nn.GELU(), nn.LayerNorm(10), nn.Linear(10, 7), nn.Dropout(0.2), nn.Linear(7, 5))
+        self.net = nn.Sequential(
+            nn.Linear(6, 10), nn.GELU(), nn.LayerNorm(10), nn.Linear(10, 7), nn.Dropout(0.2), nn.Linear(7, 5)
+        )
 
     def forward(self, x, target):
         return nn.functional.cross_entropy(self.net(x), target)
@@ -129,15 +146,31 @@ def small(make, **sizes):
 MODELS = {
     "mlp": (Mlp, rows(5, 6)),
     "convolutions": (Convolutions, rows(4, 3, 6, 6)),
-    "branches": (Branches, lambda: {"x": torch.randn(5, 6, dtype=torch.float64), "target": torch.randn(5, 6, dtype=torch.float64)}),
+    "branches": (
+        Branches,
+        lambda: {"x": torch.randn(5, 6, dtype=torch.float64), "target": torch.randn(5, 6, dtype=torch.float64)},
+    ),
     "llama": (small(models.llama), text),
     "qwen3": (small(models.qwen3), text),
     "gpt2": (lambda: models.gpt2(n_layer=2), text),
     "bert": (small(models.bert), text),
     "t5": (models.t5, text),
-    "vit": (small(models.vit), lambda: {"pixel_values": torch.randn(4, 3, 32, 32, dtype=torch.float64), "labels": torch.randint(0, 2, (4,))}),
+    "vit": (
+        small(models.vit),
+        lambda: {"pixel_values": torch.randn(4, 3, 32, 32, dtype=torch.float64), "labels": torch.randint(0, 2, (4,))},
+    ),
 }
-TIMES = {"mlp": 80, "convolutions": 40, "branches": 30, "llama": 40, "qwen3": 25, "gpt2": 25, "bert": 25, "t5": 15, "vit": 25}
+TIMES = {
+    "mlp": 80,
+    "convolutions": 40,
+    "branches": 30,
+    "llama": 40,
+    "qwen3": 25,
+    "gpt2": 25,
+    "bert": 25,
+    "t5": 15,
+    "vit": 25,
+}
 
 
 def made(name):
@@ -168,12 +201,22 @@ def test_random_plans(name, chunk, quick):
 
 
 PRODUCTS = [
-    ("dp", {"dp": 4}), ("zero1", {"dp": 4}), ("zero2", {"dp": 3}), ("zero3", {"dp": 4}), ("tp", {"tp": 4}), ("tp2d", {"tx": 2, "ty": 2}),
+    ("dp", {"dp": 4}),
+    ("zero1", {"dp": 4}),
+    ("zero2", {"dp": 3}),
+    ("zero3", {"dp": 4}),
+    ("tp", {"tp": 4}),
+    ("tp2d", {"tx": 2, "ty": 2}),
     ("cp", {"cp": 3}),
-    ("dp+tp", {"dp": 2, "tp": 2}), ("zero3+tp", {"dp": 2, "tp": 2}), ("zero3+tp", {"tp": 2, "dp": 3}), ("dp+cp", {"dp": 2, "cp": 2}),
-    ("dp+tp+cp", {"dp": 2, "tp": 2, "cp": 2}), ("zero1+tp2d", {"dp": 2, "tx": 2, "ty": 2}), ("zero2+cp", {"dp": 2, "cp": 2}),
+    ("dp+tp", {"dp": 2, "tp": 2}),
+    ("zero3+tp", {"dp": 2, "tp": 2}),
+    ("zero3+tp", {"tp": 2, "dp": 3}),
+    ("dp+cp", {"dp": 2, "cp": 2}),
+    ("dp+tp+cp", {"dp": 2, "tp": 2, "cp": 2}),
+    ("zero1+tp2d", {"dp": 2, "tx": 2, "ty": 2}),
+    ("zero2+cp", {"dp": 2, "cp": 2}),
     ("zero3+tp+cp", {"dp": 2, "tp": 2, "cp": 2}),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2", "bert", "t5"])
@@ -195,7 +238,15 @@ OTHERS = {
     "mixtral": models.mixtral,
     "mamba": named("MambaForCausalLM", state_size=4),
     "bart": lambda: hf.BartForConditionalGeneration(
-        hf.BartConfig(d_model=32, encoder_layers=2, decoder_layers=2, encoder_ffn_dim=64, decoder_ffn_dim=64, vocab_size=models.VOCAB, dropout=0.0)
+        hf.BartConfig(
+            d_model=32,
+            encoder_layers=2,
+            decoder_layers=2,
+            encoder_ffn_dim=64,
+            decoder_ffn_dim=64,
+            vocab_size=models.VOCAB,
+            dropout=0.0,
+        )
     ),
 }
 
@@ -209,7 +260,9 @@ def test_models_no_plan_was_written_for(name, quick):
         step_equals(one, written)
 
 
-@pytest.mark.parametrize("names, sizes", [("zero3", {"dp": 3}), ("tp", {"tp": 2}), ("zero1+cp", {"dp": 2, "cp": 2})], ids=str)
+@pytest.mark.parametrize(
+    "names, sizes", [("zero3", {"dp": 3}), ("tp", {"tp": 2}), ("zero1+cp", {"dp": 2, "cp": 2})], ids=str
+)
 def test_a_step_that_is_skipped_is_skipped_by_all(names, sizes):
     one = OneDevice.of(*made("llama"), clip_norm=1.0)
     step_equals(one, Plan.read(names, Mesh(sizes)), poison=True)
@@ -231,7 +284,11 @@ def test_half_precision(precision, names, sizes):
 def test_parameters_travel_in_16_bits_and_gradients_in_32():
     """A weight is cast before it is gathered, its gradient widened before it is summed."""
     one = OneDevice.of(MODELS["llama"][0](), text(), precision="bf16")
-    found = [(e.op.name, e.inputs[0].type) for _, e in walk(one.under(Plan.read("zero3", Mesh(dp=2))).local) if e.op.by_rank and e.inputs]
+    found = [
+        (e.op.name, e.inputs[0].type)
+        for _, e in walk(one.under(Plan.read("zero3", Mesh(dp=2))).local)
+        if e.op.by_rank and e.inputs
+    ]
     tables = {(97, 16), (97, 32)}  # the embedding is looked up in as it is
     gathered = [t for name, t in found if name == "all_gather" and t.ndim == 2 and t.shape not in tables]
     summed = [t for name, t in found if name == "reduce_scatter"]
@@ -256,7 +313,8 @@ def test_every_ready_plan_is_among_them():
     assert {n for names, _ in PRODUCTS for n in names.split("+")} == set(ready_plans())
 
 
-# -- what is refused -------------------------------------------------------------------------------------------------------
+# -- what is refused
+# -------------------------------------------------------------------------------------------------------
 
 
 def test_mistakes_in_plans_are_told():
@@ -281,7 +339,9 @@ def test_mistakes_in_plans_are_told():
         Plan.read({"batch": ["dp"]})
 
 
-@pytest.mark.parametrize("mesh, plan", [(Mesh(dp=1), "auto"), (Mesh(dp=1, tp=1), "zero3+tp"), (Mesh(), "auto")], ids=str)
+@pytest.mark.parametrize(
+    "mesh, plan", [(Mesh(dp=1), "auto"), (Mesh(dp=1, tp=1), "zero3+tp"), (Mesh(), "auto")], ids=str
+)
 def test_a_mesh_of_one_costs_nothing(mesh, plan):
     """The same program and the same code as without a mesh."""
     sources = []
@@ -294,7 +354,8 @@ def test_a_mesh_of_one_costs_nothing(mesh, plan):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_parameters_come_one_layer_ahead(precision):
-    """A layer's parameters are asked for before the layer that comes before it, and not before the one before that; no layer holds a message."""
+    """A layer's parameters are asked for before the layer that comes before it, and not before the one before that; no
+    layer holds a message."""
     torch.manual_seed(0)
     one = OneDevice.of(models.gpt2(n_layer=6), text(), precision=precision)
     program = ready_to_run(one.under(Plan.read("zero3", Mesh(dp=2))))
@@ -304,12 +365,18 @@ def test_parameters_come_one_layer_ahead(precision):
     ahead = []
     for i in calls:
         arguments = [v for v in eqns[i].vars if uses[v].defined >= 0 and eqns[uses[v].defined].op.name == "finish"]
-        begun = [uses[eqns[uses[v].defined].inputs[0]].defined for v in arguments if eqns[uses[v].defined].params["op"] == "all_gather"]
+        begun = [
+            uses[eqns[uses[v].defined].inputs[0]].defined
+            for v in arguments
+            if eqns[uses[v].defined].params["op"] == "all_gather"
+        ]
         ahead.append({sum(b < c < i for c in calls) for b in begun})
     assert len(calls) == 12 and all(n <= {0, 1} for n in ahead) and sum(1 in n for n in ahead) >= 10, ahead
 
 
-@pytest.mark.parametrize("names, sizes", [("zero3", {"dp": 2}), ("tp", {"tp": 2}), ("dp+cp", {"dp": 2, "cp": 2})], ids=str)
+@pytest.mark.parametrize(
+    "names, sizes", [("zero3", {"dp": 2}), ("tp", {"tp": 2}), ("dp+cp", {"dp": 2, "cp": 2})], ids=str
+)
 def test_what_is_computed_again_is_the_same_on_ranks(names, sizes):
     """With messages among it."""
     one, mesh = OneDevice.of(*made("llama"), clip_norm=1.0), Mesh(sizes)
@@ -333,7 +400,10 @@ def test_all_ranks_make_the_same_program():
     path = os.pathsep.join([str(here), str(here.parent), *sys.path])
     ran = [
         subprocess.Popen(
-            [sys.executable, "-c", code], env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": path}, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": path},
+            stdout=subprocess.PIPE,
+            text=True,
         )
         for seed in ("1", "2")
     ]

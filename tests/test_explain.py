@@ -48,7 +48,8 @@ def test_golden(name):
 
 
 def test_textbook_bytes():
-    """A ring all-reduce of the gradients for data parallelism, 1.5 times that for ZeRO-3; two activations of each layer for tensor parallelism."""
+    """A ring all-reduce of the gradients for data parallelism, 1.5 times that for ZeRO-3; two activations of each layer
+    for tensor parallelism."""
     layers, weight = 3, 16 * 8 * 4
     weights = 2 * layers * weight
     one = one_device(layers)
@@ -60,7 +61,8 @@ def test_textbook_bytes():
 
 
 def bytes_in(text, whole):
-    """What the lines of an explanation say, as often as their blocks run, and how many there are: each is rounded to a byte."""
+    """What the lines of an explanation say, as often as their blocks run, and how many there are: each is rounded to a
+    byte."""
     often, total, count, name = runs(whole), {}, {}, ""
     for line in text.split("\n"):
         if head := re.match(r"def (\w+)\(", line):

@@ -1,4 +1,5 @@
-"""Batches in parts: which rows are a rank's, what it is fed of the whole and of its part, on simulated ranks and in processes."""
+"""Batches in parts: which rows are a rank's, what it is fed of the whole and of its part, on simulated ranks and in
+processes."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from mycel.capture import capture
 from mycel.feed import feed_of, from_anywhere, moved, padded, without_host_data
 from mycel.ir import type_of
 from mycel.launch import launch
-from mycel.parts import Parts
+from mycel.parts import ShardedModel
 from mycel.plan import Plan
 from mycel.run import interpret, simulate
 from mycel.run.simulate import put_together, spread_out
@@ -37,11 +38,14 @@ class Rows(nn.Module):
 
 def batch(rows: int, length: int = 3) -> dict[str, torch.Tensor]:
     g = torch.Generator().manual_seed(rows)
-    return {"x": torch.randn(rows, length, 6, generator=g, dtype=torch.float64), "y": torch.randint(0, 5, (rows, length), generator=g)}
+    return {
+        "x": torch.randn(rows, length, 6, generator=g, dtype=torch.float64),
+        "y": torch.randint(0, 5, (rows, length), generator=g),
+    }
 
 
-def ranks_of(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Parts]:
-    return [Parts(model, optimizer, plan, SimpleNamespace(rank=rank)) for rank in range(plan.mesh.world)]
+def ranks_of(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[ShardedModel]:
+    return [ShardedModel(model, optimizer, plan, SimpleNamespace(rank=rank)) for rank in range(plan.mesh.world)]
 
 
 @settings(deadline=None)
@@ -89,7 +93,10 @@ def test_a_part_is_fed_as_the_whole_is_and_gives_the_results_of_one_device(seed)
 @pytest.mark.parametrize("world", [2, 4])
 def test_losses_and_bytes_of_ranks_given_parts(tmp_path, world):
     child = str(Path(__file__).parent / "feed_child.py")
-    assert launch([], world, program=[child], env={"OMP_NUM_THREADS": "1", "MYCEL_TIMEOUT": "120"}, logs=tmp_path / "logs") == 0
+    assert (
+        launch([], world, program=[child], env={"OMP_NUM_THREADS": "1", "MYCEL_TIMEOUT": "120"}, logs=tmp_path / "logs")
+        == 0
+    )
 
 
 def test_one_device_has_all_rows_and_takes_a_part_for_the_whole():

@@ -1,4 +1,5 @@
-"""Golden texts beyond the passes: derivatives of a program with a branch, a loop and a repeated block; generated code; messages."""
+"""Golden texts beyond the passes: derivatives of a program with a branch, a loop and a repeated block; generated code;
+messages."""
 
 from __future__ import annotations
 

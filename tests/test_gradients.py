@@ -62,7 +62,10 @@ def test_models(name, train):
 def exact_gradients(name, train):
     """torch.autograd in double precision."""
     model = MODELS[name]().double().train(train)
-    batch = {k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in MODELS[name].inputs().items()}
+    batch = {
+        k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v
+        for k, v in MODELS[name].inputs().items()
+    }
     torch.set_default_dtype(torch.float64)  # models that make their own constants make them as exact
     try:
         scalar(model(**batch)).backward()
@@ -74,7 +77,10 @@ def exact_gradients(name, train):
 @pytest.mark.parametrize("name", ["llama", "gpt2", "recurrent", "mixer", "resnet"])
 def test_models_in_double_precision(name):
     model = MODELS[name]().double().train()
-    batch = {k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in MODELS[name].inputs().items()}
+    batch = {
+        k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v
+        for k, v in MODELS[name].inputs().items()
+    }
     loss = lambda: scalar(model(**batch))
     _, grads = mycel.value_and_grad(loss, wrt=model)()
     loss().backward()
@@ -91,7 +97,8 @@ def test_a_repeated_layer_is_differentiated_once():
     assert text.count("block=@llama_decoder_layer_backward") == 3
 
 
-# -- structures of arguments --------------------------------------------------------------------------------------------------
+# -- structures of arguments
+# --------------------------------------------------------------------------------------------------
 
 X, Y = torch.tensor([0.3, -1.2, 2.0], dtype=torch.float64), torch.tensor([1.5, 0.2, -0.7], dtype=torch.float64)
 
@@ -122,7 +129,9 @@ def test_has_aux():
 
 def test_a_closure_is_not_the_argument():
     assert torch.allclose(mycel.grad(lambda z: (z * X).sum())(X), X)
-    assert torch.allclose(mycel.grad(lambda x: mycel.grad(lambda z: (z * x).sum())(x).sum())(X), torch.ones(3, dtype=torch.float64))
+    assert torch.allclose(
+        mycel.grad(lambda x: mycel.grad(lambda z: (z * x).sum())(x).sum())(X), torch.ones(3, dtype=torch.float64)
+    )
 
 
 def test_unused_and_frozen_parameters():
@@ -130,7 +139,9 @@ def test_unused_and_frozen_parameters():
     model["c"].requires_grad_(False)
     g = mycel.grad(lambda: (model["a"](X) + model["c"](X)).sum(), wrt=model)()
     assert list(g) == ["a.weight", "a.bias", "b.weight", "b.bias"]
-    assert torch.equal(g["b.weight"], torch.zeros(2, 3, dtype=torch.float64)) and torch.allclose(g["a.weight"], X.expand(2, 3))
+    assert torch.equal(g["b.weight"], torch.zeros(2, 3, dtype=torch.float64)) and torch.allclose(
+        g["a.weight"], X.expand(2, 3)
+    )
 
 
 def test_stop_gradient_detach_and_no_grad():
@@ -142,7 +153,9 @@ def test_stop_gradient_detach_and_no_grad():
     assert torch.allclose(mycel.grad(stopped)(X), 2 * X + X)
 
 
-# -- orders -----------------------------------------------------------------------------------------------------------------
+# -- orders ----------------------------------------------------------------------------------------------------------
+# -
+# -
 
 
 def g(x):
@@ -178,27 +191,42 @@ def test_vjp():
     assert torch.allclose(out["a"], want[0])
 
 
-@pytest.mark.parametrize("name", ["gelu", "silu", "softplus", "layer_norm", "softmax", "logsumexp", "attention", "conv", "cross_entropy", "fft"])
+@pytest.mark.parametrize(
+    "name",
+    ["gelu", "silu", "softplus", "layer_norm", "softmax", "logsumexp", "attention", "conv", "cross_entropy", "fft"],
+)
 def test_second_derivatives_of_operators(name):
     F = nn.functional
     x = torch.linspace(-1, 1.3, 24, dtype=torch.float64).reshape(2, 3, 4)
     w = torch.linspace(-0.5, 1, 6, dtype=torch.float64).reshape(2, 3, 1)
     fns = {
-        "gelu": lambda x: F.gelu(x), "silu": F.silu, "softplus": F.softplus, "layer_norm": lambda x: F.layer_norm(x, (4,)),
-        "softmax": lambda x: x.softmax(-1), "logsumexp": lambda x: x.logsumexp(1), "conv": lambda x: F.conv1d(x, w) ** 2,
-        "attention": lambda x: F.scaled_dot_product_attention(x[:, None], x[:, None] * 2, x[:, None] ** 2, is_causal=True),
-        "cross_entropy": lambda x: F.cross_entropy(x.reshape(6, 4), torch.arange(6) % 4), "fft": lambda x: torch.fft.fft(x).abs(),
-    }  # fmt: skip
+        "gelu": lambda x: F.gelu(x),
+        "silu": F.silu,
+        "softplus": F.softplus,
+        "layer_norm": lambda x: F.layer_norm(x, (4,)),
+        "softmax": lambda x: x.softmax(-1),
+        "logsumexp": lambda x: x.logsumexp(1),
+        "conv": lambda x: F.conv1d(x, w) ** 2,
+        "attention": lambda x: F.scaled_dot_product_attention(
+            x[:, None], x[:, None] * 2, x[:, None] ** 2, is_causal=True
+        ),
+        "cross_entropy": lambda x: F.cross_entropy(x.reshape(6, 4), torch.arange(6) % 4),
+        "fft": lambda x: torch.fft.fft(x).abs(),
+    }
     fn = lambda x: (fns[name](x) ** 3).sum()
     y = x.clone().requires_grad_()
-    with nn.attention.sdpa_kernel(nn.attention.SDPBackend.MATH):  # torch's other attention kernels have no second derivative
+    with nn.attention.sdpa_kernel(
+        nn.attention.SDPBackend.MATH
+    ):  # torch's other attention kernels have no second derivative
         (first,) = torch.autograd.grad(fn(y), y, create_graph=True)
         (want,) = torch.autograd.grad((first**2).sum(), y)
     ours = mycel.grad(lambda x: (mycel.grad(fn)(x) ** 2).sum())(x)
     assert relative(ours, want) < 1e-9
 
 
-# -- refusals ---------------------------------------------------------------------------------------------------------------
+# -- refusals --------------------------------------------------------------------------------------------------------
+# -
+# -
 
 
 @pytest.mark.parametrize(
@@ -235,7 +263,10 @@ def test_refusals_name_the_line():
     def no_rule(x):
         return torch.poisson(x.exp()).sum()
 
-    with pytest.raises(GradientError, match=rf"(?s)no gradient rule for opaque_random.*test_gradients.py:{no_rule.__code__.co_firstlineno + 1}"):
+    with pytest.raises(
+        GradientError,
+        match=rf"(?s)no gradient rule for opaque_random.*test_gradients.py:{no_rule.__code__.co_firstlineno + 1}",
+    ):
         mycel.grad(no_rule)(X)
 
 
@@ -284,7 +315,8 @@ def test_a_gradient_is_python_that_needs_torch_alone(tmp_path):
     assert ran.stdout.strip() == str(want.tolist())
 
 
-# -- what autograd does not see, and what has no rule of its own ------------------------------------------------------------------------
+# -- what autograd does not see, and what has no rule of its own
+# ------------------------------------------------------------------------
 
 
 def under_no_grad(x):
@@ -306,7 +338,9 @@ def through_detach(x):
     return (y * x).sum()
 
 
-@pytest.mark.parametrize("fn", [under_no_grad, through_data, through_detach, lambda q: nn.functional.cosine_similarity(q, q.flip(0) * q, 0)])
+@pytest.mark.parametrize(
+    "fn", [under_no_grad, through_data, through_detach, lambda q: nn.functional.cosine_similarity(q, q.flip(0) * q, 0)]
+)
 def test_an_unseen_update_changes_the_value_not_the_gradient(fn):
     y = X.clone().requires_grad_()
     (want,) = torch.autograd.grad(fn(y * 1), y)
@@ -384,7 +418,10 @@ def test_no_derivative_in_torch_either():
     def fn(x):
         return torch.special.zeta(x.abs() + 2, x.abs() + 1).sum()
 
-    with pytest.raises(GradientError, match=rf"(?s)no derivative for aten.special_zeta.*test_gradients.py:{fn.__code__.co_firstlineno + 1}"):
+    with pytest.raises(
+        GradientError,
+        match=rf"(?s)no derivative for aten.special_zeta.*test_gradients.py:{fn.__code__.co_firstlineno + 1}",
+    ):
         mycel.grad(fn)(X)
 
 

@@ -69,7 +69,11 @@ def test_a_hint_fixes_the_layout_and_its_gradient():
     x, w = torch.randn(8, 3, dtype=torch.float64), torch.randn(3, dtype=torch.float64)
     program = check(transform.value_and_grad(transform.simplify(mycel.capture(loss, x, w), hints=True), [0, 1]))
     found = equals_serial(program, Plan(Mesh(dp=2, tp=2)), {}, [x, w])
-    hints = [(e, c) for b, laid in ((found.whole.main, found.layouts["main"]),) for e, c in zip(b.eqns, laid.choices, strict=True)]
+    hints = [
+        (e, c)
+        for b, laid in ((found.whole.main, found.layouts["main"]),)
+        for e, c in zip(b.eqns, laid.choices, strict=True)
+    ]
     layouts = [str(c.outs[0]) for e, c in hints if e.op.name == "shard"]
     assert layouts == ["[tp.dp,-]", "[tp.dp,-]"]
 

@@ -98,7 +98,12 @@ def test_dims():
     joined = dims.fit("a (h d) -> a h d", [(2, 12)], {"h": 3})
     assert joined.out_shapes == [(2, 3, 4)] and "d" not in joined.splits() and "h" in joined.splits()
     assert dims.fit("..., ... -> ...", [(2, 1, 3), (4, 1)]).out_shapes == [(2, 4, 3)]
-    for rule, shapes in [("a b, b -> a", [(2, 3), (4,)]), ("..., ... -> ...", [(2,), (3,)]), ("a -> a b", [(2,)]), ("a -> a", [(2, 3)])]:
+    for rule, shapes in [
+        ("a b, b -> a", [(2, 3), (4,)]),
+        ("..., ... -> ...", [(2,), (3,)]),
+        ("a -> a b", [(2,)]),
+        ("a -> a", [(2, 3)]),
+    ]:
         with pytest.raises(ValueError):
             dims.fit(rule, shapes)
 
@@ -106,7 +111,16 @@ def test_dims():
 @pytest.mark.parametrize("seed", range(20))
 def test_promotion_is_torchs(seed):
     gen = torch.Generator().manual_seed(seed)
-    pool = [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool, torch.complex64]
+    pool = [
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.float64,
+        torch.int64,
+        torch.uint8,
+        torch.bool,
+        torch.complex64,
+    ]
     pick = lambda n: int(torch.randint(0, n, (), generator=gen))
     for _ in range(50):
         x = torch.zeros((2,) * pick(2), dtype=pool[pick(len(pool))])

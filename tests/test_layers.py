@@ -1,6 +1,7 @@
 """Who may look into whom, read from the imports themselves.
 
-errors < ir < ops < {capture | transform | plan} < lower < step < train < cli,   ops < run < {api | step},   capture, transform < api < derivatives,
+errors < ir < ops < {capture | transform | plan} < lower < step < train < cli,   ops < run < {api | step},   capture,
+transform < api < derivatives,
 capture < hints < comm,   capture < custom,   run < launch < cli
 """
 

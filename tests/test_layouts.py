@@ -1,4 +1,5 @@
-"""Layouts: moving between any two of them keeps the tensor; every operator on parts, in every layout its dims allow, equals the whole.
+"""Layouts: moving between any two of them keeps the tensor; every operator on parts, in every layout its dims allow,
+equals the whole.
 
 On meshes of two axes both laws are tried in full, with padding that harms whatever it reaches; on larger ones, and for
 an operator between moves, at random.
@@ -17,7 +18,21 @@ from hypothesis import strategies as st
 import mycel.ops  # noqa: F401  fills the table
 from examples import parse_example
 from mycel.errors import PlanError
-from mycel.ir import CONTROL, OPS, Builder, Layout, Mesh, Program, Type, check, extent, part, read_layout, type_of, typed
+from mycel.ir import (
+    CONTROL,
+    OPS,
+    Builder,
+    Layout,
+    Mesh,
+    Program,
+    Type,
+    check,
+    extent,
+    part,
+    read_layout,
+    type_of,
+    typed,
+)
 from mycel.ir.layout import KINDS
 from mycel.lower.spmd import spmd
 from mycel.plan.choices import SAME, Laid, Options
@@ -47,9 +62,12 @@ def random_layout(ndim, mesh, rng, owed=True):
 
 
 def held(x, layout, mesh, seed=0):
-    """A tensor as ranks may hold it: of a sum owed each has its share, of a maximum or minimum some rank each element; padding does harm."""
+    """A tensor as ranks may hold it: of a sum owed each has its share, of a maximum or minimum some rank each element;
+    padding does harm."""
     gen = torch.Generator().manual_seed(seed)
-    shares = {axis: _shares(x, kind, mesh[axis], gen) for axis, kind in sorted(layout.owed, key=lambda owed: owed[1] != "+")}
+    shares = {
+        axis: _shares(x, kind, mesh[axis], gen) for axis, kind in sorted(layout.owed, key=lambda owed: owed[1] != "+")
+    }
     real = torch.ones_like(x, dtype=torch.bool)
     parts = []
     for rank in range(mesh.world):
@@ -67,18 +85,29 @@ def _shares(x, kind, n, gen):
         less = torch.randint(0, 3, (n, *x.shape), generator=gen)
         less = (less - less.amin(0)) * (1 if kind == ">" else -1)
         return [lambda y, r=r: y - less[r] for r in range(n)]
-    times = torch.randint(-2, 3, (n, *x.shape), generator=gen) if x.dtype in (torch.float64, torch.complex128) else torch.zeros(n, *x.shape)
+    times = (
+        torch.randint(-2, 3, (n, *x.shape), generator=gen)
+        if x.dtype in (torch.float64, torch.complex128)
+        else torch.zeros(n, *x.shape)
+    )
     times[0] += 1 - times.sum(0)
     return [lambda y, r=r: y * times[r].to(y.dtype) for r in range(n)]
 
 
 def worst(dtype):
     """The padding that does most harm."""
-    value = torch.nan if dtype.is_floating_point or dtype.is_complex else True if dtype == torch.bool else torch.iinfo(dtype).max
+    value = (
+        torch.nan
+        if dtype.is_floating_point or dtype.is_complex
+        else True
+        if dtype == torch.bool
+        else torch.iinfo(dtype).max
+    )
     return torch.tensor(value, dtype=dtype)
 
 
-# -- meshes and parts ----------------------------------------------------------------------------------------------------
+# -- meshes and parts
+# ----------------------------------------------------------------------------------------------------
 
 
 def test_a_mesh_names_its_ranks():
@@ -99,7 +128,11 @@ def test_a_mesh_that_is_none(axes):
 def test_layouts_as_people_write_them():
     mesh = Mesh(dp=2, tp=4)
     assert read_layout(["dp", None, "tp"], mesh, "x") == Layout((("dp",), (), ("tp",)))
-    assert read_layout("[tp.dp, -]", mesh, "x") == read_layout([("tp", "dp"), "-"], mesh, "x") == Layout((("tp", "dp"), ()))
+    assert (
+        read_layout("[tp.dp, -]", mesh, "x")
+        == read_layout([("tp", "dp"), "-"], mesh, "x")
+        == Layout((("tp", "dp"), ()))
+    )
     assert typed(Type(torch.bfloat16, (64, 4096)), Layout((("dp",), ()), (("tp", "+"),))) == "bf16[64@dp,4096]+tp"
     with pytest.raises(PlanError, match="no axis 'pp'"):
         read_layout(["pp"], mesh, "x")
@@ -119,7 +152,9 @@ def test_parts_cover_a_dim_once(n, mesh, rng):
     assert seen == list(range(n))
 
 
-# -- moving --------------------------------------------------------------------------------------------------------------
+# -- moving ----------------------------------------------------------------------------------------------------------
+# -
+# -
 
 
 def moved(type, source, target, mesh):
@@ -145,7 +180,9 @@ def all_layouts(ndim, mesh):
     for axis in mesh.axes:
         owing = [x.owing(axis, kind) for x in found for kind in KINDS]
         at = [(x, d, n) for x in found for d in range(ndim) for n in range(len(x.dims[d]) + 1)]
-        found += owing + [Layout((*x.dims[:d], (*x.dims[d][:n], axis, *x.dims[d][n:]), *x.dims[d + 1 :]), x.owed) for x, d, n in at]
+        found += owing + [
+            Layout((*x.dims[:d], (*x.dims[d][:n], axis, *x.dims[d][n:]), *x.dims[d + 1 :]), x.owed) for x, d, n in at
+        ]
     return found
 
 
@@ -157,7 +194,9 @@ def test_from_each_layout_to_each_other(shape, mesh, extreme):
     assert (
         len(layouts) == len(set(layouts)) == (len(shape) + len(KINDS) + 1) ** 2 + len(shape)
     )  # a place for each axis; two on one dim in both orders
-    x = torch.randint(1, 100, shape, generator=torch.Generator().manual_seed(0)).double()  # whole numbers: sums are exact
+    x = torch.randint(
+        1, 100, shape, generator=torch.Generator().manual_seed(0)
+    ).double()  # whole numbers: sums are exact
     for source in layouts:
         given = held(x, source, mesh)
         assert torch.equal(put_together(given, source, type_of(x), mesh), x), source
@@ -187,9 +226,15 @@ def test_the_cheapest_chain():
     assert names(moved(x, of("", ""), of("b", "a"), mesh)) == ["own_part", "own_part"]
 
 
-# -- every operator, every layout ----------------------------------------------------------------------------------------
+# -- every operator, every layout
+# ----------------------------------------------------------------------------------------
 
-CASES = [pytest.param(op, parse_example(text), id=f"{op.name}({text})") for op in OPS.values() if op not in CONTROL for text in op.examples]
+CASES = [
+    pytest.param(op, parse_example(text), id=f"{op.name}({text})")
+    for op in OPS.values()
+    if op not in CONTROL
+    for text in op.examples
+]
 EXACT = 1e-10
 
 
@@ -215,22 +260,33 @@ def elsewhere(choice, program, mesh, rng):
 
     wanted = [want for want in choice.ins if want is not None]
     ins = [some(want, v) for want, v in zip(wanted, program.inputs, strict=True)]
-    return ins, [o if v.dtype == torch.bool else some(o, v) for o, v in zip(choice.outs, program.main.eqns[0].outputs, strict=True)]
+    return ins, [
+        o if v.dtype == torch.bool else some(o, v)
+        for o, v in zip(choice.outs, program.main.eqns[0].outputs, strict=True)
+    ]
 
 
 def laid_out(program, inputs, labels, mesh, rng=None):
-    """Its one operator on parts, the operands and results as its choice has them, or with `rng` elsewhere; the results put together."""
+    """Its one operator on parts, the operands and results as its choice has them, or with `rng` elsewhere; the results
+    put together."""
     (eqn,) = program.main.eqns
     choice = Options.of(eqn).choice(labels, mesh)
-    given, result = elsewhere(choice, program, mesh, rng) if rng else ([want for want in choice.ins if want is not None], choice.outs)
+    given, result = (
+        elsewhere(choice, program, mesh, rng)
+        if rng
+        else ([want for want in choice.ins if want is not None], choice.outs)
+    )
     local = check(spmd(program, {"main": Laid(tuple(given), (choice,), tuple(result))}, moves_on(mesh)))
     tensors = [x for x in inputs if isinstance(x, torch.Tensor)]
-    made = simulate(local, mesh, [held(x, g, mesh, seed=i) for i, (x, g) in enumerate(zip(tensors, given, strict=True))])
+    made = simulate(
+        local, mesh, [held(x, g, mesh, seed=i) for i, (x, g) in enumerate(zip(tensors, given, strict=True))]
+    )
     return [put_together(m, r, v.type, mesh) for m, r, v in zip(made, result, eqn.outputs, strict=True)]
 
 
 def run_in_parts(op, inputs, params, labels, mesh, rng):
-    """The operator alone in a program, its operands and results in random layouts; the results put together, and its choice."""
+    """The operator alone in a program, its operands and results in random layouts; the results put together, and its
+    choice."""
     program = alone(op, inputs, params)
     return laid_out(program, inputs, labels, mesh, rng), Options.of(program.main.eqns[0]).choice(labels, mesh)
 
@@ -238,8 +294,12 @@ def run_in_parts(op, inputs, params, labels, mesh, rng):
 def made_whole(op, example):
     """(inputs, results) of an example on one device."""
     inputs = example.make("f64")
-    if len({x.dtype for x in inputs if isinstance(x, torch.Tensor) and x.is_floating_point()}) > 1:  # few digits: what is rounded loses none
-        inputs = [x.bfloat16().to(x.dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in inputs]
+    if (
+        len({x.dtype for x in inputs if isinstance(x, torch.Tensor) and x.is_floating_point()}) > 1
+    ):  # few digits: what is rounded loses none
+        inputs = [
+            x.bfloat16().to(x.dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in inputs
+        ]
     return inputs, as_tuple(op.kernel(*inputs, **example.params))
 
 
@@ -256,10 +316,16 @@ def test_every_operator_in_every_layout(op, example):
     inputs, whole = made_whole(op, example)
     program = alone(op, inputs, example.params)
     options = Options.of(program.main.eqns[0])
-    assert options.fit is None or options.fit.out_shapes == [tuple(y.shape) for y in whole], "dims disagree with the kernel"
+    assert options.fit is None or options.fit.out_shapes == [tuple(y.shape) for y in whole], (
+        "dims disagree with the kernel"
+    )
     for mesh in MESHES:
         first = options.labels(mesh, mesh.axes[0], {})
-        tried = [{mesh.axes[0]: label} for label in first] if len(mesh.axes) == 1 else [random_labels(options, mesh, rng) for _ in range(4)]
+        tried = (
+            [{mesh.axes[0]: label} for label in first]
+            if len(mesh.axes) == 1
+            else [random_labels(options, mesh, rng) for _ in range(4)]
+        )
         for labels in tried:
             assert same(laid_out(program, inputs, labels, mesh, rng), whole), (mesh, labels)
 
@@ -305,7 +371,10 @@ def wide(x):
 
 
 def test_same_is_always_possible():
-    equations = [alone(op, made_whole(op, example)[0], example.params).main.eqns[0] for op, example in (c.values for c in CASES[::7])]
+    equations = [
+        alone(op, made_whole(op, example)[0], example.params).main.eqns[0]
+        for op, example in (c.values for c in CASES[::7])
+    ]
     assert all(SAME in Options.of(eqn).labels(Mesh(a=2), "a", {}) for eqn in equations)
 
 

@@ -1,4 +1,5 @@
-"""Every pass of lower/ on a small program: the text before and after, and that ranks together compute what one device does.
+"""Every pass of lower/ on a small program: the text before and after, and that ranks together compute what one device
+does.
 
 Layouts are written here by hand, as a plan has them: no solver stands between the program and the text.
 """
@@ -67,7 +68,9 @@ def test_pin():
     program, plan = Program.parse(MLP), Plan(MESH, activations={"h": ["dp", "tp"]})
     changed("pin", program, pin(program, plan))
     assert pin(program, Plan(MESH)) is program
-    for want, got in zip(interpret(program, values(program)), interpret(pin(program, plan), values(program)), strict=True):
+    for want, got in zip(
+        interpret(program, values(program)), interpret(pin(program, plan), values(program)), strict=True
+    ):
         assert torch.equal(want, got)
 
 
@@ -132,13 +135,18 @@ def test_layouts_of_another_program_are_refused():
     [
         ("linear q@dp -> f64[8,6]", r"linear has no dim q"),
         ("linear _0@dp -> f64[8,6@tp]", r"linear _0@dp gives f64\[8@dp,6\], the plan says f64\[8,6@tp\]"),
-        ("linear _0@dp n@tp -> f64[8@dp,6@tp]; f64[2]", r"a is linear -> f64\[8,6\], in the plan linear -> f64\[8,6\], f64\[2\]"),
+        (
+            "linear _0@dp n@tp -> f64[8@dp,6@tp]; f64[2]",
+            r"a is linear -> f64\[8,6\], in the plan linear -> f64\[8,6\], f64\[2\]",
+        ),
     ],
 )
 def test_a_line_that_does_not_fit_its_operator_is_refused(line, message):
     program = Program.parse(MLP)
     with pytest.raises(PlanError, match=message):
-        lower.distribute(program, decided(program, Plan(MESH), MEGATRON.replace("linear _0@dp n@tp -> f64[8@dp,6@tp]", line)))
+        lower.distribute(
+            program, decided(program, Plan(MESH), MEGATRON.replace("linear _0@dp n@tp -> f64[8@dp,6@tp]", line))
+        )
 
 
 GATHERED = """

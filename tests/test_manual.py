@@ -27,7 +27,9 @@ def rows():
 def joined(model, batch, mesh, written, **settings):
     """A model's training step, and it as one program."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    step = mycel.train_step(model, optimizer, mesh=mesh, plan=written if mesh is not None else "auto", compile=False, **settings)
+    step = mycel.train_step(
+        model, optimizer, mesh=mesh, plan=written if mesh is not None else "auto", compile=False, **settings
+    )
     return step, step._joined((), dict(batch))
 
 
@@ -40,7 +42,11 @@ def values_of(made, batch):
     for v in sorted(made.program.inputs, key=lambda v: v.name):
         if v.name not in found:
             integer = not v.dtype.is_floating_point
-            found[v.name] = torch.zeros((), dtype=v.dtype) if integer else torch.rand(v.shape, generator=gen, dtype=v.dtype) * 0.1 + 0.01
+            found[v.name] = (
+                torch.zeros((), dtype=v.dtype)
+                if integer
+                else torch.rand(v.shape, generator=gen, dtype=v.dtype) * 0.1 + 0.01
+            )
     return found
 
 
@@ -50,7 +56,8 @@ def named_outputs(program, outs):
 
 
 def step_is_plain(make, plain, batch, mesh, written, **settings):
-    """A step of a model with manual regions on simulated ranks equals one of plain code: loss, norm, parameters, state."""
+    """A step of a model with manual regions on simulated ranks equals one of plain code: loss, norm, parameters,
+    state."""
     torch.manual_seed(0)
     model, other = make().double(), plain().double()
     other.load_state_dict(model.state_dict())
@@ -61,11 +68,16 @@ def step_is_plain(make, plain, batch, mesh, written, **settings):
     given, gathered = step.parts.given(made)
     found = spread(made.program, step.written, given, gathered)
     local = check(lower.overlap(check(lower.hoist(transform.simplify(found.local)))))
-    inputs = [spread_out(values[v.name], layout, mesh) for v, layout in zip(made.program.inputs, found.inputs, strict=True)]
+    inputs = [
+        spread_out(values[v.name], layout, mesh) for v, layout in zip(made.program.inputs, found.inputs, strict=True)
+    ]
     parts = simulate(local, mesh, inputs)
     for (name, got), layout in zip(named_outputs(made.program, parts).items(), found.outputs, strict=True):
         whole = put_together(got, layout, type_of(wanted[name]), mesh)
-        assert torch.allclose(whole, wanted[name], rtol=1e-10, atol=1e-10, equal_nan=True), (name, (whole - wanted[name]).abs().max())
+        assert torch.allclose(whole, wanted[name], rtol=1e-10, atol=1e-10, equal_nan=True), (
+            name,
+            (whole - wanted[name]).abs().max(),
+        )
     return found
 
 
@@ -163,7 +175,14 @@ class PlainSoftmax(Plain):
         return self.down(torch.softmax(self.up(x), -1))
 
 
-REGIONS = [(Decorated, Plain), (Block, Plain), (Sequence, Plain), (Ring, Plain), (Crossed, Plain), (Softmax, PlainSoftmax)]
+REGIONS = [
+    (Decorated, Plain),
+    (Block, Plain),
+    (Sequence, Plain),
+    (Ring, Plain),
+    (Crossed, Plain),
+    (Softmax, PlainSoftmax),
+]
 MESHES = [Mesh(tp=2), Mesh(tp=4), Mesh(dp=2, tp=2), Mesh(tp=2, dp=3), Mesh(dp=2, tp=1)]
 SPLIT = {"up.weight": ["tp", "-"], "down.weight": ["-", "tp"]}
 
@@ -179,7 +198,9 @@ def test_regions_are_the_plain_code(make, plain, mesh):
 
 @pytest.mark.parametrize("make, plain", REGIONS, ids=lambda c: c.__name__)
 def test_regions_with_a_batch_in_parts_and_clipping(make, plain):
-    step_is_plain(make, plain, rows(), Mesh(dp=2, tp=2), {"parameters": SPLIT, "batch": ["dp"]}, accumulate=2, clip_norm=0.1)
+    step_is_plain(
+        make, plain, rows(), Mesh(dp=2, tp=2), {"parameters": SPLIT, "batch": ["dp"]}, accumulate=2, clip_norm=0.1
+    )
 
 
 @pytest.mark.parametrize("make, plain", REGIONS, ids=lambda c: c.__name__)
@@ -218,7 +239,10 @@ class Layers(nn.Module):
 
 
 def in_layers(make, mesh):
-    written = {"batch": ["dp"] if "dp" in mesh else [], "parameters": {"layers.*.up.weight": ["tp", "-"], "layers.*.down.weight": ["-", "tp"]}}
+    written = {
+        "batch": ["dp"] if "dp" in mesh else [],
+        "parameters": {"layers.*.up.weight": ["tp", "-"], "layers.*.down.weight": ["-", "tp"]},
+    }
     return step_is_plain(lambda: Layers(make), lambda: Layers(Plain), rows(), mesh, written)
 
 
@@ -229,7 +253,8 @@ def test_regions_in_repeated_layers(make):
 
 
 def test_a_region_sends_what_megatron_sends():
-    """For each layer one sum of activations forward and one backward: the cotangent of what all ranks were given alike needs none."""
+    """For each layer one sum of activations forward and one backward: the cotangent of what all ranks were given alike
+    needs none."""
     found = in_layers(Decorated, Mesh(tp=2))
     often = runs(found.whole)
     assert sum(often[name] for name, eqn in walk(found.whole) if eqn.op.name == "all_reduce") == 6
@@ -301,19 +326,32 @@ class PlainOneDim(Plain):
         return y + self.down(torch.tanh(self.up(x)))
 
 
-@pytest.mark.parametrize("make, plain", [(TwoAxes, Plain), (Nested, Plain), (OneDim, PlainOneDim)], ids=lambda c: c.__name__)
+@pytest.mark.parametrize(
+    "make, plain", [(TwoAxes, Plain), (Nested, Plain), (OneDim, PlainOneDim)], ids=lambda c: c.__name__
+)
 def test_two_axes(make, plain):
     for mesh in (Mesh(a=2, b=2), Mesh(b=2, a=2), Mesh(a=2, dp=2, b=2), Mesh(a=2, b=1)):
         batch = ["dp"] if "dp" in mesh else []
         step_is_plain(make, plain, rows(), mesh, {"batch": batch, "parameters": {"up.weight": ["a.b", "-"]}})
 
 
-# -- real processes ------------------------------------------------------------------------------------------------------------
+# -- real processes --------------------------------------------------------------------------------------------------
+# -
+# -
 
 
 def test_a_step_with_regions_in_two_processes(tmp_path):
     child = str(Path(__file__).parent / "manual_child.py")
-    assert launch([str(tmp_path)], 2, program=[child], env={"OMP_NUM_THREADS": "1", "MYCEL_TIMEOUT": "60"}, logs=tmp_path / "logs") == 0
+    assert (
+        launch(
+            [str(tmp_path)],
+            2,
+            program=[child],
+            env={"OMP_NUM_THREADS": "1", "MYCEL_TIMEOUT": "60"},
+            logs=tmp_path / "logs",
+        )
+        == 0
+    )
     first, second = ((tmp_path / f"explained-{rank}").read_text() for rank in range(2))
     assert first == second
     assert "sent by a rank   tp " in first and "all_reduce(" in first

@@ -1,4 +1,5 @@
-"""Any code in manual regions: control flow, updates in place, random numbers; and chains of messages by chance against finite differences."""
+"""Any code in manual regions: control flow, updates in place, random numbers; and chains of messages by chance against
+finite differences."""
 
 from __future__ import annotations
 
@@ -153,9 +154,15 @@ class Results(Plain):
 
 
 CODE = [
-    (Loop, PlainLoop), (Decision, PlainDecision), (InABranch, PlainInABranch), (InPlace, PlainInPlace), (Random, PlainRandom),
-    (Integers, PlainIntegers), (Rows, Plain), (Results, Plain),
-]  # fmt: skip
+    (Loop, PlainLoop),
+    (Decision, PlainDecision),
+    (InABranch, PlainInABranch),
+    (InPlace, PlainInPlace),
+    (Random, PlainRandom),
+    (Integers, PlainIntegers),
+    (Rows, Plain),
+    (Results, Plain),
+]
 
 
 @pytest.mark.parametrize("mesh", [Mesh(tp=2), Mesh(dp=2, tp=2)], ids=str)
@@ -182,10 +189,13 @@ def test_the_readmes_layer():
             return F.mse_loss(self.mlp.down(torch.relu(self.mlp.up(x))), target)
 
     batch = {"x": torch.randn(4, 64, dtype=torch.float64), "target": torch.randn(4, 64, dtype=torch.float64)}
-    step_is_plain(Written, Simple, batch, Mesh(dp=2, tp=2), {"parameters": {"mlp.up.weight": ["tp", "-"]}, "batch": ["dp"]})
+    step_is_plain(
+        Written, Simple, batch, Mesh(dp=2, tp=2), {"parameters": {"mlp.up.weight": ["tp", "-"]}, "batch": ["dp"]}
+    )
 
 
-# -- chains of messages ----------------------------------------------------------------------------------------------------------
+# -- chains of messages
+# ----------------------------------------------------------------------------------------------------------
 
 
 def chain(seed: int, ins: list, outs: object, count: int):
@@ -195,7 +205,9 @@ def chain(seed: int, ins: list, outs: object, count: int):
     def region(x, w):
         rng = random.Random(seed)
         h = x[..., :2, :2] if x.shape[-1] > 2 else x
-        h = torch.sin(h.sum() + torch.ones(4, 4, dtype=x.dtype) * torch.arange(4)) + F.pad(h, (0, 4 - h.shape[1], 0, 4 - h.shape[0]))
+        h = torch.sin(h.sum() + torch.ones(4, 4, dtype=x.dtype) * torch.arange(4)) + F.pad(
+            h, (0, 4 - h.shape[1], 0, 4 - h.shape[0])
+        )
         for _ in range(count):
             match rng.randrange(9):
                 case 0:
@@ -270,7 +282,11 @@ def test_tangents_of_chains_are_finite_differences_and_their_text_reads_back(see
 
     def run(program, xs):
         found = spread(program, Plan(mesh), {})
-        return simulate(check(transform.simplify(found.local)), mesh, [spread_out(x, at, mesh) for x, at in zip(xs, found.inputs, strict=True)])
+        return simulate(
+            check(transform.simplify(found.local)),
+            mesh,
+            [spread_out(x, at, mesh) for x, at in zip(xs, found.inputs, strict=True)],
+        )
 
     way, e = torch.randn(4, 4, generator=gen, dtype=torch.float64), 1e-6
     tangent = float(run(check(transform.jvp(program, [0])), [*values, way])[1][0])

@@ -1,4 +1,5 @@
-"""Whole models, captured unchanged: the same results and the same new buffers as eager torch, in train and eval mode."""
+"""Whole models, captured unchanged: the same results and the same new buffers as eager torch, in train and eval
+mode."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""torch's own operator database through capture: every operator gives what eager torch gives, or is refused for a reason listed here."""
+"""torch's own operator database through capture: every operator gives what eager torch gives, or is refused for a
+reason listed here."""
 
 from __future__ import annotations
 
@@ -11,7 +12,9 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 import mycel
 from mycel.errors import CaptureError
 
-database = pytest.importorskip("torch.testing._internal.common_methods_invocations", exc_type=ImportError)  # needs expecttest
+database = pytest.importorskip(
+    "torch.testing._internal.common_methods_invocations", exc_type=ImportError
+)  # needs expecttest
 
 SAMPLES = 2
 DTYPES = (torch.float32, torch.int64, torch.complex64, torch.bool)
@@ -52,12 +55,36 @@ REFUSED_IN_PLACE = {
     "unsqueeze": SHAPES_ARGUMENT,
 }
 RANDOM = {  # compared by dtype and shape
-    "bernoulli", "cauchy", "empty", "empty_like", "empty_permuted", "empty_strided", "exponential", "geometric", "log_normal",
-    "multinomial", "new_empty", "new_empty_strided", "nn.functional.alpha_dropout", "nn.functional.dropout", "nn.functional.dropout2d",
-    "nn.functional.dropout3d", "nn.functional.feature_alpha_dropout", "nn.functional.fractional_max_pool2d",
-    "nn.functional.fractional_max_pool3d", "nn.functional.rrelu", "normal", "pca_lowrank", "rand_like", "randint", "randint_like",
-    "randn", "randn_like", "svd_lowrank", "uniform",
-}  # fmt: skip
+    "bernoulli",
+    "cauchy",
+    "empty",
+    "empty_like",
+    "empty_permuted",
+    "empty_strided",
+    "exponential",
+    "geometric",
+    "log_normal",
+    "multinomial",
+    "new_empty",
+    "new_empty_strided",
+    "nn.functional.alpha_dropout",
+    "nn.functional.dropout",
+    "nn.functional.dropout2d",
+    "nn.functional.dropout3d",
+    "nn.functional.feature_alpha_dropout",
+    "nn.functional.fractional_max_pool2d",
+    "nn.functional.fractional_max_pool3d",
+    "nn.functional.rrelu",
+    "normal",
+    "pca_lowrank",
+    "rand_like",
+    "randint",
+    "randint_like",
+    "randn",
+    "randn_like",
+    "svd_lowrank",
+    "uniform",
+}
 
 
 def dtype_of(info):
@@ -103,7 +130,11 @@ def copied(tensors):
 
 def draws(info, sample):
     """Random by itself, or by its dropout."""
-    return info.name in RANDOM or sample.kwargs.get("dropout_p") or (info.name.endswith("multi_head_attention_forward") and sample.args[9])
+    return (
+        info.name in RANDOM
+        or sample.kwargs.get("dropout_p")
+        or (info.name.endswith("multi_head_attention_forward") and sample.args[9])
+    )
 
 
 def agree(want, got, by_type):
@@ -116,7 +147,9 @@ def agree(want, got, by_type):
             continue
         assert (x.dtype, x.shape) == (y.dtype, y.shape)
         if not by_type:
-            torch.testing.assert_close(y.resolve_conj(), x.resolve_conj(), rtol=2e-5, atol=2e-5, equal_nan=True, check_stride=False)
+            torch.testing.assert_close(
+                y.resolve_conj(), x.resolve_conj(), rtol=2e-5, atol=2e-5, equal_nan=True, check_stride=False
+            )
 
 
 def compare(info, function, listed):

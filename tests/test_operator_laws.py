@@ -13,7 +13,12 @@ from mycel import Program, transform
 from mycel.ir import CONTROL, OPS, Builder, check, is_float, type_of
 from mycel.run import interpret, load
 
-CASES = [pytest.param(op, parse_example(text), id=f"{op.name}({text})") for op in OPS.values() if op not in CONTROL for text in op.examples]
+CASES = [
+    pytest.param(op, parse_example(text), id=f"{op.name}({text})")
+    for op in OPS.values()
+    if op not in CONTROL
+    for text in op.examples
+]
 
 
 def as_tuple(x):
@@ -34,7 +39,9 @@ def wide(x):
 
 def test_every_operator_has_examples():
     held = (*CONTROL, OPS["const"])  # no kernel: the runner has blocks or data for them
-    held += tuple(op for op in OPS.values() if op.effect or op.name.startswith("stack_"))  # what they act on is no tensor: tests of control flow
+    held += tuple(
+        op for op in OPS.values() if op.effect or op.name.startswith("stack_")
+    )  # what they act on is no tensor: tests of control flow
     held += tuple(op for op in OPS.values() if op.by_rank)  # they need ranks: tests of layouts
     assert [op.name for op in OPS.values() if op not in held and not op.examples] == []
 
@@ -67,7 +74,11 @@ def test_expand_is_the_kernel(op, example):
         assert a.dtype == b.dtype and close(a, b, 1e-9)
 
 
-FIRST = [c for c in CASES if c.values[0].compiles and c.values[0].inplace is None and c.values[1].text == c.values[0].examples[0]]
+FIRST = [
+    c
+    for c in CASES
+    if c.values[0].compiles and c.values[0].inplace is None and c.values[1].text == c.values[0].examples[0]
+]
 
 
 @pytest.mark.parametrize("op, example", FIRST)
@@ -88,7 +99,9 @@ def test_generated_code_can_be_compiled(op, example):
 
 def leaves(inputs):
     """Inputs with fresh leaves for the differentiable ones."""
-    return [x.detach().clone().requires_grad_() if isinstance(x, torch.Tensor) and is_float(x.dtype) else x for x in inputs]
+    return [
+        x.detach().clone().requires_grad_() if isinstance(x, torch.Tensor) and is_float(x.dtype) else x for x in inputs
+    ]
 
 
 ROUGH = {"hardsigmoid": 5e-8}  # torch's own gradient holds 1/6 in 32 bits: 3e-8 off
@@ -148,7 +161,9 @@ def test_forward_mode_is_reverse_mode_transposed(op, example):
     torch.manual_seed(0)
     inputs = example.make("f64")
     if any(
-        isinstance(x, torch.Tensor) and x.dtype in (torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128) for x in inputs
+        isinstance(x, torch.Tensor)
+        and x.dtype in (torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128)
+        for x in inputs
     ):
         return
     b = Builder()

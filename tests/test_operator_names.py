@@ -1,4 +1,5 @@
-"""Facts about an operator stand in its paragraph: code elsewhere asks for fields, or means one operator and says which (`op is o.cast`)."""
+"""Facts about an operator stand in its paragraph: code elsewhere asks for fields, or means one operator and says which
+(`op is o.cast`)."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ def is_name(node: ast.AST) -> bool:
     if not (isinstance(node, ast.Attribute) and node.attr == "name"):
         return False
     owner = node.value
-    return (isinstance(owner, ast.Attribute) and owner.attr == "op") or (isinstance(owner, ast.Name) and owner.id == "op")
+    return (isinstance(owner, ast.Attribute) and owner.attr == "op") or (
+        isinstance(owner, ast.Name) and owner.id == "op"
+    )
 
 
 def looks(path: Path) -> list[int]:
@@ -46,7 +49,13 @@ def looks(path: Path) -> list[int]:
         elif isinstance(node, ast.Subscript):
             asked = [node.slice]
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            asked = [node.func.value] if node.func.attr in ("startswith", "endswith") else node.args[:1] if node.func.attr == "get" else []
+            asked = (
+                [node.func.value]
+                if node.func.attr in ("startswith", "endswith")
+                else node.args[:1]
+                if node.func.attr == "get"
+                else []
+            )
         elif isinstance(node, ast.Assign):  # name = eqn.op.name, or unpacked beside other things
             several = isinstance(node.value, ast.Tuple) and isinstance(node.targets[0], ast.Tuple)
             asked = node.value.elts if several else [node.value]
@@ -70,5 +79,7 @@ def test_the_list_is_short_and_true():
 
 def test_the_law_can_fail(tmp_path):
     wrong = tmp_path / "wrong.py"
-    wrong.write_text('x = eqn.op.name == "add"\ny = e.op.name in LOW\nz = TABLE.get(op.name)\nw = eqn.op.name.startswith("stack_")\n')
+    wrong.write_text(
+        'x = eqn.op.name == "add"\ny = e.op.name in LOW\nz = TABLE.get(op.name)\nw = eqn.op.name.startswith("stack_")\n'
+    )
     assert looks(wrong) == [1, 2, 3, 4]

@@ -35,7 +35,11 @@ def test_a_fused_loss_in_chunks_is_the_whole(monkeypatch, dtype, bias):
     from mycel.ir import OPS
 
     torch.manual_seed(0)
-    x, w, b = torch.randn(13, 6, dtype=dtype), torch.randn(9, 6, dtype=dtype), torch.randn(9, dtype=dtype) if bias else None
+    x, w, b = (
+        torch.randn(13, 6, dtype=dtype),
+        torch.randn(9, 6, dtype=dtype),
+        torch.randn(9, dtype=dtype) if bias else None,
+    )
     target = torch.randint(0, 9, (13,))
     target[3:6] = -100
     op = OPS["linear_cross_entropy"]

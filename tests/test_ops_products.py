@@ -1,4 +1,5 @@
-"""What torch's products and attention become, and what the laws do not see of attention: low precision, lse, rows that see nothing."""
+"""What torch's products and attention become, and what the laws do not see of attention: low precision, lse, rows that
+see nothing."""
 
 from __future__ import annotations
 
@@ -25,8 +26,18 @@ PRODUCTS = {
     "module": (lambda x, w: torch.nn.functional.linear(x, w).sigmoid(), A, W),
     "matmul": (lambda x, y: x @ y + torch.matmul(x, y) + x.matmul(y) + torch.bmm(x, y), A, B),
     "matmul vectors": (lambda x, y: (x @ y) + (y @ y) + torch.dot(y, y) + torch.mv(x[0], y).sum(), A, V),
-    "addmm": (lambda x, y: torch.addmm(x[0, :, :1], x[0], y[0], beta=2, alpha=3) + torch.baddbmm(x[:, :, :1], x, y, beta=0), A, B),
-    "addbmm": (lambda x, y: torch.addbmm(x[0, :, :1], x, y) + torch.addmv(x[0, :, :1, None][..., 0, 0], x[0], y[0, :, 0])[:, None], A, B),
+    "addmm": (
+        lambda x, y: torch.addmm(x[0, :, :1], x[0], y[0], beta=2, alpha=3) + torch.baddbmm(x[:, :, :1], x, y, beta=0),
+        A,
+        B,
+    ),
+    "addbmm": (
+        lambda x, y: (
+            torch.addbmm(x[0, :, :1], x, y) + torch.addmv(x[0, :, :1, None][..., 0, 0], x[0], y[0, :, 0])[:, None]
+        ),
+        A,
+        B,
+    ),
     "outer": (lambda x, y: torch.outer(x, y) + torch.addr(y, x, y, alpha=2) + torch.ger(x, y) + torch.vdot(x, y), V, V),
     "einsum": (lambda x, y: torch.einsum("bij,bjk->bik", x, y) + torch.einsum("...ij, ...jk", x, y), A, B),
     "einsum implicit": (lambda x, y: torch.einsum("bij,bjk", x, y) + torch.einsum("ba", y[:, :, 0]).sum(), A, B),
@@ -39,7 +50,7 @@ PRODUCTS = {
     "bilinear": (lambda x, y: F.bilinear(x, x[..., :3], y.reshape(2, 4, 5)[:, :, :3]), A, B),
     "chain": (lambda x, y: torch.linalg.multi_dot([x[0], y[0], y[0].T]), A, B),
     "kron": (lambda x, y: torch.kron(x[0], y[0]) + torch.cdist(x, x).sum(), A, B),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", PRODUCTS)
@@ -85,7 +96,11 @@ def test_attention_is_torchs(name, kind):
 def test_causal_with_a_mask_is_both():
     q, k, v, mask = tensors((2, 2, 6, 8), (2, 2, 6, 8), (2, 2, 6, 8), (6, 6))
     for m in (mask, mask > 0):
-        both = m & torch.ones(6, 6, dtype=torch.bool).tril() if m.dtype == torch.bool else m + torch.full((6, 6), -math.inf).triu(1)
+        both = (
+            m & torch.ones(6, 6, dtype=torch.bool).tril()
+            if m.dtype == torch.bool
+            else m + torch.full((6, 6), -math.inf).triu(1)
+        )
         got = mycel.jit(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=m, is_causal=True))(q, k, v)
         torch.testing.assert_close(got, F.scaled_dot_product_attention(q, k, v, attn_mask=both))
 
@@ -159,7 +174,9 @@ def test_attention_gradients_do_not_depend_on_how_operands_lie_in_memory(dtype, 
                 assert (a.double() - b).norm() <= 2e-2 * b.norm()
 
 
-@pytest.mark.parametrize("mask", [None, torch.randn(1, 2, 6, 6, dtype=torch.float64), torch.ones(6, 6, dtype=torch.bool).tril(-1)])
+@pytest.mark.parametrize(
+    "mask", [None, torch.randn(1, 2, 6, 6, dtype=torch.float64), torch.ones(6, 6, dtype=torch.bool).tril(-1)]
+)
 def test_cotangents_of_lse(mask):
     inputs = [x.requires_grad_() for x in tensors((2, 2, 6, 8), (2, 1, 6, 8), (2, 1, 6, 8))]
     if mask is not None and mask.dtype != torch.bool:
@@ -173,6 +190,10 @@ def test_cotangents_of_lse(mask):
     for gs in ((gy, torch.where(keep, g_lse, 0)), (None, torch.where(keep, g_lse, 0))):
         loss = torch.where(keep, want[1], 0).mul(gs[1]).sum() + (0 if gs[0] is None else (want[0] * gs[0]).sum())
         exact = torch.autograd.grad(loss, learned, retain_graph=True, allow_unused=True)
-        got = [d for d, x in zip(o.attention.vjp(gs, outs, *plain), (*inputs, mask), strict=True) if x is not None and x.requires_grad]
+        got = [
+            d
+            for d, x in zip(o.attention.vjp(gs, outs, *plain), (*inputs, mask), strict=True)
+            if x is not None and x.requires_grad
+        ]
         for a, b in zip(got, exact, strict=True):
             assert (a is None and b is None) or torch.allclose(a, torch.zeros_like(a) if b is None else b, atol=1e-9)

@@ -1,4 +1,5 @@
-"""Every optimiser is torch's: alone, on simulated ranks, on real ones; its state is torch's own and survives another mesh."""
+"""Every optimiser is torch's: alone, on simulated ranks, on real ones; its state is torch's own and survives another
+mesh."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from mycel.errors import TrainError
 from mycel.ir import Mesh
 from mycel.launch import launch
 from mycel.ops.optimisers import OPTIMISERS
-from mycel.parts import Parts
+from mycel.parts import ShardedModel
 from mycel.plan import Plan
 from mycel.run.checkpoint import Saver, load_parts
 from mycel.run.shards import read_manifest
@@ -47,7 +48,9 @@ def same_state(ours: torch.optim.Optimizer, theirs: torch.optim.Optimizer) -> No
         other = wanted[i]
         assert mine.keys() == other.keys()
         for slot in mine:
-            torch.testing.assert_close(mine[slot], torch.as_tensor(other[slot], dtype=mine[slot].dtype), rtol=1e-9, atol=1e-12)
+            torch.testing.assert_close(
+                mine[slot], torch.as_tensor(other[slot], dtype=mine[slot].dtype), rtol=1e-9, atol=1e-12
+            )
 
 
 @pytest.mark.parametrize("name", CASES, ids=str)
@@ -98,7 +101,9 @@ def test_the_code_needs_torch_alone(name):
     assert kept == ["import math", "import torch"]
 
 
-BY_RULE = [known.op for known in OPTIMISERS.values() if isinstance(known.op.inplace, functools.partial)]  # without a fused kernel of torch's
+BY_RULE = [
+    known.op for known in OPTIMISERS.values() if isinstance(known.op.inplace, functools.partial)
+]  # without a fused kernel of torch's
 
 
 @pytest.mark.parametrize("op", BY_RULE, ids=repr)
@@ -107,10 +112,14 @@ def test_16_bits_are_updated_in_32_and_rounded_once(op):
     narrow = [x.to(torch.bfloat16) if isinstance(x, torch.Tensor) and x.ndim else x for x in example.make("f32")]
     wide = [x.float() if isinstance(x, torch.Tensor) and x.ndim else x for x in narrow]
     for got, want in zip(op.kernel(*narrow, **example.params), op.kernel(*wide, **example.params), strict=True):
-        torch.testing.assert_close(got.float(), want.to(got.dtype).float(), rtol=2**-8, atol=0)  # a last bit: sums in another order
+        torch.testing.assert_close(
+            got.float(), want.to(got.dtype).float(), rtol=2**-8, atol=0
+        )  # a last bit: sums in another order
 
 
-# -- on ranks ------------------------------------------------------------------------------------------------------------------
+# -- on ranks --------------------------------------------------------------------------------------------------------
+# -
+# -
 
 
 def ready(name: str) -> tuple[OneDevice, list[torch.Tensor]]:
@@ -124,7 +133,10 @@ def ready(name: str) -> tuple[OneDevice, list[torch.Tensor]]:
     kept = {}
     for bound in one.made.groups:
         kept |= zip(bound.group.state_roles(), bound.state(optimizer), strict=True)
-        kept |= {role: torch.as_tensor(x, dtype=torch.float64) for role, x in zip(bound.group.hyper_roles(), bound.hyper(optimizer), strict=True)}
+        kept |= {
+            role: torch.as_tensor(x, dtype=torch.float64)
+            for role, x in zip(bound.group.hyper_roles(), bound.hyper(optimizer), strict=True)
+        }
     given = start_values(one)
     return one, [kept.get(one.made.program.role(v), x) for v, x in zip(one.made.program.inputs, given, strict=True)]
 
@@ -146,17 +158,23 @@ def test_under_any_plan(name, seed):
 
 def test_in_two_processes(tmp_path):
     child = str(Path(__file__).parent / "optimisers_child.py")
-    assert launch([], 2, program=[child], env={"OMP_NUM_THREADS": "1", "MYCEL_TIMEOUT": "60"}, logs=tmp_path / "logs") == 0
+    assert (
+        launch([], 2, program=[child], env={"OMP_NUM_THREADS": "1", "MYCEL_TIMEOUT": "60"}, logs=tmp_path / "logs") == 0
+    )
 
 
-# -- checkpoints ---------------------------------------------------------------------------------------------------------------
+# -- checkpoints -----------------------------------------------------------------------------------------------------
+# -
+# -
 
 
 def held(name: str, written: Plan, one: OneDevice) -> SimpleNamespace:
     """What a run holds under a plan, as far as `train.state` asks."""
-    parts = Parts(one.model, one.optimizer, written)
+    parts = ShardedModel(one.model, one.optimizer, written)
     parts.given(one.made)
-    return SimpleNamespace(module=one.model, optimizer=one.optimizer, step=SimpleNamespace(parts=parts, state_dict=dict))
+    return SimpleNamespace(
+        module=one.model, optimizer=one.optimizer, step=SimpleNamespace(parts=parts, state_dict=dict)
+    )
 
 
 @pytest.mark.parametrize("name", ["Adafactor", "Adagrad", "NAdam", "Muon"])
@@ -167,12 +185,17 @@ def test_state_saved_under_one_mesh_is_loaded_under_another(name, before, after)
     old, new = (held(name, PLANS[i], one) for i in (before, after))
     lain = state.layouts(old)
     mesh = PLANS[before].mesh
-    assert any(len(layout.dims) > 1 and not layout.is_whole for k, (layout, _) in lain.items() if k.startswith("optimizer."))
+    assert any(
+        len(layout.dims) > 1 and not layout.is_whole for k, (layout, _) in lain.items() if k.startswith("optimizer.")
+    )
     with place() as folder:
 
         def save(ranks):
             with Saver(folder, asynchronous=False, ranks=ranks) as saver:
-                mine = {k: part_of(x.detach(), lain[k][0], mesh, ranks.rank) if k in lain else x.detach() for k, x in whole.items()}
+                mine = {
+                    k: part_of(x.detach(), lain[k][0], mesh, ranks.rank) if k in lain else x.detach()
+                    for k, x in whole.items()
+                }
                 saver.save(1, mine, {}, layouts=lain)
             assert saver.poll() == []
             return saver.last
@@ -187,12 +210,16 @@ def test_state_saved_under_one_mesh_is_loaded_under_another(name, before, after)
         assert split or PLANS[after].zero == 0
 
 
-# -- refusals ------------------------------------------------------------------------------------------------------------------
+# -- refusals --------------------------------------------------------------------------------------------------------
+# -
+# -
 
 
 def test_every_optimiser_is_tried():
     tried = {name.partition("{")[0] for name in CASES}
-    assert tried == {name for known in OPTIMISERS.values() for name in known.classes if known.foreign or hasattr(torch.optim, name)}
+    assert tried == {
+        name for known in OPTIMISERS.values() for name in known.classes if known.foreign or hasattr(torch.optim, name)
+    }
 
 
 @pytest.mark.parametrize(
@@ -200,12 +227,15 @@ def test_every_optimiser_is_tried():
     [
         (lambda ps: torch.optim.Adadelta(ps), "known     any Lion, torch.optim.Adafactor, torch.optim.Adagrad"),
         (lambda ps: type("Adam", (torch.optim.Adam,), {})(ps), "Adam as optimizer"),
-        (lambda ps: Lion(ps, cautious_factor=0.5), "Lion with cautious_factor=0.5\n  known     betas, lr, maximize, weight_decay\n"),
+        (
+            lambda ps: Lion(ps, cautious_factor=0.5),
+            ("Lion with cautious_factor=0.5\n  known     betas, lr, maximize, weight_decay\n"),
+        ),
         (lambda ps: Lion(ps, use_triton=True), "Lion with use_triton=True"),
         (lambda ps: torch.optim.RMSprop(ps, differentiable=True), "differentiable=True"),
         (lambda ps: type("Lion", (torch.optim.Optimizer,), {})(ps, {"lr": 0.1}), "Lion has no option 'betas'"),
     ],
-)  # fmt: skip
+)
 def test_refused(make, message):
     model = small("")
     with pytest.raises(TrainError) as e:

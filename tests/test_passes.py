@@ -1,4 +1,5 @@
-"""The laws of passes, over the zoo and over random programs; one golden text for each pass; what the causal pass must and must not see."""
+"""The laws of passes, over the zoo and over random programs; one golden text for each pass; what the causal pass must
+and must not see."""
 
 from __future__ import annotations
 
@@ -229,7 +230,10 @@ CASES = {
     "turned around": ("causal", "m: bool[6,6] = ge(i, j)"),
     "less than the next": ("causal", "a: i64[6,1] = add(i, 1); m: bool[6,6] = lt(j, a)"),
     "not above": ("causal", "a: bool[6,6] = gt(j, i); m: bool[6,6] = logical_not(a)"),
-    "twice the index": ("causal", "a: i64[6,1] = mul(i, 2); b: i64[1,6] = mul(j, 2); c: i64[6,1] = add(a, 1); m: bool[6,6] = le(b, c)"),
+    "twice the index": (
+        "causal",
+        ("a: i64[6,1] = mul(i, 2); b: i64[1,6] = mul(j, 2); c: i64[6,1] = add(a, 1); m: bool[6,6] = le(b, c)"),
+    ),
     "difference": ("causal", "a: i64[6,6] = sub(i, j); m: bool[6,6] = ge(a, 0)"),
     "float index": ("causal", "a: f32[6,1] = cast(i, dtype=f32); m: bool[6,6] = ge(a, j)"),
     "ones below": ("causal", "a: bool[6,6] = full(True, dtype=bool, shape=(6, 6)); m: bool[6,6] = tril(a)"),
@@ -239,7 +243,8 @@ CASES = {
         "c: bool[6,6] = cast(b, dtype=bool); m: bool[6,6] = bitwise_not(c)",
     ),
     "minus infinity above": (
-        "causal", "a: f32[6,6] = full(-inf, dtype=f32, shape=(6, 6)); m: f32[6,6] = triu(a, diagonal=1)"
+        "causal",
+        "a: f32[6,6] = full(-inf, dtype=f32, shape=(6, 6)); m: f32[6,6] = triu(a, diagonal=1)",
     ),
     "older Hugging Face": (
         "causal",
@@ -248,10 +253,15 @@ CASES = {
     ),
     "inverted times minimum": (
         "causal",
-        f"a: bool[6,6] = le(j, i); b: f32[6,6] = cast(a, dtype=f32); c: f32[6,6] = sub(1.0, b); m: f32[6,6] = mul(c, {F32_MIN})",
+        (
+            "a: bool[6,6] = le(j, i); b: f32[6,6] = cast(a, dtype=f32); c: f32[6,6] = sub(1.0, b); m: f32[6,6] = "
+            "mul(c, "
+            f"{F32_MIN})"
+        ),
     ),
     "window as wide as the sequence": (
-        "causal", "a: bool[6,6] = le(j, i); b: i64[6,1] = sub(i, 6); c: bool[6,6] = gt(j, b); m: bool[6,6] = logical_and(a, c)"
+        "causal",
+        ("a: bool[6,6] = le(j, i); b: i64[6,1] = sub(i, 6); c: bool[6,6] = gt(j, b); m: bool[6,6] = logical_and(a, c)"),
     ),
     "slice of a larger one": (
         "causal",
@@ -261,8 +271,11 @@ CASES = {
     "one sequence, not packed": (
         "causal",
         "p: i64[1,6] = add(j, 3); f: i64[1,1] = slice(p, dim=1, start=0, stop=1); g: i64[1,1] = sub(f, 1); "
-        "h: i64[1,7] = cat(g, p, dim=1); n: i64[1,6] = slice(h, dim=1, start=1, stop=7); o: i64[1,6] = slice(h, dim=1, start=0, stop=6); "
-        "d: i64[1,6] = sub(n, o); e: bool[1,6] = ne(d, 1); s: i64[1,6] = cumsum(e, dim=1); b: i64[1] = iota(dim=0, dtype=i64, shape=(1,)); "
+        "h: i64[1,7] = cat(g, p, dim=1); n: i64[1,6] = slice(h, dim=1, start=1, stop=7); o: i64[1,6] = slice(h, "
+        "dim=1, start=0, stop=6); "
+        "d: i64[1,6] = sub(n, o); e: bool[1,6] = ne(d, 1); s: i64[1,6] = cumsum(e, dim=1); b: i64[1] = iota(dim=0, "
+        "dtype=i64, "
+        "shape=(1,)); "
         "r: i64[6,1] = index(s, b, i, at=(0, 1)); c: i64[1,6] = index(s, b, j, at=(0, 1)); u: bool[6,6] = eq(r, c); "
         "a: bool[6,6] = le(j, i); m: bool[6,6] = bitwise_and(a, u)",
     ),
@@ -273,17 +286,30 @@ CASES = {
     "strictly below": ("masked", "m: bool[6,6] = lt(j, i)"),
     "above": ("masked", "m: bool[6,6] = ge(j, i)"),
     "one too many": ("masked", "a: i64[6,1] = add(i, 1); m: bool[6,6] = le(j, a)"),
-    "window": ("masked", "a: bool[6,6] = le(j, i); b: i64[6,1] = sub(i, 3); c: bool[6,6] = gt(j, b); m: bool[6,6] = logical_and(a, c)"),
+    "window": (
+        "masked",
+        ("a: bool[6,6] = le(j, i); b: i64[6,1] = sub(i, 3); c: bool[6,6] = gt(j, b); m: bool[6,6] = logical_and(a, c)"),
+    ),
     "padding": (
-        "masked", "a: bool[6,6] = le(j, i); g: bool[2,1,1,6] = reshape(given, shape=(2, 1, 1, 6)); m: bool[2,1,6,6] = bitwise_and(a, g)"
+        "masked",
+        (
+            "a: bool[6,6] = le(j, i); g: bool[2,1,1,6] = reshape(given, shape=(2, 1, 1, 6)); m: "
+            "bool[2,1,6,6] = "
+            "bitwise_and(a, g)"
+        ),
     ),
     "only somewhat low": (
-        "masked", "a: bool[6,6] = le(j, i); z: f32[] = full(0.0, dtype=f32, shape=()); m: f32[6,6] = where(a, z, -10000.0)"
+        "masked",
+        ("a: bool[6,6] = le(j, i); z: f32[] = full(0.0, dtype=f32, shape=()); m: f32[6,6] = where(a, z, -10000.0)"),
     ),
     "not zero below": (
-        "masked", "a: bool[6,6] = le(j, i); z: f32[] = full(1.0, dtype=f32, shape=()); m: f32[6,6] = where(a, z, -inf)"
+        "masked",
+        "a: bool[6,6] = le(j, i); z: f32[] = full(1.0, dtype=f32, shape=()); m: f32[6,6] = where(a, z, -inf)",
     ),
-    "nan above": ("masked", "a: f32[6,6] = full(-inf, dtype=f32, shape=(6, 6)); b: bool[6,6] = gt(j, i); m: f32[6,6] = mul(a, b)"),
+    "nan above": (
+        "masked",
+        ("a: f32[6,6] = full(-inf, dtype=f32, shape=(6, 6)); b: bool[6,6] = gt(j, i); m: f32[6,6] = mul(a, b)"),
+    ),
     "all false": ("masked", "m: bool[6,6] = full(False, dtype=bool, shape=(6, 6))"),
     "index overflows": (
         "masked",
@@ -291,9 +317,14 @@ CASES = {
         "m: bool[6,6] = le(j, c)",
     ),
     "index too coarse": (
-        "masked", "a: i64[6,1] = add(i, 1000); b: bf16[6,1] = cast(a, dtype=bf16); c: i64[1,6] = add(j, 1000); m: bool[6,6] = le(c, b)"
+        "masked",
+        (
+            "a: i64[6,1] = add(i, 1000); b: bf16[6,1] = cast(a, dtype=bf16); c: i64[1,6] = add(j, 1000); m: "
+            "bool[6,6] "
+            "= le(c, b)"
+        ),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -445,7 +476,11 @@ def test_dce_keeps_entry_inputs_and_loop_states_the_test_needs():
     assert program.inputs == ZOO["loop_needs_state"].inputs
     assert len(program.blocks["body"].inputs) == 2
     small = dce(ZOO["dead_code"])
-    assert set(small.blocks) == {"f", "main"} and len(small.blocks["f"].inputs) == 2 and len(small.blocks["f"].outputs) == 1
+    assert (
+        set(small.blocks) == {"f", "main"}
+        and len(small.blocks["f"].inputs) == 2
+        and len(small.blocks["f"].outputs) == 1
+    )
     assert math.prod(small.main.outputs[0].shape) == 2
 
 
@@ -486,6 +521,9 @@ def main(x: f32[4,4]):
 def test_a_pass_keeps_what_depends_on_the_rank(name, change):
     program, mesh = check(Program.parse(BY_RANK[name])), Mesh(dp=2)
     changed = check(change(program))
-    given = [[torch.rand(v.shape, dtype=v.dtype, generator=torch.Generator().manual_seed(rank)) for rank in range(2)] for v in program.inputs]
+    given = [
+        [torch.rand(v.shape, dtype=v.dtype, generator=torch.Generator().manual_seed(rank)) for rank in range(2)]
+        for v in program.inputs
+    ]
     for was, now in zip(simulate(program, mesh, given), simulate(changed, mesh, given), strict=True):
         assert all(torch.equal(a, b) for a, b in zip(was, now, strict=True)), f"{program}\n=>\n{changed}"

@@ -21,7 +21,7 @@ import mycel
 from mycel import lower, plan
 from mycel.errors import PlanError
 from mycel.ir import Mesh
-from mycel.parts import Parts
+from mycel.parts import ShardedModel
 from mycel.plan import CPU, Plan
 from mycel.plan.hardware import KNOWN
 from mycel.plan.layouts import Solver
@@ -38,7 +38,7 @@ class Mlp(nn.Module):
 
 
 def task(one: OneDevice, given: Plan, compiled: bool = False, budget: int | None = None) -> Task:
-    inputs, gathered = Parts(one.model, one.optimizer, given).given(one.made)
+    inputs, gathered = ShardedModel(one.model, one.optimizer, given).given(one.made)
     hardware = KNOWN["H100"] if compiled else CPU
     return Task(one.made.program, one.made.body, hardware, compiled, inputs, gathered, budget)
 
@@ -151,7 +151,13 @@ def test_another_process_makes_the_same_plan():
     code = CHILD.format(tests=str(Path(__file__).parent))
     texts = []
     for seed in ("1", "2"):
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "PYTHONHASHSEED": seed}, check=True)
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            check=True,
+        )
         texts.append(done.stdout)
     assert texts[0] == texts[1]
     one = OneDevice.of(small_llama(), tokens(), clip_norm=1.0)
@@ -180,7 +186,9 @@ def test_a_plan_for_another_model_is_refused_with_what_differs():
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.down(F.gelu(self.up(x))).square().mean() * 2.0
 
-    with pytest.raises(PlanError, match=r"another program\n  differs   in main: input x is f32\[4,9\], in the plan f32\[4,8\]"):
+    with pytest.raises(
+        PlanError, match=r"another program\n  differs   in main: input x is f32\[4,9\], in the plan f32\[4,8\]"
+    ):
         other(Wider())
     with pytest.raises(PlanError, match=r"another program\n  differs   in main: tanh is not in the plan"):
         other(Tanh())

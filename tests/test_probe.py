@@ -15,7 +15,13 @@ from mycel.plan.hardware import probed
 from mycel.plan.links import fitted
 from mycel.run import probe as measuring
 
-TINY = {"memory": [1 << 10, 1 << 14], "product": [4, 8, 16], "attention": [(1, 2, 8, 8)], "conv": [(1, 2, 4)], "message": [(1 << 8, 1), (1 << 10, 1)]}
+TINY = {
+    "memory": [1 << 10, 1 << 14],
+    "product": [4, 8, 16],
+    "attention": [(1, 2, 8, 8)],
+    "conv": [(1, 2, 4)],
+    "message": [(1 << 8, 1), (1 << 10, 1)],
+}
 
 
 @pytest.fixture
@@ -55,7 +61,8 @@ def test_processes_measure_the_links_between_them(tmp_path):
     child.write_text(
         "import sys, yaml\nfrom mycel.run import probe as measuring\n"
         f"measuring.SIZES['cpu'] = {TINY!r}\nmeasuring.LEAST_S = 0.0\n"
-        "data = measuring.probe('cpu')\nopen(sys.argv[1], 'w').write(yaml.safe_dump(data)) if measuring.seat().rank == 0 else None\n"
+        "data = measuring.probe('cpu')\n"
+        "open(sys.argv[1], 'w').write(yaml.safe_dump(data)) if measuring.seat().rank == 0 else None\n"
     )
     assert launch([str(file)], 4, program=[str(child)]) == 0
     device = probed(CPU, file.read_text())

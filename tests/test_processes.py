@@ -1,6 +1,8 @@
-"""Real processes: every collective is what it says on lists of tensors, and a rank that fails ends the others, who say which and how.
+"""Real processes: every collective is what it says on lists of tensors, and a rank that fails ends the others, who say
+which and how.
 
-The ranks run `process_child.py`; what they find is in its asserts, in their exit codes, and in the notes they leave in a folder.
+The ranks run `process_child.py`; what they find is in its asserts, in their exit codes, and in the notes they leave in
+a folder.
 """
 
 from __future__ import annotations
@@ -64,7 +66,9 @@ def test_every_collective_is_its_reference(nproc, tmp_path):
     assert run("laws", nproc, tmp_path) == 0
 
 
-# -- faults ---------------------------------------------------------------------------------------------------------------------
+# -- faults ----------------------------------------------------------------------------------------------------------
+# -
+# -
 
 FATES = {  # ranks, exit code, what the others say
     "kill": (3, 137, "rank 1 was killed by SIGKILL"),
@@ -116,7 +120,9 @@ def test_ranks_that_differ_are_refused_on_all_before_the_first_collective(tmp_pa
     hint = "\n  at        before the first collective\n  try       the same files, settings and packages for all ranks"
     assert plan == {f"plan is not the same on all ranks: - on rank 0, + on rank 1\n  -zero: 1\n  +zero: 3{hint}"}
     assert config == {f"config is not the same on all ranks: - on rank 0, + on rank 2\n  -lr: 0.1\n  +lr: 0.2{hint}"}
-    assert code == {f"code version is not the same on all ranks: - on rank 0, + on rank 1\n  -{code_version()}\n  +another{hint}"}
+    assert code == {
+        f"code version is not the same on all ranks: - on rank 0, + on rank 1\n  -{code_version()}\n  +another{hint}"
+    }
 
 
 def test_a_difference_is_short_and_names_its_ranks():
@@ -139,7 +145,8 @@ def test_the_code_version_is_that_of_all_source_files(tmp_path):
     assert code_version() == code_version()
 
 
-# -- who starts the ranks -----------------------------------------------------------------------------------------------------------
+# -- who starts the ranks
+# -----------------------------------------------------------------------------------------------------------
 
 
 def test_ranks_get_the_environment_and_only_the_first_the_console(tmp_path, capfd, monkeypatch):
@@ -150,11 +157,24 @@ def test_ranks_get_the_environment_and_only_the_first_the_console(tmp_path, capf
     assert not list(tmp_path.glob("mycel-logs-*"))
     assert launch(["say", str(tmp_path)], 2, program=[CHILD], logs=tmp_path / "logs", env={"OMP_NUM_THREADS": "7"}) == 0
     assert [(p.name, p.read_text()) for p in (tmp_path / "logs").iterdir()] == [("1.log", "this is rank 1 of 2\n")]
-    got = {rank: dict(line.split("=", 1) for line in text.splitlines() if "=" in line) for rank, text in notes(tmp_path, "env-").items()}
-    assert [got[f"env-{r}"]["OMP_NUM_THREADS"] for r in range(3)] == ["7", "7", str(max(1, len(os.sched_getaffinity(0)) // 3))]
+    got = {
+        rank: dict(line.split("=", 1) for line in text.splitlines() if "=" in line)
+        for rank, text in notes(tmp_path, "env-").items()
+    }
+    assert [got[f"env-{r}"]["OMP_NUM_THREADS"] for r in range(3)] == [
+        "7",
+        "7",
+        str(max(1, len(os.sched_getaffinity(0)) // 3)),
+    ]
     for r in range(2):
         env = got[f"env-{r}"]
-        assert [env[k] for k in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")] == [str(r), str(r), "2", "2", "127.0.0.1"]
+        assert [env[k] for k in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")] == [
+            str(r),
+            str(r),
+            "2",
+            "2",
+            "127.0.0.1",
+        ]
 
 
 def test_ranks_die_with_their_launcher(tmp_path):
@@ -189,7 +209,13 @@ def test_ranks_of_torchrun_meet(tmp_path):
         "--master-port",
         str(free_port()),
     ]
-    done = subprocess.run([*command, CHILD, "meet", str(tmp_path)], env={**os.environ, **QUICK}, capture_output=True, timeout=100, check=False)
+    done = subprocess.run(
+        [*command, CHILD, "meet", str(tmp_path)],
+        env={**os.environ, **QUICK},
+        capture_output=True,
+        timeout=100,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr.decode()
     assert len(notes(tmp_path, "met-")) == 2
 
@@ -198,12 +224,19 @@ def test_local_runs_listen_on_loopback_only(tmp_path):
     """The ranks, and the launcher, which holds their store."""
     assert run("meet", 2, tmp_path) == 0
     heard = {address for text in notes(tmp_path, "listens-").values() for address in text.split()}
-    assert heard and heard <= {"0100007F", "0" * 16 + "FFFF00000100007F", "0" * 24 + "01000000"}, heard  # 127.0.0.1, the same in IPv6, ::1
+    assert heard and heard <= {"0100007F", "0" * 16 + "FFFF00000100007F", "0" * 24 + "01000000"}, (
+        heard
+    )  # 127.0.0.1, the same in IPv6, ::1
 
 
 def test_ranks_meet_without_anyone_to_hold_the_store(tmp_path):
     place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    ranks = [subprocess.Popen([sys.executable, CHILD, "meet", str(tmp_path)], env={**os.environ, **QUICK, **place, "RANK": str(r)}) for r in range(2)]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, CHILD, "meet", str(tmp_path)], env={**os.environ, **QUICK, **place, "RANK": str(r)}
+        )
+        for r in range(2)
+    ]
     assert [rank.wait(100) for rank in ranks] == [0, 0]
     assert len(notes(tmp_path, "met-")) == 2
 
@@ -212,7 +245,12 @@ def test_a_refusal_reaches_all_where_rank_0_holds_the_store(tmp_path):
     """It goes last: with it goes the store."""
     place = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks = [
-        subprocess.Popen([sys.executable, CHILD, "refused"], env={**os.environ, **QUICK, **place, "RANK": str(r)}, stderr=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [sys.executable, CHILD, "refused"],
+            env={**os.environ, **QUICK, **place, "RANK": str(r)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
         for r in range(3)
     ]
     for rank in ranks:
@@ -229,7 +267,9 @@ def test_hosts_meet_and_a_death_on_one_ends_the_others(job, tmp_path, capfd):
     meeting, codes = f"127.0.0.1:{free_port()}", {}
 
     def host(number: int) -> None:
-        codes[number] = launch([job, str(tmp_path)], 1, 2, number, meeting, QUICK, program=[CHILD], logs=tmp_path / f"logs-{number}")
+        codes[number] = launch(
+            [job, str(tmp_path)], 1, 2, number, meeting, QUICK, program=[CHILD], logs=tmp_path / f"logs-{number}"
+        )
 
     hosts = [threading.Thread(target=host, args=(number,)) for number in range(2)]
     for each in hosts:
@@ -251,13 +291,17 @@ def free_port() -> int:
         return server.getsockname()[1]
 
 
-# -- misuse ---------------------------------------------------------------------------------------------------------------------------
+# -- misuse ----------------------------------------------------------------------------------------------------------
+# -
+# -
 
 
 def test_a_mesh_of_another_size_is_refused(monkeypatch):
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    with pytest.raises(PlanError, match=r"the mesh has 4 ranks, but 1 processes run\n  the mesh  Mesh\(dp=2, tp=2\)\n  try .*--nproc 4"):
+    with pytest.raises(
+        PlanError, match=r"the mesh has 4 ranks, but 1 processes run\n  the mesh  Mesh\(dp=2, tp=2\)\n  try .*--nproc 4"
+    ):
         world(Mesh(dp=2, tp=2))
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "3")
@@ -298,8 +342,16 @@ def test_a_world_of_one_needs_nobody(monkeypatch):
 
 
 def test_wrong_places_to_meet_are_refused():
-    for bad in ({"nproc": 0}, {"nproc": 1, "nnodes": 2, "node_rank": 2}, {"nproc": 1, "nnodes": 2}, {"nproc": 1, "rendezvous": "host"}):
+    for bad in (
+        {"nproc": 0},
+        {"nproc": 1, "nnodes": 2, "node_rank": 2},
+        {"nproc": 1, "nnodes": 2},
+        {"nproc": 1, "rendezvous": "host"},
+    ):
         with pytest.raises(RunError, match="\n  try "):
             launch(["say"], **bad)
-    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(RunError, match=r"cannot listen at 127\.0\.0\.1:"):
+    with (
+        socket.create_server(("127.0.0.1", 0)) as taken,
+        pytest.raises(RunError, match=r"cannot listen at 127\.0\.0\.1:"),
+    ):
         launch(["say"], 1, rendezvous=f"127.0.0.1:{taken.getsockname()[1]}")

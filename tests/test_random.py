@@ -1,4 +1,5 @@
-"""Random numbers are good numbers: their moments, spread and independence; and torch's random functions draw what they say."""
+"""Random numbers are good numbers: their moments, spread and independence; and torch's random functions draw what they
+say."""
 
 from __future__ import annotations
 
@@ -74,11 +75,19 @@ def test_many_small_draws_are_even():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_distributions_have_their_moments(dtype):
     def moments(x):
-        return [x.mean().item(), x.var().item(), ((x - x.mean()) ** 3).mean().item(), ((x - x.mean()) ** 4).mean().item()]
+        return [
+            x.mean().item(),
+            x.var().item(),
+            ((x - x.mean()) ** 3).mean().item(),
+            ((x - x.mean()) ** 4).mean().item(),
+        ]
 
     draw = {"shape": (4 * N,), "dtype": dtype}
     z = o.normal(KEYS[1], 0, **draw).double()
-    assert torch.allclose(torch.tensor(moments(z)), torch.tensor([0.0, 1.0, 0.0, 3.0]), atol=0.03) and 4.5 < z.abs().max() < 9
+    assert (
+        torch.allclose(torch.tensor(moments(z)), torch.tensor([0.0, 1.0, 0.0, 3.0]), atol=0.03)
+        and 4.5 < z.abs().max() < 9
+    )
     edges = torch.special.ndtr(z)
     assert abs(chi_square(torch.histc(edges, 1024, 0, 1), 4 * N / 1024)) < 4
     e = o.exponential(KEYS[1], 0, **draw).double()
@@ -132,23 +141,43 @@ TORCH = {
     "rand": (lambda x: torch.rand(400, 30, 5) + torch.rand_like(x), 1.0, 1 / 6),
     "randn": (lambda x: torch.randn(400, 30, 5) + torch.randn_like(x), 0.0, 2.0),
     "randn complex": (lambda x: torch.randn(60000, dtype=torch.complex64).abs() ** 2, 1.0, 1.0),
-    "randint": (lambda x: torch.randint(3, (400, 30)) + torch.randint(1, 4, (400, 30)) + torch.randint_like(x[..., 0], 2), 3.5, 19 / 12),
+    "randint": (
+        lambda x: torch.randint(3, (400, 30)) + torch.randint(1, 4, (400, 30)) + torch.randint_like(x[..., 0], 2),
+        3.5,
+        19 / 12,
+    ),
     "randperm": (lambda x: torch.randperm(1000).float() / 1000, 0.5, 1 / 12),
     "uniform_": (lambda x: torch.empty(60000).uniform_(-1, 3), 1.0, 16 / 12),
     "normal_": (lambda x: torch.empty(60000).normal_(2, 3), 2.0, 9.0),
-    "normal": (lambda x: torch.normal(x * 2, 3) + torch.normal(1.0, x) + torch.normal(x, x) + torch.normal(0.0, 1.0, x.shape), 4.0, 12.0),
+    "normal": (
+        lambda x: torch.normal(x * 2, 3) + torch.normal(1.0, x) + torch.normal(x, x) + torch.normal(0.0, 1.0, x.shape),
+        4.0,
+        12.0,
+    ),
     "exponential_": (lambda x: torch.empty(60000).exponential_(2), 0.5, 0.25),
     "geometric_": (lambda x: torch.empty(60000).geometric_(0.5), 2.0, 2.0),
     "log_normal_": (lambda x: torch.empty(60000).log_normal_(0, 0.5).log(), 0.0, 0.25),
     "cauchy_": (lambda x: torch.empty(60000).cauchy_(1, 1).atan(), 0.4636, None),
     "random_": (lambda x: torch.empty(60000).random_(0, 4) + torch.empty(60000).random_(2), 2.0, 1.5),
-    "bernoulli": (lambda x: torch.bernoulli(x * 0.3) + torch.empty(400, 30, 5).bernoulli_(0.3) + torch.bernoulli(x, 0.4), 1.0, 0.66),
-    "multinomial": (lambda x: torch.multinomial(torch.tensor([[1.0, 0.0, 3.0]]).expand(20000, 3), 1).float(), 1.5, 0.75),
-    "multinomial again": (lambda x: torch.multinomial(torch.tensor([1.0, 0.0, 3.0]), 20000, replacement=True).float(), 1.5, 0.75),
+    "bernoulli": (
+        lambda x: torch.bernoulli(x * 0.3) + torch.empty(400, 30, 5).bernoulli_(0.3) + torch.bernoulli(x, 0.4),
+        1.0,
+        0.66,
+    ),
+    "multinomial": (
+        lambda x: torch.multinomial(torch.tensor([[1.0, 0.0, 3.0]]).expand(20000, 3), 1).float(),
+        1.5,
+        0.75,
+    ),
+    "multinomial again": (
+        lambda x: torch.multinomial(torch.tensor([1.0, 0.0, 3.0]), 20000, replacement=True).float(),
+        1.5,
+        0.75,
+    ),
     "multinomial apart": (lambda x: torch.multinomial(x[..., 0], 3).sort(1)[0].diff().clamp(max=1).float(), 1.0, 0.0),
     "rrelu": (lambda x: F.rrelu(-x, 0.1, 0.3, training=True) + F.rrelu(-x, 0.1, 0.3), -0.4, 0.04 / 12),
     "gumbel_softmax": (lambda x: F.gumbel_softmax(x.log(), hard=True).argmax(-1).float(), 2.0, 2.0),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", TORCH)

@@ -21,7 +21,8 @@ PRICES = (0.0, 1e-12, 1e-11, 1e-10, 1e-9, 1e-7, 1.0)
 
 @st.composite
 def layers(draw, least=6, most=12):
-    """The text of a block from x and w: each line a value of those before it, the last one scaled down to be the result."""
+    """The text of a block from x and w: each line a value of those before it, the last one scaled down to be the
+    result."""
     names, lines = ["x", "w"], []
     for i in range(draw(st.integers(least, most))):
         name = f"v{i}"
@@ -45,7 +46,9 @@ def layers(draw, least=6, most=12):
 def stacked(layer, depth):
     """The block `depth` times, one after the other, and what the loss sees of each."""
     calls = [f"  h{i + 1}: {SHAPE}, t{i}: {SHAPE} = call(h{i}, w{i}, block=@layer)" for i in range(depth)]
-    total = [f"  s{i}: f64[] = sum(t{i}, dims=(0, 1))" for i in range(depth)] + [f"  l0: f64[] = sum(h{depth}, dims=(0, 1))"]
+    total = [f"  s{i}: f64[] = sum(t{i}, dims=(0, 1))" for i in range(depth)] + [
+        f"  l0: f64[] = sum(h{depth}, dims=(0, 1))"
+    ]
     total += [f"  l{i + 1}: f64[] = add(l{i}, s{i})" for i in range(depth)]
     main = f"def main(h: {SHAPE}, {', '.join(f'w{i}: {SHAPE}' for i in range(depth))}):\n  h0: {SHAPE} = sin(h)\n"
     return Program.parse(layer + "\n" + main + "\n".join([*calls, *total]) + f"\n  return l{depth}\n")
@@ -91,12 +94,15 @@ def test_the_dearer_a_byte_the_less_is_kept_and_the_more_computed_again(layer, d
 
 
 def cost_of(block, needed, share, costs, price, redone):
-    """Seconds of computing these equations again, and of keeping what they and backward read besides: the sum that is to be smallest."""
+    """Seconds of computing these equations again, and of keeping what they and backward read besides: the sum that is
+    to be smallest."""
     there = costs.in_memory(block)
     made = {v for e in redone for v in e.outputs}
     read = {*needed, *(v for e in redone for v in e.vars)}
     keep = sum(
-        share.get(v, 1.0) * v.type.bytes * price + (0.0 if v in there else v.type.bytes / costs.hardware.bytes_s) for v in read if v not in made
+        share.get(v, 1.0) * v.type.bytes * price + (0.0 if v in there else v.type.bytes / costs.hardware.bytes_s)
+        for v in read
+        if v not in made
     )
     return keep + sum(costs.seconds(e, there) for e in redone)
 
@@ -112,7 +118,9 @@ def test_the_cut_is_the_cheapest_of_all(layer, compiled, price, data):
     needed = data.draw(st.lists(st.sampled_from([*block.inputs, *values]), min_size=1, max_size=4, unique=True))
     share = {v: data.draw(st.sampled_from((0.0, 0.5, 1.0))) for v in block.inputs}
     best = min(
-        cost_of(block, needed, share, costs, price, chosen) for n in range(len(block.eqns) + 1) for chosen in itertools.combinations(block.eqns, n)
+        cost_of(block, needed, share, costs, price, chosen)
+        for n in range(len(block.eqns) + 1)
+        for chosen in itertools.combinations(block.eqns, n)
     )
     keep, seconds, _ = cut(block, needed, share, costs, price)
     redone, read = [], list(needed)
@@ -131,7 +139,13 @@ def test_the_cut_is_the_cheapest_of_all(layer, compiled, price, data):
 def deep(last):
     """A block of a dozen equations, so that it stays one; `last` is what it returns besides."""
     lines = [f"  v{i + 1}: {SHAPE} = {'tanh' if i % 2 else 'sin'}(v{i})" for i in range(8)]
-    body = [f"  v0: {SHAPE} = matmul(x, w)", *lines, f"  y: {SHAPE} = add(x, v8)", f"  t: {SHAPE} = mul(v1, 0.5)", f"  return y, {last}"]
+    body = [
+        f"  v0: {SHAPE} = matmul(x, w)",
+        *lines,
+        f"  y: {SHAPE} = add(x, v8)",
+        f"  t: {SHAPE} = mul(v1, 0.5)",
+        f"  return y, {last}",
+    ]
     return f"def layer(x: {SHAPE}, w: {SHAPE}):\n" + "\n".join(body)
 
 
@@ -151,12 +165,17 @@ def test_all_is_kept_where_memory_is_free_and_inputs_alone_where_it_is_dear():
 def test_a_block_whose_result_is_also_needed_by_backward():
     program = differentiated(stacked(deep("v2"), 2))
     for price in PRICES:
-        check(lower.reside(program, plan.residuals(program, program.entry, plan.Costs(program, plan.CPU, False), [price])))
+        check(
+            lower.reside(program, plan.residuals(program, program.entry, plan.Costs(program, plan.CPU, False), [price]))
+        )
 
 
 def test_an_operand_that_stands_twice():
     """add(x, x) costs next to nothing; keeping its result costs a write."""
-    text = f"def layer(x: {SHAPE}, w: {SHAPE}):\n  a: {SHAPE} = add(x, x)\n  b: {SHAPE} = add(a, a)\n  c: {SHAPE} = sin(b)\n  return c, c"
+    text = (
+        f"def layer(x: {SHAPE}, w: {SHAPE}):\n  a: {SHAPE} = add(x, x)\n  b: {SHAPE} = add(a, a)\n"
+        f"  c: {SHAPE} = sin(b)\n  return c, c"
+    )
     program = stacked(text, 1)
     block = program.blocks["layer"]
     costs = plan.Costs(program, plan.CPU, True)
@@ -190,7 +209,9 @@ def main(h0: {SHAPE}, w0: {SHAPE}, w1: {SHAPE}, key: i64[]):
     wanted = results(program, inputs)
     assert len(list(plan.paired(program.main))) == 2
     for price in PRICES:
-        made = lower.reside(program, plan.residuals(program, program.entry, plan.Costs(program, plan.CPU, False), [price]))
+        made = lower.reside(
+            program, plan.residuals(program, program.entry, plan.Costs(program, plan.CPU, False), [price])
+        )
         for a, b in zip(results(made, inputs), wanted, strict=True):
             assert torch.equal(a, b)
 

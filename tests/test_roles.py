@@ -1,4 +1,5 @@
-"""Roles: what an input of a program is.  Text holds them, the checker wants them apart, every pass keeps them, values are bound by them."""
+"""Roles: what an input of a program is.  Text holds them, the checker wants them apart, every pass keeps them, values
+are bound by them."""
 
 from __future__ import annotations
 
@@ -19,12 +20,30 @@ from mycel import Plan, Program, lower, transform
 from mycel.errors import IRError, TextError
 from mycel.ir import Block, Layout, Mesh, Role, check, is_float
 from mycel.ir.role import FORMS
-from mycel.parts import Joined, Parts, state_layout
+from mycel.parts import Joined, ShardedModel, state_layout
 from mycel.plan import CPU, Costs, residuals
 from mycel.run.checkpoint import Saver, load, load_parts
 from mycel.run.simulate import part_of, put_together
 
-ODD = ["w", "0.weight", "of", "group", "None", "inf", "nan", "def", "1", "a b", '"', "\\", "", "é", "\n", "x,y)", "# no"]
+ODD = [
+    "w",
+    "0.weight",
+    "of",
+    "group",
+    "None",
+    "inf",
+    "nan",
+    "def",
+    "1",
+    "a b",
+    '"',
+    "\\",
+    "",
+    "é",
+    "\n",
+    "x,y)",
+    "# no",
+]
 NAMES = st.one_of(st.sampled_from(ODD), st.text(max_size=8))
 
 
@@ -67,7 +86,8 @@ def test_wrong_roles_are_refused():
         check(replace(Program.parse("def main(x: f32[2]):\n  return x\n"), roles={"z": Role("key")}))
 
 
-# -- every pass keeps them ----------------------------------------------------------------------------------------------
+# -- every pass keeps them
+# ----------------------------------------------------------------------------------------------
 
 
 def kept(program: Program) -> list[Role]:
@@ -78,10 +98,15 @@ def kept(program: Program) -> list[Role]:
 @settings(derandomize=True, deadline=None, max_examples=60, database=None)
 def test_passes_keep_roles_of_random_programs(program, rng):
     kinds = ["parameter", "buffer", "variable", "batch"]
-    program = check(replace(program, roles={v.name: Role(rng.choice(kinds), f"role {i}") for i, v in enumerate(program.inputs)}))
+    program = check(
+        replace(program, roles={v.name: Role(rng.choice(kinds), f"role {i}") for i, v in enumerate(program.inputs)})
+    )
     before = kept(program)
     passes = [*transform.SIMPLIFY, transform.unhinted, transform.head, transform.fuse, lower.hoist, lower.overlap]
-    passes += [lambda p: transform.outline(p, lambda block, run: True)[0], lambda p: transform.precision(p, torch.bfloat16)]
+    passes += [
+        lambda p: transform.outline(p, lambda block, run: True)[0],
+        lambda p: transform.precision(p, torch.bfloat16),
+    ]
     for change in passes:
         assert kept(check(change(program))) == before, change
     assert kept(check(transform.with_scale(program))) == [*before, Role("counter", "loss_scale")]
@@ -146,13 +171,18 @@ def test_lowering_keeps_the_roles_of_a_step(steps, name):
         assert kept(check(lower.reside(program, residuals(program, one.made.body, costs, [price])))) == before
 
 
-# -- values are bound by them -------------------------------------------------------------------------------------------
+# -- values are bound by them
+# -------------------------------------------------------------------------------------------
 
 
 def shuffled(program: Program, seed: int = 0) -> Program:
     """The inputs in another order; those that nothing reads left out."""
     main = program.main
-    used = {v for e in main.eqns for v in e.vars} | set(main.outputs) | {v for v in main.inputs if v.name in program.updates}
+    used = (
+        {v for e in main.eqns for v in e.vars}
+        | set(main.outputs)
+        | {v for v in main.inputs if v.name in program.updates}
+    )
     inputs = [v for v in main.inputs if v in used]
     random.Random(seed).shuffle(inputs)
     names = {v.name for v in inputs}
@@ -170,7 +200,9 @@ def test_the_order_of_inputs_means_nothing(monkeypatch, settings_):
         model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.1), nn.Linear(8, 5))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, dampening=0.1)
         monkeypatch.setattr("mycel.step.transform.fuse", change)
-        step = mycel.train_step(model, optimizer, lambda out, target, unused: nn.functional.cross_entropy(out, target), **settings_)
+        step = mycel.train_step(
+            model, optimizer, lambda out, target, unused: nn.functional.cross_entropy(out, target), **settings_
+        )
         losses = [step(torch.randn(8, 6), torch.randint(0, 5, (8,)), torch.zeros(8)) for _ in range(3)]
         return step, [*losses, *model.state_dict().values(), *(x for s in optimizer.state.values() for x in s.values())]
 
@@ -178,7 +210,9 @@ def test_the_order_of_inputs_means_nothing(monkeypatch, settings_):
     first, wanted = trained(plain)
     second, got = trained(lambda program: shuffled(plain(program)))
     assert [v.name for v in second.program.inputs] != [v.name for v in first.program.inputs]
-    assert "accumulate" in settings_ or len(second.program.inputs) < len(first.program.inputs)  # a scan over parts takes all of the batch
+    assert "accumulate" in settings_ or len(second.program.inputs) < len(
+        first.program.inputs
+    )  # a scan over parts takes all of the batch
     assert all(torch.equal(a, b) for a, b in zip(wanted, got, strict=True))
 
 
@@ -203,7 +237,8 @@ def test_the_order_of_a_jitted_functions_inputs_means_nothing(monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(wanted, drawn(), strict=True))
 
 
-# -- state of any shape -------------------------------------------------------------------------------------------------
+# -- state of any shape
+# -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shape, wanted", [
@@ -214,7 +249,8 @@ def test_state_lies_as_the_dims_it_shares_with_its_parameter(shape, wanted):
 
 
 FEEDBACK = """\
-def main(x: f64[8,4], w: f64[6,4] = parameter weight, m: f64[6,1] = state row_var of weight, e: f64[6,4] = error of weight over dp):
+def main(x: f64[8,4], w: f64[6,4] = parameter weight, m: f64[6,1] = state row_var of weight,
+         e: f64[6,4] = error of weight over dp):
   y: f64[8,6] = linear(x, w)
   r: f64[6] = sum(y, dims=(0,))
   row: f64[6,1] = reshape(r, shape=(6,1))
@@ -227,7 +263,8 @@ def main(x: f64[8,4], w: f64[6,4] = parameter weight, m: f64[6,1] = state row_va
 
 
 def test_state_with_a_shape_of_its_own_and_partial_state_run_and_are_saved(tmp_path):
-    """A row's statistics lie as the rows of their parameter; what each rank left behind is a sum, is used and updated as one, and is saved and
+    """A row's statistics lie as the rows of their parameter; what each rank left behind is a sum, is used and updated
+    as one, and is saved and
     loaded under another mesh."""
     torch.manual_seed(0)
     model, program = nn.Linear(4, 6, bias=False).double(), Program.parse(FEEDBACK)
@@ -235,7 +272,9 @@ def test_state_with_a_shape_of_its_own_and_partial_state_run_and_are_saved(tmp_p
     error, rows = Role("error", of="weight", over="dp"), Role("state", "row_var", of="weight")
 
     def planned(mesh):
-        parts = Parts(model, torch.optim.SGD(model.parameters()), Plan(mesh, batch=["dp"], parameters={"weight": ["tp", "-"]}))
+        parts = ShardedModel(
+            model, torch.optim.SGD(model.parameters()), Plan(mesh, batch=["dp"], parameters={"weight": ["tp", "-"]})
+        )
         parts.stored["weight"] = Layout((("tp",), ()))
         return parts, parts.given(Joined(None, program, (), 1, "main"))
 
@@ -252,7 +291,9 @@ def test_state_with_a_shape_of_its_own_and_partial_state_run_and_are_saved(tmp_p
 
     def act(ranks):
         at = ranks.mesh.index(ranks.rank, ("dp",))
-        mine = {name: part_of(state[name][at], layout.paid, ranks.mesh, ranks.rank) for name, (layout, _) in saved.items()}
+        mine = {
+            name: part_of(state[name][at], layout.paid, ranks.mesh, ranks.rank) for name, (layout, _) in saved.items()
+        }
         with Saver(tmp_path, asynchronous=False, ranks=ranks) as saver:
             saver.save(1, mine, {}, layouts={name: (layout, type.shape) for name, (layout, type) in saved.items()})
         return saver.last

@@ -184,14 +184,27 @@ def main(x: f64[4,6], w: f64[6,6], b: f64[6]):
 def test_memory_is_used_again_only_where_nobody_looks():
     program = Program.parse(REUSE)
     plain, lean = load(program, torch.device("cpu"))[0], load(program, torch.device("cpu"), reuse=True)
-    inputs = [torch.randn(4, 6, dtype=torch.float64), torch.randn(6, 6, dtype=torch.float64), torch.randn(6, dtype=torch.float64)]
+    inputs = [
+        torch.randn(4, 6, dtype=torch.float64),
+        torch.randn(6, 6, dtype=torch.float64),
+        torch.randn(6, dtype=torch.float64),
+    ]
     kept = [x.clone() for x in inputs]
     for a, b in zip(plain(*inputs), lean[0](*inputs), strict=True):
         assert torch.equal(a, b)
     assert all(torch.equal(x, y) for x, y in zip(inputs, kept, strict=True))
-    for line in ("a = h.add_(b)", "torch._C._nn.gelu_(a", "s = k.mul_(x)", "t = torch.tanh_(s)", "z = t.mul_(g)", "q = z.sub_(x)"):
+    for line in (
+        "a = h.add_(b)",
+        "torch._C._nn.gelu_(a",
+        "s = k.mul_(x)",
+        "t = torch.tanh_(s)",
+        "z = t.mul_(g)",
+        "q = z.sub_(x)",
+    ):
         assert line in lean[1], line
-    assert "g.mul_" not in lean[1] and "v.add_" not in lean[1] and "x." not in lean[1].replace("max.", "")  # v is an output and lies in g
+    assert (
+        "g.mul_" not in lean[1] and "v.add_" not in lean[1] and "x." not in lean[1].replace("max.", "")
+    )  # v is an output and lies in g
 
 
 @pytest.mark.parametrize("name", [op.name for op in OPS.values() if op.into])
@@ -242,7 +255,9 @@ def main(x: f64[4], w: f64[2], m: f64[2], lr: f64[], zero: f64[], scale: f32[], 
 """
 
 
-OLD = SHARING.replace("  h: f64", '  old: f64[2] = own_part(w, axes=("tp",), count=1, dim=0)\n  h: f64').replace("e, h,", "e, h, old,")
+OLD = SHARING.replace("  h: f64", '  old: f64[2] = own_part(w, axes=("tp",), count=1, dim=0)\n  h: f64').replace(
+    "e, h,", "e, h, old,"
+)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -29,7 +29,9 @@ def test_two_runs_in_one_folder(child, tmp_path):
     try:
         for resume in (False, True):
             (tmp_path / "run" / "config.yaml").touch()
-            with pytest.raises(CheckpointError, match=f"in use by process {pid} on host {socket.gethostname()}\n.*\n  try"):
+            with pytest.raises(
+                CheckpointError, match=f"in use by process {pid} on host {socket.gethostname()}\n.*\n  try"
+            ):
                 RunFolder(tmp_path / "run", resume=resume)
         os.kill(pid, signal.SIGKILL)
         assert child.end() == ([], -signal.SIGKILL)
@@ -54,10 +56,15 @@ def test_a_fresh_run_needs_a_fresh_folder(tmp_path):
     path = tmp_path / "runs" / "one"
     with RunFolder(path) as run:
         (path / "metrics.jsonl").touch()
-    with pytest.raises(CheckpointError, match=r"already holds a run \(metrics.jsonl\)\n  at .*\n  try       another folder: this has no checkpoint"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"already holds a run \(metrics.jsonl\)\n  at .*\n  try       another folder: this has no checkpoint",
+    ):
         RunFolder(path)
     save(run.checkpoints, 1, state(1), {})
-    with pytest.raises(CheckpointError, match=rf"\(checkpoints, metrics.jsonl\)\n  at .*\n  try       --resume {path} to go on"):
+    with pytest.raises(
+        CheckpointError, match=rf"\(checkpoints, metrics.jsonl\)\n  at .*\n  try       --resume {path} to go on"
+    ):
         RunFolder(path)
     with RunFolder(path, resume=True) as run:
         assert latest(run.checkpoints) is not None
@@ -83,7 +90,14 @@ def test_a_filesystem_without_locks(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("n", "text"), [(0, "0 bytes"), (1023, "1023 bytes"), (1024, "1.0 KiB"), (int(1.2 * 2**30), "1.2 GiB"), (1 << 60, "1048576.0 TiB")]
+    ("n", "text"),
+    [
+        (0, "0 bytes"),
+        (1023, "1023 bytes"),
+        (1024, "1.0 KiB"),
+        (int(1.2 * 2**30), "1.2 GiB"),
+        (1 << 60, "1048576.0 TiB"),
+    ],
 )
 def test_sizes_in_words(n, text):
     assert folder.size(n) == text

@@ -1,4 +1,5 @@
-"""Losses under split batches: with class weights, smoothing, ignored targets and every reduction, a step on simulated ranks is that of one device."""
+"""Losses under split batches: with class weights, smoothing, ignored targets and every reduction, a step on simulated
+ranks is that of one device."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ WEIGHT = torch.rand(CLASSES, dtype=torch.float64, generator=torch.Generator().ma
 
 CROSS_ENTROPIES = {
     f"{reduction}{' weighted' * weighted}{' smoothed' * smooth}{' soft' * soft}": (reduction, weighted, smooth, soft)
-    for reduction, weighted, smooth, soft in itertools.product(["mean", "sum", "none"], [False, True], [False, True], [False, True])
+    for reduction, weighted, smooth, soft in itertools.product(
+        ["mean", "sum", "none"], [False, True], [False, True], [False, True]
+    )
 }
 
 
@@ -41,7 +44,11 @@ class Classes(nn.Module):
 
 def batch(rows: int, soft: bool) -> dict[str, torch.Tensor]:
     g = torch.Generator().manual_seed(rows)
-    y = torch.rand(rows, CLASSES, generator=g, dtype=torch.float64) if soft else torch.randint(0, CLASSES, (rows,), generator=g)
+    y = (
+        torch.rand(rows, CLASSES, generator=g, dtype=torch.float64)
+        if soft
+        else torch.randint(0, CLASSES, (rows,), generator=g)
+    )
     return {"x": torch.randn(rows, 6, generator=g, dtype=torch.float64), "y": y}
 
 

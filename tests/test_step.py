@@ -1,4 +1,5 @@
-"""The law of a training step: it is the plain PyTorch loop, for every model, optimiser, clipping, accumulation and grouping of parameters."""
+"""The law of a training step: it is the plain PyTorch loop, for every model, optimiser, clipping, accumulation and
+grouping of parameters."""
 
 import pytest
 import torch
@@ -7,7 +8,8 @@ from models import VOCAB, bert, gpt2, llama
 from stepping import adam, adamw, agree, beside, cross_entropy, mlp, plain_step, rows, sgd
 from torch import nn
 
-# -- models: fifty steps, a new batch each, parts of a batch with unequal counts ------------------------------------------
+# -- models: fifty steps, a new batch each, parts of a batch with unequal counts
+# ------------------------------------------
 
 
 def text(i):
@@ -40,7 +42,9 @@ def small_vit():
     from transformers import ViTConfig, ViTForImageClassification
 
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    return ViTForImageClassification(ViTConfig(**sizes, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, image_size=16, patch_size=8))
+    return ViTForImageClassification(
+        ViTConfig(**sizes, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, image_size=16, patch_size=8)
+    )
 
 
 MODELS = {
@@ -58,7 +62,9 @@ def grouped(model):
     params[1].requires_grad_(False)
     flat = [p for p in params if p.ndim < 2]
     deep = [p for p in params if p.ndim >= 2]
-    return torch.optim.AdamW([{"params": deep, "weight_decay": 0.1}, {"params": flat, "weight_decay": 0.0, "lr": 3e-3}], lr=1e-3)
+    return torch.optim.AdamW(
+        [{"params": deep, "weight_decay": 0.1}, {"params": flat, "weight_decay": 0.0, "lr": 3e-3}], lr=1e-3
+    )
 
 
 FORMS = {
@@ -87,12 +93,16 @@ def test_a_large_vocabulary_is_trained_through_the_joined_head(settings):
         ids = torch.randint(3, 2048, (4, 20), generator=torch.Generator().manual_seed(i))
         return {"input_ids": ids, "labels": torch.where(ids % 3 == 0, -100, ids)}
 
-    for model in (lambda: llama(num_hidden_layers=1, vocab_size=2048), lambda: llama(num_hidden_layers=1, vocab_size=2048, tie_word_embeddings=True)):
+    for model in (
+        lambda: llama(num_hidden_layers=1, vocab_size=2048),
+        lambda: llama(num_hidden_layers=1, vocab_size=2048, tie_word_embeddings=True),
+    ):
         pair = agree(beside(model, adamw(lr=1e-3), batches, steps=8, clip_norm=1.0, **settings))
         assert "linear_cross_entropy" in str(pair.step.program)
 
 
-# -- optimisers: torch's, with all of their options -----------------------------------------------------------------------
+# -- optimisers: torch's, with all of their options
+# -----------------------------------------------------------------------
 
 OPTIMISERS = {
     "sgd": sgd(),
@@ -114,7 +124,9 @@ OPTIMISERS = {
 }
 
 
-@pytest.mark.parametrize("settings", [{}, {"clip_norm": 0.1}, {"accumulate": 2}, {"accumulate": 4, "clip_norm": 0.2}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{}, {"clip_norm": 0.1}, {"accumulate": 2}, {"accumulate": 4, "clip_norm": 0.2}], ids=str
+)
 @pytest.mark.parametrize("name", OPTIMISERS)
 def test_every_optimiser(name, settings):
     pair = agree(beside(mlp, OPTIMISERS[name], rows, cross_entropy, steps=20, **settings), params=1e-6)
@@ -160,16 +172,24 @@ def test_odd_parameters(optimizer, settings):
 
 
 @pytest.mark.parametrize("dtype, size", [(torch.float32, 1e21), (torch.float64, 1e41)])
-@pytest.mark.xfail(strict=True, reason="finite gradients whose squares are beyond fp32 are skipped: not the gradients are tested but their norm")
+@pytest.mark.xfail(
+    strict=True,
+    reason="finite gradients whose squares are beyond fp32 are skipped: not the gradients are tested but their norm",
+)
 def test_large_finite_gradients_are_no_reason_to_skip(dtype, size):
     def batches(i):
         x, y = rows(i)
         return x.to(dtype), y
 
-    agree(beside(lambda: mlp().to(dtype), sgd(lr=0.1 / size), batches, lambda out, y: cross_entropy(out, y) * size, steps=3))
+    agree(
+        beside(
+            lambda: mlp().to(dtype), sgd(lr=0.1 / size), batches, lambda out, y: cross_entropy(out, y) * size, steps=3
+        )
+    )
 
 
-# -- accumulation: the loss and gradient of the whole batch, whatever the loss is -----------------------------------------
+# -- accumulation: the loss and gradient of the whole batch, whatever the loss is
+# -----------------------------------------
 
 WEIGHT = torch.tensor([0.5, 1.0, 2.0, 0.3, 0.7])
 
@@ -199,7 +219,9 @@ LOSSES |= {
     "mean of a scalar": lambda out, y: cross_entropy(out, y).mean(),
     "another dtype": lambda out, y: cross_entropy(out, y).double(),
     "negated": lambda out, y: 1e-2 * cross_entropy(out, y).neg(),
-    "count of at least one": lambda out, y: (F.cross_entropy(out, y.clamp(min=0), reduction="none") * (y >= 0)).sum() / (y >= 0).sum().clamp(min=1),
+    "count of at least one": lambda out, y: (
+        (F.cross_entropy(out, y.clamp(min=0), reduction="none") * (y >= 0)).sum() / (y >= 0).sum().clamp(min=1)
+    ),
     "mean and sum": lambda out, y: cross_entropy(out, y) + 1e-3 * out.square().sum(),
     "mean of sums": lambda out, y: out.square().sum(1).mean(),
 }
@@ -207,7 +229,9 @@ LOSSES |= {
     "sum over rows": lambda out, y: out.square().sum() / len(out),
     "sum of shares": lambda out, y: (out.square() / len(out)).sum(),
     "losses over rows": lambda out, y: cross_entropy(out, y, reduction="sum") / y.numel(),
-    "mean over the batch": lambda out, y: F.kl_div(out.log_softmax(-1), torch.full_like(out, 0.2), reduction="batchmean"),
+    "mean over the batch": lambda out, y: F.kl_div(
+        out.log_softmax(-1), torch.full_like(out, 0.2), reduction="batchmean"
+    ),
 }
 
 
@@ -243,7 +267,10 @@ def test_parts_with_the_count_of_the_whole_batch_given(count):
     agree(beside(mlp, sgd(), lambda i: (*rows(i), count), loss, accumulate=2), params=1e-5)
 
 
-@pytest.mark.xfail(strict=True, reason="whatever has the batch's first dim by chance is split: here class weights, as many as there are rows")
+@pytest.mark.xfail(
+    strict=True,
+    reason="whatever has the batch's first dim by chance is split: here class weights, as many as there are rows",
+)
 def test_parts_with_an_argument_as_long_as_the_batch():
     def loss(out, y, weight):
         return cross_entropy(out, y, weight=weight)
@@ -265,7 +292,8 @@ def test_parts_of_a_loss_times_a_tensor_of_the_batch():
     agree(beside(mlp, sgd(), lambda i: (*rows(i), torch.tensor(0.5)), loss, accumulate=4), params=1e-5)
 
 
-# -- compiled -----------------------------------------------------------------------------------------------------------
+# -- compiled --------------------------------------------------------------------------------------------------------
+# -
 
 
 @pytest.mark.slow

@@ -11,7 +11,8 @@ from torch import nn
 import mycel
 from mycel.errors import GradientError, MycelError, PlanError, TrainError
 
-# -- forms of losses and of models --------------------------------------------------------------------------------------------
+# -- forms of losses and of models
+# --------------------------------------------------------------------------------------------
 
 
 def of_batch(out, *batch):
@@ -146,7 +147,9 @@ def test_a_first_step_in_inference_mode():
     pair.step(*rows(1))
 
 
-# -- misuse --------------------------------------------------------------------------------------------------------------------
+# -- misuse ----------------------------------------------------------------------------------------------------------
+# -
+# -
 
 
 def step(model=None, optimizer=None, loss=cross_entropy, **settings):
@@ -159,34 +162,66 @@ X, Y = rows(0)
 NAMES = r"torch\.optim\.SGD, torch\.optim\.Adam, torch\.optim\.AdamW"
 MISUSE = {
     "no loss": (lambda: step(loss=None)(X), TrainError, r"the loss is torch.float32 of shape \(8, 5\)"),
-    "loss of rows": (lambda: step(loss=lambda o, y: cross_entropy(o, y, reduction="none"))(X, Y), TrainError, r"shape \(8,\).*\n  try +\.mean"),
-    "loss of one element": (lambda: step(loss=lambda o, y: cross_entropy(o, y)[None])(X, Y), TrainError, r"shape \(1,\)"),
+    "loss of rows": (
+        lambda: step(loss=lambda o, y: cross_entropy(o, y, reduction="none"))(X, Y),
+        TrainError,
+        r"shape \(8,\).*\n  try +\.mean",
+    ),
+    "loss of one element": (
+        lambda: step(loss=lambda o, y: cross_entropy(o, y)[None])(X, Y),
+        TrainError,
+        r"shape \(1,\)",
+    ),
     "loss is a number": (lambda: step(loss=lambda o, y: 1.0)(X, Y), TrainError, "the loss is float"),
     "loss is an index": (lambda: step(loss=lambda o, y: o.argmax())(X, Y), TrainError, "the loss is torch.int64"),
-    "loss is detached": (lambda: step(loss=lambda o, y: cross_entropy(o, y).detach())(X, Y), GradientError, "depends on no parameter"),
+    "loss is detached": (
+        lambda: step(loss=lambda o, y: cross_entropy(o, y).detach())(X, Y),
+        GradientError,
+        "depends on no parameter",
+    ),
     "another optimiser": (lambda: step(optimizer=torch.optim.RMSprop(mlp().parameters())), TrainError, NAMES),
     "a subclass": (lambda: step(optimizer=type("Mine", (torch.optim.SGD,), {})(mlp().parameters())), TrainError, NAMES),
     "a class": (lambda: step(optimizer=torch.optim.SGD), TrainError, NAMES),
     "a function as model": (lambda: mycel.train_step(lambda x: x, None), TrainError, "torch.nn.Module, not function"),
-    "parameters of another model": (lambda: step(optimizer=torch.optim.SGD(mlp().parameters()))(X, Y), GradientError, "depends on no parameter"),
+    "parameters of another model": (
+        lambda: step(optimizer=torch.optim.SGD(mlp().parameters()))(X, Y),
+        GradientError,
+        "depends on no parameter",
+    ),
     "all frozen": (lambda: step(model=mlp().requires_grad_(False))(X, Y), GradientError, "depends on no parameter"),
-    "differentiable": (lambda: step(optimizer=torch.optim.SGD(mlp().parameters(), differentiable=True)), TrainError, "differentiable"),
+    "differentiable": (
+        lambda: step(optimizer=torch.optim.SGD(mlp().parameters(), differentiable=True)),
+        TrainError,
+        "differentiable",
+    ),
     "unknown precision": (lambda: step(precision="fp8"), TrainError, "fp8.*\n  known     fp32, bf16, fp16"),
     "a dtype as precision": (lambda: step(precision=torch.bfloat16), TrainError, "known     fp32, bf16, fp16"),
     "fp16 of bf16 weights": (lambda: step(model=mlp().bfloat16(), precision="fp16")(X, Y), TrainError, "bf16"),
     "no parts": (lambda: step(accumulate=0), TrainError, "accumulate=0"),
     "half a part": (lambda: step(accumulate=1.5), TrainError, "accumulate=1.5"),
-    "parts that do not divide": (lambda: step(accumulate=3)(X, Y), TrainError, "accumulate=3 .* 8\n  try .* multiple of 3"),
+    "parts that do not divide": (
+        lambda: step(accumulate=3)(X, Y),
+        TrainError,
+        "accumulate=3 .* 8\n  try .* multiple of 3",
+    ),
     "more parts than rows": (lambda: step(accumulate=16)(X, Y), TrainError, "accumulate=16 .* 8"),
     "clip to nothing": (lambda: step(clip_norm=0), TrainError, "clip_norm=0"),
     "clip to NaN": (lambda: step(clip_norm=float("nan")), TrainError, "clip_norm=nan"),
     "memory without a unit": (lambda: step(memory="20"), TrainError, "'20' is not a size"),
     "memory in words": (lambda: step(memory="lots"), TrainError, "'lots' is not a size"),
     "no memory": (lambda: step(memory="0GiB"), TrainError, "less than one byte"),
-    "too little memory": (lambda: step(memory="1KiB")(X, Y), PlanError, r"needs at least .*, the budget is 1.00 KiB: .* too much"),
+    "too little memory": (
+        lambda: step(memory="1KiB")(X, Y),
+        PlanError,
+        r"needs at least .*, the budget is 1.00 KiB: .* too much",
+    ),
     "compile perhaps": (lambda: step(compile="perhaps"), TrainError, "known     True, False, 'auto'"),
     "no mesh": (lambda: step(mesh="dp"), PlanError, "is no mesh\n  try       mycel.Mesh"),
-    "an unknown plan": (lambda: step(mesh=mycel.Mesh(dp=2), plan="megatron"), PlanError, "there is no plan .megatron.\n  ready     cp, dp"),
+    "an unknown plan": (
+        lambda: step(mesh=mycel.Mesh(dp=2), plan="megatron"),
+        PlanError,
+        "there is no plan .megatron.\n  ready     cp, dp",
+    ),
     "a mesh without ranks": (lambda: step(mesh=mycel.Mesh(dp=2))(X, Y), PlanError, "2 ranks"),
     "a name nobody takes": (lambda: step()(X, Y, colour=Y), TrainError, "neither the model nor the loss takes colour"),
     "asked before the first batch": (lambda: step().plan, TrainError, "not seen a batch.*\n  try"),
@@ -218,7 +253,11 @@ THEIRS = {
         RuntimeError,
         "device meta is not on the expected device cpu",
     ),
-    "a batch on another device": (lambda: step()(X.to("meta"), Y.to("meta")), RuntimeError, "device cpu is not on the expected device meta"),
+    "a batch on another device": (
+        lambda: step()(X.to("meta"), Y.to("meta")),
+        RuntimeError,
+        "device cpu is not on the expected device meta",
+    ),
     "a target out of range": (lambda: step()(X, Y.abs() + 50), IndexError, "Target 1?50 is out of bounds"),
 }
 

@@ -1,4 +1,5 @@
-"""The memory of a step: the prediction is what a step takes, a budget is kept, and the cheapest recomputation is chosen for it.
+"""The memory of a step: the prediction is what a step takes, a budget is kept, and the cheapest recomputation is chosen
+for it.
 
 Measured on the CPU: every storage that an operator of torch returns is counted from then until it is freed.
 """
@@ -73,7 +74,13 @@ def measured(pair, batch):
 
 
 def small_llama(**more):
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
     return llama(**{**sizes, "vocab_size": 512, **more})
 
 
@@ -118,7 +125,9 @@ def test_parameters_and_state_are_updated_in_place_in_parts():
 def test_the_predicted_peak_is_the_measured_one(name):
     make, settings = FORMS[name]
     found, predicted = measured(both(make, adamw(), **settings), tokens(0))
-    assert found == pytest.approx(predicted, rel=0.05), f"measured {found}, predicted {predicted}: {found / predicted:.3f}"
+    assert found == pytest.approx(predicted, rel=0.05), (
+        f"measured {found}, predicted {predicted}: {found / predicted:.3f}"
+    )
 
 
 @contextlib.contextmanager
@@ -150,7 +159,8 @@ BUDGETS = 4
 @pytest.mark.parametrize("settings", [{}, {"accumulate": 2}], ids=str)
 @pytest.mark.parametrize("make", [small_llama, small_gpt2])
 def test_every_budget_is_kept_by_computing_no_more_than_it_takes(make, settings):
-    """Between the smallest peak and that of the fastest plan: all fit, and the larger the budget, the less is computed again."""
+    """Between the smallest peak and that of the fastest plan: all fit, and the larger the budget, the less is computed
+    again."""
     batch = tokens(0)
     most = planned(make, batch, None, **settings).peak
     low = least(make, batch, **settings)
@@ -187,7 +197,9 @@ def test_a_step_under_a_budget_is_the_same_step(share, parts):
     budget = int(low + share * (most - low))
     pair = agree(beside(small_llama, adamw(lr=1e-3), tokens, steps=3, memory=budget, accumulate=parts))
     found, _ = measured(pair, batch)
-    assert found + pair.step.plan.held <= budget * 1.02, f"measured {found + pair.step.plan.held}, the budget is {budget}"
+    assert found + pair.step.plan.held <= budget * 1.02, (
+        f"measured {found + pair.step.plan.held}, the budget is {budget}"
+    )
 
 
 def test_dropout_is_the_same_when_it_is_computed_again():
@@ -220,10 +232,15 @@ def test_a_plan_says_what_is_computed_again():
         found[how] = pair.step.plan
     again = {how: sum(d.seconds for d in p.residuals.pairs) for how, p in found.items()}
     assert losses[0] == losses[1] == losses[2]
-    assert found["full"].peak < found["auto"].peak <= found["none"].peak and again["full"] > again["auto"] >= again["none"] == 0
+    assert (
+        found["full"].peak < found["auto"].peak <= found["none"].peak
+        and again["full"] > again["auto"] >= again["none"] == 0
+    )
     for how, budget in (("none", found["none"].peak - 1), ("full", found["full"].peak - 1)):
         with pytest.raises(PlanError, match=rf"recompute: {how} needs .* too much\n  try       recompute: auto"):
-            both(small_llama, sgd(), mesh=mycel.Mesh(dp=1), plan={"batch": ["dp"], "recompute": how}, memory=budget).step.prepare(**batch)
+            both(
+                small_llama, sgd(), mesh=mycel.Mesh(dp=1), plan={"batch": ["dp"], "recompute": how}, memory=budget
+            ).step.prepare(**batch)
 
 
 def test_parts_take_less():

@@ -20,9 +20,14 @@ class CNN(nn.Module):
     def __init__(self):
         super().__init__()
         self.body = nn.Sequential(
-            nn.Conv2d(3, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), nn.ReLU(inplace=True),
-            nn.Conv2d(4, 8, 3, stride=2, groups=2, bias=False), nn.BatchNorm2d(8, momentum=0.3), nn.SiLU(), nn.MaxPool2d(2),
-        )  # fmt: skip
+            nn.Conv2d(3, 4, 3, padding=1, bias=False),
+            nn.BatchNorm2d(4),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(4, 8, 3, stride=2, groups=2, bias=False),
+            nn.BatchNorm2d(8, momentum=0.3),
+            nn.SiLU(),
+            nn.MaxPool2d(2),
+        )
         self.head = nn.Linear(8, 5)
 
     def forward(self, x):
@@ -73,7 +78,10 @@ def words(i):
     return torch.randint(0, 20, (4, 6), generator=g), torch.randint(0, 20, (24,), generator=g)
 
 
-@pytest.mark.parametrize("cell", [lambda: nn.LSTM(8, 8, 2, batch_first=True), lambda: nn.GRU(8, 8, 2, batch_first=True), lambda: nn.RNN(8, 8)])
+@pytest.mark.parametrize(
+    "cell",
+    [lambda: nn.LSTM(8, 8, 2, batch_first=True), lambda: nn.GRU(8, 8, 2, batch_first=True), lambda: nn.RNN(8, 8)],
+)
 def test_recurrent_layers(cell):
     agree(beside(lambda: Words(cell()), adamw(), words, cross_entropy, clip_norm=0.5))
 
@@ -100,12 +108,20 @@ def varied(i):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_control_flow_that_depends_on_values(precision):
-    agree(beside(Searching, sgd(), varied, cross_entropy, precision=precision), *((2e-2, 5e-2) if precision == "bf16" else ()))
+    agree(
+        beside(Searching, sgd(), varied, cross_entropy, precision=precision),
+        *((2e-2, 5e-2) if precision == "bf16" else ()),
+    )
 
 
-@pytest.mark.parametrize("optimizer", [adam(), sgd(momentum=0.9), sgd(weight_decay=0.1)], ids=["adam", "momentum", "decay"])
+@pytest.mark.parametrize(
+    "optimizer", [adam(), sgd(momentum=0.9), sgd(weight_decay=0.1)], ids=["adam", "momentum", "decay"]
+)
 @pytest.mark.xfail(
-    strict=True, reason="a weight on the way not taken has a gradient of zero here, none in torch: moments and decay move it here alone"
+    strict=True,
+    reason=(
+        "a weight on the way not taken has a gradient of zero here, none in torch: moments and decay move it here alone"
+    ),
 )
 def test_weights_on_the_way_not_taken_stay(optimizer):
     agree(beside(Searching, optimizer, varied, cross_entropy))
@@ -244,7 +260,11 @@ def test_operators_of_torch_alone(turned):
 
 def mixtral(experts, aux):
     config = hf.MixtralConfig(
-        **{**TEXT, "num_hidden_layers": 1}, num_key_value_heads=2, num_local_experts=4, router_jitter_noise=0.0, output_router_logits=aux
+        **{**TEXT, "num_hidden_layers": 1},
+        num_key_value_heads=2,
+        num_local_experts=4,
+        router_jitter_noise=0.0,
+        output_router_logits=aux,
     )
     config._experts_implementation = experts
     return hf.MixtralForCausalLM(config)
@@ -359,7 +379,9 @@ def test_a_loss_that_is_trained_too():
     optimizers = [torch.optim.AdamW([*model.parameters(), *loss.parameters()], lr=0.1) for model, loss in pairs]
     step = mycel.train_step(pairs[0][0], optimizers[0], pairs[0][1], compile=False)
     for i in range(5):
-        assert step(*rows(i)).item() == pytest.approx(plain_step(pairs[1][0], optimizers[1], rows(i), pairs[1][1]), rel=1e-5)
+        assert step(*rows(i)).item() == pytest.approx(
+            plain_step(pairs[1][0], optimizers[1], rows(i), pairs[1][1]), rel=1e-5
+        )
     torch.testing.assert_close(pairs[0][1].heat, pairs[1][1].heat)
 
 
@@ -396,7 +418,10 @@ def test_a_model_that_takes_any_arguments():
 def test_two_steps_over_two_optimisers():
     """An adversarial pair: each step trains one network through the other."""
     torch.manual_seed(0)
-    makers = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 6)), nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 1))
+    makers = (
+        nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 6)),
+        nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 1)),
+    )
     curves = []
     for ours in (True, False):
         maker, judge = copy.deepcopy(makers)
@@ -408,7 +433,10 @@ def test_two_steps_over_two_optimisers():
             return F.softplus(-out).mean() + F.softplus(judge(maker(noise).detach())).mean()
 
         optimizers = adam()(maker), adam()(judge)
-        steps = mycel.train_step(maker, optimizers[0], fool, compile=False), mycel.train_step(judge, optimizers[1], tell, compile=False)
+        steps = (
+            mycel.train_step(maker, optimizers[0], fool, compile=False),
+            mycel.train_step(judge, optimizers[1], tell, compile=False),
+        )
         curve = []
         for i in range(10):
             g = torch.Generator().manual_seed(i)
@@ -416,7 +444,10 @@ def test_two_steps_over_two_optimisers():
             if ours:
                 curve += [steps[1](real, noise).item(), steps[0](noise).item()]
                 continue
-            for optimizer, loss in ((optimizers[1], lambda: tell(judge(real), noise)), (optimizers[0], lambda: fool(maker(noise)))):
+            for optimizer, loss in (
+                (optimizers[1], lambda: tell(judge(real), noise)),
+                (optimizers[0], lambda: fool(maker(noise))),
+            ):
                 optimizer.zero_grad()
                 value = loss()
                 value.backward()

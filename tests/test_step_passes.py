@@ -1,4 +1,5 @@
-"""The passes of a training step: one golden text for each, and the law of each over a program of a repeated layer and over random programs."""
+"""The passes of a training step: one golden text for each, and the law of each over a program of a repeated layer and
+over random programs."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from mycel.ir import Role, check, is_float
 from mycel.lower import reside
 from mycel.plan import CPU, Costs, residuals
 from mycel.run import emit, interpret, load
-from mycel.transform import Group
+from mycel.transform import ParameterGroup
 
 LOSS = """\
 def layer(x: f32[4,8], w: f32[8,8], b: f32[8]):
@@ -82,12 +83,14 @@ def test_head_leaves_logits_that_others_see(monkeypatch):
     assert transform.head(program) == program
 
 
-def groups() -> list[Group]:
+def groups() -> list[ParameterGroup]:
     flags = (("decoupled", True), ("amsgrad", False), ("maximize", False))
     hyper = ("lr", "beta1", "beta2", "eps", "weight_decay")
     return [
-        Group("adam", ("0.weight", "0.bias", "1.weight", "1.bias"), ("exp_avg", "exp_avg_sq", "step"), hyper, flags),
-        Group("sgd", ("head",), (), ("lr", "momentum", "dampening", "weight_decay", "first_step"), name="1"),
+        ParameterGroup(
+            "adam", ("0.weight", "0.bias", "1.weight", "1.bias"), ("exp_avg", "exp_avg_sq", "step"), hyper, flags
+        ),
+        ParameterGroup("sgd", ("head",), (), ("lr", "momentum", "dampening", "weight_decay", "first_step"), name="1"),
     ]
 
 
@@ -119,7 +122,10 @@ def test_microbatch(ignored):
 
 def test_shares_go_by_terms():
     """A sum of a mean over counted rows and of something without a count."""
-    text = LOSS.replace("return loss", "r: f32[] = mean(w, dims=(0,1))\n  m: f32[] = mul(r, 0.1)\n  total: f32[] = add(loss, m)\n  return total")
+    text = LOSS.replace(
+        "return loss",
+        "r: f32[] = mean(w, dims=(0,1))\n  m: f32[] = mul(r, 0.1)\n  total: f32[] = add(loss, m)\n  return total",
+    )
     big = check(Program.parse(text.replace("[4,", "[8,").replace("i64[4]", "i64[8]")))
     shared, counting, _ = transform.shares(check(Program.parse(text)), big, WEIGHTS, BATCH, 2)
     assert len(counting.results) == 1
@@ -195,15 +201,22 @@ def test_residency_keeps_random_programs(program, price):
 
 
 def test_donated_updates_are_written_in_place():
-    """The generated step writes parameters and state where they are, in one call for all of them, and copies nothing else."""
+    """The generated step writes parameters and state where they are, in one call for all of them, and copies nothing
+    else."""
     stepping = check(transform.optimise(graded(loss_program()), groups(), 1, clip_norm=1.0))
     source = emit(stepping, donate=True, reuse=True)
     main = source.split("def main")[1]
-    assert main.count("adam_update(") == 1 and ".clone()" not in main and main.count(".copy_(") == 1  # the count of skipped steps
+    assert (
+        main.count("adam_update(") == 1 and ".clone()" not in main and main.count(".copy_(") == 1
+    )  # the count of skipped steps
     args: list = []
     for v in stepping.inputs:
         torch.manual_seed(len(args))
-        args.append(torch.rand(v.shape, dtype=v.dtype) * 0.1 if v.dtype.is_floating_point else torch.zeros(v.shape, dtype=v.dtype))
+        args.append(
+            torch.rand(v.shape, dtype=v.dtype) * 0.1
+            if v.dtype.is_floating_point
+            else torch.zeros(v.shape, dtype=v.dtype)
+        )
     wanted = interpret(stepping, [x.clone() for x in args])
     run, _ = load(stepping, torch.device("cpu"), reuse=True, donate=True)
     with torch.no_grad():

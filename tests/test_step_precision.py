@@ -1,4 +1,5 @@
-"""Steps in 16 bits stay within the noise of torch's autocast; steps whose gradients are not finite change nothing at all."""
+"""Steps in 16 bits stay within the noise of torch's autocast; steps whose gradients are not finite change nothing at
+all."""
 
 import copy
 import importlib
@@ -12,7 +13,11 @@ from torch import nn
 
 import mycel
 
-MODELS = {"llama": (lambda: llama(num_hidden_layers=2), text), "gpt2": (lambda: gpt2(n_layer=2), text), "vit": (small_vit, image)}
+MODELS = {
+    "llama": (lambda: llama(num_hidden_layers=2), text),
+    "gpt2": (lambda: gpt2(n_layer=2), text),
+    "vit": (small_vit, image),
+}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 STEPS = 30
 
@@ -37,7 +42,8 @@ NEAR = {"bf16": 1.5, "fp16": 2.0}
 
 
 def noise_of(name, precision, **settings):
-    """How far from fp32: ours and autocast's, on the mean over a few seeds and thirty steps; and the steps that each skipped."""
+    """How far from fp32: ours and autocast's, on the mean over a few seeds and thirty steps; and the steps that each
+    skipped."""
     make, batches = MODELS[name]
     found, noise = [], []
     for seed in range(2):
@@ -50,11 +56,19 @@ def noise_of(name, precision, **settings):
 
         exact = autocast_curve(models[0], shifted, None)
         noise.append((autocast_curve(models[1], shifted, DTYPES[precision]) - exact).abs().mean())
-        step = mycel.train_step(models[2], torch.optim.AdamW(models[2].parameters(), lr=1e-3), precision=precision, compile=False, **settings)
+        step = mycel.train_step(
+            models[2],
+            torch.optim.AdamW(models[2].parameters(), lr=1e-3),
+            precision=precision,
+            compile=False,
+            **settings,
+        )
         curve = torch.stack([step(**shifted(i)) for i in range(STEPS)])
         assert curve.dtype == torch.float32
         assert all(p.dtype == torch.float32 for p in models[2].parameters())
-        assert all(v.dtype == torch.float32 for s in step.optimizer.state.values() for v in s.values()), "weights and their moments stay in fp32"
+        assert all(v.dtype == torch.float32 for s in step.optimizer.state.values() for v in s.values()), (
+            "weights and their moments stay in fp32"
+        )
         found.append((curve - exact).abs().mean())
     return torch.stack(found).mean().item(), torch.stack(noise).mean().item()
 
@@ -123,7 +137,8 @@ def test_the_loss_scale_leaves_gradients_as_they_are():
     torch.testing.assert_close(norms[0], norms[1], rtol=1e-2, atol=0)
 
 
-# -- what is not finite is skipped ------------------------------------------------------------------------------------------
+# -- what is not finite is skipped
+# ------------------------------------------------------------------------------------------
 
 
 class Normed(nn.Module):
@@ -139,7 +154,14 @@ class Normed(nn.Module):
         return self.body(x)
 
 
-FORMS = [{}, {"clip_norm": 0.5}, {"accumulate": 2}, {"accumulate": 4, "clip_norm": 0.5}, {"precision": "bf16"}, {"precision": "fp16"}]
+FORMS = [
+    {},
+    {"clip_norm": 0.5},
+    {"accumulate": 2},
+    {"accumulate": 4, "clip_norm": 0.5},
+    {"precision": "bf16"},
+    {"precision": "fp16"},
+]
 
 
 @pytest.mark.parametrize("settings", FORMS, ids=str)

@@ -1,4 +1,5 @@
-"""torch's own objects stay usable around a step: optimisers, schedulers, the model itself, and torch's random numbers."""
+"""torch's own objects stay usable around a step: optimisers, schedulers, the model itself, and torch's random
+numbers."""
 
 import copy
 import warnings
@@ -11,9 +12,16 @@ from test_step import text
 from torch import nn
 from torch.optim import lr_scheduler
 
-# -- the optimiser's state ------------------------------------------------------------------------------------------------
+# -- the optimiser's state
+# ------------------------------------------------------------------------------------------------
 
-OPTIMISERS = [sgd(), sgd(momentum=0.9, dampening=0.3), sgd(momentum=0.9, nesterov=True), adam(weight_decay=0.1), adamw(amsgrad=True)]
+OPTIMISERS = [
+    sgd(),
+    sgd(momentum=0.9, dampening=0.3),
+    sgd(momentum=0.9, nesterov=True),
+    adam(weight_decay=0.1),
+    adamw(amsgrad=True),
+]
 
 
 @pytest.mark.parametrize("optimizer", OPTIMISERS)
@@ -54,7 +62,9 @@ def test_loading_a_state_midway_goes_back_to_it_bitwise(optimizer):
     assert len(pair.step.entries) == 1, "nothing is compiled again"
 
 
-# -- schedulers -----------------------------------------------------------------------------------------------------------
+# -- schedulers ------------------------------------------------------------------------------------------------------
+# -
+# -
 
 SCHEDULERS = {
     "step": lambda o: lr_scheduler.StepLR(o, 3, 0.5),
@@ -62,7 +72,9 @@ SCHEDULERS = {
     "one cycle": lambda o: lr_scheduler.OneCycleLR(o, max_lr=0.2, total_steps=12),
     "cyclic": lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.2, step_size_up=3, cycle_momentum="momentum" in o.defaults),
     "lambda": lambda o: lr_scheduler.LambdaLR(o, lambda k: 1 / (k + 1)),
-    "sequence": lambda o: lr_scheduler.SequentialLR(o, [lr_scheduler.LinearLR(o, 0.1, total_iters=3), lr_scheduler.ExponentialLR(o, 0.9)], [3]),
+    "sequence": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.LinearLR(o, 0.1, total_iters=3), lr_scheduler.ExponentialLR(o, 0.9)], [3]
+    ),
     "plateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=0, threshold=0.5),
 }
 
@@ -84,7 +96,8 @@ def test_schedulers(name, optimizer):
     assert len(pair.step.entries) == 1
 
 
-# -- changes on the way ----------------------------------------------------------------------------------------------------
+# -- changes on the way
+# ----------------------------------------------------------------------------------------------------
 
 
 def by_hand(i, model, optimizer):
@@ -125,7 +138,9 @@ def decouple(i, model, optimizer):
     optimizer.param_groups[0]["decoupled_weight_decay"] = i >= 3
 
 
-@pytest.mark.parametrize("optimizer", [sgd(momentum=0.9, weight_decay=0.1), adam(weight_decay=0.1), adamw()], ids=["sgd", "adam", "adamw"])
+@pytest.mark.parametrize(
+    "optimizer", [sgd(momentum=0.9, weight_decay=0.1), adam(weight_decay=0.1), adamw()], ids=["sgd", "adam", "adamw"]
+)
 @pytest.mark.parametrize("change", [by_hand, freeze, thaw, flip, disturb, swap_head])
 def test_changes_on_the_way(change, optimizer):
     agree(beside(mlp, optimizer, rows, cross_entropy, change=change), params=1e-5)
@@ -140,7 +155,10 @@ def test_a_group_added_on_the_way():
         if i == 4:
             optimizer.add_param_group({"params": model[0].parameters(), "lr": 0.05, "weight_decay": 0.3})
 
-    agree(beside(mlp, lambda m: torch.optim.Adam(m[2].parameters(), lr=0.01), rows, cross_entropy, change=add), params=1e-5)
+    agree(
+        beside(mlp, lambda m: torch.optim.Adam(m[2].parameters(), lr=0.01), rows, cross_entropy, change=add),
+        params=1e-5,
+    )
 
 
 def test_batches_of_other_shapes_and_dtypes():
@@ -154,7 +172,9 @@ def test_a_last_batch_that_is_smaller_takes_part():
     agree(beside(mlp, sgd(momentum=0.9), lambda i: rows(i, sizes[i]), cross_entropy, steps=6), params=1e-5)
 
 
-# -- the model ---------------------------------------------------------------------------------------------------------------
+# -- the model -------------------------------------------------------------------------------------------------------
+# -
+# -
 
 
 def test_the_model_is_trained_in_place():
@@ -182,7 +202,11 @@ def test_preparing_changes_nothing():
     """Neither weights nor statistics, optimiser or random numbers; the first step is then the same as without."""
     losses = []
     for prepared in (False, True):
-        pair = both(lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 5)), adamw(), cross_entropy)
+        pair = both(
+            lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 5)),
+            adamw(),
+            cross_entropy,
+        )
         torch.manual_seed(3)
         before = frozen_copy(pair.model, pair.optimizer, torch.get_rng_state())
         if prepared:
@@ -199,9 +223,20 @@ def test_train_and_eval_mode_are_seen():
     agree(beside(make, sgd(), rows, cross_entropy, change=lambda i, m, o: m.train(i % 4 < 2)), params=1e-5)
 
 
-@pytest.mark.xfail(strict=True, raises=Exception, reason="BatchNorm with momentum=None asks for a Python float of its count: refused by capture")
+@pytest.mark.xfail(
+    strict=True,
+    raises=Exception,
+    reason="BatchNorm with momentum=None asks for a Python float of its count: refused by capture",
+)
 def test_batch_norm_with_a_cumulative_average():
-    agree(beside(lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8, momentum=None), nn.Linear(8, 5)), sgd(), rows, cross_entropy))
+    agree(
+        beside(
+            lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8, momentum=None), nn.Linear(8, 5)),
+            sgd(),
+            rows,
+            cross_entropy,
+        )
+    )
 
 
 def test_tied_weights_stay_tied():
@@ -220,7 +255,9 @@ def test_hooks_of_forward_are_seen():
     agree(beside(hooked, sgd(), rows, cross_entropy), params=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["gradient of a parameter", "after accumulation", "backward of a module", "step of the optimiser"])
+@pytest.mark.parametrize(
+    "kind", ["gradient of a parameter", "after accumulation", "backward of a module", "step of the optimiser"]
+)
 def test_hooks_of_backward_are_called_or_refused(kind):
     import mycel
 
@@ -242,14 +279,18 @@ def test_hooks_of_backward_are_called_or_refused(kind):
     assert calls
 
 
-# -- random numbers -------------------------------------------------------------------------------------------------------
+# -- random numbers --------------------------------------------------------------------------------------------------
+# -
+# -
 
 
 def dropped(rate=0.5):
     return nn.Sequential(nn.Linear(6, 32), nn.Dropout(rate), nn.Linear(32, 5))
 
 
-@pytest.mark.parametrize("settings", [{}, {"accumulate": 4}, {"precision": "bf16"}, {"precision": "fp16", "accumulate": 2}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{}, {"accumulate": 4}, {"precision": "bf16"}, {"precision": "fp16", "accumulate": 2}], ids=str
+)
 def test_dropout_follows_the_seed(settings):
     curves = []
     for seed in (7, 7, 8):
@@ -282,7 +323,9 @@ def test_masks_differ_between_rows_parts_and_steps(parts):
         seen.append(before - pair.model.w.detach())
     assert not torch.equal(seen[0], seen[1]) and not torch.equal(seen[1], seen[2]), "other masks at another step"
     for passed in seen:
-        assert len(passed.unique()) == 5, "each weight passes 0 to 4 times: with one mask for all rows or parts, never or always"
+        assert len(passed.unique()) == 5, (
+            "each weight passes 0 to 4 times: with one mask for all rows or parts, never or always"
+        )
 
 
 class Inner(nn.Module):

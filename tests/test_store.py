@@ -88,7 +88,10 @@ def test_a_failed_save_leaves_the_old_file(saved, monkeypatch):
 
 def test_names_in_a_file_cannot_reach_python(tmp_path):
     """Operators and targets are looked up, never evaluated."""
-    text = 'def main(x: f32[2]):\n  y: f32[2] = opaque(x, args=(("x", 0),), target="aten.__import__(\'os\').default")\n  return y\n'
+    text = (
+        "def main(x: f32[2]):\n"
+        '  y: f32[2] = opaque(x, args=(("x", 0),), target="aten.__import__(\'os\').default")\n  return y\n'
+    )
     with pytest.raises(mycel.MycelError):
         Program.parse(text)
 
@@ -98,7 +101,9 @@ def test_a_text_cannot_smuggle_python_in_or_act_before_it_is_run(tmp_path):
     with pytest.raises(mycel.TextError):
         Program.parse(smuggled)
     made = tmp_path / "made"
-    acting = f'def main():\n  y: f32[4] = opaque(args=("{made}", True, 4), target="aten.from_file.default")\n  return y\n'
+    acting = (
+        f'def main():\n  y: f32[4] = opaque(args=("{made}", True, 4), target="aten.from_file.default")\n  return y\n'
+    )
     with pytest.raises(mycel.IRError, match="no function of tensors"):
         Program.parse(acting)
     assert not made.exists()

@@ -47,12 +47,48 @@ def test_random_programs_read_back(program):
 
 
 ODD = [
-    math.nan, math.inf, -math.inf, -0.0, 0.0, 1e-300, 1e22, 5e-324, 0.1, 1.0, 1, True, False, None, -1, 10**20,
-    complex(1, -2), complex(0.0, -0.0), complex(math.inf, math.nan),
-    "", "plain", 'say "hi"', "back\\slash", "a\nb", "\\n", "tab\there", "ünïcode ✓", "# no comment", "@ref", "(1, 2)", "None",
-    (), (1,), (1, 2), ((),), ((1,), (2, (3,))), (None, True, 1.5, "x"), torch.float32, torch.bool, (torch.bfloat16, torch.complex64),
+    math.nan,
+    math.inf,
+    -math.inf,
+    -0.0,
+    0.0,
+    1e-300,
+    1e22,
+    5e-324,
+    0.1,
+    1.0,
+    1,
+    True,
+    False,
+    None,
+    -1,
+    10**20,
+    complex(1, -2),
+    complex(0.0, -0.0),
+    complex(math.inf, math.nan),
+    "",
+    "plain",
+    'say "hi"',
+    "back\\slash",
+    "a\nb",
+    "\\n",
+    "tab\there",
+    "ünïcode ✓",
+    "# no comment",
+    "@ref",
+    "(1, 2)",
+    "None",
+    (),
+    (1,),
+    (1, 2),
+    ((),),
+    ((1,), (2, (3,))),
+    (None, True, 1.5, "x"),
+    torch.float32,
+    torch.bool,
+    (torch.bfloat16, torch.complex64),
     ((-0.0,), (math.nan,)),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("value", ODD, ids=repr)
@@ -89,7 +125,9 @@ def test_numbers_are_told_apart():
 def test_constants_are_compared_by_bits():
     program = ZOO["equal_constants"]
     assert program == Program.parse(str(program), {k: c.clone() for k, c in program.consts.items()})  # they hold nan
-    assert program != Program.parse(str(program), {"table": CONSTS["table"].abs(), "copy": CONSTS["copy"]})  # -0.0 is not 0.0
+    assert program != Program.parse(
+        str(program), {"table": CONSTS["table"].abs(), "copy": CONSTS["copy"]}
+    )  # -0.0 is not 0.0
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (0, 3), (1,), (2, 0, 1)], ids=str)

@@ -1,4 +1,5 @@
-"""Tokenizers of Hugging Face folders: the same ids as transformers gives, chats by their template, and what is refused."""
+"""Tokenizers of Hugging Face folders: the same ids as transformers gives, chats by their template, and what is
+refused."""
 
 from __future__ import annotations
 
@@ -15,7 +16,10 @@ from mycel.errors import TrainError
 from mycel.train.data import prepare
 from mycel.train.tokenize import load_tokenizer
 
-CHATML = "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}</s>\n{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+CHATML = (
+    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}</s>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
 LAST_ONLY = "{% for m in messages %}{% if loop.last or m['role'] == 'user' %}{{ m['content'] }}{% endif %}{% endfor %}"
 
 
@@ -27,7 +31,10 @@ def folders(tmp_path_factory):
     corpus = ["the cat sat on the mat and the hat " * 9, "def f(x):\n    return x + 1\n" * 9]
     special = ["<s>", "</s>", "<|user|>", "<|assistant|>"]
     rust.train_from_iterator(
-        corpus, trainers.BpeTrainer(vocab_size=400, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+        corpus,
+        trainers.BpeTrainer(
+            vocab_size=400, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+        ),
     )
     root = tmp_path_factory.mktemp("tokenizers")
 
@@ -41,7 +48,12 @@ def folders(tmp_path_factory):
             mine.enable_truncation(limit)
             mine.enable_padding(length=limit)
         mine.save(str(folder / "tokenizer.json"))
-        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>", "chat_template": template}
+        settings = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": "<s>",
+            "eos_token": "</s>",
+            "chat_template": template,
+        }
         (folder / "tokenizer_config.json").write_text(json.dumps({k: v for k, v in settings.items() if v}))
         return folder
 
@@ -72,7 +84,10 @@ def test_what_the_folder_says_is_known(plain, folders):
 
 def test_limits_saved_in_the_folder_do_not_hold(folders, plain):
     limited = load_tokenizer(folders("limited", limit=4))
-    assert limited.encode("the cat sat on the mat").tolist() == plain.encode("the cat sat on the mat").tolist() and len(limited.encode("a")) == 1
+    assert (
+        limited.encode("the cat sat on the mat").tolist() == plain.encode("the cat sat on the mat").tolist()
+        and len(limited.encode("a")) == 1
+    )
 
 
 def test_the_fingerprint_follows_the_files(folders):
@@ -95,18 +110,37 @@ def test_documents_begin_and_end_as_the_tokenizer_says(folders, tmp_path, bos):
     tokenizer = load_tokenizer(folders(f"marks{bos}", bos=bos))
     (tmp_path / "a.jsonl").write_text('{"text": "the cat"}\n{"prompt": "the", "response": " mat"}\n')
     (tmp_path / "b.jsonl").write_text('{"text": "the hat"}\n')
-    data = prepare(tmp_path / "a.jsonl", validation=tmp_path / "b.jsonl", tokenizer=tokenizer, length=20, pack=False, cache=tmp_path / "cache")
+    data = prepare(
+        tmp_path / "a.jsonl",
+        validation=tmp_path / "b.jsonl",
+        tokenizer=tokenizer,
+        length=20,
+        pack=False,
+        cache=tmp_path / "cache",
+    )
     text, pair = documents(data.train, 2)
     begin = [0] if bos else []
     assert [t for t, _ in text] == [*begin, *tokenizer.encode("the cat"), 1] and all(t == label for t, label in text)
     assert [t for t, _ in pair] == [*begin, *tokenizer.encode("the"), *tokenizer.encode(" mat"), 1]
-    assert [label for _, label in pair] == [-100] * (len(begin) + len(tokenizer.encode("the"))) + [*tokenizer.encode(" mat"), 1]
+    assert [label for _, label in pair] == [-100] * (len(begin) + len(tokenizer.encode("the"))) + [
+        *tokenizer.encode(" mat"),
+        1,
+    ]
 
 
 def chats(tmp_path, tokenizer, messages):
     for name in ("a.jsonl", "b.jsonl"):
-        (tmp_path / name).write_text(json.dumps({"messages": [{"role": r, "content": c} for r, c in messages], "id": name}) + "\n")
-    return prepare(tmp_path / "a.jsonl", validation=tmp_path / "b.jsonl", tokenizer=tokenizer, length=64, pack=False, cache=tmp_path / "cache")
+        (tmp_path / name).write_text(
+            json.dumps({"messages": [{"role": r, "content": c} for r, c in messages], "id": name}) + "\n"
+        )
+    return prepare(
+        tmp_path / "a.jsonl",
+        validation=tmp_path / "b.jsonl",
+        tokenizer=tokenizer,
+        length=64,
+        pack=False,
+        cache=tmp_path / "cache",
+    )
 
 
 def test_in_chats_the_assistant_alone_carries_loss(folders, tmp_path):
@@ -129,7 +163,11 @@ def test_a_chat_may_begin_with_the_assistant(folders, tmp_path):
     [
         (None, [("user", "x"), ("assistant", "y")], "the tokenizer has no chat template"),
         (LAST_ONLY, [("user", "x"), ("assistant", "y"), ("user", "z"), ("assistant", "w")], "rewrites earlier turns"),
-        ("{{ raise_exception('roles must alternate') }}", [("user", "x"), ("assistant", "y")], "refuses these messages: roles must alternate"),
+        (
+            "{{ raise_exception('roles must alternate') }}",
+            [("user", "x"), ("assistant", "y")],
+            "refuses these messages: roles must alternate",
+        ),
     ],
 )
 def test_chats_that_cannot_be_told_apart_are_refused(folders, tmp_path, template, turns, why):

@@ -53,7 +53,9 @@ def test_the_rate_rises_to_lr_then_falls_to_the_floor(s):
 
 
 @pytest.mark.parametrize("warmup", [0, 1, 7])
-@pytest.mark.parametrize("name, kind, min_lr", [("cosine", "cosine", 0.0), ("linear", "linear", 0.0), ("cosine_with_min_lr", "cosine", 0.1)])
+@pytest.mark.parametrize(
+    "name, kind, min_lr", [("cosine", "cosine", 0.0), ("linear", "linear", 0.0), ("cosine_with_min_lr", "cosine", 0.1)]
+)
 def test_the_rate_is_that_of_transformers(name, kind, min_lr, warmup):
     from transformers import get_scheduler
 
@@ -85,7 +87,10 @@ def test_a_fraction_of_warm_up_and_an_unknown_schedule():
 def test_choosing_a_device(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert device.choose("auto") == device.choose("cpu") == torch.device("cpu")
-    with pytest.raises(TrainError, match=r"(?s)'cuda' was asked for, but .*\n  at        train\.device\n  try       device: auto, or cpu"):
+    with pytest.raises(
+        TrainError,
+        match=r"(?s)'cuda' was asked for, but .*\n  at        train\.device\n  try       device: auto, or cpu",
+    ):
         device.choose("cuda")
     for name in ("gpu", "cuda:", "cuda:-1", "CUDA", "auto:1", ""):
         with pytest.raises(TrainError, match=re.escape(f"device {name!r} is not known")):

@@ -21,10 +21,11 @@ from torch import nn
 
 from mycel.errors import TrainError
 from mycel.train.export import export
-from mycel.train.models import Model, build
+from mycel.train.models import LoadedModel, build
 from mycel.train.sample import generate
 
-# -- out ----------------------------------------------------------------------------------------------------------------
+# -- out -------------------------------------------------------------------------------------------------------------
+# -
 
 
 @pytest.mark.parametrize(("name", "shard"), FOLDERS)
@@ -38,7 +39,10 @@ def test_exported_loads_bitwise(name, shard, tmp_path):
     again = load_again(tmp_path / "deep" / "out")
     assert equal(bits(again), bits(model.module)) and ties(again) == ties(model.module)
     assert ((tmp_path / "deep" / "out" / "model.safetensors.index.json").exists()) == (shard == "20KB")
-    assert again.config.to_dict() == {**load_again(tmp_path / "in").config.to_dict(), "_name_or_path": again.config._name_or_path}
+    assert again.config.to_dict() == {
+        **load_again(tmp_path / "in").config.to_dict(),
+        "_name_or_path": again.config._name_or_path,
+    }
     assert equal(bits(build(tmp_path / "deep" / "out", None).module), bits(model.module))
     assert [p.name for p in (tmp_path / "deep").iterdir()] == ["out"]
 
@@ -69,7 +73,10 @@ def test_generation_settings_transformers_would_not_save(tmp_path):
     (tmp_path / "in" / "generation_config.json").write_text('{"temperature": 0.6, "top_p": 0.9, "do_sample": false}')
     model = build(tmp_path / "in", None)
     export(model.module, tmp_path / "out", config=model.config)
-    assert equal(bits(load_again(tmp_path / "out")), bits(model.module)) and model.module.generation_config.temperature == 0.6
+    assert (
+        equal(bits(load_again(tmp_path / "out")), bits(model.module))
+        and model.module.generation_config.temperature == 0.6
+    )
 
 
 def test_replaces_a_model_folder_whole_and_nothing_else(tmp_path):
@@ -90,7 +97,9 @@ def test_replaces_a_model_folder_whole_and_nothing_else(tmp_path):
 
 
 def intact(folder: Path, module: nn.Module) -> bool:
-    return equal(bits(load_again(folder)), bits(module)) and [p.name for p in folder.parent.iterdir() if p.name != "lost+found"] == [folder.name]
+    return equal(bits(load_again(folder)), bits(module)) and [
+        p.name for p in folder.parent.iterdir() if p.name != "lost+found"
+    ] == [folder.name]
 
 
 @pytest.mark.parametrize("limit", [100, 3_000, 40_000])
@@ -125,7 +134,7 @@ def test_disk_full(tmp_path):
         subprocess.run(["umount", str(tmp_path)], check=True)
 
 
-def killed(at: int, model: Model, folder: Path) -> bool:
+def killed(at: int, model: LoadedModel, folder: Path) -> bool:
     """kill -9 before the child's file operation number `at` in an export; False when it has fewer."""
     child = os.fork()
     if child:
@@ -134,7 +143,9 @@ def killed(at: int, model: Model, folder: Path) -> bool:
 
     def watch(event: str, arguments: tuple) -> None:
         nonlocal done
-        if event in ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree") and folder.name in str(arguments[0]):
+        if event in ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree") and folder.name in str(
+            arguments[0]
+        ):
             done += 1
             if done > at:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -147,7 +158,8 @@ def killed(at: int, model: Model, folder: Path) -> bool:
 
 
 def test_kill_at_any_moment(tmp_path):
-    """At all times one complete model is there, under its name or (between two renames) beside it; the next export puts all in order."""
+    """At all times one complete model is there, under its name or (between two renames) beside it; the next export puts
+    all in order."""
     now, other = (build(None, LLAMA, seed=seed) for seed in (1, 2))
     folder = tmp_path / "exported"
     export(now.module, folder, config=now.config)
@@ -169,8 +181,15 @@ def test_tokenizer_goes_along(tmp_path):
     for name in ("tokenizer.json", "tokenizer_config.json", "merges.txt", "private.txt"):
         (tmp_path / "words" / name).write_text(name)
     export(model.module, tmp_path / "out", config=model.config, tokenizer_folder=tmp_path / "words")
-    copied = {p.name for p in (tmp_path / "out").iterdir()} - {"config.json", "generation_config.json", "model.safetensors"}
-    assert copied == {"tokenizer.json", "tokenizer_config.json", "merges.txt"} and (tmp_path / "out" / "merges.txt").read_text() == "merges.txt"
+    copied = {p.name for p in (tmp_path / "out").iterdir()} - {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+    }
+    assert (
+        copied == {"tokenizer.json", "tokenizer_config.json", "merges.txt"}
+        and (tmp_path / "out" / "merges.txt").read_text() == "merges.txt"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -180,15 +199,23 @@ def byte_words(tmp_path_factory):
     return hf.AutoTokenizer.from_pretrained(folder, local_files_only=True)
 
 
-@given(text=st.text() | st.sampled_from(["<|bos|>", "a <|eos|> b", " \r\n\t ", "\x00", "e\u0301 ﬁ 🙂", "\ufeffdef f( ) :"]))
+@given(
+    text=st.text() | st.sampled_from(["<|bos|>", "a <|eos|> b", " \r\n\t ", "\x00", "e\u0301 ﬁ 🙂", "\ufeffdef f( ) :"])
+)
 @settings(max_examples=100, deadline=None)
 def test_byte_tokenizer_is_the_bytes(byte_words, text):
     ids = byte_words.encode(text)
     assert ids == list(text.encode()) and byte_words.decode(ids) == text
-    assert (byte_words.bos_token_id, byte_words.eos_token_id, len(byte_words), byte_words.model_max_length) == (256, 257, 258, 16)
+    assert (byte_words.bos_token_id, byte_words.eos_token_id, len(byte_words), byte_words.model_max_length) == (
+        256,
+        257,
+        258,
+        16,
+    )
 
 
-# -- sampling -----------------------------------------------------------------------------------------------------------
+# -- sampling --------------------------------------------------------------------------------------------------------
+# -
 
 
 @given(seed=st.integers(0, 2**31), temperature=st.sampled_from([5e-324, 0.5, 1.0, 3.0]))
@@ -215,7 +242,12 @@ def test_samples_follow_the_seed_and_the_distribution():
 def test_greedy_is_what_transformers_generates(name):
     module = make(name)
     there = module.generate(
-        torch.tensor([[5, 6, 7]]), attention_mask=torch.ones(1, 3), max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0
+        torch.tensor([[5, 6, 7]]),
+        attention_mask=torch.ones(1, 3),
+        max_new_tokens=12,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
     )
     assert generate(module, [5, 6, 7], 12, 0, 0, None) == there[0, 3:].tolist()
 
@@ -233,7 +265,8 @@ def test_text_longer_than_the_model_and_its_end():
 
 
 @pytest.mark.parametrize(
-    ("prompt", "tokens", "temperature"), [([], 3, 1.0), ([258], 3, 1.0), ([-1], 3, 1.0), ([1], -1, 1.0), ([1], 3, -0.1), ([1], 3, float("nan"))]
+    ("prompt", "tokens", "temperature"),
+    [([], 3, 1.0), ([258], 3, 1.0), ([-1], 3, 1.0), ([1], -1, 1.0), ([1], 3, -0.1), ([1], 3, float("nan"))],
 )
 def test_bad_requests(prompt, tokens, temperature):
     with pytest.raises(TrainError) as error:

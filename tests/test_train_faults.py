@@ -1,4 +1,5 @@
-"""Full disks, losses that are not finite, too little memory, bad input and odd input: each is told, and nothing is lost."""
+"""Full disks, losses that are not finite, too little memory, bad input and odd input: each is told, and nothing is
+lost."""
 
 from __future__ import annotations
 
@@ -34,7 +35,14 @@ from mycel.train.loop import train
 from mycel.train.progress import Progress
 from mycel.train.tokenize import Bytes
 
-BERT = {"model_type": "bert", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16, "vocab_size": 258}
+BERT = {
+    "model_type": "bert",
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 16,
+    "vocab_size": 258,
+}
 
 disk, mycel = training.disk, training.mycel  # fixtures
 
@@ -46,7 +54,9 @@ disk, mycel = training.disk, training.mycel  # fixtures
 def small_disk(tmp_path):
     path = tmp_path / "disk"
     path.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", path], capture_output=True, check=False).returncode:
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", path], capture_output=True, check=False
+    ).returncode:
         pytest.skip("mounting a disk is not allowed here")
     yield path
     subprocess.run(["umount", path], check=True)
@@ -55,13 +65,19 @@ def small_disk(tmp_path):
 @pytest.mark.parametrize("ends", ["free", "full"])
 def test_disk_full_while_saving(disk, tmp_path, small_disk, mycel, ends):
     saves = {"every": 3, "asynchronous": ends == "free"}
-    given = config(disk, small_disk / "run", checkpoint=saves, export=True, log={"curve": True, "tensorboard": True, "every": 3})
+    given = config(
+        disk, small_disk / "run", checkpoint=saves, export=True, log={"curve": True, "tensorboard": True, "every": 3}
+    )
     (tmp_path / "my.yaml").write_text(dump(given))
     code, told = mycel("train", "../my.yaml", cwd=small_disk, fill=4, **({"free": 10} if ends == "free" else {}))
-    assert "step 6 is not saved: disk full: needs" in told and "step 9 is not saved" in told and "Traceback" not in told, told
+    assert (
+        "step 6 is not saved: disk full: needs" in told and "step 9 is not saved" in told and "Traceback" not in told
+    ), told
     good = latest(small_disk / "run" / "checkpoints")
     if ends == "free":
-        assert code == 0 and good.name == "step-00000012" and (small_disk / "run" / "model" / "config.json").is_file(), told
+        assert (
+            code == 0 and good.name == "step-00000012" and (small_disk / "run" / "model" / "config.json").is_file()
+        ), told
         assert [r["step"] for r in measured(small_disk / "run")] == [1, 3, 4, 6, 8, 9, 12], "metrics waited for room"
     else:
         assert code == 1 and good.name == "step-00000003" and "not all of it could be saved" in told, told
@@ -81,8 +97,13 @@ def test_disk_full_from_the_start(disk, small_disk):
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(disk, tmp_path, capsys):
-    given = config(disk, tmp_path / "run", optimizer={"lr": 1e38}, train={"steps": 60}, schedule={"warmup": 0}, log={"every": 4})
-    with pytest.raises(TrainError, match=r"1\d steps in a row were skipped: their gradients are not finite\n  at        step \d to \d+, loss nan"):
+    given = config(
+        disk, tmp_path / "run", optimizer={"lr": 1e38}, train={"steps": 60}, schedule={"warmup": 0}, log={"every": 4}
+    )
+    with pytest.raises(
+        TrainError,
+        match=r"1\d steps in a row were skipped: their gradients are not finite\n  at        step \d to \d+, loss nan",
+    ):
         train(given)
     told = capsys.readouterr().out
     assert "skipped, weights unchanged" in told and "a lower optimizer.lr (it is 1e+38)" in told
@@ -98,7 +119,11 @@ def test_out_of_memory_is_told(disk, tmp_path, monkeypatch):
 
     monkeypatch.setattr(Step, "__call__", full)
     with pytest.raises(
-        TrainError, match=r"out of memory in step 1, which was predicted to need 0.0 GiB: CUDA out of memory. Tried[^\n]*\n  at        cpu"
+        TrainError,
+        match=(
+            r"out of memory in step 1, which was predicted to need 0.0 GiB: CUDA out of memory. Tried[^\n]*\n  "
+            r"at        cpu"
+        ),
     ):
         train(config(disk, tmp_path / "run"))
 
@@ -126,24 +151,33 @@ def empty(disk, tmp_path):
 
 
 def wrong_tokenizer(disk, tmp_path):
-    return {"model": {"config": {**LLAMA, "vocab_size": 200}}}, "the tokenizer does not belong to the model: it has 258 ids, the model 200"
+    return {
+        "model": {"config": {**LLAMA, "vocab_size": 200}}
+    }, "the tokenizer does not belong to the model: it has 258 ids, the model 200"
 
 
 def out_of_range(disk, tmp_path):
     np.save(tmp_path / "ids.npy", np.arange(1000) % 300)
-    return {"data": {"train": str(tmp_path / "ids.npy"), "tokenizer": None}}, "token id 258 is out of range: the model has ids 0 to 257"
+    return {
+        "data": {"train": str(tmp_path / "ids.npy"), "tokenizer": None}
+    }, "token id 258 is out of range: the model has ids 0 to 257"
 
 
 def shapes(disk, tmp_path):
     hf.AutoModelForCausalLM.from_config(hf.AutoConfig.for_model(**LLAMA)).save_pretrained(tmp_path / "base")
     told = json.loads((tmp_path / "base" / "config.json").read_text())
     (tmp_path / "base" / "config.json").write_text(json.dumps({**told, "intermediate_size": 48}))
-    return {"model": {"path": str(tmp_path / "base"), "config": None}}, "3 weights do not have the shape that config.json gives them"
+    return {
+        "model": {"path": str(tmp_path / "base"), "config": None}
+    }, "3 weights do not have the shape that config.json gives them"
 
 
 def no_tokenizer(disk, tmp_path):
     hf.AutoModelForCausalLM.from_config(hf.AutoConfig.for_model(**LLAMA)).save_pretrained(tmp_path / "base")
-    return {"model": {"path": str(tmp_path / "base"), "config": None}, "data": {"tokenizer": None}}, "text needs a tokenizer"
+    return {
+        "model": {"path": str(tmp_path / "base"), "config": None},
+        "data": {"tokenizer": None},
+    }, "text needs a tokenizer"
 
 
 def pictures(disk, tmp_path):
@@ -172,7 +206,10 @@ def padding(disk, tmp_path):
 
 def adapters(disk, tmp_path):
     (tmp_path / "adapter_config.json").write_text("{}")
-    return {"model": {"path": str(tmp_path), "config": None}, "data": {"tokenizer": None}}, "the folder holds LoRA adapters, not a model"
+    return {
+        "model": {"path": str(tmp_path), "config": None},
+        "data": {"tokenizer": None},
+    }, "the folder holds LoRA adapters, not a model"
 
 
 def too_long(disk, tmp_path):
@@ -191,10 +228,26 @@ def no_gpu(disk, tmp_path):
     return {"train": {"device": "cuda:77"}}, "device 'cuda:77' was asked for, but"
 
 
-@pytest.mark.parametrize("case", [
-    missing, empty, wrong_tokenizer, out_of_range, shapes, no_tokenizer, pictures, classes, padding, adapters, too_long, too_little_memory,
-    no_such_layer, no_gpu,
-], ids=lambda case: case.__name__)  # fmt: skip
+@pytest.mark.parametrize(
+    "case",
+    [
+        missing,
+        empty,
+        wrong_tokenizer,
+        out_of_range,
+        shapes,
+        no_tokenizer,
+        pictures,
+        classes,
+        padding,
+        adapters,
+        too_long,
+        too_little_memory,
+        no_such_layer,
+        no_gpu,
+    ],
+    ids=lambda case: case.__name__,
+)
 def test_bad_input_is_told_before_anything_is_made(disk, tmp_path, case):
     changes, message = case(disk, tmp_path)
     with pytest.raises(MycelError) as told:
@@ -207,7 +260,11 @@ def test_bad_input_is_told_before_anything_is_made(disk, tmp_path, case):
 @hypothesis.settings(max_examples=60, deadline=None)
 def test_examples_that_repeat_are_divided_or_the_way_out_is_one(sizes, split):
     """Equal examples stay on one side: where that leaves too few for validation, the split that is suggested works."""
-    rows = [json.dumps({"prompt": "ab", "response": "c" * (1 + kind)}) for kind, times in enumerate(sizes) for _ in range(times)]
+    rows = [
+        json.dumps({"prompt": "ab", "response": "c" * (1 + kind)})
+        for kind, times in enumerate(sizes)
+        for _ in range(times)
+    ]
     with tempfile.TemporaryDirectory() as name:
         file = Path(name, "rows.jsonl")
         file.write_text("\n".join(rows))
@@ -233,7 +290,10 @@ def copies(tmp_path):
 
 
 def other_end(tmp_path):
-    wanted = "the tokenizer ends a text with id 257, the model's eos_token_id is 2: what it writes will not end where it should\n"
+    wanted = (
+        "the tokenizer ends a text with id 257, the model's eos_token_id is 2: what it writes will not end where "
+        "it should\n"
+    )
     return {"model": {"config": {**LLAMA, "eos_token_id": 2}}}, wanted + "  try       model.config.eos_token_id=257"
 
 
@@ -244,7 +304,10 @@ def no_end(tmp_path):
 
 
 def adapters_of_nothing(tmp_path):
-    return {"model": {"lora": {"rank": 2, "merge": False}}, "export": True}, "the adapters are exported without the weights they belong to"
+    return {
+        "model": {"lora": {"rank": 2, "merge": False}},
+        "export": True,
+    }, "the adapters are exported without the weights they belong to"
 
 
 @pytest.mark.parametrize("case", [copies, other_end, no_end, adapters_of_nothing], ids=lambda case: case.__name__)

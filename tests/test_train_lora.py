@@ -1,4 +1,5 @@
-"""LoRA adapters: nothing at first, merged the same function, files as PEFT reads them, or refused with a clear message."""
+"""LoRA adapters: nothing at first, merged the same function, files as PEFT reads them, or refused with a clear
+message."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from mycel.train import lora
 from mycel.train.export import export
 from mycel.train.models import build, count
 
-# -- LoRA ---------------------------------------------------------------------------------------------------------------
+# -- LoRA ------------------------------------------------------------------------------------------------------------
+# -
 
 
 def adapted(name: str, *, filled: bool = True) -> nn.Module:
@@ -31,7 +33,10 @@ def adapted(name: str, *, filled: bool = True) -> nn.Module:
 def test_adapters_change_nothing_at_first_and_alone_train(name):
     plain, module = make(name), adapted(name, filled=False)
     assert torch.equal(logits(module, batch(name)), logits(plain, batch(name)))
-    assert {n.rpartition(".lora_")[2] for n, p in module.named_parameters() if p.requires_grad} == {"A.weight", "B.weight"}
+    assert {n.rpartition(".lora_")[2] for n, p in module.named_parameters() if p.requires_grad} == {
+        "A.weight",
+        "B.weight",
+    }
     assert count(module).trainable == sum(4 * (layer.ins + layer.outs) for layer in lora.adapters(module).values())
     module.train()(**batch(name)).logits.square().sum().backward()
     assert all(layer.lora_B.weight.grad.abs().sum() > 0 for layer in lora.adapters(module).values())
@@ -49,7 +54,9 @@ def test_merged_is_the_same_function_and_plain_again(name):
         torch.testing.assert_close(logits(module, batch(name)), before, rtol=1e-5, atol=1e-5)
     assert equal(bits(module), held) and torch.equal(logits(module, batch(name)), before)
     lora.merge(module)
-    assert {type(m) for m in module.modules()} == {type(m) for m in plain.modules()} and module.state_dict().keys() == plain.state_dict().keys()
+    assert {type(m) for m in module.modules()} == {
+        type(m) for m in plain.modules()
+    } and module.state_dict().keys() == plain.state_dict().keys()
     torch.testing.assert_close(logits(module, batch(name)), before, rtol=1e-5, atol=1e-5)
 
 
@@ -110,16 +117,25 @@ def test_what_targets_name():
 
     assert added("q_proj") == [f"model.layers.{i}.self_attn.q_proj" for i in range(2)]
     assert added("1.mlp.up_proj") == ["model.layers.1.mlp.up_proj"]
-    assert added(r".*\.1\..*(up|down)_proj", "up_proj") == [f"model.layers.{n}_proj" for n in ("0.mlp.up", "1.mlp.up", "1.mlp.down")]
+    assert added(r".*\.1\..*(up|down)_proj", "up_proj") == [
+        f"model.layers.{n}_proj" for n in ("0.mlp.up", "1.mlp.up", "1.mlp.down")
+    ]
     assert added("lm_head") == ["lm_head"]
 
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
-    [((2, 4, 0.0, ["q_proj", "qproj"]), "'qproj' names no layer of LlamaForCausalLM"), ((2, 4, 0.0, ["proj"]), "q_proj (2)"),
-     ((2, 4, 0.0, ["embed_tokens"]), "Embedding"), ((2, 4, 0.0, ["("]), "regular expression"), ((2, 4, 0.0, []), "down_proj"),
-     ((0, 4, 0.0, ["q_proj"]), "rank 0"), ((2, 4, 1.0, ["q_proj"]), "dropout 1.0"), ((2, 4, 0.0, ["lm_head"]), "model.embed_tokens")],
-)  # fmt: skip
+    [
+        ((2, 4, 0.0, ["q_proj", "qproj"]), "'qproj' names no layer of LlamaForCausalLM"),
+        ((2, 4, 0.0, ["proj"]), "q_proj (2)"),
+        ((2, 4, 0.0, ["embed_tokens"]), "Embedding"),
+        ((2, 4, 0.0, ["("]), "regular expression"),
+        ((2, 4, 0.0, []), "down_proj"),
+        ((0, 4, 0.0, ["q_proj"]), "rank 0"),
+        ((2, 4, 1.0, ["q_proj"]), "dropout 1.0"),
+        ((2, 4, 0.0, ["lm_head"]), "model.embed_tokens"),
+    ],
+)
 def test_bad_lora(arguments, says):
     module = build(None, {**LLAMA, "tie_word_embeddings": True}).module
     before = bits(module)

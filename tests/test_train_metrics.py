@@ -28,7 +28,9 @@ few = settings(max_examples=60, deadline=None)
 
 def python(code: str, *args: str) -> subprocess.CompletedProcess[str]:
     """Run code in a process of its own."""
-    return subprocess.run([sys.executable, "-c", code, *args], cwd=ROOT, text=True, capture_output=True, timeout=120, check=False)
+    return subprocess.run(
+        [sys.executable, "-c", code, *args], cwd=ROOT, text=True, capture_output=True, timeout=120, check=False
+    )
 
 
 # Metrics.
@@ -177,14 +179,19 @@ def test_records_lost_at_the_end_are_said(tmp_path):
     said: list[str] = []
     with Metrics(tmp_path, False, 3, said.append) as out:
         out.write(4, loss=1.0)
-    assert len(said) == 3 and "could not be cut off" in said[0] and "wait in memory" in said[1] and "are lost" in said[2]
+    assert (
+        len(said) == 3 and "could not be cut off" in said[0] and "wait in memory" in said[1] and "are lost" in said[2]
+    )
 
 
 # The curve.
 
 losses = st.one_of(st.floats(), st.floats(0, 10))
 runs = st.lists(
-    st.fixed_dictionaries({"step": st.integers(0, 10**6)}, optional={"loss": losses, "validation": losses, "note": st.text()}), max_size=30
+    st.fixed_dictionaries(
+        {"step": st.integers(0, 10**6)}, optional={"loss": losses, "validation": losses, "note": st.text()}
+    ),
+    max_size=30,
 )
 
 
@@ -244,7 +251,9 @@ def colours(path: Path) -> set[str]:
 
     pixels = (imread(path)[..., :3] * 255).round().astype(int)
     named = {"training": curve.BLUE, "validation": curve.ORANGE, "not finite": curve.RED}
-    return {name for name, code in named.items() if (pixels == [int(code[i : i + 2], 16) for i in (1, 3, 5)]).all(-1).any()}
+    return {
+        name for name, code in named.items() if (pixels == [int(code[i : i + 2], 16) for i in (1, 3, 5)]).all(-1).any()
+    }
 
 
 def test_the_picture_has_what_was_recorded(tmp_path):
@@ -275,5 +284,7 @@ except TrainError as error: print(error)
     path = tmp_path / "loss.png"
     path.write_bytes(b"the old one")
     done = python(code, str(path))
-    assert done.stdout.startswith(f"the loss curve could not be written: File too large\n  at        {path}"), done.stderr
+    assert done.stdout.startswith(f"the loss curve could not be written: File too large\n  at        {path}"), (
+        done.stderr
+    )
     assert path.read_bytes() == b"the old one" and list(tmp_path.iterdir()) == [path]

@@ -1,4 +1,5 @@
-"""Models into the trainer: Hugging Face folders and configurations, bit for bit, or refused with a clear message; their sizes and groups."""
+"""Models into the trainer: Hugging Face folders and configurations, bit for bit, or refused with a clear message; their
+sizes and groups."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from mycel.errors import TrainError
 from mycel.train.export import byte_tokenizer
 from mycel.train.models import build, count, flops_per_token, parameter_groups
 
-# -- in -----------------------------------------------------------------------------------------------------------------
+# -- in --------------------------------------------------------------------------------------------------------------
+# -
 
 
 @pytest.mark.parametrize(("name", "shard"), FOLDERS)
@@ -30,7 +32,9 @@ def test_saved_by_transformers_loads_bitwise(name, shard, tmp_path):
     model = build(tmp_path, None, weights="load")
     assert type(model.module) is type(there) and model.notes == ()
     assert equal(bits(model.module), bits(there)) and ties(model.module) == ties(there)
-    assert torch.equal(logits(model.module.eval(), batch(name)), logits(there, batch(name)))  # buffers that are not saved, too
+    assert torch.equal(
+        logits(model.module.eval(), batch(name)), logits(there, batch(name))
+    )  # buffers that are not saved, too
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("bert", torch.bfloat16), ("t5", torch.float16)])
@@ -45,7 +49,9 @@ def test_dtype_converts_as_transformers_does(name, dtype, tmp_path):
 def test_built_to_train_and_configuration_kept(tmp_path):
     saved(tmp_path)
     model = build(tmp_path, None)
-    assert all(part.training for part in model.module.modules()) and all(p.requires_grad for p in model.module.parameters())
+    assert all(part.training for part in model.module.modules()) and all(
+        p.requires_grad for p in model.module.parameters()
+    )
     assert not model.module.config.use_cache and model.config.use_cache
     assert model.tokenizer_folder is None and str(tmp_path) in model.source
     ids = torch.randint(0, 90, (2, 8))
@@ -70,7 +76,11 @@ def test_fresh_weights_are_transformers_own_and_repeat(seed):
     before = torch.get_rng_state()
     one, two, other = (build(None, LLAMA, seed=s) for s in (seed, seed, seed + 1))
     assert torch.equal(torch.get_rng_state(), before)
-    assert equal(bits(one.module), bits(there)) and equal(bits(one.module), bits(two.module)) and not equal(bits(one.module), bits(other.module))
+    assert (
+        equal(bits(one.module), bits(there))
+        and equal(bits(one.module), bits(two.module))
+        and not equal(bits(one.module), bits(other.module))
+    )
 
 
 def test_scratch_ignores_the_weights_that_are_there(tmp_path):
@@ -83,18 +93,24 @@ def test_scratch_ignores_the_weights_that_are_there(tmp_path):
 @pytest.mark.parametrize(
     ("kind", "architectures", "expected"),
     [
-        ("llama", None, "LlamaForCausalLM"), ("gpt2", None, "GPT2LMHeadModel"), ("bert", None, "BertForMaskedLM"),
+        ("llama", None, "LlamaForCausalLM"),
+        ("gpt2", None, "GPT2LMHeadModel"),
+        ("bert", None, "BertForMaskedLM"),
         ("t5", None, "T5ForConditionalGeneration"),
-        ("vit", None, "ViTForImageClassification"), ("bert", ["BertForSequenceClassification"], "BertForSequenceClassification"),
-        ("llama", ["LlamaModel"], "LlamaForCausalLM"), ("llama", ["Unheard"], "LlamaForCausalLM"), ("bart", None, "BartForConditionalGeneration"),
+        ("vit", None, "ViTForImageClassification"),
+        ("bert", ["BertForSequenceClassification"], "BertForSequenceClassification"),
+        ("llama", ["LlamaModel"], "LlamaForCausalLM"),
+        ("llama", ["Unheard"], "LlamaForCausalLM"),
+        ("bart", None, "BartForConditionalGeneration"),
     ],
-)  # fmt: skip
+)
 def test_class_by_architecture_else_by_task(kind, architectures, expected):
     small = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
     sizes = {
-        "t5": {"d_model": 16, "d_ff": 16, "num_layers": 1, "num_heads": 2, "vocab_size": 32}, "gpt2": {"n_embd": 16, "n_layer": 1, "n_head": 2},
+        "t5": {"d_model": 16, "d_ff": 16, "num_layers": 1, "num_heads": 2, "vocab_size": 32},
+        "gpt2": {"n_embd": 16, "n_layer": 1, "n_head": 2},
         "bart": {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": 64},
-    }  # fmt: skip
+    }
     config = {"model_type": kind, "architectures": architectures, **sizes.get(kind, small)}
     assert type(build(None, config, device="meta").module).__name__ == expected
 
@@ -113,7 +129,8 @@ def test_tokenizer_files_are_noticed(tmp_path):
     assert build(tmp_path, None).tokenizer_folder == tmp_path
 
 
-# -- refused on the way in --------------------------------------------------------------------------------------------------
+# -- refused on the way in
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["llama", "vit", "mixtral"])
@@ -125,7 +142,12 @@ def test_shapes_that_do_not_fit_are_listed(name, tmp_path):
         build(tmp_path, None)
     told(error, "shape", "64", "96", tmp_path)
     if name == "llama":
-        told(error, "9 weights", "model.layers.0.mlp.down_proj.weight: [32, 64] in the files, [32, 96] by the configuration", "and 5 more")
+        told(
+            error,
+            "9 weights",
+            "model.layers.0.mlp.down_proj.weight: [32, 64] in the files, [32, 96] by the configuration",
+            "and 5 more",
+        )
 
 
 def test_missing_weights_are_named(tmp_path):
@@ -174,7 +196,9 @@ def files(tmp_path_factory):
 
 
 @pytest.mark.parametrize("weights", ["auto", "load"])
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "pytorch_model-00001-of-00002.bin", "model-00001-of-00002.safetensors", "model.gguf"])
+@pytest.mark.parametrize(
+    "name", ["pytorch_model.bin", "pytorch_model-00001-of-00002.bin", "model-00001-of-00002.safetensors", "model.gguf"]
+)
 def test_weights_of_other_forms_are_refused(name, weights, tmp_path):
     """Never silently fresh weights instead of those that are there."""
     make("llama").config.save_pretrained(tmp_path)
@@ -195,9 +219,15 @@ def test_no_weights(tmp_path):
 
 @pytest.mark.parametrize(
     ("index", "says"),
-    [("{", "damaged"), ("[]", "damaged"), ("{}", "weight_map"), ('{"weight_map": {"a": "gone.safetensors"}}', "gone.safetensors"),
-     ('{"weight_map": {"a": "../model.safetensors"}}', "../model.safetensors"), ('{"weight_map": {"a": 3}}', "3")],
-)  # fmt: skip
+    [
+        ("{", "damaged"),
+        ("[]", "damaged"),
+        ("{}", "weight_map"),
+        ('{"weight_map": {"a": "gone.safetensors"}}', "gone.safetensors"),
+        ('{"weight_map": {"a": "../model.safetensors"}}', "../model.safetensors"),
+        ('{"weight_map": {"a": 3}}', "3"),
+    ],
+)
 def test_damaged_index(index, says, tmp_path):
     saved(tmp_path, max_shard_size="20KB")
     (tmp_path / "model.safetensors.index.json").write_text(index)
@@ -217,11 +247,18 @@ def test_missing_shard(tmp_path):
 
 @pytest.mark.parametrize(
     ("config", "says"),
-    [(None, "no config.json"), ("{", "cannot be read"), ("[1]", "model_type"), ("{}", "model_type"), ('{"model_type": "lama"}', "llama"),
-     ('{"model_type": "llama", "hidden_size": "wide"}', "hidden_size"), ('{"model_type": "llama", "hidden_size": 33}', "33"),
-     ('{"model_type": "unheard", "auto_map": {"AutoConfig": "code.Config"}}', "unheard"),
-     ('{"model_type": "llama", "quantization_config": {"quant_method": "bitsandbytes"}}', "quantised")],
-)  # fmt: skip
+    [
+        (None, "no config.json"),
+        ("{", "cannot be read"),
+        ("[1]", "model_type"),
+        ("{}", "model_type"),
+        ('{"model_type": "lama"}', "llama"),
+        ('{"model_type": "llama", "hidden_size": "wide"}', "hidden_size"),
+        ('{"model_type": "llama", "hidden_size": 33}', "33"),
+        ('{"model_type": "unheard", "auto_map": {"AutoConfig": "code.Config"}}', "unheard"),
+        ('{"model_type": "llama", "quantization_config": {"quant_method": "bitsandbytes"}}', "quantised"),
+    ],
+)
 def test_damaged_config(config, says, tmp_path):
     if config is not None:
         (tmp_path / "config.json").write_text(config)
@@ -232,9 +269,16 @@ def test_damaged_config(config, says, tmp_path):
 
 @pytest.mark.parametrize(
     ("config", "says"),
-    [({}, "model_type"), ({"model_type": "lama"}, "llama"), ({"model_type": ["llama"]}, "llama"), ({**LLAMA, "hidden_size": "wide"}, "wide"),
-     ({**LLAMA, "hiden_act": "gelu"}, "hidden_act"), ({**LLAMA, "hidden_act": "unheard"}, "unheard"), ({"model_type": "sam"}, "loss")],
-)  # fmt: skip
+    [
+        ({}, "model_type"),
+        ({"model_type": "lama"}, "llama"),
+        ({"model_type": ["llama"]}, "llama"),
+        ({**LLAMA, "hidden_size": "wide"}, "wide"),
+        ({**LLAMA, "hiden_act": "gelu"}, "hidden_act"),
+        ({**LLAMA, "hidden_act": "unheard"}, "unheard"),
+        ({"model_type": "sam"}, "loss"),
+    ],
+)
 def test_bad_configuration(config, says):
     with pytest.raises(TrainError) as error:
         build(None, config, device="meta")
@@ -260,7 +304,8 @@ def test_contradictions(tmp_path):
         build(tmp_path, None)
 
 
-# -- sizes --------------------------------------------------------------------------------------------------------------
+# -- sizes -----------------------------------------------------------------------------------------------------------
+# -
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -269,7 +314,9 @@ def test_flops_and_counts_of_a_llama(tied):
     module = build(None, {**LLAMA, "tie_word_embeddings": tied}).module
     weights = 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48 + 2 * 32) + 32 + 258 * 32
     sizes = count(module)
-    assert sizes.total == sizes.trainable == weights + (0 if tied else 258 * 32) and sizes.total_bytes == 4 * sizes.total
+    assert (
+        sizes.total == sizes.trainable == weights + (0 if tied else 258 * 32) and sizes.total_bytes == 4 * sizes.total
+    )
     assert sizes.embedding == (0 if tied else 258 * 32)
     assert flops_per_token(module, 16) == 6 * weights + 12 * 2 * 32 * 16 / 2 == flops_per_token(module.config, 16)
     module.requires_grad_(False)
@@ -283,7 +330,9 @@ def test_flops_count_what_a_token_visits():
     assert flops_per_token(module, 8) == 6 * (others + experts / 2) + 12 * 3 * 32 * 4
     assert flops_per_token(make("bert"), 8) - flops_per_token(make("bert"), 0) == 12 * 3 * 32 * 8  # sees both ways
     window = {**LLAMA, "model_type": "gemma2", "sliding_window": 4, "num_hidden_layers": 2, "head_dim": 8}
-    assert flops_per_token(build(None, window).module, 100) - flops_per_token(build(None, window).module, 0) == 12 * 32 * (50 + 4)
+    assert flops_per_token(build(None, window).module, 100) - flops_per_token(
+        build(None, window).module, 0
+    ) == 12 * 32 * (50 + 4)
     assert flops_per_token(make("t5"), 8) - flops_per_token(make("t5"), 0) == 12 * 32 * 3 * (8 + 12)
     assert flops_per_token(make("vit"), 16) > 0
 

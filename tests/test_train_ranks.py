@@ -1,4 +1,5 @@
-"""`mycel train` on several ranks: the losses of one process under every plan, runs that go on under any other, faults that are told.
+"""`mycel train` on several ranks: the losses of one process under every plan, runs that go on under any other, faults
+that are told.
 
 Worlds are forked from one warm process (`ranks_child.py`); the last tests start the command line itself.
 """
@@ -31,8 +32,21 @@ from mycel.train.ranks import Team, team
 
 disk = training.disk  # fixture
 
-MODEL = {"config": {**LLAMA, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}}
-QUIET = {"evaluate": {"every": 0}, "checkpoint": {"every": 0}, "log": {"every": 1, "curve": False, "tensorboard": False}}
+MODEL = {
+    "config": {
+        **LLAMA,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+}
+QUIET = {
+    "evaluate": {"every": 0},
+    "checkpoint": {"every": 0},
+    "log": {"every": 1, "curve": False, "tensorboard": False},
+}
 STEPS = 20
 
 
@@ -43,7 +57,9 @@ class Worlds:
         self.out = out
         script = Path(__file__).with_name("ranks_child.py")
         env = {**os.environ, "OMP_NUM_THREADS": "1", "MYCEL_TIMEOUT": "60"}
-        self.server = subprocess.Popen([sys.executable, script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
+        self.server = subprocess.Popen(
+            [sys.executable, script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
+        )
 
     def __call__(self, world: int, *runs: dict) -> list[str]:
         """What each rank printed; all have to end well."""
@@ -82,20 +98,31 @@ def alone(disk, tmp_path_factory):
 
 
 PLANS = {
-    "dp": {"dp": 4}, "zero1": {"dp": 4}, "zero2": {"dp": 4}, "zero3": {"dp": 4}, "zero3+tp": {"dp": 2, "tp": 2}, "dp+cp": {"dp": 2, "cp": 2},
-}  # fmt: skip
+    "dp": {"dp": 4},
+    "zero1": {"dp": 4},
+    "zero2": {"dp": 4},
+    "zero3": {"dp": 4},
+    "zero3+tp": {"dp": 2, "tp": 2},
+    "dp+cp": {"dp": 2, "cp": 2},
+}
 
 
 def test_losses_are_those_of_one_process_under_every_plan(disk, tmp_path, worlds, alone):
     """Also: each rank has its own log, only the first writes, and what comes out is what one process makes."""
-    runs = [{"settings": tiny(disk, tmp_path / plan, mesh, plan, export=plan == "zero3+tp")} for plan, mesh in PLANS.items()]
+    runs = [
+        {"settings": tiny(disk, tmp_path / plan, mesh, plan, export=plan == "zero3+tp")} for plan, mesh in PLANS.items()
+    ]
     told = worlds(4, *runs)
     for plan in PLANS:
         assert losses(tmp_path / plan) == pytest.approx(losses(alone), rel=1e-5), plan
         assert load(latest(tmp_path / plan / "checkpoints")).plan is not None
-        assert all([r["loss"] for r in metrics.read(tmp_path / plan, rank)] == losses(tmp_path / plan) for rank in (1, 2, 3))
+        assert all(
+            [r["loss"] for r in metrics.read(tmp_path / plan, rank)] == losses(tmp_path / plan) for rank in (1, 2, 3)
+        )
         assert nothing_left(tmp_path / plan)
-    assert "4 ranks, Mesh(dp=2, tp=2); plan zero3+tp" in told[0] and "2 (batch) x 1 (accumulate) x 2 (devices)" in told[0]
+    assert (
+        "4 ranks, Mesh(dp=2, tp=2); plan zero3+tp" in told[0] and "2 (batch) x 1 (accumulate) x 2 (devices)" in told[0]
+    )
     assert all(text == "run ended with 0\n" * len(PLANS) for text in told[1:])
     made, serial = (load_file(run / "model" / "model.safetensors") for run in (tmp_path / "zero3+tp", alone))
     assert made.keys() == serial.keys() and all(torch.allclose(made[k], serial[k], rtol=1e-5, atol=1e-5) for k in made)
@@ -106,9 +133,14 @@ def test_losses_are_those_of_one_process_under_every_plan(disk, tmp_path, worlds
 
 
 def test_a_run_goes_on_under_any_plan_on_any_number_of_ranks(disk, tmp_path, worlds, alone):
-    """4, 3, 2 and 1 ranks take turns, each stopped by a signal to one of them; what is loaded is to the bit what was saved."""
+    """4, 3, 2 and 1 ranks take turns, each stopped by a signal to one of them; what is loaded is to the bit what was
+    saved."""
     run = tmp_path / "run"
-    turns = [(4, {"dp": 2, "tp": 2}, "zero3+tp", [3, 4]), (3, {"dp": 3}, "zero3", [1, 8]), (2, {"tp": 2}, "tp", [0, 13])]
+    turns = [
+        (4, {"dp": 2, "tp": 2}, "zero3+tp", [3, 4]),
+        (3, {"dp": 3}, "zero3", [1, 8]),
+        (2, {"tp": 2}, "tp", [0, 13]),
+    ]
     for i, (world, mesh, plan, (rank, step)) in enumerate(turns):
         told = worlds(
             world,
@@ -126,7 +158,8 @@ def test_a_run_goes_on_under_any_plan_on_any_number_of_ranks(disk, tmp_path, wor
 
 
 def test_a_rank_reads_only_its_rows_and_moves_only_its_part(disk, tmp_path, worlds):
-    """Training and validation, rows that do not divide evenly or are none; with the losses of one process that reads all."""
+    """Training and validation, rows that do not divide evenly or are none; with the losses of one process that reads
+    all."""
     sections = {"evaluate": {"every": 2, "batches": 2}, "train": {"steps": 4, "accumulate": 2, "batch": 3}}
     assert train(config(disk, tmp_path / "alone", model=MODEL, **{**QUIET, **sections})) == 0
     curves = lambda run: [r[name] for name in ("loss", "validation") for r in measured(run) if name in r]
@@ -150,7 +183,13 @@ def latest_step(run: Path) -> int:
 
 def test_memory_of_a_rank_under_zero3_on_4_ranks(disk, tmp_path, worlds):
     """Parameters and optimiser state are a quarter; while the model is made, a rank never holds half of it."""
-    big = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 4}
+    big = {
+        "hidden_size": 128,
+        "intermediate_size": 352,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+    }
     sections = {"model": {"config": {**LLAMA, **big, "tie_word_embeddings": False}}, "train": {"steps": 1}}
     found = lambda text: json.loads(next(line for line in text.splitlines() if line.startswith("{")))
     serial = found(worlds(1, {"settings": tiny(disk, tmp_path / "one", **sections), "check": "memory"})[0])
@@ -164,22 +203,40 @@ def test_memory_of_a_rank_under_zero3_on_4_ranks(disk, tmp_path, worlds):
 
 
 def test_accumulation_validation_and_adapters(disk, tmp_path, worlds):
-    """Parts of a batch, dropout, validation on the way, LoRA merged on export: all as in one process; the sample is written by all together."""
-    gpt2 = {"model": {"config": training.GPT2, "lora": {"rank": 4, "dropout": 0.1, "targets": ["c_attn"]}}, "export": True}
+    """Parts of a batch, dropout, validation on the way, LoRA merged on export: all as in one process; the sample is
+    written by all together."""
+    gpt2 = {
+        "model": {"config": training.GPT2, "lora": {"rank": 4, "dropout": 0.1, "targets": ["c_attn"]}},
+        "export": True,
+    }
     some = {
-        "whole": {"train": {"steps": 6, "accumulate": 2, "precision": "bf16"}, "evaluate": {"every": 3, "batches": 2}, "sample": {"tokens": 4}},
+        "whole": {
+            "train": {"steps": 6, "accumulate": 2, "precision": "bf16"},
+            "evaluate": {"every": 3, "batches": 2},
+            "sample": {"tokens": 4},
+        },
         "lora": {**gpt2, "train": {"steps": 4}, "evaluate": {"every": 4, "batches": 2}},
-    }  # fmt: skip
+    }
     for name, sections in some.items():
         assert train(config(disk, tmp_path / f"{name}-1", **{"model": MODEL, **QUIET, **sections})) == 0
-    told = worlds(2, *({"settings": tiny(disk, tmp_path / f"{name}-2", {"dp": 2}, "zero3", **sections)} for name, sections in some.items()))
+    told = worlds(
+        2,
+        *(
+            {"settings": tiny(disk, tmp_path / f"{name}-2", {"dp": 2}, "zero3", **sections)}
+            for name, sections in some.items()
+        ),
+    )
     assert "sample\n\ndef" in told[0]
     for name, close in (("whole", 2e-3), ("lora", 1e-5)):  # sums of bf16 products in another order
         ours, theirs = measured(tmp_path / f"{name}-2"), measured(tmp_path / f"{name}-1")
         for key in ("loss", "validation"):
-            assert [r[key] for r in ours if key in r] == pytest.approx([r[key] for r in theirs if key in r], rel=close), (name, key)
+            assert [r[key] for r in ours if key in r] == pytest.approx(
+                [r[key] for r in theirs if key in r], rel=close
+            ), (name, key)
     merged = [load_file(tmp_path / f"lora-{n}" / "model" / "model.safetensors") for n in (1, 2)]
-    assert merged[0].keys() == merged[1].keys() and all(torch.allclose(merged[1][k], x, rtol=1e-5, atol=1e-5) for k, x in merged[0].items())
+    assert merged[0].keys() == merged[1].keys() and all(
+        torch.allclose(merged[1][k], x, rtol=1e-5, atol=1e-5) for k, x in merged[0].items()
+    )
 
 
 def test_weights_of_a_folder_are_read_in_parts(disk, tmp_path, worlds, alone):
@@ -192,7 +249,8 @@ def test_weights_of_a_folder_are_read_in_parts(disk, tmp_path, worlds, alone):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "plan", "mesh"), [("qwen2_moe", "zero3", {"dp": 2}), ("gpt2", "tp", {"tp": 2}), ("llama", "tp2d", {"tx": 2, "ty": 2})]
+    ("kind", "plan", "mesh"),
+    [("qwen2_moe", "zero3", {"dp": 2}), ("gpt2", "tp", {"tp": 2}), ("llama", "tp2d", {"tx": 2, "ty": 2})],
 )
 def test_other_families_come_out_as_from_one_process(disk, tmp_path, worlds, kind, plan, mesh):
     model = {"config": {"model_type": kind, **FAMILIES[kind], "bos_token_id": 1, "eos_token_id": 1}}
@@ -202,7 +260,9 @@ def test_other_families_come_out_as_from_one_process(disk, tmp_path, worlds, kin
     for key in ("loss", "validation"):
         ours, theirs = ([r[key] for r in measured(tmp_path / run) if key in r] for run in ("ranks", "one"))
         assert ours == pytest.approx(theirs, rel=1e-5)
-    ours, theirs = (hf.AutoModelForCausalLM.from_pretrained(tmp_path / run / "model").state_dict() for run in ("ranks", "one"))
+    ours, theirs = (
+        hf.AutoModelForCausalLM.from_pretrained(tmp_path / run / "model").state_dict() for run in ("ranks", "one")
+    )
     assert all(torch.allclose(ours[k], theirs[k], rtol=1e-5, atol=1e-5) for k in theirs)
 
 
@@ -210,12 +270,20 @@ def test_other_families_come_out_as_from_one_process(disk, tmp_path, worlds, kin
 
 
 def test_ranks_that_differ_and_plans_and_meshes_that_do_not_fit_are_refused(disk, tmp_path, worlds):
-    given, other = (tiny(disk, tmp_path / "run", {"dp": 2}, plan, optimizer={"lr": lr}) for plan, lr in (("dp", 0.01), ("zero1", 0.02)))
+    given, other = (
+        tiny(disk, tmp_path / "run", {"dp": 2}, plan, optimizer={"lr": lr})
+        for plan, lr in (("dp", 0.01), ("zero1", 0.02))
+    )
     for text in worlds(2, {"settings": given, "others": {"1": other}, "ends": 1}):
         assert "config is not the same on all ranks: - on rank 0, + on rank 1" in text
-        assert all(line in text for line in ("-  lr: 0.01", "+  lr: 0.02", "-  plan: dp", "+  plan: zero1", "+zero: 1 over dp")), text
+        assert all(
+            line in text for line in ("-  lr: 0.01", "+  lr: 0.02", "-  plan: dp", "+  plan: zero1", "+zero: 1 over dp")
+        ), text
         assert "plan is not the same on all ranks" in text and "at        before the first collective" in text
-    meshes = [({"dp": 3}, "the mesh has 3 ranks, but 2 processes run"), ({"xy": 2}, "none is ready for axis 'xy' of Mesh(xy=2)")]
+    meshes = [
+        ({"dp": 3}, "the mesh has 3 ranks, but 2 processes run"),
+        ({"xy": 2}, "none is ready for axis 'xy' of Mesh(xy=2)"),
+    ]
     told = worlds(2, *({"settings": tiny(disk, tmp_path / "run", mesh), "ends": 1} for mesh, _ in meshes))
     assert all(what in text for _, what in meshes for text in told), told
     plans = {
@@ -223,7 +291,10 @@ def test_ranks_that_differ_and_plans_and_meshes_that_do_not_fit_are_refused(disk
         "no axis 'tp'\n  the mesh  Mesh(dp=2)": {"*.q_proj.weight": ["tp", "-"]},
         "axis 'dp' is used twice": {"*.q_proj.weight": ["dp", "dp"]},
     }
-    told = worlds(2, *({"settings": tiny(disk, tmp_path / "run", {"dp": 2}, {"parameters": p}), "ends": 1} for p in plans.values()))
+    told = worlds(
+        2,
+        *({"settings": tiny(disk, tmp_path / "run", {"dp": 2}, {"parameters": p}), "ends": 1} for p in plans.values()),
+    )
     assert all(what in text for what in plans for text in told), told
     assert not (tmp_path / "run").exists()
 
@@ -245,10 +316,23 @@ class Launched:
     def __init__(self, disk: Path, folder: Path, *more: str, **env: str) -> None:
         self.run, self.folder = folder / "run", folder
         (folder / "my.yaml").write_text(dump(config(disk, self.run, model=MODEL, **QUIET)))
-        command = [sys.executable, "-m", "mycel", "train", "my.yaml", "--nproc", "2", "train.steps=1000000", "parallel.plan=zero3", *more]
+        command = [
+            sys.executable,
+            "-m",
+            "mycel",
+            "train",
+            "my.yaml",
+            "--nproc",
+            "2",
+            "train.steps=1000000",
+            "parallel.plan=zero3",
+            *more,
+        ]
         quick = {"OMP_NUM_THREADS": "1", "TMPDIR": str(folder), "MYCEL_TIMEOUT": "60", **env}
         self.out = open(folder / "out.txt", "w")  # noqa: SIM115
-        self.process = subprocess.Popen(command, cwd=folder, env={**os.environ, **quick}, stdout=self.out, stderr=subprocess.STDOUT)
+        self.process = subprocess.Popen(
+            command, cwd=folder, env={**os.environ, **quick}, stdout=self.out, stderr=subprocess.STDOUT
+        )
         self.ranks = self._ranks()
 
     def _ranks(self) -> dict[int, int]:
@@ -259,7 +343,9 @@ class Launched:
             time.sleep(0.1)
         found = {}
         for pid in Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split():
-            env = dict(each.split("=", 1) for each in Path(f"/proc/{pid}/environ").read_text().split("\0") if "=" in each)
+            env = dict(
+                each.split("=", 1) for each in Path(f"/proc/{pid}/environ").read_text().split("\0") if "=" in each
+            )
             found[int(env["RANK"])] = int(pid)
         return found
 
@@ -278,7 +364,9 @@ def test_a_killed_rank_ends_the_others_which_say_who_it_was(disk, tmp_path):
     launched = Launched(disk, tmp_path)
     os.kill(launched.ranks[1], signal.SIGKILL)
     assert launched.end() == 137
-    assert launched.told().count("rank 1 was killed by SIGKILL") == 2, launched.told()  # rank 0 by itself, and who started it
+    assert launched.told().count("rank 1 was killed by SIGKILL") == 2, (
+        launched.told()
+    )  # rank 0 by itself, and who started it
 
 
 def test_a_stopped_rank_is_named_at_the_timeout_with_collective_and_line(disk, tmp_path):
@@ -286,7 +374,13 @@ def test_a_stopped_rank_is_named_at_the_timeout_with_collective_and_line(disk, t
     os.kill(launched.ranks[1], signal.SIGSTOP)
     assert launched.end() == 71
     told = launched.told()
-    assert re.search(rf"no answer in \w+ over dp for 3 s: rank 1 is stopped \(process {launched.ranks[1]}, by SIGSTOP or a debugger\)", told), told
+    assert re.search(
+        (
+            rf"no answer in \w+ over dp for 3 s: rank 1 is stopped \(process {launched.ranks[1]}, by SIGSTOP or a "
+            r"debugger\)"
+        ),
+        told,
+    ), told
     assert re.search(r"at        (\S+\.py:\d+( backward)?|between steps), rank 0 waits in \w+ over dp", told), told
 
 
@@ -296,4 +390,6 @@ def test_sigterm_to_the_launcher_saves_and_ends_all_ranks(disk, tmp_path):
     launched.process.send_signal(signal.SIGTERM)
     assert launched.end() == 143
     assert "interrupted; step-" in launched.told() and nothing_left(launched.run), launched.told()
-    assert latest_step(launched.run) - measured(launched.run)[-1]["step"] in (0, 1), "the last step may not be reported yet"
+    assert latest_step(launched.run) - measured(launched.run)[-1]["step"] in (0, 1), (
+        "the last step may not be reported yet"
+    )

@@ -27,7 +27,9 @@ few = settings(max_examples=60, deadline=None)
 
 def python(code: str, *args: str) -> subprocess.CompletedProcess[str]:
     """Run code in a process of its own."""
-    return subprocess.run([sys.executable, "-c", code, *args], cwd=ROOT, text=True, capture_output=True, timeout=120, check=False)
+    return subprocess.run(
+        [sys.executable, "-c", code, *args], cwd=ROOT, text=True, capture_output=True, timeout=120, check=False
+    )
 
 
 def test_nothing_heavy_is_imported_before_it_is_used():
@@ -45,7 +47,13 @@ reports = st.lists(st.tuples(st.integers(-5, 10**6), st.fixed_dictionaries(dict.
 
 def terminal(width: int = 80, encoding: str = "utf-8") -> Console:
     """A console that takes itself for a terminal, writing to memory."""
-    return Console(file=io.TextIOWrapper(io.BytesIO(), encoding=encoding), force_terminal=True, width=width, height=20, legacy_windows=False)
+    return Console(
+        file=io.TextIOWrapper(io.BytesIO(), encoding=encoding),
+        force_terminal=True,
+        width=width,
+        height=20,
+        legacy_windows=False,
+    )
 
 
 def shown(progress: Progress) -> list[str]:
@@ -79,7 +87,14 @@ def test_plain_lines_never_raise_and_are_one_for_each_report(total, updates):
     told = [known for _, known in updates if any(known[name] is not None for name in fields[:-1]) or known["skipped"]]
     assert len(lines) == len(told) and all(line.startswith("step") for line in lines)
     assert "\x1b" not in out.getvalue()
-    words = {"loss": "loss ", "validation": "val ", "tokens_per_s": "tok/s", "mfu": "MFU", "lr": "lr ", "skipped": "skipped"}
+    words = {
+        "loss": "loss ",
+        "validation": "val ",
+        "tokens_per_s": "tok/s",
+        "mfu": "MFU",
+        "lr": "lr ",
+        "skipped": "skipped",
+    }
     for line, known in zip(lines, told, strict=True):
         for name, word in words.items():
             assert (word in line) == (bool(known[name]) if name == "skipped" else known[name] is not None)
@@ -91,13 +106,18 @@ def test_the_live_line_at_80_and_120_columns():
     assert shown(progress) == ["step 0/500  ────────────────────────────────────────  0%  first step, 0:01"]
     now = iter([100, *[102] * 50])
     progress.update(100, loss=2.5)
-    progress.update(120, loss=2.43118, validation=2.551, tokens_per_s=12345, mfu=0.412, memory_bytes=9.13 * 2**30, lr=3e-4)
+    progress.update(
+        120, loss=2.43118, validation=2.551, tokens_per_s=12345, mfu=0.412, memory_bytes=9.13 * 2**30, lr=3e-4
+    )
     words = "loss 2.4312  val 2.5510  12.3k tok/s  MFU 41.2%  9.1 GiB  lr 3.00e-04"
     assert shown(progress) == [f"step 120/500  {'━' * 5}{'─' * 14}  24%  {words}  0:38 left"]
     progress.console.width = 80
     assert shown(progress) == [f"step 120/500  {'━' * 10}{'─' * 30}  24%  0:38 left", words]
     progress.console.width = 40
-    assert shown(progress) == [f"step 120/500  {'━' * 2}{'─' * 8}  24%  0:38 left", "loss 2.4312  val 2.5510  12.3k tok/s"]
+    assert shown(progress) == [
+        f"step 120/500  {'━' * 2}{'─' * 8}  24%  0:38 left",
+        "loss 2.4312  val 2.5510  12.3k tok/s",
+    ]
     progress.update(500, loss=math.nan, skipped=3)
     progress.console.width = 80
     assert shown(progress)[0].endswith("100%  took 1:42  skipped 3") and shown(progress)[1].startswith("loss nan")
@@ -138,7 +158,9 @@ def test_the_table_before_step_1():
     assert out.getvalue() == "what will run\n  model          Llama [bold] 1.6 M\n  tokens a step  4,096\n\n"
     console = terminal(30)
     with console.capture() as capture:
-        Progress(console, 10, plain=False).summary([*rows, ("results", "/a/very/long/path/to/the/results")], "what will run")
+        Progress(console, 10, plain=False).summary(
+            [*rows, ("results", "/a/very/long/path/to/the/results")], "what will run"
+        )
     text = re.sub(r"\x1b\[[\d;]*m", "", capture.get())
     assert all(len(line) <= 30 for line in text.splitlines())
     assert "/a/very/long/path/to/the/results" in "".join(line[17:].strip() for line in text.splitlines()[3:])
@@ -157,8 +179,12 @@ print("done", file=open(sys.argv[1], "w"))
 def test_a_real_terminal_gets_a_live_line_and_its_cursor_back(tmp_path):
     ours, theirs = pty.openpty()
     ioctl(theirs, TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
-    environment = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "COLUMNS", "LINES")} | {"TERM": "xterm-256color"}
-    child = subprocess.Popen([sys.executable, "-c", TRAINING, str(tmp_path / "end")], cwd=ROOT, stdout=theirs, stderr=theirs, env=environment)
+    environment = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "COLUMNS", "LINES")} | {
+        "TERM": "xterm-256color"
+    }
+    child = subprocess.Popen(
+        [sys.executable, "-c", TRAINING, str(tmp_path / "end")], cwd=ROOT, stdout=theirs, stderr=theirs, env=environment
+    )
     os.close(theirs)
     seen = b""
     while chunk := read_terminal(ours):
@@ -180,7 +206,12 @@ def read_terminal(end: int) -> bytes:
 
 
 def test_training_goes_on_when_nobody_reads(tmp_path):
-    child = subprocess.Popen([sys.executable, "-c", TRAINING, str(tmp_path / "end")], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    child = subprocess.Popen(
+        [sys.executable, "-c", TRAINING, str(tmp_path / "end")],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
     child.stdout.readline()
     child.stdout.close()
     errors = child.stderr.read().decode()
@@ -220,4 +251,11 @@ def test_how_numbers_read():
     ]  # fmt: skip
     assert [count(x) for x in (0, 999, 12345, 2.5e6, 999999, math.nan)] == ["0", "999", "12.3k", "2.5M", "1.0M", "nan"]
     assert [size(x) for x in (512 * 2**20, 9.13 * 2**30)] == ["512 MiB", "9.1 GiB"]
-    assert [duration(x) for x in (42, 3723, 100000, -1, math.inf, 59.7)] == ["0:42", "1:02:03", "1d 03h", "?", "?", "1:00"]
+    assert [duration(x) for x in (42, 3723, 100000, -1, math.inf, 59.7)] == [
+        "0:42",
+        "1:02:03",
+        "1d 03h",
+        "?",
+        "?",
+        "1:00",
+    ]

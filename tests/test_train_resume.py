@@ -33,14 +33,18 @@ disk, mycel = training.disk, training.mycel  # fixtures
 
 RUNS = {
     "dropout, accumulate": {"train": {"accumulate": 2}, "checkpoint": {"every": 2, "keep": 1}},
-    "LoRA on GPT-2": {"model": {"config": GPT2, "lora": {"rank": 2, "dropout": 0.1, "targets": ["c_attn"]}}, "checkpoint": {"best": False}},
+    "LoRA on GPT-2": {
+        "model": {"config": GPT2, "lora": {"rank": 2, "dropout": 0.1, "targets": ["c_attn"]}},
+        "checkpoint": {"best": False},
+    },
     "momentum, bf16": {"optimizer": {"name": "sgd", "lr": 0.1}, "train": {"precision": "bf16"}},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("sections", RUNS.values(), ids=RUNS)
 def test_an_interrupted_run_is_the_uninterrupted_one(disk, tmp_path, mycel, sections):
-    """SIGTERM between checkpoints, kill -9 later, the process elsewhere: losses, validation, weights and optimiser state are the same bits."""
+    """SIGTERM between checkpoints, kill -9 later, the process elsewhere: losses, validation, weights and optimiser
+    state are the same bits."""
     whole = settings(disk, tmp_path / "straight", export=True, **sections)
     Path(tmp_path / "my.yaml").write_text(dump(Config.from_dict({**whole, "run": None})))
     code, told = mycel("train", "my.yaml", "--run", "straight", cwd=tmp_path)
@@ -85,18 +89,24 @@ def test_ctrl_c_saves_and_a_second_one_stops_at_once(disk, tmp_path, mycel):
 
 def test_a_signal_during_validation_does_not_wait_for_it(disk, tmp_path, monkeypatch):
     given, whole = config(disk, tmp_path / "run"), Validation.__call__
-    monkeypatch.setattr(Validation, "__call__", lambda self, stop: (os.kill(os.getpid(), signal.SIGTERM), whole(self, stop))[1])
+    monkeypatch.setattr(
+        Validation, "__call__", lambda self, stop: (os.kill(os.getpid(), signal.SIGTERM), whole(self, stop))[1]
+    )
     assert train(given) == 143 and [r["step"] for r in measured(tmp_path / "run")] == [1, 3]
     monkeypatch.setattr(Validation, "__call__", whole)
     assert train(given, resume=tmp_path / "run") == 0
     assert train(config(disk, tmp_path / "straight")) == 0
-    assert measured(tmp_path / "run") == measured(tmp_path / "straight") and same(tensors(tmp_path / "run"), tensors(tmp_path / "straight"))
+    assert measured(tmp_path / "run") == measured(tmp_path / "straight") and same(
+        tensors(tmp_path / "run"), tensors(tmp_path / "straight")
+    )
 
 
 def test_a_signal_in_the_last_step_leaves_the_rest_to_be_done(disk, tmp_path, mycel):
     (tmp_path / "my.yaml").write_text(dump(config(disk, tmp_path / "run")))
     assert mycel("train", "my.yaml", cwd=tmp_path, kill=[12, signal.SIGTERM])[0] == 143
-    assert measured(tmp_path / "run")[-1]["step"] < 12 and latest(tmp_path / "run" / "checkpoints").name == "step-00000012"
+    assert (
+        measured(tmp_path / "run")[-1]["step"] < 12 and latest(tmp_path / "run" / "checkpoints").name == "step-00000012"
+    )
     assert train(config(disk, tmp_path / "run"), resume=tmp_path / "run") == 0
     assert measured(tmp_path / "run")[-1].keys() >= {"loss", "validation"}
 
@@ -193,9 +203,15 @@ REFUSED = {
     "train.batch=2": "train.batch x train.accumulate is 2, in the checkpoint it is 4",
     "train.seed=1": "train.seed is 1, in the checkpoint it is 0",
     "optimizer.name=sgd": "optimizer.name is sgd, in the checkpoint it is adamw",
-    "model.config.hidden_size=32": "12 tensors differ\n  model.embed_tokens.weight: float32[258, 16] in the checkpoint, float32[258, 32]",
-    "model.dtype=bfloat16": "model.embed_tokens.weight: float32[258, 16] in the checkpoint, bfloat16[258, 16] in the model",
-    "model.lora.rank=2": "model.layers.0.self_attn.q_proj.lora_A.weight: not there in the checkpoint, float32[2, 16] in the model",
+    "model.config.hidden_size=32": (
+        "12 tensors differ\n  model.embed_tokens.weight: float32[258, 16] in the checkpoint, float32[258, 32]"
+    ),
+    "model.dtype=bfloat16": (
+        "model.embed_tokens.weight: float32[258, 16] in the checkpoint, bfloat16[258, 16] in the model"
+    ),
+    "model.lora.rank=2": (
+        "model.layers.0.self_attn.q_proj.lora_A.weight: not there in the checkpoint, float32[2, 16] in the model"
+    ),
 }
 
 
@@ -242,7 +258,14 @@ def test_folders_without_a_name_are_apart(disk, tmp_path, monkeypatch):
 
 def test_keeps_the_last_and_the_best(disk, tmp_path):
     every = {"every": 1, "keep": 2}
-    assert train(config(disk, tmp_path / "run", checkpoint=every, evaluate={"every": 5}, optimizer={"lr": 0.5}, log={"every": 1})) == 0
+    assert (
+        train(
+            config(
+                disk, tmp_path / "run", checkpoint=every, evaluate={"every": 5}, optimizer={"lr": 0.5}, log={"every": 1}
+            )
+        )
+        == 0
+    )
     records = {r["step"]: r["validation"] for r in measured(tmp_path / "run")}
     lowest = min(records, key=records.get)
     kept = {int(p.name[5:]) for p in (tmp_path / "run" / "checkpoints").glob("step-*")}

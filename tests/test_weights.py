@@ -1,4 +1,5 @@
-"""Weights of Hugging Face folders by slices: a rank's part is the whole's, nothing else is read; gathered into a folder, they are what they were."""
+"""Weights of Hugging Face folders by slices: a rank's part is the whole's, nothing else is read; gathered into a
+folder, they are what they were."""
 
 from __future__ import annotations
 
@@ -46,7 +47,10 @@ def loaded(folder: Path, settings: Any, plan: str, mesh: Mesh, rank: int) -> tup
 
 
 @pytest.mark.parametrize("max_shard_size", ["20KB", "4GB"])
-@pytest.mark.parametrize(("name", "plan", "mesh"), [("qwen3", "zero3+tp", Mesh(dp=3, tp=2)), ("gpt2", "tp", Mesh(tp=4)), ("t5", "zero3", Mesh(dp=3))])
+@pytest.mark.parametrize(
+    ("name", "plan", "mesh"),
+    [("qwen3", "zero3+tp", Mesh(dp=3, tp=2)), ("gpt2", "tp", Mesh(tp=4)), ("t5", "zero3", Mesh(dp=3))],
+)
 def test_parts_are_slices_of_the_whole(tmp_path, name, plan, mesh, max_shard_size):
     whole = saved(tmp_path, name, max_shard_size=max_shard_size)
     assert (len(find(tmp_path)) > 1) == (max_shard_size == "20KB")
@@ -60,13 +64,22 @@ def test_parts_are_slices_of_the_whole(tmp_path, name, plan, mesh, max_shard_siz
 
 
 def resident(what: str) -> int:
-    return next(int(line.split()[1]) << 10 for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(what))
+    return next(
+        int(line.split()[1]) << 10
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith(what)
+    )
 
 
 def test_of_large_files_only_the_parts_are_read(tmp_path):
     """A gibibyte that is a hole in the disk but for one row: what is read of it counts as memory."""
     settings = hf.LlamaConfig(
-        vocab_size=40_000, hidden_size=2048, intermediate_size=4096, num_hidden_layers=3, num_attention_heads=16, architectures=["LlamaForCausalLM"]
+        vocab_size=40_000,
+        hidden_size=2048,
+        intermediate_size=4096,
+        num_hidden_layers=3,
+        num_attention_heads=16,
+        architectures=["LlamaForCausalLM"],
     )
     settings.save_pretrained(tmp_path)
     with torch.device("meta"):
@@ -166,6 +179,8 @@ def test_a_full_disk_leaves_no_rank_waiting(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Shard, "write", write_)
     with pytest.raises(TrainError) as error:
-        write_gathered(tmp_path, list("abcdef"), lambda name: (asked.append(name), torch.ones(10))[1], max_shard_bytes=40)
+        write_gathered(
+            tmp_path, list("abcdef"), lambda name: (asked.append(name), torch.ones(10))[1], max_shard_bytes=40
+        )
     told(error, "the weights cannot be written: disk full: needs", "free some space", tmp_path)
     assert asked == list("abcdef") and not any(tmp_path.iterdir())

@@ -1,4 +1,5 @@
-"""`mycel` in processes of its own that can be interrupted: for each job, one line of JSON on standard input, it forks a child that runs the command.
+"""`mycel` in processes of its own that can be interrupted: for each job, one line of JSON on standard input, it forks a
+child that runs the command.
 
 Everything heavy is imported and used once before, so that a run takes half a second.
 Lines out: {"pid"} of the child, then {"ended": exit status, negative for a signal}.
@@ -6,7 +7,8 @@ Lines out: {"pid"} of the child, then {"ended": exit status, negative for a sign
     args, cwd            the command, and where
     out                  file for what it prints
     kill                 [step, signal]: the process sends itself the signal when that many steps are done
-    fill, free           step at which a file takes all room that is left in the folder `cwd`, and step at which it is deleted
+    fill, free           step at which a file takes all room that is left in the folder `cwd`, and step at which it is
+                         deleted
     stuck                step from which on saves do not get on, until they are abandoned
 """
 
@@ -92,7 +94,14 @@ def run(job: dict) -> None:
 
 def warm_up() -> None:
     """One run, silent, of which nothing stays but what Python has loaded."""
-    model = {"model_type": "llama", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "vocab_size": 258}
+    model = {
+        "model_type": "llama",
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "vocab_size": 258,
+    }
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         Path(folder, "text").write_text("warm " * 100)
         data = {"train": f"{folder}/text", "tokenizer": "bytes", "length": 8, "cache": f"{folder}/cache"}

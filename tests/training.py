@@ -1,4 +1,5 @@
-"""A tiny run of `mycel train` to try things on: its data, its settings, the command line in processes of its own, what it leaves behind."""
+"""A tiny run of `mycel train` to try things on: its data, its settings, the command line in processes of its own, what
+it leaves behind."""
 
 from __future__ import annotations
 
@@ -18,14 +19,32 @@ from mycel.train import metrics
 from mycel.train.config import Config
 
 LLAMA = {
-    "model_type": "llama", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,
-    "num_key_value_heads": 1, "vocab_size": 258, "max_position_embeddings": 64, "bos_token_id": 256, "eos_token_id": 257,
-    "attention_dropout": 0.1, "tie_word_embeddings": True,
-}  # fmt: skip
+    "model_type": "llama",
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 258,
+    "max_position_embeddings": 64,
+    "bos_token_id": 256,
+    "eos_token_id": 257,
+    "attention_dropout": 0.1,
+    "tie_word_embeddings": True,
+}
 GPT2 = {
-    "model_type": "gpt2", "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 64, "vocab_size": 258, "bos_token_id": 256, "eos_token_id": 257,
-    "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1,
-}  # fmt: skip
+    "model_type": "gpt2",
+    "n_embd": 16,
+    "n_layer": 1,
+    "n_head": 2,
+    "n_positions": 64,
+    "vocab_size": 258,
+    "bos_token_id": 256,
+    "eos_token_id": 257,
+    "resid_pdrop": 0.1,
+    "embd_pdrop": 0.1,
+    "attn_pdrop": 0.1,
+}
 RANDOM = random.Random(7)
 WORDS = ["def", "self", "return", "(x)", "if", "else:", "while", "in", "None", "1", "+", "import"]
 TEXT = "\n".join(" ".join(RANDOM.choices(WORDS, k=8)) for _ in range(200))
@@ -43,7 +62,13 @@ def settings(disk: Path, run: Path, **sections: dict) -> dict:
     """A tiny run of 12 steps, as nested settings; `sections` go over it, key by key."""
     whole = {
         "model": {"config": LLAMA},
-        "data": {"train": str(disk / "text.txt"), "tokenizer": "bytes", "length": 16, "split": 0.2, "cache": str(disk / "cache")},
+        "data": {
+            "train": str(disk / "text.txt"),
+            "tokenizer": "bytes",
+            "length": 16,
+            "split": 0.2,
+            "cache": str(disk / "cache"),
+        },
         "optimizer": {"lr": 1e-2},
         "train": {"steps": 12, "batch": 4, "device": "cpu"},
         "evaluate": {"every": 4, "batches": 3},
@@ -81,11 +106,15 @@ class Mycel:
     def __init__(self, out: Path) -> None:
         self.out = out
         script = Path(__file__).with_name("train_child.py")
-        self.server = subprocess.Popen([sys.executable, script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.server = subprocess.Popen(
+            [sys.executable, script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
 
     def start(self, *args: object, cwd: Path, **job: object) -> int:
         """Begin a run: its process."""
-        self.server.stdin.write(json.dumps({"args": [str(a) for a in args], "cwd": str(cwd), "out": str(self.out), **job}) + "\n")
+        self.server.stdin.write(
+            json.dumps({"args": [str(a) for a in args], "cwd": str(cwd), "out": str(self.out), **job}) + "\n"
+        )
         self.server.stdin.flush()
         return json.loads(self.server.stdout.readline())["pid"]
 

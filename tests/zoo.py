@@ -1,8 +1,10 @@
-"""A zoo of small programs that every pass and every runner must treat well, inputs for them, and a strategy for random ones.
+"""A zoo of small programs that every pass and every runner must treat well, inputs for them, and a strategy for random
+ones.
 
 ZOO        name -> Program: control flow, repeated blocks, constants, updates, dtypes, masks
 inputs     seeded tensors of the types of a program's inputs
-programs   hypothesis strategy: well-typed programs of pointwise operators, reductions, reshapes, matmuls, calls, constants, masks
+programs   hypothesis strategy: well-typed programs of pointwise operators, reductions, reshapes, matmuls, calls,
+           constants, masks
 """
 
 from __future__ import annotations
@@ -419,7 +421,9 @@ def _tensor(type: Type, gen: torch.Generator) -> torch.Tensor:
     if type.dtype.is_floating_point:
         return torch.randn(type.shape, generator=gen, dtype=torch.float64).to(type.dtype)
     if type.dtype.is_complex:
-        return torch.complex(*(torch.randn(type.shape, generator=gen, dtype=torch.float64) for _ in "ab")).to(type.dtype)
+        return torch.complex(*(torch.randn(type.shape, generator=gen, dtype=torch.float64) for _ in "ab")).to(
+            type.dtype
+        )
     return torch.randint(0, 4, type.shape, generator=gen).to(type.dtype)
 
 
@@ -545,7 +549,11 @@ def _mask(draw, values):
 
 def _cast(draw, values):
     x = _pick(draw, values, lambda v: True)
-    return OPS["cast"](x, dtype=draw(st.sampled_from([F64, I64, torch.bool]))) if x.dtype != F64 else OPS["stop_gradient"](x)
+    return (
+        OPS["cast"](x, dtype=draw(st.sampled_from([F64, I64, torch.bool])))
+        if x.dtype != F64
+        else OPS["stop_gradient"](x)
+    )
 
 
 def _attend(draw, values):
@@ -579,6 +587,17 @@ def _call(draw, b: Builder, values, blocks: dict[str, Block]):
 
 
 STEPS = {
-    "attend": _attend, "binary": _binary, "call": None, "cast": _cast, "constant": _constant, "mask": _mask, "matmul": _matmul,
-    "permute": _permute, "reduce": _reduce, "reshape": _reshape, "scalar": _scalar, "slice": _slice, "unary": _unary,
-}  # fmt: skip
+    "attend": _attend,
+    "binary": _binary,
+    "call": None,
+    "cast": _cast,
+    "constant": _constant,
+    "mask": _mask,
+    "matmul": _matmul,
+    "permute": _permute,
+    "reduce": _reduce,
+    "reshape": _reshape,
+    "scalar": _scalar,
+    "slice": _slice,
+    "unary": _unary,
+}

@@ -1,4 +1,5 @@
-"""PyTorch code -> Program.  `function` runs the code once; `trace` turns what it does into equations; `repeats` finds blocks; `bind` calls it."""
+"""PyTorch code -> Program.  `function` runs the code once; `trace` turns what it does into equations; `repeats` finds
+blocks; `bind` calls it."""
 
 from mycel.capture.bind import MISS, bind, draw_key
 from mycel.capture.custom import trace_custom
@@ -10,7 +11,28 @@ from mycel.capture.syntax import rewritten
 from mycel.capture.tree import LEAF, Tree, flatten
 
 __all__ = [
-    "LEAF", "MISS", "TRACING", "Captured", "Open", "Tree", "bind", "capture", "checked", "closed", "divided", "draw_key", "flatten", "input_tensors",
-    "input_values", "meshed", "opened", "paused", "refuse", "results",
-    "rewritten", "splice", "splice_program", "trace_custom",
-]  # fmt: skip
+    "LEAF",
+    "MISS",
+    "TRACING",
+    "Captured",
+    "Open",
+    "Tree",
+    "bind",
+    "capture",
+    "checked",
+    "closed",
+    "divided",
+    "draw_key",
+    "flatten",
+    "input_tensors",
+    "input_values",
+    "meshed",
+    "opened",
+    "paused",
+    "refuse",
+    "results",
+    "rewritten",
+    "splice",
+    "splice_program",
+    "trace_custom",
+]

@@ -1,7 +1,9 @@
 """In-place updates and views, made functional.
 
-Every tensor the user's code holds has a `Cell`: the Var that is its value now.  A view's cell knows its parent's cell and the equation that
-made it.  Writing into a view writes into its parent through the operator's `write` rule; reading a view after its parent changed
+Every tensor the user's code holds has a `Cell`: the Var that is its value now.  A view's cell knows its parent's cell
+and the equation that
+made it.  Writing into a view writes into its parent through the operator's `write` rule; reading a view after its
+          parent changed
 replays the equation.  So `x[0] += 1; y = x.sum()` becomes select, add, select_update, sum.
 """
 
@@ -12,7 +14,9 @@ from typing import Any
 from mycel.capture.fence import refuse
 from mycel.ir import BUILDERS, Eqn, Var
 
-JOURNALS: list[dict[Cell, tuple[Var, int, int]]] = []  # for each block being traced, the cells it changed and what they were
+JOURNALS: list[
+    dict[Cell, tuple[Var, int, int]]
+] = []  # for each block being traced, the cells it changed and what they were
 
 
 class Cell:

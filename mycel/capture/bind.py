@@ -1,4 +1,5 @@
-"""The call of a captured function: check that the arguments are those it was captured for, read the state, run, build the result.
+"""The call of a captured function: check that the arguments are those it was captured for, read the state, run, build
+the result.
 
 All of it is one generated Python function, so that a call costs a few microseconds:
 
@@ -27,7 +28,7 @@ from typing import Any
 import torch
 
 from mycel.capture.function import Captured
-from mycel.capture.state import Link, Place, is_static
+from mycel.capture.state import Guarded, Location, is_static
 from mycel.capture.tree import Tree, rebuild
 
 MISS = object()
@@ -35,15 +36,22 @@ Call = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 
 
 def bind(captured: Captured, run: Callable[..., Any]) -> tuple[Call, Call]:
-    """The guarded call around `run`, which takes the program's inputs and returns its outputs; and the guards alone (None or MISS)."""
-    return _Writer(captured, run).functions()
+    """The guarded call around `run`, which takes the program's inputs and returns its outputs; and the guards alone
+    (None or MISS)."""
+    return _GuardWriter(captured, run).functions()
 
 
-class _Writer:
+class _GuardWriter:
     def __init__(self, captured: Captured, run: Callable[..., Any]) -> None:
         self.c = captured
         self.lines: list[str] = []
-        self.env: dict[str, Any] = {"run": run, "MISS": MISS, "TENSORS": _TENSORS, "Tensor": torch.Tensor, "draw_key": draw_key}
+        self.env: dict[str, Any] = {
+            "run": run,
+            "MISS": MISS,
+            "TENSORS": _TENSORS,
+            "Tensor": torch.Tensor,
+            "draw_key": draw_key,
+        }
         self.names: dict[int, str] = {}
         self.leaves = iter(captured.leaves)
         self.types = {v.name: v.type for v in captured.program.inputs}
@@ -67,7 +75,11 @@ class _Writer:
         self.links()
         self.modules()
         inputs = self.inputs()
-        guards = ["try:", *("    " + line for line in self.lines), "except (AttributeError, KeyError, IndexError, ValueError): return MISS"]
+        guards = [
+            "try:",
+            *("    " + line for line in self.lines),
+            "except (AttributeError, KeyError, IndexError, ValueError): return MISS",
+        ]
         self.lines = []
         self.results(inputs)
         source = _define("call", guards + self.lines) + _define("fits", guards)
@@ -132,15 +144,21 @@ class _Writer:
         wrong = f"{name}.dtype is not {self.constant(t.dtype, 'D')} or {name}.shape != {t.shape!r}"
         if where is not None:
             wrong += f" or {name}.device != {'DEVICE' if where == self.c.device else self.constant(where, 'E')}"
-        self.guard(f"type({name}) not in TENSORS and not isinstance({name}, Tensor) or {wrong}" if check_class else wrong)
+        self.guard(
+            f"type({name}) not in TENSORS and not isinstance({name}, Tensor) or {wrong}" if check_class else wrong
+        )
 
     def static(self, value: Any, name: str) -> None:
         if value is None or isinstance(value, bool):
             self.guard(f"{name} is not {value!r}")
-        elif type(value) in (float, complex) and (value == 0 or cmath.isnan(value)):  # nan equals itself here, 0.0 is not -0.0
+        elif type(value) in (float, complex) and (
+            value == 0 or cmath.isnan(value)
+        ):  # nan equals itself here, 0.0 is not -0.0
             self.guard(f"repr({name}) != {repr(value)!r}")
         elif is_static(value):
-            self.guard(f"type({name}) is not {self.constant(type(value), 'T')} or {name} != {self.constant(value, 'V')}")
+            self.guard(
+                f"type({name}) is not {self.constant(type(value), 'T')} or {name} != {self.constant(value, 'V')}"
+            )
         else:
             self.guard(f"{name} is not {self.constant(value, 'V')}")
 
@@ -160,9 +178,13 @@ class _Writer:
     def links(self) -> None:
         """Objects on the way to state are where they were, plain values are what they were."""
         c = self.c
-        held = [*(p for places in c.state.values() for p in places), *(s.place for s in c.statics), *(p for p, _ in c.effects)]
+        held = [
+            *(p for places in c.state.values() for p in places),
+            *(s.place for s in c.statics),
+            *(p for p, _ in c.effects),
+        ]
         ends = [*c.links, *(place.inside for place in held)]
-        chain: dict[int, Link] = {}
+        chain: dict[int, Guarded] = {}
         for link in ends:
             way = []
             while link is not None and id(link) not in chain:
@@ -175,12 +197,16 @@ class _Writer:
         self.watch("LINKS", [*chain.values()], "{0} is not {1}")
         self.watch("STATICS", c.statics, "{0} is not {1} and (type({0}) is not type({1}) or {0} != {1})")
 
-    def watch(self, name: str, links: Sequence[Link], miss: str) -> None:
+    def watch(self, name: str, links: Sequence[Guarded], miss: str) -> None:
         """One guard for each link: written out for closure cells, one loop for all others."""
         for link in links:
             if isinstance(link.place.container, types.CellType):
                 self.guard(miss.format(self.read(link.place), self.constant(link.value, "V")))
-        self.env[name] = [(s.place.container, s.place.key, s.value) for s in links if not isinstance(s.place.container, types.CellType)]
+        self.env[name] = [
+            (s.place.container, s.place.key, s.value)
+            for s in links
+            if not isinstance(s.place.container, types.CellType)
+        ]
         if self.env[name]:
             self.lines.append(f"for box, key, value in {name}:")
             self.lines.append(f"    if {miss.format('box[key]', 'value')}: return MISS")
@@ -212,7 +238,7 @@ class _Writer:
         self.values.update((v.name, "draw_key(DEVICE)") for v in self.c.program.inputs_of("key"))
         return [self.values[v.name] for v in self.c.program.inputs]
 
-    def read(self, place: Place) -> str:
+    def read(self, place: Location) -> str:
         box = self.constant(place.container, "c")
         if isinstance(place.container, types.CellType):
             return f"{box}.cell_contents"
@@ -236,7 +262,9 @@ class _Writer:
         if n_updates:
             self.lines.append("with no_grad():")
             self.env["no_grad"] = torch.no_grad
-            self.lines += [f"    {by_name[k]}.copy_({y})" for k, y in zip(program.updates, outs[n - n_updates :], strict=True)]
+            self.lines += [
+                f"    {by_name[k]}.copy_({y})" for k, y in zip(program.updates, outs[n - n_updates :], strict=True)
+            ]
             # a result that is the new value of an input is that input
             new = dict(zip(program.main.outputs[n - n_updates :], (by_name[k] for k in program.updates), strict=True))
             for i, x in enumerate(program.main.outputs[:n_results]):
@@ -266,7 +294,10 @@ class _Writer:
         if type(made) is dict:
             return f"dict(zip({self.constant(keys, 'keys')}, ({''.join(p + ', ' for p in parts)})))"
         self.env["rebuild"] = rebuild
-        return f"rebuild({self.constant(made, 'made')}, {self.constant(keys, 'keys')}, ({''.join(p + ', ' for p in parts)}))"
+        return (
+            f"rebuild({self.constant(made, 'made')}, {self.constant(keys, 'keys')}, "
+            f"({''.join(p + ', ' for p in parts)}))"
+        )
 
 
 def _define(name: str, lines: list[str]) -> str:

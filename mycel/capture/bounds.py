@@ -19,7 +19,14 @@ from mycel.ops import o
 Bounds = tuple[float, float]
 
 _SAME = {"reshape", "permute", "expand", "slice", "select", "flip", "stop_gradient", "cast", "split", "unbind"}
-_INDICES = {"topk": 1, "sort": 1, "max_dim": 1, "min_dim": 1, "argmax": 0, "argmin": 0}  # operator -> which output holds indices
+_INDICES = {
+    "topk": 1,
+    "sort": 1,
+    "max_dim": 1,
+    "min_dim": 1,
+    "argmax": 0,
+    "argmin": 0,
+}  # operator -> which output holds indices
 
 
 def bounds(x: Any, made: Mapping[Var, Eqn]) -> Bounds | None:

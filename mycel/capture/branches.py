@@ -1,6 +1,7 @@
 """`if` on a tensor: both branches are traced, what they change is given back by a `cond`.
 
-A branch that raises (`if bad: raise ValueError`) becomes a check at run time: the other branch is the way the code goes.
+A branch that raises (`if bad: raise ValueError`) becomes a check at run time: the other branch is the way the code
+goes.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from mycel.capture.alias import Cell
 from mycel.capture.fence import refuse
 from mycel.capture.merge import Merge, fit
-from mycel.capture.nested import KEY, Section, branch_key, finish, free, journal, opened, written
+from mycel.capture.nested import KEY, OpenBlock, branch_key, finish, free, journal, opened, written
 from mycel.capture.slots import UNDEFINED, Objects, Slot, assigned, variables
 from mycel.capture.trace import Tracer
 from mycel.capture.tree import flatten
@@ -23,10 +24,10 @@ from mycel.ops import o
 
 
 @dataclass
-class Run:
+class TracedClosure:
     """What one traced closure did: its equations, its value, and what it changed."""
 
-    section: Section = field(default_factory=Section)
+    section: OpenBlock = field(default_factory=OpenBlock)
     value: Any = None
     variables: dict[str, Any] = field(default_factory=dict)
     contents: dict[int, Any] = field(default_factory=dict)
@@ -54,9 +55,16 @@ class Run:
                 self.vars[id(x)] = tracer.cell(x).read()
 
 
-def run(tracer: Tracer, fn: Callable[[], Any], slots: dict[str, Slot], objects: Objects, keep: Iterable[str], catch: bool = False) -> Run:
+def run(
+    tracer: Tracer,
+    fn: Callable[[], Any],
+    slots: dict[str, Slot],
+    objects: Objects,
+    keep: Iterable[str],
+    catch: bool = False,
+) -> TracedClosure:
     """Trace a closure; the variables and objects it changed, and tensors of outside, are put back."""
-    made = Run()
+    made = TracedClosure()
     before = {name: slot.get() for name, slot in slots.items()}
     with journal() as notes, opened(tracer, made.section):
         try:
@@ -86,9 +94,14 @@ def _new(old: Any, now: Any) -> list[Any]:
 
 
 def branch(
-    tracer: Tracer, test: torch.Tensor, then: Callable[[], Any], orelse: Callable[[], Any], names: Sequence[str], filler: bool = False,
+    tracer: Tracer,
+    test: torch.Tensor,
+    then: Callable[[], Any],
+    orelse: Callable[[], Any],
+    names: Sequence[str],
+    filler: bool = False,
     closures: Sequence[Callable[..., Any]] | None = None,
-) -> Any:  # fmt: skip
+) -> Any:
     """then() if test else orelse(), for a traced 0-dim bool; `names` are the variables that are needed afterwards."""
     closures = (then, orelse) if closures is None else closures
     slots = variables(closures, assigned(closures))
@@ -99,7 +112,9 @@ def branch(
     return _Branch(tracer, test, slots, objects, runs[0], runs[1], filler).emit(names)
 
 
-def _raising(tracer: Tracer, test: torch.Tensor, then: Callable[[], Any], orelse: Callable[[], Any], runs: list[Run]) -> Any:
+def _raising(
+    tracer: Tracer, test: torch.Tensor, then: Callable[[], Any], orelse: Callable[[], Any], runs: list[TracedClosure]
+) -> Any:
     """One branch raises: that the test does not lead there is checked at run time."""
     error = runs[0].raised or runs[1].raised
     if runs[0].raised and runs[1].raised:
@@ -118,8 +133,24 @@ def check(tracer: Tracer, test: torch.Tensor, message: str) -> None:
 class _Branch:
     """Two traced branches, made one."""
 
-    def __init__(self, tracer: Tracer, test: torch.Tensor, slots: dict[str, Slot], objects: Objects, then: Run, orelse: Run, filler: bool) -> None:
-        self.tracer, self.test, self.slots, self.objects, self.then, self.orelse = tracer, test, slots, objects, then, orelse
+    def __init__(
+        self,
+        tracer: Tracer,
+        test: torch.Tensor,
+        slots: dict[str, Slot],
+        objects: Objects,
+        then: TracedClosure,
+        orelse: TracedClosure,
+        filler: bool,
+    ) -> None:
+        self.tracer, self.test, self.slots, self.objects, self.then, self.orelse = (
+            tracer,
+            test,
+            slots,
+            objects,
+            then,
+            orelse,
+        )
         self.merge = Merge(tracer, filler)
 
     def emit(self, names: Sequence[str]) -> Any:
@@ -127,7 +158,9 @@ class _Branch:
         tracer.here()
         value = self.merge("the value", then.value, orelse.value)
         wanted = {n: self._variable(n) for n in names if n in self.slots}
-        boxes = {i: self._box(i) for i in sorted({*then.contents, *orelse.contents}, key=list(self.objects.boxes).index)}
+        boxes = {
+            i: self._box(i) for i in sorted({*then.contents, *orelse.contents}, key=list(self.objects.boxes).index)
+        }
         cells = list(dict.fromkeys([*then.writes, *orelse.writes]))
         outs = self._equation(cells)
         result = value(outs)
@@ -143,7 +176,8 @@ class _Branch:
         return result
 
     def _variable(self, name: str) -> Callable[[Any], Any]:
-        """How to build a variable; flags and results of jumps, our own variables, are only read where they are defined."""
+        """How to build a variable; flags and results of jumps, our own variables, are only read where they are
+        defined."""
         merge = replace(self.merge, filler=self.merge.filler or "@" in name)
         return merge(self.slots[name].name, self.then.variables[name], self.orelse.variables[name])
 
@@ -151,7 +185,11 @@ class _Branch:
         """How to build the contents of a list, dict or object after the branches."""
         box = self.objects.boxes[i]
         a, b = self.then.contents.get(i, box.old), self.orelse.contents.get(i, box.old)
-        if isinstance(a, set) or (isinstance(a, list) and len(a) != len(b)) or (isinstance(a, dict) and a.keys() != b.keys()):
+        if (
+            isinstance(a, set)
+            or (isinstance(a, list) and len(a) != len(b))
+            or (isinstance(a, dict) and a.keys() != b.keys())
+        ):
             raise refuse(
                 f"{box.name or 'an object'} has other items after one branch than after the other",
                 "the same items in both branches, with other values",
@@ -193,4 +231,4 @@ def plain(name: str) -> str:
     return {"the value": "y", "the return value": "y"}.get(name, name.replace("@", ""))
 
 
-__all__ = ["Run", "branch", "check", "plain", "run"]
+__all__ = ["TracedClosure", "branch", "check", "plain", "run"]

@@ -1,6 +1,7 @@
 """Gradients the user gives: `custom` equations, from `mycel.custom_vjp` and from torch.autograd.Function.
 
-Forward and backward are traced into blocks of their own, side by side; what backward needs beyond arguments and results (a Function's saved
+Forward and backward are traced into blocks of their own, side by side; what backward needs beyond arguments and results
+(a Function's saved
 intermediates) becomes further results of forward.
 """
 
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 
 from mycel.capture.fence import refuse
-from mycel.capture.nested import Section, finish, free, opened
+from mycel.capture.nested import OpenBlock, finish, free, opened
 from mycel.capture.record import Traced
 from mycel.capture.syntax import rewritten
 from mycel.capture.trace import Tracer
@@ -33,7 +34,7 @@ def trace_custom(tracer: Tracer, forward: Forward, backward: Backward, args: tup
     tree = flatten(args, leaves)
     with tracer:
         xs = _distinct([tracer.cell(x).read() for x in leaves])
-    ahead, behind = Section(), Section()
+    ahead, behind = OpenBlock(), OpenBlock()
     with opened(tracer, ahead):
         result, saved = forward(_given(tracer, tree, xs))
         outs: list[torch.Tensor] = []
@@ -47,13 +48,21 @@ def trace_custom(tracer: Tracer, forward: Forward, backward: Backward, args: tup
         results = made[: len(ys)]
         rest = iter(gs)
         cotangents = [tracer.wrap(next(rest)) if is_float(v.dtype) else None for v in ys]
-        saved_now = [tracer.wrap(v if v in xs else made[ys.index(v) if v in ys else len(ys) + i]) for i, v in enumerate(kept)]
+        saved_now = [
+            tracer.wrap(v if v in xs else made[ys.index(v) if v in ys else len(ys) + i]) for i, v in enumerate(kept)
+        ]
         found = backward(_given(tracer, tree, xs), _given(tracer, out_tree, results), saved_now, cotangents)
         with tracer:
-            dxs = [_cotangent(tracer, x, g) for x, g in zip(xs, _listed(found, len(xs)), strict=True) if is_float(x.dtype)]
+            dxs = [
+                _cotangent(tracer, x, g) for x, g in zip(xs, _listed(found, len(xs)), strict=True) if is_float(x.dtype)
+            ]
     inner = {*made, *gs}
     operands = [*xs]
-    operands += [v for v in dict.fromkeys([*free(ahead, outputs=[*ys, *kept]), *free(behind, outputs=dxs)]) if v not in inner and v not in operands]
+    operands += [
+        v
+        for v in dict.fromkeys([*free(ahead, outputs=[*ys, *kept]), *free(behind, outputs=dxs)])
+        if v not in inner and v not in operands
+    ]
     first = finish(tracer, "custom_forward", ahead, operands, [*ys, *kept])
     second = finish(tracer, "custom_backward", behind, [*operands, *made, *gs], dxs)
     with tracer:
@@ -80,7 +89,8 @@ def _listed(found: Any, count: int) -> list[Any]:
     listed = list(found) if isinstance(found, (tuple, list)) else [found]
     if len(listed) != count:
         raise refuse(
-            f"a gradient function returned {len(listed)} values for {count} tensors", "one cotangent for each tensor argument, None for none"
+            f"a gradient function returned {len(listed)} values for {count} tensors",
+            "one cotangent for each tensor argument, None for none",
         )
     return listed
 
@@ -90,11 +100,15 @@ def _cotangent(tracer: Tracer, x: Var, g: Any) -> Var:
         return zeros(x.type)
     var = tracer.cell(g).read()
     if var.type != x.type:
-        raise refuse(f"a gradient function returned {var.type} for an argument of {x.type}", "a cotangent has the type of its argument")
+        raise refuse(
+            f"a gradient function returned {var.type} for an argument of {x.type}",
+            "a cotangent has the type of its argument",
+        )
     return var
 
 
-# -- torch.autograd.Function --------------------------------------------------------------------------------------------------
+# -- torch.autograd.Function
+# --------------------------------------------------------------------------------------------------
 
 
 class Context:
@@ -117,7 +131,9 @@ class Context:
         self.materialize_grads = value
 
     def mark_dirty(self, *tensors: torch.Tensor) -> None:
-        raise refuse("a torch.autograd.Function that updates its inputs in place (mark_dirty)", "return the new value instead")
+        raise refuse(
+            "a torch.autograd.Function that updates its inputs in place (mark_dirty)", "return the new value instead"
+        )
 
 
 def trace_function(tracer: Tracer, cls: type[torch.autograd.Function], args: tuple[Any, ...]) -> Any:

@@ -47,7 +47,8 @@ def user_frame() -> FrameType | None:
 
 
 def here() -> tuple[str, int]:
-    """The user's file and line, as equations show it, and how deep its frame is: not which, since addresses differ from run to run."""
+    """The user's file and line, as equations show it, and how deep its frame is: not which, since addresses differ from
+    run to run."""
     frame = user_frame()
     if frame is None:
         return "", 0
@@ -109,7 +110,10 @@ def refuse_read(name: str) -> CaptureError:
     if name == "__bool__":
         hint = _decision_hint()
     else:
-        hint = "keep it a tensor (0-dim tensors index, compare and multiply), or compute it outside and pass it as an argument"
+        hint = (
+            "keep it a tensor (0-dim tensors index, compare and multiply), or compute it outside and pass it as an "
+            "argument"
+        )
     return refuse(f"{READS[name]} a traced tensor, whose value is not known while the program is captured", hint)
 
 
@@ -123,7 +127,10 @@ def _decision_hint() -> str:
         return f"torch.where: the control flow of {code.co_name} is not captured, because {WHY_NOT[code]}"
     if code is not None and is_library(code.co_filename):
         return "torch.where, or a copy of this function in your own code: functions of libraries are called as they are"
-    return "torch.where, or a function or method for the decision: what Python or torch calls by itself (properties, operators, hooks) stays as it is"
+    return (
+        "torch.where, or a function or method for the decision: what Python or torch calls by itself (properties, "
+        "operators, hooks) stays as it is"
+    )
 
 
 def refuse_dynamic(name: str) -> CaptureError:

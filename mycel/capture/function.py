@@ -20,7 +20,7 @@ from mycel.capture.modes import DispatchMode, FunctionMode
 from mycel.capture.names import clean
 from mycel.capture.record import Traced
 from mycel.capture.repeats import assemble
-from mycel.capture.state import Box, Link, Place, Places, contents, is_static, put_back
+from mycel.capture.state import Container, Guarded, Location, Reachable, contents, is_static, put_back
 from mycel.capture.syntax import enter, rewritten_forward
 from mycel.capture.trace import TRACING, Tracer
 from mycel.capture.tree import Tree, flatten, holds_tensors
@@ -32,30 +32,38 @@ from mycel.ir import Program, Role, Var, check, prune, type_of
 class Captured:
     """A program and its calling convention.
 
-    The program's inputs are, in any order: the tensors of the arguments, `state` (where each other tensor lives; several places for tied
-    ones) and the random key; their roles say which is which.  Its results are the tensors of `out`, then those of `effects` (slots that
+    The program's inputs are, in any order: the tensors of the arguments, `state` (where each other tensor lives;
+    several places for tied
+    ones) and the random key; their roles say which is which.  Its results are the tensors of `out`, then those of
+    `effects` (slots that
     are rebound); its updates are written into their inputs.
     """
 
     program: Program
     arguments: Tree
     leaves: tuple[str, ...]  # for each tensor of the arguments, the name of its input
-    state: Mapping[str, tuple[Place, ...]]  # by name of the input
+    state: Mapping[str, tuple[Location, ...]]  # by name of the input
     out: Tree
-    effects: tuple[tuple[Place, Tree], ...]
+    effects: tuple[tuple[Location, Tree], ...]
     modules: tuple[torch.nn.Module, ...]
-    links: tuple[Link, ...]  # objects that must still be where they were
-    statics: tuple[Link, ...]  # plain values that must be what they were
+    links: tuple[Guarded, ...]  # objects that must still be where they were
+    statics: tuple[Guarded, ...]  # plain values that must be what they were
     sizes: tuple[tuple[Any, int], ...]  # containers that must hold as much as they did
     devices: Mapping[str, torch.device | None]  # of the inputs but the key, by name; None: any
     device: torch.device
 
 
 def capture(
-    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], apart: bool = False, known: Mapping[int, Role] | None = None
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    apart: bool = False,
+    known: Mapping[int, Role] | None = None,
 ) -> Captured:
-    """Run `fn` once on tensors without data.  `apart`: an argument is not the same input as an equal tensor the code reaches otherwise;
-    `known`: roles of tensors the code reaches, by id, where the caller has better names than the way on which they are reached."""
+    """Run `fn` once on tensors without data.  `apart`: an argument is not the same input as an equal tensor the code
+                                               reaches otherwise;
+    `known`: roles of tensors the code reaches, by id, where the caller has better names than the way on which they are
+    reached."""
     with paused():
         return _capture(fn, args, kwargs, apart, known or {})
 
@@ -74,11 +82,13 @@ def paused() -> Iterator[None]:
             torch._C._push_on_torch_function_stack(mode)
 
 
-def _capture(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], apart: bool, known: Mapping[int, Role]) -> Captured:
+def _capture(
+    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], apart: bool, known: Mapping[int, Role]
+) -> Captured:
     leaves: list[torch.Tensor] = []
     tree = flatten((args, kwargs), leaves)
     _check_arguments(tree)
-    places = Places(fn, tree.statics())
+    places = Reachable(fn, tree.statics())
     device = _device(leaves, places)
     tracer = Tracer(device, places)
     paths = _argument_paths(fn, tree)
@@ -99,20 +109,34 @@ def _capture(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     updates, new = _updates(tracer)
     blocks = assemble(tracer, results + new)
     names = {v: w.name for v, w in zip(tracer.inputs, blocks["main"].inputs, strict=False)}
-    arguments = {names[v]: path for v, path in reversed([*zip(given, paths, strict=True)])}  # of a tensor passed twice, the first
+    arguments = {
+        names[v]: path for v, path in reversed([*zip(given, paths, strict=True)])
+    }  # of a tensor passed twice, the first
     roles = _roles(tracer, names, arguments, known)
     if len(blocks["main"].inputs) > len(names):
         roles[blocks["main"].inputs[-1].name] = Role("key")
     program = check(prune(Program(blocks, "main", tuple(names[v] for v in updates), tracer.consts, roles)))
     return Captured(
-        program, tree, tuple(names[v] for v in given), {names[v]: tuple(p) for v, p in tracer.state}, out_tree, tuple(effects),
-        tuple(m for _, m in places.modules.values()), tuple(places.links), places.unchanged(), places.unresized(p for p, _ in effects),
-        {names[v]: x.device for v, (x, _) in zip(tracer.inputs, tracer.lifted.values(), strict=True)}, device,
-    )  # fmt: skip
+        program,
+        tree,
+        tuple(names[v] for v in given),
+        {names[v]: tuple(p) for v, p in tracer.state},
+        out_tree,
+        tuple(effects),
+        tuple(m for _, m in places.modules.values()),
+        tuple(places.links),
+        places.unchanged(),
+        places.unresized(p for p, _ in effects),
+        {names[v]: x.device for v, (x, _) in zip(tracer.inputs, tracer.lifted.values(), strict=True)},
+        device,
+    )
 
 
-def _roles(tracer: Tracer, names: Mapping[Var, str], arguments: Mapping[str, str], known: Mapping[int, Role]) -> dict[str, Role]:
-    """What each input is, by its name; things of the same kind and name, or with a name the caller knows others by, get a number."""
+def _roles(
+    tracer: Tracer, names: Mapping[Var, str], arguments: Mapping[str, str], known: Mapping[int, Role]
+) -> dict[str, Role]:
+    """What each input is, by its name; things of the same kind and name, or with a name the caller knows others by, get
+    a number."""
     places = dict(tracer.state)
     roles: dict[str, Role] = {}
     taken = set(known.values())
@@ -127,15 +151,23 @@ def _roles(tracer: Tracer, names: Mapping[Var, str], arguments: Mapping[str, str
     return roles
 
 
-def _held_role(tensor: torch.Tensor, places: Sequence[Place]) -> Role:
-    """What a tensor is that the code reached: a parameter wherever it lies, what a module keeps besides, or a variable's."""
-    kind = "parameter" if isinstance(tensor, torch.nn.Parameter) else "buffer" if places[0].kind in ("buffer", "attribute") else "variable"
+def _held_role(tensor: torch.Tensor, places: Sequence[Location]) -> Role:
+    """What a tensor is that the code reached: a parameter wherever it lies, what a module keeps besides, or a
+    variable's."""
+    kind = (
+        "parameter"
+        if isinstance(tensor, torch.nn.Parameter)
+        else "buffer"
+        if places[0].kind in ("buffer", "attribute")
+        else "variable"
+    )
     return Role(kind, places[0].name or "held")
 
 
 @contextlib.contextmanager
 def _tracing(tracer: Tracer) -> Iterator[None]:
-    """Everything torch does in here goes to the tracer; module calls are seen; code that asks is told it is being compiled."""
+    """Everything torch does in here goes to the tracer; module calls are seen; code that asks is told it is being
+    compiled."""
     plain = torch.nn.Module.__call__
 
     def traced_call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -153,7 +185,13 @@ def _tracing(tracer: Tracer) -> Iterator[None]:
     tracer.mode = DispatchMode(tracer)
     TRACING.append(tracer)
     try:
-        with torch.enable_grad(), _uncompiled(), torch._C._AutoDispatchBelowAutograd(), tracer.mode, FunctionMode(tracer):
+        with (
+            torch.enable_grad(),
+            _uncompiled(),
+            torch._C._AutoDispatchBelowAutograd(),
+            tracer.mode,
+            FunctionMode(tracer),
+        ):
             yield
     finally:
         torch.nn.Module.__call__ = plain  # type: ignore[method-assign]
@@ -171,12 +209,14 @@ def _uncompiled() -> contextlib.AbstractContextManager[Any]:
 
 
 def _is_said_causal(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
-    """torch looks into a mask to see whether it is causal, a hint it can do without; our own pass finds causal masks."""
+    """torch looks into a mask to see whether it is causal, a hint it can do without; our own pass finds causal
+    masks."""
     return is_causal is True
 
 
 def _traced_apply(cls: type[torch.autograd.Function], *args: Any) -> Any:
-    """A torch.autograd.Function is a function with its own gradient; but checkpointing decides when to compute, not what."""
+    """A torch.autograd.Function is a function with its own gradient; but checkpointing decides when to compute, not
+    what."""
     if cls is CheckpointFunction:
         fn, _, *rest = args
         return fn(*rest)
@@ -196,7 +236,7 @@ def _check_arguments(tree: Tree) -> None:
             )
 
 
-def _device(leaves: list[torch.Tensor], places: Places) -> torch.device:
+def _device(leaves: list[torch.Tensor], places: Reachable) -> torch.device:
     """The one device of the program: the arguments', else the model's."""
     for x in leaves:
         if x.device.type not in ("cpu", "meta"):
@@ -211,11 +251,17 @@ def _device(leaves: list[torch.Tensor], places: Places) -> torch.device:
 def _argument_paths(fn: Callable[..., Any], tree: Tree) -> list[str]:
     """What the tensors of the arguments are called: x, pair.0, batch.input_ids"""
     args, kwargs = tree.children
-    names = [n for a, name in zip(args.children, _parameter_names(fn, len(args.children)), strict=True) for n in a.paths(name)]
+    names = [
+        n
+        for a, name in zip(args.children, _parameter_names(fn, len(args.children)), strict=True)
+        for n in a.paths(name)
+    ]
     return names + list(kwargs.paths(""))
 
 
-def _trace_arguments(tracer: Tracer, tree: Tree, paths: list[str], leaves: list[torch.Tensor], apart: bool) -> tuple[Any, list[Var]]:
+def _trace_arguments(
+    tracer: Tracer, tree: Tree, paths: list[str], leaves: list[torch.Tensor], apart: bool
+) -> tuple[Any, list[Var]]:
     """The arguments with traced tensors, and the input of each; the same tensor passed twice is one input."""
     made: dict[int, Traced] = {}
     taken: set[str] = set()
@@ -245,16 +291,16 @@ def _parameter_names(fn: Callable[..., Any], count: int) -> list[str]:
 
 
 @dataclass(frozen=True)
-class _Change:
+class _Rebound:
     """A slot that holds new tensors after the call: rebound, not updated in place."""
 
-    box: Box
+    box: Container
     key: Any
     tree: Tree
     values: list[Var]
 
 
-def _changes(tracer: Tracer, places: Places) -> list[_Change]:
+def _changes(tracer: Tracer, places: Reachable) -> list[_Rebound]:
     """All slots that were rebound to tensors, or to structures that hold traced ones."""
     found = []
     for box in places.boxes:
@@ -271,34 +317,45 @@ def _changes(tracer: Tracer, places: Places) -> list[_Change]:
                     "return it, or keep it in a buffer or an attribute of a module",
                     next((tracer.made[v].source for v in values if v in tracer.made), ""),
                 )
-            found.append(_Change(box, key, tree, values))
+            found.append(_Rebound(box, key, tree, values))
     return found
 
 
-def _effects(tracer: Tracer, changes: list[_Change]) -> tuple[list[tuple[Place, Tree]], list[Var]]:
-    """A rebound parameter or buffer of the same type is an update of it; any other rebound slot is assigned after each call."""
+def _effects(tracer: Tracer, changes: list[_Rebound]) -> tuple[list[tuple[Location, Tree]], list[Var]]:
+    """A rebound parameter or buffer of the same type is an update of it; any other rebound slot is assigned after each
+    call."""
     effects, values = [], []
     for change in changes:
         box, key, old = change.box, change.key, change.box.old.get(change.key)
-        if box.kind in ("parameter", "buffer") and isinstance(old, torch.Tensor) and type_of(old) == change.values[0].type:
+        if (
+            box.kind in ("parameter", "buffer")
+            and isinstance(old, torch.Tensor)
+            and type_of(old) == change.values[0].type
+        ):
             with tracer:
                 tracer.cell(old).write(change.values[0])
             continue
-        effects.append((Place(f"{box.name}.{key}" if box.name else str(key), box.kind, box.slots, key, box.inside), change.tree))
+        effects.append(
+            (Location(f"{box.name}.{key}" if box.name else str(key), box.kind, box.slots, key, box.inside), change.tree)
+        )
         values += change.values
     return effects, values
 
 
-def _restore(places: Places, stays: Callable[[Any], bool]) -> None:
+def _restore(places: Reachable, stays: Callable[[Any], bool]) -> None:
     """Put back what slots held before, unless what they hold now may stay."""
     for box in places.boxes:
         now = contents(box.slots)
-        want = {k: v if v is box.old.get(k) or stays(v) else box.old.get(k) for k, v in now.items() if k in box.old or stays(v)}
+        want = {
+            k: v if v is box.old.get(k) or stays(v) else box.old.get(k)
+            for k, v in now.items()
+            if k in box.old or stays(v)
+        }
         if want.keys() != now.keys() or any(v is not now[k] for k, v in want.items()):
             put_back(box.slots, want)
 
 
-def _undo(places: Places) -> None:
+def _undo(places: Reachable) -> None:
     """Everything is as it was before the call."""
     for box in places.boxes:
         put_back(box.slots, box.old)

@@ -47,13 +47,17 @@ def splice_program(tracer: Tracer, program: Program, inputs: Sequence[Atom]) -> 
     for name in order(program):
         if name != program.entry:
             block = program.blocks[name]
-            names[name] = tracer.add_block(name, replace(block, eqns=tuple(replace(_refer(e, names), phase="forward") for e in block.eqns)))
+            names[name] = tracer.add_block(
+                name, replace(block, eqns=tuple(replace(_refer(e, names), phase="forward") for e in block.eqns))
+            )
     tracer.consts.update(program.consts)
     values: dict[Var, Atom] = dict(zip(program.inputs, inputs, strict=True))
     for eqn in program.main.eqns:
         eqn = _refer(eqn, names)
         tracer.source = eqn.source or tracer.source
-        outs = tracer.append(eqn.op, tuple(lookup(x, values) for x in eqn.inputs), dict(eqn.params), [v.type for v in eqn.outputs])
+        outs = tracer.append(
+            eqn.op, tuple(lookup(x, values) for x in eqn.inputs), dict(eqn.params), [v.type for v in eqn.outputs]
+        )
         values.update(zip(eqn.outputs, outs if len(eqn.outputs) != 1 else (outs,), strict=True))
     return [lookup(x, values) for x in program.main.outputs]
 

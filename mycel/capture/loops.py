@@ -1,8 +1,11 @@
 """Loops on tensors: `while` becomes `loop`, `for` over a range or over rows becomes `loop` or `scan`.
 
-The state of a loop is what a turn changes: variables that are needed afterwards or at the next turn, attributes and items of objects, tensors
-updated in place, and the random key where the body draws.  A first trace of the body finds the state; numbers that change become 0-dim
-tensors, what is undefined before the first turn gets a filler; then the body is traced again, until every part ends a turn with the type
+The state of a loop is what a turn changes: variables that are needed afterwards or at the next turn, attributes and
+items of objects, tensors
+updated in place, and the random key where the body draws.  A first trace of the body finds the state; numbers that
+change become 0-dim
+tensors, what is undefined before the first turn gets a filler; then the body is traced again, until every part ends a
+turn with the type
 it began with.
 """
 
@@ -14,13 +17,13 @@ from typing import Any
 import torch
 
 from mycel.capture.alias import Cell
-from mycel.capture.branches import Run, plain, run
+from mycel.capture.branches import TracedClosure, plain, run
 from mycel.capture.fence import refuse
 from mycel.capture.merge import Want, describe, fit, is_number, is_weak, made, meet, own
 from mycel.capture.merge import opened as opened_value
-from mycel.capture.nested import KEY, Section, branch_key, finish, free, opened
+from mycel.capture.nested import KEY, OpenBlock, branch_key, finish, free, opened
 from mycel.capture.record import Traced
-from mycel.capture.slots import UNDEFINED, Box, Objects, Slot, assigned, variables
+from mycel.capture.slots import UNDEFINED, Objects, Slot, Watched, assigned, variables
 from mycel.capture.trace import Tracer
 from mycel.errors import CaptureError
 from mycel.ir import Atom, Ref, Type, Var, loop, scan
@@ -29,9 +32,12 @@ ROUNDS = 12  # traces until the state must have settled
 
 
 class Turns:
-    """A loop under way: `body` is one turn, `closures` are the user's functions in it, `names` the variables that are needed."""
+    """A loop under way: `body` is one turn, `closures` are the user's functions in it, `names` the variables that are
+    needed."""
 
-    def __init__(self, tracer: Tracer, body: Callable[..., Any], closures: Sequence[Callable[..., Any]], names: Sequence[str]) -> None:
+    def __init__(
+        self, tracer: Tracer, body: Callable[..., Any], closures: Sequence[Callable[..., Any]], names: Sequence[str]
+    ) -> None:
         self.tracer, self.body = tracer, body
         self.slots = variables(closures, assigned(closures))
         self.names = [n for n in names if n in self.slots]
@@ -41,8 +47,9 @@ class Turns:
         self.fresh: list[Cell] = []
         self.before = {slot.id: (slot, slot.get()) for slot in self.slots.values()}
 
-    def settle(self, items: Sequence[Var]) -> tuple[Run, list[Var], list[Var]]:
-        """Trace the body until the state is known: the last trace, the state's Vars at the start of a turn and at its end."""
+    def settle(self, items: Sequence[Var]) -> tuple[TracedClosure, list[Var], list[Var]]:
+        """Trace the body until the state is known: the last trace, the state's Vars at the start of a turn and at its
+        end."""
         for _ in range(ROUNDS):
             start: list[Var] = []
             blocks = dict(self.tracer.blocks)
@@ -52,9 +59,12 @@ class Turns:
                 if ends is not None:
                     return done, start, ends
             self.tracer.blocks = blocks
-        raise refuse("the state of this loop does not settle", "the same types and shapes at the start and at the end of each turn")
+        raise refuse(
+            "the state of this loop does not settle",
+            "the same types and shapes at the start and at the end of each turn",
+        )
 
-    def trace(self, fn: Callable[..., Any], start: list[Var], items: Sequence[Var] = ()) -> Run:
+    def trace(self, fn: Callable[..., Any], start: list[Var], items: Sequence[Var] = ()) -> TracedClosure:
         """One run of a closure on fresh values for the state; their Vars are appended to `start` (or taken from it)."""
         given = iter(start[:])
         self.fresh.clear()
@@ -95,11 +105,13 @@ class Turns:
         parts = opened_value(value, value)
         if parts is None:
             return value
-        return parts[0].close([self._fresh(f"{name}{path}", v, start, given) for path, v in zip(parts[0].paths(), parts[1], strict=True)])
+        return parts[0].close(
+            [self._fresh(f"{name}{path}", v, start, given) for path, v in zip(parts[0].paths(), parts[1], strict=True)]
+        )
 
     # -- what the state is ------------------------------------------------------------------------------------------
 
-    def _grow(self, done: Run) -> bool:
+    def _grow(self, done: TracedClosure) -> bool:
         """Take in what the body was seen to change; was there anything new?"""
         before = len(self.state), len(self.cells)
         for name in self.names:
@@ -113,15 +125,16 @@ class Turns:
         self.cells += [c for c in done.writes if c not in self.cells]
         return before != (len(self.state), len(self.cells))
 
-    def _check_alias(self, name: str, old: Any, done: Run) -> None:
-        """A turn that updates a tensor of outside in place and then lets its name go would do so at the first turn only."""
+    def _check_alias(self, name: str, old: Any, done: TracedClosure) -> None:
+        """A turn that updates a tensor of outside in place and then lets its name go would do so at the first turn
+        only."""
         if isinstance(old, Traced) and old.cell in done.writes and old.cell.place is not None:
             raise refuse(
                 f"{name} is updated in place and then assigned anew in a loop, while it is {old.cell.place.name}",
                 f"{name} = {name}.clone() before the loop",
             )
 
-    def _end_value(self, slot: Slot, done: Run) -> Any:
+    def _end_value(self, slot: Slot, done: TracedClosure) -> Any:
         """What a slot holds at the end of a turn."""
         for name in self.names:
             if self.slots[name] is slot:
@@ -129,7 +142,7 @@ class Turns:
         now = done.contents.get(id(slot.box))
         return slot.get() if now is None else now[slot.key]
 
-    def _ends(self, done: Run) -> list[Var] | None:
+    def _ends(self, done: TracedClosure) -> list[Var] | None:
         """The state at the end of a turn; None if its start had to change and the body must be traced again."""
         again = False
         for slot in self.state.values():
@@ -148,7 +161,7 @@ class Turns:
                 self._collect(slot.get(), self._end_value(slot, done), done, ends)
         return ends + [done.writes.get(c) or c.var for c in self.cells]
 
-    def _collect(self, start: Any, end: Any, done: Run, ends: list[Var]) -> None:
+    def _collect(self, start: Any, end: Any, done: TracedClosure, ends: list[Var]) -> None:
         if isinstance(start, torch.Tensor):
             ends.append(fit(done.var(self.tracer, end), own(start).type))
             return
@@ -247,16 +260,20 @@ class Turns:
                 slot.set(UNDEFINED)
                 self.tracer.maybe.add(name)
 
-    def touched(self, asked: Run) -> bool:
+    def touched(self, asked: TracedClosure) -> bool:
         """Did a trace change objects beyond the state it was given?"""
-        return any(slot.id not in self.state for i, now in asked.contents.items() for slot in _changed(self.objects.boxes[i], now))
+        return any(
+            slot.id not in self.state
+            for i, now in asked.contents.items()
+            for slot in _changed(self.objects.boxes[i], now)
+        )
 
     def undo(self) -> None:
         """Forget what `settle` changed."""
         for slot, value in self.before.values():
             slot.set(value)
 
-    def keyed(self, sections: Sequence[Section], start: list[Var], ends: list[Var], body: Section) -> bool:
+    def keyed(self, sections: Sequence[OpenBlock], start: list[Var], ends: list[Var], body: OpenBlock) -> bool:
         """Does the loop draw?  Then its key is state too: each turn folds it."""
         if not any(KEY in e.inputs for s in sections for e in s.eqns):
             return False
@@ -269,10 +286,16 @@ class Turns:
         return [branch_key(self.tracer)]
 
 
-def _changed(box: Box, now: Any) -> list[Slot]:
+def _changed(box: Watched, now: Any) -> list[Slot]:
     """The slots of a box that a turn changed; new items would make the box grow at each turn."""
     old = box.old
-    if isinstance(now, set) or isinstance(now, list) and len(now) != len(old) or isinstance(now, dict) and not old.keys() <= now.keys():
+    if (
+        isinstance(now, set)
+        or isinstance(now, list)
+        and len(now) != len(old)
+        or isinstance(now, dict)
+        and not old.keys() <= now.keys()
+    ):
         raise refuse(
             f"{box.name or 'a container'} has another number of items after each turn of a loop on tensors",
             "a tensor of the full size that the loop fills, or a loop over a static sequence",
@@ -282,7 +305,13 @@ def _changed(box: Box, now: Any) -> list[Slot]:
     return [box.slot(k) for k, v in now.items() if v is not old.get(k, UNDEFINED)]
 
 
-def repeat(tracer: Tracer, test: Callable[[], Any], body: Callable[..., Any], closures: Sequence[Callable[..., Any]], names: Sequence[str]) -> None:
+def repeat(
+    tracer: Tracer,
+    test: Callable[[], Any],
+    body: Callable[..., Any],
+    closures: Sequence[Callable[..., Any]],
+    names: Sequence[str],
+) -> None:
     """while test(): body() — where test gives a traced bool."""
     turns = Turns(tracer, body, closures, names)
     done, start, ends = turns.settle(())
@@ -302,12 +331,23 @@ def repeat(tracer: Tracer, test: Callable[[], Any], body: Callable[..., Any], cl
             "test": Ref(finish(tracer, "while_test", asked.section, inputs, [pred])),
             "body": Ref(finish(tracer, "while_body", done.section, inputs, ends)),
         }
-        outs = _append(tracer, loop, (*consts, *operands), params | ({"consts": len(consts)} if consts else {}), [v.type for v in start])
+        outs = _append(
+            tracer,
+            loop,
+            (*consts, *operands),
+            params | ({"consts": len(consts)} if consts else {}),
+            [v.type for v in start],
+        )
     turns.give_back(outs[: len(outs) - keyed])
 
 
 def over(
-    tracer: Tracer, rows: torch.Tensor, body: Callable[..., Any], closures: Sequence[Callable[..., Any]], names: Sequence[str], weak: bool
+    tracer: Tracer,
+    rows: torch.Tensor,
+    body: Callable[..., Any],
+    closures: Sequence[Callable[..., Any]],
+    names: Sequence[str],
+    weak: bool,
 ) -> bool:
     """for row in rows: body(row) as a scan; False if a turn does nothing to tensors (rows count in Python then)."""
     turns = Turns(tracer, body, closures, names)
@@ -332,14 +372,19 @@ def over(
     tracer.here()
     with tracer:
         operands = turns.operands() + (turns.key() if keyed else [])
-        params: dict[str, Any] = {"body": Ref(finish(tracer, "for_body", done.section, [*consts, *start, row], ends)), "length": rows.shape[0]}
+        params: dict[str, Any] = {
+            "body": Ref(finish(tracer, "for_body", done.section, [*consts, *start, row], ends)),
+            "length": rows.shape[0],
+        }
         params |= {k: n for k, n in (("consts", len(consts)), ("carry", len(start))) if n}
         outs = _append(tracer, scan, (*consts, *operands, tracer.cell(rows).read()), params, [v.type for v in start])
     turns.give_back(outs[: len(outs) - keyed])
     return True
 
 
-def _append(tracer: Tracer, op: Any, inputs: tuple[Atom, ...], params: dict[str, Any], types: list[Type]) -> Sequence[Var]:
+def _append(
+    tracer: Tracer, op: Any, inputs: tuple[Atom, ...], params: dict[str, Any], types: list[Type]
+) -> Sequence[Var]:
     outs = tracer.append(op, inputs, params, types)
     return (outs,) if len(types) == 1 else outs
 

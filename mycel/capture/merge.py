@@ -3,7 +3,8 @@
 same object, or equal values that are no tensors      stays as it is
 tensor and tensor of one type                         one value, given back by the control-flow equation
 tensor and number                                     the number becomes a tensor of that type
-number and number that differ                         both become 0-dim tensors (i64 or f64) that behave like numbers: *weak* ones
+number and number that differ                         both become 0-dim tensors (i64 or f64) that behave like numbers:
+                                                      *weak* ones
 containers of one structure                           each part
 undefined and something                               undefined, or a filler where nobody can read it
 anything else                                         CaptureError: the name, both values, the line
@@ -145,7 +146,10 @@ class Merge:
         return lambda outs: tree.close([build(outs) for build in builds])
 
     def differ(self, name: str, a: Any, b: Any) -> Exception:
-        return refuse(f"{name} is {describe(a)} in one branch and {describe(b)} in the other", "the same type and shape in both branches")
+        return refuse(
+            f"{name} is {describe(a)} in one branch and {describe(b)} in the other",
+            "the same type and shape in both branches",
+        )
 
 
 def _is_leaf(x: Any) -> bool:
@@ -156,7 +160,9 @@ def _is_same(a: Any, b: Any) -> bool:
     """Equal values that are no tensors and hold none."""
     if isinstance(a, torch.Tensor) or type(a) is not type(b):
         return False
-    if isinstance(a, (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, slice, range, type(None))):
+    if isinstance(
+        a, (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, slice, range, type(None))
+    ):
         return a == b
     return False
 
@@ -178,7 +184,11 @@ class Opened:
 def opened(a: Any, b: Any) -> tuple[Opened, list[Any], list[Any]] | None:
     """Two containers of the same structure as (structure, parts, parts), or None."""
     left, right = flatten(a, []), flatten(b, [])
-    if left.kind in ("leaf", "static") or (left.kind, left.key, len(left.children)) != (right.kind, right.key, len(right.children)):
+    if left.kind in ("leaf", "static") or (left.kind, left.key, len(left.children)) != (
+        right.kind,
+        right.key,
+        len(right.children),
+    ):
         return None
     return Opened(left), parts_of(a, left), parts_of(b, right)
 

@@ -1,6 +1,7 @@
 """The two modes that catch what traced code does, and torch functions that need more than a rule.
 
-A torch-function mode sees calls as the user wrote them; a dispatch mode sees ATen operators, after torch has taken its composites apart.
+A torch-function mode sees calls as the user wrote them; a dispatch mode sees ATen operators, after torch has taken its
+composites apart.
 """
 
 from __future__ import annotations
@@ -81,8 +82,13 @@ class FunctionMode(TorchFunctionMode):
 
 @functools.cache
 def _is_written_in_python(func: Any) -> bool:
-    """One of torch's Python functions that ask for a torch-function mode; methods of Tensor hand on to C and stay closed."""
-    if not isinstance(func, types.FunctionType) or not func.__module__.startswith("torch.") or func.__module__ == "torch._tensor":
+    """One of torch's Python functions that ask for a torch-function mode; methods of Tensor hand on to C and stay
+    closed."""
+    if (
+        not isinstance(func, types.FunctionType)
+        or not func.__module__.startswith("torch.")
+        or func.__module__ == "torch._tensor"
+    ):
         return False
     return "has_torch_function" in str(func.__code__.co_names)
 
@@ -91,7 +97,9 @@ def _is_written_in_python(func: Any) -> bool:
 def _opened(func: types.FunctionType) -> Callable[..., Any]:
     """A Python-written torch function whose own torch-function check is off, so that its body runs under the mode."""
     blind = dict.fromkeys(("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"), _no)
-    made = types.FunctionType(func.__code__, {**func.__globals__, **blind}, func.__name__, func.__defaults__, func.__closure__)
+    made = types.FunctionType(
+        func.__code__, {**func.__globals__, **blind}, func.__name__, func.__defaults__, func.__closure__
+    )
     made.__kwdefaults__ = func.__kwdefaults__
     return made
 
@@ -123,10 +131,15 @@ def _gradient(mode: FunctionMode, func: Any, *args: Any, **kwargs: Any) -> Any:
     """torch's autograd sees nothing of a capture; inside transforms of torch.func it is their business."""
     if torch._C._functorch.maybe_current_level() is not None:
         return func(*args, **kwargs)
-    raise refuse("torch's own autograd was asked for a gradient of traced tensors", "mycel.grad or mycel.value_and_grad of the function")
+    raise refuse(
+        "torch's own autograd was asked for a gradient of traced tensors",
+        "mycel.grad or mycel.value_and_grad of the function",
+    )
 
 
-def _new_tensor(mode: FunctionMode, func: Any, x: torch.Tensor, data: Any, *, dtype: torch.dtype | None = None, **_: Any) -> Any:
+def _new_tensor(
+    mode: FunctionMode, func: Any, x: torch.Tensor, data: Any, *, dtype: torch.dtype | None = None, **_: Any
+) -> Any:
     """x.new_tensor(data): a constant in the dtype of x."""
     return _make_constant(mode, torch.tensor, data, dtype=dtype or x.dtype)
 

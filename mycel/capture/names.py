@@ -1,4 +1,5 @@
-"""Readable names: a value is called what the user's line calls it (`h = self.fc(x)` gives `h`), else after its operator."""
+"""Readable names: a value is called what the user's line calls it (`h = self.fc(x)` gives `h`), else after its
+operator."""
 
 from __future__ import annotations
 
@@ -57,7 +58,8 @@ def clean(name: str) -> str:
 
 
 def hints(eqns: list[Eqn], lines: list[tuple[int, str]]) -> dict[str, str]:
-    """Names by value: the last equation of a line (in its frame, calls in between aside) defines what the line assigns."""
+    """Names by value: the last equation of a line (in its frame, calls in between aside) defines what the line
+    assigns."""
     found: dict[str, str] = {}
     following: dict[int, str] = {}
     for eqn, (frame, line) in zip(reversed(eqns), reversed(lines), strict=True):

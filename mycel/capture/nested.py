@@ -1,7 +1,9 @@
 """Tracing a Python closure into a block of its own: the bodies of branches and loops.
 
-While a section is open, the tracer's equations go there.  What the closure changed outside (cells of outer tensors) is noted in a journal, told
-and undone, so that a second branch starts where the first did.  Outer values that a section uses are its free Vars: they become operands.
+While a section is open, the tracer's equations go there.  What the closure changed outside (cells of outer tensors) is
+                                                           noted in a journal, told
+and undone, so that a second branch starts where the first did.  Outer values that a section uses are its free Vars:
+they become operands.
 """
 
 from __future__ import annotations
@@ -13,20 +15,20 @@ from typing import Any
 
 from mycel.capture.alias import JOURNALS, Cell
 from mycel.capture.names import hints
-from mycel.capture.record import Region
+from mycel.capture.record import ModuleCall
 from mycel.capture.repeats import assemble_inner
 from mycel.capture.trace import KEY, Tracer
 from mycel.ir import OPS, Atom, Block, Eqn, Var
 
 
 @dataclass
-class Section:
+class OpenBlock:
     """The equations of one block under way, with what assembling needs to know of them."""
 
     eqns: list[Eqn] = field(default_factory=list)
     lines: list[tuple[int, str]] = field(default_factory=list)
     frozen: set[int] = field(default_factory=set)
-    regions: list[Region] = field(default_factory=lambda: [Region("main", "", 0)])
+    regions: list[ModuleCall] = field(default_factory=lambda: [ModuleCall("main", "", 0)])
     inputs: Sequence[Var] = ()
 
     @property
@@ -34,15 +36,20 @@ class Section:
         return {v for e in self.eqns for v in e.outputs}
 
 
-_OUTER: list[Section] = []  # the sections around the open one, outermost first
+_OUTER: list[OpenBlock] = []  # the sections around the open one, outermost first
 
 
 @contextlib.contextmanager
-def opened(tracer: Tracer, section: Section) -> Iterator[None]:
+def opened(tracer: Tracer, section: OpenBlock) -> Iterator[None]:
     """Equations go to `section`."""
-    outer = Section(tracer.eqns, tracer.lines, tracer.frozen, tracer.regions)
+    outer = OpenBlock(tracer.eqns, tracer.lines, tracer.frozen, tracer.regions)
     _OUTER.append(outer)
-    tracer.eqns, tracer.lines, tracer.frozen, tracer.regions = section.eqns, section.lines, section.frozen, section.regions
+    tracer.eqns, tracer.lines, tracer.frozen, tracer.regions = (
+        section.eqns,
+        section.lines,
+        section.frozen,
+        section.regions,
+    )
     tracer.closed -= section.defined
     try:
         yield
@@ -65,29 +72,33 @@ def journal() -> Iterator[dict[Cell, tuple[Var, int, int]]]:
             cell.var, cell.seen, cell.version = var, seen, version
 
 
-def written(section: Section, notes: dict[Cell, tuple[Var, int, int]]) -> dict[Cell, Var]:
+def written(section: OpenBlock, notes: dict[Cell, tuple[Var, int, int]]) -> dict[Cell, Var]:
     """Tensors of outside that were updated in place, and their new values."""
     mine = section.defined
     return {c: c.var for c, (var, _, _) in notes.items() if c.parent is None and c.var != var and var not in mine}
 
 
-def free(*sections: Section, outputs: Sequence[Atom] = ()) -> list[Var]:
+def free(*sections: OpenBlock, outputs: Sequence[Atom] = ()) -> list[Var]:
     """Values of outside that sections and their outputs use, in order of use."""
     mine = set().union(*(s.defined for s in sections))
     used = [v for s in sections for e in s.eqns for v in e.vars] + [x for x in outputs if isinstance(x, Var)]
     return [v for v in dict.fromkeys(used) if v not in mine]
 
 
-def finish(tracer: Tracer, name: str, section: Section, inputs: Sequence[Var], outputs: Sequence[Atom]) -> str:
+def finish(tracer: Tracer, name: str, section: OpenBlock, inputs: Sequence[Var], outputs: Sequence[Atom]) -> str:
     """Enter the finished section as a block; the name it has in the program."""
     section.inputs = inputs
-    around = [*_OUTER, Section(tracer.eqns, tracer.lines)]
+    around = [*_OUTER, OpenBlock(tracer.eqns, tracer.lines)]
     names = {k: v for s in around for k, v in hints(s.eqns, s.lines).items()}
-    inner, block = assemble_inner(section, list(outputs), {**names, **tracer.hints}, tracer.regions[-1].path, set(tracer.blocks))
+    inner, block = assemble_inner(
+        section, list(outputs), {**names, **tracer.hints}, tracer.regions[-1].path, set(tracer.blocks)
+    )
     tracer.blocks.update(inner)
     shape = structure(block)
     known = tracer.shapes.get(shape)
-    if known not in tracer.blocks or structure(tracer.blocks[known]) != shape:  # blocks of traces that were given up are gone
+    if (
+        known not in tracer.blocks or structure(tracer.blocks[known]) != shape
+    ):  # blocks of traces that were given up are gone
         known = tracer.shapes[shape] = tracer.add_block(name, block)
     return known
 
@@ -105,7 +116,10 @@ def structure(block: Block) -> Any:
         return tuple(number[x] if isinstance(x, Var) else repr(x) for x in atoms)
 
     head = define(block.inputs)
-    body = tuple((e.op.name, use(e.inputs), tuple(sorted((k, repr(v)) for k, v in e.params.items())), define(e.outputs)) for e in block.eqns)
+    body = tuple(
+        (e.op.name, use(e.inputs), tuple(sorted((k, repr(v)) for k, v in e.params.items())), define(e.outputs))
+        for e in block.eqns
+    )
     return head, body, use(block.outputs)
 
 
@@ -115,4 +129,4 @@ def branch_key(tracer: Tracer) -> Var:
     return tracer.emit(OPS["fold_in"], (key,), {"data": site})
 
 
-__all__ = ["KEY", "Section", "branch_key", "finish", "free", "journal", "opened", "structure", "written"]
+__all__ = ["KEY", "OpenBlock", "branch_key", "finish", "free", "journal", "opened", "structure", "written"]

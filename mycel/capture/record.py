@@ -2,7 +2,8 @@
 
     Traced      a tensor with shape, dtype, device and strides but no data; its `cell` holds its value, a Var
     Region      one call of a module: which equations are its own
-    Record      a Builder that knows the Var of every tensor: traced ones, those that the code reached (they become inputs), constants
+    Record      a Builder that knows the Var of every tensor: traced ones, those that the code reached (they become
+                inputs), constants
 
 The tracer (`trace.py`) adds to it what torch calls become.
 """
@@ -21,7 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from mycel.capture.alias import Cell
 from mycel.capture.bounds import decide
 from mycel.capture.fence import here, refuse
-from mycel.capture.state import Place, Places
+from mycel.capture.state import Location, Reachable
 from mycel.errors import CaptureError
 from mycel.ir import CONTROL, OPS, Atom, Block, Builder, Eqn, Op, Type, Var, type_of
 from mycel.ops import o
@@ -59,8 +60,9 @@ class Traced(torch.Tensor):
 
 
 @dataclass
-class Region:
-    """One call of a module: its equations are [start, end); `site` is its place among the draws and calls of its parent."""
+class ModuleCall:
+    """One call of a module: its equations are [start, end); `site` is its place among the draws and calls of its
+    parent."""
 
     name: str
     path: str
@@ -69,19 +71,19 @@ class Region:
     site: int = 0
     end: int = 0
     sites: int = 0
-    children: list[Region] = field(default_factory=list)
+    children: list[ModuleCall] = field(default_factory=list)
 
 
 class Record(Builder):
     """The equations, inputs and blocks of a capture under way, and what its tensors are."""
 
-    def __init__(self, device: torch.device, places: Places) -> None:
+    def __init__(self, device: torch.device, places: Reachable) -> None:
         super().__init__()
         self.device, self.places = device, places
         self.lifted: dict[int, tuple[torch.Tensor, Cell]] = {}
-        self.state: list[tuple[Var, list[Place]]] = []
+        self.state: list[tuple[Var, list[Location]]] = []
         self.consts: dict[str, torch.Tensor] = {}
-        self.regions = [Region("main", "", 0)]
+        self.regions = [ModuleCall("main", "", 0)]
         self.draws = False
         self.frozen: set[int] = set()  # equations recorded under torch.no_grad()
         self.lines: list[tuple[int, str]] = []  # for each equation, how deep the user's frame is, and its line
@@ -96,7 +98,9 @@ class Record(Builder):
         self.numbers = False  # are there weak tensors?
         self.maybe: set[str] = set()  # variables that only one of two branches defines
         self.manual: list[Any] = []  # manual regions that are open (`region.py`)
-        self.local: dict[Var, frozenset[str]] = {}  # values of closed ones that differ from rank to rank, and along which axes
+        self.local: dict[
+            Var, frozenset[str]
+        ] = {}  # values of closed ones that differ from rank to rank, and along which axes
 
     def name(self, hint: str) -> str:
         """Names are numbers while tracing; readable ones are given at the end."""
@@ -108,9 +112,18 @@ class Record(Builder):
             inputs = region.given(inputs)
         return self.write(op, inputs, params, types)
 
-    def write(self, op: Op, inputs: tuple[Atom, ...], params: dict[str, Any], types: Sequence[Type], outputs: tuple[Var, ...] = ()) -> Any:
+    def write(
+        self,
+        op: Op,
+        inputs: tuple[Atom, ...],
+        params: dict[str, Any],
+        types: Sequence[Type],
+        outputs: tuple[Var, ...] = (),
+    ) -> Any:
         """Append an equation as it is."""
-        if not torch.is_grad_enabled() and op not in CONTROL:  # what a branch or a loop computes is frozen inside; what it passes on is not
+        if (
+            not torch.is_grad_enabled() and op not in CONTROL
+        ):  # what a branch or a loop computes is frozen inside; what it passes on is not
             self.frozen.add(len(self.eqns))
         self.lines.append((self.frame, self.source))
         out = super().append(op, inputs, params, types)
@@ -122,7 +135,8 @@ class Record(Builder):
         return out
 
     def concrete(self, x: torch.Tensor) -> torch.Tensor | None:
-        """The actual value of a traced tensor that depends on no input: computed now.  None if it does depend on one."""
+        """The actual value of a traced tensor that depends on no input: computed now.  None if it does depend on
+        one."""
         known: dict[Var, torch.Tensor] = {}
 
         def compute(var: Var) -> bool:
@@ -170,12 +184,13 @@ class Record(Builder):
         self.frozen -= {i for i in self.frozen if i >= length}
 
     def argument(self, name: str, tensor: torch.Tensor, apart: bool = False) -> Traced:
-        """A tensor argument becomes an input; `apart`: also where the code reaches the same tensor by another way, that is another input."""
+        """A tensor argument becomes an input; `apart`: also where the code reaches the same tensor by another way, that
+        is another input."""
         self._check_tensor(tensor)
         var = Var(name, type_of(tensor))
         self.inputs.append(var)
         cell = Cell(var)
-        cell.place = Place(name, "argument", None, None)
+        cell.place = Location(name, "argument", None, None)
         self.lifted[-len(self.lifted) - 1 if apart else id(tensor)] = (tensor, cell)
         return Traced.make(cell, self, tensor.stride())
 
@@ -183,7 +198,10 @@ class Record(Builder):
         """The cell of a traced tensor, or of a real one the code reached: that becomes an input."""
         if type(tensor) is Traced and tensor.tracer is self:
             if tensor.cell.var in self.closed:
-                raise refuse("a tensor made in a branch or loop was used outside of it", "a variable, attribute or item that every branch assigns")
+                raise refuse(
+                    "a tensor made in a branch or loop was used outside of it",
+                    "a variable, attribute or item that every branch assigns",
+                )
             if tensor.cell.var in self.local:
                 axes = ", ".join(sorted(self.local[tensor.cell.var]))
                 raise refuse(
@@ -192,7 +210,9 @@ class Record(Builder):
                 )
             return tensor.cell
         if type(tensor) is Traced and not tensor.tracer.running:
-            raise refuse("a tensor of another capture was used", "do not keep tensors across calls of captured functions")
+            raise refuse(
+                "a tensor of another capture was used", "do not keep tensors across calls of captured functions"
+            )
         found = self.lifted.get(id(tensor))
         if found is None:
             found = self.lifted[id(tensor)] = (tensor, self._lift(tensor))
@@ -203,7 +223,10 @@ class Record(Builder):
         _check_dense(tensor)
         kinds = {tensor.device.type, self.device.type} - {"meta"}
         if len(kinds) > 1 and tensor.ndim:
-            raise refuse(f"a tensor on {tensor.device} was used in a program on {self.device}", "move model and arguments to one device")
+            raise refuse(
+                f"a tensor on {tensor.device} was used in a program on {self.device}",
+                "move model and arguments to one device",
+            )
 
     def _lift(self, tensor: torch.Tensor) -> Cell:
         self._check_tensor(tensor)
@@ -252,4 +275,7 @@ class Record(Builder):
 def _check_dense(x: torch.Tensor) -> None:
     if x.layout != torch.strided or x.is_quantized or x.is_nested:
         kind = "quantized" if x.is_quantized else "nested" if x.is_nested else str(x.layout).split(".")[-1]
-        raise refuse(f"a {kind} tensor was used; a program has dense tensors", "to_dense(), or computing it outside of the function")
+        raise refuse(
+            f"a {kind} tensor was used; a program has dense tensors",
+            "to_dense(), or computing it outside of the function",
+        )

@@ -1,10 +1,13 @@
-"""Manual regions while code is traced: what the code between `open` and `close` does is one rank's, along the region's axes.
+"""Manual regions while code is traced: what the code between `open` and `close` does is one rank's, along the region's
+axes.
 
     outside               inside                                    outside
     x ───── enter(x) ───▶ x₁ ─▶ equations on parts, `comm` ─▶ y₁ ───── leave(y₁) ───▶ y
 
-A floating point value from outside enters as a whole when it is first used.  When the region is closed, every value made in it that is the same on
-all its ranks leaves; one that may differ from rank to rank is refused where it is used outside.  What differs is known by following it: parts, a
+A floating point value from outside enters as a whole when it is first used.  When the region is closed, every value
+made in it that is the same on
+all its ranks leaves; one that may differ from rank to rank is refused where it is used outside.  What differs is known
+by following it: parts, a
 rank's index and what is made of them do; sums over all ranks and gathered parts do not.
 """
 
@@ -46,7 +49,8 @@ def checked(axes: Sequence[str], what: str) -> dict[str, int]:
     for axis in axes:
         if axis not in mesh:
             raise PlanError(
-                f"{what}: there is no axis {axis!r}\n  the mesh  {mesh}\n  at        {here()[0]}\n  try       one of {', '.join(mesh.axes)}"
+                f"{what}: there is no axis {axis!r}\n  the mesh  {mesh}\n  at        {here()[0]}\n"
+                f"  try       one of {', '.join(mesh.axes)}"
             )
     return {a: mesh[a] for a in axes if mesh[a] > 1}
 
@@ -75,15 +79,20 @@ class Open:
         return Params(axes=self.axes, counts=tuple(self.sizes.values()), layout=tuple(layout))
 
     def is_inside(self, v: Var) -> bool:
-        return v not in self.tracer.inputs and v.name[:1] == "v" and v.name[1:].isdigit() and int(v.name[1:]) > self.first
+        return (
+            v not in self.tracer.inputs and v.name[:1] == "v" and v.name[1:].isdigit() and int(v.name[1:]) > self.first
+        )
 
-    # -- what the tracer asks ------------------------------------------------------------------------------------------
+    # -- what the tracer asks ----------------------------------------------------------------------------------------
 
     def given(self, inputs: Sequence[Atom]) -> tuple[Atom, ...]:
         """Operands of an equation, those from outside entered; in branches and loops that is done where they begin."""
         if self.tracer.eqns is not self.eqns:
             return tuple(inputs)
-        return tuple(self._entered(x) if isinstance(x, Var) and is_float(x.dtype) and not self.is_inside(x) else x for x in inputs)
+        return tuple(
+            self._entered(x) if isinstance(x, Var) and is_float(x.dtype) and not self.is_inside(x) else x
+            for x in inputs
+        )
 
     def _entered(self, x: Var) -> Var:
         at, inner = self.entered.get(x, (len(self.eqns), x))
@@ -117,12 +126,17 @@ class Open:
         """Does anything in a block depend on the rank?"""
         return any(e.op.by_rank or any(self._speaks(ref) for ref in e.refs) for e in self.tracer.blocks[block].eqns)
 
-    # -- the end -------------------------------------------------------------------------------------------------------
+    # -- the end -----------------------------------------------------------------------------------------------------
 
     def close(self) -> dict[Var, Var]:
         """Values that are the same on all ranks leave; they are now outside, and what they were inside is returned."""
         tracer, made = self.tracer, self.eqns[self.start :]
-        inner = {v: Var(tracer.name(""), v.type) for e in made for v in e.outputs if v not in self.differs and not v.type.depth}
+        inner = {
+            v: Var(tracer.name(""), v.type)
+            for e in made
+            for v in e.outputs
+            if v not in self.differs and not v.type.depth
+        }
         for i, eqn in enumerate(made, self.start):
             inputs = tuple(inner.get(x, x) if isinstance(x, Var) else x for x in eqn.inputs)
             self.eqns[i] = replace(eqn, inputs=inputs, outputs=tuple(inner.get(v, v) for v in eqn.outputs))
@@ -133,7 +147,8 @@ class Open:
         return inner
 
     def agreed(self, x: Var, layout: Sequence[Axes]) -> Var:
-        """x, or what the first rank has of it where others may have something else along an axis that a layout does not name."""
+        """x, or what the first rank has of it where others may have something else along an axis that a layout does not
+        name."""
         axes = tuple(a for a in self.axes if a in self.differs.get(x, ()) and not any(a in dim for dim in layout))
         if not axes:
             return x
@@ -172,5 +187,8 @@ def divided(n: int, axes: Sequence[str], sizes: Mapping[str, int], what: str) ->
     """A dim's part; refuses one that does not divide."""
     k = math.prod(sizes.get(a, 1) for a in axes)
     if n % k:
-        raise refuse(f"{what}: a dim of {n} does not divide into {k} equal parts", "pad it, or another axis: in a manual region parts are equal")
+        raise refuse(
+            f"{what}: a dim of {n} does not divide into {k} equal parts",
+            "pad it, or another axis: in a manual region parts are equal",
+        )
     return n // k

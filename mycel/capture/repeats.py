@@ -1,8 +1,12 @@
-"""Flat traced equations and the tree of module calls -> blocks: a module that repeats becomes one block called many times.
+"""Flat traced equations and the tree of module calls -> blocks: a module that repeats becomes one block called many
+times.
 
-Two module calls are the same block when their equations are the same up to names: same operators, params, types and wiring.  Only the first is
-kept; each call passes its own parameters.  Modules that do not repeat stay in line.  A module that draws random numbers gets its own key, folded from
-its parent's by its place among the parent's calls: so a block draws different numbers at each call, and the same whether it is in line or not.
+Two module calls are the same block when their equations are the same up to names: same operators, params, types and
+wiring.  Only the first is
+kept; each call passes its own parameters.  Modules that do not repeat stay in line.  A module that draws random numbers
+                                            gets its own key, folded from
+its parent's by its place among the parent's calls: so a block draws different numbers at each call, and the same
+whether it is in line or not.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mycel.capture.names import hints, rename
-from mycel.capture.record import Region
+from mycel.capture.record import ModuleCall
 from mycel.capture.trace import KEY, Tracer
 from mycel.ir import OPS, Block, Eqn, Params, Ref, Var, call, is_float
 
@@ -27,7 +31,7 @@ SMALLEST = 3  # equations a module must have to be worth a block
 class _Shape:
     """A region up to names: the values it takes in and defines, in order of appearance."""
 
-    region: Region
+    region: ModuleCall
     externals: list[Var]
     defined: list[Var]
 
@@ -37,8 +41,11 @@ def assemble(tracer: Tracer, outputs: list[Any]) -> dict[str, Block]:
     return {**tracer.blocks, **_Assembly(tracer, outputs, tracer.hints, {"main", *tracer.blocks}).blocks("main", "")}
 
 
-def assemble_inner(section: Any, outputs: list[Any], names: dict[str, str], path: str, taken: set[str]) -> tuple[dict[str, Block], Block]:
-    """(blocks of modules that repeat inside, the block itself) of a finished part of a trace; names of outer values are known."""
+def assemble_inner(
+    section: Any, outputs: list[Any], names: dict[str, str], path: str, taken: set[str]
+) -> tuple[dict[str, Block], Block]:
+    """(blocks of modules that repeat inside, the block itself) of a finished part of a trace; names of outer values are
+    known."""
     made = _Assembly(section, outputs, names, {"", *taken}).blocks("", path)
     block = made.pop("")
     return made, block
@@ -71,7 +78,9 @@ class _Assembly:
             first = shapes[0]
             body = self._body(first.region, KEY)
             outs = [first.defined[i] for i in self.kept[key]]
-            made[self.names[key]] = rename(Block(tuple(first.externals), tuple(body), tuple(outs)), self.known, first.region.path)
+            made[self.names[key]] = rename(
+                Block(tuple(first.externals), tuple(body), tuple(outs)), self.known, first.region.path
+            )
         inputs = [*self.tracer.inputs, *([KEY] if self.drawing and KEY not in self.tracer.inputs else [])]
         main = Block(tuple(inputs), tuple(self._body(self.root, KEY)), tuple(self.outputs))
         made[entry] = rename(main, self.known, path)
@@ -79,7 +88,7 @@ class _Assembly:
 
     # -- which regions repeat -------------------------------------------------------------------------------
 
-    def _group(self, region: Region) -> None:
+    def _group(self, region: ModuleCall) -> None:
         for child in region.children:
             size = child.end - child.start
             if size >= SMALLEST and self.sizes[child.name, size] > 1:
@@ -91,7 +100,7 @@ class _Assembly:
                     continue
             self._group(child)
 
-    def _shape(self, region: Region) -> tuple[Any, _Shape]:
+    def _shape(self, region: ModuleCall) -> tuple[Any, _Shape]:
         number: dict[Var, int] = {}
         externals: list[Var] = []
         defined: list[Var] = []
@@ -118,13 +127,18 @@ class _Assembly:
         """A block returns what any of its calls needs; outer blocks first, since they ask values of inner ones."""
         wanted: set[Var] = set()
         for key, shapes in sorted(self.groups.items(), key=lambda g: -len(g[1][0].defined)):
-            keep = {i for shape in shapes for i, v in enumerate(shape.defined) if v in wanted or self.last.get(v, -1) >= shape.region.end}
+            keep = {
+                i
+                for shape in shapes
+                for i, v in enumerate(shape.defined)
+                if v in wanted or self.last.get(v, -1) >= shape.region.end
+            }
             self.kept[key] = sorted(keep)
             wanted.update(shapes[0].defined[i] for i in keep)
 
     # -- writing bodies -------------------------------------------------------------------------------------
 
-    def _body(self, region: Region, key: Var) -> list[Eqn]:
+    def _body(self, region: ModuleCall, key: Var) -> list[Eqn]:
         """The equations of a region, repeated modules in it as calls."""
         out: list[Eqn] = []
         at = region.start
@@ -141,19 +155,20 @@ class _Assembly:
             out += self._call(child, group, inner) if group in self.groups else self._body(child, inner)
         return out + [_with_key(e, key) for e in self.eqns[at : region.end]]
 
-    def _call(self, region: Region, group: Any, key: Var) -> list[Eqn]:
+    def _call(self, region: ModuleCall, group: Any, key: Var) -> list[Eqn]:
         shape = next(s for s in self.groups[group] if s.region is region)
         inputs = tuple(key if v is KEY else v for v in shape.externals)
         outs = tuple(shape.defined[i] for i in self.kept[group])
         return [Eqn(call, inputs, Params({"block": Ref(self.names[group])}), outs, region.source)]
 
-    def _draws(self, region: Region) -> bool:
+    def _draws(self, region: ModuleCall) -> bool:
         i = bisect.bisect_left(self.drawing, region.start)
         return i < len(self.drawing) and self.drawing[i] < region.end
 
 
 def stop_gradients(tracer: Tracer, outputs: list[Any], names: dict[str, str]) -> tuple[list[Eqn], list[Any]]:
-    """Values made under torch.no_grad() carry no gradient out of it: where other code uses them, a stop_gradient stands right behind them."""
+    """Values made under torch.no_grad() carry no gradient out of it: where other code uses them, a stop_gradient stands
+    right behind them."""
     if not tracer.frozen:
         return tracer.eqns, outputs
     eqns = tracer.eqns
@@ -167,16 +182,24 @@ def stop_gradients(tracer: Tracer, outputs: list[Any], names: dict[str, str]) ->
     for i, eqn in enumerate(eqns):
         shift.append(len(out))
         if i not in tracer.frozen and any(v in stopped for v in eqn.vars):
-            eqn = Eqn(eqn.op, tuple(stopped.get(x, x) if isinstance(x, Var) else x for x in eqn.inputs), eqn.params, eqn.outputs, eqn.source)
+            eqn = Eqn(
+                eqn.op,
+                tuple(stopped.get(x, x) if isinstance(x, Var) else x for x in eqn.inputs),
+                eqn.params,
+                eqn.outputs,
+                eqn.source,
+            )
         out.append(eqn)
-        out += [Eqn(OPS["stop_gradient"], (v,), Params(), (stopped[v],), eqn.source) for v in eqn.outputs if v in stopped]
+        out += [
+            Eqn(OPS["stop_gradient"], (v,), Params(), (stopped[v],), eqn.source) for v in eqn.outputs if v in stopped
+        ]
     shift.append(len(out))
     for region in (tracer.regions[0], *_all_regions(tracer.regions[0])):
         region.start, region.end = shift[region.start], shift[region.end]
     return out, [stopped.get(x, x) if isinstance(x, Var) else x for x in outputs]
 
 
-def _all_regions(region: Region) -> Any:
+def _all_regions(region: ModuleCall) -> Any:
     for child in region.children:
         yield child
         yield from _all_regions(child)

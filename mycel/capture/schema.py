@@ -1,4 +1,5 @@
-"""What torch's schemas say of an ATen overload: what it writes, what it views, its functional form; and which rule captures it."""
+"""What torch's schemas say of an ATen overload: what it writes, what it views, its functional form; and which rule
+captures it."""
 
 from __future__ import annotations
 
@@ -62,7 +63,18 @@ def schema_of(func: Any) -> Schema:
     composite = rule is None and (functional is None or schema_of(functional).composite) and _is_composite(func)
     strided = schema.name.startswith("aten::as_strided")
     reads = None if rule or written else _READ_BY_RETURN.get(str(schema.returns[0].type) if schema.returns else "")
-    return Schema(rule, written, outs, functional, view_of, dynamic, func is torch.ops.aten.index.Tensor, strided, reads, composite)
+    return Schema(
+        rule,
+        written,
+        outs,
+        functional,
+        view_of,
+        dynamic,
+        func is torch.ops.aten.index.Tensor,
+        strided,
+        reads,
+        composite,
+    )
 
 
 _READ_BY_RETURN = {"": "", "bool": "__bool__", "int": "__int__", "float": "__float__", "number": "item"}
@@ -75,22 +87,34 @@ def _is_composite(func: Any) -> bool:
 def _functional_form(func: Any) -> Any:
     """aten.add_.Tensor and aten.add.out -> aten.add.Tensor: same namespace, same arguments, nothing written."""
     namespace, name = func._schema.name.split("::")
-    outs = {a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write and a.kwarg_only}
+    outs = {
+        a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write and a.kwarg_only
+    }
     want = [a.name for a in func._schema.arguments if a.name not in outs]
     exact: list[Any] = []
     others: list[Any] = []
-    for base in (name.replace("__i", "__") if name.startswith("__i") else name.removesuffix("_"), name, name + "functional"):
+    for base in (
+        name.replace("__i", "__") if name.startswith("__i") else name.removesuffix("_"),
+        name,
+        name + "functional",
+    ):
         packet = getattr(getattr(torch.ops, namespace), base, None)
         if packet is None:
             continue
         for overload in packet.overloads():
             other = getattr(packet, overload)
             args = other._schema.arguments
-            if [a.name for a in args] == want and not any(a.alias_info is not None and a.alias_info.is_write for a in args):
-                same = overload == func._overloadname or outs or overload.replace("_functional", "") == func._overloadname
+            if [a.name for a in args] == want and not any(
+                a.alias_info is not None and a.alias_info.is_write for a in args
+            ):
+                same = (
+                    overload == func._overloadname or outs or overload.replace("_functional", "") == func._overloadname
+                )
                 if _types_match(func, other, outs):
                     (exact if same else others).append(other)
-    return next(iter((*exact, *others)), None)  # an overload of another name (bernoulli_.float, bernoulli.p) where none has the same
+    return next(
+        iter((*exact, *others)), None
+    )  # an overload of another name (bernoulli_.float, bernoulli.p) where none has the same
 
 
 def _types_match(func: Any, other: Any, outs: set[str]) -> bool:

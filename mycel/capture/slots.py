@@ -1,7 +1,9 @@
 """Where Python keeps what a branch or loop may change: variables, attributes, items of lists and dicts.
 
-Slot       one variable (a closure cell), dict entry (attributes are entries of an object's dict) or list item: get and set
-Objects    all lists, dicts, attributes and closure cells that some closures reach, with what was in them: tells changes, puts back
+Slot       one variable (a closure cell), dict entry (attributes are entries of an object's dict) or list item: get and
+           set
+Objects    all lists, dicts, attributes and closure cells that some closures reach, with what was in them: tells
+           changes, puts back
 """
 
 from __future__ import annotations
@@ -19,7 +21,21 @@ import torch
 from mycel.capture.fence import is_library
 
 DEEPEST = 8
-_ATOMS = (int, float, complex, str, bytes, type(None), torch.Tensor, torch.dtype, torch.device, type, types.ModuleType, torch.Size, range)
+_ATOMS = (
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type(None),
+    torch.Tensor,
+    torch.dtype,
+    torch.device,
+    type,
+    types.ModuleType,
+    torch.Size,
+    range,
+)
 _MODULE_FIELDS = frozenset(vars(torch.nn.Module()))
 
 
@@ -87,7 +103,9 @@ def _assigned(code: types.CodeType) -> tuple[str, ...]:
     found = [
         i.argval
         for i in dis.get_instructions(code)
-        if i.opname in ("STORE_GLOBAL", "DELETE_GLOBAL") or i.opname in ("STORE_DEREF", "DELETE_DEREF") and i.argval in code.co_freevars
+        if i.opname in ("STORE_GLOBAL", "DELETE_GLOBAL")
+        or i.opname in ("STORE_DEREF", "DELETE_DEREF")
+        and i.argval in code.co_freevars
     ]
     inner = [n for const in code.co_consts if isinstance(const, types.CodeType) for n in _assigned(const)]
     return tuple(found + [n for n in inner if n in code.co_freevars or n not in (*code.co_cellvars, *code.co_varnames)])
@@ -99,7 +117,7 @@ def shown(name: str) -> str:
 
 
 @dataclass
-class Box:
+class Watched:
     """One object that may change, what the user calls it and what was in it."""
 
     name: str
@@ -140,7 +158,7 @@ def changed(old: Any, new: Any) -> bool:
 class Objects:
     """What closures reach and may change."""
 
-    boxes: dict[int, Box] = field(default_factory=dict)
+    boxes: dict[int, Watched] = field(default_factory=dict)
     _seen: dict[int, Any] = field(default_factory=dict)
 
     @staticmethod
@@ -188,24 +206,26 @@ class Objects:
             self._module(name, value, depth)
         elif isinstance(value, (list, tuple)):
             if isinstance(value, list):
-                self.boxes[id(value)] = Box(name, value)
+                self.boxes[id(value)] = Watched(name, value)
             for i, item in enumerate(value):
                 self.visit(f"{name}[{i}]", item, depth + 1)
         elif isinstance(value, dict):
             self._dict(name, value, depth, attributes=False)
         elif isinstance(value, set):
-            self.boxes[id(value)] = Box(name, value)
-        elif isinstance(value, types.SimpleNamespace) or (hasattr(value, "__dict__") and not _is_library_class(value.__class__)):
+            self.boxes[id(value)] = Watched(name, value)
+        elif isinstance(value, types.SimpleNamespace) or (
+            hasattr(value, "__dict__") and not _is_library_class(value.__class__)
+        ):
             self._dict(name, vars(value), depth, attributes=True)
 
     def _dict(self, name: str, value: dict[Any, Any], depth: int, attributes: bool) -> None:
-        self.boxes[id(value)] = Box(name, value, attributes=attributes)
+        self.boxes[id(value)] = Watched(name, value, attributes=attributes)
         for key, item in list(value.items()):
             self.visit(f"{name}.{key}" if attributes else f"{name}[{key!r}]", item, depth + 1)
 
     def _module(self, name: str, module: torch.nn.Module, depth: int) -> None:
         for slots in (vars(module), module._buffers, module._parameters):
-            self.boxes[id(slots)] = Box(name, slots, attributes=True)
+            self.boxes[id(slots)] = Watched(name, slots, attributes=True)
         for key, item in vars(module).items():
             if key not in _MODULE_FIELDS:
                 self.visit(f"{name}.{key}", item, depth + 1)
@@ -218,7 +238,7 @@ class Objects:
         for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
             if id(cell) not in self._seen and "@" not in name:
                 self._seen[id(cell)] = cell
-                self.boxes[id(cell)] = Box(name, cell)
+                self.boxes[id(cell)] = Watched(name, cell)
                 self.visit(name, Slot(cell, None, name).get(), depth + 1)
         for name in _names(fn.__code__):
             if name in fn.__globals__:
@@ -238,4 +258,8 @@ def _is_library_class(cls: type) -> bool:
     """A class of torch, of an installed package, of the standard library or of ours: its objects are left alone."""
     module = sys.modules.get(cls.__module__)
     file = getattr(module, "__file__", None)
-    return cls.__module__ in ("builtins", "typing") or (file is None and cls.__module__ != "__main__") or (file is not None and is_library(file))
+    return (
+        cls.__module__ in ("builtins", "typing")
+        or (file is None and cls.__module__ != "__main__")
+        or (file is not None and is_library(file))
+    )

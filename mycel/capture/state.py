@@ -1,6 +1,8 @@
-"""What the user's code reaches without being handed it: where it lives, so that every call reads it anew or notices that it changed.
+"""What the user's code reaches without being handed it: where it lives, so that every call reads it anew or notices
+that it changed.
 
-A `Place` is a container (a module's parameter dict, a globals dict, a closure cell …) and a key.  `Places` walks what a function can
+A `Place` is a container (a module's parameter dict, a globals dict, a closure cell …) and a key.  `Places` walks what a
+function can
 reach: the modules among its arguments, closure, globals and attributes, and the functions and classes it names.
 
     tensors    read anew at every call; tied parameters have several places and are one tensor
@@ -30,14 +32,14 @@ MANY = 64  # entries of a container whose plain values are looked at
 
 
 @dataclass(frozen=True, eq=False)
-class Place:
+class Location:
     """Where something is found at every call; `kind` is parameter | buffer | attribute | variable | argument | held."""
 
     name: str
     kind: str
     container: Any
     key: Any
-    inside: Link | None = None
+    inside: Guarded | None = None
 
     def read(self) -> Any:
         return self.container.cell_contents if isinstance(self.container, types.CellType) else self.container[self.key]
@@ -55,56 +57,61 @@ class Place:
 
 
 @dataclass(frozen=True, eq=False)
-class Link:
+class Guarded:
     """A place and what it held when the code was captured."""
 
-    place: Place
+    place: Location
     value: Any
 
 
 @dataclass(frozen=True, eq=False)
-class Box:
+class Container:
     """A dict, list, cell or global whose slots the code may rebind, and what was in it."""
 
     name: str
     kind: str
     slots: Any
     old: dict[Any, Any]
-    inside: Link | None = None
+    inside: Guarded | None = None
 
 
-class Places:
+class Reachable:
     """All that is reachable from a function and its static arguments."""
 
     def __init__(self, fn: Callable[..., Any], statics: Iterable[Any] = ()) -> None:
-        self.tensors: dict[int, list[Place]] = {}
+        self.tensors: dict[int, list[Location]] = {}
         self.modules: dict[int, tuple[str, torch.nn.Module]] = {}
-        self.links: list[Link] = []
-        self.statics: list[Link] = []
-        self.boxes: list[Box] = []
+        self.links: list[Guarded] = []
+        self.statics: list[Guarded] = []
+        self.boxes: list[Container] = []
         self.sizes: list[tuple[Any, int]] = []
         self._seen: set[int] = set()
         for value in (fn, *statics):
             self._visit("", value, None)
 
-    def find(self, tensor: torch.Tensor) -> list[Place]:
+    def find(self, tensor: torch.Tensor) -> list[Location]:
         """Its places; a tensor found nowhere is held by reference."""
         found = self.tensors.get(id(tensor))
-        return found or [Place("held", "held", [tensor], 0)]
+        return found or [Location("held", "held", [tensor], 0)]
 
-    def unchanged(self) -> tuple[Link, ...]:
+    def unchanged(self) -> tuple[Guarded, ...]:
         """Plain values that tracing did not change itself: counters of calls are no part of the signature."""
         return tuple(s for s in self.statics if _holds(s))
 
-    def unresized(self, written: Iterable[Place]) -> tuple[tuple[Any, int], ...]:
+    def unresized(self, written: Iterable[Location]) -> tuple[tuple[Any, int], ...]:
         """Containers and objects that the code does not resize itself, with how much they held."""
         own = {id(place.container) for place in written}
-        return tuple((held, n) for held, n in self.sizes if len(held) == n and not isinstance(held, tuple) and id(held) not in own)
+        return tuple(
+            (held, n)
+            for held, n in self.sizes
+            if len(held) == n and not isinstance(held, tuple) and id(held) not in own
+        )
 
     # -- walking --------------------------------------------------------------------------------------------
 
-    def _visit(self, name: str, value: Any, inside: Link | None) -> None:
-        """An object that may lead to tensors: module, function, class, wrapper of those, or an instance of a user's class."""
+    def _visit(self, name: str, value: Any, inside: Guarded | None) -> None:
+        """An object that may lead to tensors: module, function, class, wrapper of those, or an instance of a user's
+        class."""
         if isinstance(value, torch.nn.Module):
             return self._module(name, value, inside)
         if id(value) in self._seen:
@@ -129,7 +136,7 @@ class Places:
             self.sizes.append((vars(value), len(vars(value))))
             self._entries(name, vars(value), vars(value), "attribute", inside)
 
-    def _function(self, fn: types.FunctionType, inside: Link | None) -> None:
+    def _function(self, fn: types.FunctionType, inside: Guarded | None) -> None:
         for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
             try:
                 cell.cell_contents  # noqa: B018  an empty cell raises
@@ -164,33 +171,38 @@ class Places:
                 elif not key.startswith("__"):
                     self._entry(f"{base.__name__}.{key}", vars(base), key, "variable", None)
 
-    def _entries(self, name: str, container: Any, keys: Iterable[Any], kind: str, inside: Link | None, *, depth: int = DEEPEST) -> None:
+    def _entries(
+        self, name: str, container: Any, keys: Iterable[Any], kind: str, inside: Guarded | None, *, depth: int = DEEPEST
+    ) -> None:
         for key in list(keys):
             self._entry(_join(name, key), container, key, kind, inside, depth=depth)
 
-    def _entry(self, name: str, container: Any, key: Any, kind: str, inside: Link | None, *, depth: int = DEEPEST) -> None:
-        """One slot of a container: a tensor, a plain value, a container of those, or an object that may lead to them."""
+    def _entry(
+        self, name: str, container: Any, key: Any, kind: str, inside: Guarded | None, *, depth: int = DEEPEST
+    ) -> None:
+        """One slot of a container: a tensor, a plain value, a container of those, or an object that may lead to
+        them."""
         value = container.cell_contents if isinstance(container, types.CellType) else container[key]
-        place = Place(name, kind, container, key, inside)
+        place = Location(name, kind, container, key, inside)
         if isinstance(value, torch.Tensor):
             self.tensors.setdefault(id(value), []).append(place)
         elif is_static(value):
-            self.statics.append(Link(place, value))
+            self.statics.append(Guarded(place, value))
         elif isinstance(value, (list, tuple, dict)):
             if depth:
                 self.sizes.append((value, len(value)))
-                link = Link(place, value)
+                link = Guarded(place, value)
                 if not isinstance(value, tuple):
                     self._box(name, kind, value, link)
                 self._entries(name, value, _keys(value), kind, link, depth=depth - 1)
         elif _leads_on(value):
-            self.links.append(Link(place, value))
+            self.links.append(Guarded(place, value))
             self._visit(name, value, self.links[-1])
 
-    def _box(self, name: str, kind: str, slots: Any, inside: Link | None) -> None:
-        self.boxes.append(Box(name, kind, slots, contents(slots), inside))
+    def _box(self, name: str, kind: str, slots: Any, inside: Guarded | None) -> None:
+        self.boxes.append(Container(name, kind, slots, contents(slots), inside))
 
-    def _module(self, name: str, root: torch.nn.Module, inside: Link | None) -> None:
+    def _module(self, name: str, root: torch.nn.Module, inside: Guarded | None) -> None:
         for path, module in root.named_modules(prefix=name, remove_duplicate=True):
             if id(module) in self._seen:
                 continue
@@ -201,7 +213,9 @@ class Places:
                 self._box(path, kind, slots, inside)
                 for key, value in slots.items():
                     if value is not None:
-                        self.tensors.setdefault(id(value), []).append(Place(_join(path, key), kind, slots, key, inside))
+                        self.tensors.setdefault(id(value), []).append(
+                            Location(_join(path, key), kind, slots, key, inside)
+                        )
             self._box(path, "attribute", vars(module), inside)
             keys = [k for k in vars(module) if k not in _MODULE_FIELDS]
             self._entries(path, vars(module), keys, "attribute", inside)
@@ -238,7 +252,21 @@ def put_back(slots: Any, old: dict[Any, Any]) -> None:
 
 
 _MODULE_FIELDS = frozenset(vars(torch.nn.Module()))
-_STATIC = (bool, int, float, complex, str, bytes, type(None), enum.Enum, torch.dtype, torch.device, torch.Size, slice, range)
+_STATIC = (
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type(None),
+    enum.Enum,
+    torch.dtype,
+    torch.device,
+    torch.Size,
+    slice,
+    range,
+)
 
 
 def is_static(value: Any) -> bool:
@@ -246,7 +274,7 @@ def is_static(value: Any) -> bool:
     return isinstance(value, _STATIC) or (type(value) is tuple and len(value) <= MANY and all(map(is_static, value)))
 
 
-def _holds(link: Link) -> bool:
+def _holds(link: Guarded) -> bool:
     try:
         now = link.place.read()
     except (KeyError, IndexError, ValueError):
@@ -256,7 +284,11 @@ def _holds(link: Link) -> bool:
 
 def _keys(container: Any) -> list[Any]:
     """Which entries to look at: of long containers only those that are not plain values."""
-    keys = [k for k in container if isinstance(k, (str, int))] if isinstance(container, dict) else list(range(len(container)))
+    keys = (
+        [k for k in container if isinstance(k, (str, int))]
+        if isinstance(container, dict)
+        else list(range(len(container)))
+    )
     return keys if len(keys) <= MANY else [k for k in keys[:LONGEST] if not is_static(container[k])]
 
 
@@ -273,7 +305,8 @@ def _global_names(code: types.CodeType) -> Iterator[str]:
 
 
 def _leads_on(value: Any) -> bool:
-    """An object worth walking: a module, the user's functions and classes, wrappers of functions, instances of users' classes."""
+    """An object worth walking: a module, the user's functions and classes, wrappers of functions, instances of users'
+    classes."""
     if isinstance(value, (torch.nn.Module, functools.partial)):
         return True
     if isinstance(value, (types.FunctionType, types.MethodType, type)):
@@ -294,4 +327,8 @@ def _is_plain_object(value: Any) -> bool:
     if isinstance(value, (type, types.ModuleType, torch.Tensor)) or not hasattr(value, "__dict__"):
         return False
     module = type(value).__module__
-    return _is_open_module(module) or module.partition(".")[0] == "transformers" or isinstance(value, types.SimpleNamespace)
+    return (
+        _is_open_module(module)
+        or module.partition(".")[0] == "transformers"
+        or isinstance(value, types.SimpleNamespace)
+    )

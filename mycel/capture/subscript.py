@@ -39,7 +39,9 @@ def _width(k: Any) -> int:
 
 
 def _is_number(k: Any) -> bool:
-    return isinstance(k, torch.Tensor) and k.ndim == 0 and k.dtype in (torch.int8, torch.int16, torch.int32, torch.int64)
+    return (
+        isinstance(k, torch.Tensor) and k.ndim == 0 and k.dtype in (torch.int8, torch.int16, torch.int32, torch.int64)
+    )
 
 
 def _is_tuple(k: Any) -> bool:

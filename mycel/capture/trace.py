@@ -1,7 +1,9 @@
 """Tracing: the user's code runs once on tensors without data, and what it does becomes equations.
 
-Two modes (`modes.py`) bring the tracer what the code does: torch functions as the user called them, and ATen operators.  Both look up a rule in
-`ops.RULES`; an ATen operator without a rule becomes an `opaque` equation.  Autograd is off: dispatch starts below it.  What was traced so far is
+Two modes (`modes.py`) bring the tracer what the code does: torch functions as the user called them, and ATen operators.
+Both look up a rule in
+`ops.RULES`; an ATen operator without a rule becomes an `opaque` equation.  Autograd is off: dispatch starts below it.
+What was traced so far is
 its record (`record.py`).
 """
 
@@ -14,9 +16,9 @@ import torch
 
 from mycel.capture.alias import Cell, view_cells
 from mycel.capture.fence import here, refuse, refuse_dynamic, refuse_read
-from mycel.capture.record import Record, Region, Traced
+from mycel.capture.record import ModuleCall, Record, Traced
 from mycel.capture.schema import Schema, schema_of
-from mycel.capture.state import Places
+from mycel.capture.state import Reachable
 from mycel.capture.subscript import open_key
 from mycel.errors import IRError
 from mycel.ir import OPS, Type, Var, is_float
@@ -25,13 +27,15 @@ from mycel.ops.opaque import encode
 
 TRACING: list[Tracer] = []  # captures under way
 KEY = Var("key", Type(torch.int64, ()))
-SPECIAL: dict[Any, Callable[..., Any]] = {}  # ATen overloads that need more of the tracer than a rule can ask; filled by `modes`
+SPECIAL: dict[
+    Any, Callable[..., Any]
+] = {}  # ATen overloads that need more of the tracer than a rule can ask; filled by `modes`
 
 
 class Tracer(Record):
     """Turns torch calls into equations of its record; knows module calls and random draws."""
 
-    def __init__(self, device: torch.device, places: Places) -> None:
+    def __init__(self, device: torch.device, places: Reachable) -> None:
         super().__init__(device, places)
         self._arguments: list[torch.Tensor] = []  # of the rule that is applied
         self.mode: Any = None  # the dispatch mode that feeds this tracer
@@ -116,11 +120,14 @@ class Tracer(Record):
         return self._view(func, args, kwargs, before, out)
 
     def _ask(self, func: Any, read: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """An operator that returns a Python value: computed of constants, else refused.  torch's own that return nothing are checks."""
+        """An operator that returns a Python value: computed of constants, else refused.  torch's own that return
+        nothing are checks."""
         if not read:
             if func.namespace == "aten":
                 return None
-            raise refuse(f"{func} returns nothing: a program has values, not effects", "an operator that returns what it makes")
+            raise refuse(
+                f"{func} returns nothing: a program has values, not effects", "an operator that returns what it makes"
+            )
         values = [self.concrete(x) if isinstance(x, torch.Tensor) else x for x in args]
         if any(v is None for v, x in zip(values, args, strict=True) if x is not None):
             raise refuse_read(read)
@@ -179,7 +186,9 @@ class Tracer(Record):
         metas = func(whole, *args[1:], **kwargs)
         metas = metas if isinstance(metas, (list, tuple)) else [metas]
         memory = whole.untyped_storage()._cdata
-        shared = [m.untyped_storage()._cdata == memory for m in metas]  # reshape, contiguous and to copy where they must
+        shared = [
+            m.untyped_storage()._cdata == memory for m in metas
+        ]  # reshape, contiguous and to copy where they must
         cells = [c if s else Cell(v) for c, s, v in zip(cells, shared, outs, strict=True)]
         made = [Traced.make(c, self, m.stride()) for c, m in zip(cells, metas, strict=True)]
         return type(out)(made) if isinstance(out, (list, tuple)) else made[0]
@@ -209,7 +218,8 @@ class Tracer(Record):
             return o.carry(new, old)
 
     def _assign(self, func: Any, target: torch.Tensor, value: Var, resizes: bool) -> None:
-        """The value of `target` is now `value`, in its dtype; an `out=` tensor of another shape takes that of the value."""
+        """The value of `target` is now `value`, in its dtype; an `out=` tensor of another shape takes that of the
+        value."""
         cell = self.cell(target)
         if value.dtype != cell.var.dtype:
             value = o.cast(value, dtype=cell.var.dtype)
@@ -256,7 +266,10 @@ class Tracer(Record):
 
     def _opaque(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if any(isinstance(x, torch.Generator) for x in (*args, *kwargs.values())):
-            raise refuse("a torch.Generator was passed to a random operator", "leave generator out: jit draws from torch's default generator")
+            raise refuse(
+                "a torch.Generator was passed to a random operator",
+                "leave generator out: jit draws from torch's default generator",
+            )
         self.here()
         with self:
             inputs: list[Any] = []
@@ -270,18 +283,27 @@ class Tracer(Record):
                 else:
                     out = self.emit(OPS["opaque"], inputs, params)
             except (ValueError, IRError) as e:
-                raise refuse(f"{func}: {e}", "a different operator, or computing it outside of the captured function") from e
+                raise refuse(
+                    f"{func}: {e}", "a different operator, or computing it outside of the captured function"
+                ) from e
         return _nest(func, out)
 
     def _check_strided(self, x: torch.Tensor) -> None:
-        """Strides of the user mean the memory of x; a program has values in their own order, so both must be the same."""
+        """Strides of the user mean the memory of x; a program has values in their own order, so both must be the
+        same."""
         cell = self.cell(x)
         if not x.is_contiguous() or cell.parent is not None or cell.place is not None:
-            raise refuse("as_strided of an argument, a view or a tensor that is not contiguous", "unfold or slices, or clone() before it")
+            raise refuse(
+                "as_strided of an argument, a view or a tensor that is not contiguous",
+                "unfold or slices, or clone() before it",
+            )
 
     def _check_device(self, device: torch.device) -> None:
         if device.type not in (self.device.type, "meta"):
-            raise refuse(f"a tensor is moved to or made on {device} in a program on {self.device}", "one device for model, arguments and new tensors")
+            raise refuse(
+                f"a tensor is moved to or made on {device} in a program on {self.device}",
+                "one device for model, arguments and new tensors",
+            )
 
     # -- modules --------------------------------------------------------------------------------------------
 
@@ -289,7 +311,7 @@ class Tracer(Record):
         """A module's __call__: what it does is one region."""
         parent = self.regions[-1]
         path = self.places.modules.get(id(module), ("", None))[0]
-        region = Region(type(module).__name__, path, len(self.eqns), here()[0], parent.sites)
+        region = ModuleCall(type(module).__name__, path, len(self.eqns), here()[0], parent.sites)
         parent.sites += 1
         parent.children.append(region)
         self.regions.append(region)

@@ -1,6 +1,8 @@
-"""Structures of arguments and results: nested tuples, lists, dicts, dataclasses and Hugging Face outputs with tensors at their leaves.
+"""Structures of arguments and results: nested tuples, lists, dicts, dataclasses and Hugging Face outputs with tensors
+at their leaves.
 
-`flatten(value)` gives the tensors and a `Tree`; `tree.unflatten(tensors)` builds it again.  What is not a tensor or a container is static.
+`flatten(value)` gives the tensors and a `Tree`; `tree.unflatten(tensors)` builds it again.  What is not a tensor or a
+container is static.
 """
 
 from __future__ import annotations
@@ -71,7 +73,8 @@ LEAF = Tree("leaf")
 
 
 def flatten(value: Any, leaves: list[torch.Tensor], objects: bool = False) -> Tree:
-    """The tree of `value`; its tensors are appended to `leaves`.  With `objects`, other objects that hold tensors are opened too."""
+    """The tree of `value`; its tensors are appended to `leaves`.  With `objects`, other objects that hold tensors are
+    opened too."""
     if isinstance(value, torch.Tensor):
         leaves.append(value)
         return LEAF
@@ -82,7 +85,9 @@ def flatten(value: Any, leaves: list[torch.Tensor], objects: bool = False) -> Tr
     if hasattr(type(value), "n_sequence_fields"):  # torch.return_types.max and its like
         return Tree("struct", type(value), inner(value))
     if isinstance(value, tuple) and not isinstance(value, torch.Size):
-        return Tree("named", type(value), inner(value)) if hasattr(value, "_fields") else Tree("tuple", None, inner(value))
+        return (
+            Tree("named", type(value), inner(value)) if hasattr(value, "_fields") else Tree("tuple", None, inner(value))
+        )
     if type(value) is list:
         return Tree("list", None, inner(value))
     if isinstance(value, (dict, collections.UserDict)):
@@ -91,13 +96,17 @@ def flatten(value: Any, leaves: list[torch.Tensor], objects: bool = False) -> Tr
     if (dataclasses.is_dataclass(value) and not isinstance(value, type)) or (objects and holds_tensors(value)):
         fields = attributes(value)
         if not fields:
-            raise refuse(f"a {type(value).__name__} of tensors cannot be taken apart", "tuples, lists, dicts and dataclasses of tensors")
+            raise refuse(
+                f"a {type(value).__name__} of tensors cannot be taken apart",
+                "tuples, lists, dicts and dataclasses of tensors",
+            )
         return Tree("object", (type(value), tuple(fields)), inner(fields.values()))
     return Tree("static", value)
 
 
 def rebuild(made: Any, names: Sequence[Any], parts: Sequence[Any]) -> Any:
-    """A mapping like the empty one `made`, a Hugging Face output or an object of class `made`, with these entries or attributes."""
+    """A mapping like the empty one `made`, a Hugging Face output or an object of class `made`, with these entries or
+    attributes."""
     entries = dict(zip(names, parts, strict=True))
     if not isinstance(made, type):
         full = copy.copy(made)
@@ -112,7 +121,8 @@ def rebuild(made: Any, names: Sequence[Any], parts: Sequence[Any]) -> Any:
 
 
 def _empty(value: Any) -> Any:
-    """A mapping of the same class without entries; Hugging Face outputs, which do not allow that, are made by their class."""
+    """A mapping of the same class without entries; Hugging Face outputs, which do not allow that, are made by their
+    class."""
     if dataclasses.is_dataclass(value):
         return type(value)
     made = copy.copy(value)

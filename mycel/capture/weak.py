@@ -1,7 +1,9 @@
 """Python numbers that control flow made tensors: 0-dim, i64, f64 or bool, and *weak*.
 
-Arithmetic on them is Python's, so that a loop gives what its written-out turns give: with numbers it stays in i64 and f64 (`1 / 2` is 0.5 in f64),
-with other tensors a weak one takes the dtype a Python number would take.  They do not change in place, as numbers do not.
+Arithmetic on them is Python's, so that a loop gives what its written-out turns give: with numbers it stays in i64 and
+f64 (`1 / 2` is 0.5 in f64),
+with other tensors a weak one takes the dtype a Python number would take.  They do not change in place, as numbers do
+not.
 """
 
 from __future__ import annotations
@@ -14,20 +16,62 @@ import torch
 from mycel.ir import promote, type_of
 
 _BINARY = {
-    "add", "sub", "mul", "div", "true_divide", "floor_divide", "remainder", "pow", "rsub", "__rsub__", "__rdiv__", "__rtruediv__", "__floordiv__",
-    "__rfloordiv__", "__rmod__", "__mod__", "__rpow__", "__and__", "__or__", "__xor__", "__lshift__", "__rshift__",
-    "lt", "le", "gt", "ge", "ne", "eq", "__eq__", "__ne__",
-}  # fmt: skip
+    "add",
+    "sub",
+    "mul",
+    "div",
+    "true_divide",
+    "floor_divide",
+    "remainder",
+    "pow",
+    "rsub",
+    "__rsub__",
+    "__rdiv__",
+    "__rtruediv__",
+    "__floordiv__",
+    "__rfloordiv__",
+    "__rmod__",
+    "__mod__",
+    "__rpow__",
+    "__and__",
+    "__or__",
+    "__xor__",
+    "__lshift__",
+    "__rshift__",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+    "ne",
+    "eq",
+    "__eq__",
+    "__ne__",
+}
 _UNARY = {"neg", "abs", "positive", "__invert__", "logical_not"}
 _BITS = {"__and__", "__or__", "__xor__", "__invert__", "logical_not", "eq", "__eq__", "ne", "__ne__"}
 _DIVISIONS = {"div", "true_divide", "__rdiv__", "__rtruediv__"}
 _IN_PLACE: dict[str, Callable[..., Any]] = {
-    "add_": torch.Tensor.add, "sub_": torch.Tensor.sub, "mul_": torch.Tensor.mul, "div_": torch.Tensor.div, "pow_": torch.Tensor.pow,
-    "remainder_": torch.Tensor.remainder, "floor_divide_": torch.Tensor.floor_divide, "__iadd__": torch.Tensor.add, "__isub__": torch.Tensor.sub,
-    "__imul__": torch.Tensor.mul, "__idiv__": torch.Tensor.div, "__itruediv__": torch.Tensor.div, "__ifloordiv__": torch.Tensor.floor_divide,
-    "__imod__": torch.Tensor.remainder, "__ipow__": torch.Tensor.pow, "__iand__": torch.Tensor.__and__, "__ior__": torch.Tensor.__or__,
-    "__ixor__": torch.Tensor.__xor__, "__ilshift__": torch.Tensor.__lshift__, "__irshift__": torch.Tensor.__rshift__,
-}  # fmt: skip
+    "add_": torch.Tensor.add,
+    "sub_": torch.Tensor.sub,
+    "mul_": torch.Tensor.mul,
+    "div_": torch.Tensor.div,
+    "pow_": torch.Tensor.pow,
+    "remainder_": torch.Tensor.remainder,
+    "floor_divide_": torch.Tensor.floor_divide,
+    "__iadd__": torch.Tensor.add,
+    "__isub__": torch.Tensor.sub,
+    "__imul__": torch.Tensor.mul,
+    "__idiv__": torch.Tensor.div,
+    "__itruediv__": torch.Tensor.div,
+    "__ifloordiv__": torch.Tensor.floor_divide,
+    "__imod__": torch.Tensor.remainder,
+    "__ipow__": torch.Tensor.pow,
+    "__iand__": torch.Tensor.__and__,
+    "__ior__": torch.Tensor.__or__,
+    "__ixor__": torch.Tensor.__xor__,
+    "__ilshift__": torch.Tensor.__lshift__,
+    "__irshift__": torch.Tensor.__rshift__,
+}
 _EXAMPLES = {torch.bool: True, torch.int64: 1, torch.float64: 1.0, torch.complex128: 1j}
 
 

@@ -4,17 +4,62 @@ from mycel.ir.build import Builder
 from mycel.ir.check import check
 from mycel.ir.control import CONTROL, atom_type, call, cond, custom, loop, scan
 from mycel.ir.layout import Axes, Layout, Mesh, extent, is_even, parse_typed, part, read_layout, typed
-from mycel.ir.op import BUILDERS, OPS, Collective, Cost, Op, Part, op
+from mycel.ir.op import BUILDERS, OPS, Collective, Cost, Op, SplitRule, op
 from mycel.ir.program import PHASES, Atom, Block, Eqn, Params, Program, Ref, Var
 from mycel.ir.role import HELD, Role
 from mycel.ir.types import DTYPES, NAMES, Type, is_float, promote, type_of
 from mycel.ir.walk import Chain, chains, lifetimes, lookup, order, prune, rewrite, runs, substitute, walk
 
 __all__ = [
-    "BUILDERS", "CONTROL", "DTYPES", "HELD", "NAMES", "OPS", "PHASES", "Atom", "Axes", "Block", "Builder", "Chain",
-    "Collective", "Cost", "Eqn", "Layout", "Mesh", "Op", "Params", "Part", "Program", "Ref", "Role", "Type", "Var",
-    "atom_type", "call", "chains", "check", "cond", "custom", "extent", "is_even", "is_float", "lifetimes", "lookup", "loop", "op",
-    "order", "parse_typed", "part", "promote", "prune", "read_layout", "rewrite", "runs", "scan", "substitute",
+    "BUILDERS",
+    "CONTROL",
+    "DTYPES",
+    "HELD",
+    "NAMES",
+    "OPS",
+    "PHASES",
+    "Atom",
+    "Axes",
+    "Block",
+    "Builder",
+    "Chain",
+    "Collective",
+    "Cost",
+    "Eqn",
+    "Layout",
+    "Mesh",
+    "Op",
+    "Params",
+    "Program",
+    "Ref",
+    "Role",
+    "SplitRule",
+    "Type",
+    "Var",
+    "atom_type",
+    "call",
+    "chains",
+    "check",
+    "cond",
+    "custom",
+    "extent",
+    "is_even",
+    "is_float",
+    "lifetimes",
+    "lookup",
+    "loop",
+    "op",
+    "order",
+    "parse_typed",
+    "part",
+    "promote",
+    "prune",
+    "read_layout",
+    "rewrite",
+    "runs",
+    "scan",
+    "substitute",
     "type_of",
-    "typed", "walk",
-]  # fmt: skip
+    "typed",
+    "walk",
+]

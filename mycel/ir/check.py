@@ -69,7 +69,10 @@ def _check_phases(name: str, block: Block) -> None:
         early = next((v for v in eqn.vars if since[v] > rank), None)
         if early is not None:
             raise IRError(
-                f"block {name}: {_headline(eqn)}\n  an equation of the {eqn.phase} reads {early.name}, made in the {PHASES[since[early]]}"
+                (
+                    f"block {name}: {_headline(eqn)}\n"
+                    f"  an equation of the {eqn.phase} reads {early.name}, made in the {PHASES[since[early]]}"
+                )
                 + (f"\n  at {eqn.source}" if eqn.source else "")
             )
         since.update(dict.fromkeys(eqn.outputs, rank))
@@ -95,7 +98,9 @@ def _signature(kernel: Callable[..., Any]) -> inspect.Signature | None:
 def _check_defined(x: Atom, known: dict[str, Var], role: str) -> None:
     if isinstance(x, Var) and known.get(x.name) != x:
         seen = known.get(x.name)
-        raise IRError(f"{role} {x.name} is {seen.type if seen else 'not defined'}" + (f", used as {x.type}" if seen else ""))
+        raise IRError(
+            f"{role} {x.name} is {seen.type if seen else 'not defined'}" + (f", used as {x.type}" if seen else "")
+        )
 
 
 def _check_updates(program: Program) -> None:

@@ -152,7 +152,10 @@ def fit(text: str, shapes: list[tuple[int, ...] | None], given: dict[str, int] |
     for dim, n in joined:
         _solve(dim, n, sizes, text)
     outs = tuple(
-        tuple(d for dim in item for d in ([(f"_{i}",) for i in reversed(range(len(batch)))] if dim is ELLIPSIS else [dim])) for item in rule.outs
+        tuple(
+            d for dim in item for d in ([(f"_{i}",) for i in reversed(range(len(batch)))] if dim is ELLIPSIS else [dim])
+        )
+        for item in rule.outs
     )
     unknown = [letter for item in outs for dim in item for letter in dim if letter not in sizes]
     if unknown:

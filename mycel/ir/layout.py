@@ -1,10 +1,12 @@
 """How a tensor lies on a mesh of devices.
 
     Mesh(dp=2, tp=4)          eight ranks in two named axes, the last one the fastest: rank = dp * 4 + tp
-    f32[64@dp,4096]+tp        dim 0 in two parts over dp; a sum still owed over tp: the value is the sum of what the ranks of a tp row hold
+    f32[64@dp,4096]+tp        dim 0 in two parts over dp; a sum still owed over tp: the value is the sum of what the
+                              ranks of a tp row hold
     f32[64@tp.dp]             dim 0 over two axes, tp the slower
 
-A dim is split from its slowest axis to its fastest, each time into parts of ceil(n / k) elements: the last parts may be short or empty.  Every rank
+A dim is split from its slowest axis to its fastest, each time into parts of ceil(n / k) elements: the last parts may be
+short or empty.  Every rank
 stores a full part; what lies behind its last valid element is padding, and means nothing.
 """
 
@@ -104,7 +106,8 @@ def _groups(mesh: Mesh, axes: Axes) -> list[list[int]]:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """For each dim of a tensor the axes it is split over, slowest first; and the axes over which something is owed, with what: + > <."""
+    """For each dim of a tensor the axes it is split over, slowest first; and the axes over which something is owed,
+    with what: + > <."""
 
     dims: tuple[Axes, ...] = ()
     owed: tuple[tuple[str, str], ...] = ()
@@ -137,7 +140,10 @@ class Layout:
 
     def without(self, axis: str) -> Layout:
         """The same where an axis has no part in it."""
-        return Layout(tuple(tuple(a for a in axes if a != axis) for axes in self.dims), tuple(x for x in self.owed if x[0] != axis))
+        return Layout(
+            tuple(tuple(a for a in axes if a != axis) for axes in self.dims),
+            tuple(x for x in self.owed if x[0] != axis),
+        )
 
     def counts(self, mesh: Mesh) -> tuple[int, ...]:
         """Parts of each dim."""
@@ -165,7 +171,8 @@ def is_even(n: int, axes: Axes, mesh: Mesh) -> bool:
 
 
 def extent(n: int, axes: Axes, mesh: Mesh, at: Mapping[str, int]) -> tuple[int, int]:
-    """(first element, how many) of the part of the rank with these coordinates; what it stores beyond that is padding."""
+    """(first element, how many) of the part of the rank with these coordinates; what it stores beyond that is
+    padding."""
     start, valid, stored = 0, n, n
     for axis in axes:
         stored = -(-stored // mesh[axis])
@@ -176,7 +183,9 @@ def extent(n: int, axes: Axes, mesh: Mesh, at: Mapping[str, int]) -> tuple[int, 
 
 def typed(type: Type, layout: Layout) -> str:
     """A type with its layout: f32[64@dp,4096]+tp"""
-    dims = ",".join(f"{n}@{'.'.join(axes)}" if axes else str(n) for n, axes in zip(type.shape, layout.dims, strict=True))
+    dims = ",".join(
+        f"{n}@{'.'.join(axes)}" if axes else str(n) for n, axes in zip(type.shape, layout.dims, strict=True)
+    )
     return "stack(" * type.depth + f"{NAMES[type.dtype]}[{dims}]" + _owed_text(layout.owed) + ")" * type.depth
 
 
@@ -197,11 +206,14 @@ def _owed_text(owed: Sequence[tuple[str, str]]) -> str:
 
 
 def read_layout(entry: object, mesh: Mesh, where: str) -> Layout:
-    """A layout as people write it, one entry a dim: "dp", None or "-", ("tp", "dp"), "tp.dp".  PlanError says what is wrong, and `where`."""
+    """A layout as people write it, one entry a dim: "dp", None or "-", ("tp", "dp"), "tp.dp".  PlanError says what is
+    wrong, and `where`."""
     if isinstance(entry, str):
         entry = [e.strip() for e in entry.strip("[] ").split(",")] if entry.strip("[] ") else []
     if not isinstance(entry, (list, tuple)):
-        raise PlanError(f"{where}: {entry!r} is no layout\n  try       one entry for each dim, such as [dp, -, tp] or [tp.dp, -]")
+        raise PlanError(
+            f"{where}: {entry!r} is no layout\n  try       one entry for each dim, such as [dp, -, tp] or [tp.dp, -]"
+        )
     dims = []
     for e in entry:
         words = [] if e in (None, "-", "") else e.split(".") if isinstance(e, str) else e
@@ -212,9 +224,13 @@ def read_layout(entry: object, mesh: Mesh, where: str) -> Layout:
     for axis in (a for axes in dims for a in axes):
         if axis not in mesh:
             raise PlanError(
-                f"{where}: there is no axis {axis!r}\n  the mesh  {mesh}\n  try       one of {', '.join(mesh.axes) or 'none: the mesh has no axes'}"
+                f"{where}: there is no axis {axis!r}\n  the mesh  {mesh}\n"
+                f"  try       one of {', '.join(mesh.axes) or 'none: the mesh has no axes'}"
             )
         if axis in seen:
-            raise PlanError(f"{where}: axis {axis!r} is used twice in {entry}\n  try       each axis once: a device holds one part of a tensor")
+            raise PlanError(
+                f"{where}: axis {axis!r} is used twice in {entry}\n"
+                "  try       each axis once: a device holds one part of a tensor"
+            )
         seen.add(axis)
     return Layout(tuple(dims))

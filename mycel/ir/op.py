@@ -5,13 +5,16 @@
         "x @ w.T"
         return torch.nn.functional.linear(x, w)
 
-The decorated function is the kernel; its positional parameters are the inputs, its keyword-only parameters the static params.
-Called with tensors an operator computes; called with `Var`s it writes an equation into the current `Builder`: so gradient
+The decorated function is the kernel; its positional parameters are the inputs, its keyword-only parameters the static
+params.
+Called with tensors an operator computes; called with `Var`s it writes an equation into the current `Builder`: so
+gradient
 rules and expansions, written with operators, work on both.
 
 What the fields mean
   dims      the shape and sharding rule (see `dims.py`), or a function (*types, **params) -> dims text or (text, sizes)
-  dtype     of the outputs: "promote" | "float" (integers become the default float) | "first" | a dtype | a function of the types;
+  dtype     of the outputs: "promote" | "float" (integers become the default float) | "first" | a dtype | a function of
+            the types;
             one of these, or a tuple of them for several outputs
   types     the whole type rule, where shapes cannot be read from dims: (*types, **params) -> Type or tuple of Types
   vjp       (g, y, *inputs, **params) -> one cotangent for each input (None: no gradient)
@@ -19,27 +22,35 @@ What the fields mean
   expand    the meaning in smaller operators, on the same arguments: its reference, and its gradient if there is no vjp
   write     marks a view; (x, new_outputs, *other inputs, **params) -> x with the viewed part replaced
   fresh     its results are always new memory, shared with no operand
-  into      its result written over operand i, as Python: one template for each operand that may be, "{0}.add_({1})"; implies fresh
-  inplace   a kernel of the same arguments that writes its results over its first operands; runs where these are given away
+  into      its result written over operand i, as Python: one template for each operand that may be, "{0}.add_({1})";
+            implies fresh
+  inplace   a kernel of the same arguments that writes its results over its first operands; runs where these are given
+            away
   scratch   bytes its kernel needs while it runs, besides operands and results: a function of the types and params
   compiles  a compiler can take its kernel
   apart     it is worth a kernel of its own: a compiler does not merge it with what is before and behind it
   free      it costs nothing
   product   a product of matrices, or made of them: what devices are fast at, and ranks share first
-  rate      under which name its operations a second are measured: "product", "conv", "attention" …; "": it is bound by memory
-  precision in mixed precision: "low" in 16 bits, "high" in 32, "kept": it says its dtype itself or has its operand's; "": as its widest operand
-  commutes  its two operands may change places: "always", or "exactly": not in floating point, where 0.0 and -0.0 tell them apart
+  rate      under which name its operations a second are measured: "product", "conv", "attention" …; "": it is bound by
+            memory
+  precision in mixed precision: "low" in 16 bits, "high" in 32, "kept": it says its dtype itself or has its operand's;
+  "": as its widest operand
+  commutes  its two operands may change places: "always", or "exactly": not in floating point, where 0.0 and -0.0 tell
+            them apart
   moves     its elements are its operand's, in other places
   scalars   operands that may be Python scalars, by position
-  padding   what padding of an operand must be where the kernel does not take any value: "ones" (in integers: it divides), "zeros"
+  padding   what padding of an operand must be where the kernel does not take any value: "ones" (in integers: it
+            divides), "zeros"
   averages  it is a mean over rows, or with reduction="sum" their sum: parts of a batch have shares in it
   lies      it says how its operand lies and computes nothing: lowering makes nothing of it
   stacks    it works on stacks, which may keep or return what they are given
   foreign   torch's own operator, `target` by name, of which nothing else is known
   by_rank   its value depends on the rank, or on other ranks
   collective  what ranks say to each other for it: bytes, steps, meaning (`Collective`)
-  linear    operands it is linear in: groups of places, each linear together while the others stay; "all": all of them.  A sum owed passes through
-  parts     how a part is computed where the kernel on parts is not it: {letter: Part}; "*" for whatever letter is split, "q k" for two together
+  linear    operands it is linear in: groups of places, each linear together while the others stay; "all": all of them.
+            A sum owed passes through
+  parts     how a part is computed where the kernel on parts is not it: {letter: Part}; "*" for whatever letter is
+            split, "q k" for two together
   aten      ATen overloads that mean exactly this, with the same arguments in the same order ("exp.default")
   effect    it is run for what it does, not for its value: never left out
   defaults  of static params; read from the kernel's signature where they are not given
@@ -63,10 +74,12 @@ OPS: dict[str, Op] = {}
 
 
 @dataclass(frozen=True)
-class Part:
-    """A rule for a split letter: write(at, *local inputs, **params) -> local outputs, written with operators, collectives among them.
+class SplitRule:
+    """A rule for a split letter: write(at, *local inputs, **params) -> local outputs, written with operators,
+    collectives among them.
 
-    `at` tells where the part lies (lower/spmd.py: At).  `owed`: what the outputs that lack the letter owe over its axes, or one for each output.
+    `at` tells where the part lies (lower/spmd.py: At).  `owed`: what the outputs that lack the letter owe over its
+                                                         axes, or one for each output.
     `uneven`: it copes with padding.
     """
 
@@ -77,10 +90,13 @@ class Part:
 
 @dataclass(frozen=True)
 class Collective:
-    """What ranks say to each other for an operator of one tensor; its params tell the axes and the `count` k of ranks along them.
+    """What ranks say to each other for an operator of one tensor; its params tell the axes and the `count` k of ranks
+    along them.
 
-    `sent`: bytes a rank puts on the wire for each byte it puts in.  `steps`: messages that wait for each other.  `meaning`: what the rank at an index
-    gets, from the tensors of all ranks along the axes, (xs, index, **params) -> y; simulated ranks do it.  `together`: several may go in one message,
+    `sent`: bytes a rank puts on the wire for each byte it puts in.  `steps`: messages that wait for each other.
+    `meaning`: what the rank at an index
+    gets, from the tensors of all ranks along the axes, (xs, index, **params) -> y; simulated ranks do it.  `together`:
+    several may go in one message,
     begun and waited for apart.  `grows`: it brings more than it is given.  `same`: afterwards all ranks have the same.
     """
 
@@ -129,7 +145,7 @@ class Op:
     by_rank: bool = False
     collective: Collective | None = None
     linear: Sequence[tuple[int, ...]] | str = ()
-    parts: dict[str, Part] = field(default_factory=dict)
+    parts: dict[str, SplitRule] = field(default_factory=dict)
     defaults: dict[str, Any] = field(default_factory=dict)
     _inferred: dict[Any, tuple[Type, ...]] = field(default_factory=dict)
 
@@ -149,7 +165,11 @@ class Op:
 
     def infer(self, inputs: Sequence[Any], params: dict[str, Any]) -> tuple[Type, ...]:
         """Types (and literals) of the inputs -> types of the outputs.  Remembered: layers repeat."""
-        key = (tuple(x if isinstance(x, Type) else (type(x), x) for x in inputs), tuple(params.items()), torch.get_default_dtype())
+        key = (
+            tuple(x if isinstance(x, Type) else (type(x), x) for x in inputs),
+            tuple(params.items()),
+            torch.get_default_dtype(),
+        )
         found = self._inferred.get(key)
         if found is None:
             found = self._inferred[key] = self._infer(inputs, params)
@@ -193,7 +213,9 @@ class Cost:
     bytes: float
 
 
-def op(dims: str | Callable[..., Any] | None = None, *, name: str | None = None, **facts: Any) -> Callable[[Callable[..., Any]], Op]:
+def op(
+    dims: str | Callable[..., Any] | None = None, *, name: str | None = None, **facts: Any
+) -> Callable[[Callable[..., Any]], Op]:
     """Make the decorated kernel an operator and enter it in the one table."""
 
     def enter(kernel: Callable[..., Any]) -> Op:

@@ -1,6 +1,7 @@
 """Text -> Program: a hand-written recursive descent over the grammar in `text.py`.  Nothing is evaluated.
 
-A malformed text gives TextError with line and column; a well-formed text that is no consistent program, IRError from the checker.
+A malformed text gives TextError with line and column; a well-formed text that is no consistent program, IRError from
+the checker.
 """
 
 from __future__ import annotations

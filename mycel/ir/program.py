@@ -1,13 +1,16 @@
 """The five records of the IR: Program, Block, Eqn, Var and (in `types.py`) Type.  Immutable, typed, pure.
 
-    Program   named blocks, one of them the entry; constants; which inputs the entry's last outputs replace; what its inputs are (`role.py`)
+    Program   named blocks, one of them the entry; constants; which inputs the entry's last outputs replace; what its
+              inputs are (`role.py`)
     Block     inputs, equations, outputs
     Eqn       outputs = op(inputs, **params), its phase of a training step, and the user's file:line
     Var       a name and a type; defined once in its block
     Type      dtype and shape
 
-An equation's input is a Var, a Python scalar, or None (an optional operand left out).  Control flow is structured: `call`, `cond`,
-`loop` and `scan` hold blocks by reference (`Ref`) to the program's table, so a layer called 32 times is in memory, in text and in
+An equation's input is a Var, a Python scalar, or None (an optional operand left out).  Control flow is structured:
+`call`, `cond`,
+`loop` and `scan` hold blocks by reference (`Ref`) to the program's table, so a layer called 32 times is in memory, in
+text and in
 every pass once.
 """
 
@@ -56,7 +59,11 @@ RESERVED = frozenset({"def", "return", "True", "False", "None", "inf", "nan", "c
 
 Atom = Var | bool | int | float | complex | None
 
-PHASES = ("forward", "backward", "update")  # of a training step, in the order in which they may read each other's values
+PHASES = (
+    "forward",
+    "backward",
+    "update",
+)  # of a training step, in the order in which they may read each other's values
 
 
 class Ref(str):
@@ -123,7 +130,8 @@ class Block:
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """Named blocks and an entry.  The entry's last `len(updates)` outputs are the new values of the inputs named in `updates`; `roles`
+    """Named blocks and an entry.  The entry's last `len(updates)` outputs are the new values of the inputs named in
+                                   `updates`; `roles`
     says by name what the entry's inputs are: one that is not there is an argument of its own name."""
 
     blocks: Mapping[str, Block]
@@ -178,7 +186,10 @@ class Program:
         """Blocks as text: equal where 1, 1.0 and True, or 0.0 and -0.0, are told apart and nan is itself."""
         from mycel.ir.text import block_text
 
-        return {name: block_text(name, block, roles=self.roles if name == self.entry else {}) for name, block in self.blocks.items()}
+        return {
+            name: block_text(name, block, roles=self.roles if name == self.entry else {})
+            for name, block in self.blocks.items()
+        }
 
     def __str__(self) -> str:
         from mycel.ir.text import to_text

@@ -12,7 +12,8 @@
     error of layers.0.q_proj.weight over dp      what compressing a message left behind, sent with the next
     outer momentum of layers.0.q_proj.weight     state of an optimiser around the optimiser
 
-An input without a role is an argument of its own name.  Positions of inputs mean nothing: whoever gives values to a program, or asks
+An input without a role is an argument of its own name.  Positions of inputs mean nothing: whoever gives values to a
+                                                         program, or asks
 which input is which, does so by role.
 """
 
@@ -43,7 +44,8 @@ _WORD = re.compile(r'"(?:[^"\\]|\\.)*"|[^\s"]+')
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """`kind`, and what the kind speaks of: its own name, whose it is (`of`), and the mesh axis it belongs to (`over`)."""
+    """`kind`, and what the kind speaks of: its own name, whose it is (`of`), and the mesh axis it belongs to
+    (`over`)."""
 
     kind: str
     name: str = ""
@@ -55,7 +57,9 @@ class Role:
             raise ValueError(f"no role {self.kind!r}: one of {', '.join(FORMS)}")
 
     def __str__(self) -> str:
-        return " ".join([self.kind, *(_shown(getattr(self, w.lower())) if w.isupper() else w for w in FORMS[self.kind])])
+        return " ".join(
+            [self.kind, *(_shown(getattr(self, w.lower())) if w.isupper() else w for w in FORMS[self.kind])]
+        )
 
     @staticmethod
     def parse(text: str) -> Role:

@@ -1,4 +1,5 @@
-"""Types of values: a dtype and a static shape, e.g. `bf16[64,4096]`; `stack(f32[2])` is a loop's stack of such values."""
+"""Types of values: a dtype and a static shape, e.g. `bf16[64,4096]`; `stack(f32[2])` is a loop's stack of such
+values."""
 
 from __future__ import annotations
 
@@ -92,7 +93,8 @@ def _kind(dtype: torch.dtype) -> int:
 
 
 def _raise_kind(low: torch.dtype, high: torch.dtype) -> torch.dtype:
-    """A lower-ranked operand of a higher kind lifts the result: a float to complex of its own width, all else to the operand's dtype."""
+    """A lower-ranked operand of a higher kind lifts the result: a float to complex of its own width, all else to the
+    operand's dtype."""
     return low.to_complex() if high.is_complex and low.is_floating_point else high
 
 

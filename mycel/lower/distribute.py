@@ -41,10 +41,13 @@ class Distributed:
 
 
 def distribute(program: Program, plan: Plan) -> Distributed:
-    """The program of every rank under a plan whose layouts are decided; PlanError if they were decided for another program."""
+    """The program of every rank under a plan whose layouts are decided; PlanError if they were decided for another
+    program."""
     assert plan.decided is not None
     entry = plan.decided.layouts.get(program.entry)
-    lying = {i: entry.inputs[v.name][1] for i, v in enumerate(program.inputs) if entry is not None and v.name in entry.inputs}
+    lying = {
+        i: entry.inputs[v.name][1] for i, v in enumerate(program.inputs) if entry is not None and v.name in entry.inputs
+    }
     whole = settled(program, plan, lying)
     layouts, moves = plan.decided.laid(whole), Moves(plan.decided.links_of(plan.mesh))
     gathered = frozenset(i for i, v in enumerate(whole.inputs) if v.name in plan.decided.gathered)
@@ -64,13 +67,15 @@ def known(program: Program, mesh: Mesh) -> Program:
         lost = [a for dim in eqn.params["layout"] for a in dim if a not in mesh] if eqn.op is o.shard else []
         if lost:
             raise PlanError(
-                f"mycel.shard: there is no axis {lost[0]!r}\n  the mesh  {mesh}\n  at        {eqn.source}\n  try       one of {', '.join(mesh.axes)}"
+                f"mycel.shard: there is no axis {lost[0]!r}\n  the mesh  {mesh}\n  at        {eqn.source}\n"
+                f"  try       one of {', '.join(mesh.axes)}"
             )
     return program
 
 
 def pin(program: Program, plan: Plan) -> Program:
-    """Values the plan names are followed by the layout it wants: h = add(x, y)  =>  h = add(x, y); h_1 = shard(h, layout=…)"""
+    """Values the plan names are followed by the layout it wants: h = add(x, y)  =>  h = add(x, y); h_1 = shard(h,
+    layout=…)"""
     if not plan.activations:
         return program
     wanted = {name: tuple(plan.activation_layout(name).dims) for name in plan.activations}

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from mycel.ir import Atom, Axes, Block, Eqn, Layout, Program, Var, order, runs, typed, walk
 from mycel.ir.text import value_text
 from mycel.lower.distribute import Distributed
-from mycel.lower.spmd import Written, interface, written
+from mycel.lower.spmd import LoweredBlock, interface, written
 from mycel.plan.links import sent_by
 
 WIDTH = 100  # at most, before the comment of a line
@@ -73,7 +73,7 @@ def _head(name: str, inputs: Sequence[str], times: str) -> list[str]:
     return [f"def {name}({times}", *(f"    {x}," for x in inputs), "):"]
 
 
-def _messages(made: Written, eqns: Sequence[Eqn]) -> Iterator[tuple[str, str]]:
+def _messages(made: LoweredBlock, eqns: Sequence[Eqn]) -> Iterator[tuple[str, str]]:
     """The collectives among the equations that one equation became."""
     for eqn in eqns:
         axes, count = sent_by(eqn)

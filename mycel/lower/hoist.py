@@ -1,4 +1,5 @@
-"""What a block brings in from other ranks and has been there all along, its callers bring in: they can begin while the block before is at work.
+"""What a block brings in from other ranks and has been there all along, its callers bring in: they can begin while the
+block before is at work.
 
     def layer(x, w):                                def layer(x, v):
       u = cast(w, dtype=bf16)                         y = linear(x, v)
@@ -14,7 +15,8 @@
                                                       h = call(x, v0, block=@layer)
                                                       y = call(h, v1, block=@layer)
 
-They stand before the call that comes before: earlier they would only take memory.  A block without messages is also one that a compiler takes whole.
+They stand before the call that comes before: earlier they would only take memory.  A block without messages is also one
+that a compiler takes whole.
 """
 
 from __future__ import annotations
@@ -27,14 +29,25 @@ from mycel.ops import o
 
 
 def hoist(program: Program) -> Program:
-    """The program whose blocks are given what they would gather, wherever all who call them could have gathered it before the call before."""
+    """The program whose blocks are given what they would gather, wherever all who call them could have gathered it
+    before the call before."""
     blocks = dict(program.blocks)
     for name in order(program):
         gathers = _gathers(blocks[name])
         callers = [n for n, b in blocks.items() if any(name in map(str, e.refs) for e in b.eqns)]
-        if name == program.entry or not gathers or any(name in map(str, e.refs) and e.op is not call for n in callers for e in blocks[n].eqns):
+        if (
+            name == program.entry
+            or not gathers
+            or any(name in map(str, e.refs) and e.op is not call for n in callers for e in blocks[n].eqns)
+        ):
             continue
-        late = {v for n in callers for i, e in enumerate(blocks[n].eqns) if name in map(str, e.refs) for v in _late(blocks, blocks[n], i)}
+        late = {
+            v
+            for n in callers
+            for i, e in enumerate(blocks[n].eqns)
+            if name in map(str, e.refs)
+            for v in _late(blocks, blocks[n], i)
+        }
         moved = {v: chain for v, chain in gathers.items() if not any(u in late for e in chain for u in e.vars)}
         if moved:
             old, blocks[name] = blocks[name], _without(blocks[name], moved)
@@ -47,7 +60,11 @@ def _gathers(block: Block) -> dict[Var, list[Eqn]]:
     """What is gathered of inputs as they are, cast or viewed: each with the equations that make it."""
     made: dict[Var, list[Eqn]] = {v: [] for v in block.inputs}
     for eqn in block.eqns:
-        if eqn.vars and all(v in made for v in eqn.vars) and (eqn.op is o.cast or eqn.op.grows or eqn.op.write is not None):
+        if (
+            eqn.vars
+            and all(v in made for v in eqn.vars)
+            and (eqn.op is o.cast or eqn.op.grows or eqn.op.write is not None)
+        ):
             before = dict.fromkeys(e for v in eqn.vars for e in made[v])
             made.update((v, [*before, eqn]) for v in eqn.outputs)
     return {v: chain for v, chain in made.items() if chain and chain[-1].op.grows}
@@ -62,7 +79,11 @@ def _late(blocks: dict[str, Block], caller: Block, at: int) -> list[Var]:
     """Inputs of a called block that are not there yet before the call before."""
     uses, place = chains(caller), _before(caller, at)
     inner = blocks[str(caller.eqns[at].params["block"])]
-    return [v for x, v in zip(caller.eqns[at].inputs, inner.inputs, strict=True) if not isinstance(x, Var) or uses[x].defined >= place]
+    return [
+        v
+        for x, v in zip(caller.eqns[at].inputs, inner.inputs, strict=True)
+        if not isinstance(x, Var) or uses[x].defined >= place
+    ]
 
 
 def _without(block: Block, moved: dict[Var, list[Eqn]]) -> Block:
@@ -70,7 +91,9 @@ def _without(block: Block, moved: dict[Var, list[Eqn]]) -> Block:
     read = {v for v in block.outputs if isinstance(v, Var)}
     eqns: list[Eqn] = []
     for eqn in reversed(block.eqns):
-        if not any(v in moved for v in eqn.outputs) and (eqn.op.effect or any(v in read for v in eqn.outputs) or any(True for _ in eqn.refs)):
+        if not any(v in moved for v in eqn.outputs) and (
+            eqn.op.effect or any(v in read for v in eqn.outputs) or any(True for _ in eqn.refs)
+        ):
             eqns.append(eqn)
             read.update(eqn.vars)
     inputs = (*(v for v in block.inputs if v in read), *(v for v in moved if v in read))

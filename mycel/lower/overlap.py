@@ -6,7 +6,8 @@
     gb = all_reduce(db, …)                               gw, gb = finish(t, dw, db, op="all_reduce", …)
     w1 = adam(w, gw, …)                                  w1 = adam(w, gw, …)
 
-What is made on the way (gradients) is sent right after it is made.  What could be sent at any time (parts of parameters), or takes more memory
+What is made on the way (gradients) is sent right after it is made.  What could be sent at any time (parts of
+parameters), or takes more memory
 once it has come, is sent one call ahead of its use.
 """
 
@@ -68,7 +69,8 @@ def _overlapped(block: Block) -> Block:
 
 
 def _ready(block: Block, i: int, uses: Mapping[Var, Chain], calls: Sequence[int]) -> int:
-    """Where a collective can begin: right behind what it sends; one call ahead of its use, if that has been there all the time or it grows."""
+    """Where a collective can begin: right behind what it sends; one call ahead of its use, if that has been there all
+    the time or it grows."""
     eqn = block.eqns[i]
     ready = max((uses[v].defined for v in eqn.vars), default=-1) + 1
     before = [c for c in calls if c < min(uses[eqn.outputs[0]].uses, default=len(block.eqns))]
@@ -89,15 +91,25 @@ def _works(block: Block, s: Sent) -> bool:
 
 
 def _buckets(block: Block, sent: Sequence[Sent]) -> list[list[Sent]]:
-    """Collectives of one kind that can begin at the same place and end at the same place, as many as fit one message."""
+    """Collectives of one kind that can begin at the same place and end at the same place, as many as fit one
+    message."""
     open_: dict[object, list[Sent]] = {}
     done: list[list[Sent]] = []
     for s in sorted(sent, key=lambda s: (s.begin, s.at)):
         eqn = block.eqns[s.at]
-        key = (_gap(block, s.begin), _gap(block, s.use), eqn.op.name, eqn.params["axes"], eqn.params.get("kind", "+"), eqn.phase)
+        key = (
+            _gap(block, s.begin),
+            _gap(block, s.use),
+            eqn.op.name,
+            eqn.params["axes"],
+            eqn.params.get("kind", "+"),
+            eqn.phase,
+        )
         bucket = open_.get(key)
         full = bucket is not None and sum(v.type.bytes for x in (*bucket, s) for v in block.eqns[x.at].vars) > BUCKET
-        sends = bucket is not None and any(block.eqns[x.at].outputs[0] in eqn.vars for x in bucket)  # what one of them brings
+        sends = bucket is not None and any(
+            block.eqns[x.at].outputs[0] in eqn.vars for x in bucket
+        )  # what one of them brings
         if bucket is None or full or sends or max(x.begin for x in (*bucket, s)) > min(x.use for x in (*bucket, s)):
             bucket = open_[key] = []
             done.append(bucket)
@@ -134,4 +146,11 @@ def _finish(block: Block, bucket: Sequence[Sent], token: Var) -> Eqn:
     b = Builder()
     b.at(block.eqns[bucket[0].at])
     b.append(o.finish, (token, *inputs), how, [block.eqns[s.at].outputs[0].type for s in bucket])
-    return Eqn(o.finish, b.eqns[0].inputs, b.eqns[0].params, tuple(block.eqns[s.at].outputs[0] for s in bucket), b.source, b.phase)
+    return Eqn(
+        o.finish,
+        b.eqns[0].inputs,
+        b.eqns[0].params,
+        tuple(block.eqns[s.at].outputs[0] for s in bucket),
+        b.source,
+        b.phase,
+    )

@@ -21,7 +21,8 @@ from mycel.plan import Residuals, backward_part, handed, paired
 
 @dataclass(frozen=True)
 class Halves:
-    """A pair of blocks made for one decision: what the forward one returns, what the backward one takes, by places in the old ones."""
+    """A pair of blocks made for one decision: what the forward one returns, what the backward one takes, by places in
+    the old ones."""
 
     forward: str
     backward: str
@@ -52,11 +53,17 @@ def reside(program: Program, plan: Residuals) -> Program:
         h = made[key]
         old = program.blocks[f.params["block"]]
         known = {v: x for x, v in zip(f.outputs, old.outputs, strict=True) if isinstance(v, Var)}
-        stay = [(old.outputs[k], f.outputs[k]) for k in h.outs]  # of a value that is returned twice, the place that stays
+        stay = [
+            (old.outputs[k], f.outputs[k]) for k in h.outs
+        ]  # of a value that is returned twice, the place that stays
         known.update((v, x) for v, x in stay if isinstance(v, Var))
         for v in h.extra:
             known.setdefault(v, Var(names.name(v.name), v.type))
-        eqns[i] = replace(f, params=Params(block=Ref(h.forward)), outputs=(*(f.outputs[k] for k in h.outs), *(known[v] for v in h.extra)))
+        eqns[i] = replace(
+            f,
+            params=Params(block=Ref(h.forward)),
+            outputs=(*(f.outputs[k] for k in h.outs), *(known[v] for v in h.extra)),
+        )
         inputs = (*(f.inputs[k] for k in h.reused), *(known[v] for v in h.kept), *(b.inputs[k] for k in h.rest))
         eqns[j] = replace(b, params=Params(block=Ref(h.backward)), inputs=inputs)
     blocks[plan.body] = Block(body.inputs, tuple(eqns), body.outputs)
@@ -64,9 +71,16 @@ def reside(program: Program, plan: Residuals) -> Program:
 
 
 def _halves(
-    blocks: dict[str, Block], forward: str, backward: str, keep: set[str], outs: tuple[int, ...], of: dict[Var, Var], forwards: dict[object, str]
+    blocks: dict[str, Block],
+    forward: str,
+    backward: str,
+    keep: set[str],
+    outs: tuple[int, ...],
+    of: dict[Var, Var],
+    forwards: dict[object, str],
 ) -> Halves:
-    """New blocks: forward returns `keep` too, backward computes what else it needs of the forward's values.  `forwards`: those made so far."""
+    """New blocks: forward returns `keep` too, backward computes what else it needs of the forward's values.
+    `forwards`: those made so far."""
     f, b = blocks[forward], blocks[backward]
     kept = tuple(v for e in f.eqns for v in e.outputs if v.name in keep)
     again = _again(f, of.values(), {*f.inputs, *kept})
@@ -100,7 +114,8 @@ def _halves(
 
 
 class _Again:
-    """Writes equations a second time, under new names, when their values are asked for: those of forward now belong to backward."""
+    """Writes equations a second time, under new names, when their values are asked for: those of forward now belong to
+    backward."""
 
     def __init__(self, builder: Builder, eqns: Iterable[Eqn], new: dict[Var, Atom]) -> None:
         self.builder, self.new = builder, new

@@ -1,4 +1,5 @@
-"""Blocks so that each has one layout: a copy of a block for each way its parameters lie, and for each branch and loop that holds it.
+"""Blocks so that each has one layout: a copy of a block for each way its parameters lie, and for each branch and loop
+that holds it.
 
     y = call(x, w0, block=@layer)     w0[n@tp,k]             y = call(x, w0, block=@layer)
     z = call(y, w1, block=@layer)     w1[n,k]         =>     z = call(y, w1, block=@layer_2)
@@ -48,7 +49,9 @@ def settle(program: Program, given: Mapping[int, Layout]) -> Program:
             name = str(eqn.params["block" if eqn.op is call else "forward"])
             key = (name, tuple(sorted((i, str(layout)) for i, layout in lies.items())))
             return replace(eqn, op=call, params=Params(block=copy(name, lies, key)))
-        return replace(eqn, params=Params({k: copy(str(v), {}) if isinstance(v, Ref) else v for k, v in eqn.params.items()}))
+        return replace(
+            eqn, params=Params({k: copy(str(v), {}) if isinstance(v, Ref) else v for k, v in eqn.params.items()})
+        )
 
     entry = copy(program.entry, given)
     return replace(program, blocks=blocks, entry=str(entry))

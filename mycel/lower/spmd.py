@@ -7,8 +7,10 @@
                                                           z: f32[4,6] = gelu(y1)
                                                           return z
 
-Each equation gets its operands in the layouts its choice wants (the cheapest chain of moves, from the nearest layout at hand) and is written on local
-types.  Where a split leaves padding, what would reach other elements is masked.  What depends on the rank is an operator (`place`), so the text is
+Each equation gets its operands in the layouts its choice wants (the cheapest chain of moves, from the nearest layout at
+hand) and is written on local
+types.  Where a split leaves padding, what would reach other elements is masked.  What depends on the rank is an
+        operator (`place`), so the text is
 the same on all ranks, however many they are.
 """
 
@@ -48,24 +50,29 @@ from mycel.plan.moves import Moves
 
 
 def spmd(program: Program, layouts: Layouts, moves: Moves, again: Collection[int] = ()) -> Program:
-    """Every block on local types, with the collectives its layouts ask for.  `again`: inputs of the entry that are moved anew for each use."""
-    blocks = {name: _Block(program, name, layouts, moves).lowered(again if name == program.entry else ()) for name in program.blocks}
+    """Every block on local types, with the collectives its layouts ask for.  `again`: inputs of the entry that are
+    moved anew for each use."""
+    blocks = {
+        name: _Block(program, name, layouts, moves).lowered(again if name == program.entry else ())
+        for name in program.blocks
+    }
     return replace(program, blocks=blocks)
 
 
 @dataclass(frozen=True)
-class Written:
-    """The local equations that each equation of a block became, last those for its outputs; and what moves among them have made of which value."""
+class LoweredBlock:
+    """The local equations that each equation of a block became, last those for its outputs; and what moves among them
+    have made of which value."""
 
     made: list[list[Eqn]]
     moved: dict[Var, tuple[Var, Layout]]
 
 
-def written(program: Program, name: str, layouts: Layouts, moves: Moves, again: Collection[int] = ()) -> Written:
+def written(program: Program, name: str, layouts: Layouts, moves: Moves, again: Collection[int] = ()) -> LoweredBlock:
     """What a block becomes, equation by equation."""
     block = _Block(program, name, layouts, moves)
     block.lowered(again if name == program.entry else ())
-    return Written(block.made, block.moved)
+    return LoweredBlock(block.made, block.moved)
 
 
 class At:
@@ -73,7 +80,13 @@ class At:
 
     def __init__(self, mesh: Mesh, choice: Choice, sizes: Mapping[str, int], shape: Sequence[int]) -> None:
         """`shape` is the whole shape of the first result."""
-        self.mesh, self.letters, self.sizes, self.shape, self.layout = mesh, choice.letters, sizes, tuple(shape), choice.outs[0]
+        self.mesh, self.letters, self.sizes, self.shape, self.layout = (
+            mesh,
+            choice.letters,
+            sizes,
+            tuple(shape),
+            choice.outs[0],
+        )
 
     def axes(self, letter: str) -> Axes:
         return tuple(self.letters.get(letter, ()))
@@ -101,7 +114,11 @@ class At:
     def masked(self, x: Any, dim: int, letter: str, value: Any) -> Any:
         """x with `value` in the padding of a letter, which is its dim `dim`."""
         axes = self.axes(letter)
-        return x if is_even(self.sizes[letter], axes, self.mesh) else masked(x, dim, self.sizes[letter], axes, self.mesh, value)
+        return (
+            x
+            if is_even(self.sizes[letter], axes, self.mesh)
+            else masked(x, dim, self.sizes[letter], axes, self.mesh, value)
+        )
 
     def all_reduce(self, x: Any, letter: str, kind: str = "+") -> Any:
         return o.all_reduce(x, axes=self.axes(letter), count=self.count(letter), kind=kind)
@@ -146,7 +163,13 @@ class _Block:
     """Writes one block on local types."""
 
     def __init__(self, program: Program, name: str, layouts: Layouts, moves: Moves) -> None:
-        self.program, self.block, self.layouts, self.laid, self.moves = program, program.blocks[name], layouts, layouts[name], moves
+        self.program, self.block, self.layouts, self.laid, self.moves = (
+            program,
+            program.blocks[name],
+            layouts,
+            layouts[name],
+            moves,
+        )
         self.mesh = moves.mesh
         self.b = Builder()
         self.at_hand: dict[Var, dict[Layout, Atom]] = {}
@@ -203,7 +226,10 @@ class _Block:
         for v, layout, new in zip(eqn.outputs, outs, made, strict=True):
             want = layout.local(v.type, self.mesh)
             if isinstance(new, Var) and new.type != want:
-                raise IRError(f"{eqn.op.name} on parts gives {new.type}, not {want} of {v.type} in {layout}\n  at        {eqn.source}")
+                raise IRError(
+                    f"{eqn.op.name} on parts gives {new.type}, not {want} of {v.type} in {layout}\n"
+                    f"  at        {eqn.source}"
+                )
             self.at_hand[v] = {layout: new}
         self.rename(eqn, before)
 
@@ -234,7 +260,8 @@ class _Block:
         return rule.write(At(self.mesh, choice, options.fit.sizes, eqn.outputs[0].shape), *values, **params)
 
     def covered(self, eqn: Eqn, options: Options, choice: Choice, values: list[Atom]) -> list[Atom]:
-        """Operands with their padding masked where it would reach results: zeros before sums, the least before maxima, valid indices."""
+        """Operands with their padding masked where it would reach results: zeros before sums, the least before maxima,
+        valid indices."""
         if options.fit is None:
             return values
         values, fit = list(values), options.fit
@@ -250,7 +277,11 @@ class _Block:
                     value = lowest(x.dtype) if flag == ">" else highest(x.dtype)
                 elif eqn.op.padding == "ones" and not x.dtype.is_floating_point:
                     value = 1
-                elif flag == "+" or eqn.op.padding == "zeros" or (not x.dtype.is_floating_point and not x.dtype.is_complex and not is_pointwise(eqn)):
+                elif (
+                    flag == "+"
+                    or eqn.op.padding == "zeros"
+                    or (not x.dtype.is_floating_point and not x.dtype.is_complex and not is_pointwise(eqn))
+                ):
                     value = False if x.dtype == torch.bool else 0
                 else:
                     continue

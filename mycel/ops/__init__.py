@@ -1,4 +1,5 @@
-"""Every operator, by family; everything about one operator in one paragraph.  Importing this fills the table `ir.OPS`."""
+"""Every operator, by family; everything about one operator in one paragraph.  Importing this fills the table
+`ir.OPS`."""
 
 from mycel.ops import (
     activations,

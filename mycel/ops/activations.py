@@ -41,7 +41,12 @@ def sigmoid(x):
     return torch.sigmoid(x)
 
 
-@op("..., ... -> ...", expand=lambda g, y: o.mul(g, conj(o.sub(1, o.square(y)))), linear=((0,),), examples=["f[2,3], f[2,3]"])
+@op(
+    "..., ... -> ...",
+    expand=lambda g, y: o.mul(g, conj(o.sub(1, o.square(y)))),
+    linear=((0,),),
+    examples=["f[2,3], f[2,3]"],
+)
 def tanh_grad(g, y):
     """The cotangent of x where y = tanh(x)"""
     return torch.ops.aten.tanh_backward.default(g, y)
@@ -200,7 +205,9 @@ def mish(x):
 
 @op(
     "..., ... -> ...",
-    expand=lambda g, x, *, beta=1.0, threshold=20.0: where(o.gt(o.mul(x, beta), threshold), g, o.mul(g, sigmoid(o.mul(x, beta)))),
+    expand=lambda g, x, *, beta=1.0, threshold=20.0: where(
+        o.gt(o.mul(x, beta), threshold), g, o.mul(g, sigmoid(o.mul(x, beta)))
+    ),
     examples=["f[2,3], f[2,3]", "f[2,3], f[2,3], beta=2.0, threshold=0.5"],
 )
 def softplus_grad(g, x, *, beta=1.0, threshold=20.0):
@@ -262,7 +269,9 @@ def elu_grad(g, x, *, alpha=1.0, scale=1.0, input_scale=1.0):
 
 @op(
     "... -> ...",
-    vjp=lambda g, y, x, *, alpha=1.0, scale=1.0, input_scale=1.0: (elu_grad(g, x, alpha=alpha, scale=scale, input_scale=input_scale),),
+    vjp=lambda g, y, x, *, alpha=1.0, scale=1.0, input_scale=1.0: (
+        elu_grad(g, x, alpha=alpha, scale=scale, input_scale=input_scale),
+    ),
     flops=lambda d: 3 * d.rows,
     examples=["f[2,3]", "f[2,3], alpha=1.5, scale=1.2, input_scale=0.7"],
 )

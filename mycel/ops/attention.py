@@ -1,4 +1,5 @@
-"""Attention: softmax(q kᵀ · scale + mask) v, and the log-sum-exp of each row, from which the gradient redraws the weights.
+"""Attention: softmax(q kᵀ · scale + mask) v, and the log-sum-exp of each row, from which the gradient redraws the
+weights.
 
     s = q kᵀ · scale + mask          lse = log Σ exp(s)          p = exp(s - lse)          y = p v
     dv = pᵀ g          ds = p (g vᵀ - Σ g y)          dq = ds k · scale          dk = dsᵀ q · scale
@@ -15,14 +16,15 @@ import math
 
 import torch
 
-from mycel.ir import Part, is_float, op
+from mycel.ir import SplitRule, is_float, op
 from mycel.ops.matmul import swap
 from mycel.ops.ring import attention_grad_ring, attention_grad_rows, attention_ring, attention_rows, has_columns
 from mycel.ops.rules import o, unbroadcast
 
 
 def _mask_dims(mask, k, columns="c^"):
-    """The dims of a mask as it broadcasts over scores.  It has all columns, also where k is split: in a ring rows see them in turn."""
+    """The dims of a mask as it broadcasts over scores.  It has all columns, also where k is split: in a ring rows see
+    them in turn."""
     if mask is None:
         return ""
     if mask.ndim > 4:
@@ -198,7 +200,8 @@ def _sum_groups(dx, like):
 
 
 def _bias(mask, q, k, route):
-    """The mask as a fused kernel wants it: added, four dims; on GPUs full, for `efficient` with rows of aligned length."""
+    """The mask as a fused kernel wants it: added, four dims; on GPUs full, for `efficient` with rows of aligned
+    length."""
     if mask is None:
         return None
     bias = torch.where(mask, 0.0, -math.inf).to(q.dtype) if mask.dtype == torch.bool else mask.to(q.dtype)
@@ -241,7 +244,7 @@ def _plain_attention(q, k, v, mask, causal, scale):
     vjp=_attention_vjp,
     expand=_attention_in_operators,
     flops=forward_flops,
-    parts={"q": Part(attention_rows, uneven=True), "q k": Part(attention_ring, uneven=True)},
+    parts={"q": SplitRule(attention_rows, uneven=True), "q k": SplitRule(attention_ring, uneven=True)},
     examples=[
         "f[2,4,6,8], f[2,4,3,8], f[2,4,3,8], None", "f[2,4,6,8], f[2,2,6,8], f[2,2,6,8], None, causal=True",
         "f[2,4,6,8], f[2,1,3,8], f[2,1,3,8], bool[2,1,6,3], scale=0.3", "f[2,2,6,8], f[2,2,4,8], f[2,2,4,8], f[2,6,4]",
@@ -286,7 +289,10 @@ def _plain_grad(g, q, k, v, mask, y, lse, causal, scale):
     expand=_grad_in_operators,
     flops=_backward_flops,
     linear=((0,),),
-    parts={"q": Part(attention_grad_rows, owed="+", uneven=True), "q k": Part(attention_grad_ring, uneven=True)},
+    parts={
+        "q": SplitRule(attention_grad_rows, owed="+", uneven=True),
+        "q k": SplitRule(attention_grad_ring, uneven=True),
+    },
     examples=[
         "f64[2,4,6,8], f64[2,4,6,8], f64[2,4,3,8], f64[2,4,3,8], None, f64[2,4,6,8], f64[2,4,6]>4",
         "f64[2,4,6,8], f64[2,4,6,8], f64[2,2,6,8], f64[2,2,6,8], None, f64[2,4,6,8], f64[2,4,6]>4, causal=True",
@@ -318,7 +324,9 @@ def attention_grad(g, q, k, v, mask, y, lse, *, causal=False, scale=None):
             g, q, k, v, y, lse.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, causal, state, state, scale=scale
         )
     if route == "cpu":
-        return fused._scaled_dot_product_flash_attention_for_cpu_backward(g, q, k, v, y, lse, 0.0, causal, attn_mask=bias, scale=scale)
+        return fused._scaled_dot_product_flash_attention_for_cpu_backward(
+            g, q, k, v, y, lse, 0.0, causal, attn_mask=bias, scale=scale
+        )
     state = torch.zeros((), dtype=torch.int64, device=q.device)
     if route == "cudnn":
         g, y, lse = _laid_like(g, q), _laid_like(y, q), lse.contiguous().unsqueeze(3)

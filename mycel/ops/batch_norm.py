@@ -191,12 +191,16 @@ def _batch_norm_no_update(x, weight, bias, running_mean, running_var, momentum, 
 
 
 @captures(torch.nn.functional.instance_norm)
-def _instance_norm(input, running_mean=None, running_var=None, weight=None, bias=None, use_input_stats=True, momentum=0.1, eps=1e-5):
+def _instance_norm(
+    input, running_mean=None, running_var=None, weight=None, bias=None, use_input_stats=True, momentum=0.1, eps=1e-5
+):
     return _torch_instance_norm(input, weight, bias, running_mean, running_var, use_input_stats, momentum, eps)
 
 
 @captures(torch.instance_norm)
-def _torch_instance_norm(input, weight, bias, running_mean, running_var, use_input_stats, momentum, eps, cudnn_enabled=True):
+def _torch_instance_norm(
+    input, weight, bias, running_mean, running_var, use_input_stats, momentum, eps, cudnn_enabled=True
+):
     """Instance norm is group norm with a group for each channel."""
     if not use_input_stats:
         return _native_batch_norm(input, weight, bias, running_mean, running_var, False, momentum, eps)[0]

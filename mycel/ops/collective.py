@@ -1,17 +1,23 @@
 """What ranks say to each other, as operators: pure, typed, each over the axes of a mesh it names.
 
     y = all_reduce(x, axes=("dp",), count=2)                     the sum (or maximum, minimum) over the ranks along dp
-    y = all_gather(x, axes=("tp",), count=4, dim=0, size=10)     the parts of all, joined along a dim and cut to its size
+    y = all_gather(x, axes=("tp",), count=4, dim=0, size=10)     the parts of all, joined along a dim and cut to its
+    size
     y = reduce_scatter(x, axes=("dp",), count=2, dim=0)          each its part of the sum
-    y = all_to_all(x, axes=("cp",), count=2, split=1, join=2)    part i of dim `split` to rank i; what comes in joined along `join`
-    y = permute(x, axes=("cp",), count=2, to=(1, 0))             to rank to[i] from rank i; -1: to nobody (who gets nothing has zeros)
+    y = all_to_all(x, axes=("cp",), count=2, split=1, join=2)    part i of dim `split` to rank i; what comes in joined
+    along `join`
+    y = permute(x, axes=("cp",), count=2, to=(1, 0))             to rank to[i] from rank i; -1: to nobody (who gets
+    nothing has zeros)
     y = own_part(x, axes=("tp",), count=4, dim=0)                this rank's part of what all hold
-    y = only_first(x, axes=("tp",), count=4)                     x on the first rank along the axes, zeros on the others: a sum owed
-    t = begin(x, z, op="all_reduce", axes=("dp",), count=2)      the same for several tensors in one message, without waiting;
+    y = only_first(x, axes=("tp",), count=4)                     x on the first rank along the axes, zeros on the
+    others: a sum owed
+    t = begin(x, z, op="all_reduce", axes=("dp",), count=2)      the same for several tensors in one message, without
+    waiting;
     y, w = finish(t, x, z, op="all_reduce", …)                   what it brought
     i = place(axes=("tp",), count=4)                             this rank's index along the axes
 
-`count` is the number of ranks along the axes, so that types need no mesh.  Parts are of equal size, the last ones padded with zeros where
+`count` is the number of ranks along the axes, so that types need no mesh.  Parts are of equal size, the last ones
+padded with zeros where
 needed.  Kernels ask the communicator that the run has put up (`COMMUNICATORS`): real processes or simulated ranks.
 """
 
@@ -32,7 +38,8 @@ def communicator():
     """Whoever carries the messages of this run."""
     if not COMMUNICATORS:
         raise RunError(
-            "a collective needs ranks to speak to\n  try       run it in a training step with a mesh, under torchrun or mycel train --nproc"
+            "a collective needs ranks to speak to\n"
+            "  try       run it in a training step with a mesh, under torchrun or mycel train --nproc"
         )
     return COMMUNICATORS[-1]
 
@@ -53,7 +60,8 @@ def resized(x, dims):
     return f"{left} -> {right}", {f"q{d}": n for d, n in dims.items()}
 
 
-# -- what ranks get, from the tensors of all along the axes: how simulated ranks do it -------------------------------------------
+# -- what ranks get, from the tensors of all along the axes: how simulated ranks do it
+# -------------------------------------------
 
 
 def reduced(xs, kind="+"):
@@ -78,7 +86,9 @@ def scattered(xs, index, *, axes, count, dim, kind="+"):
 
 
 def exchanged(xs, index, *, axes, count, split, join, size):
-    return torch.cat([padded(x, split, count).tensor_split(count, split)[index] for x in xs], join).narrow(join, 0, size)
+    return torch.cat([padded(x, split, count).tensor_split(count, split)[index] for x in xs], join).narrow(
+        join, 0, size
+    )
 
 
 def permuted(xs, index, *, axes, count, to):
@@ -94,7 +104,13 @@ def turns(k):
     return k - 1
 
 
-ALL_REDUCE = Collective(lambda k: 2 * ring(k), lambda k: 2 * (k - 1), lambda xs, index, *, axes, count, kind="+": reduced(xs, kind), True, same=True)
+ALL_REDUCE = Collective(
+    lambda k: 2 * ring(k),
+    lambda k: 2 * (k - 1),
+    lambda xs, index, *, axes, count, kind="+": reduced(xs, kind),
+    True,
+    same=True,
+)
 
 
 def all_reduce_vjp(g, y, x, *, axes, count, kind="+"):
@@ -159,7 +175,8 @@ def reduce_scatter(x, *, axes, count, dim, kind="+"):
     collective=Collective(ring, lambda k: 1, scattered),
 )
 def reduce_scatter_wide(x, *, axes, count, dim):
-    """As reduce_scatter of a sum, but whatever the network: 16 bits on the wire, added in 32 and rounded once, by the rank whose part it is."""
+    """As reduce_scatter of a sum, but whatever the network: 16 bits on the wire, added in 32 and rounded once, by the
+    rank whose part it is."""
     x = padded(x, dim, count)
     n = x.shape[dim] // count
     parts = communicator().all_to_all(x, axes, dim, dim)
@@ -262,7 +279,13 @@ def only_first(x, *, axes, count):
     return x if communicator().index(axes) == 0 else torch.zeros_like(x)
 
 
-@op(types=lambda *, axes, count: Type(torch.int64, ()), vjp=lambda g, y, **_: (), free=True, compiles=False, by_rank=True)
+@op(
+    types=lambda *, axes, count: Type(torch.int64, ()),
+    vjp=lambda g, y, **_: (),
+    free=True,
+    compiles=False,
+    by_rank=True,
+)
 def place(*, axes, count, device=None):
     """This rank's index along the axes."""
     return torch.tensor(communicator().index(axes), device=device)

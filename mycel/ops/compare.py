@@ -24,31 +24,62 @@ def eq(a, b):
     return a == b
 
 
-@op("..., ... -> ...", dtype=torch.bool, aten=["ne.Tensor", "ne.Scalar"], examples=["a[2,3], a[3]", "i64[3], 2"], commutes="always", scalars=(0, 1))
+@op(
+    "..., ... -> ...",
+    dtype=torch.bool,
+    aten=["ne.Tensor", "ne.Scalar"],
+    examples=["a[2,3], a[3]", "i64[3], 2"],
+    commutes="always",
+    scalars=(0, 1),
+)
 def ne(a, b):
     """a != b"""
     return a != b
 
 
-@op("..., ... -> ...", dtype=torch.bool, aten=["lt.Tensor", "lt.Scalar"], examples=["n[2,3], n[3]", "f[3], 0.1"], scalars=(0, 1))
+@op(
+    "..., ... -> ...",
+    dtype=torch.bool,
+    aten=["lt.Tensor", "lt.Scalar"],
+    examples=["n[2,3], n[3]", "f[3], 0.1"],
+    scalars=(0, 1),
+)
 def lt(a, b):
     """a < b"""
     return a < b
 
 
-@op("..., ... -> ...", dtype=torch.bool, aten=["le.Tensor", "le.Scalar"], examples=["n[2,3], n[3]", "f[3], 0.1"], scalars=(0, 1))
+@op(
+    "..., ... -> ...",
+    dtype=torch.bool,
+    aten=["le.Tensor", "le.Scalar"],
+    examples=["n[2,3], n[3]", "f[3], 0.1"],
+    scalars=(0, 1),
+)
 def le(a, b):
     """a <= b"""
     return a <= b
 
 
-@op("..., ... -> ...", dtype=torch.bool, aten=["gt.Tensor", "gt.Scalar"], examples=["n[2,3], n[3]", "f[3], 0.1"], scalars=(0, 1))
+@op(
+    "..., ... -> ...",
+    dtype=torch.bool,
+    aten=["gt.Tensor", "gt.Scalar"],
+    examples=["n[2,3], n[3]", "f[3], 0.1"],
+    scalars=(0, 1),
+)
 def gt(a, b):
     """a > b"""
     return a > b
 
 
-@op("..., ... -> ...", dtype=torch.bool, aten=["ge.Tensor", "ge.Scalar"], examples=["n[2,3], n[3]", "f[3], 0.1"], scalars=(0, 1))
+@op(
+    "..., ... -> ...",
+    dtype=torch.bool,
+    aten=["ge.Tensor", "ge.Scalar"],
+    examples=["n[2,3], n[3]", "f[3], 0.1"],
+    scalars=(0, 1),
+)
 def ge(a, b):
     """a >= b"""
     return a >= b
@@ -56,7 +87,9 @@ def ge(a, b):
 
 def predicate(name: str, examples=("a[2,3]",)) -> Op:
     """An operator that is the truth value `torch.<name>` of one operand."""
-    return op("... -> ...", name=name, dtype=torch.bool, aten=[f"{name}.default"], examples=examples)(getattr(torch, name))
+    return op("... -> ...", name=name, dtype=torch.bool, aten=[f"{name}.default"], examples=examples)(
+        getattr(torch, name)
+    )
 
 
 isnan = predicate("isnan")
@@ -111,19 +144,34 @@ def bitwise_not(x):
 BITS = ["i64[2,3], i64[3]", "bool[2,3], bool[3]", "u8[4], 3", "i32[2], i64[2]"]
 
 
-@op("..., ... -> ...", aten=["bitwise_and.Tensor", "bitwise_and.Scalar", "bitwise_and.Scalar_Tensor"], examples=BITS, commutes="always")
+@op(
+    "..., ... -> ...",
+    aten=["bitwise_and.Tensor", "bitwise_and.Scalar", "bitwise_and.Scalar_Tensor"],
+    examples=BITS,
+    commutes="always",
+)
 def bitwise_and(a, b):
     """a & b"""
     return a & b
 
 
-@op("..., ... -> ...", aten=["bitwise_or.Tensor", "bitwise_or.Scalar", "bitwise_or.Scalar_Tensor"], examples=BITS, commutes="always")
+@op(
+    "..., ... -> ...",
+    aten=["bitwise_or.Tensor", "bitwise_or.Scalar", "bitwise_or.Scalar_Tensor"],
+    examples=BITS,
+    commutes="always",
+)
 def bitwise_or(a, b):
     """a | b"""
     return a | b
 
 
-@op("..., ... -> ...", aten=["bitwise_xor.Tensor", "bitwise_xor.Scalar", "bitwise_xor.Scalar_Tensor"], examples=BITS, commutes="always")
+@op(
+    "..., ... -> ...",
+    aten=["bitwise_xor.Tensor", "bitwise_xor.Scalar", "bitwise_xor.Scalar_Tensor"],
+    examples=BITS,
+    commutes="always",
+)
 def bitwise_xor(a, b):
     """a ^ b"""
     return a ^ b

@@ -80,7 +80,9 @@ def conv(x, w, *, stride, padding, dilation, groups):
 @captures("aten.convolution.default", "aten.convolution_overrideable.default")
 def _convolution(x, w, bias, stride, padding, dilation, transposed, output_padding, groups):
     k = w.ndim - 2
-    stride, padding, dilation, output_padding = (tuple(v) * (k if len(v) == 1 else 1) for v in (stride, padding, dilation, output_padding))
+    stride, padding, dilation, output_padding = (
+        tuple(v) * (k if len(v) == 1 else 1) for v in (stride, padding, dilation, output_padding)
+    )
     if transposed and any(extra >= s for extra, s in zip(output_padding, stride, strict=True)):
         return NotImplemented
     batched = x if x.ndim == k + 2 else o.reshape(x, shape=(1, *x.shape))
@@ -148,7 +150,10 @@ def conv_transpose_vjp(g, y, x, w, *, output_padding, **params):
     examples=[
         "f[2,4,3], f[4,6,3], stride=(2,), padding=(1,), dilation=(1,), groups=1, output_padding=(1,)",
         "f[2,4,3,4], f[4,3,2,2], stride=(1,2), padding=(0,1), dilation=(2,1), groups=2, output_padding=(0,0)",
-        "f[2,2,2,2,2], f[2,4,2,1,2], stride=(1,1,2), padding=(0,0,0), dilation=(1,1,1), groups=1, output_padding=(0,0,1)",
+        (
+            "f[2,2,2,2,2], f[2,4,2,1,2], stride=(1,1,2), padding=(0,0,0), dilation=(1,1,1), groups=1, "
+            "output_padding=(0,0,1)"
+        ),
     ],
     apart=True,
     rate="conv",

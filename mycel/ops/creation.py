@@ -10,7 +10,7 @@ import math
 import torch
 
 from mycel.errors import IRError
-from mycel.ir import Part, Type, op
+from mycel.ir import SplitRule, Type, op
 from mycel.ops.capture_rules import captures
 from mycel.ops.rules import cast_like, letters, o
 from mycel.ops.shape import expanded
@@ -67,7 +67,7 @@ def iota_part(at, *, shape, dim, dtype, start=0, step=1):
 @op(
     iota_dims,
     types=lambda *, shape, dim, dtype, start=0, step=1: Type(dtype, shape),
-    parts={"count": Part(iota_part, uneven=True)},
+    parts={"count": SplitRule(iota_part, uneven=True)},
     examples=[
         "shape=(6,), dim=0, dtype=i64", "shape=(2,3,4), dim=1, dtype=f32, start=2, step=3",
         "shape=(5,), dim=0, dtype=f64, start=0.5, step=-0.1", "shape=(0,), dim=0, dtype=i32",

@@ -88,14 +88,19 @@ def logcumsumexp_grad_expand(g, y, x, *, dim):
 
 
 @op(
-    lambda g, y, x, *, dim: ", ".join([along()(x, dim=dim).split(" -> ")[0]] * 3) + " -> " + along()(x, dim=dim).split(" -> ")[1],
+    lambda g, y, x, *, dim: (
+        ", ".join([along()(x, dim=dim).split(" -> ")[0]] * 3) + " -> " + along()(x, dim=dim).split(" -> ")[1]
+    ),
     expand=logcumsumexp_grad_expand,
     flops=lambda d: 8 * elements(d),
     examples=["f[2,3,4], f[2,3,4], f[2,3,4], dim=1", "f[6], f[6], f[6], dim=0"],
 )
 def logcumsumexp_grad(g, y, x, *, dim):
     """The cotangent of x under logcumsumexp: in logarithms, positive and negative g apart."""
-    up, down = (torch.exp(torch.logcumsumexp((torch.where(v > 0, v, 0).log() - y).flip(dim), dim).flip(dim) + x) for v in (g, -g))
+    up, down = (
+        torch.exp(torch.logcumsumexp((torch.where(v > 0, v, 0).log() - y).flip(dim), dim).flip(dim) + x)
+        for v in (g, -g)
+    )
     return up - down
 
 

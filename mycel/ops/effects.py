@@ -26,7 +26,8 @@ def show(*values, parts, sep=" ", end="\n"):
 
 @op(types=lambda *values, **_: Type(torch.bool, ()), effect=True)
 def pause(*values, names, source=""):
-    """Stops in the debugger, when the program runs, where the user's code has a breakpoint(): `values` are its tensors by name."""
+    """Stops in the debugger, when the program runs, where the user's code has a breakpoint(): `values` are its tensors
+    by name."""
     values = dict(zip(names, values, strict=True))
     breakpoint()
     return torch.tensor(True)

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from mycel.ir import Part, Type, op
+from mycel.ir import SplitRule, Type, op
 from mycel.ops.capture_rules import captures
 from mycel.ops.rules import cast_like, letters, normal_dim, o
 from mycel.ops.shape import reshaped
@@ -53,7 +53,7 @@ def gather_dims(x, index, *, dim):
     vjp=lambda g, y, x, index, *, dim: (o.gather_grad(g, index, shape=tuple(x.shape), dim=dim), None),
     dtype="first",
     linear=((0,),),
-    parts={"along0": Part(gather_part, owed="+", uneven=True)},
+    parts={"along0": SplitRule(gather_part, owed="+", uneven=True)},
     examples=["a[2,6,4], i64[2,3,4]<6, dim=1", "f[4,6], i64[2,3]<6, dim=1", "f[4], i64[6]<4, dim=0"],
 )
 def gather(x, index, *, dim):
@@ -92,7 +92,7 @@ def gather_grad_part(at, g, index, *, shape, dim):
     vjp=lambda g, y, x, index, *, shape, dim: (gather(g, index, dim=dim), None),
     dtype="first",
     linear=((0,),),
-    parts={"along0": Part(gather_grad_part, uneven=True)},
+    parts={"along0": SplitRule(gather_grad_part, uneven=True)},
     examples=["f[2,3,4], i64[2,3,4]<6, shape=(2,6,4), dim=1", "f[2,3], i64[2,3]<6, shape=(4,6), dim=1"],
     apart=True,
 )
@@ -165,7 +165,7 @@ def cut(src, index):
     vjp=lambda g, y, x, index, src, *, dim: (g, None, gather_src(g, index, src, dim)),
     dtype="first",
     linear=((0, 2),),
-    parts={"along0": Part(scatter_add_part, uneven=True)},
+    parts={"along0": SplitRule(scatter_add_part, uneven=True)},
     examples=["n[2,6,4], i64[2,3,4]<6, n[2,3,4], dim=1", "f[4,6], i64[2,3]<6, f[2,3], dim=1"],
     apart=True,
 )
@@ -267,7 +267,7 @@ def lane(v, dim, ndim):
     vjp=lambda g, y, x, index, *, dim: (o.index_grad(g, index, shape=tuple(x.shape), at=(dim,)), None),
     dtype="first",
     linear=((0,),),
-    parts={"n": Part(index_select_part, owed="+", uneven=True)},
+    parts={"n": SplitRule(index_select_part, owed="+", uneven=True)},
     examples=["a[2,6,4], i64[3]<6, dim=1", "f[4], i32[6]<4, dim=0"],
 )
 def index_select(x, index, *, dim):
@@ -321,7 +321,7 @@ def index_add_part(at, x, index, src, *, dim):
     vjp=lambda g, y, x, index, src, *, dim: (g, None, cast_like(index_select(g, index, dim=dim), src)),
     dtype="first",
     linear=((0, 2),),
-    parts={"n": Part(index_add_part, uneven=True)},
+    parts={"n": SplitRule(index_add_part, uneven=True)},
     examples=["n[2,6,4], i64[3]<6, n[2,3,4], dim=1", "f[4], i32[6]<4, f[6], dim=0"],
     apart=True,
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mycel.ir import Part, Type, op
+from mycel.ir import SplitRule, Type, op
 from mycel.ops.rules import o
 
 
@@ -46,14 +46,18 @@ def global_norm_part(at, *xs):
 
 def square_sum(x, dtype):
     """As a dot product, the fastest way on a CPU; 16 bits are widened."""
-    return torch.dot(x, x).to(dtype) if x.dtype in (torch.float32, torch.float64) else torch.linalg.vector_norm(x, dtype=dtype).square()
+    return (
+        torch.dot(x, x).to(dtype)
+        if x.dtype in (torch.float32, torch.float64)
+        else torch.linalg.vector_norm(x, dtype=dtype).square()
+    )
 
 
 @op(
     norm_dims,
     types=lambda *types: Type(norm_dtype(types), ()),
     expand=global_norm_expand,
-    parts={"*": Part(global_norm_part, uneven=True)},
+    parts={"*": SplitRule(global_norm_part, uneven=True)},
     fresh=True,
     compiles=False,
     examples=["f[4,6], f[3]", "f32[4], bf16[2,2]", "f64[]"],

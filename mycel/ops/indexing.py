@@ -18,7 +18,7 @@ from mycel.ops.shape import expanded, flattened, reshaped
 from mycel.ops.slicing import zeros
 
 
-class Places:
+class IndexLetters:
     """Letters of x, of each index tensor, and of what they choose; sizes of the chosen."""
 
     def __init__(self, shape, indices, at):
@@ -46,7 +46,7 @@ def _aligned(names, sizes, shape):
 
 def index_dims(x, *indices, at):
     """Indexed dims whole, all others free."""
-    p = Places(x.shape, indices, at)
+    p = IndexLetters(x.shape, indices, at)
     ins = ", ".join([p.text(p.x, n="^"), *map(p.text, p.indices)])
     return f"{ins} -> {p.text(p.chosen)}"
 
@@ -97,7 +97,7 @@ def _take(x, index_):
 
 def index_grad_dims(g, *indices, shape, at):
     """A split dim of the index tensors leaves a sum owed."""
-    p = Places(shape, indices, at)
+    p = IndexLetters(shape, indices, at)
     ins = ", ".join([p.text(p.chosen, p="+"), *map(p.text, p.indices)])
     return f"{ins} -> {p.text(p.x)}", {name: size for name, size in p.sizes.items() if name[0] == "n"}
 
@@ -131,7 +131,7 @@ def index_grad(g, *indices, shape, at):
 
 def index_put_dims(x, value, *indices, at, accumulate=False):
     """Only dims of x that are not indexed may be split."""
-    p = Places(x.shape, indices, at)
+    p = IndexLetters(x.shape, indices, at)
     values = _aligned(p.chosen, p.shape, value.shape)
     ins = ", ".join([p.text(p.x, n="^"), p.text(values, p="^"), *(p.text(names, p="^") for names in p.indices)])
     return f"{ins} -> {p.text(p.x)}"

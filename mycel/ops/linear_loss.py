@@ -1,8 +1,10 @@
-"""The last product of a language model and its cross entropy as one operator: logits exist for a few rows at a time, in the dtype of the product.
+"""The last product of a language model and its cross entropy as one operator: logits exist for a few rows at a time, in
+the dtype of the product.
 
     loss, dx, dw = linear_cross_entropy(x, w, None, target)        loss = cross_entropy(x @ w.T, target)
 
-The gradients are made in the same sweep, while a chunk of logits is at hand: nothing of the size of all logits is kept, computed twice or
+The gradients are made in the same sweep, while a chunk of logits is at hand: nothing of the size of all logits is kept,
+computed twice or
 copied in fp32.  Written by the pass `head` alone, on the way to a gradient.
 """
 
@@ -12,7 +14,7 @@ import functools
 
 import torch
 
-from mycel.ir import Part, Type, op
+from mycel.ir import SplitRule, Type, op
 from mycel.ops.gathering import here
 from mycel.ops.rules import cast_like, o
 
@@ -25,7 +27,8 @@ def linear_cross_entropy_types(x, w, b, target, *, reduction="mean", ignore_inde
 
 
 def linear_cross_entropy_scratch(x, w, b, target, **_):
-    """A chunk of logits, and in 16 bits also of cotangents, as on a GPU; rows of x and a few numbers a row; what is summed over chunks."""
+    """A chunk of logits, and in 16 bits also of cotangents, as on a GPU; rows of x and a few numbers a row; what is
+    summed over chunks."""
     short, wide = x.dtype.itemsize == 2, max(x.dtype.itemsize, 4)
     n = min(x.shape[0], max((2 * CHUNK if short else CHUNK) // w.shape[0], 1))
     each = wide + (x.dtype.itemsize if short else 0)
@@ -34,7 +37,8 @@ def linear_cross_entropy_scratch(x, w, b, target, **_):
 
 
 def linear_cross_entropy_vjp(gs, ys, x, w, b, target, **params):
-    """Through the loss, the gradients times g; through the gradients, which are dz = scale (softmax(z) - hit) times w and x, their own gradients."""
+    """Through the loss, the gradients times g; through the gradients, which are dz = scale (softmax(z) - hit) times w
+    and x, their own gradients."""
     g, hx, hw, *hb = gs
     found = [None, None, None]
     if g is not None:
@@ -61,7 +65,10 @@ def logit_gradient(x, w, b, target, *, reduction="mean", ignore_index=-100):
     keep = o.cast(o.ne(target, ignore_index), dtype=x.dtype)
     scale = o.div(keep, o.sum(keep, dims=(0,))) if reduction == "mean" else keep
     scale = o.reshape(scale, shape=(x.shape[0], 1))
-    hit = o.cast(o.eq(o.iota(shape=(1, w.shape[0]), dim=1, dtype=target.dtype), o.reshape(target, shape=(x.shape[0], 1))), dtype=x.dtype)
+    hit = o.cast(
+        o.eq(o.iota(shape=(1, w.shape[0]), dim=1, dtype=target.dtype), o.reshape(target, shape=(x.shape[0], 1))),
+        dtype=x.dtype,
+    )
     p = o.softmax(z, dim=1)
     return p, o.mul(o.sub(p, hit), scale), scale
 
@@ -88,7 +95,8 @@ def rows_at_once(x, w):
 
 
 def chunk_of(x, w, b, target, ignore_index):
-    """Of a chunk of rows: the sum of the losses, the cotangents of its logits up to a factor, and that factor of each row; None: one."""
+    """Of a chunk of rows: the sum of the losses, the cotangents of its logits up to a factor, and that factor of each
+    row; None: one."""
     if is_fused(x):
         from mycel.ops.triton_loss import cotangents
 
@@ -114,7 +122,11 @@ def chunk_of(x, w, b, target, ignore_index):
 def weight_gradient(total, d, x):
     """d.T @ x, added to what there is."""
     if is_fused(x):
-        return torch.mm(d.t(), x, out_dtype=torch.float32) if total is None else torch.addmm(total, d.t(), x, out_dtype=torch.float32)
+        return (
+            torch.mm(d.t(), x, out_dtype=torch.float32)
+            if total is None
+            else torch.addmm(total, d.t(), x, out_dtype=torch.float32)
+        )
     part = torch.mm(d.t(), x)
     if total is None:
         return part
@@ -122,7 +134,8 @@ def weight_gradient(total, d, x):
 
 
 def cotangents_in_place(z, classes):
-    """Losses of rows of logits, their cotangents up to a factor, and that factor of each row: all over the memory of z."""
+    """Losses of rows of logits, their cotangents up to a factor, and that factor of each row: all over the memory of
+    z."""
     z.sub_(z.amax(1, keepdim=True))
     picked = z.gather(1, classes)
     total = z.exp_().sum(1, keepdim=True)
@@ -130,7 +143,8 @@ def cotangents_in_place(z, classes):
 
 
 def linear_cross_entropy_part(at, x, w, b, target, *, reduction="mean", ignore_index=-100):
-    """Rows: each rank the sum of its own, divided by the count of all.  Classes: each rank its logits, maxima and sums of them over all."""
+    """Rows: each rank the sum of its own, divided by the count of all.  Classes: each rank its logits, maxima and sums
+    of them over all."""
     x, target = at.masked(x, 0, "n", 0), at.masked(target, 0, "n", ignore_index)
     made = (
         split_classes(at, x, w, b, target, ignore_index)
@@ -163,13 +177,15 @@ def split_classes(at, x, w, b, target, ignore_index):
 
 
 SPLIT = {
-    "n": Part(linear_cross_entropy_part, owed="+", uneven=True),
-    "v": Part(linear_cross_entropy_part, owed=("", "+", "", ""), uneven=True),
+    "n": SplitRule(linear_cross_entropy_part, owed="+", uneven=True),
+    "v": SplitRule(linear_cross_entropy_part, owed=("", "+", "", ""), uneven=True),
 }
 
 
 @op(
-    lambda x, w, b, target, **_: f"n^ k^, v^ k^, {'' if b is None else 'v^'}, n^ -> , n k, v k{'' if b is None else ', v'}",
+    lambda x, w, b, target, **_: (
+        f"n^ k^, v^ k^, {'' if b is None else 'v^'}, n^ -> , n k, v k{'' if b is None else ', v'}"
+    ),
     types=linear_cross_entropy_types,
     flops=lambda d: 6 * d.n * d.k * d.v,
     vjp=linear_cross_entropy_vjp,

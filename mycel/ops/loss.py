@@ -1,6 +1,7 @@
 """Losses.  Cross entropy and the negative log likelihood are operators, for their big class dim; the rest are rules.
 
-Logits are [n, classes, ...] and targets class indices [n, ...] or probabilities [n, classes, ...].  A mean keeps its batch whole; its
+Logits are [n, classes, ...] and targets class indices [n, ...] or probabilities [n, classes, ...].  A mean keeps its
+batch whole; its
 `expand` is a sum over a count, each of which may be split.
 """
 
@@ -169,12 +170,15 @@ def soft_cross_entropy_vjp(g, logp, x, target, weight, label_smoothing):
     averages=True,
 )
 def cross_entropy(x, target, weight, *, reduction="mean", ignore_index=-100, label_smoothing=0.0):
-    """The cross entropy of logits x against class indices or probabilities; and the log probabilities, which its gradient needs."""
+    """The cross entropy of logits x against class indices or probabilities; and the log probabilities, which its
+    gradient needs."""
     logp = torch.log_softmax(x, 1)
     if weight is None and not label_smoothing and not target.is_floating_point():
         return torch.nn.functional.nll_loss(logp, target, None, ignore_index=ignore_index, reduction=reduction), logp
     if weight is None or target.is_floating_point():
-        loss = torch.nn.functional.cross_entropy(x, target, weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing)
+        loss = torch.nn.functional.cross_entropy(
+            x, target, weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing
+        )
         return loss, logp
     keep = target != ignore_index
     classes = torch.where(keep, target, 0)
@@ -189,15 +193,21 @@ def cross_entropy(x, target, weight, *, reduction="mean", ignore_index=-100, lab
 
 
 @captures(torch.nn.functional.cross_entropy)
-def _cross_entropy(input, target, weight=None, size_average=None, ignore_index=-100, reduce=None, reduction="mean", label_smoothing=0.0):
+def _cross_entropy(
+    input, target, weight=None, size_average=None, ignore_index=-100, reduce=None, reduction="mean", label_smoothing=0.0
+):
     if size_average is not None or reduce is not None:
         reduction = legacy_get_string(size_average, reduce)
     if input.ndim == 1:
         target = o.reshape(target, shape=(1, *target.shape))
         batch = o.reshape(input, shape=(1, *input.shape))
-        losses, _ = cross_entropy(batch, target, weight, reduction=reduction, ignore_index=ignore_index, label_smoothing=label_smoothing)
+        losses, _ = cross_entropy(
+            batch, target, weight, reduction=reduction, ignore_index=ignore_index, label_smoothing=label_smoothing
+        )
         return o.reshape(losses, shape=()) if reduction == "none" else losses
-    return cross_entropy(input, target, weight, reduction=reduction, ignore_index=ignore_index, label_smoothing=label_smoothing)[0]
+    return cross_entropy(
+        input, target, weight, reduction=reduction, ignore_index=ignore_index, label_smoothing=label_smoothing
+    )[0]
 
 
 REDUCTIONS = ("none", "mean", "sum")  # torch's numbers for them
@@ -241,7 +251,11 @@ def mean_grad_expand(g, logp, target, *, ignore_index=-100):
     dtype=lambda g, logp, target: logp.dtype,
     expand=mean_grad_expand,
     flops=lambda d: 6 * d.n * d.c,
-    examples=["f[], f[6,4], i64[6]<4", "f[], f[6,4], i64[6]<4, ignore_index=1", "f[], f[64,1024], i64[64]<4, ignore_index=1"],
+    examples=[
+        "f[], f[6,4], i64[6]<4",
+        "f[], f[6,4], i64[6]<4, ignore_index=1",
+        "f[], f[64,1024], i64[64]<4, ignore_index=1",
+    ],
 )
 def cross_entropy_mean_grad(g, logp, target, *, ignore_index=-100):
     """g times the gradient of the mean cross entropy: (exp(logp) - one_hot(target)) / count, nothing where ignored."""
@@ -302,7 +316,14 @@ def bce_vjp(g, y, x, target):
     return o.mul(g, slope), o.mul(g, o.sub(o.log1p(o.neg(x)), o.log(x)))
 
 
-@op("..., ... -> ...", vjp=bce_vjp, flops=lambda d: 8 * d.rows, examples=["f32[2,3]~0, f32[2,3]~0"], precision="high", padding="zeros")
+@op(
+    "..., ... -> ...",
+    vjp=bce_vjp,
+    flops=lambda d: 8 * d.rows,
+    examples=["f32[2,3]~0, f32[2,3]~0"],
+    precision="high",
+    padding="zeros",
+)
 def binary_cross_entropy(x, target):
     """-(target * log(x) + (1 - target) * log(1 - x)), logarithms not below -100, for x in [0, 1]"""
     return torch._C._nn.binary_cross_entropy(x, target, None, 0)

@@ -2,7 +2,8 @@
 
     y = opaque(x, target="aten.foo.default", args=(("x", 0), 3), kwargs=())
 
-`args` mirrors torch's argument list; ("x", i) stands for input i, ("l", …) for a list.  Types come from torch's meta kernel.
+`args` mirrors torch's argument list; ("x", i) stands for input i, ("l", …) for a list.  Types come from torch's meta
+kernel.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ def decode(value, inputs, device):
 
 def _run(inputs, target, args, kwargs):
     device = next((x.device for x in inputs), None)
-    outs = resolve(target)(*(decode(a, inputs, device) for a in args), **{k: decode(v, inputs, device) for k, v in kwargs})
+    outs = resolve(target)(
+        *(decode(a, inputs, device) for a in args), **{k: decode(v, inputs, device) for k, v in kwargs}
+    )
     if isinstance(outs, torch.Tensor):
         return outs
     flat = []
@@ -183,12 +186,16 @@ def _grad_types(*operands, target, args, kwargs=(), arity):
 
 
 def _levels(operands, target, args, kwargs, arity, more=False):
-    """The operator's float outputs (no arity left), or the cotangents of one level down, with torch's graph kept if there is one `more` level up."""
+    """The operator's float outputs (no arity left), or the cotangents of one level down, with torch's graph kept if
+    there is one `more` level up."""
     if not arity:
         outs = _run(operands, target, args, kwargs)
         outs = outs if isinstance(outs, tuple) else (outs,)
         return [y for y in outs if y.is_floating_point() or y.is_complex()]
-    inner = [x.detach().requires_grad_() if (x.is_floating_point() or x.is_complex()) and not x.requires_grad else x for x in operands[: arity[-1]]]
+    inner = [
+        x.detach().requires_grad_() if (x.is_floating_point() or x.is_complex()) and not x.requires_grad else x
+        for x in operands[: arity[-1]]
+    ]
     outs = _levels(inner, target, args, kwargs, arity[:-1], more=True)
     wanted = [x for x in inner if x.requires_grad]
     pairs = [(y, g) for y, g in zip(outs, operands[arity[-1] :], strict=True) if y.requires_grad]
@@ -209,8 +216,11 @@ def _levels(operands, target, args, kwargs, arity, more=False):
     foreign=True,
 )
 def opaque_grad(*operands, target, args, kwargs=(), arity):
-    """torch's gradient of its operator: operands are its inputs, then cotangents; each further `arity` is one more derivative."""
-    operands = [x.detach() for x in operands]  # a view of a parameter made without autograd says it needs a gradient, and has no graph
+    """torch's gradient of its operator: operands are its inputs, then cotangents; each further `arity` is one more
+    derivative."""
+    operands = [
+        x.detach() for x in operands
+    ]  # a view of a parameter made without autograd says it needs a gradient, and has no graph
     with torch.enable_grad():
         grads = tuple(g.detach() for g in _levels(operands, target, args, kwargs, arity))
     return grads if len(grads) != 1 else grads[0]

@@ -143,7 +143,13 @@ def floor_divide(a, b):
     return torch.div(a, b, rounding_mode="floor")
 
 
-@op("..., ... -> ...", vjp=no_gradient, examples=["n[2,3], n[3]>1", "f[2,3], 0.7", "i64[2,3], 2"], scalars=(1,), padding="ones")
+@op(
+    "..., ... -> ...",
+    vjp=no_gradient,
+    examples=["n[2,3], n[3]>1", "f[2,3], 0.7", "i64[2,3], 2"],
+    scalars=(1,),
+    padding="ones",
+)
 def trunc_divide(a, b):
     """a / b rounded towards zero"""
     return torch.div(a, b, rounding_mode="trunc")

@@ -60,7 +60,9 @@ def max_pool_vjp(g, y, x, **_):
 
 
 @op(
-    lambda x, *, kernel, stride, padding, dilation, ceil=False: pool_dims(x, pool_sizes(x, kernel, stride, padding, dilation, ceil), 2),
+    lambda x, *, kernel, stride, padding, dilation, ceil=False: pool_dims(
+        x, pool_sizes(x, kernel, stride, padding, dilation, ceil), 2
+    ),
     dtype=("first", torch.int64),
     vjp=max_pool_vjp,
     flops=lambda d: d.n * d.c * math.prod(n for k, n in vars(d).items() if k[0] == "s"),
@@ -114,7 +116,11 @@ def put_back_dims(x, indices, *, shape):
 )
 def put_back(x, indices, *, shape):
     """Zeros of `shape` [n, c, ...] with x added at indices into the flattened spatial dims: the gradient of max_pool"""
-    return x.new_zeros(shape[0], shape[1], math.prod(shape[2:])).scatter_add(2, indices.flatten(2), x.flatten(2)).reshape(shape)
+    return (
+        x.new_zeros(shape[0], shape[1], math.prod(shape[2:]))
+        .scatter_add(2, indices.flatten(2), x.flatten(2))
+        .reshape(shape)
+    )
 
 
 @captures("aten.max_unpool2d.default", "aten.max_unpool3d.default")
@@ -146,7 +152,9 @@ def avg_pool_vjp(g, y, x, **window):
 )
 def avg_pool(x, *, kernel, stride, padding, ceil=False, count_padding=True, divisor=None):
     """The mean of each window; padding counts as zeros unless `count_padding` is off."""
-    return (torch._C._nn.avg_pool2d if len(kernel) == 2 else torch._C._nn.avg_pool3d)(x, kernel, stride, padding, ceil, count_padding, divisor)
+    return (torch._C._nn.avg_pool2d if len(kernel) == 2 else torch._C._nn.avg_pool3d)(
+        x, kernel, stride, padding, ceil, count_padding, divisor
+    )
 
 
 def avg_pool_rule(k):
@@ -175,7 +183,9 @@ captures("aten.avg_pool3d.default")(avg_pool_rule(3))
 )
 def avg_pool_grad(g, *, shape, kernel, stride, padding, ceil=False, count_padding=True, divisor=None):
     """Each mean's share given back to its window: the gradient of avg_pool on `shape`"""
-    return getattr(torch.ops.aten, f"avg_pool{len(kernel)}d_backward")(g, g.new_empty(shape), kernel, stride, padding, ceil, count_padding, divisor)
+    return getattr(torch.ops.aten, f"avg_pool{len(kernel)}d_backward")(
+        g, g.new_empty(shape), kernel, stride, padding, ceil, count_padding, divisor
+    )
 
 
 @op(

@@ -3,7 +3,8 @@
     i = (key + site * M) * K + offset + sum of coordinate * stride          keys and sites start far apart
     x = i * G,  x = (x ^ x >> 32) * C1,  x = (x ^ x >> 32) * C2             two murmur3 rounds: the high bits are random
 
-`strides` (default: contiguous) and `offset` place a part within the whole: a split of the tensor keeps the strides of the
+`strides` (default: contiguous) and `offset` place a part within the whole: a split of the tensor keeps the strides of
+the
 whole and starts at the offset of its first element.  A gradient redraws with the same key and site and keeps no mask.
 """
 
@@ -13,7 +14,7 @@ import math
 
 import torch
 
-from mycel.ir import OPS, Part, Type, is_float, op
+from mycel.ir import OPS, SplitRule, Type, is_float, op
 from mycel.ops.capture_rules import captures, draw
 from mycel.ops.convert import PARTS, part_dtype
 from mycel.ops.rules import letters, o
@@ -85,7 +86,7 @@ def draw_part(name):
         offset, strides = placed(at, offset, strides)
         return OPS[name](key, offset, *inputs, strides=strides, **params)
 
-    return {"*": Part(write, uneven=True)}
+    return {"*": SplitRule(write, uneven=True)}
 
 
 def drawn(dtype=torch.float32, examples=()):
@@ -117,9 +118,12 @@ def bits(key, offset, *, shape, strides=None, site=0):
 
 @drawn(
     examples=[
-        "0, shape=(2,3,4)", "5, shape=(4,6), dtype=f64, site=1", "0, shape=(4,), dtype=bf16", "0, shape=(4,), dtype=f16",
+        "0, shape=(2,3,4)",
+        "5, shape=(4,6), dtype=f64, site=1",
+        "0, shape=(4,), dtype=bf16",
+        "0, shape=(4,), dtype=f16",
     ]
-)  # fmt: skip
+)
 def uniform(key, offset, *, shape, dtype=torch.float32, strides=None, site=0):
     """Evenly from [0, 1)."""
     return _unit(key, offset, shape, strides, site, dtype)
@@ -187,7 +191,7 @@ def _dropout_part(at, x, key, offset, *, strides=None, **params):
     "..., , -> ...",
     dtype="first",
     vjp=_dropout_vjp,
-    parts={"*": Part(_dropout_part, uneven=True)},
+    parts={"*": SplitRule(_dropout_part, uneven=True)},
     linear=((0,),),
     examples=[
         "f[2,3,4], i64[], 0, p=0.25", "f[4,6], i64[], i64[], p=0.5, site=2", "f[6], i64[], 0, p=0.0",

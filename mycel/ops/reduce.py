@@ -99,7 +99,9 @@ def mean_vjp(g, y, x, *, dims, keepdim=False, count=None):
 @op(
     lambda x, *, dims, keepdim=False, count=None: over("^" if count is None else "+")(x, dims=dims, keepdim=keepdim),
     vjp=mean_vjp,
-    expand=lambda x, *, dims, keepdim=False, count=None: o.div(sum(x, dims=dims, keepdim=keepdim), count or count_of(x, dims)),
+    expand=lambda x, *, dims, keepdim=False, count=None: o.div(
+        sum(x, dims=dims, keepdim=keepdim), count or count_of(x, dims)
+    ),
     flops=elements,
     linear=((0,),),
     examples=[*EXAMPLES, "f[2,3,4], dims=(0,2), keepdim=True, count=8", "f[4,6], dims=(0,1), count=24"],
@@ -221,7 +223,9 @@ def std_vjp(g, y, x, *, dims, correction=1, keepdim=False):
 @op(
     over("^"),
     vjp=std_vjp,
-    expand=lambda x, *, dims, correction=1, keepdim=False: o.sqrt(var_expand(x, dims=dims, correction=correction, keepdim=keepdim)),
+    expand=lambda x, *, dims, correction=1, keepdim=False: o.sqrt(
+        var_expand(x, dims=dims, correction=correction, keepdim=keepdim)
+    ),
     flops=lambda d: 4 * elements(d),
     examples=["f[2,3,4], dims=(1,)", "f[2,3,4], dims=(0,2), correction=0, keepdim=True", "f[4,6], dims=(0,1)"],
     precision="high",

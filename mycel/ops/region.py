@@ -3,8 +3,10 @@
     a = enter(x, axes=("tp",), counts=(4,), layout=((), ("tp",)))     f32[8,16] -> f32[8,4]     this rank's part
     y = leave(b, axes=("tp",), counts=(4,), layout=(("tp",), ()))     f32[2,16] -> f32[8,16]    the parts of all ranks
 
-Between the two, types are those of one rank along the region's axes, and the user's code speaks to other ranks itself.  Along an axis of the region
-that a layout does not name, `enter` gives every rank the same and `leave` is given the same by every rank.  Both are linear maps; their transposes:
+Between the two, types are those of one rank along the region's axes, and the user's code speaks to other ranks itself.
+Along an axis of the region
+that a layout does not name, `enter` gives every rank the same and `leave` is given the same by every rank.  Both are
+linear maps; their transposes:
 
     dx = leave(all_reduce(da))     summed where every rank was given the same
     db = only_first(enter(dy))     on the first rank where one value stands for all
@@ -45,7 +47,11 @@ def enter_dims(x, *, axes, counts, layout):
     """Dims the region splits are whole for all other axes."""
     if not any(layout):
         return "... -> ..."
-    sizes = {f"q{d}": n // k for d, (n, k) in enumerate(zip(x.shape, parts_of(axes, counts, layout), strict=True)) if layout[d]}
+    sizes = {
+        f"q{d}": n // k
+        for d, (n, k) in enumerate(zip(x.shape, parts_of(axes, counts, layout), strict=True))
+        if layout[d]
+    }
     left = " ".join(f"p{d}^" if dim else f"d{d}" for d, dim in enumerate(layout))
     right = " ".join(f"q{d}" if dim else f"d{d}" for d, dim in enumerate(layout))
     return f"{left} -> {right}", sizes
@@ -54,7 +60,11 @@ def enter_dims(x, *, axes, counts, layout):
 def leave_dims(x, *, axes, counts, layout):
     if not any(layout):
         return "... -> ..."
-    sizes = {f"q{d}": n * k for d, (n, k) in enumerate(zip(x.shape, parts_of(axes, counts, layout), strict=True)) if layout[d]}
+    sizes = {
+        f"q{d}": n * k
+        for d, (n, k) in enumerate(zip(x.shape, parts_of(axes, counts, layout), strict=True))
+        if layout[d]
+    }
     return enter_dims(x, axes=axes, counts=(1,) * len(counts), layout=layout)[0], sizes
 
 
@@ -79,7 +89,9 @@ def leave_vjp(g, y, x, *, axes, counts, layout):
 
 
 def not_lowered():
-    return RunError("a manual region was run before it was lowered for its ranks\n  try       a training step with a mesh")
+    return RunError(
+        "a manual region was run before it was lowered for its ranks\n  try       a training step with a mesh"
+    )
 
 
 @op(enter_dims, types=enter_type, vjp=enter_vjp, lies=True, linear=((0,),), compiles=False, by_rank=True)

@@ -62,7 +62,9 @@ def upsample(x, *, size, mode, scales, align=False):
 )
 def upsample_grad(g, *, shape, mode, scales, align=False):
     """Each interpolated value's share given back to what it was made of: the gradient of upsample on `shape`"""
-    return getattr(torch.ops.aten, f"{mode}_backward").default(g, g.shape[2:], shape, *(() if "nearest" in mode else (align,)), *scales)
+    return getattr(torch.ops.aten, f"{mode}_backward").default(
+        g, g.shape[2:], shape, *(() if "nearest" in mode else (align,)), *scales
+    )
 
 
 def upsample_rule(mode):

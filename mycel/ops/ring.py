@@ -2,15 +2,20 @@
 
 Rows alone: k and v are whole, and a causal triangle is the mask of a rank's rows.
 
-Rows and columns: in `count` turns all parts of k and v come by.  What they give is merged; backward, cotangents of k and v follow them, and go home.
+Rows and columns: in `count` turns all parts of k and v come by.  What they give is merged; backward, cotangents of k
+and v follow them, and go home.
 
     lse = log(exp lse₁ + exp lse₂)          y = y₁ exp(lse₁ - lse) + y₂ exp(lse₂ - lse)
 
-Of a causal triangle the last rank would have most, so it is folded first: of 2n chunks rank r takes r and 2n-1-r, its early and its late one.
+Of a causal triangle the last rank would have most, so it is folded first: of 2n chunks rank r takes r and 2n-1-r, its
+early and its late one.
 
-    rows 0  ◣            rank 0       In turn 0 a rank's chunks on themselves are a smaller triangle.  With keys from a rank before, both its chunks
-         1  ■ ◣          rank 1       see the early keys and neither the late; with keys from a rank behind, its late chunk sees all of them and its
-         2  ■ ■ ◣        rank 1       early one none.  Either way two full blocks: late on early, and one that the rank picks.  Each rank computes
+    rows 0  ◣            rank 0       In turn 0 a rank's chunks on themselves are a smaller triangle.  With keys from a
+            rank before, both its chunks
+         1  ■ ◣          rank 1       see the early keys and neither the late; with keys from a rank behind, its late
+            chunk sees all of them and its
+         2  ■ ■ ◣        rank 1       early one none.  Either way two full blocks: late on early, and one that the rank
+            picks.  Each rank computes
          3  ■ ■ ■ ◣      rank 0       the same number of scores, and none that is masked.
 
 A mask comes with the rows of a rank and all columns, of which each turn takes those that came by.
@@ -91,7 +96,8 @@ def rows_here(at, *xs):
     return tuple(at.masked(x, 2, "q", 0.0) for x in xs)
 
 
-# -- which columns rows see ----------------------------------------------------------------------------------------------
+# -- which columns rows see
+# ----------------------------------------------------------------------------------------------
 
 
 def triangle(at, columns):
@@ -132,7 +138,9 @@ def seen(at, mask, causal, columns=None):
     return o.logical_and(mask, shown) if mask.dtype == torch.bool else o.where(shown, mask, -math.inf)
 
 
-# -- rows alone ----------------------------------------------------------------------------------------------------------
+# -- rows alone ------------------------------------------------------------------------------------------------------
+# -
+# -
 
 
 def attention_rows(at, q, k, v, mask, *, causal=False, scale=None):
@@ -152,7 +160,8 @@ def all_columns(k):
     return o.iota(shape=(k.shape[2],), dim=0, dtype=torch.int64)
 
 
-# -- rows and columns, forward -------------------------------------------------------------------------------------------
+# -- rows and columns, forward
+# -------------------------------------------------------------------------------------------
 
 
 def attention_ring(at, q, k, v, mask, *, causal=False, scale=None):
@@ -161,7 +170,9 @@ def attention_ring(at, q, k, v, mask, *, causal=False, scale=None):
         return o.attention(q, k, v, mask, causal=causal, scale=scale)
     if is_foldable(at, causal):
         rows = ring.folded(q)
-        y, lse = merged(ring, (ring.folded(k), ring.folded(v)), lambda turn, k, v: folded_turn(ring, turn, rows, k, v, scale))
+        y, lse = merged(
+            ring, (ring.folded(k), ring.folded(v)), lambda turn, k, v: folded_turn(ring, turn, rows, k, v, scale)
+        )
         return ring.unfolded(cast_like(y, q)), ring.unfolded(lse)
     turn = lambda _, k, v, *columns: o.attention(q, k, v, seen(at, mask, causal, *columns), scale=scale)
     y, lse = merged(ring, on_the_way(at, k, v, mask, causal), turn)
@@ -183,7 +194,9 @@ def merge(one, two):
     """Attention over two sets of columns, from that over each."""
     lse = o.logaddexp(one[1], two[1])
     level = o.where(o.eq(lse, -math.inf), 0.0, lse)
-    parts = [o.mul(cast_like(y, lse), o.reshape(o.exp(o.sub(part, level)), shape=(*lse.shape, 1))) for y, part in (one, two)]
+    parts = [
+        o.mul(cast_like(y, lse), o.reshape(o.exp(o.sub(part, level)), shape=(*lse.shape, 1))) for y, part in (one, two)
+    ]
     return o.add(*parts), lse
 
 
@@ -193,12 +206,15 @@ def folded_turn(ring, turn, q, k, v, scale):
         return o.attention(q, k, v, None, causal=True, scale=scale)
     before, (early, late), keys, values = ring.is_before(turn), halves(q), halves(k), halves(v)
     fixed = o.attention(late, keys[0], values[0], None, scale=scale)
-    y, lse = o.attention(o.where(before, early, late), o.where(before, *keys), o.where(before, *values), None, scale=scale)
+    y, lse = o.attention(
+        o.where(before, early, late), o.where(before, *keys), o.where(before, *values), None, scale=scale
+    )
     y_late, lse_late = merge(fixed, (y, o.where(before, -math.inf, lse)))
     return o.cat(cast_like(y, y_late), y_late, dim=2), o.cat(o.where(before, lse, -math.inf), lse_late, dim=2)
 
 
-# -- rows and columns, backward ------------------------------------------------------------------------------------------
+# -- rows and columns, backward
+# ------------------------------------------------------------------------------------------
 
 
 def attention_grad_ring(at, g, q, k, v, mask, y, lse, *, causal=False, scale=None):
@@ -207,10 +223,14 @@ def attention_grad_ring(at, g, q, k, v, mask, y, lse, *, causal=False, scale=Non
         return o.attention_grad(g, q, k, v, mask, y, lse, causal=causal, scale=scale)
     if is_foldable(at, causal):
         rows = tuple(map(ring.folded, (g, q, y, lse)))
-        made = summed(ring, (ring.folded(k), ring.folded(v)), lambda turn, k, v: folded_grad_turn(ring, turn, rows, k, v, scale))
+        made = summed(
+            ring, (ring.folded(k), ring.folded(v)), lambda turn, k, v: folded_grad_turn(ring, turn, rows, k, v, scale)
+        )
         return tuple(ring.unfolded(cast_like(d, x)) for d, x in zip(made, (q, k, v), strict=True))
     g, q, y, lse = rows_here(at, g, q, y, lse) if causal else (g, q, y, lse)
-    turn = lambda _, k, v, *columns: wide(lse, o.attention_grad(g, q, k, v, seen(at, mask, causal, *columns), y, lse, scale=scale))
+    turn = lambda _, k, v, *columns: wide(
+        lse, o.attention_grad(g, q, k, v, seen(at, mask, causal, *columns), y, lse, scale=scale)
+    )
     made = summed(ring, on_the_way(at, k, v, mask, causal), turn)
     return tuple(cast_like(d, x) for d, x in zip(made, (q, k, v), strict=True))
 
@@ -248,7 +268,11 @@ def folded_grad_turn(ring, turn, rows, k, v, scale):
     g, q, y, lse = (late for _, late in chunks)
     fixed = wide(lse, o.attention_grad(g, q, keys[0], values[0], None, y, lse, scale=scale))
     g, q, y, lse = (o.where(before, *pair) for pair in chunks)
-    picked = wide(lse, o.attention_grad(g, q, o.where(before, *keys), o.where(before, *values), None, y, lse, scale=scale))
-    as_early, as_late = ([o.where(before, *pair) for pair in pairs] for pairs in ([(d, 0.0) for d in picked], [(0.0, d) for d in picked]))
+    picked = wide(
+        lse, o.attention_grad(g, q, o.where(before, *keys), o.where(before, *values), None, y, lse, scale=scale)
+    )
+    as_early, as_late = (
+        [o.where(before, *pair) for pair in pairs] for pairs in ([(d, 0.0) for d in picked], [(0.0, d) for d in picked])
+    )
     dq = o.cat(as_early[0], o.add(fixed[0], as_late[0]), dim=2)
     return dq, *(o.cat(o.add(f, a), b, dim=2) for f, a, b in zip(fixed[1:], as_early[1:], as_late[1:], strict=True))

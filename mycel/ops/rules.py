@@ -23,7 +23,8 @@ o = _Operators()
 
 
 def unbroadcast(g: Any, like: Any) -> Any:
-    """The cotangent of a broadcast operand: summed over what was expanded, in the operand's dtype; None for a literal or integers."""
+    """The cotangent of a broadcast operand: summed over what was expanded, in the operand's dtype; None for a literal
+    or integers."""
     shape = getattr(like, "shape", None)
     if g is None or shape is None or not is_float(like.dtype):
         return None

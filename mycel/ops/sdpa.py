@@ -94,7 +94,8 @@ def _flash_for_cpu(query, key, value, dropout_p=0.0, is_causal=False, *, attn_ma
     return _sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=True), None
 
 
-# Chosen by torch itself where a function call is not seen (under autocast); of their results only the first is used there.
+# Chosen by torch itself where a function call is not seen (under autocast); of their results only the first is used
+# there.
 
 
 @captures("aten._scaled_dot_product_flash_attention.default")
@@ -104,7 +105,18 @@ def _flash(query, key, value, dropout_p=0.0, is_causal=False, return_debug_mask=
 
 
 @captures("aten._scaled_dot_product_cudnn_attention.default")
-def _cudnn(query, key, value, attn_bias, compute_log_sumexp, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None):
+def _cudnn(
+    query,
+    key,
+    value,
+    attn_bias,
+    compute_log_sumexp,
+    dropout_p=0.0,
+    is_causal=False,
+    return_debug_mask=False,
+    *,
+    scale=None,
+):
     y = _sdpa(query, key, value, attn_bias, dropout_p, is_causal, scale=scale, enable_gqa=True)
     return y, None, None, None, query.shape[2], key.shape[2], None, None, None
 

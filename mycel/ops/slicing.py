@@ -223,7 +223,9 @@ def split_vjp(g, y, x, *, sizes, dim):
     """Joined again; a part without a cotangent gives zeros."""
     gs = g if isinstance(g, tuple) else (g,)
     like = next(part for part in gs if part is not None)
-    whole = [zeros(replaced(x.shape, dim, n), like) if part is None else part for part, n in zip(gs, sizes, strict=True)]
+    whole = [
+        zeros(replaced(x.shape, dim, n), like) if part is None else part for part, n in zip(gs, sizes, strict=True)
+    ]
     return (o.cat(*whole, dim=dim),)
 
 

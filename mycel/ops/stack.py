@@ -1,6 +1,8 @@
-"""The stack a loop keeps its residuals on: a value like any other, pushed and popped by operators that are each other's gradients.
+"""The stack a loop keeps its residuals on: a value like any other, pushed and popped by operators that are each other's
+gradients.
 
-A stack is a chain of pairs, `(rest, top)`, and None when empty: so a push copies nothing and older stacks stay what they were.
+A stack is a chain of pairs, `(rest, top)`, and None when empty: so a push copies nothing and older stacks stay what
+they were.
 Popping an empty stack gives zeros: a cotangent stack nobody wrote to is empty.
 """
 
@@ -30,13 +32,21 @@ def stack_empty(*, shape, dtype, depth=1):
     return None
 
 
-@op(stacks=True, types=_push_type, vjp=lambda g, y, s, x: o.stack_pop(g, shape=x.shape, dtype=x.dtype) if hasattr(x, "shape") else (None, None))
+@op(
+    stacks=True,
+    types=_push_type,
+    vjp=lambda g, y, s, x: o.stack_pop(g, shape=x.shape, dtype=x.dtype) if hasattr(x, "shape") else (None, None),
+)
 def stack_push(s, x):
     """The stack with x on top"""
     return (s, x)
 
 
-@op(stacks=True, types=lambda s, *, shape, dtype, sure=False: (s, _under(s)), vjp=lambda g, y, s, **_: (_pushed(g, y, s),))
+@op(
+    stacks=True,
+    types=lambda s, *, shape, dtype, sure=False: (s, _under(s)),
+    vjp=lambda g, y, s, **_: (_pushed(g, y, s),),
+)
 def stack_pop(s, *, shape, dtype, sure=False, device=None):
     """The stack under the top, and the top; from an empty stack (unless it is `sure` that it is not) zeros"""
     return s if sure else s if s is not None else (None, torch.zeros(shape, dtype=dtype, device=device))

@@ -1,4 +1,5 @@
-"""Tables of rows: embedding looks rows up by id, its gradient adds rows up by id, and one_hot is the row of each id in the table of the identity.
+"""Tables of rows: embedding looks rows up by id, its gradient adds rows up by id, and one_hot is the row of each id in
+the table of the identity.
 
     embedding(w, ids)        y[i] = w[ids[i]]              w: f32[v,d], ids: i64[…] -> f32[…,d]
     embedding_grad(g, ids)   y[ids[i]] += g[i]             g: f32[…,d], ids: i64[…] -> f32[v,d]
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from mycel.ir import Part, op
+from mycel.ir import SplitRule, op
 from mycel.ops.capture_rules import captures
 from mycel.ops.gathering import here
 from mycel.ops.rules import letters, o
@@ -34,7 +35,7 @@ def embedding_part(at, w, ids, *, padding=-1):
     dtype="first",
     flops=lambda d: 0,
     linear=((0,),),
-    parts={"v": Part(embedding_part, owed="+", uneven=True)},
+    parts={"v": SplitRule(embedding_part, owed="+", uneven=True)},
     examples=["f[6,4], i64[2,3]<6", "f[6,4], i64[]<6", "f[6,4], i32[4]<2, padding=2", "i64[6,4], i64[4]<6"],
 )
 def embedding(w, ids, *, padding=-1):
@@ -74,7 +75,7 @@ def embedding_grad_part(at, g, ids, *, shape, padding=-1):
     vjp=embedding_grad_vjp,
     dtype="first",
     linear=((0,),),
-    parts={"v": Part(embedding_grad_part, uneven=True)},
+    parts={"v": SplitRule(embedding_grad_part, uneven=True)},
     examples=[
         "f[2,3,4], i64[2,3]<6, shape=(6,4)", "f[4], i64[]<6, shape=(6,4)", "f[4,2], i64[4]<6, shape=(6,2), padding=1",
     ],

@@ -182,7 +182,10 @@ def repeat_dims(x, *, times):
     lead = len(times) - x.ndim
     names = letters(x.ndim)
     copies = {f"t{i}": t for i, t in enumerate(times) if i < lead or t != 1}
-    right = [f"t{i}^" if i < lead else f"(t{i}^ {names[i - lead]})" if f"t{i}" in copies else names[i - lead] for i in range(len(times))]
+    right = [
+        f"t{i}^" if i < lead else f"(t{i}^ {names[i - lead]})" if f"t{i}" in copies else names[i - lead]
+        for i in range(len(times))
+    ]
     return f"{' '.join(names) or '...'} -> {' '.join(right)}", copies
 
 

@@ -1,4 +1,5 @@
-"""The cross entropy of rows of logits and its cotangents in one kernel for GPUs: a row is read twice, the second time out of the cache.
+"""The cross entropy of rows of logits and its cotangents in one kernel for GPUs: a row is read twice, the second time
+out of the cache.
 
 Beside `linear_loss.py`, which imports it where tensors are on a GPU: Triton comes with torch there.
 """
@@ -14,11 +15,14 @@ BLOCK = 8192  # logits at a time
 
 
 def cotangents(z, target, ignore_index, dtype):
-    """Losses of rows of logits in 32 bits, and their cotangents in `dtype`; zeros where the target is `ignore_index`, NaN where it is no class."""
+    """Losses of rows of logits in 32 bits, and their cotangents in `dtype`; zeros where the target is `ignore_index`,
+    NaN where it is no class."""
     rows, classes = z.shape
     losses, d = z.new_empty(rows), torch.empty_like(z, dtype=dtype)
     block = min(BLOCK, triton.next_power_of_2(classes))
-    cotangents_kernel[(rows,)](z, target.contiguous(), losses, d, classes, ignore_index, BLOCK=block, num_warps=max(block // 512, 1))
+    cotangents_kernel[(rows,)](
+        z, target.contiguous(), losses, d, classes, ignore_index, BLOCK=block, num_warps=max(block // 512, 1)
+    )
     return losses, d
 
 
@@ -47,4 +51,6 @@ def cotangents_kernel(z, target, losses, d, classes, ignore_index, BLOCK: tl.con
         x = tl.load(z + i + at, mask=i + at < classes, other=float("-inf"))
         tl.store(d + i + at, tl.where(keep, tl.exp(x - lse), 0.0), mask=i + at < classes)
     tl.debug_barrier()  # behind what the loop has stored there
-    tl.store(d + tl.where(there, hit, 0), tl.where(keep, libdevice.expm1(picked), 0.0), mask=keep)  # p - 1 without loss where p is nearly 1
+    tl.store(
+        d + tl.where(there, hit, 0), tl.where(keep, libdevice.expm1(picked), 0.0), mask=keep
+    )  # p - 1 without loss where p is nearly 1

@@ -52,14 +52,35 @@ captures("aten.sgn.default")(unit)
 exp = unary("exp", precision="high", vjp=slope(lambda y, x: y), examples=["f[2,3]", "i64[3]<4", "c128[3]"])
 exp2 = unary("exp2", precision="high", vjp=slope(lambda y, x: o.mul(y, math.log(2))))
 expm1 = unary("expm1", precision="high", vjp=slope(lambda y, x: o.add(y, 1)))
-log = unary("log", precision="high", vjp=lambda g, y, x: (o.div(g, conj(x)),), examples=["f[2,3]>0", "i64[3]>0", "c128[3]"])
-log2 = unary("log2", precision="high", vjp=lambda g, y, x: (o.div(g, o.mul(conj(x), math.log(2))),), examples=["f[2,3]>0"])
-log10 = unary("log10", precision="high", vjp=lambda g, y, x: (o.div(g, o.mul(conj(x), math.log(10))),), examples=["f[2,3]>0"])
+log = unary(
+    "log", precision="high", vjp=lambda g, y, x: (o.div(g, conj(x)),), examples=["f[2,3]>0", "i64[3]>0", "c128[3]"]
+)
+log2 = unary(
+    "log2", precision="high", vjp=lambda g, y, x: (o.div(g, o.mul(conj(x), math.log(2))),), examples=["f[2,3]>0"]
+)
+log10 = unary(
+    "log10", precision="high", vjp=lambda g, y, x: (o.div(g, o.mul(conj(x), math.log(10))),), examples=["f[2,3]>0"]
+)
 log1p = unary("log1p", precision="high", vjp=lambda g, y, x: (o.div(g, o.add(conj(x), 1)),), examples=["f[2,3]>0"])
 
-sqrt = unary("sqrt", precision="high", vjp=lambda g, y, x: (o.div(g, o.mul(conj(y), 2)),), examples=["f[2,3]>0", "i64[3]<9", "c128[3]"])
-rsqrt = unary("rsqrt", precision="high", vjp=lambda g, y, x: (o.mul(o.mul(g, -0.5), conj(o.mul(o.square(y), y))),), examples=["f[2,3]>0", "c128[3]"])
-reciprocal = unary("reciprocal", precision="high", vjp=slope(lambda y, x: neg(o.square(y))), examples=["f[2,3]>0", "i64[3]>0", "c128[3]"])
+sqrt = unary(
+    "sqrt",
+    precision="high",
+    vjp=lambda g, y, x: (o.div(g, o.mul(conj(y), 2)),),
+    examples=["f[2,3]>0", "i64[3]<9", "c128[3]"],
+)
+rsqrt = unary(
+    "rsqrt",
+    precision="high",
+    vjp=lambda g, y, x: (o.mul(o.mul(g, -0.5), conj(o.mul(o.square(y), y))),),
+    examples=["f[2,3]>0", "c128[3]"],
+)
+reciprocal = unary(
+    "reciprocal",
+    precision="high",
+    vjp=slope(lambda y, x: neg(o.square(y))),
+    examples=["f[2,3]>0", "i64[3]>0", "c128[3]"],
+)
 
 
 @op(
@@ -81,8 +102,15 @@ def _square(x):
 sin = unary("sin", slope(lambda y, x: o.cos(x)), examples=["f[2,3]", "c128[3]"])
 cos = unary("cos", slope(lambda y, x: neg(sin(x))), examples=["f[2,3]", "c128[3]"])
 tan = unary("tan", precision="high", vjp=slope(lambda y, x: o.add(square(y), 1)), examples=["f[2,3]~1.2", "c128[3]"])
-asin = unary("asin", precision="high", vjp=slope(lambda y, x: rsqrt(o.sub(1, square(x)))), examples=["f[2,3]~0.9", "c128[3]"])
-acos = unary("acos", precision="high", vjp=slope(lambda y, x: neg(rsqrt(o.sub(1, square(x))))), examples=["f[2,3]~0.9", "c128[3]"])
+asin = unary(
+    "asin", precision="high", vjp=slope(lambda y, x: rsqrt(o.sub(1, square(x)))), examples=["f[2,3]~0.9", "c128[3]"]
+)
+acos = unary(
+    "acos",
+    precision="high",
+    vjp=slope(lambda y, x: neg(rsqrt(o.sub(1, square(x))))),
+    examples=["f[2,3]~0.9", "c128[3]"],
+)
 atan = unary("atan", slope(lambda y, x: reciprocal(o.add(square(x), 1))), examples=["f[2,3]", "c128[3]"])
 sinh = unary("sinh", precision="high", vjp=slope(lambda y, x: o.cosh(x)), examples=["f[2,3]", "c128[3]"])
 cosh = unary("cosh", precision="high", vjp=slope(lambda y, x: sinh(x)), examples=["f[2,3]", "c128[3]"])
@@ -92,7 +120,12 @@ atanh = unary("atanh", slope(lambda y, x: reciprocal(o.sub(1, square(x)))), exam
 
 erf = unary("erf", slope(lambda y, x: o.mul(exp(neg(square(x))), 2 / math.sqrt(math.pi))))
 erfc = unary("erfc", slope(lambda y, x: o.mul(exp(neg(square(x))), -2 / math.sqrt(math.pi))))
-erfinv = unary("erfinv", precision="high", vjp=slope(lambda y, x: o.mul(exp(square(y)), math.sqrt(math.pi) / 2)), examples=["f[2,3]~0.9"])
+erfinv = unary(
+    "erfinv",
+    precision="high",
+    vjp=slope(lambda y, x: o.mul(exp(square(y)), math.sqrt(math.pi) / 2)),
+    examples=["f[2,3]~0.9"],
+)
 lgamma = unary("lgamma", precision="high", vjp=slope(lambda y, x: o.digamma(x)), examples=["f[2,3]>0"])
 digamma = unary("digamma", precision="high", vjp=slope(lambda y, x: o.polygamma(x, n=1)), examples=["f[2,3]>0"])
 

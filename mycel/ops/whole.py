@@ -1,6 +1,8 @@
-"""torch functions kept whole, as opaque equations of torch's own composite: taken apart they would check or read values.
+"""torch functions kept whole, as opaque equations of torch's own composite: taken apart they would check or read
+values.
 
-`linalg.inv` checks the result of its solver and raises on a singular matrix; `ctc_loss` makes tables as long as the longest target.
+`linalg.inv` checks the result of its solver and raises on a singular matrix; `ctc_loss` makes tables as long as the
+longest target.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@
         rank 0 holds 0..4:   2 <- 0..2   3 <- 2..4
         rank 1 holds 4..8:   4 <- 4..6   5 <- 6..8
 
-Of ranks that hold the same piece, the one that has sent least sends it; who holds a piece that it needs itself keeps it.
+Of ranks that hold the same piece, the one that has sent least sends it; who holds a piece that it needs itself keeps
+it.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ class Placed:
 
 @dataclass(frozen=True)
 class Transfer:
-    """A piece of the tensor, from where it lies in the sender's part to where it lies in the receiver's: the first element and size of each dim."""
+    """A piece of the tensor, from where it lies in the sender's part to where it lies in the receiver's: the first
+    element and size of each dim."""
 
     source: int
     target: int
@@ -83,7 +85,11 @@ def transfers(type: Type, source: Placed, target: Placed) -> list[Transfer]:
 
 
 def _overlapping(holders: dict[Box, list[int]], want: Box) -> list[tuple[Box, Sequence[int]]]:
-    return [(box, ranks) for box, ranks in holders.items() if all(max(a, c) < min(b, d) for (a, b), (c, d) in zip(box, want, strict=True))]
+    return [
+        (box, ranks)
+        for box, ranks in holders.items()
+        if all(max(a, c) < min(b, d) for (a, b), (c, d) in zip(box, want, strict=True))
+    ]
 
 
 def wire_bytes(type: Type, found: Sequence[Transfer]) -> int:

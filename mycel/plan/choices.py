@@ -18,7 +18,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mycel.ir import Axes, Eqn, Layout, Mesh, Op, Params, Part, Type, is_even
+from mycel.ir import Axes, Eqn, Layout, Mesh, Op, Params, SplitRule, Type, is_even
 from mycel.ir.dims import Fit
 
 
@@ -119,7 +119,7 @@ class Options:
         fits = [self.fit.sizes[k] > 1 and k not in self.minor and k not in self.joined for k in letters]
         return all(fits) and (self.op.parts[key].uneven or all(is_even(self.fit.sizes[k], axes, mesh) for k, axes in letters.items()))
 
-    def rule(self, letters: Mapping[str, Axes], letter: str) -> Part | None:
+    def rule(self, letters: Mapping[str, Axes], letter: str) -> SplitRule | None:
         """The operator's own way to be split along a letter, when these letters are split."""
         for key, part in self.op.parts.items():
             together = key.split()

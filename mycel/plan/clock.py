@@ -12,12 +12,15 @@ are free, c and l.  What an equation of s seconds does to them:
     finish(t)                     c' = max(c, t)
 
 All of it is linear in (max, +).  So a block is one small matrix M, exact wherever it is called and whatever is still on
-its way there:  state'[i] = max_j (state[j] + M[i][j]).  It is made once for each distinct block; a call multiplies by it,
+its way there:  state'[i] = max_j (state[j] + M[i][j]).  It is made once for each distinct block; a call multiplies by
+                it,
 a scan by its power, a branch by the larger of both, element by element (the dearer in each stream), a loop by the power
 of TURNS, which is assumed and said.
 
-Memory goes in the same walk: an equation's results are alive from where it starts (a message's from its `begin`) to their
-last use; a called block needs its own peak on top.  Inputs of the entry (parameters, state, the batch) are there all the
+Memory goes in the same walk: an equation's results are alive from where it starts (a message's from its `begin`) to
+their
+last use; a called block needs its own peak on top.  Inputs of the entry (parameters, state, the batch) are there all
+                                                     the
 time.  In a compiled block only values that lie in memory count; a view has the memory of what it shows.
 """
 
@@ -44,7 +47,7 @@ Matrix = list[Row]
 
 
 @dataclass(frozen=True)
-class Part:
+class StreamShare:
     """One stream's work: `total` seconds of it; `exposed`: what the step would be shorter by if it took no time."""
 
     total: float
@@ -76,7 +79,8 @@ class Summary:
 
 @dataclass(slots=True)
 class Line:
-    """An equation as the clock sees it.  kind: work, wait, begin, finish, hold (it holds blocks); bytes `new` and `freed`."""
+    """An equation as the clock sees it.  kind: work, wait, begin, finish, hold (it holds blocks); bytes `new` and
+    `freed`."""
 
     eqn: Eqn
     kind: str
@@ -105,11 +109,13 @@ class Times:
     compiled: frozenset[str] = frozenset()
 
     @cached_property
-    def parts(self) -> dict[str, Part]:
+    def parts(self) -> dict[str, StreamShare]:
         """Each stream's share, computing first."""
         assert self.clock is not None and self.program is not None
-        without = {name: self.clock.summary(self.program, self.compiled, free=i) for i, name in enumerate(self.clock.streams)}
-        return {name: Part(self.totals[name], self.seconds - _seconds(s)) for name, s in without.items()}
+        without = {
+            name: self.clock.summary(self.program, self.compiled, free=i) for i, name in enumerate(self.clock.streams)
+        }
+        return {name: StreamShare(self.totals[name], self.seconds - _seconds(s)) for name, s in without.items()}
 
     def events(self) -> Iterator[Event]:
         """Every equation that takes time, as often as it runs, in the order of the program."""
@@ -117,20 +123,27 @@ class Times:
         return self.clock.events(self.program, self.compiled)
 
     def __str__(self) -> str:
-        return times_text(self.seconds, {name: (part.total, part.exposed) for name, part in self.parts.items()}, self.assumed)
+        return times_text(
+            self.seconds, {name: (part.total, part.exposed) for name, part in self.parts.items()}, self.assumed
+        )
 
 
 def times_text(seconds: float, parts: Mapping[str, tuple[float, float]], assumed: Sequence[str]) -> str:
     """For people: predicted step   12.00 ms: computing 10.00 ms, network 4.00 ms (2.00 ms exposed)"""
     shares = [f"computing {milliseconds(total)}" for name, (total, _) in parts.items() if name == COMPUTE]
-    shares += [f"{name} {milliseconds(total)} ({milliseconds(exposed)} exposed)" for name, (total, exposed) in parts.items() if name != COMPUTE]
+    shares += [
+        f"{name} {milliseconds(total)} ({milliseconds(exposed)} exposed)"
+        for name, (total, exposed) in parts.items()
+        if name != COMPUTE
+    ]
     line = f"predicted step   {milliseconds(seconds)}" + (f": {', '.join(shares)}" if shares else "")
     return "\n".join([line, *(f"  assumed        {each}" for each in assumed)])
 
 
 @dataclass
 class Clock:
-    """Times programs on one device with its links.  Blocks that several programs share (the same object) are priced once."""
+    """Times programs on one device with its links.  Blocks that several programs share (the same object) are priced
+    once."""
 
     hardware: Hardware
     links: Links | None = None
@@ -165,7 +178,8 @@ class Clock:
             self._held[key] = (inputs, sum(map(size, inputs)) + (WORKSPACE if self.hardware.memory else 0))
         return self._held[key][1]
 
-    # -- a block as lines: what does not depend on the blocks it holds -----------------------------------------------------
+    # -- a block as lines: what does not depend on the blocks it holds
+    # -----------------------------------------------------
 
     def lines(self, program: Program, block: Block, compiled: bool) -> list[Line]:
         key = (id(block), compiled)
@@ -188,7 +202,9 @@ class Clock:
             elif name:
                 link = self.links.of(axes) if self.links is not None else FREE
                 stream = self.streams.index(link.name) if self.links is not None else 0
-                lines.append(Line(eqn, "begin" if eqn.op.name == "begin" else "wait", costs.message(eqn), stream, link.busy))
+                lines.append(
+                    Line(eqn, "begin" if eqn.op.name == "begin" else "wait", costs.message(eqn), stream, link.busy)
+                )
             else:
                 lines.append(Line(eqn, "work", seconds))
         _remember(lines, block, costs.in_memory(block, compiled) if compiled else None)
@@ -280,7 +296,11 @@ class _Walk:
         test, body = self.block(p["test"], inside), self.block(p["body"], inside)
         turns = _repeated(_after(test, body), TURNS)
         return Summary(
-            turns.matrix, turns.totals, turns.peak, turns.at, (*turns.assumed, f"{TURNS} turns of the loop at {eqn.line or 'an unknown line'}")
+            turns.matrix,
+            turns.totals,
+            turns.peak,
+            turns.at,
+            (*turns.assumed, f"{TURNS} turns of the loop at {eqn.line or 'an unknown line'}"),
         )
 
     def events(self, name: str, inside: bool, state: Row) -> Iterator[Event]:
@@ -322,7 +342,8 @@ class _Walk:
             yield p["block" if eqn.op is call else "forward"]
 
 
-# -- times as the largest of sums ------------------------------------------------------------------------------------------
+# -- times as the largest of sums
+# ------------------------------------------------------------------------------------------
 
 
 def _unit(count: int) -> Matrix:
@@ -339,7 +360,10 @@ def _later(a: Row, b: Row) -> Row:
 
 def _times(after: Matrix, state: Matrix) -> Matrix:
     """What a block makes of a state."""
-    return [[max(w + row[j] for w, row in zip(weights, state, strict=True)) for j in range(len(state[0]))] for weights in after]
+    return [
+        [max(w + row[j] for w, row in zip(weights, state, strict=True)) for j in range(len(state[0]))]
+        for weights in after
+    ]
 
 
 def _seconds(s: Summary) -> float:
@@ -369,7 +393,9 @@ def _repeated(s: Summary, count: int) -> Summary:
     return Summary(power, [x * count for x in s.totals], s.peak, s.at, s.assumed)
 
 
-# -- memory ------------------------------------------------------------------------------------------------------------------
+# -- memory ----------------------------------------------------------------------------------------------------------
+# -
+# -
 
 
 def _remember(lines: Sequence[Line], block: Block, there: Collection[Var] | None) -> None:

@@ -1,18 +1,24 @@
-"""Seconds of an equation by itself, and whether a value of it is ever in memory.  Together they are timed by `clock.py`.
+"""Seconds of an equation by itself, and whether a value of it is ever in memory.  Together they are timed by
+`clock.py`.
 
-A compiler merges elementwise work, reductions and views with what uses them; products, attention and the like are kernels of their own, whose
+A compiler merges elementwise work, reductions and views with what uses them; products, attention and the like are
+kernels of their own, whose
 operands and results lie in memory.  Without a compiler every equation is such a kernel.
 
     a kernel         max(operations / operations a second, bytes / bytes a second) + launch
-    merged ones      each value in memory that they read, once, and those that they write; one launch: a *group* hangs together by values that
-                     are never in memory.  What is standardised across rows (batch norm) is read twice: first for its statistics
+    merged ones      each value in memory that they read, once, and those that they write; one launch: a *group* hangs
+                     together by values that
+                     are never in memory.  What is standardised across rows (batch norm) is read twice: first for its
+                                           statistics
     a collective     as `links.py` has it
-    call, custom     its block          cond    the dearer branch          scan    its length times the body          loop    TURNS times the body
+    call, custom     its block          cond    the dearer branch          scan    its length times the body
+                     loop    TURNS times the body
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
@@ -27,6 +33,14 @@ TURNS = 10  # of a loop: how often it turns is known when it runs
 def kind_of(eqn: Eqn) -> str:
     """Under which name the rate of an operator's arithmetic is measured; "" for what is no product."""
     return f"{eqn.op.rate}_causal" if eqn.params.get("causal") else eqn.op.rate
+
+
+def alignment(eqn: Eqn) -> int:
+    """The power of two, up to 8, that divides the lengths of all rows of a product: of its operands, its result, and
+    its weight's columns."""
+    types = [v.type for v in (*eqn.vars, *eqn.outputs) if v.type.ndim > 1]
+    weights = [t.shape[0] for t in types[1:2] if t.ndim == 2]
+    return math.gcd(8, *(t.shape[-1] for t in types), *weights)
 
 
 def is_free(eqn: Eqn) -> bool:
@@ -82,11 +96,13 @@ class Costs:
         """An equation as a kernel of its own."""
         cost, kind = eqn.op.cost(eqn.input_types, eqn.params), kind_of(eqn)
         dtype = next((v.dtype for v in eqn.vars if v.dtype.is_floating_point), eqn.outputs[0].dtype)
-        computing = cost.flops / self.hardware.flops(dtype, kind, cost.flops)
-        return max(computing, cost.bytes / self.hardware.bandwidth(cost.bytes)) + self.hardware.launch_s
+        computing = cost.flops / self.hardware.flops(dtype, kind, cost.flops, alignment(eqn) if kind else 8)
+        moved = cost.bytes * (self.hardware.turned if kind == "conv" else 1.0)
+        return max(computing, moved / self.hardware.bandwidth(moved)) + self.hardware.launch_s
 
     def computing(self, block: Block, compiled: bool) -> list[float]:
-        """Seconds of each equation of a block, beside each other; messages and the blocks it holds are not among them.  What a group reads is
+        """Seconds of each equation of a block, beside each other; messages and the blocks it holds are not among them.
+        What a group reads is
         counted where it first reads it."""
         if not compiled:
             return [0.0 if e.op in CONTROL or is_free(e) or message(e)[0] else self.kernel(e) for e in block.eqns]
@@ -107,12 +123,15 @@ class Costs:
                 read |= new
                 moved = _passes(eqn) * sum(min(v.type.bytes, shown.get(v, v).type.bytes) for _, v in new)
                 moved += sum(v.type.bytes for v in eqn.outputs if v in there)
-                seconds.append(moved / self.hardware.bandwidth(moved) + (0.0 if group in started else self.hardware.launch_s))
+                seconds.append(
+                    moved / self.hardware.bandwidth(moved) + (0.0 if group in started else self.hardware.launch_s)
+                )
                 started.add(group)
         return seconds
 
     def _groups(self, block: Block, there: Collection[Var]) -> dict[int, int]:
-        """Merged equations and views -> the first one of those that hang together by values that are never in memory."""
+        """Merged equations and views -> the first one of those that hang together by values that are never in
+        memory."""
         first: dict[int, int] = {}
         maker: dict[Var, int] = {}
         for i, eqn in enumerate(block.eqns):
@@ -152,7 +171,8 @@ class Costs:
 
 
 def _passes(eqn: Eqn) -> int:
-    """How often a merged equation reads its operands: twice, where each result needs all of a dim that lies outside of another; a row it can hold."""
+    """How often a merged equation reads its operands: twice, where each result needs all of a dim that lies outside of
+    another; a row it can hold."""
     if eqn.op.dims is None:
         return 1
     fit = eqn.op.fit(eqn.input_types, eqn.params)

@@ -11,7 +11,9 @@ from mycel.plan.cost import Costs
 from mycel.plan.residuals import Residuals, paired, residuals
 from mycel.sizes import shown
 
-KEEPING = 4.0  # without a budget, keeping a byte for backward is worth moving four: about what compilers' own rules come to
+KEEPING = (
+    4.0  # without a budget, keeping a byte for backward is worth moving four: about what compilers' own rules come to
+)
 STEPS = 24  # prices tried, each twice the one before
 
 
@@ -19,10 +21,14 @@ Measure = Callable[[Residuals], Times]
 Kept = tuple[Residuals, Times]  # a decision and what the step takes under it
 
 
-def decide(program: Program, body: str, costs: Costs, measure: Measure, budget: int | None, recompute: str = "auto") -> Kept:
-    """What to keep for backward: the fastest that fits the budget.  `measure` gives the times of the step under a decision.
+def decide(
+    program: Program, body: str, costs: Costs, measure: Measure, budget: int | None, recompute: str = "auto"
+) -> Kept:
+    """What to keep for backward: the fastest that fits the budget.  `measure` gives the times of the step under a
+    decision.
 
-    `recompute`, as a plan says it.  full: everything that can be is computed again; none: only what a compiler would merge into its use."""
+    `recompute`, as a plan says it.  full: everything that can be is computed again; none: only what a compiler would
+                                     merge into its use."""
     price = KEEPING / costs.hardware.bytes_s if costs.compiled else 0.0
     least = price or 0.01 / costs.hardware.bytes_s
     price = {"auto": price, "full": least * 2.0**STEPS, "none": 0.0}[recompute]
@@ -45,13 +51,18 @@ def decide(program: Program, body: str, costs: Costs, measure: Measure, budget: 
     peak = smallest.peak[DEVICE]
     raise PlanError(
         f"a step needs at least {shown(peak)}, the budget is {shown(budget)}: {shown(peak - budget)} too much\n"
-        f"  of which  {shown(smallest.held)} are parameters, optimiser state and the batch\n  peak      {smallest.at or 'in the update'}\n"
-        f"  tried     computing everything again that can be\n  try       a larger accumulate= (smaller parts of the batch), or a larger budget"
+        f"  of which  {shown(smallest.held)} are parameters, optimiser state and the batch\n"
+        f"  peak      {smallest.at or 'in the update'}\n"
+        "  tried     computing everything again that can be\n"
+        "  try       a larger accumulate= (smaller parts of the batch), or a larger budget"
     )
 
 
-def _mixed(program: Program, body: str, costs: Costs, measure: Measure, budget: int, cheap: float, dear: float, best: Kept) -> Kept:
-    """As many pairs as fit at the lower price.  Those whose backward comes first: memory is fullest then, and computing again needs some."""
+def _mixed(
+    program: Program, body: str, costs: Costs, measure: Measure, budget: int, cheap: float, dear: float, best: Kept
+) -> Kept:
+    """As many pairs as fit at the lower price.  Those whose backward comes first: memory is fullest then, and computing
+    again needs some."""
     low, high = 0, len(list(paired(program.blocks[body])))
     while low < high:
         k = (low + high + 1) // 2

@@ -190,7 +190,7 @@ class Decided:
             else:
                 yield from (f"in {name}: {text}" for text in self.layouts[name].differences(whole.blocks[name]))
 
-    # -- reading and writing ------------------------------------------------------------------------------------------
+    # -- reading and writing -----------------------------------------------------------------------------------------
 
     def data(self) -> dict[str, Any]:
         data: dict[str, Any] = {"program": self.program, "compiled": self.compiled}

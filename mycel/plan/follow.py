@@ -1,4 +1,5 @@
-"""Layouts for a block whose inputs are laid out: each equation in turn takes the label that costs least as its operands lie, axis by axis."""
+"""Layouts for a block whose inputs are laid out: each equation in turn takes the label that costs least as its operands
+lie, axis by axis."""
 
 from __future__ import annotations
 
@@ -35,8 +36,16 @@ def nearest(options: Options, given: Sequence[Layout | None], moves: Moves) -> C
 
         def cost(label: Label, axis: str = axis) -> tuple[float, int]:
             choice = options.choice({**labels, axis: label}, mesh)
-            wanted = [(t, have, want) for t, have, want in zip(options.inputs, given, choice.ins, strict=True) if isinstance(t, Type)]
-            seconds = sum(moves.seconds(t, _only(have, {*labels, axis}), want) for t, have, want in wanted if have is not None and want is not None)
+            wanted = [
+                (t, have, want)
+                for t, have, want in zip(options.inputs, given, choice.ins, strict=True)
+                if isinstance(t, Type)
+            ]
+            seconds = sum(
+                moves.seconds(t, _only(have, {*labels, axis}), want)
+                for t, have, want in wanted
+                if have is not None and want is not None
+            )
             return seconds, label == SAME
 
         labels[axis] = min(options.labels(mesh, axis, before), key=cost)

@@ -2,16 +2,20 @@
 
 Presets, and over them what `mycel probe` measured.
 
-probe file      $MYCEL_PROBE (empty: none), else probe.yaml in $XDG_CACHE_HOME/mycel or ~/.cache/mycel; used for the device it names
+probe file      $MYCEL_PROBE (empty: none), else probe.yaml in $XDG_CACHE_HOME/mycel or ~/.cache/mycel; used for the
+                device it names
 
 device: CPU                                     as `Hardware.name`
 launch_s: 3.1e-06
 host_bytes_s: 9.0e+09                           copies between host and device
+unaligned: [0.15, 0.28, 0.6]                    on a GPU: the share left to bf16 products with rows of odd length, of 2,
+                                                of 4
 rates:                                          [work, work a second], by work: bytes, or floating-point operations
   memory: [[65536, 4.1e+10], [67108864, 9.2e+09]]
   product.fp32: [[1e+05, 2.0e+10], [1e+09, 9.1e+10]]       also attention, conv; also .bf16
 levels:                                         innermost first: groups of up to so many consecutive ranks
-- {name: host, ranks: 4, busy: 0.9, messages: {all_reduce: [[2, 4096, 1.0e-04], …]}}        [ranks, bytes each puts in, seconds]
+- {name: host, ranks: 4, busy: 0.9, messages: {all_reduce: [[2, 4096, 1.0e-04], …]}}        [ranks, bytes each puts in,
+  seconds]
 """
 
 from __future__ import annotations
@@ -37,8 +41,18 @@ Curve = tuple[tuple[float, float], ...]  # (work, work a second), by rising work
 
 @dataclass(frozen=True)
 class Hardware:
-    """One device.  `half` and `single`: reachable operations a second in 16 and 32 bits; `launch_s`: the cost of starting
-    one kernel; `rates`: the same by size, where measured; `levels`: the wires to other ranks, innermost first."""
+    """One device.
+
+    half, single    reachable operations a second in 16 and 32 bits, in large products of aligned sizes
+    launch_s        from one kernel to the next
+    reach           the share of `bytes_s`, which a plain addition has, that kernels of a step reach
+    attends         the share of `half` and `single` that attention reaches, where it was not measured
+    unaligned       the share that products in 16 bits reach whose rows have a length divisible by no more than 1, 2, 4
+    turned          how often a convolution moves its operands and results: libraries turn them to their own layout and
+                    back
+    rates           operations or bytes a second by size, where measured
+    levels          the wires to other ranks, innermost first
+    """
 
     name: str
     half: float
@@ -47,22 +61,30 @@ class Hardware:
     launch_s: float
     memory: int | None = None
     host_bytes_s: float = 25e9
+    reach: float = 1.0
+    attends: float = 1.0
+    unaligned: tuple[float, ...] = (1.0, 1.0, 1.0)
+    turned: float = 1.0
     rates: Mapping[str, Curve] = field(default_factory=dict, hash=False)
     levels: tuple[Link, ...] = ()
 
-    def flops(self, dtype: torch.dtype, kind: str = "", work: float = math.inf) -> float:
+    def flops(self, dtype: torch.dtype, kind: str = "", work: float = math.inf, alignment: int = 8) -> float:
         """Operations a second of a kernel of so many; `kind`: as `cost.kind_of` has it, where that was measured."""
         narrow = dtype.itemsize == 2
         curve = self.rates.get(f"{kind}.{'bf16' if narrow else 'fp32'}") if kind else None
-        return rate(curve, work) if curve else self.half if narrow else self.single
+        reached = rate(curve, work) if curve else self.half if narrow else self.single
+        if kind == "product" and narrow and alignment < 8:
+            return reached * self.unaligned[alignment.bit_length() - 1]
+        return reached * self.attends if kind.startswith("attention") and not curve else reached
 
     def bandwidth(self, size: float) -> float:
         """Bytes a second of a kernel that reads and writes so many."""
         curve = self.rates.get("memory")
-        return rate(curve, size) if curve else self.bytes_s
+        return self.reach * (rate(curve, size) if curve else self.bytes_s)
 
     def links(self, mesh: Mesh) -> Links:
-        """The wires of a mesh whose last axis is the fastest: each axis has the innermost level in which its ranks lie."""
+        """The wires of a mesh whose last axis is the fastest: each axis has the innermost level in which its ranks
+        lie."""
         levels = self.levels or (GPU_LINK if self.memory else CPU_LINK,)
         named, reach = dict[str, Link](), 1
         for axis in reversed(mesh.axes):
@@ -81,16 +103,19 @@ def rate(curve: Curve, work: float) -> float:
     return float(y0 ** (1 - share) * y1**share)
 
 
-# Reachable, not nominal: about 80 % of the tensor-core peak in large products, 85 % of the memory's.
+# Reachable, not nominal: about 76 % of the tensor-core peak in large products, 85 % of the memory's.  What kernels of a
+# step reach of that was seen on an H200, over Llama, GPT-2, BERT, ViT and Qwen3 (python bench/clock.py --device cuda
+# --parts); other GPUs are taken to be alike.
+SEEN: dict[str, Any] = {"launch_s": 8e-6, "reach": 0.65, "attends": 0.6, "unaligned": (0.15, 0.33, 0.33), "turned": 3.0}
 KNOWN = {
-    "H200": Hardware("H200", 790e12, 390e12, 4.0e12, 4e-6),
-    "H100": Hardware("H100", 750e12, 370e12, 2.8e12, 4e-6),
-    "A100": Hardware("A100", 250e12, 125e12, 1.6e12, 5e-6),
-    "L40S": Hardware("L40S", 290e12, 145e12, 0.7e12, 5e-6),
-    "4090": Hardware("4090", 260e12, 130e12, 0.85e12, 5e-6),
+    "H200": Hardware("H200", 750e12, 370e12, 4.0e12, **SEEN),
+    "H100": Hardware("H100", 720e12, 355e12, 2.8e12, **SEEN),
+    "A100": Hardware("A100", 250e12, 125e12, 1.6e12, **SEEN),
+    "L40S": Hardware("L40S", 290e12, 145e12, 0.7e12, **SEEN),
+    "4090": Hardware("4090", 260e12, 130e12, 0.85e12, **SEEN),
 }
 CPU = Hardware("CPU", 100e9, 100e9, 10e9, 2e-6)
-OTHER = Hardware("GPU", 100e12, 50e12, 0.8e12, 5e-6)
+OTHER = Hardware("GPU", 100e12, 50e12, 0.8e12, **SEEN)
 
 
 def hardware_of(device: torch.device) -> Hardware:
@@ -118,7 +143,10 @@ def probe_text() -> str:
     if path is not None and path.is_file():
         return path.read_text()
     if path is not None and os.environ.get("MYCEL_PROBE"):
-        raise PlanError(f"no file {path}\n  at        the environment: MYCEL_PROBE\n  try       mycel probe --out {path}, or MYCEL_PROBE= for none")
+        raise PlanError(
+            f"no file {path}\n  at        the environment: MYCEL_PROBE\n"
+            f"  try       mycel probe --out {path}, or MYCEL_PROBE= for none"
+        )
     return ""
 
 
@@ -131,7 +159,9 @@ def probed(preset: Hardware, text: str) -> Hardware:
         data = yaml.safe_load(text)
         return _measured(preset, data) if data["device"] == preset.name else preset
     except (yaml.YAMLError, KeyError, TypeError, ValueError, AttributeError) as e:
-        raise PlanError(f"what the probe measured cannot be read: {e}\n  at        {probe_path()}\n  try       mycel probe") from e
+        raise PlanError(
+            f"what the probe measured cannot be read: {e}\n  at        {probe_path()}\n  try       mycel probe"
+        ) from e
 
 
 def _measured(preset: Hardware, data: Mapping[str, Any]) -> Hardware:
@@ -145,8 +175,12 @@ def _measured(preset: Hardware, data: Mapping[str, Any]) -> Hardware:
         bytes_s=rates["memory"][-1][1] if "memory" in rates else preset.bytes_s,
         launch_s=float(data["launch_s"]),
         host_bytes_s=float(data.get("host_bytes_s", preset.host_bytes_s)),
+        unaligned=tuple(float(x) for x in data.get("unaligned", preset.unaligned)),
         rates=rates,
-        levels=tuple(fitted(level["name"], int(level["ranks"]), float(level["busy"]), level["messages"]) for level in data.get("levels", ())),
+        levels=tuple(
+            fitted(level["name"], int(level["ranks"]), float(level["busy"]), level["messages"])
+            for level in data.get("levels", ())
+        ),
     )
 
 

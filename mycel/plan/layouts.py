@@ -67,7 +67,7 @@ class Solver(Setting):
         self.found = problem.found(answer.chosen)
         return True
 
-    # -- the layouts that were found -------------------------------------------------------------------------------------
+    # -- the layouts that were found ---------------------------------------------------------------------------------
 
     def _laid(self) -> Layouts:
         g = self.graph

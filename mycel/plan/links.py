@@ -2,7 +2,8 @@
 
 What a collective sends, and in how many steps, its paragraph says (`ops/collective.py`).
 
-    seconds = bytes sent / bytes a second + steps · start           by level, and where it was measured (`fitted`) by collective too
+    seconds = bytes sent / bytes a second + steps · start           by level, and where it was measured (`fitted`) by
+    collective too
 
 A *level* is one kind of wire (inside a host, between hosts).  Each axis of a mesh lies in one level; axes of the same
 level share its wire.
@@ -44,14 +45,19 @@ class Link:
         """As a plan writes it: [bytes a second, seconds to start], or all of it, where more is known."""
         if self == Link(self.bytes_s, self.start_s):
             return [self.bytes_s, self.start_s]
-        return {**vars(self), "measured": {name: [bytes_s, start_s] for name, bytes_s, start_s in sorted(self.measured)}}
+        return {
+            **vars(self),
+            "measured": {name: [bytes_s, start_s] for name, bytes_s, start_s in sorted(self.measured)},
+        }
 
     @staticmethod
     def read(data: Any) -> Link:
         if not isinstance(data, Mapping):
             bytes_s, start_s = data
             return Link(float(bytes_s), float(start_s))
-        measured = tuple((name, float(bytes_s), float(start_s)) for name, (bytes_s, start_s) in data["measured"].items())
+        measured = tuple(
+            (name, float(bytes_s), float(start_s)) for name, (bytes_s, start_s) in data["measured"].items()
+        )
         return Link(**{**data, "measured": measured})
 
 

@@ -78,9 +78,13 @@ class Moves:
         raise IRError(f"no way from {source} to {target} for {type}")
 
     def _cost(self, move: Move, given: Type) -> float:
-        return COPY_S + (given.bytes + move.type.bytes) / self.copy_bytes_s + self.links.seconds(move.op, move.params.get("axes", ()), given.bytes)
+        return (
+            COPY_S
+            + (given.bytes + move.type.bytes) / self.copy_bytes_s
+            + self.links.seconds(move.op, move.params.get("axes", ()), given.bytes)
+        )
 
-    # -- what can be done from a layout --------------------------------------------------------------------------------
+    # -- what can be done from a layout ------------------------------------------------------------------------------
 
     def _from(self, type: Type, at: Layout, target: Layout) -> Iterator[Move]:
         wanted = target.axes
@@ -93,7 +97,13 @@ class Moves:
                 for d in range(type.ndim):
                     yield self._move("reduce_scatter", type, free.split(d, axis), (axis,), dim=d, kind=kind)
         for axes in self._joint(at, target):
-            yield self._move("all_reduce", type, Layout(at.dims, tuple(x for x in at.owed if x[0] not in axes)), axes, kind=owed[axes[0]])
+            yield self._move(
+                "all_reduce",
+                type,
+                Layout(at.dims, tuple(x for x in at.owed if x[0] not in axes)),
+                axes,
+                kind=owed[axes[0]],
+            )
         for axis in sorted(wanted - used):
             for d in range(type.ndim):
                 if axis in target.dims[d]:
@@ -112,7 +122,9 @@ class Moves:
                     for e in range(type.ndim):
                         if e != d and gone[0] in target.dims[e]:
                             size = less.local(type, self.mesh).shape[d]
-                            yield self._move("all_to_all", type, less.split(e, gone[0]), gone, split=e, join=d, size=size)
+                            yield self._move(
+                                "all_to_all", type, less.split(e, gone[0]), gone, split=e, join=d, size=size
+                            )
         if not at.owed and not target.owed and at.axes | target.axes:
             axes = tuple(a for a in self.mesh.axes if a in at.axes or a in target.axes)
             to = self._permutation(type, at, target, axes)
@@ -149,7 +161,9 @@ class Moves:
             stay = set(ranks) & set(takers[piece])
             for rank in stay:
                 to[rank] = rank
-            for rank, taker in zip((r for r in ranks if r not in stay), (r for r in takers[piece] if r not in stay), strict=True):
+            for rank, taker in zip(
+                (r for r in ranks if r not in stay), (r for r in takers[piece] if r not in stay), strict=True
+            ):
                 to[rank] = taker
         return tuple(to)
 

@@ -78,7 +78,7 @@ class Plan:
         if self.sums not in SUMS:
             raise PlanError(f"sums: {self.sums!r}\n  known     {', '.join(SUMS)}")
 
-    # -- reading and writing ----------------------------------------------------------------------------------------------
+    # -- reading and writing -----------------------------------------------------------------------------------------
 
     @staticmethod
     def read(source: Any, mesh: Mesh | None = None) -> Plan:
@@ -153,7 +153,7 @@ class Plan:
     def __str__(self) -> str:
         return yaml.dump(self.data(), Dumper=_Dumper, sort_keys=False, default_flow_style=None, width=120)
 
-    # -- what was decided --------------------------------------------------------------------------------------------------
+    # -- what was decided --------------------------------------------------------------------------------------------
 
     @property
     def given(self) -> Plan:
@@ -198,7 +198,7 @@ class Plan:
             lines.append(f"  keeps          {', '.join(keep) or 'its inputs alone'}")
         return "\n".join(lines)
 
-    # -- what it says of a program's inputs --------------------------------------------------------------------------------
+    # -- what it says of a program's inputs --------------------------------------------------------------------------
 
     def parameter_layouts(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, Layout]:
         """Where each parameter is used in a step lies, by name: as given, else whole.  Stored parts of ZeRO-3 are split once more (`stored`)."""

@@ -8,9 +8,12 @@ For a block f and its backward b, with N the values of f that b reads.  For each
 
     keep(v) = price · bytes(v)  +  the seconds of writing v to memory, where a compiler would never have written it
 
-which is a minimum cut: an arc source -> e of seconds(e), e -> v of keep(v), u -> e and v -> sink (v in N) without end.  Inputs of the whole
-step are there anyway and cost nothing.  `price` is what a byte of memory costs in seconds: 0 gives the fastest program; the larger it is, the
-less is kept.  Calls in a block count as one equation; between the calls of the outermost block they are not computed again.
+which is a minimum cut: an arc source -> e of seconds(e), e -> v of keep(v), u -> e and v -> sink (v in N) without end.
+Inputs of the whole
+step are there anyway and cost nothing.  `price` is what a byte of memory costs in seconds: 0 gives the fastest program;
+                                         the larger it is, the
+less is kept.  Calls in a block count as one equation; between the calls of the outermost block they are not computed
+               again.
 """
 
 from __future__ import annotations
@@ -39,7 +42,8 @@ class Decision:
 
 @dataclass(frozen=True)
 class Residuals:
-    """All decisions of a step: one for each pair of calls, in the order of the backward calls; and the values between the calls that are
+    """All decisions of a step: one for each pair of calls, in the order of the backward calls; and the values between
+    the calls that are
     computed again, by name."""
 
     body: str
@@ -78,7 +82,8 @@ def handed(program: Program, block: Block, forward: int, backward: int) -> dict[
 
 
 def residuals(program: Program, body: str, costs: Costs, prices: Sequence[float]) -> Residuals:
-    """The cheapest decisions where a byte costs `prices[i]` seconds for the i-th pair (the last one for all further pairs)."""
+    """The cheapest decisions where a byte costs `prices[i]` seconds for the i-th pair (the last one for all further
+    pairs)."""
     block = program.blocks[body]
     found = []
     free = set(block.inputs)
@@ -119,7 +124,10 @@ def _loose(block: Block, costs: Costs, price: float) -> tuple[str, ...]:
 def _lifetimes(block: Block, costs: Costs) -> dict[Var, float]:
     """For how much of the block's time each value is alive: to free one that is used again at once gains nothing."""
     clock = [0.0, *itertools.accumulate(costs.seconds(e) for e in block.eqns)]
-    return {v: (clock[max(last, first, 0)] - clock[max(first, 0)]) / (clock[-1] or 1.0) for v, (first, last) in lifetimes(block).items()}
+    return {
+        v: (clock[max(last, first, 0)] - clock[max(first, 0)]) / (clock[-1] or 1.0)
+        for v, (first, last) in lifetimes(block).items()
+    }
 
 
 def backward_part(block: Block) -> set[Eqn]:
@@ -150,7 +158,9 @@ def cut(
         graph.arc("source", v.name, keep(v))
     for i, eqn in enumerate(block.eqns):
         node = f"= {i}"
-        graph.arc("source", node, None if eqn.op.effect or (eqn.op in CONTROL and not calls) else costs.seconds(eqn, there))
+        graph.arc(
+            "source", node, None if eqn.op.effect or (eqn.op in CONTROL and not calls) else costs.seconds(eqn, there)
+        )
         for u in eqn.vars:
             graph.arc(u.name, node, None)
         for v in eqn.outputs:

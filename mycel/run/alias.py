@@ -1,10 +1,12 @@
 """Who shares memory with whom.
 
 `roots`: which inputs of a block each of its values may share memory with.
-`shared_outputs`: outputs that may share memory with an input the program updates in place; those are copied before the update.
+`shared_outputs`: outputs that may share memory with an input the program updates in place; those are copied before the
+update.
 `given_away`: equations of the entry that may write their results over inputs the program updates.
 `summing`: equations of a scan's body that may add to its carry in place.
-`reusable`: equations whose result may be written over an operand, because that owns its memory and nobody reads it afterwards.
+`reusable`: equations whose result may be written over an operand, because that owns its memory and nobody reads it
+afterwards.
 """
 
 from __future__ import annotations
@@ -29,7 +31,13 @@ def roots(program: Program) -> dict[str, Roots]:
                 at = [inner.get(x, set()) if isinstance(x, Var) else set() for x in outs]
                 known.update({v: set().union(*(held[i] for i in one)) for v, one in zip(eqn.outputs, at, strict=True)})
             elif eqn.op is scan:
-                known.update(zip(eqn.outputs, _scanned(eqn, program.blocks[eqn.params["body"]], found[eqn.params["body"]], held), strict=True))
+                known.update(
+                    zip(
+                        eqn.outputs,
+                        _scanned(eqn, program.blocks[eqn.params["body"]], found[eqn.params["body"]], held),
+                        strict=True,
+                    )
+                )
             elif eqn.op in CONTROL or may_share(eqn):
                 known.update({v: set().union(*held) for v in eqn.outputs})
         found[name] = known
@@ -37,8 +45,10 @@ def roots(program: Program) -> dict[str, Roots]:
 
 
 def may_share(eqn: Eqn) -> bool:
-    """May its result lie in the memory of its operand?  A view does; and what a rank has already is not copied for it: its own part, the first
-    rank's value, a sum over one rank.  Messages that are begun and finished apart are real ones, and bring new memory."""
+    """May its result lie in the memory of its operand?  A view does; and what a rank has already is not copied for it:
+                                                         its own part, the first
+    rank's value, a sum over one rank.  Messages that are begun and finished apart are real ones, and bring new
+                                        memory."""
     return eqn.op.write is not None or (eqn.op.by_rank and len(set(eqn.vars)) == 1)
 
 
@@ -54,11 +64,15 @@ def families(block: Block) -> dict[Var, list[Var]]:
 
 
 def _scanned(eqn: Eqn, body: Block, inner: Roots, held: list[set[int]]) -> list[set[int]]:
-    """What the results of a scan may share memory with: rows are stacked anew, state is what the last turn made of what it was given."""
+    """What the results of a scan may share memory with: rows are stacked anew, state is what the last turn made of what
+    it was given."""
     n, m = eqn.params.get("consts", 0), eqn.params.get("carry", 0)
     given = [set(h) for h in held]
     while True:
-        made = [set().union(*(given[i] for i in inner.get(x, set()))) if isinstance(x, Var) else set() for x in body.outputs[:m]]
+        made = [
+            set().union(*(given[i] for i in inner.get(x, set()))) if isinstance(x, Var) else set()
+            for x in body.outputs[:m]
+        ]
         after = [*given[:n], *(a | b for a, b in zip(given[n : n + m], made, strict=True)), *given[n + m :]]
         if after == given:
             break
@@ -77,11 +91,17 @@ def shared_outputs(program: Program) -> set[int]:
 
 
 def given_away(program: Program) -> dict[int, set[int]]:
-    """Equations of the entry (by index) that may run over the memory of their first operands, because these are inputs which their results replace
-    and nobody reads afterwards; with the operands (by position) that must be copied first, because such a kernel may overwrite them."""
+    """Equations of the entry (by index) that may run over the memory of their first operands, because these are inputs
+    which their results replace
+    and nobody reads afterwards; with the operands (by position) that must be copied first, because such a kernel may
+    overwrite them."""
     block, known = program.main, roots(program)[program.entry]
     family = families(block)
-    new = dict(zip(program.updates, block.outputs[len(block.outputs) - len(program.updates) :], strict=True)) if program.updates else {}
+    new = (
+        dict(zip(program.updates, block.outputs[len(block.outputs) - len(program.updates) :], strict=True))
+        if program.updates
+        else {}
+    )
     last = lifetimes(block)
     position = {v: i for i, v in enumerate(block.inputs)}
     found = {}
@@ -101,7 +121,8 @@ def given_away(program: Program) -> dict[int, set[int]]:
 
 
 def summing(outer: Block, eqn: Eqn, body: Block) -> dict[int, int]:
-    """Equations of a scan's body (by index) whose result may be written over an operand: a carry that they alone read and replace, and that
+    """Equations of a scan's body (by index) whose result may be written over an operand: a carry that they alone read
+    and replace, and that
     started in memory nobody else knows."""
     made = {v: e for e in outer.eqns for v in e.outputs}
     n, m = eqn.params.get("consts", 0), eqn.params.get("carry", 0)
@@ -110,17 +131,30 @@ def summing(outer: Block, eqn: Eqn, body: Block) -> dict[int, int]:
     mine = {}
     for j in range(m):
         start, carry = eqn.inputs[n + j], body.inputs[n + j]
-        fresh = isinstance(start, Var) and start in made and made[start].op is o.full and not isinstance(made[start].inputs[0], Var)
+        fresh = (
+            isinstance(start, Var)
+            and start in made
+            and made[start].op is o.full
+            and not isinstance(made[start].inputs[0], Var)
+        )
         fresh = fresh and len(ours[start].uses) == 1 and not ours[start].is_output  # type: ignore[index]
         new = body.outputs[j]
-        alone = isinstance(new, Var) and not uses[new].uses and body.outputs.count(new) == 1  # nobody keeps the sum of one turn
+        alone = (
+            isinstance(new, Var) and not uses[new].uses and body.outputs.count(new) == 1
+        )  # nobody keeps the sum of one turn
         if fresh and alone and len(uses[carry].uses) == 1 and eqn.inputs.count(start) == 1:
             mine[carry] = new
     found = {}
     for i, e in enumerate(body.eqns):
         for k in range(len(e.op.into)):
             x = e.inputs[k]
-            if isinstance(x, Var) and x in mine and mine[x] == e.outputs[0] and x.type == e.outputs[0].type and e.inputs.count(x) == 1:
+            if (
+                isinstance(x, Var)
+                and x in mine
+                and mine[x] == e.outputs[0]
+                and x.type == e.outputs[0].type
+                and e.inputs.count(x) == 1
+            ):
                 found[i] = k
                 break
     return found
@@ -144,9 +178,16 @@ def reusable(block: Block) -> dict[int, int]:
         elif eqn.op.fresh or eqn.op.into:
             for k in range(len(eqn.op.into)):
                 x = eqn.inputs[k]
-                if not isinstance(x, Var) or owner.get(x) is not x or x.type != eqn.outputs[0].type or eqn.inputs.count(x) > 1:
+                if (
+                    not isinstance(x, Var)
+                    or owner.get(x) is not x
+                    or x.type != eqn.outputs[0].type
+                    or eqn.inputs.count(x) > 1
+                ):
                     continue
-                if all(last[v] <= i for v in sharing[x]) and not any(v is not x and v in eqn.inputs for v in sharing[x]):
+                if all(last[v] <= i for v in sharing[x]) and not any(
+                    v is not x and v in eqn.inputs for v in sharing[x]
+                ):
                     found[i] = k
                     break
             for v in eqn.outputs:

@@ -5,7 +5,8 @@
 
 A partial tensor, the sum of what ranks hold, is saved as its summands: f32[5]+dp as f32[2@dp,5].
 
-A box is (start, stop) for each dim.  Ranks that differ only along axes that a layout does not use hold the same box; one of them saves it, the one
+A box is (start, stop) for each dim.  Ranks that differ only along axes that a layout does not use hold the same box;
+                                      one of them saves it, the one
 that has the least to save so far, the largest tensors first.  Every rank finds the same answer by itself.
 """
 
@@ -34,7 +35,8 @@ def checked(name: str, layout: Layout, shape: Sequence[int], mesh: Mesh) -> Dims
 
 
 def summands(layout: Layout, shape: Dims, mesh: Mesh) -> tuple[Layout, Dims]:
-    """How a partial tensor is saved: with a first dim, split over the axes of the sum, that has a place for each summand."""
+    """How a partial tensor is saved: with a first dim, split over the axes of the sum, that has a place for each
+    summand."""
     axes = tuple(axis for axis, _ in layout.owed)
     return Layout((axes, *layout.dims)), (mesh.count(axes), *shape)
 
@@ -79,7 +81,8 @@ def inside(box: Box, outer: Box) -> tuple[slice, ...]:
 
 @functools.lru_cache(maxsize=32)
 def chosen(mesh: Mesh, rank: int, items: tuple[Item, ...]) -> frozenset[int]:
-    """Which of the items a rank saves its part of: each part is saved by one of its holders, and all have about the same to save."""
+    """Which of the items a rank saves its part of: each part is saved by one of its holders, and all have about the
+    same to save."""
     load = [0] * mesh.world
     mine = []
     for i in sorted(range(len(items)), key=lambda i: -math.prod(items[i][1]) * items[i][2]):
@@ -95,7 +98,10 @@ def chosen(mesh: Mesh, rank: int, items: tuple[Item, ...]) -> frozenset[int]:
 def _parts(mesh: Mesh, layout: Layout, shape: Dims, item_bytes: int) -> list[tuple[tuple[int, ...], int]]:
     """The parts of a tensor that are not empty: who holds each, and its bytes."""
     others = tuple(axis for axis in mesh.axes if axis not in layout.axes)
-    sized = ((holders, math.prod(extents(held(shape, layout, mesh, holders[0]))) * item_bytes) for holders in _groups(mesh, others))
+    sized = (
+        (holders, math.prod(extents(held(shape, layout, mesh, holders[0]))) * item_bytes)
+        for holders in _groups(mesh, others)
+    )
     return [(holders, n) for holders, n in sized if n]
 
 

@@ -1,11 +1,13 @@
-"""Checkpoints of a run: saved whole or not at all, bit for bit, in the background, by all ranks at once; read back only if every checksum is right.
+"""Checkpoints of a run: saved whole or not at all, bit for bit, in the background, by all ranks at once; read back only
+if every checksum is right.
 
     rank 0   copy │ write, hash ──┐              ┌─ manifest, rename, prune ─┐
     rank 1   copy │ write, hash ──┼─ did all? ───┤                           ├─ it is there
     rank 2   copy │ write, hash ──┘  no: nobody  └───────────────────────────┘
                   └ training goes on
 
-A run of one process is one rank.  What is on the disk is in `kept.py`, what is in a checkpoint in `shards.py`, how it is read in `reading.py`.
+A run of one process is one rank.  What is on the disk is in `kept.py`, what is in a checkpoint in `shards.py`, how it
+                                   is read in `reading.py`.
 """
 
 from __future__ import annotations
@@ -32,11 +34,22 @@ from mycel.ir import Mesh
 from mycel.run.folder import Lock, RunFolder, explain, free_bytes
 from mycel.run.kept import best, claim, latest, prune, put, steps
 from mycel.run.reading import Folder, Tensors, Wanted, load_parts, load_whole, read
-from mycel.run.shards import MANIFEST, SHARD_BYTES, Crew, File, Manifest, Piece, Shard, pack, read_manifest, to_bytes
+from mycel.run.shards import (
+    MANIFEST,
+    SHARD_BYTES,
+    Crew,
+    File,
+    Manifest,
+    Shard,
+    StoredPiece,
+    pack,
+    read_manifest,
+    to_bytes,
+)
 from mycel.run.snapshot import Buffers, Layouts, State, on_host, take
 
 __all__ = [
-    "ALONE", "Loaded", "Ranks", "RunFolder", "Saver",
+    "ALONE", "Loaded", "MeshProcess", "RunFolder", "Saver",
     "best", "latest", "load", "load_latest", "load_latest_parts", "load_parts", "read", "save", "verify",
 ]  # fmt: skip
 
@@ -44,10 +57,11 @@ Failure = tuple[str, str]  # why, and what to try
 
 
 @dataclass(frozen=True)
-class Ranks:
+class MeshProcess:
     """This process among those of a mesh.
 
-    `share` gives each rank the texts of all, in their order.  All call it equally often; it is called by one thread at a time, not always the
+    `share` gives each rank the texts of all, in their order.  All call it equally often; it is called by one thread at
+    a time, not always the
     main one, so it needs a channel of its own.  It raises when a rank is gone.
     """
 
@@ -57,14 +71,17 @@ class Ranks:
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.mesh.world:
-            raise CheckpointError(f"there is no rank {self.rank} in {self.mesh}, which has {self.mesh.world}\n  try       a mesh of all ranks")
+            raise CheckpointError(
+                f"there is no rank {self.rank} in {self.mesh}, which has {self.mesh.world}\n"
+                "  try       a mesh of all ranks"
+            )
 
     def tell(self, what: Any) -> list[Any]:
         """What each rank has told."""
         return [json.loads(text) for text in self.share(json.dumps(what))]
 
 
-ALONE = Ranks(Mesh(), 0, lambda text: [text])
+ALONE = MeshProcess(Mesh(), 0, lambda text: [text])
 
 
 @dataclass(frozen=True)
@@ -78,7 +95,14 @@ class Loaded:
     plan: str | None = None
 
 
-def save(folder: Folder, step: int, tensors: Mapping[str, torch.Tensor], meta: dict[str, Any], *, shard_bytes: int = SHARD_BYTES) -> Path:
+def save(
+    folder: Folder,
+    step: int,
+    tensors: Mapping[str, torch.Tensor],
+    meta: dict[str, Any],
+    *,
+    shard_bytes: int = SHARD_BYTES,
+) -> Path:
     """Write a checkpoint; when this returns it is on disk, when it raises nothing has changed."""
     with claim(Path(folder)):
         writing = Writing(Path(folder), step, f"{os.getpid()}", ALONE, None, shard_bytes)
@@ -91,7 +115,9 @@ def load(path: Folder, device: str | torch.device = "cpu", only: Callable[[str],
     path = Path(path)
     manifest = read_manifest(path)
     names = [name for name in manifest.tensors if only is None or only(name)]
-    return Loaded(manifest.step, load_whole(path, manifest, names, torch.device(device)), manifest.meta, path, manifest.plan)
+    return Loaded(
+        manifest.step, load_whole(path, manifest, names, torch.device(device)), manifest.meta, path, manifest.plan
+    )
 
 
 def verify(path: Folder) -> None:
@@ -99,13 +125,15 @@ def verify(path: Folder) -> None:
     load(path, only=lambda _: False)
 
 
-def load_latest(folder: Folder, device: str | torch.device = "cpu", only: Callable[[str], bool] | None = None) -> tuple[Loaded, list[str]]:
+def load_latest(
+    folder: Folder, device: str | torch.device = "cpu", only: Callable[[str], bool] | None = None
+) -> tuple[Loaded, list[str]]:
     """The newest undamaged checkpoint, and a warning for each newer one that was passed over."""
     return _newest(Path(folder), lambda path: load(path, device, only), ALONE)
 
 
 def load_latest_parts(
-    folder: Folder, wanted: Callable[[Manifest], Wanted], ranks: Ranks, device: str | torch.device = "cpu"
+    folder: Folder, wanted: Callable[[Manifest], Wanted], ranks: MeshProcess, device: str | torch.device = "cpu"
 ) -> tuple[Loaded, list[str]]:
     """The same under a mesh: each rank its own parts, of one checkpoint none of whose parts is damaged on any."""
 
@@ -117,7 +145,7 @@ def load_latest_parts(
     return _newest(Path(folder), parts, ranks)
 
 
-def _newest(folder: Path, read_one: Callable[[Path], Loaded], ranks: Ranks) -> tuple[Loaded, list[str]]:
+def _newest(folder: Path, read_one: Callable[[Path], Loaded], ranks: MeshProcess) -> tuple[Loaded, list[str]]:
     refused: dict[str, str] = {}
     # listed anew each time: while one is read, a run may replace it by newer ones
     while left := ranks.tell([path.name for path in steps(folder).values() if path.name not in refused])[0]:
@@ -136,7 +164,8 @@ def _newest(folder: Path, read_one: Callable[[Path], Loaded], ranks: Ranks) -> t
 
 
 class Saver:
-    """Saves a run's state every now and then, and keeps the last `keep` and the best; one save is under way at most.  Each rank has one."""
+    """Saves a run's state every now and then, and keeps the last `keep` and the best; one save is under way at most.
+    Each rank has one."""
 
     def __init__(
         self,
@@ -144,12 +173,14 @@ class Saver:
         keep: int = 2,
         asynchronous: bool = True,
         *,
-        ranks: Ranks = ALONE,
+        ranks: MeshProcess = ALONE,
         plan: str | None = None,
         shard_bytes: int = SHARD_BYTES,
     ) -> None:
         if keep < 1:
-            raise CheckpointError(f"keep={keep}: at least one checkpoint must be kept\n  at        {folder}\n  try       keep=1")
+            raise CheckpointError(
+                f"keep={keep}: at least one checkpoint must be kept\n  at        {folder}\n  try       keep=1"
+            )
         self.folder, self.keep, self.asynchronous = Path(folder), keep, asynchronous
         self.ranks, self.plan, self.shard_bytes = ranks, plan, shard_bytes
         self.last: Path | None = None  # the newest one completed by this saver
@@ -163,16 +194,25 @@ class Saver:
         self.lock, self.owner = _claim_for_all(self.folder, ranks)
 
     def save(
-        self, step: int, tensors: Mapping[str, torch.Tensor], meta: dict[str, Any], metric: float | None = None, layouts: Layouts | None = None
+        self,
+        step: int,
+        tensors: Mapping[str, torch.Tensor],
+        meta: dict[str, Any],
+        metric: float | None = None,
+        layouts: Layouts | None = None,
     ) -> None:
-        """Take the state as it is now; a save that fails is reported by `poll`, and leaves the earlier checkpoints as they are.
+        """Take the state as it is now; a save that fails is reported by `poll`, and leaves the earlier checkpoints as
+        they are.
 
-        `layouts` says how tensors lie on the mesh, and their global shapes; others are whole on every rank.  All ranks call this with the same
+        `layouts` says how tensors lie on the mesh, and their global shapes; others are whole on every rank.  All ranks
+        call this with the same
         step and names; `meta` and `metric` are rank 0's.
         """
         self.wait()
         self.saves += 1
-        self.writing = writing = Writing(self.folder, step, f"{self.owner}-{self.saves}", self.ranks, self.plan, self.shard_bytes)
+        self.writing = writing = Writing(
+            self.folder, step, f"{self.owner}-{self.saves}", self.ranks, self.plan, self.shard_bytes
+        )
         copy = self.buffers.copy if self.asynchronous else on_host
         writing.begin(lambda: take(tensors, meta, metric, copy, layouts or {}, self.ranks.mesh, self.ranks.rank))
         if self.asynchronous:
@@ -209,15 +249,19 @@ class Saver:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if isinstance(error, KeyboardInterrupt) and self.writing is not None:  # who interrupts does not want to wait for it
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if (
+            isinstance(error, KeyboardInterrupt) and self.writing is not None
+        ):  # who interrupts does not want to wait for it
             self.writing.abandoned.set()
             self.worker.shutdown()
             self.writing.abandon()  # if it had begun, and nobody was there yet to finish it
         self.close()
 
 
-def _claim_for_all(folder: Path, ranks: Ranks) -> tuple[Lock | None, int]:
+def _claim_for_all(folder: Path, ranks: MeshProcess) -> tuple[Lock | None, int]:
     """Rank 0 takes the folder for all; its lock, on rank 0 alone, and its process id."""
     lock, error = None, None
     try:
@@ -240,9 +284,12 @@ class SaveFailed(CheckpointError):
 
 
 class Writing:
-    """A checkpoint under way: threads hash and write this rank's shards from `begin` on; `finish` completes it for all, or leaves nothing of it."""
+    """A checkpoint under way: threads hash and write this rank's shards from `begin` on; `finish` completes it for all,
+    or leaves nothing of it."""
 
-    def __init__(self, folder: Path, step: int, mark: str, ranks: Ranks, plan: str | None, shard_bytes: int) -> None:
+    def __init__(
+        self, folder: Path, step: int, mark: str, ranks: MeshProcess, plan: str | None, shard_bytes: int
+    ) -> None:
         self.folder, self.step, self.ranks, self.plan, self.shard_bytes = folder, step, ranks, plan, shard_bytes
         self.final = folder / f"step-{step:08d}"
         self.temp = folder / f".tmp-{self.final.name}-{mark}"
@@ -254,19 +301,25 @@ class Writing:
         self.abandoned = threading.Event()
 
     def begin(self, taken: Callable[[], State]) -> None:
-        """Take the state and start the threads, if there is room for what they write; what fails is told by `finish`, to all ranks."""
+        """Take the state and start the threads, if there is room for what they write; what fails is told by `finish`,
+        to all ranks."""
         try:
             self.state = taken()
             self.shards = pack(self.state.parts, self.shard_bytes, self.ranks.rank)
         except (RuntimeError, MemoryError) as e:  # torch says RuntimeError where it cannot allocate
-            self.failure = f"no copy of the state could be made: {e}", "saving without asynchronous copies, or more host memory"
+            self.failure = (
+                f"no copy of the state could be made: {e}",
+                "saving without asynchronous copies, or more host memory",
+            )
             return
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             if free_bytes(self.folder) < self._bytes():  # said now, not after filling the disk to its brim
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             self.temp.mkdir(exist_ok=True)
-            self.crew = Crew(partial(task, shard, self.state.ready) for shard in self.shards for task in (self._write, self._hash))
+            self.crew = Crew(
+                partial(task, shard, self.state.ready) for shard in self.shards for task in (self._write, self._hash)
+            )
         except Exception as e:
             self.failure = self._why(e)
         except BaseException:
@@ -274,7 +327,8 @@ class Writing:
             raise
 
     def finish(self) -> Path:
-        """Wait for the shards of all ranks; then rank 0 writes the manifest, and puts the whole in its place by one rename."""
+        """Wait for the shards of all ranks; then rank 0 writes the manifest, and puts the whole in its place by one
+        rename."""
         try:
             told = self._tell(self._written(), f"step {self.step} is not saved")
             failure = _first_failure(told)
@@ -286,7 +340,9 @@ class Writing:
             raise
         if failure is not None:
             self.abandon()
-            raise SaveFailed(f"step {self.step} is not saved: {failure[0]}\n  at        {self.folder}\n  try       {failure[1]}")
+            raise SaveFailed(
+                f"step {self.step} is not saved: {failure[0]}\n  at        {self.folder}\n  try       {failure[1]}"
+            )
         return self.final
 
     def abandon(self) -> None:
@@ -343,11 +399,16 @@ class Writing:
         """All ranks' pieces as one."""
         assert self.state is not None
         files = {name: File(**file) for rank in told for name, file in rank["files"].items()}
-        pieces: dict[str, list[Piece]] = {name: [] for name in self.state.tensors}
+        pieces: dict[str, list[StoredPiece]] = {name: [] for name in self.state.tensors}
         for rank in told:
             for name, piece in rank["pieces"]:
-                pieces[name].append(Piece(**{**piece, "offset": tuple(piece["offset"]), "shape": tuple(piece["shape"])}))
-        tensors = {name: x if isinstance(x, str) else replace(x, pieces=tuple(pieces[name])) for name, x in self.state.tensors.items()}
+                pieces[name].append(
+                    StoredPiece(**{**piece, "offset": tuple(piece["offset"]), "shape": tuple(piece["shape"])})
+                )
+        tensors = {
+            name: x if isinstance(x, str) else replace(x, pieces=tuple(pieces[name]))
+            for name, x in self.state.tensors.items()
+        }
         return Manifest(self.step, self.state.metric, self.state.meta, self.plan, files, tensors)
 
     def _tell(self, what: Any, otherwise: str) -> list[Any]:
@@ -355,7 +416,9 @@ class Writing:
             return self.ranks.tell(what)
         except Exception as e:
             why = f"{otherwise}: the ranks did not all answer: {type(e).__name__}: {e}"
-            raise SaveFailed(f"{why}\n  at        {self.folder}\n  try       to resume: earlier checkpoints are as they were") from e
+            raise SaveFailed(
+                f"{why}\n  at        {self.folder}\n  try       to resume: earlier checkpoints are as they were"
+            ) from e
 
     def _bytes(self) -> int:
         return sum(shard.bytes for shard in self.shards)
@@ -363,7 +426,11 @@ class Writing:
     def _why(self, e: Exception) -> Failure:
         if self.abandoned.is_set():
             return "it was interrupted", "to resume: earlier checkpoints are as they were"
-        return explain(e, self.folder, self._bytes()) if isinstance(e, OSError) else (f"{type(e).__name__}: {e}", "to save again")
+        return (
+            explain(e, self.folder, self._bytes())
+            if isinstance(e, OSError)
+            else (f"{type(e).__name__}: {e}", "to save again")
+        )
 
 
 def _first_failure(told: list[dict[str, Any]]) -> Failure | None:
@@ -372,7 +439,13 @@ def _first_failure(told: list[dict[str, Any]]) -> Failure | None:
     others = [rank for rank, said in enumerate(told) if rank not in failed and said["digest"] != told[0].get("digest")]
     if failed:
         (rank, (why, hint)), *more = failed.items()
-        return f"{f'rank {rank}: ' if len(told) > 1 else ''}{why}{f' (and {len(more)} ranks more)' if more else ''}", hint
+        return (
+            f"{f'rank {rank}: ' if len(told) > 1 else ''}{why}{f' (and {len(more)} ranks more)' if more else ''}",
+            hint,
+        )
     if others:
-        return f"step, names, shapes or layouts on rank {others[0]} are not those on rank 0", "the same model, optimiser and plan on all ranks"
+        return (
+            f"step, names, shapes or layouts on rank {others[0]} are not those on rank 0",
+            "the same model, optimiser and plan on all ranks",
+        )
     return None

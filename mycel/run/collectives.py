@@ -1,6 +1,7 @@
 """What each collective packs, sends and unpacks; whole tensors in, whole tensors out.
 
-A collective is a generator over the messages of a group (`run/groups.py`): it packs its tensors, yields the messages that are then under way, and
+A collective is a generator over the messages of a group (`run/groups.py`): it packs its tensors, yields the messages
+that are then under way, and
 when they have come, unpacks and returns.  Several tensors of one type go in one message:
 
     all_reduce        [ a | b | c ]                 summed where it lies; the results are views of it
@@ -17,7 +18,7 @@ from typing import Any, Protocol
 import torch
 
 from mycel.errors import RunError
-from mycel.run.groups import Group, Works, wide
+from mycel.run.groups import RankGroup, Works, wide
 
 Tensor = torch.Tensor
 Messages = Generator[Works, None, list[Tensor]]
@@ -25,13 +26,14 @@ Messages = Generator[Works, None, list[Tensor]]
 ALONE_BYTES = 1 << 20  # larger tensors travel alone in a gather or scatter: packing them costs more than a message
 
 
-def begin(group: Group, name: str, xs: Sequence[Tensor], how: dict[str, Any]) -> Messages:
+def begin(group: RankGroup, name: str, xs: Sequence[Tensor], how: dict[str, Any]) -> Messages:
     """A collective of one bucket."""
     return COLLECTIVES[name](group, [_plain(x) for x in xs], **how)
 
 
 def buckets(name: str, xs: Sequence[Tensor], how: dict[str, Any]) -> list[tuple[list[int], dict[str, Any]]]:
-    """The tensors that travel together, by their positions, with the arguments for them: those of one type; large ones may go alone."""
+    """The tensors that travel together, by their positions, with the arguments for them: those of one type; large ones
+    may go alone."""
     together: dict[object, list[int]] = {}
     for i, x in enumerate(xs):
         alone = name in ("all_to_all", "permute", "exchange") or (name != "all_reduce" and x.nbytes >= ALONE_BYTES)
@@ -51,7 +53,7 @@ def finish(messages: Messages) -> list[Tensor]:
     raise AssertionError("a collective has messages to send after its last")
 
 
-def all_reduce(group: Group, xs: list[Tensor], kind: str = "+") -> Messages:
+def all_reduce(group: RankGroup, xs: list[Tensor], kind: str = "+") -> Messages:
     if kind == "+":
         x = _joined(xs, group.adds(xs[0].dtype), fresh=True)
         yield group.sum(x)
@@ -63,7 +65,7 @@ def all_reduce(group: Group, xs: list[Tensor], kind: str = "+") -> Messages:
     return _views(_reduced(parts, kind), xs)
 
 
-def all_gather(group: Group, xs: list[Tensor], dim: list[int]) -> Messages:
+def all_gather(group: RankGroup, xs: list[Tensor], dim: list[int]) -> Messages:
     x = _joined(xs, xs[0].dtype)
     parts = x.new_empty(group.count, x.numel())
     yield group.gather(parts, x)
@@ -71,7 +73,7 @@ def all_gather(group: Group, xs: list[Tensor], dim: list[int]) -> Messages:
     return [_side_by_side(p.view(group.count, *x.shape), d) for p, x, d in zip(each, xs, dim, strict=True)]
 
 
-def reduce_scatter(group: Group, xs: list[Tensor], dim: list[int], kind: str = "+") -> Messages:
+def reduce_scatter(group: RankGroup, xs: list[Tensor], dim: list[int], kind: str = "+") -> Messages:
     shaped = [_parted(x, d, group.count) for x, d in zip(xs, dim, strict=True)]
     rows = [p.reshape(group.count, p.numel() // group.count) for p in shaped]
     x = (rows[0] if len(rows) == 1 else torch.cat(rows, 1)).contiguous()
@@ -86,14 +88,14 @@ def reduce_scatter(group: Group, xs: list[Tensor], dim: list[int], kind: str = "
     return _views(_as(y, xs[0].dtype), [p[0] for p in shaped])
 
 
-def all_to_all(group: Group, xs: list[Tensor], split: int, join: int) -> Messages:
+def all_to_all(group: RankGroup, xs: list[Tensor], split: int, join: int) -> Messages:
     x = _parted(xs[0], split, group.count).contiguous()
     parts = torch.empty_like(x)
     yield group.exchange(parts, x)
     return [_side_by_side(parts, join)]
 
 
-def permute(group: Group, xs: list[Tensor], to: tuple[int, ...]) -> Messages:
+def permute(group: RankGroup, xs: list[Tensor], to: tuple[int, ...]) -> Messages:
     x, me, n = xs[0].contiguous(), group.index, xs[0].numel()
     comes = me in to
     y = torch.empty_like(x) if comes else torch.zeros_like(x)
@@ -104,8 +106,9 @@ def permute(group: Group, xs: list[Tensor], to: tuple[int, ...]) -> Messages:
     return [y]
 
 
-class Piece(Protocol):
-    """A piece that goes from rank to rank (plan/across.py: Transfer): where it lies in the sender's part and in the receiver's."""
+class TransferPiece(Protocol):
+    """A piece that goes from rank to rank (plan/across.py: Transfer): where it lies in the sender's part and in the
+    receiver's."""
 
     source: int
     target: int
@@ -114,13 +117,14 @@ class Piece(Protocol):
     shape: tuple[int, ...]
 
 
-def exchange(group: Group, xs: list[Tensor], pieces: Sequence[Piece], shape: Sequence[int]) -> Messages:
+def exchange(group: RankGroup, xs: list[Tensor], pieces: Sequence[TransferPiece], shape: Sequence[int]) -> Messages:
     x, me = xs[0], group.index
     y = x.new_zeros(tuple(shape))
     out = sorted((p for p in pieces if p.source == me != p.target), key=lambda p: p.target)
     come = sorted((p for p in pieces if p.target == me != p.source), key=lambda p: p.source)
     count = [
-        [sum(math.prod(p.shape) for p in ps if getattr(p, end) == i) for i in range(group.count)] for ps, end in ((come, "source"), (out, "target"))
+        [sum(math.prod(p.shape) for p in ps if getattr(p, end) == i) for i in range(group.count)]
+        for ps, end in ((come, "source"), (out, "target"))
     ]
     sent = torch.cat([x.new_empty(0), *(_box(x, p.taken, p.shape).reshape(-1) for p in out)])
     received = x.new_empty(sum(count[0]))
@@ -177,7 +181,10 @@ def _parted(x: Tensor, dim: int, count: int) -> Tensor:
     """A dim of n -> a new first dim of `count` parts, n / count left."""
     dim, size = dim % x.ndim, x.shape[dim]
     if size % count:
-        raise RunError(f"a dim of {size} has no {count} equal parts\n  at        dim {dim} of {list(x.shape)}\n  try       padding it first")
+        raise RunError(
+            f"a dim of {size} has no {count} equal parts\n  at        dim {dim} of {list(x.shape)}\n"
+            "  try       padding it first"
+        )
     parts = x.view(*x.shape[:dim], count, size // count, *x.shape[dim + 1 :])
     return parts.movedim(dim, 0) if dim else parts
 

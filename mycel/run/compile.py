@@ -1,6 +1,7 @@
 """Generated functions through torch.compile: each distinct one once, as one graph, for its shapes alone.
 
-What is compiled is kept on disk by torch itself (its FX graph cache), under a key of the graph: a second process start finds it there.
+What is compiled is kept on disk by torch itself (its FX graph cache), under a key of the graph: a second process start
+finds it there.
 """
 
 from __future__ import annotations
@@ -44,13 +45,20 @@ def start_workers() -> None:
 
 
 def warm_up(program: Program, device: torch.device) -> None:
-    """Run each distinct kernel of products once, on memory as it is, beside the compiler: libraries load and choose while it works."""
+    """Run each distinct kernel of products once, on memory as it is, beside the compiler: libraries load and choose
+    while it works."""
     if device.type != "cuda":
         return
-    seen = {(e.op.name, e.input_types, e.params): e for _, e in walk(program) if e.op.product or e.op.precision == "low"}
+    seen = {
+        (e.op.name, e.input_types, e.params): e for _, e in walk(program) if e.op.product or e.op.precision == "low"
+    }
 
     def run() -> None:
-        with torch.no_grad(), torch.cuda.device(device), contextlib.suppress(RuntimeError):  # what fails here fails where it belongs, or not at all
+        with (
+            torch.no_grad(),
+            torch.cuda.device(device),
+            contextlib.suppress(RuntimeError),
+        ):  # what fails here fails where it belongs, or not at all
             torch.cuda.synchronize(device)  # this thread meets the device
             for eqn in seen.values():
                 eqn.op.kernel(*(_memory(x.type, device) if isinstance(x, Var) else x for x in eqn.inputs), **eqn.params)

@@ -32,7 +32,8 @@ _TAKEN = {*keyword.kwlist, *dir(builtins), "torch", "math", "base64", "device", 
 
 
 def emit(program: Program, device: torch.device | str = "cpu", reuse: bool = False, donate: bool = False) -> str:
-    """The source of a module that needs torch alone: a function for each block; `main` (the entry) takes the inputs and returns a tuple.
+    """The source of a module that needs torch alone: a function for each block; `main` (the entry) takes the inputs and
+    returns a tuple.
 
     `reuse`: results are written over operands nobody needs any more; for runs that torch's autograd does not record.
     `donate`: `main` writes its updates into its inputs and returns the results alone.
@@ -77,7 +78,8 @@ def _constant_text(c: torch.Tensor) -> str:
 def load(
     program: Program, device: torch.device, reuse: bool = False, donate: bool = False, compiled: Collection[str] = ()
 ) -> tuple[Callable[..., tuple[Any, ...]], str]:
-    """The entry as a Python function on `device`, and its source; the functions of the blocks named in `compiled` go through torch.compile."""
+    """The entry as a Python function on `device`, and its source; the functions of the blocks named in `compiled` go
+    through torch.compile."""
     source = emit(program, device, reuse, donate)
     file = f"<mycel program {load.count}>"  # type: ignore[attr-defined]
     load.count += 1  # type: ignore[attr-defined]
@@ -97,9 +99,22 @@ class _Function:
     """Writes one block, and the blocks only its branches and loops hold."""
 
     def __init__(
-        self, program: Program, name: str, blocks: dict[str, str], inlined: Container[str], helpers: set[str], copies: set[int], reuse: bool
+        self,
+        program: Program,
+        name: str,
+        blocks: dict[str, str],
+        inlined: Container[str],
+        helpers: set[str],
+        copies: set[int],
+        reuse: bool,
     ) -> None:
-        self.program, self.block, self.blocks, self.inlined, self.copies = program, program.blocks[name], blocks, inlined, copies
+        self.program, self.block, self.blocks, self.inlined, self.copies = (
+            program,
+            program.blocks[name],
+            blocks,
+            inlined,
+            copies,
+        )
         self.name = blocks[name]
         self.taken = {*_TAKEN, *blocks.values(), *helpers}
         self.lines: list[str] = []
@@ -195,7 +210,9 @@ class _Function:
             name = eqn.params["block" if eqn.op is call else "forward"]
             self.line(f"{_unpack(outs)}{self.blocks[name]}({', '.join(args)}){comment}")
         else:
-            if eqn.op.by_rank and (eqn.op.collective is not None or eqn.op.effect) and eqn.source:  # told if the others do not answer
+            if (
+                eqn.op.by_rank and (eqn.op.collective is not None or eqn.op.effect) and eqn.source
+            ):  # told if the others do not answer
                 self.line(f"ranks.COMMUNICATORS[-1].at = {' '.join(eqn.line.split())!r}")
             text = self.expression(eqn, args) if over is None else write_into(eqn.op, over, args, eqn.params)
             self.line(f"{', '.join(outs)} = {text}{comment}")
@@ -208,7 +225,9 @@ class _Function:
 
     def expression(self, eqn: Eqn, args: list[str]) -> str:
         if eqn.op.by_rank:
-            more = [f"{k}={literal(v)}" for k, v in eqn.params.items()] + ["device=device"] * ("device" in eqn.op.defaults)
+            more = [f"{k}={literal(v)}" for k, v in eqn.params.items()] + ["device=device"] * (
+                "device" in eqn.op.defaults
+            )
             return f"ranks.{eqn.op.name}({', '.join([*args, *more])})"
         return _const(eqn.params["name"]) if eqn.op is o.const else write(eqn.op, args, eqn.params, eqn.input_types)
 
@@ -248,7 +267,9 @@ class _Function:
         test = self.program.blocks[eqn.params["test"]]
         if eqn.params["test"] in self.inlined and len(test.eqns) == 1 and not _is_written_here(test.eqns[0].op):
             names = dict(zip(test.inputs, state, strict=True))
-            self.line(f"while {self.expression(test.eqns[0], [self.atom(x, names) for x in test.eqns[0].inputs])}:{comment}")
+            self.line(
+                f"while {self.expression(test.eqns[0], [self.atom(x, names) for x in test.eqns[0].inputs])}:{comment}"
+            )
             self.indent += 1
         else:
             more = self.named(Var("more", eqn.outputs[0].type), {})
@@ -311,7 +332,14 @@ def _inlined(program: Program) -> set[str]:
 def _helpers(program: Program, donate: bool) -> dict[str, str]:
     """Functions and constants that the kernels need beside them, by name."""
     ops = {e.op for _, e in walk(program)}
-    return dict(sorted((k, text) for op in ops if not _is_written_here(op) and not op.by_rank for k, text in sources_of(op, donate).items()))
+    return dict(
+        sorted(
+            (k, text)
+            for op in ops
+            if not _is_written_here(op) and not op.by_rank
+            for k, text in sources_of(op, donate).items()
+        )
+    )
 
 
 def _block_names(program: Program, helpers: Container[str]) -> dict[str, str]:

@@ -1,10 +1,14 @@
-"""One process at a time in a folder: the lock, the run folder that holds it, and why a disk did not take what it was given.
+"""One process at a time in a folder: the lock, the run folder that holds it, and why a disk did not take what it was
+given.
 
-The lock is flock(2) on FOLDER/.lock.  The kernel drops it when its process ends, however it ends, so the dead never block;
+The lock is flock(2) on FOLDER/.lock.  The kernel drops it when its process ends, however it ends, so the dead never
+                                       block;
 the file stays, and holds pid and host of the owner only so that the other one can be told.
 
-Shared filesystems: between hosts the lock is as good as the filesystem's flock.  NFS (v4, or v3 with lockd), GPFS, CephFS and
-Lustre mounted with `-o flock` see each other's locks; Lustre with `-o localflock`, and most FUSE mounts, see only those of
+Shared filesystems: between hosts the lock is as good as the filesystem's flock.  NFS (v4, or v3 with lockd), GPFS,
+CephFS and
+Lustre mounted with `-o flock` see each other's locks; Lustre with `-o localflock`, and most FUSE mounts, see only those
+of
 their own host.  Where there is no flock at all, `Lock.held` is False and nothing is guarded.
 """
 
@@ -38,7 +42,9 @@ class Lock:
             self._take()
         except OSError as e:
             self._close()
-            raise CheckpointError(f"cannot use the folder: {os.strerror(e.errno or 0)}\n  at        {folder}\n  try       another folder") from e
+            raise CheckpointError(
+                f"cannot use the folder: {os.strerror(e.errno or 0)}\n  at        {folder}\n  try       another folder"
+            ) from e
         except CheckpointError:
             self._close()
             raise
@@ -53,7 +59,8 @@ class Lock:
             if e.errno != errno.EWOULDBLOCK:
                 raise
             raise CheckpointError(
-                f"the folder is in use by {self._owner()}\n  at        {self.folder}\n  try       another folder, or wait until that run has ended"
+                f"the folder is in use by {self._owner()}\n  at        {self.folder}\n"
+                "  try       another folder, or wait until that run has ended"
             ) from None
         self.held = True
         os.ftruncate(self.fd, 0)
@@ -82,7 +89,9 @@ class Lock:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.release()
 
 
@@ -90,7 +99,8 @@ HELD: weakref.WeakSet[Lock] = weakref.WeakSet()
 
 
 def _forget_in_child() -> None:
-    """A forked child (a data worker) shares its parent's lock, and would hold it for as long as it outlives a killed parent."""
+    """A forked child (a data worker) shares its parent's lock, and would hold it for as long as it outlives a killed
+    parent."""
     for lock in list(HELD):
         lock._close()
 
@@ -105,13 +115,17 @@ class RunFolder:
         self.path = Path(path)
         self.checkpoints = self.path / "checkpoints"
         if resume and not self.path.is_dir():
-            raise CheckpointError(f"there is no run to resume\n  at        {self.path}\n  try       the folder of an earlier run")
+            raise CheckpointError(
+                f"there is no run to resume\n  at        {self.path}\n  try       the folder of an earlier run"
+            )
         if not (self.path / NAME).exists():
             _refuse_wrong(self.path, resume)  # before anything is written into a folder that is not ours
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as e:
-            raise CheckpointError(f"cannot make the run folder: {e.strerror}\n  at        {self.path}\n  try       another folder") from e
+            raise CheckpointError(
+                f"cannot make the run folder: {e.strerror}\n  at        {self.path}\n  try       another folder"
+            ) from e
         self.lock = Lock(self.path)
         try:
             _refuse_wrong(self.path, resume)
@@ -126,7 +140,9 @@ class RunFolder:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
 
@@ -143,14 +159,22 @@ def _refuse_wrong(path: Path, resume: bool) -> None:
     try:
         found = sorted(p.name for p in path.iterdir() if p.name != NAME) if path.is_dir() else []
     except OSError as e:
-        raise CheckpointError(f"cannot read the run folder: {e.strerror}\n  at        {path}\n  try       another folder") from e
+        raise CheckpointError(
+            f"cannot read the run folder: {e.strerror}\n  at        {path}\n  try       another folder"
+        ) from e
     if resume and not found:
-        raise CheckpointError(f"the folder is empty: no run to resume\n  at        {path}\n  try       the folder of an earlier run")
+        raise CheckpointError(
+            f"the folder is empty: no run to resume\n  at        {path}\n  try       the folder of an earlier run"
+        )
     if resume or not found:
         return
     names = ", ".join(found[:SHOWN]) + (f" and {len(found) - SHOWN} more" if len(found) > SHOWN else "")
     resumable = "config.yaml" in found or any((path / "checkpoints").glob("step-*/manifest.json"))
-    hint = f"--resume {path} to go on with it, or another folder" if resumable else "another folder: this has no checkpoint to resume"
+    hint = (
+        f"--resume {path} to go on with it, or another folder"
+        if resumable
+        else "another folder: this has no checkpoint to resume"
+    )
     raise CheckpointError(f"the folder already holds a run ({names})\n  at        {path}\n  try       {hint}")
 
 
@@ -167,7 +191,10 @@ def explain(e: OSError, folder: Path, needs_bytes: int) -> tuple[str, str]:
         above = [p for p in [folder.resolve(), *folder.resolve().parents] if p.exists()]
         disk, mount = os.statvfs(above[0]), next(p for p in above if os.path.ismount(p))
         free = "no inodes" if disk.f_files and not disk.f_favail else size(free_bytes(above[0]))
-        return f"{full}: needs {size(needs_bytes)}, {free} free on {mount}", "free some space, or keep fewer checkpoints"
+        return (
+            f"{full}: needs {size(needs_bytes)}, {free} free on {mount}",
+            "free some space, or keep fewer checkpoints",
+        )
     if e.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return f"writing is not allowed: {e.strerror}", "a folder that you may write to"
     return f"the disk refused it: {e.strerror or e}", "a look at the disk; earlier checkpoints are as they were"

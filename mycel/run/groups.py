@@ -2,14 +2,20 @@
 
     sum(x)                        x of all added up, in place
     gather(out, x)                out[i] = x of rank i of the group
-    exchange(out, x)              out[i] = x[me] of rank i;  with counts: so many elements from and to each, one behind the other
-    scatter(out, x)               out = the sum of x[me] over all          (where the network can: else an exchange, and a sum here)
+    exchange(out, x)              out[i] = x[me] of rank i;  with counts: so many elements from and to each, one behind
+                                  the other
+    scatter(out, x)               out = the sum of x[me] over all          (where the network can: else an exchange, and
+                                  a sum here)
 
-All tensors are contiguous.  A message is under way until its works have been waited for, and nothing may touch its tensors until then.
-Groups are made of torch's backends themselves, not by `new_group`: that sorts the ranks, where the order of the axes has to be theirs.
+All tensors are contiguous.  A message is under way until its works have been waited for, and nothing may touch its
+                             tensors until then.
+Groups are made of torch's backends themselves, not by `new_group`: that sorts the ranks, where the order of the axes
+has to be theirs.
 
-Measured with gloo on loopback (2 and 4 ranks, 4 kB to 64 MB): `_allgather_base` and `_reduce_scatter_base` copy everything once more, so broadcasts
-straight into the result take a third of the time at 64 MB and no more at 4 kB, an exchange and a sum here take half; point-to-point
+Measured with gloo on loopback (2 and 4 ranks, 4 kB to 64 MB): `_allgather_base` and `_reduce_scatter_base` copy
+everything once more, so broadcasts
+straight into the result take a third of the time at 64 MB and no more at 4 kB, an exchange and a sum here take half;
+point-to-point
 messages are as fast as broadcasts, but every other time wait for the next tick of the scheduler (4 ms).
 """
 
@@ -40,7 +46,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.int32 if dtype.itemsize < 4 else torch.int64
 
 
-class Group:
+class RankGroup:
     """Ranks by their index, with one of torch's backends between them."""
 
     scatters: bool  # is there a `scatter` worth its name?
@@ -57,20 +63,26 @@ class Group:
         raise NotImplementedError
 
     def sum(self, x: Tensor) -> Works:
-        return [self.backend.allreduce([_real(x)], dist.AllreduceOptions())] if x.numel() else []  # the default is the sum
+        return (
+            [self.backend.allreduce([_real(x)], dist.AllreduceOptions())] if x.numel() else []
+        )  # the default is the sum
 
     def scatter(self, out: Tensor, x: Tensor) -> Works:
-        return [self.backend._reduce_scatter_base(_real(out), _real(x), dist.ReduceScatterOptions())] if x.numel() else []
+        return (
+            [self.backend._reduce_scatter_base(_real(out), _real(x), dist.ReduceScatterOptions())] if x.numel() else []
+        )
 
     def exchange(self, out: Tensor, x: Tensor, received: Sequence[int] = (), sent: Sequence[int] = ()) -> Works:
         """Counts are of elements; without them x and out have one part for each rank."""
         if not (received or x.numel()):
             return []
         size = x.element_size()
-        return [self.backend.alltoall_base(_bytes(out), _bytes(x), [n * size for n in received], [n * size for n in sent])]
+        return [
+            self.backend.alltoall_base(_bytes(out), _bytes(x), [n * size for n in received], [n * size for n in sent])
+        ]
 
 
-class Gloo(Group):
+class Gloo(RankGroup):
     """Processes that speak over TCP, each from its own address; without one, from the one that gloo chooses."""
 
     scatters = False
@@ -99,7 +111,7 @@ class Gloo(Group):
         return self.backend.broadcast([x], options)
 
 
-class Nccl(Group):
+class Nccl(RankGroup):
     """GPUs."""
 
     scatters = True

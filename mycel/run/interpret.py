@@ -16,7 +16,8 @@ Hook = Callable[[Eqn, list[Any], list[Any]], None]
 
 
 def interpret(program: Program, inputs: Sequence[torch.Tensor], hook: Hook | None = None) -> list[Any]:
-    """Outputs of the entry (results, then updates) for these inputs; `hook(eqn, inputs, outputs)` is called after each equation."""
+    """Outputs of the entry (results, then updates) for these inputs; `hook(eqn, inputs, outputs)` is called after each
+    equation."""
     if len(inputs) != len(program.inputs):
         raise RunError(f"the program takes {len(program.inputs)} inputs, was given {len(inputs)}")
     device = next((x.device for x in inputs if isinstance(x, torch.Tensor)), torch.device("cpu"))
@@ -83,7 +84,9 @@ class _Run:
         if rows:
             return state + [torch.stack(column) for column in zip(*rows, strict=True)]
         body = self.program.blocks[p["body"]].outputs[m - n :]
-        return state + [torch.empty((0, *v.shape), dtype=v.dtype, device=self.device) for v in body if isinstance(v, Var)]
+        return state + [
+            torch.empty((0, *v.shape), dtype=v.dtype, device=self.device) for v in body if isinstance(v, Var)
+        ]
 
 
 def _value(x: Atom, values: dict[Var, Any]) -> Any:
@@ -100,7 +103,8 @@ def _deaths(block: Block) -> list[list[Var]]:
 
 
 def not_finite(eqn: Eqn, inputs: list[Any], outs: list[Any]) -> None:
-    """A hook that stops at the first equation that makes a NaN or an infinity: one it was not given, and that is not written in the code."""
+    """A hook that stops at the first equation that makes a NaN or an infinity: one it was not given, and that is not
+    written in the code."""
     if eqn.op in CONTROL or eqn.op in (o.const, o.full):
         return
     had_nan, had_inf = _has(inputs, torch.isnan), _has(inputs, torch.isinf)
@@ -110,7 +114,8 @@ def not_finite(eqn: Eqn, inputs: list[Any], outs: list[Any]) -> None:
             kinds = " and ".join(k for k, found in (("NaN", nan), ("infinity", inf)) if found)
             bad = int((~torch.isfinite(y)).sum())
             raise RunError(
-                f"{eqn.op.name} made {kinds} in {bad} of {y.numel()} elements of {var}\n  at        {eqn.line or 'unknown'}\n"
+                f"{eqn.op.name} made {kinds} in {bad} of {y.numel()} elements of {var}\n"
+                f"  at        {eqn.line or 'unknown'}\n"
                 f"  try       look at the inputs of this line"
             )
 

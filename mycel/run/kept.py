@@ -6,7 +6,8 @@
     FOLDER/.trash-…                  on its way to be deleted
     FOLDER/abandoned-step-00000400   later than a step saved after it: the run went back before it, and on from there
 
-Whoever writes holds the folder's lock (of many ranks, the first), so what it finds in hidden places at its start was left by the dead.
+Whoever writes holds the folder's lock (of many ranks, the first), so what it finds in hidden places at its start was
+left by the dead.
 The best checkpoint is the one whose manifest has the lowest metric: no second file can disagree.
 """
 
@@ -35,7 +36,9 @@ def best(folder: str | os.PathLike[str]) -> Path | None:
 
 
 def _best(manifests: dict[Path, Manifest]) -> Path | None:
-    return min(((m.metric, m.step, path) for path, m in manifests.items() if m.metric is not None), default=(0, 0, None))[2]
+    return min(
+        ((m.metric, m.step, path) for path, m in manifests.items() if m.metric is not None), default=(0, 0, None)
+    )[2]
 
 
 def steps(folder: Path) -> dict[int, Path]:
@@ -61,7 +64,9 @@ def claim(folder: Path) -> Lock:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as e:
-        raise CheckpointError(f"cannot make the folder of checkpoints: {e.strerror}\n  at        {folder}\n  try       another folder") from e
+        raise CheckpointError(
+            f"cannot make the folder of checkpoints: {e.strerror}\n  at        {folder}\n  try       another folder"
+        ) from e
     lock = Lock(folder)
     with suppress(OSError):  # a parent that may not be listed
         sync(folder.parent)
@@ -88,7 +93,8 @@ def put(temp: Path, final: Path) -> None:
 
 
 def prune(folder: Path, step: int, keep: int) -> list[str]:
-    """After `step` is complete: delete all but the last `keep` and the best, set aside what is later; what could not be done, in words."""
+    """After `step` is complete: delete all but the last `keep` and the best, set aside what is later; what could not be
+    done, in words."""
     reports = []
     try:
         found = steps(folder)
@@ -96,7 +102,10 @@ def prune(folder: Path, step: int, keep: int) -> list[str]:
             aside = folder / f"abandoned-{path.name.removeprefix('.old-')}"
             _discard(aside)
             os.rename(path, aside)
-            reports.append(f"{path.name} is later than step {step}, from which the run went on: set aside as {aside.name}\n  at        {folder}")
+            reports.append(
+                f"{path.name} is later than step {step}, from which the run went on: set aside as {aside.name}\n"
+                f"  at        {folder}"
+            )
         manifests = {path: m for s, path in found.items() if s <= step and (m := complete(path))}
         for path in {*list(manifests)[:-keep]} - {_best(manifests)}:
             _discard(path)

@@ -1,4 +1,5 @@
-"""Operators' kernels as source text: a kernel of one expression is written in line, a longer one is copied beside the generated code.
+"""Operators' kernels as source text: a kernel of one expression is written in line, a longer one is copied beside the
+generated code.
 
 linear(x, w)  ->  torch.nn.functional.linear(x, w)
 """
@@ -106,11 +107,14 @@ def kernel_of(op: Op) -> Kernel:
 
 
 def _callable(fn: Any) -> Kernel:
-    """A callable as a name, with what must stand beside it: torch's own, a function, or one with its first arguments bound."""
+    """A callable as a name, with what must stand beside it: torch's own, a function, or one with its first arguments
+    bound."""
     if isinstance(fn, functools.partial):
         inner = [_callable(x) for x in (fn.func, *fn.args) if callable(x)]
         bound = [_callable(x).path if callable(x) else ast.unparse(_literal(x)) for x in fn.args]
-        return Kernel(None, None, inner[0].path, {k: text for kernel in inner for k, text in kernel.sources.items()}, bound)
+        return Kernel(
+            None, None, inner[0].path, {k: text for kernel in inner for k, text in kernel.sources.items()}, bound
+        )
     if isinstance(fn, types.FunctionType):
         return Kernel(None, None, fn.__name__, _function_source(fn))
     return Kernel(None, None, _torch_path(fn), {})
@@ -141,7 +145,8 @@ def _function_source(fn: types.FunctionType) -> dict[str, str]:
 
 
 class _Kernels(ast.NodeTransformer):
-    """Operators that a kernel calls become their kernels: o.exp(x) => torch.exp(x), o.cast(x, dtype=d) => o_cast(x, dtype=d)"""
+    """Operators that a kernel calls become their kernels: o.exp(x) => torch.exp(x), o.cast(x, dtype=d) => o_cast(x,
+    dtype=d)"""
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
         if not (isinstance(node.value, ast.Name) and node.value.id == "o"):
@@ -180,7 +185,11 @@ def _dependencies(fn: types.FunctionType, node: ast.AST) -> dict[str, str]:
         if name in ("torch", "math", fn.__name__, *fn.__code__.co_varnames) or name not in fn.__globals__:
             continue
         if value is o:
-            used = {n.attr for n in ast.walk(node) if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name) and n.value.id == "o"}
+            used = {
+                n.attr
+                for n in ast.walk(node)
+                if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name) and n.value.id == "o"
+            }
             found.update((k, text) for operator in sorted(used) for k, text in _operator(operator)[1].items())
             continue
         if isinstance(value, types.FunctionType):
@@ -199,7 +208,11 @@ def _dependencies(fn: types.FunctionType, node: ast.AST) -> dict[str, str]:
 def _torch_path(fn: Callable[..., Any]) -> str:
     """torch.exp -> "torch.exp" """
     name = getattr(fn, "__name__", "")
-    for path, module in (("torch", torch), ("torch.nn.functional", torch.nn.functional), ("torch.special", torch.special)):
+    for path, module in (
+        ("torch", torch),
+        ("torch.nn.functional", torch.nn.functional),
+        ("torch.special", torch.special),
+    ):
         if getattr(module, name, None) is fn:
             return f"{path}.{name}"
     if isinstance(fn, torch._ops.OpOverload):
@@ -238,7 +251,8 @@ def literal(value: Any) -> str:
 
 
 class _Substitute(ast.NodeTransformer):
-    """Parameters replaced by arguments, shapes by what they are; conditional expressions whose test is constant are decided."""
+    """Parameters replaced by arguments, shapes by what they are; conditional expressions whose test is constant are
+    decided."""
 
     def __init__(self, values: dict[str, ast.expr], types: dict[str, Type]) -> None:
         self.values, self.types = values, types

@@ -1,11 +1,13 @@
-"""Measures what this device and its links can do, for planning (`plan/hardware.py` reads it): products, attention, convolutions and copies by size
+"""Measures what this device and its links can do, for planning (`plan/hardware.py` reads it): products, attention,
+convolutions and copies by size
 and dtype, starting a kernel, the host's link, and every collective by size and number of ranks.
 
     mycel probe                         this device
     mycel probe --nproc 4               and the links between four processes, all of which compute at once: as they will
     torchrun … -m mycel probe           and between hosts
 
-Ranks do the same things at the same time, and the numbers are their mean.  A curve is a list of [work, work a second], less the starting of a
+Ranks do the same things at the same time, and the numbers are their mean.  A curve is a list of [work, work a second],
+less the starting of a
 kernel; messages are [ranks, bytes each puts in, seconds], sent by the communicator that steps use.
 """
 
@@ -24,7 +26,11 @@ from mycel.ir import OPS, Mesh, type_of
 from mycel.run.processes import Processes, world
 from mycel.run.rendezvous import seat
 
-ROUNDS, LEAST_S = 7, 0.01  # a number is the least of so many rounds, each of at least so long: what else a machine does only adds to it
+ROUNDS, LEAST_S = (
+    7,
+    0.01,
+)  # a number is the least of so many rounds, each of at least so long: what else a machine does only adds to it
+GRAPHED = 20  # runs in one graph of a GPU
 SIZES = {  # by device: what is small and what is large there
     "cpu": {
         "memory": [1 << 12, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24],
@@ -95,12 +101,13 @@ class Probe:
             "threads": torch.get_num_threads(),
             "launch_s": _short(self.launch_s),
             "host_bytes_s": _short(self._host()),
+            **({"unaligned": [_short(x) for x in self._unaligned()]} if is_cuda else {}),
             "rates": {name: sorted([_short(x), _short(y)] for x, y in curve) for name, curve in rates.items()},
         }
         levels = list(self._levels(local))
         return {**found, "levels": levels} if levels else found
 
-    # -- one device ----------------------------------------------------------------------------------------------------
+    # -- one device --------------------------------------------------------------------------------------------------
 
     def seconds(self, fn: Callable[[], Any]) -> float:
         """One run, at best, while the other ranks do the same; the mean of all ranks."""
@@ -123,8 +130,30 @@ class Probe:
 
     def work(self, fn: Callable[[], Any]) -> float:
         """Without the start of its kernel."""
+        if self.device.type == "cuda":
+            return self._on_device(fn)
         whole = self.seconds(fn)
         return max(whole - self.launch_s, 0.1 * whole)
+
+    def _on_device(self, fn: Callable[[], Any]) -> float:
+        """Of one run among many that a graph of the device starts by itself; the mean of all ranks."""
+        fn()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(GRAPHED):
+                fn()
+        graph.replay()
+        self._wait()
+        self._together()
+        times = []
+        for _ in range(ROUNDS):
+            started, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            started.record()
+            graph.replay()
+            ended.record()
+            self._wait()
+            times.append(started.elapsed_time(ended) * 1e-3 / GRAPHED)
+        return self._mean(min(times))
 
     def _wait(self) -> None:
         if self.device.type == "cuda":
@@ -160,6 +189,20 @@ class Probe:
                 flops = 2 * n * n * inner
                 yield [flops, flops / self.work(lambda x=x, w=w: F.linear(x, w))]  # type: ignore[misc]
 
+    def _unaligned(self) -> Iterator[float]:
+        """What is left of a product in 16 bits when the length of its rows is divisible by no more than 1, 2, 4."""
+        n = 4096
+        x = self._rand(n, n, dtype=torch.bfloat16)
+
+        def rate(columns: int) -> float:
+            w = self._rand(columns, n, dtype=torch.bfloat16)
+            g = F.linear(x, w)
+            return columns / self.work(lambda: (F.linear(x, w), g @ w, g.t() @ x))
+
+        aligned = rate(n)
+        for more in (1, 2, 4):
+            yield rate(n + more) / aligned
+
     def _attention(self, dtype: torch.dtype, causal: bool) -> tuple[list[list[float]], list[list[float]]]:
         """Forward and backward, in the operations that the operators count: all pairs, seen or not."""
         forward: list[list[float]] = []
@@ -169,7 +212,10 @@ class Probe:
             q, k, v = (self._rand(*shape, dtype=dtype) for _ in range(3))
             y, lse = attend.kernel(q, k, v, None, causal=causal)
             how: dict[str, Any] = {"causal": causal}
-            for into, op, args in ((forward, attend, (q, k, v, None)), (backward, gradient, (y, q, k, v, None, y, lse))):
+            for into, op, args in (
+                (forward, attend, (q, k, v, None)),
+                (backward, gradient, (y, q, k, v, None, y, lse)),
+            ):
                 types = [type_of(x) if isinstance(x, torch.Tensor) else x for x in args]
                 flops = op.cost(types, how).flops
                 into.append([flops, flops / self.work(lambda op=op, args=args: op.kernel(*args, **how))])  # type: ignore[misc]
@@ -178,7 +224,10 @@ class Probe:
     def _convolutions(self, dtype: torch.dtype) -> Iterator[list[float]]:
         """3 x 3, forward and both gradients together."""
         for batch, channels, side in self.sizes["conv"]:
-            x, w = self._rand(batch, channels, side, side, dtype=dtype), self._rand(channels, channels, 3, 3, dtype=dtype)
+            x, w = (
+                self._rand(batch, channels, side, side, dtype=dtype),
+                self._rand(channels, channels, 3, 3, dtype=dtype),
+            )
             flops = 2 * batch * side * side * channels * channels * 9
 
             def both(x: torch.Tensor = x, w: torch.Tensor = w) -> None:
@@ -195,7 +244,9 @@ class Probe:
         there = torch.empty(size, dtype=torch.uint8, device=self.device)
         return float(size / self.seconds(lambda: there.copy_(here, non_blocking=True)))
 
-    # -- links -----------------------------------------------------------------------------------------------------------
+    # -- links -------------------------------------------------------------------------------------------------------
+    # -
+    # -
 
     def _levels(self, local: int) -> Iterator[dict[str, Any]]:
         """Innermost first: the ranks of a host, then all."""

@@ -2,8 +2,10 @@
 
     ranks = world(mesh)                                            from the environment of torchrun or `mycel.launch`
     ranks.agree({"plan": text, "code": code_version()})            refused on all ranks if it is not the same on all
-    y = ranks.all_reduce(x, ("dp",), "+")                          as in `ops/collective.py`: split and joined by the index along the axes
-    p = ranks.start("all_gather", [a, b], axes=("dp",), dim=0)     the same without waiting, several tensors in one message
+    y = ranks.all_reduce(x, ("dp",), "+")                          as in `ops/collective.py`: split and joined by the
+    index along the axes
+    p = ranks.start("all_gather", [a, b], axes=("dp",), dim=0)     the same without waiting, several tensors in one
+    message
     a, b = ranks.wait(p)
 
 Tensors that are given are never changed; where nothing is to be done, they are what comes back.
@@ -25,10 +27,10 @@ from torch import distributed as dist
 
 from mycel.errors import PlanError, RunError
 from mycel.ir.layout import Axes, Mesh
-from mycel.run.collectives import Messages, Piece, begin, buckets, finish
-from mycel.run.groups import Gloo, Group, Nccl, Works
+from mycel.run.collectives import Messages, TransferPiece, begin, buckets, finish
+from mycel.run.groups import Gloo, Nccl, RankGroup, Works
 from mycel.run.rendezvous import LATER_S, Rendezvous, Seat, code_version, is_loopback, seat
-from mycel.run.watch import Place, Watch
+from mycel.run.watch import PendingCollective, Watch
 
 __all__ = ["Pending", "Processes", "code_version", "world"]
 
@@ -37,19 +39,23 @@ Tensor = torch.Tensor
 
 @dataclass
 class Pending:
-    """A collective under way: its results so far, and for each bucket the tensors' positions, the messages, and what is left to do."""
+    """A collective under way: its results so far, and for each bucket the tensors' positions, the messages, and what is
+    left to do."""
 
     results: list[Tensor]
     flights: list[tuple[list[int], Works, Messages]]
-    place: Place | None = None
+    place: PendingCollective | None = None
 
 
 class Processes:
-    """Speaks to the other ranks of a mesh.  `at`: the user's source line that the next collectives stand for, told when one does not end."""
+    """Speaks to the other ranks of a mesh.  `at`: the user's source line that the next collectives stand for, told when
+    one does not end."""
 
-    def __init__(self, mesh: Mesh, rank: int = 0, device: torch.device | None = None, meeting: Rendezvous | None = None) -> None:
+    def __init__(
+        self, mesh: Mesh, rank: int = 0, device: torch.device | None = None, meeting: Rendezvous | None = None
+    ) -> None:
         self.mesh, self.rank, self.device, self.at = mesh, rank, device or torch.device("cpu"), ""
-        self.groups: dict[tuple[Axes, str], Group] = {}
+        self.groups: dict[tuple[Axes, str], RankGroup] = {}
         self.meeting = meeting
         self.watch = Watch(meeting) if meeting else None
         self.owner = os.getpid()
@@ -79,8 +85,9 @@ class Processes:
         """From index i to index to[i], -1: to nobody; zeros where nothing comes."""
         return self.wait(self.start("permute", [x], axes=axes, at=at, to=tuple(to)))[0]
 
-    def exchange(self, x: Tensor, pieces: Sequence[Piece], shape: Sequence[int], at: str = "") -> Tensor:
-        """From the part of a tensor on one mesh to the part on another, of this shape: pieces go from rank to rank of the world (plan/across.py).
+    def exchange(self, x: Tensor, pieces: Sequence[TransferPiece], shape: Sequence[int], at: str = "") -> Tensor:
+        """From the part of a tensor on one mesh to the part on another, of this shape: pieces go from rank to rank of
+        the world (plan/across.py).
 
         All ranks call it; who has no part of the first gives an empty tensor, who has none of the second gets zeros."""
         return self.wait(self.start("exchange", [x], axes=self.mesh.axes, at=at, pieces=pieces, shape=tuple(shape)))[0]
@@ -122,14 +129,16 @@ class Processes:
         return pending.results
 
     def agree(self, facts: Mapping[str, str]) -> None:
-        """Refuse, on all ranks, a world whose ranks do not have the same facts: the text of the plan, of the configuration, the versions."""
+        """Refuse, on all ranks, a world whose ranks do not have the same facts: the text of the plan, of the
+        configuration, the versions."""
         if self.meeting is not None:
             place = self._watch().enter("an agreement", "before the first collective", range(self.mesh.world))
             self.meeting.agree(facts)
             self._watch().leave(place)
 
     def close(self, error: BaseException | None = None) -> None:
-        """This rank is done with the others, or an error is done with it: then they are told.  A second call does nothing."""
+        """This rank is done with the others, or an error is done with it: then they are told.  A second call does
+        nothing."""
         atexit.unregister(self._exit)
         if self.watch is None or self.meeting is None or os.getpid() != self.owner:  # a forked child has its parent's
             return
@@ -144,11 +153,14 @@ class Processes:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close(error)
 
     def _exit(self) -> None:
-        """At the end of a process that did not close; what Python printed the traceback of, if it did, is still to be seen."""
+        """At the end of a process that did not close; what Python printed the traceback of, if it did, is still to be
+        seen."""
         self.close(getattr(sys, "last_value", None))
 
     def _watch(self) -> Watch:
@@ -156,7 +168,7 @@ class Processes:
             raise RunError(f"rank {self.rank} has left its world\n  try       collectives before `close`")
         return self.watch
 
-    def _group(self, axes: Axes, device: str, place: Place) -> Group:
+    def _group(self, axes: Axes, device: str, place: PendingCollective) -> RankGroup:
         """The ranks along the axes: made when first needed, which is the same collective for all of them."""
         if (axes, device) not in self.groups:
             try:
@@ -165,22 +177,31 @@ class Processes:
                 raise self._watch().explain(place, e) from e
         return self.groups[axes, device]
 
-    def _connected(self, axes: Axes, device: str, ranks: Sequence[int]) -> Group:
+    def _connected(self, axes: Axes, device: str, ranks: Sequence[int]) -> RankGroup:
         assert self.meeting is not None
         key = f"{device}/{'.'.join(axes)}/{ranks[0]}"
         self.meeting.meet(f"{key}/meet", len(ranks))  # so that the connecting, which cannot be interrupted, is short
-        store, index, timeout = self.meeting.under(key), self.index(axes), timedelta(seconds=self.meeting.timeout_s + LATER_S)
+        store, index, timeout = (
+            self.meeting.under(key),
+            self.index(axes),
+            timedelta(seconds=self.meeting.timeout_s + LATER_S),
+        )
         if device == "cuda":
             return Nccl(store, index, len(ranks), timeout)
-        return Gloo(store, index, len(ranks), "" if "GLOO_SOCKET_IFNAME" in os.environ else self.meeting.address, timeout)
+        return Gloo(
+            store, index, len(ranks), "" if "GLOO_SOCKET_IFNAME" in os.environ else self.meeting.address, timeout
+        )
 
 
 def world(mesh: Mesh, device: str | torch.device = "auto") -> Processes:
-    """The ranks of this run, which has to have as many as the mesh; `device`: cpu, cuda (the one with this process's number), or auto."""
+    """The ranks of this run, which has to have as many as the mesh; `device`: cpu, cuda (the one with this process's
+    number), or auto."""
     mine = seat()
     if mine.world != mesh.world:
         hint = f"a mesh of {mine.world}, or mycel train --nproc {mesh.world} (torchrun --nproc-per-node {mesh.world})"
-        raise PlanError(f"the mesh has {mesh.world} ranks, but {mine.world} processes run\n  the mesh  {mesh}\n  try       {hint}")
+        raise PlanError(
+            f"the mesh has {mesh.world} ranks, but {mine.world} processes run\n  the mesh  {mesh}\n  try       {hint}"
+        )
     if mesh.world == 1:
         return Processes(mesh, 0, _device(device, mine))
     if is_loopback(mine.host):
@@ -199,7 +220,10 @@ def _device(wanted: str | torch.device, mine: Seat) -> torch.device:
     there = torch.cuda.device_count()
     if mine.local_rank >= there:
         what = f"rank {mine.rank} has no GPU of its own: it is number {mine.local_rank} on its host, which has {there}"
-        raise PlanError(f"{what}\n  at        LOCAL_RANK={mine.local_rank}\n  try       {there} processes on this host, or device: cpu")
+        raise PlanError(
+            f"{what}\n  at        LOCAL_RANK={mine.local_rank}\n"
+            f"  try       {there} processes on this host, or device: cpu"
+        )
     torch.cuda.set_device(mine.local_rank)
     return torch.device("cuda", mine.local_rank)
 

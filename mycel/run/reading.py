@@ -1,4 +1,5 @@
-"""Boxes of tensors out of a checkpoint: only the pieces that overlap what is wanted are read, and each is checked before it counts.
+"""Boxes of tensors out of a checkpoint: only the pieces that overlap what is wanted are read, and each is checked
+before it counts.
 
     pieces, as some ranks saved them      wanted by one of other ranks
       ┌───────┬───────┐                     ┌───────────────┐
@@ -7,8 +8,10 @@
       │   2   │   3   │                     │   └───────┘   │
       └───────┴───────┘                     └───────────────┘
 
-So a checkpoint can be loaded under any mesh and layouts.  What is not read is not checked, but where a whole checkpoint is asked for.
-A partial tensor, saved as its summands, is their sum: a rank among as many reads its own summand, else the first one along the axes of the sum
+So a checkpoint can be loaded under any mesh and layouts.  What is not read is not checked, but where a whole checkpoint
+                                                           is asked for.
+A partial tensor, saved as its summands, is their sum: a rank among as many reads its own summand, else the first one
+along the axes of the sum
 has all of it, and the others zeros.
 """
 
@@ -27,7 +30,18 @@ from mycel.errors import CheckpointError
 from mycel.ir import Layout, Mesh
 from mycel.run import boxes
 from mycel.run.boxes import Box, Dims
-from mycel.run.shards import CHUNK, DTYPE_NAMES, Crew, Entry, File, Manifest, Piece, as_bytes, damaged, read_manifest
+from mycel.run.shards import (
+    CHUNK,
+    DTYPE_NAMES,
+    Crew,
+    File,
+    Manifest,
+    StoredPiece,
+    StoredTensor,
+    as_bytes,
+    damaged,
+    read_manifest,
+)
 
 Folder = str | os.PathLike[str]
 Tensors = dict[str, torch.Tensor]
@@ -36,7 +50,8 @@ Wanted = Mapping[str, tuple[Layout, Dims, torch.dtype]]  # by name: how it lies 
 
 @dataclass(frozen=True)
 class Target:
-    """A tensor to be filled with a box of a saved one, which is not a tied name; `total`: what is to be the sum of its rows then."""
+    """A tensor to be filled with a box of a saved one, which is not a tied name; `total`: what is to be the sum of its
+    rows then."""
 
     name: str
     box: Box
@@ -44,7 +59,7 @@ class Target:
     total: torch.Tensor | None = None
 
     @staticmethod
-    def of(name: str, entry: Entry, box: Box, x: torch.Tensor) -> Target:
+    def of(name: str, entry: StoredTensor, box: Box, x: torch.Tensor) -> Target:
         """A tensor to be filled with a box of what is saved: of the sum, where that is partial."""
         if not entry.partial:
             return Target(name, box, x)
@@ -62,26 +77,41 @@ class Target:
 class Job:
     """A piece to be read, checked, and copied: from where in the piece, to where."""
 
-    piece: Piece
+    piece: StoredPiece
     dtype: torch.dtype
     copies: list[tuple[tuple[slice, ...], torch.Tensor]]
 
 
-def read(path: Folder, name: str, want: Box, manifest: Manifest | None = None, device: str | torch.device = "cpu") -> torch.Tensor:
+def read(
+    path: Folder, name: str, want: Box, manifest: Manifest | None = None, device: str | torch.device = "cpu"
+) -> torch.Tensor:
     """A box, (start, stop) for each dim, of a tensor in the checkpoint at `path`."""
     path = Path(path)
     manifest = manifest or read_manifest(path)
     owner, entry = _find(path, manifest, name)
     shape = entry.value_shape
-    if len(want) != len(shape) or not all(0 <= start <= stop <= n for (start, stop), n in zip(want, shape, strict=True)):
-        raise CheckpointError(f"{name} has shape {list(shape)}: there is no box {want} in it\n  at        {path}\n  try       a box within it")
+    if len(want) != len(shape) or not all(
+        0 <= start <= stop <= n for (start, stop), n in zip(want, shape, strict=True)
+    ):
+        raise CheckpointError(
+            f"{name} has shape {list(shape)}: there is no box {want} in it\n  at        {path}\n"
+            "  try       a box within it"
+        )
     x = torch.empty(boxes.extents(want), dtype=entry.dtype, device=device)
     fill(path, manifest, [Target.of(owner, entry, want, x)])
     return x
 
 
-def load_parts(path: Folder, wanted: Wanted, mesh: Mesh, rank: int, device: str | torch.device = "cpu", manifest: Manifest | None = None) -> Tensors:
-    """A rank's parts of tensors in the checkpoint at `path`, padded with zeros; tied names that lie alike share one tensor."""
+def load_parts(
+    path: Folder,
+    wanted: Wanted,
+    mesh: Mesh,
+    rank: int,
+    device: str | torch.device = "cpu",
+    manifest: Manifest | None = None,
+) -> Tensors:
+    """A rank's parts of tensors in the checkpoint at `path`, padded with zeros; tied names that lie alike share one
+    tensor."""
     path = Path(path)
     manifest = manifest or read_manifest(path)
     parts: dict[tuple[str, Layout], torch.Tensor] = {}
@@ -89,8 +119,13 @@ def load_parts(path: Folder, wanted: Wanted, mesh: Mesh, rank: int, device: str 
     for name, (layout, shape, dtype) in wanted.items():
         owner, entry = _find(path, manifest, name)
         if (entry.dtype, entry.value_shape) != (dtype, boxes.checked(name, layout, shape, mesh)):
-            told = f"{DTYPE_NAMES[entry.dtype]}{list(entry.value_shape)} in the checkpoint, {DTYPE_NAMES.get(dtype, dtype)}{list(shape)} is wanted"
-            raise CheckpointError(f"{name}: {told}\n  at        {path}\n  try       the model settings that it was saved with")
+            told = (
+                f"{DTYPE_NAMES[entry.dtype]}{list(entry.value_shape)} in the checkpoint, "
+                f"{DTYPE_NAMES.get(dtype, dtype)}{list(shape)} is wanted"
+            )
+            raise CheckpointError(
+                f"{name}: {told}\n  at        {path}\n  try       the model settings that it was saved with"
+            )
         if (owner, layout) not in parts:
             box, room = boxes.held(entry.value_shape, layout, mesh, rank), boxes.stored(entry.value_shape, layout, mesh)
             axes = tuple(axis for axis, _ in layout.owed)
@@ -112,17 +147,26 @@ def load_whole(path: Path, manifest: Manifest, names: Iterable[str], device: tor
     """Tensors as they were saved, tied names as one; every byte of the checkpoint is checked, wanted or not."""
     owners = {name: _find(path, manifest, name) for name in names}
     entries = dict(owners.values())
-    tensors = {owner: torch.empty(entry.value_shape, dtype=entry.dtype, device=device) for owner, entry in entries.items()}
-    fill(path, manifest, [Target.of(owner, entries[owner], boxes.whole(tuple(x.shape)), x) for owner, x in tensors.items()], everything=True)
+    tensors = {
+        owner: torch.empty(entry.value_shape, dtype=entry.dtype, device=device) for owner, entry in entries.items()
+    }
+    fill(
+        path,
+        manifest,
+        [Target.of(owner, entries[owner], boxes.whole(tuple(x.shape)), x) for owner, x in tensors.items()],
+        everything=True,
+    )
     return {name: tensors[owner] for name, (owner, _) in owners.items()}
 
 
-def _find(path: Path, manifest: Manifest, name: str) -> tuple[str, Entry]:
+def _find(path: Path, manifest: Manifest, name: str) -> tuple[str, StoredTensor]:
     """The name under which a tensor is stored, and where its pieces are."""
     owner = x if isinstance(x := manifest.tensors.get(name), str) else name
     entry = manifest.tensors.get(owner)
-    if not isinstance(entry, Entry):
-        raise CheckpointError(f"there is no {name} in the checkpoint\n  at        {path}\n  try       one of the same model and optimiser")
+    if not isinstance(entry, StoredTensor):
+        raise CheckpointError(
+            f"there is no {name} in the checkpoint\n  at        {path}\n  try       one of the same model and optimiser"
+        )
     return owner, entry
 
 
@@ -150,7 +194,11 @@ def fill(path: Path, manifest: Manifest, targets: Iterable[Target], everything: 
 def _copies(piece: Box, targets: Iterable[Target]) -> list[tuple[tuple[slice, ...], torch.Tensor]]:
     """What of a piece goes where."""
     shared = ((target, boxes.common(piece, target.box)) for target in targets)
-    return [(boxes.inside(box, piece), target.tensor[boxes.inside(box, target.box)]) for target, box in shared if box is not None]
+    return [
+        (boxes.inside(box, piece), target.tensor[boxes.inside(box, target.box)])
+        for target, box in shared
+        if box is not None
+    ]
 
 
 def _read_file(path: Path, name: str, file: File, jobs: list[Job]) -> None:
@@ -171,9 +219,16 @@ def _read_file(path: Path, name: str, file: File, jobs: list[Job]) -> None:
 def _read_piece(path: Path, fd: int, job: Job) -> None:
     """Straight to where it is wanted, if that is one place on the host that takes all of it."""
     alone = job.copies[0][1] if len(job.copies) == 1 else None
-    direct = alone is not None and tuple(alone.shape) == job.piece.shape and alone.device.type == "cpu" and alone.is_contiguous()
+    direct = (
+        alone is not None
+        and tuple(alone.shape) == job.piece.shape
+        and alone.device.type == "cpu"
+        and alone.is_contiguous()
+    )
     host = alone if direct and alone is not None else torch.empty(job.piece.shape, dtype=job.dtype)
-    _check(path, f"{job.piece.file}, byte {job.piece.begin},", _fill(fd, as_bytes(host), job.piece.begin), job.piece.sha256)
+    _check(
+        path, f"{job.piece.file}, byte {job.piece.begin},", _fill(fd, as_bytes(host), job.piece.begin), job.piece.sha256
+    )
     for where, target in job.copies if host is not alone else ():
         target.copy_(host[where])
 

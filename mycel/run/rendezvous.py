@@ -1,13 +1,16 @@
-"""Where the ranks of a world meet: a store of keys and values at one address, which every rank can ask, and which exists before any collective.
+"""Where the ranks of a world meet: a store of keys and values at one address, which every rank can ask, and which
+exists before any collective.
 
     RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR MASTER_PORT       as torchrun and `mycel.launch` set them
-    TORCHELASTIC_USE_AGENT_STORE=True                        whoever started the ranks holds the store; otherwise rank 0 does
+    TORCHELASTIC_USE_AGENT_STORE=True                        whoever started the ranks holds the store; otherwise rank 0
+    does
 
     stop               why all has to end: written once, by whoever sees it first
     K/beat/RANK        of the K-th world that these processes make: where a rank is, written by its watch
     K/agree/N/…        the facts of the N-th agreement
 
-A world at a loopback address listens on loopback only: the store's socket is bound to the address by which it is known, and the messages of
+A world at a loopback address listens on loopback only: the store's socket is bound to the address by which it is known,
+and the messages of
 a rank leave from the address by which it reaches the store.
 """
 
@@ -58,7 +61,9 @@ def serve(server: socket.socket, host: str) -> dist.Store:
 
 def connect(host: str, port: int, within_s: float) -> dist.Store:
     """One more connection to a store; its calls block, so each thread needs its own."""
-    return _prefixed(dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=within_s)))
+    return _prefixed(
+        dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=within_s))
+    )
 
 
 def tell(store: dist.Store, why: str) -> str:
@@ -97,7 +102,8 @@ def seat() -> Seat:
         raise RunError(f"RANK or WORLD_SIZE is set, but not {', '.join(missing)}\n  {where}")
     try:
         rank, world, port, local_rank = (
-            int(given.get(name) or os.environ.get(name, "0")) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_RANK")
+            int(given.get(name) or os.environ.get(name, "0"))
+            for name in ("RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_RANK")
         )
     except ValueError as e:
         raise RunError(f"RANK, WORLD_SIZE, MASTER_PORT or LOCAL_RANK is no number: {e}\n  {where}") from e
@@ -108,7 +114,8 @@ def seat() -> Seat:
 
 
 class Rendezvous:
-    """A process at its seat, connected to the store; each has keys of its own, the same on all ranks that make as many."""
+    """A process at its seat, connected to the store; each has keys of its own, the same on all ranks that make as
+    many."""
 
     made = 0
     held: dist.Store | None = None  # the store itself, where it is in this process: until the process ends
@@ -122,11 +129,16 @@ class Rendezvous:
         try:
             if seat.hosting and Rendezvous.held is None:
                 family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
-                Rendezvous.held = serve(socket.create_server((self.host, self.port), family=family, backlog=4096), self.host)
+                Rendezvous.held = serve(
+                    socket.create_server((self.host, self.port), family=family, backlog=4096), self.host
+                )
             self.all = self.connect()
         except (OSError, dist.DistError) as e:
             what = f"rank {self.rank} does not reach the store at {self.host}:{self.port}: {str(e).splitlines()[0]}"
-            raise RunError(f"{what}\n  at        MASTER_ADDR, MASTER_PORT\n  try       the address of the host of rank 0, as all hosts see it") from e
+            raise RunError(
+                f"{what}\n  at        MASTER_ADDR, MASTER_PORT\n"
+                "  try       the address of the host of rank 0, as all hosts see it"
+            ) from e
         self.store = dist.PrefixStore(self.name, self.all)
 
     def connect(self) -> dist.Store:
@@ -141,7 +153,9 @@ class Rendezvous:
     def address(self) -> str:
         """The address by which this host reaches the store: others reach it by that too."""
         found = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_DGRAM)
-        family, kind, _, _, address = min(found, key=lambda each: each[0] != socket.AF_INET)  # all ranks have to speak the same
+        family, kind, _, _, address = min(
+            found, key=lambda each: each[0] != socket.AF_INET
+        )  # all ranks have to speak the same
         with socket.socket(family, kind) as probe:
             probe.connect(address)  # nothing is sent: it only asks for the route
             return str(probe.getsockname()[0])
@@ -170,7 +184,13 @@ class Rendezvous:
         """End the world because of an error of this rank."""
         lines = str(error).splitlines()
         with suppress(dist.DistError):
-            tell(self.all, f"rank {self.rank} failed: {type(error).__name__}{': ' + lines[0] if lines else ''}\n  try       a look at its log")
+            tell(
+                self.all,
+                (
+                    f"rank {self.rank} failed: {type(error).__name__}{': ' + lines[0] if lines else ''}\n"
+                    "  try       a look at its log"
+                ),
+            )
 
     def leave(self) -> None:
         """Go; whoever holds the store waits for all to have gone."""
@@ -194,7 +214,10 @@ class Rendezvous:
             ranks.setdefault(self._get(store, f"difference/{rank}").decode(), []).append(rank)
         ranks.pop("", None)
         told = [text.replace("RANKS", named(group)) for text, group in ranks.items()]
-        hint = ["  at        before the first collective", "  try       the same files, settings and packages for all ranks"]
+        hint = [
+            "  at        before the first collective",
+            "  try       the same files, settings and packages for all ranks",
+        ]
         return "\n".join([*told, *hint]) if told else ""
 
     def _get(self, store: dist.Store, key: str) -> bytes:
@@ -206,7 +229,10 @@ class Rendezvous:
         end, pause_s = time.monotonic() + self.timeout_s + LATER_S, 0.001
         while not true():
             if time.monotonic() > end:
-                raise RunError(f"rank {self.rank} waits for {what} in vain\n  try       a look at the logs of the others, or a longer MYCEL_TIMEOUT")
+                raise RunError(
+                    f"rank {self.rank} waits for {what} in vain\n"
+                    "  try       a look at the logs of the others, or a longer MYCEL_TIMEOUT"
+                )
             time.sleep(pause_s)
             pause_s = min(pause_s * 1.5, 0.1)
 

@@ -1,18 +1,24 @@
-"""The files of one checkpoint: safetensors shards, of which every rank writes its own, and a manifest that says what is in them.
+"""The files of one checkpoint: safetensors shards, of which every rank writes its own, and a manifest that says what is
+in them.
 
     step-00000200/
       shard-00003-00001.safetensors, …   the second one of rank 3
       manifest.json                      {"format", "step", "metric", "meta", "plan",
                                           "files":   {file: {"bytes", "header", "sha256"}},
-                                          "tensors": {name: {"dtype", "shape", "pieces": [{"file", "begin", "offset", "shape", "sha256"}]},
+                                          "tensors": {name: {"dtype", "shape", "pieces": [{"file", "begin", "offset",
+                                          "shape", "sha256"}]},
                                                       partial name: the same and {"partial": "sum"},
                                                       tied name: {"same": name}},
                                           "sha256"}
 
-A piece is a box of a tensor: `shape` large at `offset` of it, at byte `begin` of a file.  Pieces fill their tensor and, behind its header, their
-file, none over another.  Each has a checksum and some MiB at most (one row at least), so a box of a tensor can be read, and checked, without
-reading much else; those that a rank has of a tensor lie one after the other, and other programs read them as one.  The manifest's last line is the
-checksum of all lines before it.  Reading believes the manifest only when that line is right, and tensors only when their pieces' checksums are;
+A piece is a box of a tensor: `shape` large at `offset` of it, at byte `begin` of a file.  Pieces fill their tensor and,
+behind its header, their
+file, none over another.  Each has a checksum and some MiB at most (one row at least), so a box of a tensor can be read,
+                          and checked, without
+reading much else; those that a rank has of a tensor lie one after the other, and other programs read them as one.  The
+manifest's last line is the
+checksum of all lines before it.  Reading believes the manifest only when that line is right, and tensors only when
+                                  their pieces' checksums are;
 nothing is unpickled or evaluated.
 """
 
@@ -41,7 +47,9 @@ MANIFEST = "manifest.json"
 SHARD_BYTES = 2 << 30
 PIECE_BYTES = 16 << 20
 CHUNK = 4 << 20  # bytes hashed, written or read at a time
-THREADS = 4  # one hashes a shard while another writes it; more saturate neither the disk nor a few cores that also train
+THREADS = (
+    4  # one hashes a shard while another writes it; more saturate neither the disk nor a few cores that also train
+)
 COMPARED = 256  # pieces compared with others at a time
 NEVER = threading.Event()
 
@@ -58,7 +66,7 @@ Part = tuple[str, Dims, torch.Tensor]  # of a tensor: its name, where in it, and
 
 
 @dataclass(frozen=True)
-class Piece:
+class StoredPiece:
     """A box of a tensor, `shape` large at `offset`, at byte `begin` of a file."""
 
     file: str
@@ -78,12 +86,12 @@ class File:
 
 
 @dataclass(frozen=True)
-class Entry:
+class StoredTensor:
     """A tensor and where its pieces are; of a `partial` one its summands, along a first dim of their own."""
 
     dtype: torch.dtype
     shape: Dims
-    pieces: tuple[Piece, ...]
+    pieces: tuple[StoredPiece, ...]
     partial: bool = False
 
     @property
@@ -101,16 +109,19 @@ class Manifest:
     meta: dict[str, Any]
     plan: str | None
     files: dict[str, File]
-    tensors: dict[str, Entry | str]
+    tensors: dict[str, StoredTensor | str]
 
 
 class Crew:
-    """Threads that work off a list of tasks.  All start in the caller's thread: a process about to exit can start none."""
+    """Threads that work off a list of tasks.  All start in the caller's thread: a process about to exit can start
+    none."""
 
     def __init__(self, tasks: Iterable[Callable[[], None]]) -> None:
         self.tasks = deque(tasks)
         self.errors: list[Exception] = []
-        self.threads = [threading.Thread(target=self._work, name="checkpoint") for _ in range(min(THREADS, len(self.tasks)))]
+        self.threads = [
+            threading.Thread(target=self._work, name="checkpoint") for _ in range(min(THREADS, len(self.tasks)))
+        ]
         for thread in self.threads:
             thread.start()
 
@@ -139,11 +150,13 @@ class Crew:
             thread.join()
 
 
-# -- shards -------------------------------------------------------------------------------------------------------------
+# -- shards ----------------------------------------------------------------------------------------------------------
+# -
 
 
 class Shard:
-    """A safetensors file to be: its header, and parts of tensors, on the host and contiguous, in the order of their bytes."""
+    """A safetensors file to be: its header, and parts of tensors, on the host and contiguous, in the order of their
+    bytes."""
 
     def __init__(self, file: str, parts: list[Part]) -> None:
         self.file = file
@@ -182,11 +195,11 @@ class Shard:
             found.append(digest.hexdigest())
         return found
 
-    def described(self, sha256: list[str]) -> tuple[File, list[tuple[str, Piece]]]:
+    def described(self, sha256: list[str]) -> tuple[File, list[tuple[str, StoredPiece]]]:
         """What a manifest says of it: the file, and each piece with the name of its tensor."""
         begin, found = len(self.header), []
         for (name, offset, x), digest in zip(self.pieces, sha256[1:], strict=True):
-            found.append((name, Piece(self.file, begin, offset, tuple(x.shape), digest)))
+            found.append((name, StoredPiece(self.file, begin, offset, tuple(x.shape), digest)))
             begin += x.nbytes
         return File(self.bytes, len(self.header), sha256[0]), found
 
@@ -210,7 +223,8 @@ def as_bytes(x: torch.Tensor) -> memoryview:
 
 
 def pack(parts: Iterable[Part], shard_bytes: int, rank: int = 0) -> list[Shard]:
-    """Parts of tensors -> shards of at most `shard_bytes`; a larger part is cut along its first dim, one row at least."""
+    """Parts of tensors -> shards of at most `shard_bytes`; a larger part is cut along its first dim, one row at
+    least."""
     groups: list[list[Part]] = []
     room = -1
     for part in parts:
@@ -234,14 +248,21 @@ def cut(part: Part, limit_bytes: int) -> Iterator[Part]:
         yield name, (offset[0] + at, *offset[1:]), x[at : at + rows]
 
 
-# -- the manifest -------------------------------------------------------------------------------------------------------
+# -- the manifest ----------------------------------------------------------------------------------------------------
+# -
 
 
 def to_bytes(manifest: Manifest) -> bytes:
     """The manifest as JSON, one line for each tensor and file, and its checksum in the last line."""
     files = {name: vars(file) for name, file in manifest.files.items()}
     tensors = {name: {"same": x} if isinstance(x, str) else _entry_json(x) for name, x in manifest.tensors.items()}
-    head = {"format": FORMAT, "step": manifest.step, "metric": manifest.metric, "meta": manifest.meta, "plan": manifest.plan}
+    head = {
+        "format": FORMAT,
+        "step": manifest.step,
+        "metric": manifest.metric,
+        "meta": manifest.meta,
+        "plan": manifest.plan,
+    }
     lines = [f"{json.dumps(key)}: {json.dumps(value)},\n" for key, value in head.items()]
     for key, table in (("files", files), ("tensors", tensors)):
         rows = ",\n".join(f" {json.dumps(name)}: {json.dumps(value)}" for name, value in table.items())
@@ -250,7 +271,7 @@ def to_bytes(manifest: Manifest) -> bytes:
     return body + _last_line(body)
 
 
-def _entry_json(entry: Entry) -> dict[str, Any]:
+def _entry_json(entry: StoredTensor) -> dict[str, Any]:
     found = {"dtype": DTYPE_NAMES[entry.dtype], "shape": entry.shape, "pieces": [vars(piece) for piece in entry.pieces]}
     return {**found, "partial": "sum"} if entry.partial else found
 
@@ -267,7 +288,9 @@ def damaged(path: Path, why: str) -> NoReturn:
 def read_manifest(path: Path) -> Manifest:
     """The manifest of the checkpoint at `path`, its checksum and the sizes of its files checked."""
     if not path.is_dir():
-        raise CheckpointError(f"there is no checkpoint {path.name}\n  at        {path}\n  try       a folder like step-00000200 of a run")
+        raise CheckpointError(
+            f"there is no checkpoint {path.name}\n  at        {path}\n  try       a folder like step-00000200 of a run"
+        )
     try:
         text = (path / MANIFEST).read_bytes()
     except FileNotFoundError:
@@ -307,27 +330,38 @@ def _manifest(x: dict[str, Any]) -> Manifest:
     files = {name: File(int(f["bytes"]), int(f["header"]), str(f["sha256"])) for name, f in x["files"].items()}
     for name in files:
         _require(re.fullmatch(r"shard-[0-9]+-[0-9]+\.safetensors", name), f"a file called {name!r}")
-    tensors: dict[str, Entry | str] = {name: t["same"] if "same" in t else _entry(name, t) for name, t in x["tensors"].items()}
+    tensors: dict[str, StoredTensor | str] = {
+        name: t["same"] if "same" in t else _entry(name, t) for name, t in x["tensors"].items()
+    }
     for name, t in tensors.items():
-        _require(not isinstance(t, str) or isinstance(tensors.get(t), Entry), f"{name} is the same as {t}, which is not there")
-    _check_files_are_filled(files, [t for t in tensors.values() if isinstance(t, Entry)])
+        _require(
+            not isinstance(t, str) or isinstance(tensors.get(t), StoredTensor),
+            f"{name} is the same as {t}, which is not there",
+        )
+    _check_files_are_filled(files, [t for t in tensors.values() if isinstance(t, StoredTensor)])
     _require(isinstance(x["meta"], dict), "meta is no object")
     metric = None if x["metric"] is None else float(x["metric"])
     return Manifest(int(x["step"]), metric, x["meta"], None if x["plan"] is None else str(x["plan"]), files, tensors)
 
 
-def _entry(name: str, x: dict[str, Any]) -> Entry:
+def _entry(name: str, x: dict[str, Any]) -> StoredTensor:
     dtype, shape = DTYPES[x["dtype"]], _dims(x["shape"])
-    pieces = tuple(Piece(p["file"], int(p["begin"]), _dims(p["offset"]), _dims(p["shape"]), str(p["sha256"])) for p in x["pieces"])
+    pieces = tuple(
+        StoredPiece(p["file"], int(p["begin"]), _dims(p["offset"]), _dims(p["shape"]), str(p["sha256"]))
+        for p in x["pieces"]
+    )
     for p in pieces:
-        _require(all(o + n <= whole and n for o, n, whole in zip(p.offset, p.shape, shape, strict=True)), f"{name} has a piece outside itself")
+        _require(
+            all(o + n <= whole and n for o, n, whole in zip(p.offset, p.shape, shape, strict=True)),
+            f"{name} has a piece outside itself",
+        )
     _require(sum(math.prod(p.shape) for p in pieces) == math.prod(shape) and _apart(pieces), f"{name} has a hole")
     partial = x.get("partial")
     _require(partial is None or (partial == "sum" and len(shape) > 0), f"{name} is partial: {partial!r}")
-    return Entry(dtype, shape, pieces, partial is not None)
+    return StoredTensor(dtype, shape, pieces, partial is not None)
 
 
-def _apart(pieces: tuple[Piece, ...]) -> bool:
+def _apart(pieces: tuple[StoredPiece, ...]) -> bool:
     """Does no piece of a tensor lie over another?"""
     if len(pieces) <= 1:
         return True
@@ -344,7 +378,7 @@ def _apart(pieces: tuple[Piece, ...]) -> bool:
     return True
 
 
-def _check_files_are_filled(files: Mapping[str, File], entries: Iterable[Entry]) -> None:
+def _check_files_are_filled(files: Mapping[str, File], entries: Iterable[StoredTensor]) -> None:
     """Header and pieces follow one another, and leave nothing of a file unchecked."""
     spans: dict[str, list[tuple[int, int]]] = {name: [(0, file.header)] for name, file in files.items()}
     for entry in entries:
@@ -353,7 +387,9 @@ def _check_files_are_filled(files: Mapping[str, File], entries: Iterable[Entry])
     for name, found in spans.items():
         found.sort()
         ends = [0, *(end for _, end in found)]
-        _require([begin for begin, _ in found] == ends[:-1] and ends[-1] == files[name].bytes, f"pieces do not fill {name}")
+        _require(
+            [begin for begin, _ in found] == ends[:-1] and ends[-1] == files[name].bytes, f"pieces do not fill {name}"
+        )
 
 
 def _dims(x: Iterable[Any]) -> Dims:

@@ -11,7 +11,25 @@ from typing import Any
 import torch
 
 from mycel.errors import RunError
-from mycel.ir import OPS, Axes, Block, Eqn, Layout, Mesh, Op, Program, Type, Var, call, cond, custom, extent, loop, part, scan
+from mycel.ir import (
+    OPS,
+    Axes,
+    Block,
+    Eqn,
+    Layout,
+    Mesh,
+    Op,
+    Program,
+    Type,
+    Var,
+    call,
+    cond,
+    custom,
+    extent,
+    loop,
+    part,
+    scan,
+)
 from mycel.ops import o
 from mycel.ops.collective import COMMUNICATORS, each, reduced
 
@@ -102,17 +120,26 @@ class _Ranks:
         if p.get("reverse"):
             rows.reverse()
         if rows:
-            return state + [[torch.stack(list(mine)) for mine in zip(*column, strict=True)] for column in zip(*rows, strict=True)]
+            return state + [
+                [torch.stack(list(mine)) for mine in zip(*column, strict=True)] for column in zip(*rows, strict=True)
+            ]
         body = self.program.blocks[p["body"]].outputs[m - n :]
-        return state + [[torch.empty((0, *v.shape), dtype=v.dtype, device=self.device) for _ in range(self.n)] for v in body if isinstance(v, Var)]
+        return state + [
+            [torch.empty((0, *v.shape), dtype=v.dtype, device=self.device) for _ in range(self.n)]
+            for v in body
+            if isinstance(v, Var)
+        ]
 
     def agreed(self, test: Values, eqn: Eqn) -> bool:
         found = {bool(t) for t in test}
         if len(found) != 1:
-            raise RunError(f"ranks disagree about {eqn.op.name}: {[bool(t) for t in test]}\n  at        {eqn.line or 'unknown'}")
+            raise RunError(
+                f"ranks disagree about {eqn.op.name}: {[bool(t) for t in test]}\n  at        {eqn.line or 'unknown'}"
+            )
         return found.pop()
 
-    # -- what ranks say to each other ------------------------------------------------------------------------------------
+    # -- what ranks say to each other
+    # ------------------------------------------------------------------------------------
 
     def group(self, xs: Values, axes: Axes, rank: int) -> list[torch.Tensor]:
         return [xs[r] for r in self.mesh.group(rank, axes)]
@@ -121,7 +148,9 @@ class _Ranks:
         """What each rank gets of a collective, by its meaning."""
         assert op.collective is not None
         axes = params["axes"]
-        return [op.collective.meaning(self.group(xs, axes, r), self.mesh.index(r, axes), **params) for r in range(self.n)]
+        return [
+            op.collective.meaning(self.group(xs, axes, r), self.mesh.index(r, axes), **params) for r in range(self.n)
+        ]
 
     def finished(self, p: Mapping[str, Any], args: list[Values]) -> list[Values]:
         """What was begun, tensor by tensor."""
@@ -129,7 +158,8 @@ class _Ranks:
         return [self.together(OPS[p["op"]], xs, each(i, **how)) for i, xs in enumerate(args)]
 
 
-# -- between a whole tensor and the parts of all ranks ---------------------------------------------------------------------
+# -- between a whole tensor and the parts of all ranks
+# ---------------------------------------------------------------------
 
 
 def spread_out(x: torch.Tensor, layout: Layout, mesh: Mesh) -> Values:
@@ -145,7 +175,11 @@ def part_of(x: torch.Tensor, layout: Layout, mesh: Mesh, rank: int) -> torch.Ten
             start, count = extent(x.shape[d], axes, mesh, at)
             stored = part(x.shape[d], axes, mesh)
             mine = x.narrow(d, min(start, x.shape[d]), count)
-            x = torch.cat([mine, x.new_zeros([stored - count if e == d else n for e, n in enumerate(mine.shape)])], d) if count < stored else mine
+            x = (
+                torch.cat([mine, x.new_zeros([stored - count if e == d else n for e, n in enumerate(mine.shape)])], d)
+                if count < stored
+                else mine
+            )
     if any(kind == "+" and at[axis] for axis, kind in layout.owed):
         x = torch.zeros_like(x)
     return x
@@ -165,10 +199,16 @@ def put_together(xs: Values, layout: Layout, type: Type, mesh: Mesh) -> torch.Te
         here = tuple(slice(start, start + count) for start, count in extents)
         mine = x[tuple(slice(0, count) for _, count in extents)]
         if bool(seen[here].any()) and not _same(whole[here], mine):
-            raise RunError(f"ranks that should hold the same part of {type} in {layout} hold different ones (rank {rank})")
+            raise RunError(
+                f"ranks that should hold the same part of {type} in {layout} hold different ones (rank {rank})"
+            )
         whole[here], seen[here] = mine, True
     return whole
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.allclose(a, b, rtol=1e-4, atol=1e-5, equal_nan=True) if a.is_floating_point() or a.is_complex() else bool((a == b).all())
+    return (
+        torch.allclose(a, b, rtol=1e-4, atol=1e-5, equal_nan=True)
+        if a.is_floating_point() or a.is_complex()
+        else bool((a == b).all())
+    )

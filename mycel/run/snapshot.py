@@ -1,8 +1,10 @@
 """The state of a run as it is at one moment, on the host: what this rank saves of it, and what all of it is.
 
-    tensors on a mesh ──which parts are mine──▶ views without padding ──copy──▶ host tensors, the rank's own and nobody else's
+    tensors on a mesh ──which parts are mine──▶ views without padding ──copy──▶ host tensors, the rank's own and nobody
+    else's
 
-A copy of CUDA tensors is on its way when this returns: work given to the device later waits for it, and so must whoever reads it (`ready`).
+A copy of CUDA tensors is on its way when this returns: work given to the device later waits for it, and so must whoever
+reads it (`ready`).
 """
 
 from __future__ import annotations
@@ -21,33 +23,44 @@ from mycel.errors import CheckpointError
 from mycel.ir import Layout, Mesh
 from mycel.run import boxes
 from mycel.run.boxes import Dims
-from mycel.run.shards import DTYPE_NAMES, Entry, Part
+from mycel.run.shards import DTYPE_NAMES, Part, StoredTensor
 
 Tensors = dict[str, torch.Tensor]
 Layouts = Mapping[str, tuple[Layout, Dims]]  # by name: how a tensor lies on the mesh, and its global shape
-Copy = Callable[[Tensors], tuple[Tensors, Callable[[], None]]]  # to the host; the copies are there once the function returned
+Copy = Callable[
+    [Tensors], tuple[Tensors, Callable[[], None]]
+]  # to the host; the copies are there once the function returned
 
 
 @dataclass(frozen=True)
 class State:
-    """What is to be saved: all tensors by name, without pieces yet, a tied one as another's name; this rank's parts, there once `ready` returns."""
+    """What is to be saved: all tensors by name, without pieces yet, a tied one as another's name; this rank's parts,
+    there once `ready` returns."""
 
     meta: dict[str, Any]
     metric: float | None
-    tensors: dict[str, Entry | str]
+    tensors: dict[str, StoredTensor | str]
     parts: list[Part]
     ready: Callable[[], None]
     digest: str  # of what all ranks must agree on
 
 
 def take(
-    tensors: Mapping[str, torch.Tensor], meta: dict[str, Any], metric: float | None, copy: Copy, layouts: Layouts, mesh: Mesh, rank: int
+    tensors: Mapping[str, torch.Tensor],
+    meta: dict[str, Any],
+    metric: float | None,
+    copy: Copy,
+    layouts: Layouts,
+    mesh: Mesh,
+    rank: int,
 ) -> State:
     """What the caller gave, with names of the same tensor joined and everything copied that could change."""
     try:
         meta = json.loads(json.dumps(meta))
     except (TypeError, ValueError) as e:
-        raise CheckpointError(f"meta cannot be written as JSON: {e}\n  try       numbers, strings, lists, objects") from e
+        raise CheckpointError(
+            f"meta cannot be written as JSON: {e}\n  try       numbers, strings, lists, objects"
+        ) from e
     lies = {name: _lies(name, x, layouts, mesh) for name, x in tensors.items()}
     partial = {name for name, (layout, _) in lies.items() if layout.owed}
     lies |= {name: boxes.summands(*lies[name], mesh) for name in partial}
@@ -59,12 +72,15 @@ def take(
     valid = {name: tensors[name].detach()[tuple(slice(n) for n in boxes.extents(box))] for name, box in held.items()}
     host, ready = copy(valid)
     parts = [(name, tuple(start for start, _ in held[name]), x) for name, x in host.items()]
-    table: dict[str, Entry | str] = {
-        name: Entry(tensors[name].dtype, lies[name][1], (), name in partial) if o == name else o for name, o in owner.items()
+    table: dict[str, StoredTensor | str] = {
+        name: StoredTensor(tensors[name].dtype, lies[name][1], (), name in partial) if o == name else o
+        for name, o in owner.items()
     }
     told = [
-        mesh.sizes(), sorted(partial), [(name, str(tensors[name].dtype), lies[name][1], str(lies[name][0]), owner[name]) for name in tensors]
-    ]  # fmt: skip
+        mesh.sizes(),
+        sorted(partial),
+        [(name, str(tensors[name].dtype), lies[name][1], str(lies[name][0]), owner[name]) for name in tensors],
+    ]
     digest = hashlib.sha256(json.dumps(told).encode()).hexdigest()
     return State(meta, metric if metric is not None and math.isfinite(metric) else None, table, parts, ready, digest)
 
@@ -73,11 +89,16 @@ def _lies(name: str, x: torch.Tensor, layouts: Layouts, mesh: Mesh) -> tuple[Lay
     """How a tensor lies on the mesh: as is said, else whole on every rank."""
     if x.dtype not in DTYPE_NAMES or x.layout is not torch.strided or x.is_meta or name == "__metadata__":
         known = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPE_NAMES)
-        raise CheckpointError(f"cannot save {name!r}, a {x.layout} {x.dtype} tensor on {x.device}\n  try       a dense tensor of {known}")
+        raise CheckpointError(
+            f"cannot save {name!r}, a {x.layout} {x.dtype} tensor on {x.device}\n  try       a dense tensor of {known}"
+        )
     layout, shape = layouts.get(name) or (Layout.whole(x.dim()), tuple(x.shape))
     shape = boxes.checked(name, layout, shape, mesh)
     if tuple(x.shape) != (expected := boxes.stored(shape, layout, mesh)):
-        what = f"cannot save {name!r}: this rank has {list(x.shape)} of it, but a part of {list(shape)} that lies as {layout} has {list(expected)}"
+        what = (
+            f"cannot save {name!r}: this rank has {list(x.shape)} of it, but a part of {list(shape)} that lies as "
+            f"{layout} has {list(expected)}"
+        )
         raise CheckpointError(f"{what}\n  at        {mesh}\n  try       the layout that the tensor was made with")
     return layout, shape
 
@@ -87,7 +108,11 @@ def _owners(tensors: Mapping[str, torch.Tensor], lies: Mapping[str, tuple[Layout
     owner: dict[str, str] = {}
     first: dict[Any, str] = {}
     for name, x in tensors.items():
-        same = (x.device, x.data_ptr(), x.shape, x.stride(), x.dtype, x.is_conj(), x.is_neg(), lies[name]) if x.numel() else name
+        same = (
+            (x.device, x.data_ptr(), x.shape, x.stride(), x.dtype, x.is_conj(), x.is_neg(), lies[name])
+            if x.numel()
+            else name
+        )
         owner[name] = first.setdefault(same, name)
     return owner
 
@@ -104,7 +129,8 @@ class Buffers:
         self.host: Tensors = {}
 
     def copy(self, tensors: Tensors) -> tuple[Tensors, Callable[[], None]]:
-        """Copies of the tensors as they are now: host tensors at once, CUDA ones on a stream of their own that later work waits for."""
+        """Copies of the tensors as they are now: host tensors at once, CUDA ones on a stream of their own that later
+        work waits for."""
         self.host = host = {name: _buffer(x, self.host.get(name)) for name, x in tensors.items()}
         events = []
         for device in {x.device for x in tensors.values() if x.is_cuda}:

@@ -4,10 +4,12 @@
     a rank is stopped   the others, who wait for it in a collective, say so at the timeout, and write it to the store
     the store is gone   whoever held it has died
 
-Then this rank has to end: its next call of a collective raises the reason, and if it makes none within `GRACE_S`, the thread prints the
+Then this rank has to end: its next call of a collective raises the reason, and if it makes none within `GRACE_S`, the
+thread prints the
 reason and ends the process, with the exit code `LOST`.
 
-Every rank writes where it is to the store, again and again (its beat), so that others can tell: who is silent, and who is late, and where.
+Every rank writes where it is to the store, again and again (its beat), so that others can tell: who is silent, and who
+is late, and where.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ TOLD_WITHIN_S = 3.0  # of a death, by whoever started the rank, if that knows of
 
 
 @dataclass
-class Place:
+class PendingCollective:
     """A collective that this rank is in: the n-th of its run, and the user's line it was written for."""
 
     number: int
@@ -56,7 +58,7 @@ class Watch:
         self.every_s = max(EVERY_S, meeting.world / 2000)  # one store serves all
         self.reason = ""
         self.told, self.closing = threading.Event(), threading.Event()
-        self.places: dict[int, Place] = {}
+        self.places: dict[int, PendingCollective] = {}
         self.entered = 0
         self.beats = 0
         self.last = ("", "")  # the collective last entered, and where
@@ -65,23 +67,23 @@ class Watch:
         self.thread = threading.Thread(target=self._run, name="watch", daemon=True)
         self.thread.start()
 
-    def enter(self, what: str, at: str, ranks: Iterable[int]) -> Place:
+    def enter(self, what: str, at: str, ranks: Iterable[int]) -> PendingCollective:
         """This rank is in a collective now; refused when the world has to end."""
         if self.reason:
             raise RunError(self.reason)
         self.entered += 1
         self.last = (what, at)
-        place = self.places[self.entered] = Place(self.entered, what, at, tuple(ranks))
+        place = self.places[self.entered] = PendingCollective(self.entered, what, at, tuple(ranks))
         return place
 
-    def leave(self, place: Place, done: Callable[[], bool] | None = None) -> None:
+    def leave(self, place: PendingCollective, done: Callable[[], bool] | None = None) -> None:
         """It goes on; `done` says when the messages have come, if that is later."""
         if done is None:
             self.places.pop(place.number, None)
         else:
             place.done = done
 
-    def explain(self, place: Place, error: Exception) -> RunError:
+    def explain(self, place: PendingCollective, error: Exception) -> RunError:
         """Why a collective failed: what is known about the others, a moment later."""
         if not self.told.wait(TOLD_WITHIN_S):
             reason = f"{place.what} failed: {(str(error).splitlines() or [type(error).__name__])[0]}"
@@ -103,20 +105,32 @@ class Watch:
                 if self.all.check([STOP]):
                     self._end(self.all.get(STOP).decode())
                 elif late := self._late():
-                    self._end(tell(self.all, self._accuse(late, f"no answer in {late.what} for {self.meeting.timeout_s:g} s")))
+                    self._end(
+                        tell(self.all, self._accuse(late, f"no answer in {late.what} for {self.meeting.timeout_s:g} s"))
+                    )
             self._beat("ended")
         except RuntimeError as e:
             if not self.closing.is_set():
-                store = f"the store at {self.meeting.host}:{self.meeting.port} does not answer: {str(e).splitlines()[0]}"
+                store = (
+                    f"the store at {self.meeting.host}:{self.meeting.port} does not answer: {str(e).splitlines()[0]}"
+                )
                 self._end(f"{store}\n  try       a look at what started rank 0: it has ended")
 
     def _beat(self, state: str) -> None:
         self.beats += 1
         waits = bool(self.places)
-        beat = {**self.me, "beats": self.beats, "state": state, "entered": self.entered, "what": self.last[0], "at": self.last[1], "waits": waits}
+        beat = {
+            **self.me,
+            "beats": self.beats,
+            "state": state,
+            "entered": self.entered,
+            "what": self.last[0],
+            "at": self.last[1],
+            "waits": waits,
+        }
         self.store.set(f"beat/{self.meeting.rank}", json.dumps(beat))
 
-    def _late(self) -> Place | None:
+    def _late(self) -> PendingCollective | None:
         """The collective that has been under way for too long."""
         for place in list(self.places.values()):
             if place.done is not None and place.done():
@@ -135,13 +149,17 @@ class Watch:
         sys.stderr.flush()
         os._exit(LOST)
 
-    def _accuse(self, place: Place, what: str) -> str:
+    def _accuse(self, place: PendingCollective, what: str) -> str:
         """The whole message: what happened, to whom, who waits where, and what to try."""
         found = self._suspects(place)
         hint = "  try       a look at the log of that rank, or a longer MYCEL_TIMEOUT"
-        return _placed(f"{what}: {'; '.join(found) or 'all ranks give signs of life'}\n{hint}", place, f"rank {self.meeting.rank} waits in ")
+        return _placed(
+            f"{what}: {'; '.join(found) or 'all ranks give signs of life'}\n{hint}",
+            place,
+            f"rank {self.meeting.rank} waits in ",
+        )
 
-    def _suspects(self, place: Place) -> list[str]:
+    def _suspects(self, place: PendingCollective) -> list[str]:
         """What is wrong with each rank that the others may wait for."""
         others = [rank for rank in place.ranks if rank != self.meeting.rank]
         before = self._beats(others)
@@ -158,7 +176,7 @@ class Watch:
         there = [rank for rank, key in keys.items() if self.store.check([key])]
         return {rank: json.loads(self.store.get(keys[rank])) if rank in there else {} for rank in ranks}
 
-    def _state(self, before: dict[str, Any], after: dict[str, Any], place: Place) -> str:
+    def _state(self, before: dict[str, Any], after: dict[str, Any], place: PendingCollective) -> str:
         """What a rank does instead of answering, in words; nothing if it waits as well."""
         if not after:
             return "has not started"
@@ -174,11 +192,15 @@ class Watch:
         if before.get("beats") == after["beats"]:
             return f"gives no sign of life (process {after['pid']} on {after['host'].split('/')[0]}){last}"
         if after["entered"] < place.number:
-            return f"has not come to it: it {'waits in' if after['waits'] else 'works after'} {where}" if where else "has not come to any collective"
+            return (
+                f"has not come to it: it {'waits in' if after['waits'] else 'works after'} {where}"
+                if where
+                else "has not come to any collective"
+            )
         return ""
 
 
-def _placed(reason: str, place: Place | None, who: str = "in ") -> str:
+def _placed(reason: str, place: PendingCollective | None, who: str = "in ") -> str:
     """The reason, with the line and the collective where this rank was when it was told."""
     if place is None or "\n  at " in reason:
         return reason

@@ -23,7 +23,7 @@ from mycel.train import device as devices
 from mycel.train import lora, models, sample
 from mycel.train.cutting import Cuts
 from mycel.train.data import Data, check_vocab, prepare
-from mycel.train.models import Model
+from mycel.train.models import LoadedModel
 from mycel.train.order import Order
 from mycel.train.rank_batch import outline, rank_batch
 from mycel.train.ranks import Team
@@ -32,14 +32,14 @@ from mycel.train.waiting import Waiting
 
 
 @dataclass(frozen=True)
-class Parts:
+class Assembly:
     """What a run is made of; `notes` are what its makers have to say."""
 
     config: settings.Config
     device: torch.device
     tokenizer: Tokenizer | None
     data: Data
-    model: Model
+    model: LoadedModel
     optimizer: torch.optim.Optimizer
     step: Step
     vocab: int
@@ -71,7 +71,8 @@ class Parts:
         return self.step.local(**outline(self.data.train, self.rows))
 
     def batch(self, step: int) -> dict[str, torch.Tensor]:
-        """This rank's part of what step `step`, counted from 0, learns from, on its way to the device; nothing else is read."""
+        """This rank's part of what step `step`, counted from 0, learns from, on its way to the device; nothing else is
+        read."""
         order = Order(self.data.train.count, self.config.train.seed)
         host = rank_batch(self.step, self.data.train, self.rows, lambda rows: order.indices(step, self.rows, rows))
         if self.device.type != "cuda":
@@ -79,7 +80,7 @@ class Parts:
         return {name: x.pin_memory().to(self.device, non_blocking=True) for name, x in host.items()}
 
 
-def assemble(config: settings.Config, waiting: Waiting, team: Team | None = None) -> Parts:
+def assemble(config: settings.Config, waiting: Waiting, team: Team | None = None) -> Assembly:
     """All parts of a run, each checked against the others; of the model, this rank's part."""
     team = team or Team(Mesh())
     device = team.processes.device if team.processes else devices.choose(config.train.device)
@@ -121,7 +122,7 @@ def assemble(config: settings.Config, waiting: Waiting, team: Team | None = None
         step.parts.adopt(cuts.shapes, cuts.layouts)
         notes += cuts.notes
     outline = cuts.outline if cuts else model.module
-    return Parts(config, device, tokenizer, data, model, optimizer, step, vocab, tuple(notes), team, outline)
+    return Assembly(config, device, tokenizer, data, model, optimizer, step, vocab, tuple(notes), team, outline)
 
 
 def _cuts(config: settings.Config, team: Team) -> Cuts | None:
@@ -147,7 +148,8 @@ def _tokenizer(config: settings.Config) -> Tokenizer | None:
         raise models.no_model(folder)
     if folder and not (folder / "config.json").is_file():
         raise TrainError(
-            f"no model in {folder}: it has no config.json\n  at        model.path\n  try       a folder in Hugging Face form, or leave model.path out"
+            f"no model in {folder}: it has no config.json\n  at        model.path\n"
+            "  try       a folder in Hugging Face form, or leave model.path out"
         )
     return load_tokenizer(folder) if folder and any((folder / name).is_file() for name in VOCABULARIES) else None
 
@@ -169,17 +171,24 @@ def _data(config: settings.Config, tokenizer: Tokenizer | None, progress: Callab
     )
 
 
-def _check_tokens(config: settings.Config, data: Data, tokenizer: Tokenizer | None, module: Any, notes: list[str]) -> int:
-    """How many ids the model has; refuses a model without, ids that it does not have, and a tokenizer that could give such."""
+def _check_tokens(
+    config: settings.Config, data: Data, tokenizer: Tokenizer | None, module: Any, notes: list[str]
+) -> int:
+    """How many ids the model has; refuses a model without, ids that it does not have, and a tokenizer that could give
+    such."""
     if "input_ids" not in inspect.signature(module.forward).parameters:
         raise TrainError(f"{type(module).__name__} takes no tokens\n  at        model\n  try       a language model")
     if type(module).__name__.endswith("Classification"):
-        raise TrainError(f"{type(module).__name__} predicts classes, not tokens\n  at        model\n  try       architectures: [a language model]")
+        raise TrainError(
+            f"{type(module).__name__} predicts classes, not tokens\n  at        model\n"
+            "  try       architectures: [a language model]"
+        )
     vocab = int(module.get_input_embeddings().num_embeddings)
     beyond = tokenizer.vocab - vocab if tokenizer else 0
     if tokenizer and beyond > 0 and config.data.tokenizer is not None:
         raise TrainError(
-            f"the tokenizer does not belong to the model: it has {tokenizer.vocab} ids, the model {vocab}\n  at        {config.data.tokenizer}\n"
+            f"the tokenizer does not belong to the model: it has {tokenizer.vocab} ids, the model {vocab}\n"
+            f"  at        {config.data.tokenizer}\n"
             "  try       the tokenizer that belongs to the model, or a model with a larger vocab_size"
         )
     check_vocab(data, vocab)
@@ -193,7 +202,9 @@ def _check_length(config: settings.Config, module: Any, notes: list[str]) -> Non
     most = getattr(module.config.get_text_config(), "max_position_embeddings", None)
     if most is None or config.data.length <= most:
         return
-    learned = any(isinstance(part, nn.Embedding) and part.num_embeddings in (most, most + 2) for part in module.modules())
+    learned = any(
+        isinstance(part, nn.Embedding) and part.num_embeddings in (most, most + 2) for part in module.modules()
+    )
     what = f"data.length is {config.data.length}, but the model knows {most} positions"
     if learned:
         raise TrainError(f"{what}\n  at        data.length\n  try       data.length={most}")
@@ -204,17 +215,30 @@ def _odd(config: settings.Config, tokenizer: Tokenizer | None, module: Any) -> l
     """What can be trained, but hardly as it was meant."""
     kind, found = type(module).__name__, []
     if not sample.causal(module):
-        found.append(f"{kind} is no causal language model: it sees the tokens that it has to predict, and learns to copy them")
+        found.append(
+            f"{kind} is no causal language model: it sees the tokens that it has to predict, and learns to copy them"
+        )
     if tokenizer and tokenizer.eos is None:
         found.append(
-            "the tokenizer names no end of text: no document is ended, and the model does not learn to stop\n  try       an eos_token for it"
+            "the tokenizer names no end of text: no document is ended, and the model does not learn to stop\n"
+            "  try       an eos_token for it"
         )
     elif tokenizer and sample.causal(module) and tokenizer.eos not in (ends := sample.ends(module)):
-        what = f"the tokenizer ends a text with id {tokenizer.eos}, the model's eos_token_id is {', '.join(map(str, ends)) or None}"
-        where = f"eos_token_id in {config.model.path / 'config.json'}" if config.model.path else f"model.config.eos_token_id={tokenizer.eos}"
+        what = (
+            f"the tokenizer ends a text with id {tokenizer.eos}, the model's eos_token_id is "
+            f"{', '.join(map(str, ends)) or None}"
+        )
+        where = (
+            f"eos_token_id in {config.model.path / 'config.json'}"
+            if config.model.path
+            else f"model.config.eos_token_id={tokenizer.eos}"
+        )
         found.append(f"{what}: what it writes will not end where it should\n  try       {where}")
     if (adding := config.model.lora) and not adding.merge and config.model.path is None and config.export:
-        found.append("the adapters are exported without the weights they belong to, which are fresh\n  try       model.lora.merge=true")
+        found.append(
+            "the adapters are exported without the weights they belong to, which are fresh\n"
+            "  try       model.lora.merge=true"
+        )
     return found
 
 
@@ -227,7 +251,7 @@ def _optimizer(chosen: settings.Optimizer, module: nn.Module) -> torch.optim.Opt
     return kind(groups, lr=chosen.lr, betas=chosen.betas, eps=chosen.eps)
 
 
-def tokenizer_source(parts: Parts) -> Any:
+def tokenizer_source(parts: Assembly) -> Any:
     """What an exported model takes its tokenizer from: a folder, `bytes`, or nothing."""
     named = parts.config.data.tokenizer
     return Path(named) if named not in (None, "bytes") else named or parts.model.tokenizer_folder

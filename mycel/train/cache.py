@@ -4,8 +4,10 @@
     CACHE/.tmp-<key>-…                being made, under the lock CACHE/locks/<key>; renamed to <key> when all is on disk
     CACHE/.trash-…                    on its way out
 
-Who makes a folder holds its key's lock, which the system takes back when the process dies, however it dies.  So a `.tmp-` folder
-whose lock is free is a dead process's and is removed.  Where a file system has no locks, two processes may do the same work; the
+Who makes a folder holds its key's lock, which the system takes back when the process dies, however it dies.  So a
+`.tmp-` folder
+whose lock is free is a dead process's and is removed.  Where a file system has no locks, two processes may do the same
+                                                        work; the
 first rename wins, and what was left behind is removed after a day.
 """
 
@@ -38,7 +40,7 @@ class Damaged(Exception):
 
 
 @dataclass(frozen=True)
-class Entry:
+class CachedFolder:
     """A complete folder: what its maker wrote about it, and why it had to be made again, if it had."""
 
     path: Path
@@ -46,8 +48,11 @@ class Entry:
     remade: str | None = None
 
 
-def obtain(cache: Path, key: str, make: Callable[[Path], Meta], waiting: Callable[[], None] = lambda: None) -> Entry:
-    """The folder under `key`; `make(folder)` fills it if it is not there or damaged. `waiting` is called if another process is at it."""
+def obtain(
+    cache: Path, key: str, make: Callable[[Path], Meta], waiting: Callable[[], None] = lambda: None
+) -> CachedFolder:
+    """The folder under `key`; `make(folder)` fills it if it is not there or damaged. `waiting` is called if another
+    process is at it."""
     try:
         (cache / "locks").mkdir(parents=True, exist_ok=True)
         if entry := _complete(cache / key):
@@ -64,7 +69,7 @@ def obtain(cache: Path, key: str, make: Callable[[Path], Meta], waiting: Callabl
         raise _in_words(e, cache) from e
 
 
-def _make(cache: Path, key: str, make: Callable[[Path], Meta]) -> Entry:
+def _make(cache: Path, key: str, make: Callable[[Path], Meta]) -> CachedFolder:
     """Fill a temporary folder and give it its name."""
     final, remade = cache / key, None
     try:
@@ -85,7 +90,7 @@ def _make(cache: Path, key: str, make: Callable[[Path], Meta]) -> Entry:
         sync(cache)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return Entry(final, meta, remade)
+    return CachedFolder(final, meta, remade)
 
 
 def _seal(folder: Path, key: str, meta: Meta) -> None:
@@ -99,7 +104,7 @@ def _seal(folder: Path, key: str, meta: Meta) -> None:
     sync(folder)
 
 
-def _complete(folder: Path) -> Entry | None:
+def _complete(folder: Path) -> CachedFolder | None:
     """The folder if it is there and as its manifest says."""
     if not folder.exists():
         return None
@@ -124,7 +129,7 @@ def _complete(folder: Path) -> Entry | None:
             raise Damaged(f"{name} has {size} bytes, {said['bytes']} were written")
         if not matches:
             raise Damaged(f"{name} does not match its checksum")
-    return Entry(folder, manifest["meta"])
+    return CachedFolder(folder, manifest["meta"])
 
 
 @contextmanager
@@ -202,4 +207,7 @@ def _in_words(error: OSError, cache: Path) -> TrainError:
     if full:
         where = next(p for p in (cache, *cache.parents) if p.exists())
         free = f" ({shutil.disk_usage(where).free / 2**20:.1f} MiB free)"
-    return TrainError(f"tokens cannot be cached: {what}{free}\n  at        {cache}\n  try       data.cache: a writable folder on a disk with room")
+    return TrainError(
+        f"tokens cannot be cached: {what}{free}\n  at        {cache}\n"
+        "  try       data.cache: a writable folder on a disk with room"
+    )

@@ -2,7 +2,8 @@
 
     file.yaml  +  a.b=c arguments  ->  Config (frozen, checked)  ->  dump: YAML that loads back equal
 
-Each section is one class; its fields' defaults and descriptions are what `mycel config` prints.  With no model named, the embedded small
+Each section is one class; its fields' defaults and descriptions are what `mycel config` prints.  With no model named,
+the embedded small
 one is used, with the settings that suit it beneath whatever else is given.
 """
 
@@ -19,7 +20,7 @@ from pydantic import Field, model_validator
 
 from mycel.train import forms
 from mycel.train.sections import Conflict, Section, checked, lines, override
-from mycel.train.written import Written, read_file
+from mycel.train.written import WrittenSettings, read_file
 
 
 class Lora(Section):
@@ -32,7 +33,7 @@ class Lora(Section):
     merge: forms.Switch = Field(default=True, description="into the weights on export; false: adapter files")
 
 
-class Model(Section):
+class ModelConfig(Section):
     """what is trained"""
 
     path: forms.Folder | None = Field(default=None, description="folder in Hugging Face form")
@@ -58,7 +59,7 @@ class Fields(Section):
     response: forms.Text = Field(default="response", description="with loss")
 
 
-class Data(Section):
+class DataConfig(Section):
     """what it learns from"""
 
     train: forms.Sources = Field(default="stdlib", description="stdlib: Python's own sources; path, glob, or list")
@@ -78,7 +79,10 @@ class Data(Section):
     @property
     def uses_stdlib(self) -> bool:
         """Whether Python's own sources are among the training or validation data."""
-        return any(each == "stdlib" or "stdlib" in (each if isinstance(each, tuple) else ()) for each in (self.train, self.validation))
+        return any(
+            each == "stdlib" or "stdlib" in (each if isinstance(each, tuple) else ())
+            for each in (self.train, self.validation)
+        )
 
     @property
     def cache_folder(self) -> Path:
@@ -159,7 +163,7 @@ class Checkpoint(Section):
     asynchronous: forms.Switch = Field(default=True, description="written while training goes on")
 
 
-class Log(Section):
+class LogConfig(Section):
     """what is recorded"""
 
     every: forms.Count = Field(default=10, description="steps")
@@ -178,30 +182,39 @@ class Sample(Section):
 EMBEDDED: dict[str, dict[str, Any]] = {
     "model": {
         "config": {
-            "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 258, "bos_token_id": 256, "eos_token_id": 257,
-            "hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 6, "num_key_value_heads": 2,
-            "max_position_embeddings": 1024, "tie_word_embeddings": True,
+            "model_type": "llama",
+            "architectures": ["LlamaForCausalLM"],
+            "vocab_size": 258,
+            "bos_token_id": 256,
+            "eos_token_id": 257,
+            "hidden_size": 192,
+            "intermediate_size": 512,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 1024,
+            "tie_word_embeddings": True,
         },
     },
     "data": {"tokenizer": "bytes", "length": 256},
     "optimizer": {"lr": 2e-3},
     "schedule": {"warmup": 0.1},
     "train": {"steps": 600, "batch": 8},
-}  # fmt: skip
+}
 
 
 class Config(Section):
     """Everything about a training run."""
 
-    model: Model = Model()
-    data: Data = Data()
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
     optimizer: Optimizer = Optimizer()
     schedule: Schedule = Schedule()
     train: Train = Train()
     parallel: Parallel = Parallel()
     evaluate: Evaluate = Evaluate()
     checkpoint: Checkpoint = Checkpoint()
-    log: Log = Log()
+    log: LogConfig = LogConfig()
     sample: Sample | None = Field(default=Sample(), description="{prompt: …}: text it writes at the end")
     run: forms.Folder | None = Field(default=None, description="results; null: runs/<name>-<date>-<time>")
     export: forms.Switch = Field(default=True, description="write a Hugging Face folder at the end")
@@ -209,7 +222,7 @@ class Config(Section):
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> Config:
         """Nested mappings, as the YAML file would have them -> the checked configuration."""
-        return checked(cls, Written(dict(given)))
+        return checked(cls, WrittenSettings(dict(given)))
 
     @model_validator(mode="before")
     @classmethod
@@ -217,13 +230,24 @@ class Config(Section):
         """No model is named => the embedded one, and what suits it wherever nothing else is said."""
         if not isinstance(given, Mapping):
             return given
-        given = {key: value.model_dump(exclude_unset=True) if isinstance(value, Section) else value for key, value in given.items()}
+        given = {
+            key: value.model_dump(exclude_unset=True) if isinstance(value, Section) else value
+            for key, value in given.items()
+        }
         own = {name: {} if given.get(name) is None else given[name] for name in EMBEDDED}
-        if not isinstance(own["model"], Mapping) or own["model"].get("path") is not None or own["model"].get("config") is not None:
+        if (
+            not isinstance(own["model"], Mapping)
+            or own["model"].get("path") is not None
+            or own["model"].get("config") is not None
+        ):
             return given
         for name, values in own.items():
             if isinstance(values, Mapping):
-                said = {key: value for key, value in values.items() if value is not None or key not in ("config", "tokenizer")}
+                said = {
+                    key: value
+                    for key, value in values.items()
+                    if value is not None or key not in ("config", "tokenizer")
+                }
                 given[name] = {**EMBEDDED[name], **said}
         return given
 
@@ -234,14 +258,18 @@ class Config(Section):
         if (self.model.dtype, self.train.precision) in (("float16", "bf16"), ("bfloat16", "fp16")):
             what = f"model.dtype is {self.model.dtype}, but train.precision is {self.train.precision}"
             yield what, "model.dtype=float32"
-        if self.model.config and not self.data.tokenizer and (self.data.format in ("text", "jsonl") or self.data.uses_stdlib):
+        if (
+            self.model.config
+            and not self.data.tokenizer
+            and (self.data.format in ("text", "jsonl") or self.data.uses_stdlib)
+        ):
             what = "data.tokenizer is null, and model.config brings none: text cannot become tokens"
             yield what, "data.tokenizer=FOLDER, or bytes"
 
 
 def load(path: Path | None, overrides: Sequence[str] = ()) -> Config:
     """A YAML file (None: nothing but defaults) and `a.b=c` arguments over it -> the checked configuration."""
-    written = read_file(path) if path else Written()
+    written = read_file(path) if path else WrittenSettings()
     for number, argument in enumerate(overrides):
         override(Config, written, argument, number)
     return checked(Config, written)
@@ -256,12 +284,20 @@ def anchored(config: Config) -> Config:
     """The same whichever folder it is used in: paths are absolute, and the run's own folder is left out."""
     here = lambda name: glob.escape(os.getcwd()) if glob.has_magic(name) else os.getcwd()
     whole = lambda name: name if name in ("stdlib", "bytes") else os.path.join(here(name), name)
-    sources = lambda named: named if named is None else whole(named) if isinstance(named, str) else tuple(map(whole, named))
+    sources = lambda named: (
+        named if named is None else whole(named) if isinstance(named, str) else tuple(map(whole, named))
+    )
     path = lambda given: given and given.absolute()
-    data = {"train": sources(config.data.train), "validation": sources(config.data.validation), "tokenizer": sources(config.data.tokenizer)}
+    data = {
+        "train": sources(config.data.train),
+        "validation": sources(config.data.validation),
+        "tokenizer": sources(config.data.tokenizer),
+    }
     plan = config.parallel.plan
     changed = {
-        "parallel": config.parallel.model_copy(update={"plan": whole(plan) if isinstance(plan, str) and is_file(plan) else plan}),
+        "parallel": config.parallel.model_copy(
+            update={"plan": whole(plan) if isinstance(plan, str) and is_file(plan) else plan}
+        ),
         "model": config.model.model_copy(update={"path": path(config.model.path)}),
         "data": config.data.model_copy(update={**data, "cache": path(config.data.cache)}),
     }

@@ -4,7 +4,8 @@ Both show the training loss and the validation loss of records as `metrics.read`
 
     {"step": 10, "loss": 4.2, …}, {"step": 100, "validation": 3.1, …}
 
-A loss that is not finite (or beyond all reason) has no place on the axis: the picture marks its step, the drawing leaves it out.
+A loss that is not finite (or beyond all reason) has no place on the axis: the picture marks its step, the drawing
+leaves it out.
 """
 
 from __future__ import annotations
@@ -36,14 +37,18 @@ def finite(line: Points) -> Points:
 
 
 def calm(line: Points) -> Points:
-    """Each value => the median of it and the two on each side, so that a lone spike is gone and a step or a slope is not."""
+    """Each value => the median of it and the two on each side, so that a lone spike is gone and a step or a slope is
+    not."""
     values = [value for _, value in line]
     reach = [min(2, i, len(line) - 1 - i) for i in range(len(line))]
-    return [(step, sorted(values[i - r : i + r + 1])[r]) for i, ((step, _), r) in enumerate(zip(line, reach, strict=True))]
+    return [
+        (step, sorted(values[i - r : i + r + 1])[r]) for i, ((step, _), r) in enumerate(zip(line, reach, strict=True))
+    ]
 
 
 def smooth(line: Points) -> Points:
-    """Each value => the mean of those around it, spikes left out; at the start, where the loss falls fast, of as many before as after."""
+    """Each value => the mean of those around it, spikes left out; at the start, where the loss falls fast, of as many
+    before as after."""
     half = len(line) // 30
     if half == 0:
         return line
@@ -67,7 +72,9 @@ def draw(records: Iterable[Mapping[str, Any]], path: Path) -> None:
         from matplotlib.figure import Figure
         from matplotlib.ticker import FuncFormatter, MaxNLocator
     except ImportError as error:
-        raise TrainError(f"no loss curve: {error}\n  at        log.curve\n  try       pip install matplotlib, or log.curve: false") from error
+        raise TrainError(
+            f"no loss curve: {error}\n  at        log.curve\n  try       pip install matplotlib, or log.curve: false"
+        ) from error
 
     records = list(records)
     training, validation = points(records, "loss"), points(records, "validation")
@@ -92,25 +99,45 @@ def draw(records: Iterable[Mapping[str, Any]], path: Path) -> None:
         os.replace(part, path)
     except OSError as error:
         part.unlink(missing_ok=True)
-        raise TrainError(f"the loss curve could not be written: {error.strerror}\n  at        {path}\n  try       make room there") from error
+        raise TrainError(
+            f"the loss curve could not be written: {error.strerror}\n  at        {path}\n  try       make room there"
+        ) from error
 
 
 def _draw_lines(axes: Any, training: Points, validation: Points) -> None:
-    """The measured losses light, their course strong, validation as points, and what is not finite as marks at the foot."""
+    """The measured losses light, their course strong, validation as points, and what is not finite as marks at the
+    foot."""
     good, held_out = finite(training), finite(validation)
     lost = sorted({step for step, value in [*training, *validation] if not abs(value) < 1e30})
     course = smooth(good)
     if good:
         axes.plot(*zip(*good, strict=True), color=BLUE, alpha=0.25, linewidth=0.9)
         marker = "o" if len(good) == 1 else ""
-        axes.plot(*zip(*course, strict=True), color=BLUE, linewidth=1.8, marker=marker, label=f"training, {course[-1][1]:#.4g} at the end")
+        axes.plot(
+            *zip(*course, strict=True),
+            color=BLUE,
+            linewidth=1.8,
+            marker=marker,
+            label=f"training, {course[-1][1]:#.4g} at the end",
+        )
     if held_out:
         best = min(value for _, value in held_out)
-        label = f"validation, {held_out[-1][1]:#.4g} at the end" + (f", {best:#.4g} at best" if best < held_out[-1][1] else "")
+        label = f"validation, {held_out[-1][1]:#.4g} at the end" + (
+            f", {best:#.4g} at best" if best < held_out[-1][1] else ""
+        )
         axes.plot(*zip(*held_out, strict=True), color=ORANGE, linewidth=1.2, marker="o", markersize=4, label=label)
     if lost:
         foot = axes.get_xaxis_transform()
-        axes.plot(lost, [0.02] * len(lost), "x", color=RED, markersize=5, transform=foot, clip_on=False, label=f"not finite, steps: {len(lost)}")
+        axes.plot(
+            lost,
+            [0.02] * len(lost),
+            "x",
+            color=RED,
+            markersize=5,
+            transform=foot,
+            clip_on=False,
+            label=f"not finite, steps: {len(lost)}",
+        )
     if good or held_out:
         axes.set_ylim(*_limits([*(calm(good) if len(good) >= 30 else good), *held_out]))
     if good or held_out or lost:
@@ -134,7 +161,8 @@ def _limits(shown: Points) -> tuple[float, float]:
 
 
 def sketch(records: Iterable[Mapping[str, Any]], width: int, height: int) -> str:
-    """The curve in at most `width` columns and `height` rows: training as a line of braille dots, validation as circles."""
+    """The curve in at most `width` columns and `height` rows: training as a line of braille dots, validation as
+    circles."""
     records = list(records)
     training, validation = smooth(finite(points(records, "loss"))), finite(points(records, "validation"))
     both = training + validation
@@ -153,9 +181,15 @@ def sketch(records: Iterable[Mapping[str, Any]], width: int, height: int) -> str
     cells = _braille([(x(step, 2 * columns), y(value, 4 * rows)) for step, value in training], columns, rows)
     for step, value in validation:
         cells[y(value, rows)][x(step, columns)] = "●"
-    drawn = [f"{label:>{margin}} {'┤' if label else '│'}{''.join(row)}" for label, row in zip(labels, cells, strict=True)]
+    drawn = [
+        f"{label:>{margin}} {'┤' if label else '│'}{''.join(row)}" for label, row in zip(labels, cells, strict=True)
+    ]
     legend = "   ".join(["⠒⠒ training"] * bool(training) + ["● validation"] * bool(validation))
-    foot = [" " * (margin + 1) + "└" + "─" * columns, " " * (margin + 2) + _steps(first, last, columns), " " * (margin + 2) + legend]
+    foot = [
+        " " * (margin + 1) + "└" + "─" * columns,
+        " " * (margin + 2) + _steps(first, last, columns),
+        " " * (margin + 2) + legend,
+    ]
     return "\n".join(line.rstrip()[: max(0, width)] for line in [*drawn, *foot])
 
 

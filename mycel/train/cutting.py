@@ -1,11 +1,15 @@
-"""Models made straight in their parts: a rank never holds more than its parts and the tensor or two that are being made.
+"""Models made straight in their parts: a rank never holds more than its parts and the tensor or two that are being
+made.
 
-    constructor ──▶ a parameter is registered: open ──▶ … another one is: cut to this rank's part, its memory given back: closed
+    constructor ──▶ a parameter is registered: open ──▶ … another one is: cut to this rank's part, its memory given
+    back: closed
                                                  ▲                        │
                                                  └──── written over ◀─────┘        (reading a closed one is refused)
 
-The constructor runs as it would for one device, with the same draws in the same order, so the parts are those of what one device would have,
-bit for bit.  Which parameter is which is known from an outline: the same constructor on the meta device.  A model whose constructor reads what it has
+The constructor runs as it would for one device, with the same draws in the same order, so the parts are those of what
+one device would have,
+bit for bit.  Which parameter is which is known from an outline: the same constructor on the meta device.  A model whose
+              constructor reads what it has
 made before is made whole, and then cut.
 """
 
@@ -26,16 +30,30 @@ from mycel.parts import parameter_layouts
 from mycel.plan import Plan
 from mycel.run import part_of
 
-OVERWRITES = {"normal_", "uniform_", "zero_", "fill_", "copy_", "bernoulli_", "random_", "exponential_", "log_normal_", "cauchy_", "geometric_"}
+OVERWRITES = {
+    "normal_",
+    "uniform_",
+    "zero_",
+    "fill_",
+    "copy_",
+    "bernoulli_",
+    "random_",
+    "exponential_",
+    "log_normal_",
+    "cauchy_",
+    "geometric_",
+}
 
 
 class Unreadable(BaseException):
-    """A closed parameter is asked for its values.  Not an Exception: constructors, and who calls them, handle those in their own way."""
+    """A closed parameter is asked for its values.  Not an Exception: constructors, and who calls them, handle those in
+    their own way."""
 
 
 @dataclass(frozen=True)
 class Outline:
-    """A model without data, the parameters in the order in which its constructor registers them, and its tensors by the names it gives them."""
+    """A model without data, the parameters in the order in which its constructor registers them, and its tensors by the
+    names it gives them."""
 
     module: nn.Module
     registered: tuple[nn.Parameter, ...]
@@ -65,7 +83,8 @@ def _registering(note: Callable[[nn.Parameter], None]) -> Iterator[None]:
 
 
 class Cuts:
-    """How the tensors of a model are cut for one rank; `shapes` and `layouts` are by name, with the adapters that were added to its outline."""
+    """How the tensors of a model are cut for one rank; `shapes` and `layouts` are by name, with the adapters that were
+    added to its outline."""
 
     def __init__(self, model: Outline, plan: Plan, mesh: Mesh, rank: int) -> None:
         self.outline, self.mesh, self.rank = model.module, mesh, rank
@@ -93,8 +112,11 @@ class Cuts:
             module = make()
         return self.cut(module)
 
-    def cut(self, module: Any, convert: Callable[[torch.Tensor, bool], torch.Tensor] = lambda x, is_parameter: x) -> Any:
-        """Tensors that are still whole become parts; `convert` is given each part, and whether it is one of a parameter."""
+    def cut(
+        self, module: Any, convert: Callable[[torch.Tensor, bool], torch.Tensor] = lambda x, is_parameter: x
+    ) -> Any:
+        """Tensors that are still whole become parts; `convert` is given each part, and whether it is one of a
+        parameter."""
         for name, x in _tensors(module):
             if id(x) not in self.done:
                 self.done.add(id(x))
@@ -104,11 +126,15 @@ class Cuts:
 
     def part(self, x: torch.Tensor, layout: Layout) -> torch.Tensor:
         """This rank's, as memory of its own; the tensor itself where the layout leaves it whole."""
-        return x if layout.is_whole else part_of(x, layout, self.mesh, self.rank).clone(memory_format=torch.contiguous_format)
+        return (
+            x
+            if layout.is_whole
+            else part_of(x, layout, self.mesh, self.rank).clone(memory_format=torch.contiguous_format)
+        )
 
 
 @dataclass
-class Cell:
+class CutParameter:
     """A parameter that is cut: its whole memory while it is open, its part once it is closed."""
 
     parameter: nn.Parameter
@@ -123,7 +149,7 @@ class Cutter(TorchDispatchMode):
 
     cuts: Cuts
     count: int = 0
-    cells: dict[int, Cell] = field(default_factory=dict)  # by their storage
+    cells: dict[int, CutParameter] = field(default_factory=dict)  # by their storage
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -133,14 +159,16 @@ class Cutter(TorchDispatchMode):
         name = self.cuts.order[self.count] if self.count < len(self.cuts.order) else None
         self.count += 1
         if name is not None and self.cuts.shapes[name] != p.shape:
-            raise Unreadable(f"makes {name} of shape {list(p.shape)}, and not always: {list(self.cuts.shapes[name])} before")
+            raise Unreadable(
+                f"makes {name} of shape {list(p.shape)}, and not always: {list(self.cuts.shapes[name])} before"
+            )
         key, layout = _storage(p), self.cuts.layouts[name] if name is not None else Layout()
         if key in self.cells or layout.is_whole or p.untyped_storage().nbytes() != p.nbytes:
             return
-        self.cells[key] = Cell(p, layout, p.nbytes)
+        self.cells[key] = CutParameter(p, layout, p.nbytes)
         self._make_room(self.cells[key])
 
-    def _make_room(self, newest: Cell) -> None:
+    def _make_room(self, newest: CutParameter) -> None:
         """Close the others, the oldest first, until no more is open than the largest parameter has."""
         is_open = [cell for cell in self.cells.values() if cell.part is None]
         total = sum(cell.whole_bytes for cell in is_open)
@@ -153,7 +181,9 @@ class Cutter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = [x for x in (*args, *(kwargs or {}).values()) if isinstance(x, torch.Tensor)]
-        closed = [(x, cell) for x in given if (cell := self.cells.get(_storage(x))) is not None and cell.part is not None]
+        closed = [
+            (x, cell) for x in given if (cell := self.cells.get(_storage(x))) is not None and cell.part is not None
+        ]
         for x, cell in closed if not _is_view(func) else ():
             if x is not args[0] or x.nbytes != cell.whole_bytes or func.overloadpacket.__name__ not in OVERWRITES:
                 raise Unreadable(f"reads a parameter that it has made before ({func})")

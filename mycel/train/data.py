@@ -1,8 +1,10 @@
 """From files to batches: find, tokenise once, cut into sequences, keep some for validation.
 
-    sources ──identify──▶ content hashes ──cache──▶ Tokens (documents, one after the other) ──cut──▶ Split ──batch──▶ arrays
+    sources ──identify──▶ content hashes ──cache──▶ Tokens (documents, one after the other) ──cut──▶ Split ──batch──▶
+    arrays
 
-Packed, a split is one stream, its documents joined, cut into windows of `length`.  Not packed, each document is a row of its own.
+Packed, a split is one stream, its documents joined, cut into windows of `length`.  Not packed, each document is a row
+of its own.
 What is cached does not depend on length, packing, split or seed, so changing these costs nothing.
 Labels are the ids themselves (the model shifts them), -100 where a token carries no loss.
 """
@@ -20,7 +22,7 @@ import numpy as np
 from mycel.errors import TrainError
 from mycel.train.cache import obtain
 from mycel.train.documents import FIELDS, bin_dtype
-from mycel.train.sources import File, Source, check_unchanged, find, identify
+from mycel.train.sources import DataFile, File, check_unchanged, find, identify
 from mycel.train.split import Split, cut, divide
 from mycel.train.store import Progress, Tokens, build
 from mycel.train.tokenize import Tokenizer
@@ -32,7 +34,8 @@ Names = str | Path | Sequence[str | Path]
 
 @dataclass(frozen=True)
 class Data:
-    """What a run trains on; `report` says what was left out, `fingerprint` changes when a resumed run would see other data."""
+    """What a run trains on; `report` says what was left out, `fingerprint` changes when a resumed run would see other
+    data."""
 
     train: Split
     validation: Split
@@ -68,7 +71,10 @@ def prepare(
     files = [find(named, format) for named in (sources, validation) if named is not None]
     _check_apart(*files)
     notes: list[str] = []
-    opened = [_open(found, {**FIELDS, **(fields or {})}, tokenizer, Path(cache).expanduser(), progress, notes) for found in files]
+    opened = [
+        _open(found, {**FIELDS, **(fields or {})}, tokenizer, Path(cache).expanduser(), progress, notes)
+        for found in files
+    ]
     stores = tuple(store for store, _ in opened)
     identity: list[object] = [VERSION, length, pack, [key for _, key in opened]]
     if validation is None:
@@ -81,7 +87,9 @@ def prepare(
     sizes = []
     for name, made, store in (("train", train, stores[0]), ("validation", held, stores[-1])):
         if not made.count:
-            raise TrainError(f"the {name} data is empty: it has no sequence with a token to predict\n  at        {store.paths[0]}")
+            raise TrainError(
+                f"the {name} data is empty: it has no sequence with a token to predict\n  at        {store.paths[0]}"
+            )
         sizes.append(f"{name}: {made.tokens:,} tokens, {made.count:,} sequences of {length}")
     return Data(train, held, (*sizes, *notes), _hash(identity), stores)
 
@@ -92,19 +100,30 @@ def check_vocab(data: Data, vocab: int) -> None:
         if found := store.first_at_least(vocab):
             path, at, token = found
             raise TrainError(
-                f"token id {token} is out of range: the model has ids 0 to {vocab - 1}\n  at        {path}, token {at}\n"
+                f"token id {token} is out of range: the model has ids 0 to {vocab - 1}\n"
+                f"  at        {path}, token {at}\n"
                 "  try       the tokenizer that belongs to the model, or a model with a larger vocab_size"
             )
 
 
 def _open(
-    files: Sequence[File], fields: Mapping[str, str], tokenizer: Tokenizer | None, cache: Path, progress: Progress | None, notes: list[str]
+    files: Sequence[File],
+    fields: Mapping[str, str],
+    tokenizer: Tokenizer | None,
+    cache: Path,
+    progress: Progress | None,
+    notes: list[str],
 ) -> tuple[Tokens, str]:
     """The tokens in these files, from the cache or into it, and the key of what is in them."""
     found = sorted(identify(files, cache), key=lambda s: s.format == "tokens")
     key = _key(found, fields, tokenizer)
     tell: Progress = progress or (lambda *_: None)
-    entry = obtain(cache, key, lambda folder: _build(folder, found, fields, tokenizer, tell), lambda: tell("another process is tokenising", 0, 0))
+    entry = obtain(
+        cache,
+        key,
+        lambda folder: _build(folder, found, fields, tokenizer, tell),
+        lambda: tell("another process is tokenising", 0, 0),
+    )
     check_unchanged(found)
     if entry.remade:
         notes.append(f"cached tokens were damaged ({entry.remade}) and have been made again")
@@ -116,14 +135,16 @@ def _open(
     return store, key
 
 
-def _build(folder: Path, found: list[Source], fields: Mapping[str, str], tokenizer: Tokenizer | None, progress: Progress) -> dict[str, object]:
+def _build(
+    folder: Path, found: list[DataFile], fields: Mapping[str, str], tokenizer: Tokenizer | None, progress: Progress
+) -> dict[str, object]:
     """Write the tokens, and refuse to keep them if a file changed meanwhile."""
     meta = build(folder, found, fields, tokenizer, progress)
     check_unchanged(found)
     return meta
 
 
-def _key(found: Sequence[Source], fields: Mapping[str, str], tokenizer: Tokenizer | None) -> str:
+def _key(found: Sequence[DataFile], fields: Mapping[str, str], tokenizer: Tokenizer | None) -> str:
     """A hash of all that decides which tokens there are."""
     formats = {s.format for s in found}
     return _hash(
@@ -136,7 +157,7 @@ def _key(found: Sequence[Source], fields: Mapping[str, str], tokenizer: Tokenize
     )
 
 
-def _dtype(source: Source) -> str | None:
+def _dtype(source: DataFile) -> str | None:
     """What is said beside a file about it, and so not in its own hash."""
     return str(bin_dtype(source.path)) if source.format == "tokens" and source.path.suffix.lower() == ".bin" else None
 
@@ -149,4 +170,7 @@ def _check_apart(train: Sequence[File], validation: Sequence[File] = ()) -> None
     """Refuse a file that is in both."""
     known = {path.resolve() for path, _ in train}
     if both := [path for path, _ in validation if path.resolve() in known]:
-        raise TrainError(f"a validation file is training data too\n  at        {both[0]}\n  try       validation: null keeps a part of the data")
+        raise TrainError(
+            f"a validation file is training data too\n  at        {both[0]}\n"
+            "  try       validation: null keeps a part of the data"
+        )

@@ -1,6 +1,7 @@
 """Where training runs: which device, what it is called, how fast it can be at best, how much memory is in use.
 
-`PEAKS` holds the makers' dense figures (no sparsity, fp32 accumulation) in TFLOP/s; MFU is measured against them.  A device that is
+`PEAKS` holds the makers' dense figures (no sparsity, fp32 accumulation) in TFLOP/s; MFU is measured against them.  A
+device that is
 not in the table has no known peak: better no MFU than a wrong one.
 """
 
@@ -75,13 +76,20 @@ def choose(name: str) -> torch.device:
         return torch.device("cpu")
     asked = re.fullmatch(r"cuda(?::(\d+))?", wanted)
     if asked is None:
-        raise TrainError(f"device {name!r} is not known\n  at        train.device\n  try       auto, cpu, cuda or cuda:1")
+        raise TrainError(
+            f"device {name!r} is not known\n  at        train.device\n  try       auto, cpu, cuda or cuda:1"
+        )
     if not found:
-        raise TrainError(f"device {name!r} was asked for, but {_why_no_gpu()}\n  at        train.device\n  try       device: auto, or cpu")
+        raise TrainError(
+            f"device {name!r} was asked for, but {_why_no_gpu()}\n  at        train.device\n"
+            "  try       device: auto, or cpu"
+        )
     index = int(asked[1] or 0)
     if index >= found:
         there = "cuda:0" if found == 1 else f"cuda:0 to cuda:{found - 1}"
-        raise TrainError(f"device {name!r} was asked for, but there is only {there}\n  at        train.device\n  try       {there}")
+        raise TrainError(
+            f"device {name!r} was asked for, but there is only {there}\n  at        train.device\n  try       {there}"
+        )
     return torch.device("cuda", index)
 
 
@@ -117,7 +125,8 @@ def _processor() -> str:
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:
-    """Floating point operations a second at best in bf16, fp16, tf32 or fp32; None where that is not known (and for CPUs)."""
+    """Floating point operations a second at best in bf16, fp16, tf32 or fp32; None where that is not known (and for
+    CPUs)."""
     import torch
 
     return peak_of(torch.cuda.get_device_name(device), precision) if device.type == "cuda" else None
@@ -128,7 +137,12 @@ def peak_of(name: str, precision: str) -> float | None:
     words = set(re.split(r"[\s-]+", name.lower()))
     fitting = [entry for entry in PEAKS if set(entry.lower().split()) <= words]
     entry = max(fitting, key=lambda e: len(e.split()), default="")
-    if not entry or words & VARIANTS - set(entry.lower().split()) or precision not in UNITS or (precision == "bf16" and entry in NO_BF16):
+    if (
+        not entry
+        or words & VARIANTS - set(entry.lower().split())
+        or precision not in UNITS
+        or (precision == "bf16" and entry in NO_BF16)
+    ):
         return None
     return PEAKS[entry][UNITS[precision]] * 1e12 or None
 
@@ -160,7 +174,8 @@ def memory_peak(device: torch.device) -> int:
 
 
 def _resident(field: str) -> int:
-    """Bytes of a line of /proc/self/status; where there is none, the peak that the system keeps (on Linux a parent's counts in it)."""
+    """Bytes of a line of /proc/self/status; where there is none, the peak that the system keeps (on Linux a parent's
+    counts in it)."""
     try:
         found = re.search(rf"^{field}:\s*(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
     except OSError:

@@ -3,8 +3,10 @@
     text     the file is one document
     jsonl    {"text": …}                      a document
              {"prompt": …, "response": …}     loss on the response only
-             {"messages": [{role, content}]}  loss on the assistant's turns only, written out by the tokenizer's chat template
-    tokens   .npy of one dim (a stream) or two (rows are sequences);  .bin, flat, uint16 unless a JSON beside it says {"dtype": …}
+             {"messages": [{role, content}]}  loss on the assistant's turns only, written out by the tokenizer's chat
+                                              template
+    tokens   .npy of one dim (a stream) or two (rows are sequences);  .bin, flat, uint16 unless a JSON beside it says
+             {"dtype": …}
 
 Long text comes in several segments, cut after a line's end, so that no file is ever whole in memory.
 """
@@ -21,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mycel.errors import TrainError
-from mycel.train.sources import Source, reading
+from mycel.train.sources import DataFile, reading
 from mycel.train.tokenize import Part, Tokenizer
 
 PIECE_BYTES = 4 << 20
@@ -40,7 +42,7 @@ class Segment:
     marked: bool = False
 
 
-def segments(source: Source, fields: Mapping[str, str], tokenizer: Tokenizer) -> Iterator[Segment]:
+def segments(source: DataFile, fields: Mapping[str, str], tokenizer: Tokenizer) -> Iterator[Segment]:
     """The documents of a text or JSONL file, in order."""
     if source.format == "text":
         return _text(source.path)
@@ -55,7 +57,9 @@ def array(path: Path) -> npt.NDArray[Any]:
     if found.ndim not in (1, 2):
         raise TrainError(f"an array of tokens has 1 or 2 dims, this has shape {found.shape}\n  at        {path}")
     if not found.flags.c_contiguous:
-        raise TrainError(f"the array is stored by columns\n  at        {path}\n  try       saving numpy.ascontiguousarray(array)")
+        raise TrainError(
+            f"the array is stored by columns\n  at        {path}\n  try       saving numpy.ascontiguousarray(array)"
+        )
     return found
 
 
@@ -69,9 +73,14 @@ def bin_dtype(path: Path) -> np.dtype[Any]:
         try:
             name = json.loads(text)["dtype"]
         except (ValueError, KeyError, TypeError):
-            raise TrainError(f'no dtype is said for {path.name}\n  at        {beside}\n  try       {{"dtype": "uint16"}}') from None
+            raise TrainError(
+                f'no dtype is said for {path.name}\n  at        {beside}\n  try       {{"dtype": "uint16"}}'
+            ) from None
         if name not in ("uint8", "uint16", "uint32", "int32", "int64"):
-            raise TrainError(f"no dtype for tokens: {name!r}\n  at        {beside}\n  try       uint16, uint32, or uint8, int32, int64")
+            raise TrainError(
+                f"no dtype for tokens: {name!r}\n  at        {beside}\n"
+                "  try       uint16, uint32, or uint8, int32, int64"
+            )
         return np.dtype(name)
     return np.dtype(np.uint16)
 
@@ -81,7 +90,10 @@ def _bin(path: Path) -> npt.NDArray[Any]:
     with reading(path):
         size = path.stat().st_size
         if size % dtype.itemsize:
-            raise TrainError(f"{size} bytes are no whole number of {dtype} ids\n  at        {path}\n  try       the right dtype in {path.stem}.json")
+            raise TrainError(
+                f"{size} bytes are no whole number of {dtype} ids\n  at        {path}\n"
+                f"  try       the right dtype in {path.stem}.json"
+            )
         return np.asarray(np.memmap(path, dtype, "r")) if size else np.zeros(0, dtype)
 
 
@@ -144,9 +156,13 @@ def _record(line: str, where: str, fields: Mapping[str, str], tokenizer: Tokeniz
         record = json.loads(line)
     except (ValueError, RecursionError) as e:
         reason = f"{e.msg}, column {e.colno}" if isinstance(e, json.JSONDecodeError) else str(e)
-        raise TrainError(f"not a JSON object: {reason}\n  at        {where}\n  try       one whole object on each line") from None
+        raise TrainError(
+            f"not a JSON object: {reason}\n  at        {where}\n  try       one whole object on each line"
+        ) from None
     if not isinstance(record, dict):
-        raise TrainError(f"not a JSON object but {_kind(record)}\n  at        {where}\n  try       one object on each line")
+        raise TrainError(
+            f"not a JSON object but {_kind(record)}\n  at        {where}\n  try       one object on each line"
+        )
     if fields["prompt"] in record or fields["response"] in record:
         yield Segment(_field(record, fields["prompt"], where), loss=False, closes=False)
         yield Segment(_field(record, fields["response"], where), opens=False)
@@ -159,7 +175,10 @@ def _record(line: str, where: str, fields: Mapping[str, str], tokenizer: Tokeniz
 def _field(record: Mapping[str, Any], name: str, where: str) -> str:
     if name not in record:
         there = ", ".join(map(repr, record)) or "none"
-        raise TrainError(f"no field {name!r}; fields there are: {there}\n  at        {where}\n  try       data.fields with the names the data has")
+        raise TrainError(
+            f"no field {name!r}; fields there are: {there}\n  at        {where}\n"
+            "  try       data.fields with the names the data has"
+        )
     text = record[name]
     if not isinstance(text, str):
         raise TrainError(f"field {name!r} is {_kind(text)}, not text\n  at        {where}")
@@ -175,7 +194,10 @@ def _chat(messages: Any, where: str, tokenizer: Tokenizer) -> Iterator[Segment]:
     try:
         parts: list[Part] = tokenizer.chat(messages) or [("", False)]
     except ValueError as e:
-        raise TrainError(f"messages cannot be used: {e}\n  at        {where}\n  try       prompt and response fields, or another tokenizer") from e
+        raise TrainError(
+            f"messages cannot be used: {e}\n  at        {where}\n"
+            "  try       prompt and response fields, or another tokenizer"
+        ) from e
     for i, (text, loss) in enumerate(parts):
         yield Segment(_sound(text, where), loss, opens=i == 0, closes=i == len(parts) - 1, marked=True)
 
@@ -190,6 +212,11 @@ def _sound(text: str, where: str) -> str:
 
 
 def _kind(value: Any) -> str:
-    return {"NoneType": "null", "bool": "true or false", "int": "a number", "float": "a number", "list": "a list", "dict": "an object"}.get(
-        type(value).__name__, "text"
-    )
+    return {
+        "NoneType": "null",
+        "bool": "true or false",
+        "int": "a number",
+        "float": "a number",
+        "list": "a list",
+        "dict": "an object",
+    }.get(type(value).__name__, "text")

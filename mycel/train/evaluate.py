@@ -2,8 +2,10 @@
 
     loss = Σ parts (mean loss of the part · its tokens with loss) / Σ tokens with loss
 
-In evaluation mode, without gradients, in the precision of training, a few rows at a time; no random state moves.  Where ranks hold the model in
-parts, the loss is that of the `step`'s forward pass, which they compute together, each from its own part of the sequences.
+In evaluation mode, without gradients, in the precision of training, a few rows at a time; no random state moves.  Where
+ranks hold the model in
+parts, the loss is that of the `step`'s forward pass, which they compute together, each from its own part of the
+sequences.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ from mycel.train.sample import causal, evaluating
 from mycel.train.split import Split
 from mycel.train.store import I64
 
-LOGITS = 1 << 27  # at most so many numbers of logits at once: unlike the training step, a plain forward pass holds them all
+LOGITS = (
+    1 << 27
+)  # at most so many numbers of logits at once: unlike the training step, a plain forward pass holds them all
 COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -72,7 +76,9 @@ class Validation:
             loss: torch.Tensor = self.module(**whole).loss
             return loss
         local = self.forward.local(**outline(self.split, len(part)))
-        mean: torch.Tensor = local(**rank_batch(self.step, self.split, len(part), lambda rows: part[rows.start : rows.stop]))
+        mean: torch.Tensor = local(
+            **rank_batch(self.step, self.split, len(part), lambda rows: part[rows.start : rows.stop])
+        )
         return mean
 
     def _cast(self) -> contextlib.AbstractContextManager[Any]:

@@ -38,10 +38,13 @@ def export(
     source: str | None = None,
     write: Callable[[Path], None] | None = None,
 ) -> Path:
-    """A folder that transformers loads back bitwise; adapters merged into it, or alone in PEFT's form with `source` as their model.
+    """A folder that transformers loads back bitwise; adapters merged into it, or alone in PEFT's form with `source` as
+    their model.
 
     `write` puts the weights into the folder, where the module does not hold them whole."""
-    if folder.exists() and not (folder.is_dir() and (not any(folder.iterdir()) or any((folder / n).is_file() for n in ("config.json", ADAPTER)))):
+    if folder.exists() and not (
+        folder.is_dir() and (not any(folder.iterdir()) or any((folder / n).is_file() for n in ("config.json", ADAPTER)))
+    ):
         raise refusal(f"{folder} is there and is no model folder: it would be replaced", "export", "another folder")
     folder = folder.resolve()
     partial, old = (folder.with_name(f".{folder.name}.{state}") for state in ("partial", "old"))

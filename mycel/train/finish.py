@@ -1,4 +1,5 @@
-"""What is made of a run when its steps are done: the loss curve, the model as a Hugging Face folder, a sample of what it writes.
+"""What is made of a run when its steps are done: the loss curve, the model as a Hugging Face folder, a sample of what
+it writes.
 
 None of it can lose the run: its last checkpoint is on disk before, and what fails is told and leaves the rest.
 """
@@ -13,7 +14,7 @@ import torch
 
 from mycel.errors import TrainError
 from mycel.train import curve, gathering, metrics, sample
-from mycel.train.assemble import Parts, tokenizer_source
+from mycel.train.assemble import Assembly, tokenizer_source
 from mycel.train.export import export
 from mycel.train.progress import Progress
 from mycel.train.weights import refusal
@@ -22,7 +23,7 @@ CURVE, MODEL = "curve.png", "model"
 SKETCH_WIDTH, SKETCH_HEIGHT = 100, 16
 
 
-def finish(parts: Parts, folder: Path, progress: Progress) -> bool:
+def finish(parts: Assembly, folder: Path, progress: Progress) -> bool:
     """Make all that the configuration asks for; whether all of it could be made."""
     done = True
     if parts.config.log.curve and parts.team.rank == 0:
@@ -50,7 +51,7 @@ def _draw(folder: Path, progress: Progress) -> None:
     curve.draw(records, folder / CURVE)
 
 
-def _export(parts: Parts, folder: Path) -> None:
+def _export(parts: Assembly, folder: Path) -> None:
     lora = parts.config.model.lora
     base = parts.config.model.path
     write = functools.partial(
@@ -68,7 +69,7 @@ def _export(parts: Parts, folder: Path) -> None:
         gathering.export(parts, write, merge=lora is None or lora.merge)
 
 
-def _sample(parts: Parts) -> str:
+def _sample(parts: Assembly) -> str:
     """The prompt and what the model writes after it."""
     asked, tokenizer = parts.config.sample, parts.tokenizer
     assert asked is not None and tokenizer is not None
@@ -77,16 +78,20 @@ def _sample(parts: Parts) -> str:
         ids.insert(0, tokenizer.bos)
     if not ids:
         raise refusal("the prompt has no tokens", "sample.prompt", "at least one character")
-    new = sample.generate(parts.module, ids, asked.tokens, asked.temperature, parts.config.train.seed, tokenizer.eos, _together(parts))
+    new = sample.generate(
+        parts.module, ids, asked.tokens, asked.temperature, parts.config.train.seed, tokenizer.eos, _together(parts)
+    )
     return f"sample\n\n{printable(tokenizer.decode([*ids, *new]))}\n"
 
 
-def _together(parts: Parts) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None:
+def _together(parts: Assembly) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None:
     """The logits at a place in ids, by all ranks together and the same to the bit on all; None: there is one rank."""
     ranks, module = parts.team.processes, parts.module
     if ranks is None:
         return None
-    forward = parts.step.forward(lambda ids, place: module(input_ids=ids, use_cache=False).logits[0].index_select(0, place)[0])
+    forward = parts.step.forward(
+        lambda ids, place: module(input_ids=ids, use_cache=False).logits[0].index_select(0, place)[0]
+    )
     return lambda ids, place: ranks.all_reduce(forward(ids, place), parts.team.mesh.axes, ">", at="sample")
 
 

@@ -1,6 +1,7 @@
 """What a setting may be: each type carries its rule and the words for it.
 
-    Share = number, >= 0, < 1, "a number from 0 to below 1"      ->      optimizer.momentum is 1.5, not a number from 0 to below 1
+    Share = number, >= 0, < 1, "a number from 0 to below 1"      ->      optimizer.momentum is 1.5, not a number from 0
+    to below 1
 
 Numbers are strict: `true` is no 1, and "3" is no 3.
 """
@@ -79,16 +80,31 @@ Share = Annotated[float, Strict(), Ge(0), Lt(1), Form("a number from 0 to below 
 Part = Annotated[float, Strict(), Gt(0), Lt(1), Form("a number between 0 and 1")]
 Portion = Annotated[float, Strict(), Ge(0), Le(1), Form("a number from 0 to 1")]
 Betas = Annotated[tuple[Share, Share], Form("a list of 2 numbers from 0 to below 1")]
-Warmup = Annotated[float, Strict(), Ge(0), Le(LARGEST), AfterValidator(_steps), Form("a whole number of steps, or a fraction of them below 1")]
+Warmup = Annotated[
+    float,
+    Strict(),
+    Ge(0),
+    Le(LARGEST),
+    AfterValidator(_steps),
+    Form("a whole number of steps, or a fraction of them below 1"),
+]
 Switch = Annotated[bool, Strict(), Form("true or false")]
 Compile = Annotated[Literal["auto"] | Annotated[bool, Strict()], Form("auto, true or false")]
 Text = Annotated[str, Form("text", verbatim=True)]
 Names = Annotated[tuple[Annotated[str, MinLen(1)], ...], MinLen(1), Form("a list of names")]
 Size = Annotated[str, AfterValidator(_size), Form("a size with its unit", "20GiB")]
-Device = Annotated[str, StringConstraints(pattern=r"^(auto|cpu|cuda|cuda:[0-9]{1,3})$"), Form("auto, cpu, cuda or cuda:N")]
+Device = Annotated[
+    str, StringConstraints(pattern=r"^(auto|cpu|cuda|cuda:[0-9]{1,3})$"), Form("auto, cpu, cuda or cuda:N")
+]
 Folder = Annotated[Path, BeforeValidator(_home), Form("a path", verbatim=True)]
 Source = Annotated[str, BeforeValidator(_home), Form("a path", verbatim=True)]
 Sources = Annotated[str | tuple[str, ...], BeforeValidator(_homes), Form("a path or a list of paths", verbatim=True)]
 Free = Annotated[dict[str, JsonValue], Form("a mapping of plain values", "{model_type: llama}")]
-Axes = Annotated[dict[str, Any], AfterValidator(_axes), Form("axes with their sizes, whole numbers from 1", "{dp: 2, tp: 2}")]
-Plan = Annotated[str | dict[str, JsonValue], AfterValidator(_some), Form("names of ready plans, a .yaml file or a mapping", "zero3+tp")]
+Axes = Annotated[
+    dict[str, Any], AfterValidator(_axes), Form("axes with their sizes, whole numbers from 1", "{dp: 2, tp: 2}")
+]
+Plan = Annotated[
+    str | dict[str, JsonValue],
+    AfterValidator(_some),
+    Form("names of ready plans, a .yaml file or a mapping", "zero3+tp"),
+]

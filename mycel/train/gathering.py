@@ -17,13 +17,13 @@ import torch
 from torch import nn
 
 from mycel.train import lora
-from mycel.train.assemble import Parts
+from mycel.train.assemble import Assembly
 from mycel.train.weights import write_gathered
 
 Wholes = dict[str, Callable[[], torch.Tensor]]  # by name in the folder; all ranks call the same ones in the same order
 
 
-def export(parts: Parts, write: Callable[..., Path], merge: bool) -> None:
+def export(parts: Assembly, write: Callable[..., Path], merge: bool) -> None:
     """All ranks call this; rank 0 runs `write`, which is `export.export`."""
     if lora.adapters(parts.module) and not merge:
         with _whole(parts, [p for p in parts.module.parameters() if p.requires_grad]):
@@ -49,7 +49,7 @@ def export(parts: Parts, write: Callable[..., Path], merge: bool) -> None:
             parts.team.tell(False)
 
 
-def _tensors(parts: Parts) -> Wholes:
+def _tensors(parts: Assembly) -> Wholes:
     """What the folder holds: the module's state, tied tensors once, adapters merged."""
     module: Any = parts.module
     tied = getattr(module, "all_tied_weights_keys", None) or {}
@@ -70,13 +70,13 @@ def _tensors(parts: Parts) -> Wholes:
     return dict(sorted(found.items()))
 
 
-def _merged(parts: Parts, layer: lora.Adapted) -> torch.Tensor:
+def _merged(parts: Assembly, layer: lora.Adapted) -> torch.Tensor:
     with _whole(parts, list(layer.parameters())):
         return layer.product().detach()
 
 
 @contextmanager
-def _whole(parts: Parts, parameters: list[nn.Parameter]) -> Iterator[None]:
+def _whole(parts: Assembly, parameters: list[nn.Parameter]) -> Iterator[None]:
     """Inside, these parameters hold all of themselves."""
     names = {id(p): name for name, p in parts.module.named_parameters()}
     held = [(p, p.data) for p in parameters]

@@ -35,7 +35,7 @@ from mycel.run.rendezvous import seat
 from mycel.run.shards import read_manifest
 from mycel.train import device as devices
 from mycel.train import state, summary
-from mycel.train.assemble import Parts, assemble
+from mycel.train.assemble import Assembly, assemble
 from mycel.train.config import Config, anchored, dump, load
 from mycel.train.finish import CURVE, MODEL, finish
 from mycel.train.metrics import FILE, Metrics
@@ -49,11 +49,12 @@ from mycel.train.waiting import Waiting
 FAILED = 1
 CHECKPOINTS = "checkpoints"
 
-Load = Callable[[Parts], tuple[Loaded, list[str]]]  # a checkpoint, for the parts of a run, and what was passed over
+Load = Callable[[Assembly], tuple[Loaded, list[str]]]  # a checkpoint, for the parts of a run, and what was passed over
 
 
 def train(config: Config, resume: Path | None = None, dry_run: bool = False, started_from: Path | None = None) -> int:
-    """Run it: 0 when all is done, 1 when something could not be saved, 128 + the signal's number when it was stopped by one.
+    """Run it: 0 when all is done, 1 when something could not be saved, 128 + the signal's number when it was stopped by
+    one.
 
     resume        the folder of an earlier run, which goes on from its last checkpoint
     dry_run       say what would run, and stop
@@ -73,7 +74,15 @@ def train(config: Config, resume: Path | None = None, dry_run: bool = False, sta
 class Run:
     """One call of `train`."""
 
-    def __init__(self, config: Config, resume: Path | None, dry_run: bool, started_from: Path | None, progress: Progress, signals: Signals) -> None:
+    def __init__(
+        self,
+        config: Config,
+        resume: Path | None,
+        dry_run: bool,
+        started_from: Path | None,
+        progress: Progress,
+        signals: Signals,
+    ) -> None:
         self.config, self.resume, self.dry_run, self.started_from = config, resume, dry_run, started_from
         self.progress, self.signals = progress, signals
         self.team = Team(Mesh())
@@ -85,7 +94,9 @@ class Run:
         if (resume := self.resume) and not self.dry_run:
             self.folder = self._claimed(held, lambda: RunFolder(resume, resume=True))
         if resume and (done := self.team.first(lambda: self._finished(resume))):
-            self.progress.note(f"the run is finished: {done} steps are done\n  at        {resume}\n  try       train.steps=… for more")
+            self.progress.note(
+                f"the run is finished: {done} steps are done\n  at        {resume}\n  try       train.steps=… for more"
+            )
             return 0
         earlier = self._earlier(resume) if resume else None
         if not self.resume and self.config.run and self.team.rank == 0:
@@ -121,7 +132,8 @@ class Run:
         return done if done > self.config.train.steps or (done == self.config.train.steps and exported) else 0
 
     def _earlier(self, folder: Path) -> Load | None:
-        """The checkpoint to go on from, of which each rank loads its parts once it knows them; None if the run was interrupted before its first."""
+        """The checkpoint to go on from, of which each rank loads its parts once it knows them; None if the run was
+        interrupted before its first."""
         before = load(folder / "config.yaml") if (folder / "config.yaml").is_file() else self.config
         for name, old, new in _changes(before, self.config):
             if name != "run":
@@ -131,15 +143,18 @@ class Run:
             return None
         if self.team.processes is not None:
             ranks = self.team.savers
-            return lambda parts: load_latest_parts(folder / CHECKPOINTS, lambda saved: state.wanted(parts, saved), ranks, parts.device)
+            return lambda parts: load_latest_parts(
+                folder / CHECKPOINTS, lambda saved: state.wanted(parts, saved), ranks, parts.device
+            )
         found = load_latest(folder / CHECKPOINTS)  # before anything is made
         return lambda parts: found
 
     def _note(self, text: str) -> None:
         self.progress.note(f"note: {text}")
 
-    def _parts(self, earlier: Load | None) -> tuple[Parts, Loaded | None]:
-        """Everything that runs, checked, in the state it goes on from, and compiled; and what is left of its checkpoint."""
+    def _parts(self, earlier: Load | None) -> tuple[Assembly, Loaded | None]:
+        """Everything that runs, checked, in the state it goes on from, and compiled; and what is left of its
+        checkpoint."""
         waiting, loaded, notes = Waiting(self.progress), None, list[str]()
         with waiting.shown("reading the data"):
             parts = assemble(self.config, waiting, self.team)
@@ -157,15 +172,31 @@ class Run:
             state.set_random_state(loaded.meta["random"], parts.device)
         return parts, state.lightened(loaded) if loaded else None
 
-    def _steps(self, parts: Parts, loaded: Loaded | None, settings: str) -> Steps:
+    def _steps(self, parts: Assembly, loaded: Loaded | None, settings: str) -> Steps:
         """Take the steps, patiently: the first signal ends them, with their state saved."""
         assert self.folder is not None
         start = loaded.step if loaded else 0
-        progress, checkpoint, rank = Progress(self.progress.console, self.config.train.steps, start), self.config.checkpoint, self.team.rank
+        progress, checkpoint, rank = (
+            Progress(self.progress.console, self.config.train.steps, start),
+            self.config.checkpoint,
+            self.team.rank,
+        )
         with (
             self.signals.patiently(progress.stopping),
-            Metrics(self.folder, self.config.log.tensorboard and not rank, start if self.resume else None, progress.note, rank) as metrics,
-            Saver(self.folder / CHECKPOINTS, checkpoint.keep, checkpoint.asynchronous, ranks=self.team.savers, plan=self._plan()) as saver,
+            Metrics(
+                self.folder,
+                self.config.log.tensorboard and not rank,
+                start if self.resume else None,
+                progress.note,
+                rank,
+            ) as metrics,
+            Saver(
+                self.folder / CHECKPOINTS,
+                checkpoint.keep,
+                checkpoint.asynchronous,
+                ranks=self.team.savers,
+                plan=self._plan(),
+            ) as saver,
             progress,
         ):
             steps = Steps(parts, saver, metrics, progress, self.signals, loaded, settings)
@@ -175,7 +206,7 @@ class Run:
     def _plan(self) -> str | None:
         return str(self.team.plan) if self.team.plan is not None else None
 
-    def _end(self, parts: Parts, steps: Steps) -> int:
+    def _end(self, parts: Assembly, steps: Steps) -> int:
         """The results, and where they are."""
         assert self.folder is not None
         folder = self.folder
@@ -185,7 +216,13 @@ class Run:
         rows = [
             *([("validation", _validation(steps))] if steps.validation is not None else []),
             ("time", f"{steps.done} steps in {duration(steps.seconds)}"),
-            ("memory", f"{size(devices.memory_peak(parts.device))} at the peak{_of_process(parts)}, {size(parts.step.plan.peak)} predicted"),
+            (
+                "memory",
+                (
+                    f"{size(devices.memory_peak(parts.device))} at the peak{_of_process(parts)}, "
+                    f"{size(parts.step.plan.peak)} predicted"
+                ),
+            ),
             *((name, str(folder / file)) for name, file in _results(folder)),
         ]
         self.progress.summary(rows, "done" if complete and saved else "done, but not all of it could be saved")
@@ -207,7 +244,8 @@ def _step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.rpartition("-")[2])
 
 
-# -- the run folder -----------------------------------------------------------------------------------------------------
+# -- the run folder --------------------------------------------------------------------------------------------------
+# -
 
 
 def _folder_name(config: Config, started_from: Path | None) -> Path:
@@ -231,7 +269,9 @@ def _new_folder(config: Config, started_from: Path | None) -> RunFolder:
         except FileExistsError:  # of a run that was started in the same second
             continue
         except OSError as error:
-            raise CheckpointError(f"cannot make the run folder: {error.strerror}\n  at        {path}\n  try       --run FOLDER") from error
+            raise CheckpointError(
+                f"cannot make the run folder: {error.strerror}\n  at        {path}\n  try       --run FOLDER"
+            ) from error
         return RunFolder(path)
     raise AssertionError("names do not end")
 
@@ -254,7 +294,11 @@ def _changes(before: Any, now: Any, above: str = "") -> list[tuple[str, Any, Any
     if old is None or new is None:
         return [(above, before, now)] if before != now else []
     names = dict.fromkeys([*old, *new])
-    return [change for name in names for change in _changes(old.get(name), new.get(name), f"{above}.{name}" if above else name)]
+    return [
+        change
+        for name in names
+        for change in _changes(old.get(name), new.get(name), f"{above}.{name}" if above else name)
+    ]
 
 
 def _results(folder: Path) -> list[tuple[str, str]]:
@@ -265,9 +309,13 @@ def _results(folder: Path) -> list[tuple[str, str]]:
 
 def _validation(steps: Steps) -> str:
     assert steps.validation is not None
-    best = f", {number(steps.best[0])} at best (step {steps.best[1]})" if steps.best and steps.best[0] < steps.validation else ""
+    best = (
+        f", {number(steps.best[0])} at best (step {steps.best[1]})"
+        if steps.best and steps.best[0] < steps.validation
+        else ""
+    )
     return f"loss {number(steps.validation)} nats per token{best}"
 
 
-def _of_process(parts: Parts) -> str:
+def _of_process(parts: Assembly) -> str:
     return " (whole process)" if parts.device.type == "cpu" else ""

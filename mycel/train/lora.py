@@ -2,9 +2,11 @@
 
     y = W x + b   →   y = W x + b + s · B A x        A: [rank, in], B: [out, rank], s = alpha / rank
 
-`add` puts adapters beside chosen linear layers and freezes all else; B starts at zero, so the model is unchanged at first.
+`add` puts adapters beside chosen linear layers and freezes all else; B starts at zero, so the model is unchanged at
+first.
 `merge` adds s · B A to W and leaves plain layers; `merged` does so for a while.  Files have PEFT's form and names.
-Adapters of half-precision layers are kept and multiplied in float32: their updates are too small for eight bits of mantissa.
+Adapters of half-precision layers are kept and multiplied in float32: their updates are too small for eight bits of
+mantissa.
 """
 
 from __future__ import annotations
@@ -25,9 +27,13 @@ from mycel.train.weights import refusal, some
 
 # by how an architecture's name ends, PEFT's word for its task; others have none
 TASKS = {
-    "ForCausalLM": "CAUSAL_LM", "LMHeadModel": "CAUSAL_LM", "ForConditionalGeneration": "SEQ_2_SEQ_LM",
-    "ForSequenceClassification": "SEQ_CLS", "ForTokenClassification": "TOKEN_CLS", "ForQuestionAnswering": "QUESTION_ANS",
-}  # fmt: skip
+    "ForCausalLM": "CAUSAL_LM",
+    "LMHeadModel": "CAUSAL_LM",
+    "ForConditionalGeneration": "SEQ_2_SEQ_LM",
+    "ForSequenceClassification": "SEQ_CLS",
+    "ForTokenClassification": "TOKEN_CLS",
+    "ForQuestionAnswering": "QUESTION_ANS",
+}
 
 
 class Adapted(nn.Module):
@@ -83,7 +89,8 @@ def transposed(layer: nn.Module) -> bool:
 
 
 def adaptable(layer: nn.Module) -> bool:
-    """Layers whose forward is theirs alone: subclasses of Linear may be read past their forward (nn.MultiheadAttention)."""
+    """Layers whose forward is theirs alone: subclasses of Linear may be read past their forward
+    (nn.MultiheadAttention)."""
     return type(layer) is nn.Linear or transposed(layer)
 
 
@@ -92,21 +99,33 @@ def adapters(module: nn.Module) -> dict[str, Adapted]:
     return {name: layer for name, layer in module.named_modules() if isinstance(layer, Adapted)}
 
 
-def add(module: nn.Module, rank: int, alpha: float, dropout: float, targets: Sequence[str], *, seed: int = 0) -> list[str]:
-    """Adapters beside every linear layer a target names (by the end of its name, or a regular expression for all of it); the rest freezes."""
+def add(
+    module: nn.Module, rank: int, alpha: float, dropout: float, targets: Sequence[str], *, seed: int = 0
+) -> list[str]:
+    """Adapters beside every linear layer a target names (by the end of its name, or a regular expression for all of
+    it); the rest freezes."""
     if rank < 1 or alpha <= 0 or not 0 <= dropout < 1:
-        what = f"LoRA with rank {rank}, alpha {alpha}, dropout {dropout}: rank and alpha must be positive, dropout in [0, 1)"
+        what = (
+            f"LoRA with rank {rank}, alpha {alpha}, dropout {dropout}: rank and alpha must be positive, dropout in "
+            "[0, 1)"
+        )
         raise refusal(what, "model.lora", "rank: 8, alpha: 16, dropout: 0.0")
     if adapters(module):
-        raise refusal(f"the model has LoRA adapters already: {some(list(adapters(module)))}", "model.lora", "merge them first")
-    names = sorted({name for target in targets for name in _matches(module, target)}, key=list(dict(module.named_modules())).index)
+        raise refusal(
+            f"the model has LoRA adapters already: {some(list(adapters(module)))}", "model.lora", "merge them first"
+        )
+    names = sorted(
+        {name for target in targets for name in _matches(module, target)}, key=list(dict(module.named_modules())).index
+    )
     if not names:
         raise refusal("LoRA without targets", "model.lora.targets", _linear_names(module))
     _refuse_shared(module, names)
     module.requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)
     for name in names:
-        module.set_submodule(name, Adapted(module.get_submodule(name), rank, alpha, dropout, generator).train(module.training))
+        module.set_submodule(
+            name, Adapted(module.get_submodule(name), rank, alpha, dropout, generator).train(module.training)
+        )
     return names
 
 
@@ -167,7 +186,8 @@ def write_adapter(module: nn.Module, folder: Path, source: str | None) -> None:
     save_file(state, folder / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
-# -- what a target means ------------------------------------------------------------------------------------------------
+# -- what a target means
+# ------------------------------------------------------------------------------------------------
 
 
 def _matches(module: nn.Module, target: str) -> list[str]:
@@ -196,11 +216,17 @@ def _refuse_shared(module: nn.Module, names: list[str]) -> None:
         users = owners[id(module.get_submodule(name).weight)]
         if len(users) > 1:
             other = next(user for user in users if user != f"{name}.weight")
-            what = f"LoRA target {name} shares its weight with {other.removesuffix('.weight')}: merged, it would change both"
+            what = (
+                f"LoRA target {name} shares its weight with {other.removesuffix('.weight')}: merged, it would "
+                "change both"
+            )
             raise refusal(what, "model.lora.targets", "leave it out, or a model with tie_word_embeddings: false")
 
 
 def _linear_names(module: nn.Module) -> str:
     """q_proj (4), lm_head: what a target could say, by the last part of the name."""
     ends = Counter(name.rpartition(".")[2] for name, layer in module.named_modules() if adaptable(layer))
-    return ", ".join(f"{end} ({count})" if count > 1 else end for end, count in ends.most_common(20)) or "a model with linear layers"
+    return (
+        ", ".join(f"{end} ({count})" if count > 1 else end for end, count in ends.most_common(20))
+        or "a model with linear layers"
+    )

@@ -3,9 +3,12 @@
     {"step": 10, "loss": 4.1873, "lr": 0.0003}
     {"step": 20, "loss": "nan", "lr": 0.0003}
 
-Strict JSON: a number that JSON does not have is a string that `float` reads ("nan", "inf", "-inf"); `read` gives it back as a number.
-A resumed run first cuts off what it is going to write again, so that the file is that of a run without interruption.  A file grows by
-whole records only, and a record never stops training: what a full disk refused waits in memory and goes out with the next record.
+Strict JSON: a number that JSON does not have is a string that `float` reads ("nan", "inf", "-inf"); `read` gives it
+back as a number.
+A resumed run first cuts off what it is going to write again, so that the file is that of a run without interruption.  A
+file grows by
+whole records only, and a record never stops training: what a full disk refused waits in memory and goes out with the
+next record.
 Every other rank has a file of its own, `metrics-rank3.jsonl`.
 """
 
@@ -31,20 +34,32 @@ Value = float | int | str | bool | None
 
 
 class Metrics:
-    """The records of one run: `write(step, loss=…, …)` adds one; trouble is said once to `report` and training goes on."""
+    """The records of one run: `write(step, loss=…, …)` adds one; trouble is said once to `report` and training goes
+    on."""
 
-    def __init__(self, folder: Path, tensorboard: bool, resume_at: int | None, report: Callable[[str], None] = warnings.warn, rank: int = 0) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        tensorboard: bool,
+        resume_at: int | None,
+        report: Callable[[str], None] = warnings.warn,
+        rank: int = 0,
+    ) -> None:
         self._report, self._reported = report, False
         file = folder / file_of(rank)
-        self._records = Log(file, self._refused)
+        self._records = RecordFile(file, self._refused)
         try:
             cut(file, resume_at)
         except OSError as error:
-            report(f"metrics after step {resume_at} could not be cut off and stay in the file: {error.strerror}\n  at        {file}")
+            report(
+                f"metrics after step {resume_at} could not be cut off and stay in the file: {error.strerror}\n"
+                f"  at        {file}"
+            )
         self._events = self._open_events(folder / EVENTS, resume_at) if tensorboard else None
 
     def write(self, step: int, **values: Any) -> None:
-        """Add one record, on disk on return; what is None is not known and left out; 0-d tensors and numpy numbers count as numbers."""
+        """Add one record, on disk on return; what is None is not known and left out; 0-d tensors and numpy numbers
+        count as numbers."""
         known = {name: _number(value) for name, value in values.items() if value is not None}
         self._records.append(to_line({"step": step, **known}))
         if self._events is not None:
@@ -55,14 +70,19 @@ class Metrics:
         for log in [self._records] if self._events is None else [self._records, self._events.log]:
             lost_bytes = log.close()
             if lost_bytes:
-                self._report(f"the last {lost_bytes} bytes of metrics could not be written and are lost\n  at        {log.path}")
+                self._report(
+                    f"the last {lost_bytes} bytes of metrics could not be written and are lost\n  at        {log.path}"
+                )
 
-    def _refused(self, log: Log, error: OSError) -> None:
+    def _refused(self, log: RecordFile, error: OSError) -> None:
         """Say the first time that a record could not be written."""
         if not self._reported:
             self._reported = True
             why = f"metrics wait in memory, as they cannot be written: {error.strerror}"
-            self._report(f"{why}\n  at        {log.path}\n  try       make room there; training goes on, and they are written as soon as they can be")
+            self._report(
+                f"{why}\n  at        {log.path}\n"
+                "  try       make room there; training goes on, and they are written as soon as they can be"
+            )
 
     def _open_events(self, folder: Path, resume_at: int | None) -> Events | None:
         """The event file; None, and a word about it, where TensorBoard is not installed or does not load."""
@@ -70,13 +90,17 @@ class Metrics:
             return Events(folder, resume_at, self._refused)
         except Exception as error:  # a protobuf of another version raises what it likes
             hint = "pip install tensorboard, or log.tensorboard: false"
-            self._report(f"no TensorBoard files will be written: {error}\n  at        log.tensorboard\n  try       {hint}")
+            self._report(
+                f"no TensorBoard files will be written: {error}\n  at        log.tensorboard\n  try       {hint}"
+            )
             return None
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
 
@@ -96,7 +120,10 @@ def read(folder: Path, rank: int = 0) -> list[dict[str, Any]]:
 
 def to_line(record: Mapping[str, Value]) -> bytes:
     """{"step": 3, "loss": nan} => b'{"step": 3, "loss": "nan"}\\n'."""
-    finite = {name: str(value) if isinstance(value, float) and not math.isfinite(value) else value for name, value in record.items()}
+    finite = {
+        name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in record.items()
+    }
     return json.dumps(finite, allow_nan=False, default=str).encode() + b"\n"
 
 
@@ -114,7 +141,8 @@ def from_line(line: bytes) -> dict[str, Any] | None:
 
 
 def cut(path: Path, last: int | None) -> None:
-    """Drop everything from the first record after step `last` on, and a torn end; one truncation, so atomic and possible on a full disk."""
+    """Drop everything from the first record after step `last` on, and a torn end; one truncation, so atomic and
+    possible on a full disk."""
     if not path.exists():
         return
     keep = at = 0
@@ -130,10 +158,10 @@ def cut(path: Path, last: int | None) -> None:
         file.truncate(keep)
 
 
-class Log:
+class RecordFile:
     """A file that grows by whole records: those it could not write wait, and go out in order with the next one."""
 
-    def __init__(self, path: Path, refused: Callable[[Log, OSError], None]) -> None:
+    def __init__(self, path: Path, refused: Callable[[RecordFile, OSError], None]) -> None:
         self.path, self._refused = path, refused
         self._file: int | None = None
         self._waiting = b""
@@ -176,21 +204,28 @@ class Events:
     Not by torch's SummaryWriter: it writes in a thread of its own, which dies with a traceback when the disk is full.
     """
 
-    def __init__(self, folder: Path, resume_at: int | None, refused: Callable[[Log, OSError], None]) -> None:
+    def __init__(self, folder: Path, resume_at: int | None, refused: Callable[[RecordFile, OSError], None]) -> None:
         from tensorboard.compat.proto import event_pb2, summary_pb2
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         self._event, self._summary, self._writer = event_pb2.Event, summary_pb2.Summary, RecordWriter
         # The usual name; the count keeps the files of one second apart and in order.
         count = len(list(folder.glob("events.out.tfevents.*")))
-        self.log = Log(folder / f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{count}", refused)
+        self.log = RecordFile(
+            folder / f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{count}",
+            refused,
+        )
         self._append(0, file_version="brain.Event:2")
         if resume_at is not None:  # tells TensorBoard to forget what earlier files say about the steps from here on
             self._append(resume_at + 1, session_log=event_pb2.SessionLog(status=event_pb2.SessionLog.START))
 
     def write(self, step: int, values: Mapping[str, Value]) -> None:
         """Add the values that are numbers as scalars of one step."""
-        scalars = [self._summary.Value(tag=name, simple_value=value) for name, value in values.items() if isinstance(value, int | float)]
+        scalars = [
+            self._summary.Value(tag=name, simple_value=value)
+            for name, value in values.items()
+            if isinstance(value, int | float)
+        ]
         self._append(step, summary=self._summary(value=scalars))
 
     def _append(self, step: int, **content: Any) -> None:

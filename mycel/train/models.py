@@ -1,4 +1,5 @@
-"""Models in: Hugging Face folders or configurations become modules; how large they are, and which groups an optimiser takes them in.
+"""Models in: Hugging Face folders or configurations become modules; how large they are, and which groups an optimiser
+takes them in.
 
     folder (config.json, safetensors) | configuration  ──build──▶  Model  ──train──▶  ──export──▶  folder  (`export.py`)
 
@@ -26,13 +27,19 @@ from mycel.train.weights import INDEX, ONE, find, load, one_line, quietly, refus
 
 ADAPTER = "adapter_config.json"
 TASKS = (
-    "AutoModelForCausalLM", "AutoModelForImageClassification", "AutoModelForSequenceClassification", "AutoModelForSpeechSeq2Seq",
-    "AutoModelForAudioClassification", "AutoModelForCTC", "AutoModelForImageTextToText", "AutoModelForTokenClassification",
-)  # fmt: skip
+    "AutoModelForCausalLM",
+    "AutoModelForImageClassification",
+    "AutoModelForSequenceClassification",
+    "AutoModelForSpeechSeq2Seq",
+    "AutoModelForAudioClassification",
+    "AutoModelForCTC",
+    "AutoModelForImageTextToText",
+    "AutoModelForTokenClassification",
+)
 
 
 @dataclass(frozen=True)
-class Model:
+class LoadedModel:
     """A module ready to train, its configuration as it was given, and where both are from."""
 
     module: nn.Module
@@ -52,7 +59,8 @@ class Sizes:
     total_bytes: int
 
 
-# -- in -----------------------------------------------------------------------------------------------------------------
+# -- in --------------------------------------------------------------------------------------------------------------
+# -
 
 
 def build(
@@ -64,16 +72,23 @@ def build(
     device: torch.device | str = "cpu",
     seed: int = 0,
     cuts: Cuts | None = None,
-) -> Model:
-    """A folder or a configuration → a module in training mode on the device, with loaded or fresh weights; with `cuts`, in parts."""
+) -> LoadedModel:
+    """A folder or a configuration → a module in training mode on the device, with loaded or fresh weights; with `cuts`,
+    in parts."""
     if (path is None) == (config is None):
-        raise refusal("a model is made from a folder or from a configuration, one of them", "model", "model.path or model.config")
+        raise refusal(
+            "a model is made from a folder or from a configuration, one of them", "model", "model.path or model.config"
+        )
     device = torch.device(device)
     with quietly():
         if path is None:
             assert config is not None
             if weights == "load":
-                raise refusal("a configuration has no weights to load", "model.weights", "model.path: a folder with weights, or weights: scratch")
+                raise refusal(
+                    "a configuration has no weights to load",
+                    "model.weights",
+                    "model.path: a folder with weights, or weights: scratch",
+                )
             settings, notes = _from_mapping(config)
             module = _fresh(settings, dtype, device, seed, cuts)
             return _ready(module, settings, None, f"fresh {type(module).__name__}, seed {seed}", notes)
@@ -89,13 +104,13 @@ def build(
         return _ready(module, settings, tokenizer, f"fresh {type(module).__name__} after {path}, seed {seed}", [])
 
 
-def _ready(module: nn.Module, settings: Any, tokenizer: Path | None, source: str, notes: Iterable[str]) -> Model:
+def _ready(module: nn.Module, settings: Any, tokenizer: Path | None, source: str, notes: Iterable[str]) -> LoadedModel:
     """In training mode and without a cache of keys and values; `settings` keep what they said about one."""
     for part in module.modules():
         held: Any = getattr(part, "config", None)
         if getattr(held, "use_cache", False):
             held.use_cache = False
-    return Model(module.train(), settings, tokenizer, source, tuple(notes))
+    return LoadedModel(module.train(), settings, tokenizer, source, tuple(notes))
 
 
 def _from_folder(path: Path) -> Any:
@@ -114,7 +129,9 @@ def _from_folder(path: Path) -> Any:
     except (OSError, ValueError) as error:
         raise refusal(f"config.json cannot be read: {one_line(error)}", file) from None
     except (KeyError, TypeError):
-        raise refusal("config.json does not say its model_type", file, "model_type: llama, or what the model is") from None
+        raise refusal(
+            "config.json does not say its model_type", file, "model_type: llama, or what the model is"
+        ) from None
     _check_kind(kind, str(file))
     try:
         settings = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
@@ -127,11 +144,14 @@ def _from_folder(path: Path) -> Any:
 
 def no_model(adapters: Path) -> TrainError:
     """For a folder of LoRA adapters."""
-    return refusal("the folder holds LoRA adapters, not a model", adapters / ADAPTER, "the folder of the model they belong to")
+    return refusal(
+        "the folder holds LoRA adapters, not a model", adapters / ADAPTER, "the folder of the model they belong to"
+    )
 
 
 def _from_mapping(given: Mapping[str, Any]) -> tuple[Any, list[str]]:
-    """A configuration from its settings, and notes on settings it does not know; those that look like a slip are errors."""
+    """A configuration from its settings, and notes on settings it does not know; those that look like a slip are
+    errors."""
     import transformers
 
     values = copy.deepcopy(dict(given))
@@ -157,7 +177,9 @@ def _check_kind(kind: Any, where: str) -> None:
     known = list(transformers.CONFIG_MAPPING)
     if kind not in known:
         near = ", ".join(get_close_matches(str(kind), known, 3)) or "llama, gpt2, qwen3, …"
-        what = "no model_type" if kind is None else f"transformers {transformers.__version__} knows no model_type {kind!r}"
+        what = (
+            "no model_type" if kind is None else f"transformers {transformers.__version__} knows no model_type {kind!r}"
+        )
         raise refusal(what, where, near)
 
 
@@ -176,9 +198,17 @@ def _model_class(settings: Any) -> Any:
         found = getattr(transformers, task)._model_mapping.get(type(settings), None)
         named.extend(found if isinstance(found, tuple) else [found])
     for kind in named:
-        if inspect.isclass(kind) and issubclass(kind, transformers.PreTrainedModel) and "labels" in inspect.signature(kind.forward).parameters:
+        if (
+            inspect.isclass(kind)
+            and issubclass(kind, transformers.PreTrainedModel)
+            and "labels" in inspect.signature(kind.forward).parameters
+        ):
             return kind
-    raise refusal(f"no model of type {settings.model_type!r} returns a loss", "model", "architectures: a class of transformers that takes labels")
+    raise refusal(
+        f"no model of type {settings.model_type!r} returns a loss",
+        "model",
+        "architectures: a class of transformers that takes labels",
+    )
 
 
 def _made(settings: Any, dtype: torch.dtype, device: torch.device) -> Any:
@@ -189,7 +219,10 @@ def _made(settings: Any, dtype: torch.dtype, device: torch.device) -> Any:
             return kind._from_config(copy.deepcopy(settings), dtype=dtype)
     except Exception as error:  # a model's constructor raises what it likes
         if "padding_idx" in str(error).lower():  # often a default, made for the vocabulary of the published model
-            what = f"pad_token_id is {settings.pad_token_id}, but the model has {getattr(settings.get_text_config(), 'vocab_size', 'fewer')} ids"
+            what = (
+                f"pad_token_id is {settings.pad_token_id}, but the model has "
+                f"{getattr(settings.get_text_config(), 'vocab_size', 'fewer')} ids"
+            )
             raise refusal(what, "model.config.pad_token_id", "pad_token_id: null, or one of the ids") from error
         raise refusal(f"{kind.__name__} cannot be made by this configuration: {one_line(error)}", "model") from error
 
@@ -202,7 +235,8 @@ def outline_of(path: Path | None, config: Mapping[str, Any] | None, dtype: torch
 
 
 def _fresh(settings: Any, dtype: torch.dtype, device: torch.device, seed: int, cuts: Cuts | None = None) -> Any:
-    """A module with fresh weights, made on the device, the same for the same seed; torch's own random state is left alone."""
+    """A module with fresh weights, made on the device, the same for the same seed; torch's own random state is left
+    alone."""
     if cuts is not None:
         return cuts.made(lambda: _fresh(settings, dtype, device, seed))
     gpus = [device.index if device.index is not None else torch.cuda.current_device()] if device.type == "cuda" else []
@@ -213,7 +247,8 @@ def _fresh(settings: Any, dtype: torch.dtype, device: torch.device, seed: int, c
         return _made(settings, dtype, device)
 
 
-# -- sizes --------------------------------------------------------------------------------------------------------------
+# -- sizes -----------------------------------------------------------------------------------------------------------
+# -
 
 
 def count(module: nn.Module) -> Sizes:
@@ -233,22 +268,41 @@ def flops_per_token(module_or_config: Any, length: int) -> float:
 
         Σ weights (2 forward + 2 backward + 2 if trained)  +  Σ layers 12 · heads · head size · keys
 
-    Weights: all but lookup tables (a tied table is multiplied as the output layer, so it counts); of experts, the share a token visits.
-    Keys: half the sequence under a causal mask, all of it otherwise, at most the window of a layer that has one.  Recomputation is not counted.
+    Weights: all but lookup tables (a tied table is multiplied as the output layer, so it counts); of experts, the share
+    a token visits.
+    Keys: half the sequence under a causal mask, all of it otherwise, at most the window of a layer that has one.
+    Recomputation is not counted.
     """
-    module = module_or_config if isinstance(module_or_config, nn.Module) else _made(module_or_config, torch.float32, torch.device("meta"))
+    module = (
+        module_or_config
+        if isinstance(module_or_config, nn.Module)
+        else _made(module_or_config, torch.float32, torch.device("meta"))
+    )
     whole: Any = module.config
     config = whole.get_text_config()
-    experts = next((n for key in ("num_local_experts", "num_experts", "n_routed_experts") if (n := getattr(config, key, None))), 1)
+    experts = next(
+        (n for key in ("num_local_experts", "num_experts", "n_routed_experts") if (n := getattr(config, key, None))), 1
+    )
     share = (getattr(config, "num_experts_per_tok", None) or experts) / experts
-    products = sum((6 if p.requires_grad else 4) * p.numel() * (share if ".experts." in name else 1) for name, p in _multiplied(module))
+    products = sum(
+        (6 if p.requires_grad else 4) * p.numel() * (share if ".experts." in name else 1)
+        for name, p in _multiplied(module)
+    )
     heads = getattr(config, "num_attention_heads", 0)
-    width = heads * (getattr(config, "head_dim", None) or getattr(config, "d_kv", None) or config.hidden_size // heads) if heads else 0
+    width = (
+        heads * (getattr(config, "head_dim", None) or getattr(config, "d_kv", None) or config.hidden_size // heads)
+        if heads
+        else 0
+    )
     can: Any = getattr(module, "can_generate", bool)
     keys = length / 2 if can() else length
     layers = getattr(config, "num_hidden_layers", 0)
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * layers
-    seen = sum(min(keys, config.sliding_window or keys) if kind == "sliding_attention" else keys for kind in kinds if "linear" not in kind)
+    seen = sum(
+        min(keys, config.sliding_window or keys) if kind == "sliding_attention" else keys
+        for kind in kinds
+        if "linear" not in kind
+    )
     if whole.is_encoder_decoder:
         # an encoder sees all, a decoder half of itself and all of the encoder
         decoders = getattr(config, "num_decoder_layers", None) or getattr(config, "decoder_layers", None) or layers
@@ -267,7 +321,8 @@ def _multiplied(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Groups for an optimiser: trainable parameters, each once; decay on matrices (embeddings too), none on biases, norms and other vectors."""
+    """Groups for an optimiser: trainable parameters, each once; decay on matrices (embeddings too), none on biases,
+    norms and other vectors."""
     named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
     decayed = [p for name, p in named if p.ndim >= 2 and not name.endswith("bias")]
     plain = [p for name, p in named if p.ndim < 2 or name.endswith("bias")]

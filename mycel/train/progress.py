@@ -1,9 +1,12 @@
 """What a person sees of a run: on a terminal one live line, elsewhere one plain line for each report.
 
-    step 120/500  ━━━━────────────  24%  loss 2.4312  val 2.5510  12.3k tok/s  MFU 41.2%  9.1 GiB  lr 3.00e-04  0:42 left
+    step 120/500  ━━━━────────────  24%  loss 2.4312  val 2.5510  12.3k tok/s  MFU 41.2%  9.1 GiB  lr 3.00e-04  0:42
+                  left
 
-A terminal too narrow for that gets two rows, and one narrower still the fields that matter most.  Plain lines hold what that report
-brought and nothing older, so that a log can be searched.  Nothing here raises: odd numbers are shown as they are, and if nobody
+A terminal too narrow for that gets two rows, and one narrower still the fields that matter most.  Plain lines hold what
+that report
+brought and nothing older, so that a log can be searched.  Nothing here raises: odd numbers are shown as they are, and
+                                                           if nobody
 can read any more (a closed pipe, a log file on a full disk) training goes on without words.
 """
 
@@ -41,7 +44,12 @@ class Progress:
     """The display of one run from step `start` to `total_steps`; a context manager around the training loop."""
 
     def __init__(
-        self, console: Console, total_steps: int, start: int = 0, plain: bool | None = None, clock: Callable[[], float] = time.monotonic
+        self,
+        console: Console,
+        total_steps: int,
+        start: int = 0,
+        plain: bool | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.console, self.total, self.step = console, total_steps, start
         self.plain = not _lively(console) if plain is None else plain
@@ -58,7 +66,9 @@ class Progress:
             self._attempt(lambda: live.start(refresh=True))
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._live is not None:
             self._attempt(self._live.stop)
             self._live = None
@@ -75,12 +85,17 @@ class Progress:
         lr: float | None = None,
         skipped: int | None = None,
     ) -> None:
-        """Report that `step` steps are done, and what is known; a step alone moves the live line and prints no plain one."""
+        """Report that `step` steps are done, and what is known; a step alone moves the live line and prints no plain
+        one."""
         self.step = step
         self._reports.append((self._clock(), step))
         fields = [
-            Field("loss", f"loss {number(loss)}", "bold" if _finite(loss) else "bold red") if loss is not None else None,
-            Field("validation", f"val {number(validation)}", "cyan" if _finite(validation) else "red") if validation is not None else None,
+            Field("loss", f"loss {number(loss)}", "bold" if _finite(loss) else "bold red")
+            if loss is not None
+            else None,
+            Field("validation", f"val {number(validation)}", "cyan" if _finite(validation) else "red")
+            if validation is not None
+            else None,
             Field("tokens", f"{count(tokens_per_s)} tok/s") if tokens_per_s is not None else None,
             Field("mfu", f"MFU {percent(mfu, 1)}") if mfu is not None else None,
             Field("memory", size(memory_bytes)) if memory_bytes is not None else None,
@@ -91,10 +106,13 @@ class Progress:
         self._fields.update({field.name: field for field in new})
         if self.plain and new:
             place = f"step {step:>{len(str(self.total))}}/{self.total}"
-            self.note(GAP.join([place, f"{percent(self._share()):>4}", *(field.text for field in [*new, *self._time()])]))
+            self.note(
+                GAP.join([place, f"{percent(self._share()):>4}", *(field.text for field in [*new, *self._time()])])
+            )
 
     def stopping(self) -> None:
-        """Say that the run ends after this step.  A signal calls this, in the middle of anything: nothing is printed the usual way."""
+        """Say that the run ends after this step.  A signal calls this, in the middle of anything: nothing is printed
+        the usual way."""
         text = "stopping after this step; Ctrl-C again: at once"
         self._fields["stopping"] = Field("stopping", text, "yellow")
         if self.plain and not self.console.quiet:
@@ -119,7 +137,8 @@ class Progress:
         self._print(Group(Text(self._writable(title), style="bold"), table, Text("")))
 
     def left_s(self) -> float | None:
-        """Seconds to the last step at the pace of the last reports (so without the first step, which compiles); None: not known yet."""
+        """Seconds to the last step at the pace of the last reports (so without the first step, which compiles); None:
+        not known yet."""
         if len(self._reports) < 2:
             return None
         (first_s, first), (last_s, last) = self._reports[0], self._reports[-1]
@@ -131,7 +150,11 @@ class Progress:
         """The live line: in one row if all of it fits, and in two if not."""
         width = max(1, self.console.width)
         place = [Field("place", f"step {self.step}/{self.total}"), Field("percent", percent(self._share()))]
-        measured = [self._fields[name] for name in ("loss", "validation", "tokens", "mfu", "memory", "lr") if name in self._fields]
+        measured = [
+            self._fields[name]
+            for name in ("loss", "validation", "tokens", "mfu", "memory", "lr")
+            if name in self._fields
+        ]
         if not self._reports:
             measured = [Field("waiting", f"first step, {duration(self._clock() - self._began_s)}", "bright_black")]
         said = [self._fields[name] for name in ("skipped", "stopping") if name in self._fields]
@@ -188,7 +211,12 @@ class Progress:
 
 def _lively(console: Console) -> bool:
     """Is this a terminal that can redraw a line, and does the user want that?"""
-    return console.is_terminal and not console.is_dumb_terminal and not console.is_jupyter and not os.environ.get("NO_COLOR")
+    return (
+        console.is_terminal
+        and not console.is_dumb_terminal
+        and not console.is_jupyter
+        and not os.environ.get("NO_COLOR")
+    )
 
 
 def _length(fields: Sequence[Field]) -> int:

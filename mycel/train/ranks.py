@@ -1,4 +1,5 @@
-"""The ranks of a run: which of them this process is, by which plan they work, and what they tell each other besides the messages of a step.
+"""The ranks of a run: which of them this process is, by which plan they work, and what they tell each other besides the
+messages of a step.
 
     parallel, environment ──▶ mesh, plan ──▶ the same on all? ──▶ Team
 
@@ -31,7 +32,7 @@ from mycel.errors import PlanError, RunError
 from mycel.ir import Mesh
 from mycel.plan import Plan, probe_text
 from mycel.plan.record import ready_plans
-from mycel.run.checkpoint import ALONE, Ranks
+from mycel.run.checkpoint import ALONE, MeshProcess
 from mycel.run.processes import Processes, code_version, world
 from mycel.run.rendezvous import LATER_S, STOP, Rendezvous, seat
 from mycel.train.config import Config, Parallel, anchored, dump, is_file
@@ -47,7 +48,7 @@ class Team:
     plan: Plan | None = None
     processes: Processes | None = None
     share: Callable[[str], Sequence[str]] = lambda text: [text]
-    savers: Ranks = ALONE  # for checkpoints: they are written by another thread, through a connection of its own
+    savers: MeshProcess = ALONE  # for checkpoints: they are written by another thread, through a connection of its own
     name: str = ""  # of the plan, for people
 
     def __str__(self) -> str:
@@ -66,11 +67,14 @@ class Team:
         return self.tell(make() if self.rank == 0 else None)[0]
 
     def asked(self, signal: Callable[[], Signals | None]) -> Callable[[], Signals | None]:
-        """Ask all ranks whether they were asked to stop; the answer, the same on all, is waited for by a call of the result."""
+        """Ask all ranks whether they were asked to stop; the answer, the same on all, is waited for by a call of the
+        result."""
         if self.processes is None:
             return signal
         processes = self.processes
-        pending = processes.start("all_reduce", [torch.tensor([int(signal() or 0)])], axes=self.mesh.axes, kind=">", at="between steps")
+        pending = processes.start(
+            "all_reduce", [torch.tensor([int(signal() or 0)])], axes=self.mesh.axes, kind=">", at="between steps"
+        )
 
         def answer() -> Signals | None:
             found = int(processes.wait(pending)[0])
@@ -81,13 +85,16 @@ class Team:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self.processes is not None:
             self.processes.close(error)
 
 
 def team(config: Config) -> Team:
-    """The ranks that the environment and the configuration speak of, once all are there and agree on what they are about to do."""
+    """The ranks that the environment and the configuration speak of, once all are there and agree on what they are
+    about to do."""
     parallel, count = config.parallel, seat().world
     mesh = Mesh(_axes(parallel, count))
     plan, name = (_plan(parallel, mesh), _name(parallel, mesh)) if mesh.axes and mesh.world == count else (None, "")
@@ -95,10 +102,22 @@ def team(config: Config) -> Team:
         return Team(mesh, plan, name=name)
     processes = world(mesh, config.train.device if config.train.device in ("auto", "cpu") else "cuda")
     try:
-        facts = {"plan": str(plan), "config": dump(anchored(config)), "code version": code_version(), "what was probed": probe_text()}
-        processes.agree({**facts, "torch": torch.__version__, "transformers": version("transformers"), "Python": platform.python_version()})
+        facts = {
+            "plan": str(plan),
+            "config": dump(anchored(config)),
+            "code version": code_version(),
+            "what was probed": probe_text(),
+        }
+        processes.agree(
+            {
+                **facts,
+                "torch": torch.__version__,
+                "transformers": version("transformers"),
+                "Python": platform.python_version(),
+            }
+        )
         assert processes.meeting is not None
-        savers = Ranks(mesh, processes.rank, Shares(processes.meeting, "saves"))
+        savers = MeshProcess(mesh, processes.rank, Shares(processes.meeting, "saves"))
         return Team(mesh, plan, processes, Shares(processes.meeting, "loop"), savers, name)
     except BaseException as error:
         processes.close(error)
@@ -132,7 +151,10 @@ def _name(parallel: Parallel, mesh: Mesh) -> str:
     names = [axis for axis in mesh.axes if axis in ready_plans()] + ["tp2d"] * (set(mesh.axes) >= TWO_AXES)
     if strange := [axis for axis in mesh.axes if axis not in names and axis not in TWO_AXES]:
         hint = f"parallel.plan, or axes called {', '.join(name for name in ready_plans() if name.isalpha())}"
-        raise PlanError(f"no plan is given, and none is ready for axis {strange[0]!r} of {mesh}\n  at        parallel.mesh\n  try       {hint}")
+        raise PlanError(
+            f"no plan is given, and none is ready for axis {strange[0]!r} of {mesh}\n  at        parallel.mesh\n"
+            f"  try       {hint}"
+        )
     return "+".join(names)
 
 
@@ -156,7 +178,9 @@ class Shares:
                 raise RunError(self.all.get(STOP).decode())
             if time.monotonic() > end:
                 missing = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
-                raise RunError(f"no word from ranks {missing} for {self.meeting.timeout_s:g} s\n  try       a look at their logs")
+                raise RunError(
+                    f"no word from ranks {missing} for {self.meeting.timeout_s:g} s\n  try       a look at their logs"
+                )
             time.sleep(pause_s)
             pause_s = min(pause_s * 1.5, 0.05)
         return [found.decode() for found in self.store.multi_get(keys)]

@@ -2,7 +2,8 @@
 
     next ~ softmax(logits(last `window` tokens)[-1] / temperature)          temperature 0: the likeliest
 
-Each token is one forward pass over the window (the model's maximum positions), without a cache: nothing to set up or put back.
+Each token is one forward pass over the window (the model's maximum positions), without a cache: nothing to set up or
+put back.
 """
 
 from __future__ import annotations
@@ -26,9 +27,11 @@ def generate(
     eos: int | None,
     forward: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
 ) -> list[int]:
-    """Up to `tokens` ids that follow the prompt, ending before `eos`; the same for the same seed, torch's own random state untouched.
+    """Up to `tokens` ids that follow the prompt, ending before `eos`; the same for the same seed, torch's own random
+    state untouched.
 
-    `forward(ids, place)`: the logits at a place in ids, as ranks that hold the model in parts compute them together; always of as many ids."""
+    `forward(ids, place)`: the logits at a place in ids, as ranks that hold the model in parts compute them together;
+    always of as many ids."""
     config: Any = _causal_config(module)
     _check(prompt_ids, tokens, temperature, getattr(config, "vocab_size", None))
     window = getattr(config, "max_position_embeddings", None) or len(prompt_ids) + tokens
@@ -40,7 +43,9 @@ def generate(
             seen = ids[-window:]
             if forward is not None:  # a causal model does not see what stands behind
                 room = min(window, len(prompt_ids) + tokens) - len(seen)
-                logits = forward(torch.tensor([seen + [0] * room], device=device), torch.tensor([len(seen) - 1], device=device))
+                logits = forward(
+                    torch.tensor([seen + [0] * room], device=device), torch.tensor([len(seen) - 1], device=device)
+                )
             else:
                 logits = module(input_ids=torch.tensor([seen], device=device), use_cache=False).logits[0, -1]
             following = _draw(logits.double().cpu(), temperature, generator)
@@ -83,14 +88,19 @@ def causal(module: nn.Module) -> bool:
 def ends(module: nn.Module) -> list[int]:
     """The ids with which the model ends a text, by its configuration and by the one for generating."""
     config: Any = module.config
-    given = [getattr(held, "eos_token_id", None) for held in (config.get_text_config(), getattr(module, "generation_config", None))]
+    given = [
+        getattr(held, "eos_token_id", None)
+        for held in (config.get_text_config(), getattr(module, "generation_config", None))
+    ]
     return sorted({i for ids in given if ids is not None for i in (ids if isinstance(ids, list) else [ids])})
 
 
 def _causal_config(module: nn.Module) -> Any:
     """The text configuration of a model that can continue text; an error for all others."""
     if not causal(module):
-        raise refusal(f"{type(module).__name__} is not a causal language model: it continues no text", "sample", "sample: null")
+        raise refusal(
+            f"{type(module).__name__} is not a causal language model: it continues no text", "sample", "sample: null"
+        )
     config: Any = module.config
     return config.get_text_config()
 

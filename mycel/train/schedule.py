@@ -7,9 +7,12 @@
     linear       floor + (lr - floor) · (1 - p)
     constant     lr
 
-From step w on this is transformers' `get_cosine_schedule_with_warmup(num_warmup_steps=w, num_training_steps=steps)` (and its
-linear and min-lr forms) at the same step, without an offset.  In the warm-up theirs is `step / w`, which spends step 0 at rate 0;
-ours is theirs one step later with `w + 1`, so no step is wasted.  The last step is `steps - 1`, one short of the floor, for the same reason.
+From step w on this is transformers' `get_cosine_schedule_with_warmup(num_warmup_steps=w, num_training_steps=steps)`
+(and its
+linear and min-lr forms) at the same step, without an offset.  In the warm-up theirs is `step / w`, which spends step 0
+at rate 0;
+ours is theirs one step later with `w + 1`, so no step is wasted.  The last step is `steps - 1`, one short of the floor,
+for the same reason.
 """
 
 from __future__ import annotations
@@ -22,7 +25,8 @@ KINDS = ("cosine", "linear", "constant")
 
 
 def learning_rate(step: int, *, lr: float, kind: str, steps: int, warmup: float, min_lr: float) -> float:
-    """The rate of one step, counted from 0; `warmup` in steps or as a fraction < 1 of them, `min_lr` as a fraction of `lr`."""
+    """The rate of one step, counted from 0; `warmup` in steps or as a fraction < 1 of them, `min_lr` as a fraction of
+    `lr`."""
     if kind not in KINDS:
         raise TrainError(f"schedule {kind!r} is not known\n  at        schedule.kind\n  try       {', '.join(KINDS)}")
     rising = warmup_steps(warmup, steps)

@@ -18,11 +18,13 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from mycel.train.forms import Form
-from mycel.train.written import Keys, Mistake, Place, Writer, Written, inline, read_value, refuse, shown
+from mycel.train.written import Keys, Mistake, SettingOrigin, Writer, WrittenSettings, inline, read_value, refuse, shown
 
 COMMENT_COLUMN = 25
 S = TypeVar("S", bound="Section")
-Conflict = tuple[str, str]  # settings that are right alone and wrong together: what (which names their keys), and what to try
+Conflict = tuple[
+    str, str
+]  # settings that are right alone and wrong together: what (which names their keys), and what to try
 
 
 class Section(BaseModel):
@@ -37,7 +39,9 @@ class Section(BaseModel):
     @model_validator(mode="after")
     def _agree(self) -> Self:
         if found := list(self.conflicts()):
-            raise PydanticCustomError("conflict", "{text}", {"text": "; ".join(what for what, _ in found), "found": found})
+            raise PydanticCustomError(
+                "conflict", "{text}", {"text": "; ".join(what for what, _ in found), "found": found}
+            )
         return self
 
     @model_validator(mode="before")
@@ -56,22 +60,27 @@ def section_of(field: FieldInfo) -> type[Section] | None:
     return next((k for k in kinds if isinstance(k, type) and issubclass(k, Section)), None)
 
 
-def override(root: type[Section], written: Written, argument: str, number: int) -> None:
+def override(root: type[Section], written: WrittenSettings, argument: str, number: int) -> None:
     """Put one `a.b=c` over what is written; text is taken as it stands, unless it is quoted, a list or null."""
     name, equals, text = argument.partition("=")
     if not equals:
         written.mistakes.append(Mistake(f"{argument} is not a setting", (), "section.key=value"))
         return
-    keys, place = tuple(name.split(".")), Place((1, number), f"argument {argument}")
+    keys, place = tuple(name.split(".")), SettingOrigin((1, number), f"argument {argument}")
     value, mistakes = read_value(text, place)
     field = find(root, keys)
-    if field and any(form.verbatim for form in _forms(field)) and text.strip() not in ("", "~", "null") and (mistakes or text[0] not in "['\""):
+    if (
+        field
+        and any(form.verbatim for form in _forms(field))
+        and text.strip() not in ("", "~", "null")
+        and (mistakes or text[0] not in "['\"")
+    ):
         value, mistakes = text, []
     written.mistakes += mistakes
     _put(root, written, keys, value, place)
 
 
-def _put(root: type[Section], written: Written, keys: Keys, value: Any, place: Place) -> None:
+def _put(root: type[Section], written: WrittenSettings, keys: Keys, value: Any, place: SettingOrigin) -> None:
     """A mapping goes into a section key by key, everything else replaces what was there."""
     field = find(root, keys)
     if isinstance(value, dict) and value and field and section_of(field):
@@ -81,13 +90,18 @@ def _put(root: type[Section], written: Written, keys: Keys, value: Any, place: P
         written.put(keys, value, place)
 
 
-def checked(root: type[S], written: Written) -> S:
+def checked(root: type[S], written: WrittenSettings) -> S:
     """What is written -> the configuration, or all that is wrong with it."""
     try:
         config = root.model_validate(written.values)
     except ValidationError as e:
         told = {place for mistake in written.mistakes for place in mistake.places}
-        found = [m for error in e.errors(include_url=False) for m in _mistakes(root, error, written) if not told.intersection(m.places)]
+        found = [
+            m
+            for error in e.errors(include_url=False)
+            for m in _mistakes(root, error, written)
+            if not told.intersection(m.places)
+        ]
         refuse(written.mistakes + found)
     if written.mistakes:
         refuse(written.mistakes)
@@ -104,7 +118,7 @@ def find(root: type[Section], keys: Sequence[Any]) -> FieldInfo | None:
     return field
 
 
-def _mistakes(root: type[Section], error: ErrorDetails, written: Written) -> Iterator[Mistake]:
+def _mistakes(root: type[Section], error: ErrorDetails, written: WrittenSettings) -> Iterator[Mistake]:
     """One error of pydantic's -> what is wrong, where it was written, what to try."""
     loc = error["loc"]
     if error["type"] == "conflict":
@@ -119,7 +133,9 @@ def _mistakes(root: type[Section], error: ErrorDetails, written: Written) -> Ite
         yield _wrong(root, loc[:known], loc[known:], error["input"], written)
 
 
-def _wrong(root: type[Section], loc: Sequence[Any], inside: Sequence[Any], found: Any, written: Written) -> Mistake:
+def _wrong(
+    root: type[Section], loc: Sequence[Any], inside: Sequence[Any], found: Any, written: WrittenSettings
+) -> Mistake:
     """A field whose value is not of its form, or has something `inside` it that is not."""
     field = find(root, loc)
     assert field is not None
@@ -136,7 +152,9 @@ def _wrong(root: type[Section], loc: Sequence[Any], inside: Sequence[Any], found
 def _forms(field: FieldInfo) -> list[Form]:
     """The form that a field's type carries, or those of its choices."""
     inner = [each for choice in get_args(field.annotation) for each in getattr(choice, "__metadata__", ())]
-    return [each for each in field.metadata if isinstance(each, Form)] or [each for each in inner if isinstance(each, Form)]
+    return [each for each in field.metadata if isinstance(each, Form)] or [
+        each for each in inner if isinstance(each, Form)
+    ]
 
 
 def _words(field: FieldInfo) -> str:
@@ -152,7 +170,9 @@ def _words(field: FieldInfo) -> str:
 def _hint(field: FieldInfo, value: Any) -> str:
     """The nearest choice, quotes around what should be text, an example, or the default."""
     forms, section = _forms(field), section_of(field)
-    if get_origin(field.annotation) is Literal and (near := get_close_matches(str(value).lower(), get_args(field.annotation), n=1)):
+    if get_origin(field.annotation) is Literal and (
+        near := get_close_matches(str(value).lower(), get_args(field.annotation), n=1)
+    ):
         return str(near[0])
     if isinstance(value, int | float) and any(form.verbatim for form in forms):
         return f'quotes around it: "{inline(value)}"'
@@ -203,5 +223,7 @@ def lines(section: Section, indent: str, comments: bool) -> Iterator[str]:
         if inner:
             yield from lines(value, indent + "  ", comments)
         elif block:
-            text = yaml.dump(value, Dumper=Writer, default_flow_style=False, width=1 << 30, allow_unicode=True, sort_keys=False)
+            text = yaml.dump(
+                value, Dumper=Writer, default_flow_style=False, width=1 << 30, allow_unicode=True, sort_keys=False
+            )
             yield from (f"{indent}  {each}" for each in text.splitlines())

@@ -1,7 +1,8 @@
 """Asked to stop: Ctrl-C (SIGINT), SIGTERM and SIGHUP, each with the exit code a shell gives it, 128 + its number.
 
     outside the loop           Interrupted is raised at once
-    in the loop (`patiently`)  the first one is noted, and the loop stops after its step;  a second Ctrl-C raises Interrupted at once
+    in the loop (`patiently`)  the first one is noted, and the loop stops after its step;  a second Ctrl-C raises
+                               Interrupted at once
 
 What is ignored when the run starts (by nohup, by a shell for its background jobs) stays ignored.
 """
@@ -42,7 +43,9 @@ class Signals:
             signal.signal(each, self._notice)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         for each, before in self._before.items():
             signal.signal(each, before)
 

@@ -1,8 +1,10 @@
 """Which files the data is in, and what identifies them: their content, not where they lie.
 
-A source is a file, a folder (all its files), a glob, or `stdlib`: the source text of Python's own standard library.  A folder that
+A source is a file, a folder (all its files), a glob, or `stdlib`: the source text of Python's own standard library.  A
+folder that
 holds .jsonl or token files gives only these: what lies beside them (a README) is not data.
-A file's identity is the hash of its content.  Hashing large files is remembered under their stat (size, both times, inode), and
+A file's identity is the hash of its content.  Hashing large files is remembered under their stat (size, both times,
+                                               inode), and
 believed only if the file had rested a while when it was hashed: so a changed file never passes for the old one.
 """
 
@@ -39,7 +41,7 @@ REST_S = 2.0  # file systems step their clocks by less
 
 
 @dataclass(frozen=True)
-class Source:
+class DataFile:
     """A data file: `format` is text, jsonl or tokens; `digest` the hash of its content when it had the stat `seen`."""
 
     path: Path
@@ -67,18 +69,21 @@ def find(sources: str | Path | Sequence[str | Path], format: str) -> list[File]:
     return list(found.values())
 
 
-def identify(files: Iterable[File], cache: Path) -> list[Source]:
+def identify(files: Iterable[File], cache: Path) -> list[DataFile]:
     """Each file with the hash of its content."""
-    return [Source(path, kind, *_digest(path, cache)) for path, kind in files]
+    return [DataFile(path, kind, *_digest(path, cache)) for path, kind in files]
 
 
-def check_unchanged(sources: Iterable[Source]) -> None:
+def check_unchanged(sources: Iterable[DataFile]) -> None:
     """Refuse files that were written to since they were identified."""
     for source in sources:
         with reading(source.path):
             changed = _stat(source.path) != source.seen
         if changed:
-            raise TrainError(f"the file was changed while it was read\n  at        {source.path}\n  try       again when nothing writes to it")
+            raise TrainError(
+                f"the file was changed while it was read\n  at        {source.path}\n"
+                "  try       again when nothing writes to it"
+            )
 
 
 @contextmanager
@@ -103,7 +108,10 @@ def _expand(name: str, format: str) -> Iterator[File]:
         matches = [Path(p) for p in sorted(glob.glob(str(path), recursive=True))]
         files = [p for p in matches if p.is_file() and not _describes_tokens(p)]
         if not files:
-            raise TrainError(f"no file matches the pattern {name!r}\n  at        {Path.cwd()}\n  try       ** for folders at any depth")
+            raise TrainError(
+                f"no file matches the pattern {name!r}\n  at        {Path.cwd()}\n"
+                "  try       ** for folders at any depth"
+            )
         yield from ((p, _format(p, format)) for p in files)
     else:
         raise TrainError(f"no such data file: {name}\n  at        {path.absolute().parent}\n  try       {_near(path)}")
@@ -112,17 +120,27 @@ def _expand(name: str, format: str) -> Iterator[File]:
 def _folder(folder: Path, format: str) -> Iterator[File]:
     """The folder's files that are data, hidden ones left out."""
     with reading(folder):
-        files = sorted(p for p in folder.rglob("*") if p.is_file() and not any(part.startswith(".") for part in p.relative_to(folder).parts))
+        files = sorted(
+            p
+            for p in folder.rglob("*")
+            if p.is_file() and not any(part.startswith(".") for part in p.relative_to(folder).parts)
+        )
     kinds = {p: SUFFIXES.get(p.suffix.lower(), "text") for p in files if not _describes_tokens(p)}
     wanted = format
     if format == "auto":
         special = sorted(set(kinds.values()) - {"text"})
         if len(special) > 1:
-            raise TrainError(f"the folder has several formats: {' and '.join(special)}\n  at        {folder}\n  try       format: {special[0]}")
+            raise TrainError(
+                f"the folder has several formats: {' and '.join(special)}\n  at        {folder}\n"
+                f"  try       format: {special[0]}"
+            )
         wanted = special[0] if special else "text"
     chosen = [p for p in kinds if kinds[p] == wanted]
     if not chosen:
-        raise TrainError(f"the folder has no {wanted} file among its {len(files)} files\n  at        {folder}\n  try       another folder or format")
+        raise TrainError(
+            f"the folder has no {wanted} file among its {len(files)} files\n  at        {folder}\n"
+            "  try       another folder or format"
+        )
     yield from ((p, _format(p, format)) for p in chosen)
 
 
@@ -132,10 +150,16 @@ def _format(path: Path, format: str) -> str:
     if not path.is_file():
         raise TrainError(f"not a regular file\n  at        {path}")
     if format == "auto" and suffix == ".json":
-        raise TrainError(f"a .json file may be text or lines of objects\n  at        {path}\n  try       format: jsonl, or format: text")
+        raise TrainError(
+            f"a .json file may be text or lines of objects\n  at        {path}\n"
+            "  try       format: jsonl, or format: text"
+        )
     kind = SUFFIXES.get(suffix, "text") if format == "auto" else format
     if kind == "tokens" and suffix not in (".npy", ".bin"):
-        raise TrainError(f"tokens are read from .npy and .bin files, not from {suffix or 'a file without suffix'}\n  at        {path}")
+        raise TrainError(
+            f"tokens are read from .npy and .bin files, not from {suffix or 'a file without suffix'}\n"
+            f"  at        {path}"
+        )
     return kind
 
 
@@ -160,7 +184,9 @@ def _stdlib() -> list[Path]:
     files = []
     for folder, below, names in os.walk(root):
         below[:] = [name for name in below if name not in STDLIB_WITHOUT and not name.startswith("config-")]
-        files += [Path(folder, name) for name in names if name.endswith(".py") and not name.startswith("_sysconfigdata")]
+        files += [
+            Path(folder, name) for name in names if name.endswith(".py") and not name.startswith("_sysconfigdata")
+        ]
     chosen, total = [], 0
     for path in sorted(p for p in files if p.is_file()):
         size = path.stat().st_size

@@ -1,10 +1,12 @@
 """Documents cut into sequences, and divided between training and validation.
 
-    packed       documents joined ── d0 ──┬─ d1 ─┬──── d2 ────    windows of `length`; what is left over at the end is dropped
+    packed       documents joined ── d0 ──┬─ d1 ─┬──── d2 ────    windows of `length`; what is left over at the end is
+                 dropped
                  windows        |   0   |   1   |   2   |··
     not packed   every document a row, padded; of a longer one the start of the prompt goes first, then the end
 
-Validation takes whole documents, drawn by the hash of their content, so equal documents fall on one side and adding data moves few of
+Validation takes whole documents, drawn by the hash of their content, so equal documents fall on one side and adding
+data moves few of
 them.  Where there are too few documents for that (one long text), it takes the windows at the end.
 Labels are the ids themselves (the model shifts them), -100 where a token carries no loss.
 """
@@ -25,7 +27,8 @@ NO_LOSS = -100
 
 
 class Split:
-    """Sequences of `length` tokens: windows of a packed stream, or padded rows; `spans` are the documents' positions, in order."""
+    """Sequences of `length` tokens: windows of a packed stream, or padded rows; `spans` are the documents' positions,
+    in order."""
 
     def __init__(self, tokens: Tokens, spans: I64, length: int, packed: bool) -> None:
         self.length, self.packed, self.silent, self.left_over = length, packed, 0, 0
@@ -49,7 +52,8 @@ class Split:
         return min(self.count * self.length, int(self._sums[-1])) if self.packed else int(self._sums[-1])
 
     def batch(self, indices: npt.NDArray[np.integer] | Sequence[int]) -> dict[str, npt.NDArray[np.int64]]:
-        """The sequences at `indices` as int64 `input_ids` and `labels`, and `attention_mask` if they are padded rows."""
+        """The sequences at `indices` as int64 `input_ids` and `labels`, and `attention_mask` if they are padded
+        rows."""
         shape = (len(indices), self.length)
         ids, labels, mask = np.zeros(shape, np.int64), np.full(shape, NO_LOSS, np.int64), np.zeros(shape, np.int64)
         for row, index in enumerate(indices):
@@ -62,7 +66,11 @@ class Split:
                 for a, b in self._tokens.quiet_runs(start, stop):
                     labels[row, at - (stop - start) + a : at - (stop - start) + b] = NO_LOSS
             mask[row, :at] = 1
-        return {"input_ids": ids, "labels": labels} if self.packed else {"input_ids": ids, "labels": labels, "attention_mask": mask}
+        return (
+            {"input_ids": ids, "labels": labels}
+            if self.packed
+            else {"input_ids": ids, "labels": labels, "attention_mask": mask}
+        )
 
     def loud(self, index: int, first: int) -> int:
         """How many tokens of a sequence carry loss, from its token `first` on; found without reading it."""
@@ -102,7 +110,11 @@ class Split:
         starts, stops = self._spans[:, 0], self._spans[:, 1]
         sums = np.concatenate([[0], np.cumsum(self._tokens.quiet_before(stops) - self._tokens.quiet_before(starts))])
         span = np.minimum(np.searchsorted(self._sums, at, "right") - 1, len(starts) - 1)
-        return sums[span] + self._tokens.quiet_before(starts[span] + at - self._sums[span]) - self._tokens.quiet_before(starts[span])
+        return (
+            sums[span]
+            + self._tokens.quiet_before(starts[span] + at - self._sums[span])
+            - self._tokens.quiet_before(starts[span])
+        )
 
 
 def cut(tokens: Tokens, length: int, pack: bool, name: str, notes: list[str]) -> Split:
@@ -118,7 +130,8 @@ def divide(tokens: Tokens, length: int, pack: bool, share: float, seed: int, not
     if total < 2 * least:
         have = f"{total} tokens of {2 * length}" if pack else f"{total} usable examples of 2"
         raise TrainError(
-            f"too little data for a training and a validation sequence of {length} tokens: {have}\n  at        {tokens.paths[0]}\n"
+            f"too little data for a training and a validation sequence of {length} tokens: {have}\n"
+            f"  at        {tokens.paths[0]}\n"
             "  try       a smaller data.length, or data.validation with a file of its own"
         )
     target = np.clip(round(share * total), least, total - least)
@@ -130,7 +143,9 @@ def divide(tokens: Tokens, length: int, pack: bool, share: float, seed: int, not
         notes.append("validation is the end of the data: it has too few documents to draw from")
     else:
         raise _undivided(tokens.hashes[documents], int(target), tokens.paths[0])
-    return _split(tokens, parts[0], length, pack, "train", notes), _split(tokens, parts[1], length, pack, "validation", notes)
+    return _split(tokens, parts[0], length, pack, "train", notes), _split(
+        tokens, parts[1], length, pack, "validation", notes
+    )
 
 
 def _split(tokens: Tokens, spans: I64, length: int, pack: bool, name: str, notes: list[str]) -> Split:
@@ -174,8 +189,11 @@ def _check_widths(tokens: Tokens, length: int) -> None:
             raise TrainError(f"{what}\n  at        {path}\n  try       length: {contents.width}")
 
 
-def _draw(hashes: npt.NDArray[np.uint64], weights: npt.NDArray[np.int64], target: int, least: int, seed: int) -> npt.NDArray[np.bool_] | None:
-    """Which documents to hold back: in the order of their keyed hashes until `target` is reached; None if that cannot be."""
+def _draw(
+    hashes: npt.NDArray[np.uint64], weights: npt.NDArray[np.int64], target: int, least: int, seed: int
+) -> npt.NDArray[np.bool_] | None:
+    """Which documents to hold back: in the order of their keyed hashes until `target` is reached; None if that cannot
+    be."""
     kinds, kind = np.unique(hashes, return_inverse=True)
     sizes = np.bincount(kind, weights, len(kinds))
     order = np.argsort(mix(kinds ^ mix(np.array([seed % 2**64], np.uint64))))
@@ -195,7 +213,10 @@ def _undivided(hashes: npt.NDArray[np.uint64], target: int, path: Path) -> Train
     least, most, total = int(sizes.min()), int(sizes.max()), len(hashes)
     what = f"all {total} examples are equal: none can be kept for validation"
     if len(sizes) > 1:
-        what = f"{target} of {total} examples cannot be kept for validation alone: {len(sizes)} are different, each there {least} to {most} times"
+        what = (
+            f"{target} of {total} examples cannot be kept for validation alone: {len(sizes)} are different, each "
+            f"there {least} to {most} times"
+        )
         share = next(near for digits in range(2, 17) if round((near := round(least / total, digits)) * total) == least)
         hint = f"data.split={share}, or {hint}"
     return TrainError(f"{what}\n  at        {path}\n  try       {hint}")

@@ -3,9 +3,11 @@
     model.NAME               parameters that train, and buffers
     optimizer.NAME.SLOT      torch's own optimiser state, by the name of its parameter
     step.NAME                counters of the step, loss scale
-    loop.losses, loop.norms  of the steps since the last report, so that the next one is the same as without interruption
+    loop.losses, loop.norms  of the steps since the last report, so that the next one is the same as without
+                             interruption
 
-The rest is in `meta`: settings, what identifies data and frozen weights, random states.  A run goes on only from a checkpoint all of which fits.
+The rest is in `meta`: settings, what identifies data and frozen weights, random states.  A run goes on only from a
+checkpoint all of which fits.
 """
 
 from __future__ import annotations
@@ -27,25 +29,29 @@ from mycel.run.checkpoint import Loaded
 from mycel.run.reading import Wanted
 from mycel.run.shards import Manifest
 from mycel.run.snapshot import Layouts
-from mycel.train.assemble import Parts
+from mycel.train.assemble import Assembly
 from mycel.train.device import describe
 
 SHOWN = 4  # differences in an error message
 Tensors = dict[str, torch.Tensor]
 
 
-def tensors(parts: Parts, losses: list[torch.Tensor], norms: list[torch.Tensor]) -> Tensors:
+def tensors(parts: Assembly, losses: list[torch.Tensor], norms: list[torch.Tensor]) -> Tensors:
     """The state as it is now: the tensors themselves, not copies."""
     found = {f"model.{name}": x for name, x in model_tensors(parts.module).items()}
     for name, p in parts.module.named_parameters():
-        found |= {f"optimizer.{name}.{slot}": x for slot, x in parts.optimizer.state.get(p, {}).items() if isinstance(x, torch.Tensor)}
+        found |= {
+            f"optimizer.{name}.{slot}": x
+            for slot, x in parts.optimizer.state.get(p, {}).items()
+            if isinstance(x, torch.Tensor)
+        }
     found |= {f"step.{name}": x for name, x in parts.step.state_dict().items()}
     for name, values in (("losses", losses), ("norms", norms)):
         found[f"loop.{name}"] = torch.stack([x.detach().float() for x in values]) if values else torch.zeros(0)
     return found
 
 
-def layouts(parts: Parts) -> Layouts:
+def layouts(parts: Assembly) -> Layouts:
     """How these tensors lie on the mesh, and their global shapes; others are whole on every rank."""
     held = parts.step.parts
     if held is None:
@@ -62,10 +68,14 @@ def layouts(parts: Parts) -> Layouts:
 def model_tensors(module: nn.Module) -> Tensors:
     """What training changes of a module: its state without frozen parameters."""
     state = module.state_dict(keep_vars=True)
-    return {name: x for name, x in state.items() if isinstance(x, torch.Tensor) and (x.requires_grad or not isinstance(x, nn.Parameter))}
+    return {
+        name: x
+        for name, x in state.items()
+        if isinstance(x, torch.Tensor) and (x.requires_grad or not isinstance(x, nn.Parameter))
+    }
 
 
-def identity(parts: Parts) -> dict[str, Any]:
+def identity(parts: Assembly) -> dict[str, Any]:
     """What must be the same when the run goes on, each by the name it has for people."""
     config = parts.config
     return {
@@ -77,7 +87,7 @@ def identity(parts: Parts) -> dict[str, Any]:
     }
 
 
-def machine(parts: Parts) -> dict[str, str]:
+def machine(parts: Assembly) -> dict[str, str]:
     """Where bits may depend on."""
     return {
         "mycel": version("mycel"),
@@ -92,8 +102,11 @@ def machine(parts: Parts) -> dict[str, str]:
     }
 
 
-def frozen_digest(module: nn.Module, whole: Callable[[str, torch.Tensor], torch.Tensor] = lambda name, p: p.detach()) -> str:
-    """A hash over the parameters that do not train: exact sums of their bits, made where they lie; empty if all of them train."""
+def frozen_digest(
+    module: nn.Module, whole: Callable[[str, torch.Tensor], torch.Tensor] = lambda name, p: p.detach()
+) -> str:
+    """A hash over the parameters that do not train: exact sums of their bits, made where they lie; empty if all of them
+    train."""
     bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     frozen = [(name, p) for name, p in module.named_parameters() if not p.requires_grad]
     if not frozen:
@@ -101,7 +114,9 @@ def frozen_digest(module: nn.Module, whole: Callable[[str, torch.Tensor], torch.
     found = []
     for name, p in frozen:
         x = whole(name, p)
-        found.append(((name, tuple(x.shape), str(x.dtype)), x.contiguous().view(bits[x.element_size()]).sum(dtype=torch.int64)))
+        found.append(
+            ((name, tuple(x.shape), str(x.dtype)), x.contiguous().view(bits[x.element_size()]).sum(dtype=torch.int64))
+        )
     sums = torch.stack([total for _, total in found]).tolist()
     told = [(*kind, total) for (kind, _), total in zip(found, sums, strict=True)]
     return hashlib.blake2b(repr(told).encode(), digest_size=16).hexdigest()
@@ -117,17 +132,21 @@ def random_state(device: torch.device) -> dict[str, str]:
 
 def set_random_state(saved: Mapping[str, str], device: torch.device) -> None:
     """As `random_state` found them; a generator that was not saved keeps its seed."""
-    states = {name: torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8) for name, text in saved.items()}
+    states = {
+        name: torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8) for name, text in saved.items()
+    }
     torch.set_rng_state(states["cpu"])
     if device.type == "cuda" and "cuda" in states:
         torch.cuda.set_rng_state(states["cuda"], device)
 
 
-# -- the way back -------------------------------------------------------------------------------------------------------
+# -- the way back ----------------------------------------------------------------------------------------------------
+# -
 
 
-def restore(loaded: Loaded, parts: Parts) -> list[str]:
-    """A checkpoint into the parts of a run, random state apart; notes on what may make other bits.  Refused whole if it does not fit."""
+def restore(loaded: Loaded, parts: Assembly) -> list[str]:
+    """A checkpoint into the parts of a run, random state apart; notes on what may make other bits.  Refused whole if it
+    does not fit."""
     own, saved = model_tensors(parts.module), _part(loaded, "model.")
     _check_shapes(loaded, own, saved)
     _check_identity(loaded, parts)
@@ -141,10 +160,14 @@ def restore(loaded: Loaded, parts: Parts) -> list[str]:
     parts.step.load_state_dict({name: x.to(parts.device) for name, x in _part(loaded, "step.").items()})
     before, now = loaded.meta["machine"], machine(parts)
     changed = [f"{name} was {before[name]}, is {now[name]}" for name in now if before.get(name, now[name]) != now[name]]
-    return [f"{'; '.join(changed)}: losses may differ in their last digits from those of an uninterrupted run"] if changed else []
+    return (
+        [f"{'; '.join(changed)}: losses may differ in their last digits from those of an uninterrupted run"]
+        if changed
+        else []
+    )
 
 
-def wanted(parts: Parts, manifest: Manifest) -> Wanted:
+def wanted(parts: Assembly, manifest: Manifest) -> Wanted:
     """This rank's parts of what a checkpoint holds, however they were saved."""
     held = parts.step.parts
     assert held is not None
@@ -156,9 +179,15 @@ def wanted(parts: Parts, manifest: Manifest) -> Wanted:
             continue
         kind, _, rest = name.partition(".")
         owner, _, slot = rest.rpartition(".")
-        layout, type = held.slots.get(Role("state", slot, of=owner), (None, None)) if kind == "optimizer" else (None, None)
+        layout, type = (
+            held.slots.get(Role("state", slot, of=owner), (None, None)) if kind == "optimizer" else (None, None)
+        )
         shape = saved.value_shape
-        found[name] = layout if layout is not None and type is not None and type.shape == shape else Layout.whole(len(shape)), shape, saved.dtype
+        found[name] = (
+            layout if layout is not None and type is not None and type.shape == shape else Layout.whole(len(shape)),
+            shape,
+            saved.dtype,
+        )
     return found
 
 
@@ -177,11 +206,14 @@ def _part(loaded: Loaded, prefix: str) -> Tensors:
     return {name.removeprefix(prefix): x for name, x in loaded.tensors.items() if name.startswith(prefix)}
 
 
-def _check_identity(loaded: Loaded, parts: Parts) -> None:
+def _check_identity(loaded: Loaded, parts: Assembly) -> None:
     before, now = loaded.meta["identity"], identity(parts)
     told = [_difference(name, before[name], now[name]) for name in now if before[name] != now[name]]
     if told:
-        raise CheckpointError(f"{'; '.join(told)}\n  at        {loaded.path}\n  try       the data, model and settings that the run was started with")
+        raise CheckpointError(
+            f"{'; '.join(told)}\n  at        {loaded.path}\n"
+            "  try       the data, model and settings that the run was started with"
+        )
 
 
 def _difference(name: str, before: Any, now: Any) -> str:
@@ -199,10 +231,17 @@ def kind(x: torch.Tensor) -> str:
 
 
 def _check_shapes(loaded: Loaded, own: Tensors, saved: Tensors) -> None:
-    told: Callable[[str, Tensors], str] = lambda name, of: f"{kind(of[name])}{list(of[name].shape)}" if name in of else "not there"
+    told: Callable[[str, Tensors], str] = lambda name, of: (
+        f"{kind(of[name])}{list(of[name].shape)}" if name in of else "not there"
+    )
     wrong = [name for name in dict.fromkeys([*own, *saved]) if told(name, own) != told(name, saved)]
     if wrong:
-        rows = "".join(f"\n  {name}: {told(name, saved)} in the checkpoint, {told(name, own)} in the model" for name in wrong[:SHOWN])
+        rows = "".join(
+            f"\n  {name}: {told(name, saved)} in the checkpoint, {told(name, own)} in the model"
+            for name in wrong[:SHOWN]
+        )
         more = f"\n  and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
         what = f"the checkpoint is of another model: {len(wrong)} tensors differ{rows}{more}"
-        raise CheckpointError(f"{what}\n  at        {loaded.path}\n  try       the model settings that the run was started with")
+        raise CheckpointError(
+            f"{what}\n  at        {loaded.path}\n  try       the model settings that the run was started with"
+        )

@@ -1,9 +1,12 @@
 """The steps of a run, and what happens between them.
 
-    step ─▶ step ─▶ … ─▶ report (every log.every) ─▶ validation (evaluate.every) ─▶ record ─▶ checkpoint (checkpoint.every) ─▶ step ─▶ …
+    step ─▶ step ─▶ … ─▶ report (every log.every) ─▶ validation (evaluate.every) ─▶ record ─▶ checkpoint
+    (checkpoint.every) ─▶ step ─▶ …
 
-Nothing waits for the device between reports: losses and gradient norms stay there until a report reads all of them at once.  A report's
-loss is the mean over its steps.  Records are on disk before the checkpoint of their step, so a resumed run has them all.
+Nothing waits for the device between reports: losses and gradient norms stay there until a report reads all of them at
+once.  A report's
+loss is the mean over its steps.  Records are on disk before the checkpoint of their step, so a resumed run has them
+                                  all.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from mycel.errors import TrainError
 from mycel.run.checkpoint import Loaded, Saver
 from mycel.train import device as devices
 from mycel.train import models, state
-from mycel.train.assemble import Parts
+from mycel.train.assemble import Assembly
 from mycel.train.evaluate import Validation
 from mycel.train.metrics import Metrics
 from mycel.train.progress import Progress
@@ -30,23 +33,49 @@ from mycel.train.schedule import learning_rate
 from mycel.train.signals import Signals
 
 HOPELESS = 10  # steps skipped in a row
-SHOWN = ("loss", "validation", "tokens_per_s", "mfu", "memory_bytes", "lr", "skipped")  # what the progress line has room for
+SHOWN = (
+    "loss",
+    "validation",
+    "tokens_per_s",
+    "mfu",
+    "memory_bytes",
+    "lr",
+    "skipped",
+)  # what the progress line has room for
 
 
 class Steps:
-    """A run from its checkpoint (None: its start) to its last step, or until it is asked to stop; `done` steps are taken."""
+    """A run from its checkpoint (None: its start) to its last step, or until it is asked to stop; `done` steps are
+    taken."""
 
     def __init__(
-        self, parts: Parts, saver: Saver, metrics: Metrics, progress: Progress, signals: Signals, loaded: Loaded | None, settings: str
+        self,
+        parts: Assembly,
+        saver: Saver,
+        metrics: Metrics,
+        progress: Progress,
+        signals: Signals,
+        loaded: Loaded | None,
+        settings: str,
     ) -> None:
         self.parts, self.saver, self.metrics, self.progress, self.signals = parts, saver, metrics, progress, signals
         config, self.step = parts.config, parts.local_step()
         self.total = config.train.steps
         self.validate = Validation(
-            parts.module, parts.data.validation, batches=config.evaluate.batches, batch=config.train.batch, seed=config.train.seed,
-            precision=config.train.precision, vocab=parts.vocab, step=parts.step if parts.team.processes else None,
-        )  # fmt: skip
-        self.same = {"config": settings, "identity": state.identity(parts), "machine": state.machine(parts)}  # in every checkpoint of this process
+            parts.module,
+            parts.data.validation,
+            batches=config.evaluate.batches,
+            batch=config.train.batch,
+            seed=config.train.seed,
+            precision=config.train.precision,
+            vocab=parts.vocab,
+            step=parts.step if parts.team.processes else None,
+        )
+        self.same = {
+            "config": settings,
+            "identity": state.identity(parts),
+            "machine": state.machine(parts),
+        }  # in every checkpoint of this process
         before: dict[str, Any] = loaded.meta if loaded else {}
         self.done: int = loaded.step if loaded else 0
         self.losses, self.norms = state.pending(loaded, parts.device) if loaded else ([], [])
@@ -58,9 +87,11 @@ class Steps:
         self.given = self.done  # the step last given to the saver
         self.saved: Path | None = None  # the checkpoint last told of
         self.stop: signal.Signals | None = None  # what all ranks know of their signals
-        self.clock = Clock(parts.device)
+        self.clock = Stopwatch(parts.device)
         peak = devices.peak_flops(parts.device, config.train.precision)
-        self.share_of_peak = models.flops_per_token(parts.outline, config.data.length) / (peak * parts.team.mesh.world) if peak else None
+        self.share_of_peak = (
+            models.flops_per_token(parts.outline, config.data.length) / (peak * parts.team.mesh.world) if peak else None
+        )
 
     @property
     def seconds(self) -> float:
@@ -113,9 +144,14 @@ class Steps:
             if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
                 raise
             predicted = self.parts.step.plan.peak / 2**30
-            what = f"out of memory in step {self.done + 1}, which was predicted to need {predicted:.1f} GiB: {str(error).splitlines()[0]}"
+            what = (
+                f"out of memory in step {self.done + 1}, which was predicted to need {predicted:.1f} GiB: "
+                f"{str(error).splitlines()[0]}"
+            )
             hint = "train.memory=…GiB to stay below it, or less train.batch and more train.accumulate"
-            raise TrainError(f"{what}\n  at        {devices.describe(self.parts.device)}\n  try       {hint}") from error
+            raise TrainError(
+                f"{what}\n  at        {devices.describe(self.parts.device)}\n  try       {hint}"
+            ) from error
         self.done += 1
         self.clock.steps += 1
         return loss
@@ -123,13 +159,16 @@ class Steps:
     def _rate(self, step: int) -> float:
         """The learning rate of a step, counted from 0."""
         lr, schedule = self.parts.config.optimizer.lr, self.parts.config.schedule
-        return learning_rate(step, lr=lr, kind=schedule.kind, steps=self.total, warmup=schedule.warmup, min_lr=schedule.min_lr)
+        return learning_rate(
+            step, lr=lr, kind=schedule.kind, steps=self.total, warmup=schedule.warmup, min_lr=schedule.min_lr
+        )
 
     def _reports(self) -> bool:
         return self.done in (1, self.total) or self.done % self.parts.config.log.every == 0
 
     def _settle(self) -> bool:
-        """Do what is due after this step; whether it could be done before somebody asked to stop.  If not, it is owed, as if not begun."""
+        """Do what is due after this step; whether it could be done before somebody asked to stop.  If not, it is owed,
+        as if not begun."""
         config = self.parts.config
         due = lambda every: every > 0 and (self.done == self.total or self.done % every == 0)
         saves = due(config.checkpoint.every) or self.done == self.total
@@ -157,10 +196,15 @@ class Steps:
         return True
 
     def _read(self) -> tuple[list[float], list[float], float | None]:
-        """Losses and gradient norms of the steps since the last report, and tokens a second; here the device is waited for."""
+        """Losses and gradient norms of the steps since the last report, and tokens a second; here the device is waited
+        for."""
         count = len(self.losses)
         read = torch.stack([x.detach().float() for x in (*self.losses, *self.norms)]).tolist()
-        return read[:count], read[count:], self.clock.steps * self.parts.tokens / self.clock.lap() if self.clock.steps else None
+        return (
+            read[:count],
+            read[count:],
+            self.clock.steps * self.parts.tokens / self.clock.lap() if self.clock.steps else None,
+        )
 
     def _report(self, losses: list[float], norms: list[float], tokens_per_s: float | None) -> dict[str, Any]:
         """What is recorded of the steps since the last report."""
@@ -193,7 +237,9 @@ class Steps:
             loss = losses[bad[-1] - self.done - 1]
             which = f"step {bad[0]} was" if len(bad) == 1 else f"{len(bad)} steps between {bad[0]} and {bad[-1]} were"
             text = f"{which} skipped, weights unchanged: the gradients are not finite; the loss was {loss:.4g}"
-            hint = f"\n  try       a lower optimizer.lr (it is {self.parts.config.optimizer.lr:g}), or train.clip_norm=1"
+            hint = (
+                f"\n  try       a lower optimizer.lr (it is {self.parts.config.optimizer.lr:g}), or train.clip_norm=1"
+            )
             self.progress.note(text if math.isfinite(loss) else text + hint)
 
     def _give_up(self, loss: float) -> None:
@@ -202,8 +248,13 @@ class Steps:
             self._save()
         self.saver.wait()
         self._tell_saves()
-        where = f"step {self.done - self.skipped_in_a_row + 1} to {self.done}, loss {loss:.4g}; saved in {self.saver.last}"
-        hint = f"a lower optimizer.lr (it is {self.parts.config.optimizer.lr:g}), or an earlier checkpoint: delete the later ones, then --resume"
+        where = (
+            f"step {self.done - self.skipped_in_a_row + 1} to {self.done}, loss {loss:.4g}; saved in {self.saver.last}"
+        )
+        hint = (
+            f"a lower optimizer.lr (it is {self.parts.config.optimizer.lr:g}), or an earlier checkpoint: delete "
+            "the later ones, then --resume"
+        )
         what = f"{self.skipped_in_a_row} steps in a row were skipped: their gradients are not finite"
         raise TrainError(f"{what}\n  at        {where}\n  try       {hint}")
 
@@ -211,9 +262,17 @@ class Steps:
         """The state after this step, to be written while the next ones run."""
         self.given = self.done
         known = self.validation if self.validation is not None and math.isfinite(self.validation) else None
-        more = {"owed": self.owed, "skipped_in_a_row": self.skipped_in_a_row, "validation": known, "best": self.best, "seconds": self.seconds}
+        more = {
+            "owed": self.owed,
+            "skipped_in_a_row": self.skipped_in_a_row,
+            "validation": known,
+            "best": self.best,
+            "seconds": self.seconds,
+        }
         meta = {**self.same, **more, "random": state.random_state(self.parts.device)}
-        self.saver.save(self.done, state.tensors(self.parts, self.losses, self.norms), meta, metric, state.layouts(self.parts))
+        self.saver.save(
+            self.done, state.tensors(self.parts, self.losses, self.norms), meta, metric, state.layouts(self.parts)
+        )
 
     def _tell_saves(self) -> None:
         """What became of saves since the last look."""
@@ -224,8 +283,9 @@ class Steps:
             self.progress.note(f"saved {self.saved.name}")
 
 
-class Clock:
-    """Seconds that steps take: since the last lap, in which `steps` were taken, and in all; pauses are not counted in laps."""
+class Stopwatch:
+    """Seconds that steps take: since the last lap, in which `steps` were taken, and in all; pauses are not counted in
+    laps."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.steps, self._paused_s = device, 0, 0.0

@@ -6,7 +6,8 @@
     hashes      of documents: equal documents have equal hashes
     quiet       runs [start, stop) of positions whose tokens carry no loss
 
-`build` writes this for a list of sources, texts before arrays; `Tokens` reads it.  Arrays are looked through once and not copied.
+`build` writes this for a list of sources, texts before arrays; `Tokens` reads it.  Arrays are looked through once and
+not copied.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ import numpy as np
 import numpy.typing as npt
 
 from mycel.errors import TrainError
-from mycel.train.cache import Entry, Meta
+from mycel.train.cache import CachedFolder, Meta
 from mycel.train.documents import Segment, array, segments
-from mycel.train.sources import Source
+from mycel.train.sources import DataFile
 from mycel.train.tokenize import Ids, Tokenizer
 
 I64 = npt.NDArray[np.int64]
@@ -46,7 +47,13 @@ class Contents:
     width: int = 0
 
 
-def build(folder: Path, sources: Sequence[Source], fields: Mapping[str, str], tokenizer: Tokenizer | None, progress: Progress) -> Meta:
+def build(
+    folder: Path,
+    sources: Sequence[DataFile],
+    fields: Mapping[str, str],
+    tokenizer: Tokenizer | None,
+    progress: Progress,
+) -> Meta:
     """Write the sources' documents into the folder."""
     texts = [s for s in sources if s.format != "tokens"]
     arrays = sources[len(texts) :]
@@ -56,7 +63,10 @@ def build(folder: Path, sources: Sequence[Source], fields: Mapping[str, str], to
     try:
         if texts:
             if tokenizer is None:
-                raise TrainError(f"text needs a tokenizer\n  at        {texts[0].path}\n  try       data.tokenizer: bytes, or a folder")
+                raise TrainError(
+                    f"text needs a tokenizer\n  at        {texts[0].path}\n"
+                    "  try       data.tokenizer: bytes, or a folder"
+                )
             _write_texts(writer, texts, fields, tokenizer, lambda bytes: progress("tokenising", bytes, total))
         for source in arrays:
             writer.scan(array(source.path), source.path, lambda bytes: progress("reading tokens", done + bytes, total))
@@ -68,7 +78,11 @@ def build(folder: Path, sources: Sequence[Source], fields: Mapping[str, str], to
 
 
 def _write_texts(
-    writer: _Writer, sources: Sequence[Source], fields: Mapping[str, str], tokenizer: Tokenizer, progress: Callable[[int], None]
+    writer: _Writer,
+    sources: Sequence[DataFile],
+    fields: Mapping[str, str],
+    tokenizer: Tokenizer,
+    progress: Callable[[int], None],
 ) -> None:
     """Tokenise in batches that reach over documents and files."""
     batch: list[tuple[int, Segment]] = []
@@ -89,7 +103,9 @@ def _write_texts(
 
 
 def _write_batch(writer: _Writer, batch: Sequence[tuple[int, Segment]], tokenizer: Tokenizer) -> None:
-    for (i, segment), ids in zip(batch, tokenizer.encode_batch([s.text for _, s in batch]) if batch else [], strict=True):
+    for (i, segment), ids in zip(
+        batch, tokenizer.encode_batch([s.text for _, s in batch]) if batch else [], strict=True
+    ):
         writer.begin_source(i + 1)
         if len(ids):
             begins = writer.at_start and tokenizer.adds_bos and not segment.marked
@@ -107,7 +123,8 @@ class _Writer:
         self.dtype, self.position, self.contents = dtype, 0, list[Contents]()
         self._files = ExitStack()
         self._tokens, self._offsets, self._hashes, self._quiet = (
-            self._files.enter_context((folder / f"{name}.bin").open("wb")) for name in ("tokens", "offsets", "hashes", "quiet")
+            self._files.enter_context((folder / f"{name}.bin").open("wb"))
+            for name in ("tokens", "offsets", "hashes", "quiet")
         )
         self._start, self._digest = 0, hashlib.blake2b(digest_size=8)
         self._offsets.write(np.int64(0).tobytes())
@@ -171,13 +188,15 @@ def _check_ids(piece: npt.NDArray[Any], at: int, path: Path) -> None:
     for bad in (int(piece.min()), int(piece.max())):
         if not 0 <= bad < 2**31:
             where = at + int(np.argmax(piece == bad))
-            raise TrainError(f"{bad} is no token id\n  at        {path}, token {where}\n  try       the dtype it was written with")
+            raise TrainError(
+                f"{bad} is no token id\n  at        {path}, token {where}\n  try       the dtype it was written with"
+            )
 
 
 class Tokens:
     """The documents of a list of sources, read from a cached folder and the arrays that were not copied."""
 
-    def __init__(self, entry: Entry, sources: Sequence[Source]) -> None:
+    def __init__(self, entry: CachedFolder, sources: Sequence[DataFile]) -> None:
         self.paths = [s.path for s in sources]
         self.contents = [Contents(**c) for c in entry.meta["sources"]]
         self.offsets: I64 = _mapped(entry.path / "offsets.bin", np.int64)

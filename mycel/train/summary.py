@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from mycel.train import models
-from mycel.train.assemble import Parts
+from mycel.train.assemble import Assembly
 from mycel.train.device import describe, memory_total
 from mycel.train.progress import count, size
 from mycel.train.schedule import warmup_steps
@@ -13,7 +13,7 @@ from mycel.train.schedule import warmup_steps
 Rows = list[tuple[str, str]]
 
 
-def rows(parts: Parts, start: int, folder: Path) -> Rows:
+def rows(parts: Assembly, start: int, folder: Path) -> Rows:
     """Each thing that matters and what it is; the step must have been prepared."""
     train = parts.config.train
     length, sizes, kind = parts.config.data.length, models.count(parts.outline), type(parts.module).__name__
@@ -22,40 +22,54 @@ def rows(parts: Parts, start: int, folder: Path) -> Rows:
     from_step = f", from step {start}" if start else ""
     return [
         ("model", parts.model.source if kind in parts.model.source else f"{kind}, {parts.model.source}"),
-        ("parameters", f"{sizes.total:,}, {'all' if sizes.trainable == sizes.total else f'{sizes.trainable:,}'} of them trained"),
+        (
+            "parameters",
+            f"{sizes.total:,}, {'all' if sizes.trainable == sizes.total else f'{sizes.trainable:,}'} of them trained",
+        ),
         *(("data", line) for line in parts.data.report[:2]),
         ("a step", f"{parts.tokens:,} tokens = {_batch(parts)} x {length} (length)"),
         *([("parallel", str(parts.team))] if parts.team.plan is not None else []),
         ("steps", f"{train.steps:,}{from_step}: {count(seen)} tokens, {epochs:.2f} epochs"),
         ("optimizer", _optimizer(parts)),
         ("precision", f"{train.precision}, parameters in {parts.config.model.dtype}"),
-        ("memory", f"{size(parts.step.plan.peak)} predicted at the peak, {size(parts.step.plan.held)} of it between steps{_budget(parts)}"),
+        (
+            "memory",
+            (
+                f"{size(parts.step.plan.peak)} predicted at the peak, {size(parts.step.plan.held)} of it between "
+                f"steps{_budget(parts)}"
+            ),
+        ),
         ("device", describe(parts.device)),
         ("results", str(folder)),
     ]
 
 
-def notes(parts: Parts) -> list[str]:
+def notes(parts: Assembly) -> list[str]:
     """What the data and the model have to say, and what looks wrong about memory."""
     found = [*parts.data.report[2:], *parts.notes]
     there = memory_total(parts.device)
     if there is not None and parts.step.plan.peak > there:
         what = f"the step is predicted to need {size(parts.step.plan.peak)}, the device has {size(there)}"
-        found.append(f"{what}\n  try       train.memory={int(0.9 * there / 2**30)}GiB, or more train.accumulate and less train.batch")
+        found.append(
+            f"{what}\n  try       train.memory={int(0.9 * there / 2**30)}GiB, or more train.accumulate and less "
+            "train.batch"
+        )
     return found
 
 
-def _batch(parts: Parts) -> str:
+def _batch(parts: Assembly) -> str:
     """Sequences in a step, and how many ranks share them: the configuration's batch is that of all together."""
     train, plan = parts.config.train, parts.team.plan
     first = plan.batch_layout("input_ids", (train.batch, parts.config.data.length)).dims[0] if plan is not None else ()
     ranks = parts.team.mesh.count(first)
     if train.batch % ranks:
         return f"{train.batch} (batch, over {ranks} devices) x {train.accumulate} (accumulate)"
-    return f"{train.batch // ranks} (batch) x {train.accumulate} (accumulate) x {ranks} (device{'s' if ranks > 1 else ''})"
+    return (
+        f"{train.batch // ranks} (batch) x {train.accumulate} (accumulate) x {ranks} (device{'s' if ranks > 1 else ''})"
+    )
 
 
-def _optimizer(parts: Parts) -> str:
+def _optimizer(parts: Assembly) -> str:
     config = parts.config
     chosen, schedule = config.optimizer, config.schedule
     rising = warmup_steps(schedule.warmup, config.train.steps)
@@ -64,5 +78,5 @@ def _optimizer(parts: Parts) -> str:
     return f"{chosen.name}, lr {chosen.lr:g} {shape}, weight decay {chosen.weight_decay:g}{clip}"
 
 
-def _budget(parts: Parts) -> str:
+def _budget(parts: Assembly) -> str:
     return f"; limit {parts.config.train.memory}" if parts.config.train.memory else ""

@@ -1,7 +1,9 @@
 """Text to token ids and back: plain bytes, or the tokenizer of a Hugging Face folder.
 
-`load_tokenizer("bytes")` needs nothing; `load_tokenizer(folder)` reads local files only and runs no code from the folder.
-A tokenizer's fingerprint is a hash of all that decides its ids, so that tokens cached under it are never served for another.
+`load_tokenizer("bytes")` needs nothing; `load_tokenizer(folder)` reads local files only and runs no code from the
+folder.
+A tokenizer's fingerprint is a hash of all that decides its ids, so that tokens cached under it are never served for
+another.
 """
 
 from __future__ import annotations
@@ -21,8 +23,23 @@ Ids = npt.NDArray[np.integer[Any]]
 Part = tuple[str, bool]  # a piece of a document, and whether its tokens carry loss
 
 # Files that hold a vocabulary, and those that change what it gives.
-VOCABULARIES = ("tokenizer.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt", "tekken.json")
-SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "merges.txt", "chat_template.jinja", "chat_template.json")
+VOCABULARIES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "vocab.json",
+    "vocab.txt",
+    "tekken.json",
+)
+SETTINGS = (
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
 
 
 class Tokenizer(Protocol):
@@ -108,7 +125,8 @@ class Folder:
         return str(self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True))
 
     def chat(self, messages: Sequence[Mapping[str, Any]]) -> list[Part]:
-        """The chat as the template writes it, cut where the assistant takes over (no loss) and where its turn ends (loss)."""
+        """The chat as the template writes it, cut where the assistant takes over (no loss) and where its turn ends
+        (loss)."""
         if not self._tokenizer.chat_template:
             raise ValueError("the tokenizer has no chat template")
         parts: list[Part] = []
@@ -119,7 +137,10 @@ class Folder:
             asked = self._render(messages[:i], True) if i else ""  # templates write nothing for no messages
             answered = self._render(messages[: i + 1], False)
             if not asked.startswith(done) or not answered.startswith(asked):
-                raise ValueError("the tokenizer's chat template rewrites earlier turns, so what the assistant wrote cannot be told apart")
+                raise ValueError(
+                    "the tokenizer's chat template rewrites earlier turns, so what the assistant wrote cannot be "
+                    "told apart"
+                )
             parts += [(asked[len(done) :], False), (answered[len(asked) :], True)]
             done = answered
         return parts
@@ -140,7 +161,10 @@ def load_tokenizer(name: str | Path) -> Tokenizer:
         raise TrainError(f"no tokenizer folder: {path}\n  try       tokenizer: bytes, or a folder with tokenizer.json")
     if not any((path / f).is_file() for f in VOCABULARIES):
         there = ", ".join(sorted(p.name for p in path.iterdir())[:8]) or "nothing"
-        raise TrainError(f"no tokenizer files in the folder; it has {there}\n  at        {path}\n  try       a folder with tokenizer.json")
+        raise TrainError(
+            f"no tokenizer files in the folder; it has {there}\n  at        {path}\n"
+            "  try       a folder with tokenizer.json"
+        )
     return Folder(path)
 
 
@@ -148,12 +172,17 @@ def _from_folder(path: Path) -> Any:
     try:
         from transformers import AutoTokenizer
     except ImportError as e:
-        raise TrainError(f"a tokenizer folder needs transformers: {e}\n  at        {path}\n  try       pip install transformers") from e
+        raise TrainError(
+            f"a tokenizer folder needs transformers: {e}\n  at        {path}\n  try       pip install transformers"
+        ) from e
     try:
         return AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
     except Exception as e:  # transformers raises many kinds for files it cannot read
         reason = f"{type(e).__name__}: {e}".splitlines()[0]
-        raise TrainError(f"the tokenizer cannot be loaded: {reason}\n  at        {path}\n  try       saving it again with save_pretrained") from e
+        raise TrainError(
+            f"the tokenizer cannot be loaded: {reason}\n  at        {path}\n"
+            "  try       saving it again with save_pretrained"
+        ) from e
 
 
 def _fingerprint(path: Path) -> str:

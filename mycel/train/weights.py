@@ -1,10 +1,12 @@
-"""The weights of a Hugging Face folder: found, checked, loaded; whole into a module, or by slices into the parts that ranks hold.
+"""The weights of a Hugging Face folder: found, checked, loaded; whole into a module, or by slices into the parts that
+ranks hold.
 
     files  ──map──▶  names and shapes against the configuration  ──convert, copy──▶  a module on the device
     files  ──map──▶  slices  ──copy──▶  a rank's part of a tensor
     parts  ──gather, one tensor at a time──▶  files
 
-The files are first mapped as they are: no byte of a tensor is read until every name and shape fits, and of a part none that the rank does not hold.
+The files are first mapped as they are: no byte of a tensor is read until every name and shape fits, and of a part none
+that the rank does not hold.
 Only safetensors are read; nothing is unpickled.
 """
 
@@ -38,12 +40,18 @@ def find(path: Path) -> list[Path]:
     if not index.is_file():
         if others := sorted({file.name for pattern in OTHERS for file in path.glob(pattern)}):
             what = f"weights in a form that is not read: {some(others)}; expected {ONE}, or shards with {INDEX}"
-            raise refusal(what, path, "load the model with transformers where you trust it, and save_pretrained; or weights: scratch")
+            raise refusal(
+                what,
+                path,
+                "load the model with transformers where you trust it, and save_pretrained; or weights: scratch",
+            )
         return []
     try:
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise refusal(f"the index of the shards is damaged: {one_line(error)}", index, "copy the folder again") from None
+        raise refusal(
+            f"the index of the shards is damaged: {one_line(error)}", index, "copy the folder again"
+        ) from None
     for name in names:
         if not isinstance(name, str) or Path(name).name != name or not (path / name).is_file():
             raise refusal(f"the index names {name!r}, which is no file of the folder", index, "copy the folder again")
@@ -51,13 +59,23 @@ def find(path: Path) -> list[Path]:
 
 
 def load(
-    path: Path, files: Sequence[Path], kind: Any, settings: Any, dtype: torch.dtype, device: torch.device, cuts: Cuts | None = None
+    path: Path,
+    files: Sequence[Path],
+    kind: Any,
+    settings: Any,
+    dtype: torch.dtype,
+    device: torch.device,
+    cuts: Cuts | None = None,
 ) -> tuple[Any, list[str]]:
-    """A module of class `kind` with a folder's weights, and notes on what was left over; with `cuts`, only a rank's parts of them are read."""
+    """A module of class `kind` with a folder's weights, and notes on what was left over; with `cuts`, only a rank's
+    parts of them are read."""
     stored = stored_dtype(files)
     module, report = _mapped(kind, path, settings, stored)
     if wrong := sorted(report["mismatched_keys"]):
-        rows = [f"\n  {name}: {list(found)} in the files, {list(wanted)} by the configuration" for name, found, wanted in wrong[:4]]
+        rows = [
+            f"\n  {name}: {list(found)} in the files, {list(wanted)} by the configuration"
+            for name, found, wanted in wrong[:4]
+        ]
         more = f"\n  and {len(wrong) - 4} more" if len(wrong) > 4 else ""
         what = f"{len(wrong)} weights do not have the shape that config.json gives them{''.join(rows)}{more}"
         raise refusal(what, path, "the config.json the weights were saved with")
@@ -65,7 +83,12 @@ def load(
         what = f"{len(missing)} weights of {kind.__name__} are not in the files: {some(missing)}"
         raise refusal(what, path, "architectures in config.json: the class they were saved from; or weights: scratch")
     if cuts is not None:
-        cuts.cut(module, lambda x, is_parameter: x.to(device, dtype if is_parameter and x.is_floating_point() else x.dtype, copy=True))
+        cuts.cut(
+            module,
+            lambda x, is_parameter: x.to(
+                device, dtype if is_parameter and x.is_floating_point() else x.dtype, copy=True
+            ),
+        )
     elif stored != dtype:
         module, report = _mapped(kind, path, settings, dtype)
     # what was not converted is still mapped from the files: a file that changes later must not change the model
@@ -100,12 +123,19 @@ def mapped(file: Path) -> Iterator[Any]:
         what = f"the weights are damaged or cut short, {file.stat().st_size} bytes: {one_line(error)}"
         raise refusal(what, file, "copy the file again") from None
     except RuntimeError as error:  # torch's, where the system has no room for it
-        raise refusal(f"the file cannot be mapped: {one_line(error)}", file, "smaller files: save_pretrained with max_shard_size") from None
+        raise refusal(
+            f"the file cannot be mapped: {one_line(error)}", file, "smaller files: save_pretrained with max_shard_size"
+        ) from None
 
 
 def _mapped(kind: Any, path: Path, settings: Any, dtype: torch.dtype) -> tuple[Any, Any]:
     """transformers' loading (its renamings and ties), in memory only where the dtype changes; and its report."""
-    options = {"local_files_only": True, "use_safetensors": True, "ignore_mismatched_sizes": True, "output_loading_info": True}
+    options = {
+        "local_files_only": True,
+        "use_safetensors": True,
+        "ignore_mismatched_sizes": True,
+        "output_loading_info": True,
+    }
     try:
         with torch.random.fork_rng(devices=[]):  # what is missing is initialised, to be refused afterwards
             return kind.from_pretrained(path, config=settings, dtype=dtype, **options)
@@ -113,13 +143,21 @@ def _mapped(kind: Any, path: Path, settings: Any, dtype: torch.dtype) -> tuple[A
         raise refusal(f"{kind.__name__} cannot be loaded: {one_line(error)}", path) from error
 
 
-# -- written ------------------------------------------------------------------------------------------------------------
+# -- written ---------------------------------------------------------------------------------------------------------
+# -
 
 
-def write_gathered(folder: Path, names: Iterable[str], whole: Callable[[str], torch.Tensor | None], max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
-    """Tensors that ranks hold in parts, as the safetensors files of a folder; at most one of them and one file are in memory.
+def write_gathered(
+    folder: Path,
+    names: Iterable[str],
+    whole: Callable[[str], torch.Tensor | None],
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """Tensors that ranks hold in parts, as the safetensors files of a folder; at most one of them and one file are in
+    memory.
 
-    All ranks call this with the same names: `whole(name)` gathers a tensor, and returns it on the rank that writes, None on the others.
+    All ranks call this with the same names: `whole(name)` gathers a tensor, and returns it on the rank that writes,
+    None on the others.
     """
     files, failed = Files(folder, max_shard_bytes), None
     for name in names:
@@ -141,7 +179,8 @@ def write_gathered(folder: Path, names: Iterable[str], whole: Callable[[str], to
 
 
 class Files:
-    """The safetensors files of a folder to be, written one after the other, and the index over them if there are several."""
+    """The safetensors files of a folder to be, written one after the other, and the index over them if there are
+    several."""
 
     def __init__(self, folder: Path, max_shard_bytes: int) -> None:
         self.folder, self.max_shard_bytes = folder, max_shard_bytes
@@ -166,7 +205,10 @@ class Files:
         for i, name in enumerate(final):
             (self.folder / _unnamed(i)).rename(self.folder / name)
         if count > 1:
-            index = {"metadata": {"total_size": self.total_bytes}, "weight_map": {x: final[i] for i, names in enumerate(self.names) for x in names}}
+            index = {
+                "metadata": {"total_size": self.total_bytes},
+                "weight_map": {x: final[i] for i, names in enumerate(self.names) for x in names},
+            }
             (self.folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
     def discard(self) -> None:
@@ -185,7 +227,8 @@ def _unnamed(i: int) -> str:
     return f".{i:05d}.part"
 
 
-# -- words --------------------------------------------------------------------------------------------------------------
+# -- words -----------------------------------------------------------------------------------------------------------
+# -
 
 
 def refusal(what: str, where: object, hint: str = "") -> TrainError:

@@ -3,7 +3,8 @@
     optimizer:                    values   {"optimizer": {"lr": 0.001}}
       lr: 1e-3            ->      places   {("optimizer", "lr"): run.yaml:2:3, …}
 
-The words are YAML 1.2's: `1e-3` is a number, `yes`, `12:30` and `2024-01-01` are text.  Anything that could be meant in two ways (a key
+The words are YAML 1.2's: `1e-3` is a number, `yes`, `12:30` and `2024-01-01` are text.  Anything that could be meant in
+two ways (a key
 given twice, a tag, a key that is no text) is a mistake; mistakes are collected, so that all of them are told at once.
 """
 
@@ -27,7 +28,7 @@ VALUES = 100_000  # aliases of aliases grow without end
 
 
 @dataclass(frozen=True, order=True)
-class Place:
+class SettingOrigin:
     """Where a setting was written: a line of a file, or an argument."""
 
     order: tuple[int, ...]
@@ -40,7 +41,7 @@ class Mistake:
     """One thing that is wrong: what, with its value; where; what to try."""
 
     what: str
-    places: tuple[Place, ...] = ()
+    places: tuple[SettingOrigin, ...] = ()
     hint: str = ""
 
     def __str__(self) -> str:
@@ -62,14 +63,14 @@ def refuse(mistakes: Iterable[Mistake]) -> NoReturn:
 
 
 @dataclass
-class Written:
+class WrittenSettings:
     """What was written: the values, the place of each key, and what is wrong so far."""
 
     values: dict[str, Any] = field(default_factory=dict)
-    places: dict[Keys, Place] = field(default_factory=dict)
+    places: dict[Keys, SettingOrigin] = field(default_factory=dict)
     mistakes: list[Mistake] = field(default_factory=list)
 
-    def place(self, keys: Keys) -> tuple[Place, ...]:
+    def place(self, keys: Keys) -> tuple[SettingOrigin, ...]:
         """Where a key was written, or the nearest key around it."""
         found = (self.places[keys[:n]] for n in range(len(keys), 0, -1) if keys[:n] in self.places)
         return tuple(found)[:1]
@@ -83,7 +84,7 @@ class Written:
             value = value[key]
         return value
 
-    def put(self, keys: Keys, value: Any, place: Place) -> None:
+    def put(self, keys: Keys, value: Any, place: SettingOrigin) -> None:
         """Set one value from an argument, over whatever was there."""
         into = self.values
         for depth, key in enumerate(keys[:-1], 1):
@@ -115,10 +116,19 @@ class Writer(yaml.SafeDumper):
 WORDS: list[tuple[str, str, list[str], Callable[[str], Any]]] = [
     ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""], lambda s: None),
     ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF"), lambda s: s.lower() == "true"),
-    ("int", r"[-+]?[0-9]+(_[0-9]+)*|0x[0-9a-fA-F]+|0o[0-7]+", list("-+0123456789"), lambda s: int(s, 0 if s[:2] in ("0x", "0o") else 10)),
-    ("float", r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)", list("-+.0123456789"),
-     lambda s: float(re.sub(r"\.(?=[a-zA-Z])", "", s))),
-]  # fmt: skip
+    (
+        "int",
+        r"[-+]?[0-9]+(_[0-9]+)*|0x[0-9a-fA-F]+|0o[0-7]+",
+        list("-+0123456789"),
+        lambda s: int(s, 0 if s[:2] in ("0x", "0o") else 10),
+    ),
+    (
+        "float",
+        r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+        list("-+.0123456789"),
+        lambda s: float(re.sub(r"\.(?=[a-zA-Z])", "", s)),
+    ),
+]
 TAG = "tag:yaml.org,2002:"
 
 
@@ -142,7 +152,9 @@ Writer.add_representer(str, _text)
 
 def inline(value: Any) -> str:
     """A value as YAML on one line."""
-    text: str = yaml.dump(value, Dumper=Writer, default_flow_style=True, width=1 << 30, allow_unicode=True, sort_keys=False)
+    text: str = yaml.dump(
+        value, Dumper=Writer, default_flow_style=True, width=1 << 30, allow_unicode=True, sort_keys=False
+    )
     return text.removesuffix("...\n").strip()
 
 
@@ -163,18 +175,27 @@ def cut(text: str, width: int) -> str:
 class _Values:
     """A tree of YAML nodes -> plain values, noting places and mistakes."""
 
-    def __init__(self, written: Written, place: Callable[[yaml.Mark], Place]) -> None:
+    def __init__(self, written: WrittenSettings, place: Callable[[yaml.Mark], SettingOrigin]) -> None:
         self.written, self.place = written, place
         self.count, self.inside = 0, set[int]()
 
-    def mistake(self, what: str, place: Place, hint: str) -> None:
+    def mistake(self, what: str, place: SettingOrigin, hint: str) -> None:
         self.written.mistakes.append(Mistake(what, (place,), hint))
 
     def value(self, node: yaml.Node, keys: Keys) -> Any:
         self.count += 1
-        name, place, tag = ".".join(keys) or "the value", self.written.places.get(keys) or self.place(node.start_mark), node.tag.replace(TAG, "!!")
+        name, place, tag = (
+            ".".join(keys) or "the value",
+            self.written.places.get(keys) or self.place(node.start_mark),
+            node.tag.replace(TAG, "!!"),
+        )
         if id(node) in self.inside or self.count > VALUES:
-            refuse([*self.written.mistakes, Mistake(f"{name} repeats itself without end", (place,), "the values themselves instead of & and *")])
+            refuse(
+                [
+                    *self.written.mistakes,
+                    Mistake(f"{name} repeats itself without end", (place,), "the values themselves instead of & and *"),
+                ]
+            )
         self.inside.add(id(node))
         try:
             if isinstance(node, yaml.MappingNode) and tag == "!!map":
@@ -199,24 +220,32 @@ class _Values:
                 self.mistake(f"a key is {shown(key)}, not text", place, "a name")
                 continue
             if key in lines:
-                self.mistake(f"{'.'.join((*keys, key))} is given twice, first in line {lines[key]}", place, "keep one of the two")
+                self.mistake(
+                    f"{'.'.join((*keys, key))} is given twice, first in line {lines[key]}", place, "keep one of the two"
+                )
                 continue
             lines[key] = line
             self.written.places[(*keys, key)] = place
             yield key, self.value(value_node, (*keys, key))
 
 
-def _compose(text: str, name: str, place: Callable[[yaml.Mark], Place]) -> yaml.Node | Mistake | None:
+def _compose(text: str, name: str, place: Callable[[yaml.Mark], SettingOrigin]) -> yaml.Node | Mistake | None:
     """The YAML tree of a text (None: there is nothing in it), or what keeps it from being one."""
     try:
         node: yaml.Node | None = yaml.compose(text, Loader=Reader)
     except yaml.MarkedYAMLError as e:
         mark, problem = e.problem_mark or e.context_mark, e.problem or e.context or "cannot be parsed"
-        hint = "spaces instead of the tab" if "'\\t'" in problem else "look at the indentation; put text with : # * & % @ in quotes"
+        hint = (
+            "spaces instead of the tab"
+            if "'\\t'" in problem
+            else "look at the indentation; put text with : # * & % @ in quotes"
+        )
         return Mistake(f"{name} is not YAML: {problem}", (place(mark),) if mark else (), hint)
     except yaml.reader.ReaderError as e:
         line = text.count("\n", 0, e.position) + 1
-        return Mistake(f"{name} is not text: character {e.character:#06x} in line {line}", (), "a YAML file, which is text")
+        return Mistake(
+            f"{name} is not text: character {e.character:#06x} in line {line}", (), "a YAML file, which is text"
+        )
     except RecursionError:
         return Mistake(f"{name} is nested too deeply to be read", (), "fewer brackets within brackets")
     return node
@@ -229,29 +258,51 @@ def read_text(path: Path) -> str:
             content = file.read(FILE_BYTES + 1)
     except FileNotFoundError:
         near = get_close_matches(path.name, (p.name for p in path.absolute().parent.glob("*.y*ml")), n=3, cutoff=0.7)
-        refuse([Mistake(f"no configuration file {path}", (), " or ".join(str(path.with_name(n)) for n in near) or "the path of a YAML file")])
+        refuse(
+            [
+                Mistake(
+                    f"no configuration file {path}",
+                    (),
+                    " or ".join(str(path.with_name(n)) for n in near) or "the path of a YAML file",
+                )
+            ]
+        )
     except (OSError, ValueError) as e:
         why = e.strerror if isinstance(e, OSError) and e.strerror else str(e)
         refuse([Mistake(f"cannot read the configuration {path}: {why.lower()}", (), "the path of a YAML file")])
     if len(content) > FILE_BYTES:
-        refuse([Mistake(f"{path} is larger than {FILE_BYTES >> 20} MiB: not a configuration", (), "the path of a YAML file")])
+        refuse(
+            [
+                Mistake(
+                    f"{path} is larger than {FILE_BYTES >> 20} MiB: not a configuration", (), "the path of a YAML file"
+                )
+            ]
+        )
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as e:
         line = content.count(b"\n", 0, e.start) + 1
-        refuse([Mistake(f"{path} is not text: byte {content[e.start]:#04x} in line {line} is not UTF-8", (), "a YAML file saved as UTF-8")])
+        refuse(
+            [
+                Mistake(
+                    f"{path} is not text: byte {content[e.start]:#04x} in line {line} is not UTF-8",
+                    (),
+                    "a YAML file saved as UTF-8",
+                )
+            ]
+        )
 
 
-def read_file(path: Path) -> Written:
+def read_file(path: Path) -> WrittenSettings:
     """A configuration file -> what it says, with places."""
     text = read_text(path)
     lines = text.splitlines()
 
-    def place(mark: yaml.Mark) -> Place:
+    def place(mark: yaml.Mark) -> SettingOrigin:
         source = "".join(lines[mark.line : mark.line + 1]).strip()
-        return Place((0, mark.line, mark.column), f"{path}:{mark.line + 1}:{mark.column + 1}", cut(source, 100))
+        return SettingOrigin((0, mark.line, mark.column), f"{path}:{mark.line + 1}:{mark.column + 1}", cut(source, 100))
 
-    written = Written()
+    written = WrittenSettings()
     node = _compose(text, str(path), place)
     if isinstance(node, Mistake):
         refuse([node])
@@ -260,15 +311,18 @@ def read_file(path: Path) -> Written:
     values = _Values(written, place).value(node, ())
     if not isinstance(values, dict):
         first = (place(node.start_mark),)
-        refuse(written.mistakes or [Mistake(f"{path} holds {shown(values)}, not settings", first, "lines such as `train: {steps: 500}`")])
+        refuse(
+            written.mistakes
+            or [Mistake(f"{path} holds {shown(values)}, not settings", first, "lines such as `train: {steps: 500}`")]
+        )
     written.values = values
     return written
 
 
-def read_value(text: str, place: Place) -> tuple[Any, list[Mistake]]:
+def read_value(text: str, place: SettingOrigin) -> tuple[Any, list[Mistake]]:
     """The value after the `=` of an argument, read as YAML."""
     node = _compose(text, "the value", lambda mark: place)
     if node is None or isinstance(node, Mistake):
         return None, [node] if node else []
-    written = Written()
+    written = WrittenSettings()
     return _Values(written, lambda mark: place).value(node, ()), written.mistakes

@@ -16,7 +16,7 @@ from mycel.transform.head import head
 from mycel.transform.inline import inline
 from mycel.transform.jvp import jvp
 from mycel.transform.microbatch import BODY, microbatch, shares, with_numbers_of
-from mycel.transform.optimise import Group, optimise
+from mycel.transform.optimise import ParameterGroup, optimise
 from mycel.transform.outline import outline
 from mycel.transform.precision import precision
 from mycel.transform.scaling import LOSS_SCALE, scaled, with_scale
@@ -37,7 +37,30 @@ def simplify(program: Program, hints: bool = False) -> Program:
 
 
 __all__ = [
-    "BODY", "LOSS_SCALE", "SIMPLIFY", "Group", "Pass", "algebra", "causal", "cse", "dce", "fold", "forward_and_backward", "fuse", "head", "inline",
-    "jvp", "microbatch", "optimise", "outline", "precision", "scaled", "shares", "simplify", "unhinted", "value_and_grad",
-    "with_numbers_of", "with_scale",
-]  # fmt: skip
+    "BODY",
+    "LOSS_SCALE",
+    "SIMPLIFY",
+    "ParameterGroup",
+    "Pass",
+    "algebra",
+    "causal",
+    "cse",
+    "dce",
+    "fold",
+    "forward_and_backward",
+    "fuse",
+    "head",
+    "inline",
+    "jvp",
+    "microbatch",
+    "optimise",
+    "outline",
+    "precision",
+    "scaled",
+    "shares",
+    "simplify",
+    "unhinted",
+    "value_and_grad",
+    "with_numbers_of",
+    "with_scale",
+]

@@ -4,9 +4,11 @@
     q: i64[1,1,8,1]   = reshape(n, shape=(1, 1, 8, 1))
     k: i64[1,1,1,8]   = reshape(n, shape=(1, 1, 1, 8))                  (dead now)
     m: bool[1,1,8,8]  = le(k, q)
-    y, lse = attention(query, key, value, m)                        =>  y, lse = attention(query, key, value, None, causal=True)
+    y, lse = attention(query, key, value, m)                        =>  y, lse = attention(query, key, value, None,
+    causal=True)
 
-Values are followed as functions of their index (`indexed.py`), never computed, so the size does not matter.  Blocks are followed
+Values are followed as functions of their index (`indexed.py`), never computed, so the size does not matter.  Blocks are
+followed
 through their calls: an input of a block is known if all its calls agree on it.  What is not known stays.
 """
 
@@ -19,7 +21,7 @@ import torch
 
 from mycel.ir import Block, Eqn, Params, Program, Var, call, cond, custom, loop, order, prune, scan
 from mycel.ops import o
-from mycel.transform.indexed import Choice, Value, Values, broadcast, of_constant, of_equation
+from mycel.transform.indexed import Either, Value, Values, broadcast, of_constant, of_equation
 from mycel.transform.regions import ALL, NONE, Affine, Region, Shape, half, moved
 
 # The operand that is the mask.
@@ -27,9 +29,10 @@ MASKED = {"attention": 3, "sdpa": 3, "attention_grad": 4}
 
 
 def causal(program: Program) -> Program:
-    """attention(q, k, v, column <= row) => attention(q, k, v, None, causal=True);  attention(…, True) => attention(…, None)"""
-    seen = _Run(program).inputs
-    again = _Run(program)
+    """attention(q, k, v, column <= row) => attention(q, k, v, None, causal=True);  attention(…, True) => attention(…,
+    None)"""
+    seen = _KnownValues(program).inputs
+    again = _KnownValues(program)
     blocks = {n: _without_masks(program.blocks[n], again.values(program.blocks[n], seen[n])) for n in order(program)}
     return prune(replace(program, blocks=blocks))
 
@@ -50,7 +53,9 @@ def _without_mask(eqn: Eqn, at: int, allowed: tuple[Region, Shape] | None) -> Eq
     if allowed is None:
         return eqn
     region, shape = allowed
-    triangle = half(Affine(0, (0,) * (len(shape) - 2) + (1, -1)), shape)  # q - k >= 0: aligned at the top left, as torch does
+    triangle = half(
+        Affine(0, (0,) * (len(shape) - 2) + (1, -1)), shape
+    )  # q - k >= 0: aligned at the top left, as torch does
     if region not in (ALL, triangle):
         return eqn
     params = eqn.params if region == ALL else Params(eqn.params | {"causal": True})
@@ -62,7 +67,7 @@ def _without_mask(eqn: Eqn, at: int, allowed: tuple[Region, Shape] | None) -> Eq
 def _allowed(value: Value, mask: Var, eqn: Eqn, at: int) -> tuple[Region, Shape] | None:
     """The region of the scores (…, query, key) that a mask allows, and their shape."""
     q, k = (eqn.inputs[i] for i in (at - 3, at - 2))
-    if not isinstance(value, Choice) or not isinstance(q, Var) or not isinstance(k, Var):
+    if not isinstance(value, Either) or not isinstance(q, Var) or not isinstance(k, Var):
         return None
     shape = (*q.shape[:-2], q.shape[-2], k.shape[-2])
     shape = (1,) * (mask.ndim - len(shape)) + shape
@@ -73,7 +78,7 @@ def _allowed(value: Value, mask: Var, eqn: Eqn, at: int) -> tuple[Region, Shape]
     return None if region is None else (region, shape)
 
 
-def _region(value: Choice, dtype: torch.dtype) -> Region | None:
+def _region(value: Either, dtype: torch.dtype) -> Region | None:
     """Where a mask lets attention through: True, or zero as opposed to minus infinity."""
     sides = [(value.region, value.yes), (value.region.inverse(), value.no)]
     through = [r for r, v in sides if r != NONE and (v is True if dtype == torch.bool else v == 0)]
@@ -91,7 +96,7 @@ def _is_low(v: Any, dtype: torch.dtype) -> bool:
 # -- following values ---------------------------------------------------------------------------------------
 
 
-class _Run:
+class _KnownValues:
     """The program run on what is known; `inputs` is what all uses of a block agree on."""
 
     def __init__(self, program: Program) -> None:
@@ -139,6 +144,8 @@ class _Run:
             return ()
         if eqn.op is o.const:
             return (of_constant(self.program.consts[p["name"]]),)
-        if len(eqn.outputs) != 1 or any(v is None for x, v in zip(eqn.inputs, operands, strict=True) if isinstance(x, Var)):
+        if len(eqn.outputs) != 1 or any(
+            v is None for x, v in zip(eqn.inputs, operands, strict=True) if isinstance(x, Var)
+        ):
             return ()
         return (of_equation(eqn, operands),)

@@ -4,7 +4,8 @@
     b: f32[2] = exp(x)                   =>     c: f32[2] = add(a, a)
     c: f32[2] = add(a, b)
 
-Two blocks that differ in names and source lines only become one, and two constants of the same bits become one, so that calls
+Two blocks that differ in names and source lines only become one, and two constants of the same bits become one, so that
+calls
 and uses of them meet here too.
 """
 
@@ -96,7 +97,9 @@ def _shape(block: Block) -> Any:
         return tuple(v.type for v in variables)
 
     head = define(block.inputs)
-    body = tuple((eqn.op.name, tuple(map(atom, eqn.inputs)), _params_key(eqn), define(eqn.outputs)) for eqn in block.eqns)
+    body = tuple(
+        (eqn.op.name, tuple(map(atom, eqn.inputs)), _params_key(eqn), define(eqn.outputs)) for eqn in block.eqns
+    )
     return head, body, tuple(map(atom, block.outputs))
 
 

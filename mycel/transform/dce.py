@@ -8,9 +8,12 @@
       y: f32[2], z: f32[2] = call(x, w, block=@f) return y
       return y
 
-Liveness is one worklist over *slots*: the inputs and outputs of blocks, the operands and results of control-flow equations.  An
-equation that holds blocks ties slots together (operand k of a call and input k of its block; state k of a loop, of its test and of
-its body …): tied slots are kept or dropped together.  The entry's inputs always stay, and so do equations with an effect.
+Liveness is one worklist over *slots*: the inputs and outputs of blocks, the operands and results of control-flow
+equations.  An
+equation that holds blocks ties slots together (operand k of a call and input k of its block; state k of a loop, of its
+test and of
+its body …): tied slots are kept or dropped together.  The entry's inputs always stay, and so do equations with an
+                                                       effect.
 """
 
 from __future__ import annotations
@@ -25,11 +28,11 @@ Slot = tuple[str, str, int]  # ("in" | "out", block, k); ("operand" | "result", 
 
 def dce(program: Program) -> Program:
     """Equations, block inputs, block outputs, blocks and constants that nobody needs => nothing."""
-    live = _Live(program)
+    live = _Needed(program)
     return prune(replace(program, blocks={n: live.rest(n, b) for n, b in live.blocks.items()}))
 
 
-class _Live:
+class _Needed:
     """What is needed: values of blocks, equations (by id) and slots."""
 
     def __init__(self, program: Program) -> None:
@@ -159,7 +162,10 @@ def _ties(eqn: Eqn, me: str) -> Iterator[list[Slot]]:
         parts: list[Slot] = [("in", p["forward"], k) for k in operands] + [("out", p["forward"], k) for k in results]
         floats = sum(is_float(v.dtype) for v in eqn.outputs[: p["outs"]])
         parts += [("in", p["backward"], k) for k in range(len(eqn.inputs) + len(eqn.outputs) + floats)]
-        parts += [("out", p["backward"], k) for k in range(sum(is_float(x.dtype) for x in eqn.inputs[: p["wrt"]] if isinstance(x, Var)))]
+        parts += [
+            ("out", p["backward"], k)
+            for k in range(sum(is_float(x.dtype) for x in eqn.inputs[: p["wrt"]] if isinstance(x, Var)))
+        ]
         yield [*(("operand", me, k) for k in operands), *(("result", me, k) for k in results), *parts]
     else:
         n = p.get("consts", 0)

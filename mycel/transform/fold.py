@@ -5,10 +5,14 @@
     c: f32[]  = full(2.0, dtype=f32, shape=())
     y: f32[4] = mul(x, c)                                  y: f32[4] = mul(x, 2.0)
 
-A result is written as `full` if it is one number, as `iota` if it counts, else as `const` up to `LIMIT` elements; larger ones
-stay as they are, and so do views of constants.  One number everywhere folds at any size, through operators on elements and
-through those that only move elements.  A 0-dim constant becomes a literal operand where the operator's type does not change by it
-(a Python scalar promotes less than a 0-dim tensor) and the promoted dtype holds its value.  Random operators are left alone.
+A result is written as `full` if it is one number, as `iota` if it counts, else as `const` up to `LIMIT` elements;
+larger ones
+stay as they are, and so do views of constants.  One number everywhere folds at any size, through operators on elements
+                                                 and
+through those that only move elements.  A 0-dim constant becomes a literal operand where the operator's type does not
+                                        change by it
+(a Python scalar promotes less than a 0-dim tensor) and the promoted dtype holds its value.  Random operators are left
+alone.
 """
 
 from __future__ import annotations
@@ -54,7 +58,9 @@ def _folded(block: Block, consts: dict[str, torch.Tensor]) -> Block:
 # -- values -------------------------------------------------------------------------------------------------
 
 
-def _values(eqn: Eqn, known: Mapping[Var, torch.Tensor], consts: Mapping[str, torch.Tensor]) -> list[torch.Tensor] | None:
+def _values(
+    eqn: Eqn, known: Mapping[Var, torch.Tensor], consts: Mapping[str, torch.Tensor]
+) -> list[torch.Tensor] | None:
     """What an equation computes, if that is known and small; one number everywhere is a tensor with strides of zero."""
     types = [v.type for v in eqn.outputs]
     if eqn.op in CONTROL or eqn.op.effect or eqn.op.by_rank or _is_random(eqn.op) or any(t.depth for t in types):
@@ -97,7 +103,12 @@ def _run(op: Op, inputs: list[Any], params: Mapping[str, Any], types: list[Type]
 
 def is_pointwise(op: Op) -> bool:
     """One number out for each number in, whatever its place and the rank?"""
-    return not _is_random(op) and not op.by_rank and isinstance(op.dims, str) and set(op.dims.replace(",", " ").split()) == {"...", "->"}
+    return (
+        not _is_random(op)
+        and not op.by_rank
+        and isinstance(op.dims, str)
+        and set(op.dims.replace(",", " ").split()) == {"...", "->"}
+    )
 
 
 @functools.cache
@@ -130,7 +141,13 @@ def _constant(eqn: Eqn, var: Var, value: torch.Tensor, consts: dict[str, torch.T
     if (line := _counts(value)) is not None:
         dim, start, step = line
         params = {"start": start, "step": step}
-        return _made(eqn, var, "iota", (), place | {"dim": dim} | {k: v for k, v in params.items() if OPS["iota"].defaults[k] != v})
+        return _made(
+            eqn,
+            var,
+            "iota",
+            (),
+            place | {"dim": dim} | {k: v for k, v in params.items() if OPS["iota"].defaults[k] != v},
+        )
     if eqn.op is o.const:
         return eqn
     name, count = var.name, 1

@@ -6,7 +6,8 @@ y: f32[4,8] = add(h, b)                                         =>  y: f32[4,8] 
 c: f32[2,8,5,5] = conv(x, w, …)
 y: f32[2,8,5,5] = add(c, reshape(b, shape=(8,1,1)))             =>  y: f32[2,8,5,5] = conv_bias(x, w, b, …)
 
-y: f32[2,4,8,16], lse: f32[2,4,8] = attention(q, k, v, mask)    =>  y: f32[2,4,8,16] = sdpa(q, k, v, mask)      if lse is not used
+y: f32[2,4,8,16], lse: f32[2,4,8] = attention(q, k, v, mask)    =>  y: f32[2,4,8,16] = sdpa(q, k, v, mask)      if lse
+is not used
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ def _fuse(block: Block) -> Block:
                 bias = _bias(inner, other, made)
                 if bias is None or len(uses[product].uses) != 1 or uses[product].is_output or product == other:
                     continue
-                fused = replace(inner, op=OPS[f"{inner.op.name}_bias"], inputs=(*inner.inputs, bias), outputs=eqn.outputs)
+                fused = replace(
+                    inner, op=OPS[f"{inner.op.name}_bias"], inputs=(*inner.inputs, bias), outputs=eqn.outputs
+                )
                 if fused.op.infer(fused.input_types, fused.params) == (eqn.outputs[0].type,):
                     gone.add(id(inner))
                     new = replace(fused, source=inner.source or eqn.source, phase=eqn.phase)

@@ -4,9 +4,11 @@
     f: f32[4,8,100]  = cast(l, dtype=f32)
     z: f32[32,100]   = reshape(f, shape=(32, 100))
     loss, logp       = cross_entropy(z, target)          =>     r: bf16[32,16] = reshape(x, shape=(32, 16))
-                                                                loss, dr, dw   = linear_cross_entropy(r, w, None, target)
+                                                                loss, dr, dw   = linear_cross_entropy(r, w, None,
+                                                                target)
 
-What lies between the two may take or reshape rows, add a bias and widen: it is done to the rows of x instead.  The log probabilities must be unused.
+What lies between the two may take or reshape rows, add a bias and widen: it is done to the rows of x instead.  The log
+probabilities must be unused.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ LEAST = 1 << 16  # logits below which nothing is gained
 
 
 def head(program: Program, mean: bool = True) -> Program:
-    """cross_entropy(linear(x, w), target) => linear_cross_entropy(x, w, None, target).  not `mean`: as a sum that is divided by its count."""
+    """cross_entropy(linear(x, w), target) => linear_cross_entropy(x, w, None, target).  not `mean`: as a sum that is
+    divided by its count."""
     return rewrite(program, lambda block: _joined(block, mean))
 
 
@@ -95,11 +98,15 @@ def _write(b: Builder, loss: Eqn, way: list[Eqn], mean: bool) -> None:
         if x.ndim != 2:
             x = o.reshape(x, shape=(math.prod(x.shape[:-1]), x.shape[-1]))
         apart = reduction == "mean" and not mean
-        found = o.linear_cross_entropy(x, w, bias, target, reduction="sum" if apart else reduction, ignore_index=ignored)[0]
+        found = o.linear_cross_entropy(
+            x, w, bias, target, reduction="sum" if apart else reduction, ignore_index=ignored
+        )[0]
         if apart:
             kept = o.cast(o.ne(target, ignored), dtype=found.dtype)
             found = o.div(found, o.sum(kept, dims=(0,)))
         like: Type = loss.outputs[0].type
         found = found if found.dtype == like.dtype else o.cast(found, dtype=like.dtype)
     last = next(e for e in reversed(b.eqns) if found in e.outputs)
-    b.eqns[b.eqns.index(last)] = replace(last, outputs=tuple(loss.outputs[0] if v == found else v for v in last.outputs))
+    b.eqns[b.eqns.index(last)] = replace(
+        last, outputs=tuple(loss.outputs[0] if v == found else v for v in last.outputs)
+    )

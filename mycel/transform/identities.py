@@ -1,6 +1,7 @@
 """Identities: the docstring of each is the rewrite, and the table at the end says where each is tried.
 
-Rules look at operands only, which are already rewritten.  A scalar in a rule stands for a literal or for a `full` of it.  A rule returns a value (or
+Rules look at operands only, which are already rewritten.  A scalar in a rule stands for a literal or for a `full` of
+                                                           it.  A rule returns a value (or
 one for each output), a new equation `(op, inputs, params)`, or None where it does not apply.
 """
 
@@ -68,7 +69,11 @@ def mul_minus_one(e: Eqn, m: Made) -> Any:
 
 def square(e: Eqn, m: Made) -> Any:
     """pow(x, 2) => mul(x, x)"""
-    return ("mul", (e.inputs[0], e.inputs[0]), {}) if _is(m, e.inputs[1], 2) and not e.outputs[0].dtype.is_complex else None
+    return (
+        ("mul", (e.inputs[0], e.inputs[0]), {})
+        if _is(m, e.inputs[1], 2) and not e.outputs[0].dtype.is_complex
+        else None
+    )
 
 
 def root(e: Eqn, m: Made) -> Any:
@@ -183,7 +188,11 @@ def slice_twice(e: Eqn, m: Made) -> Any:
 def cast_twice(e: Eqn, m: Made) -> Any:
     """cast(cast(x, dtype=a), dtype=b) => cast(x, dtype=b), where a loses nothing of x"""
     inner = m.by(e.inputs[0], "cast")
-    if inner is None or not isinstance(inner.inputs[0], Var) or not _holds(inner.params["dtype"], inner.inputs[0].dtype):
+    if (
+        inner is None
+        or not isinstance(inner.inputs[0], Var)
+        or not _holds(inner.params["dtype"], inner.inputs[0].dtype)
+    ):
         return None
     return "cast", inner.inputs, dict(e.params)
 
@@ -221,7 +230,11 @@ def single_part(e: Eqn, m: Made) -> Any:
 def split_of_cat(e: Eqn, m: Made) -> Any:
     """split(cat(a, b, dim=d), sizes=…, dim=d) => a, b;  unbind(stack(a, b, dim=d), dim=d) => a, b"""
     inner = m.by(e.inputs[0], "cat" if e.op.name == "split" else "stack")
-    return inner.inputs if inner and inner.params["dim"] == e.params["dim"] and len(inner.inputs) == len(e.outputs) else None
+    return (
+        inner.inputs
+        if inner and inner.params["dim"] == e.params["dim"] and len(inner.inputs) == len(e.outputs)
+        else None
+    )
 
 
 def cat_of_split(e: Eqn, m: Made) -> Any:
@@ -259,7 +272,8 @@ def _is(m: Made, x: Atom, number: float) -> bool:
 
 
 def _repeated(m: Made, x: Atom) -> Var | None:
-    """The value whose dim 1 was repeated element by element to make x: by repeat_each, or by reshape, expand, reshape."""
+    """The value whose dim 1 was repeated element by element to make x: by repeat_each, or by reshape, expand,
+    reshape."""
     if each := m.by(x, "repeat_each"):
         source = each.inputs[0]
         return source if each.params["dim"] == 1 and isinstance(source, Var) else None
@@ -281,7 +295,8 @@ def _exact_neg(neg: Eqn, e: Eqn) -> bool:
 
 
 def _without(e: Eqn, m: Made, neutral: float) -> Any:
-    """The operand left when the other is neutral; the type check refuses it if the neutral one broadcasts or promotes."""
+    """The operand left when the other is neutral; the type check refuses it if the neutral one broadcasts or
+    promotes."""
     a, b = e.inputs
     return a if isinstance(a, Var) and _is(m, b, neutral) else b if isinstance(b, Var) and _is(m, a, neutral) else None
 
@@ -328,7 +343,11 @@ def _alike(e: Eqn, m: Made) -> Any:
     if first is None or inside is None:
         return None
     named = {a for axes in inside.params["layout"] for a in axes}
-    return None if named & set(e.params["axes"]) or not set(e.params["axes"]) <= set(inside.params["axes"]) else first.inputs[0]
+    return (
+        None
+        if named & set(e.params["axes"]) or not set(e.params["axes"]) <= set(inside.params["axes"])
+        else first.inputs[0]
+    )
 
 
 TABLE: dict[str, tuple[Rule, ...]] = {

@@ -1,9 +1,11 @@
 """What is known of a tensor as a function of its index.
 
     Affine   offset + Σ steps · index                              iota and its sums, shifts, slices
-    Choice   `yes` inside a region of the index space, else `no`   comparisons of Affine, full, and operators on elements of these
+    Choice   `yes` inside a region of the index space, else `no`   comparisons of Affine, full, and operators on
+             elements of these
 
-An operator on elements is applied to Choices by its own kernel, on one element for each combination of regions, so rounding,
+An operator on elements is applied to Choices by its own kernel, on one element for each combination of regions, so
+rounding,
 promotion and infinities are exactly torch's.  An Affine is kept only where its dtype holds all its numbers exactly.
 """
 
@@ -22,7 +24,7 @@ from mycel.transform.regions import ALL, NONE, Affine, Region, Shape, half, join
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Choice:
+class Either:
     """`yes` inside the region, `no` outside."""
 
     region: Region
@@ -30,7 +32,7 @@ class Choice:
     no: Any
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Choice) and self._key() == other._key()
+        return isinstance(other, Either) and self._key() == other._key()
 
     def __hash__(self) -> int:
         return hash(self._key())
@@ -39,13 +41,13 @@ class Choice:
         return self.region, repr(self.yes), repr(self.no)  # tells 0.0 from -0.0
 
 
-Value = Affine | Choice
+Value = Affine | Either
 Values = tuple[Value | None, ...]
 
 
 def of_equation(eqn: Eqn, operands: Values) -> Value | None:
     """The value of an equation with one output, from those of its operands, all known."""
-    inputs = [Choice(ALL, x, x) if v is None else v for x, v in zip(eqn.inputs, operands, strict=True)]
+    inputs = [Either(ALL, x, x) if v is None else v for x, v in zip(eqn.inputs, operands, strict=True)]
     rule = RULES.get(eqn.op.name)
     found = rule(eqn, inputs) if rule else None
     if found is None and is_pointwise(eqn.op):
@@ -59,7 +61,7 @@ def of_constant(value: torch.Tensor) -> Value | None:
         return None
     first = value.reshape(-1)[0]
     if bool((value == first).all()):
-        return Choice(ALL, first.item(), first.item())
+        return Either(ALL, first.item(), first.item())
     if value.ndim < 2:
         return None
     face = value.reshape(-1, *value.shape[-2:])[0]
@@ -68,7 +70,7 @@ def of_constant(value: torch.Tensor) -> Value | None:
     inside = torch.tril(torch.ones_like(face, dtype=torch.bool), diagonal)
     if not bool((value == torch.where(inside, yes, no)).all()):
         return None
-    return Choice(half(Affine(diagonal, (0,) * (value.ndim - 2) + (1, -1)), tuple(value.shape)), yes.item(), no.item())
+    return Either(half(Affine(diagonal, (0,) * (value.ndim - 2) + (1, -1)), tuple(value.shape)), yes.item(), no.item())
 
 
 def _affine(value: Value | None, ndim: int) -> Affine | None:
@@ -100,7 +102,12 @@ def _fits(a: Affine, shape: Shape, dtype: torch.dtype) -> bool:
     low, high = a.bounds(shape)
     if dtype.is_floating_point:
         return max(-low, high) <= min(2 / torch.finfo(dtype).eps, torch.finfo(dtype).max)
-    return dtype != torch.bool and not dtype.is_complex and torch.iinfo(dtype).min <= low and high <= torch.iinfo(dtype).max
+    return (
+        dtype != torch.bool
+        and not dtype.is_complex
+        and torch.iinfo(dtype).min <= low
+        and high <= torch.iinfo(dtype).max
+    )
 
 
 # -- operators on elements ----------------------------------------------------------------------------------
@@ -120,17 +127,17 @@ def _shape(x: Atom) -> Shape:
     return x.shape if isinstance(x, Var) else ()
 
 
-def _pointwise(eqn: Eqn, inputs: Sequence[Value], kernel: Callable[..., Any]) -> Choice | None:
+def _pointwise(eqn: Eqn, inputs: Sequence[Value], kernel: Callable[..., Any]) -> Either | None:
     """An operator on elements: its kernel on one element for each combination of the operands' regions."""
     shape = eqn.outputs[0].shape
     regions: list[Region] = []
-    tables: list[tuple[int | None, bool, Choice]] = []  # which region decides an operand, and whether inversely
+    tables: list[tuple[int | None, bool, Either]] = []  # which region decides an operand, and whether inversely
     for x, value in zip(eqn.inputs, inputs, strict=True):
         if isinstance(value, Affine):
             number = _number(value)
             if number is None or (number == 0 and _is_real(x)):  # which zero?
                 return None
-            value = Choice(ALL, number, number)
+            value = Either(ALL, number, number)
         region = moved(value.region, broadcast(_shape(x), shape), shape)
         if region is None:
             return None
@@ -170,18 +177,18 @@ def _run(kernel: Callable[..., Any], elements: list[Any]) -> Any:
         return None
 
 
-def _table(results: dict[tuple[bool, ...], Any], regions: list[Region], shape: Shape) -> Choice | None:
+def _table(results: dict[tuple[bool, ...], Any], regions: list[Region], shape: Shape) -> Either | None:
     """Results for each combination of regions -> one region with two values."""
     kinds = list(dict.fromkeys(map(repr, results.values())))
     by_kind = {repr(v): v for v in results.values()}
     if len(kinds) == 1:
-        return Choice(ALL, by_kind[kinds[0]], by_kind[kinds[0]])
+        return Either(ALL, by_kind[kinds[0]], by_kind[kinds[0]])
     if len(kinds) != 2:
         return None
     yes, no = (by_kind[k] for k in kinds)
     for region, members in _formulas(regions, shape):
         if region is not None and all((repr(v) == kinds[0]) == (i in members) for i, v in results.items()):
-            return Choice(region, yes, no)
+            return Either(region, yes, no)
     return None
 
 
@@ -216,7 +223,7 @@ def _full(eqn: Eqn, inputs: Sequence[Value]) -> Value | None:
     if number is None:
         return None
     number = _run(lambda: torch.full((), number, dtype=eqn.outputs[0].dtype), [])
-    return None if number is None else Choice(ALL, number, number)
+    return None if number is None else Either(ALL, number, number)
 
 
 def _sum(eqn: Eqn, inputs: Sequence[Value]) -> Value | None:
@@ -270,9 +277,9 @@ def _compare(eqn: Eqn, inputs: Sequence[Value]) -> Value | None:
     if pair is None or not all(_fits(a, shape, dtype) for a in pair):
         return None
     if eqn.op.name in COMPARE:
-        return Choice(half(COMPARE[eqn.op.name](*pair), shape), True, False)
+        return Either(half(COMPARE[eqn.op.name](*pair), shape), True, False)
     equal = meet(half(COMPARE["ge"](*pair), shape), half(COMPARE["le"](*pair), shape), shape)
-    return None if equal is None else Choice(equal, eqn.op.name == "eq", eqn.op.name != "eq")
+    return None if equal is None else Either(equal, eqn.op.name == "eq", eqn.op.name != "eq")
 
 
 def _cast(eqn: Eqn, inputs: Sequence[Value]) -> Value | None:
@@ -287,7 +294,11 @@ def _triangle(eqn: Eqn, inputs: Sequence[Value]) -> Value | None:
     kept = Affine(d, (*lead, 1, -1)) if eqn.op.name == "tril" else Affine(-d, (*lead, -1, 1))
     inside = Var("inside", Type(torch.bool, out.shape))
     both = replace(eqn, inputs=(inside, x))
-    return _pointwise(both, [Choice(half(kept, out.shape), True, False), inputs[0]], lambda c, x: torch.where(c, x, torch.zeros_like(x)))
+    return _pointwise(
+        both,
+        [Either(half(kept, out.shape), True, False), inputs[0]],
+        lambda c, x: torch.where(c, x, torch.zeros_like(x)),
+    )
 
 
 def _running_sum(eqn: Eqn, inputs: Sequence[Value]) -> Value | None:
@@ -319,7 +330,7 @@ def _joined(eqn: Eqn, inputs: Sequence[Value]) -> Value | None:
 def _anywhere(eqn: Eqn, inputs: Sequence[Value]) -> Value | None:
     """Elements of a tensor that is one number, wherever they are taken from."""
     number = _number(inputs[0])
-    return None if number is None else Choice(ALL, number, number)
+    return None if number is None else Either(ALL, number, number)
 
 
 def _move(eqn: Eqn, inputs: Sequence[Value]) -> Value | None:
@@ -332,7 +343,7 @@ def _move(eqn: Eqn, inputs: Sequence[Value]) -> Value | None:
     if isinstance(value, Affine):
         return change(value)
     region = moved(value.region, change, shape)
-    return None if region is None else Choice(region, value.yes, value.no)
+    return None if region is None else Either(region, value.yes, value.no)
 
 
 def _change(eqn: Eqn, old: Shape, new: Shape) -> Callable[[Affine], Affine] | None:
@@ -345,7 +356,9 @@ def _change(eqn: Eqn, old: Shape, new: Shape) -> Callable[[Affine], Affine] | No
         case "permute":
             return lambda a: Affine(a.offset, tuple(a.steps[d] for d in p["dims"]))
         case "select":
-            return lambda a: Affine(a.offset + a.steps[p["dim"]] * p["index"], a.steps[: p["dim"]] + a.steps[p["dim"] + 1 :])
+            return lambda a: Affine(
+                a.offset + a.steps[p["dim"]] * p["index"], a.steps[: p["dim"]] + a.steps[p["dim"] + 1 :]
+            )
         case "slice":
             return lambda a: _along(a, p["dim"], p["start"], p.get("step", 1))
         case "flip" if len(p["dims"]) == 1:

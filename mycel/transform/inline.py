@@ -1,4 +1,5 @@
-"""Calls of blocks that are called once, or are small, become the block's equations; a cond that is decided, its taken branch.
+"""Calls of blocks that are called once, or are small, become the block's equations; a cond that is decided, its taken
+branch.
 
     def f(x: f32[2]):                           def main(x: f32[2]):
       a: f32[2] = exp(x)                          a: f32[2] = exp(x)
@@ -17,7 +18,24 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 
-from mycel.ir import OPS, PHASES, Atom, Block, Eqn, Params, Program, Var, atom_type, call, cond, lookup, order, prune, substitute, walk
+from mycel.ir import (
+    OPS,
+    PHASES,
+    Atom,
+    Block,
+    Eqn,
+    Params,
+    Program,
+    Var,
+    atom_type,
+    call,
+    cond,
+    lookup,
+    order,
+    prune,
+    substitute,
+    walk,
+)
 from mycel.ops import o
 
 
@@ -76,7 +94,9 @@ def _spliced(at: Eqn, operands: tuple[Atom, ...], block: Block, taken: set[str],
     eqns: list[Eqn] = []
     for eqn in block.eqns:
         outputs = tuple(named.get(v) or Var(_fresh(v.name, taken), v.type) for v in eqn.outputs)
-        eqns.append(replace(substitute(eqn, inner), outputs=outputs, source=eqn.source or at.source, phase=latest(at, eqn)))
+        eqns.append(
+            replace(substitute(eqn, inner), outputs=outputs, source=eqn.source or at.source, phase=latest(at, eqn))
+        )
         inner.update(zip(eqn.outputs, outputs, strict=True))
     for out, x in zip(at.outputs, block.outputs, strict=True):
         if not isinstance(x, Var):  # a literal result is a 0-dim tensor

@@ -2,7 +2,8 @@
 
     y = f(x)    =>    y, ty = f_tangents(x, tx)
 
-No operator needs a rule of its own: its gradient rule `dx = J' dy` is linear in dy, and pulling tx back through *that* gives J tx.
+No operator needs a rule of its own: its gradient rule `dx = J' dy` is linear in dy, and pulling tx back through *that*
+gives J tx.
 Control flow maps to itself with tangents as further operands; loops carry them as further state.
 """
 
@@ -13,14 +14,31 @@ from dataclasses import replace
 from typing import Any
 
 from mycel.errors import GradientError
-from mycel.ir import CONTROL, Atom, Block, Builder, Eqn, Params, Program, Ref, Type, Var, atom_type, custom, is_float, lookup, substitute
+from mycel.ir import (
+    CONTROL,
+    Atom,
+    Block,
+    Builder,
+    Eqn,
+    Params,
+    Program,
+    Ref,
+    Type,
+    Var,
+    atom_type,
+    custom,
+    is_float,
+    lookup,
+    substitute,
+)
 from mycel.ops.stack import zeros
 from mycel.transform.vjp import Half, Vjp, renamed, spread_flags
 from mycel.transform.vjp_control import custom_cotangents
 
 
 def jvp(program: Program, wrt: Sequence[int]) -> Program:
-    """The program with a tangent for each input of `wrt` as further inputs: (results…, tangents of the float results…, updates)."""
+    """The program with a tangent for each input of `wrt` as further inputs: (results…, tangents of the float results…,
+    updates)."""
     walker = Jvp(program)
     flags = [i in wrt for i in range(len(program.inputs))]
     n = len(program.main.outputs) - len(program.updates)
@@ -51,7 +69,9 @@ class Jvp:
         with woven.b:
             outs = [woven.tangent(x) for x in (block.outputs[i] for i in wanted)]
         inputs = (*block.inputs, *woven.inputs)
-        return renamed(Block(inputs, tuple(woven.b.eqns), (*(lookup(x, woven.values) for x in block.outputs), *outs)), woven.names)
+        return renamed(
+            Block(inputs, tuple(woven.b.eqns), (*(lookup(x, woven.values) for x in block.outputs), *outs)), woven.names
+        )
 
 
 class _Woven:
@@ -105,7 +125,9 @@ class _Woven:
         """The tangents of an operator's outputs: its gradient rule, transposed."""
         pull = eqn.op.vjp
         if pull is None and eqn.op is not custom:
-            raise GradientError(f"no gradient rule for {eqn.op.name}" + (f"\n  at        {eqn.source}" if eqn.source else ""))
+            raise GradientError(
+                f"no gradient rule for {eqn.op.name}" + (f"\n  at        {eqn.source}" if eqn.source else "")
+            )
         floats = [v for v in eqn.outputs if is_float(v.dtype)]
         rule = Builder(beside=self.b)
         gs = {v: Var(rule.name("g"), v.type) for v in floats}
@@ -115,8 +137,14 @@ class _Woven:
             if eqn.op is custom:
                 found = custom_cotangents(rule, eqn, g)
             elif pull is not None:
-                found = pull(g[0] if single else g, eqn.outputs[0] if single else eqn.outputs, *eqn.inputs, **eqn.params)
-        pulled = [(x, c) for x, c in zip(eqn.inputs, found, strict=True) if isinstance(c, Var) and isinstance(x, Var) and x in self.tangents]
+                found = pull(
+                    g[0] if single else g, eqn.outputs[0] if single else eqn.outputs, *eqn.inputs, **eqn.params
+                )
+        pulled = [
+            (x, c)
+            for x, c in zip(eqn.inputs, found, strict=True)
+            if isinstance(c, Var) and isinstance(x, Var) and x in self.tangents
+        ]
         known = tuple(dict.fromkeys((*eqn.vars, *eqn.outputs)))
         scratch = Block((*known, *gs.values()), tuple(rule.eqns), tuple(c for _, c in pulled))
         half = Half(self.jvp.vjp, scratch, [False] * len(known) + [True] * len(gs), beside=self.b)
@@ -135,7 +163,8 @@ class _Woven:
         return [isinstance(x, Var) and x in self.tangents for x in xs]
 
     def finish(self, eqn: Eqn, inputs: tuple[Atom, ...], params: dict[str, Any], order: Sequence[Any]) -> None:
-        """The control equation with more outputs; `order` lists its outputs as Vars, or the Var whose tangent stands there in a list."""
+        """The control equation with more outputs; `order` lists its outputs as Vars, or the Var whose tangent stands
+        there in a list."""
         outs = []
         for item in order:
             if isinstance(item, Var):
@@ -165,7 +194,9 @@ class _Woven:
         wanted = [i for i, (a, b) in enumerate(zip(*both, strict=True)) if a or b]
         then, orelse = (self.jvp.named(n, flags, wanted) for n in sides)
         inputs = (*eqn.inputs, *(self.tangents[x] for x, f in zip(eqn.inputs[1:], flags, strict=True) if f))  # type: ignore[index]
-        self.finish(eqn, inputs, {"then": Ref(then), "orelse": Ref(orelse)}, [*eqn.outputs, *([eqn.outputs[i]] for i in wanted)])
+        self.finish(
+            eqn, inputs, {"then": Ref(then), "orelse": Ref(orelse)}, [*eqn.outputs, *([eqn.outputs[i]] for i in wanted)]
+        )
 
     def loop(self, eqn: Eqn) -> None:
         """c…, s… => c…, tc…, s…, ts…"""
@@ -176,7 +207,12 @@ class _Woven:
         name = self.jvp.named(p["body"], flags, [i - n for i in states])
         k = len(eqn.inputs)
         consts = [i for i in range(n) if flags[i]]
-        order = [*range(n), *range(k, k + len(consts)), *range(n, k), *range(k + len(consts), k + len(consts) + len(states))]
+        order = [
+            *range(n),
+            *range(k, k + len(consts)),
+            *range(n, k),
+            *range(k + len(consts), k + len(consts) + len(states)),
+        ]
         body = _reordered(vjp, name, order)
         test = _reordered(vjp, p["test"], order, [eqn.inputs[i].type for i in (*consts, *states)])  # type: ignore[union-attr]
         with self.b:
@@ -203,14 +239,24 @@ class _Woven:
             at += len(part)
         total = len(eqn.outputs)
         n_states = len(parts[1])
-        outs = [*range(m - n), *range(total, total + n_states), *range(m - n, total), *range(total + n_states, total + n_states + len(rows))]
+        outs = [
+            *range(m - n),
+            *range(total, total + n_states),
+            *range(m - n, total),
+            *range(total + n_states, total + n_states + len(rows)),
+        ]
         body = _reordered(vjp, name, order, outputs=outs)
         with self.b:
             inputs: list[Atom] = []
             for (low, high), part in zip(((0, n), (n, m), (m, k)), parts, strict=True):
                 inputs += [*eqn.inputs[low:high], *(self.tangent(eqn.inputs[i]) for i in part)]
         params = {**p, "body": Ref(body), "consts": n + len(parts[0]), "carry": m - n + n_states}
-        order_out = [*eqn.outputs[: m - n], *([eqn.outputs[i - n]] for i in parts[1]), *eqn.outputs[m - n :], *([eqn.outputs[i]] for i in rows)]
+        order_out = [
+            *eqn.outputs[: m - n],
+            *([eqn.outputs[i - n]] for i in parts[1]),
+            *eqn.outputs[m - n :],
+            *([eqn.outputs[i]] for i in rows),
+        ]
         self.finish(eqn, tuple(inputs), params, order_out)
 
 
@@ -229,7 +275,9 @@ def _needed(eqns: list[Eqn], outs: Sequence[Any]) -> list[Eqn]:
     return kept[::-1]
 
 
-def _reordered(vjp: Vjp, name: str, order: Sequence[int], extra: Sequence[Type] = (), outputs: Sequence[int] | None = None) -> str:
+def _reordered(
+    vjp: Vjp, name: str, order: Sequence[int], extra: Sequence[Type] = (), outputs: Sequence[int] | None = None
+) -> str:
     """A block with its inputs (and `extra` unused ones) and outputs in another order."""
     block = vjp.blocks[name]
     b = Builder()

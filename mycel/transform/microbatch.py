@@ -1,14 +1,19 @@
 """A batch in parts: the same loss and gradients, with the activations of one part at a time.
 
 shares        loss(part) becomes the part's share in the loss of the whole batch, so that shares sum up:
-                  a / b     =>  a / count     where b (how many tokens count, say) is of the part and depends on no parameter; `count` is its sum
+                  a / b     =>  a / count     where b (how many tokens count, say) is of the part and depends on no
+                            parameter; `count` is its sum
                   sum(x)    =>  sum(x)        over something that has the part's rows: parts sum up by themselves
                   x         =>  x / parts     otherwise: every part weighs the same
-              A mean cross entropy is a sum over a count.  Sums of such terms, multiples and casts of them are taken term by term.  Beside the
-              program of a part stands that of the whole batch: what is larger there has the part's rows, and a number that is another one there
-              (sum / len(x)) is taken from there.  A loss that goes beyond that (a root of a mean, say) is no sum over the batch: its parts weigh
+              A mean cross entropy is a sum over a count.  Sums of such terms, multiples and casts of them are taken
+                                                           term by term.  Beside the
+              program of a part stands that of the whole batch: what is larger there has the part's rows, and a number
+              that is another one there
+              (sum / len(x)) is taken from there.  A loss that goes beyond that (a root of a mean, say) is no sum over
+                                                   the batch: its parts weigh
               the same, and the caller is told.
-microbatch    a program of one part => a scan over the parts that sums up loss and gradients, hands buffers from part to part and gives each
+microbatch    a program of one part => a scan over the parts that sums up loss and gradients, hands buffers from part to
+              part and gives each
               part random numbers of its own.
 """
 
@@ -33,7 +38,8 @@ NEXT = 1 << 40  # the key of the next part is the child of this one's that no dr
 
 @dataclass(frozen=True)
 class Term:
-    """A summand of the loss: `value`, divided by `count` or by nothing (`sums`: parts sum up) or by the number of parts; then `outer`, equations
+    """A summand of the loss: `value`, divided by `count` or by nothing (`sums`: parts sum up) or by the number of
+    parts; then `outer`, equations
     that are linear in it, from the inside out.  `limits`: what is done to the count once it is summed."""
 
     value: Atom
@@ -43,13 +49,19 @@ class Term:
     limits: tuple[Eqn, ...] = ()
 
 
-def shares(program: Program, whole: Program, active: Collection[str], split: Collection[str], parts: int) -> tuple[Program, Program, list[str]]:
-    """The program whose first result is the part's share, with an input for each count; the program of the counts alone; and the lines of what is
+def shares(
+    program: Program, whole: Program, active: Collection[str], split: Collection[str], parts: int
+) -> tuple[Program, Program, list[str]]:
+    """The program whose first result is the part's share, with an input for each count; the program of the counts
+    alone; and the lines of what is
     no sum over the batch.
 
-    `whole`: the program of the whole batch.  By name: `active`, inputs that are differentiated; `split`, inputs that are parts of something."""
+    `whole`: the program of the whole batch.  By name: `active`, inputs that are differentiated; `split`, inputs that
+                                              are parts of something."""
     large = _means_apart(whole.main)
-    program = replace(program, blocks={**program.blocks, program.entry: _with_numbers_of(_means_apart(program.main), large)})
+    program = replace(
+        program, blocks={**program.blocks, program.entry: _with_numbers_of(_means_apart(program.main), large)}
+    )
     main = program.main
     loss = _Loss(program, large, active, split)
     terms = loss.terms(main.outputs[0])
@@ -72,7 +84,8 @@ def shares(program: Program, whole: Program, active: Collection[str], split: Col
 
 
 def with_numbers_of(part: Program, whole: Program) -> Program:
-    """A part's program as it was captured, with the numbers of the whole batch's on the way to the loss: simplified, a division by the one row
+    """A part's program as it was captured, with the numbers of the whole batch's on the way to the loss: simplified, a
+    division by the one row
     of a part would be gone."""
     return replace(part, blocks={**part.blocks, part.entry: _with_numbers_of(part.main, whole.main)})
 
@@ -91,7 +104,9 @@ def _with_numbers_of(part: Block, whole: Block) -> Block:
             way.update(eqn.vars)
     pairs = [(e, zip(e.inputs, w.inputs, strict=True)) for e, w in zip(part.eqns, whole.eqns, strict=True)]
     eqns = [
-        replace(e, inputs=tuple(x if isinstance(x, Var) or isinstance(y, Var) else y for x, y in both)) if way.intersection(e.outputs) else e
+        replace(e, inputs=tuple(x if isinstance(x, Var) or isinstance(y, Var) else y for x, y in both))
+        if way.intersection(e.outputs)
+        else e
         for e, both in pairs
     ]
     return Block(part.inputs, tuple(eqns), part.outputs)
@@ -118,12 +133,15 @@ def _linear_in(eqn: Eqn) -> int:
 
 
 class _Loss:
-    """A loss taken apart: which of its values depend on parameters (`moving`), and which on the part (`varying`); `large`: an equation as it is
+    """A loss taken apart: which of its values depend on parameters (`moving`), and which on the part (`varying`);
+    `large`: an equation as it is
     for the whole batch.  `unseen`: lines of what could not be taken apart."""
 
     def __init__(self, program: Program, whole: Block, active: Collection[str], split: Collection[str]) -> None:
         main = program.main
-        self.large = {e.outputs: w for e, w in zip(main.eqns, whole.eqns, strict=True)} if _are_alike(main, whole) else {}
+        self.large = (
+            {e.outputs: w for e, w in zip(main.eqns, whole.eqns, strict=True)} if _are_alike(main, whole) else {}
+        )
         self.unseen: list[str] = []
         self.made = {v: e for e in main.eqns for v in e.outputs}
         self.moving = active_vars(Vjp(program), main, [v.name in active for v in main.inputs])
@@ -175,7 +193,9 @@ class _Loss:
         large = self.large.get(eqn.outputs)
         if eqn.op is not o.sum:
             return False
-        return eqn.outputs[0] in self.varying if large is None else large.input_types[0].numel > eqn.input_types[0].numel
+        return (
+            eqn.outputs[0] in self.varying if large is None else large.input_types[0].numel > eqn.input_types[0].numel
+        )
 
 
 def _means_apart(block: Block) -> Block:
@@ -185,7 +205,12 @@ def _means_apart(block: Block) -> Block:
     b.reserve(v.name for v in (*block.inputs, *(v for e in block.eqns for v in e.outputs)))
     for eqn in block.eqns:
         x, target, weight = eqn.inputs if eqn.op in (o.cross_entropy, o.nll_loss) else (None, None, None)
-        if not isinstance(x, Var) or not isinstance(target, Var) or eqn.params.get("reduction", "mean") != "mean" or target.dtype.is_floating_point:
+        if (
+            not isinstance(x, Var)
+            or not isinstance(target, Var)
+            or eqn.params.get("reduction", "mean") != "mean"
+            or target.dtype.is_floating_point
+        ):
             b.eqns.append(eqn)
             continue
         b.at(eqn)
@@ -201,7 +226,8 @@ def _means_apart(block: Block) -> Block:
 
 
 def microbatch(program: Program, counting: Program, parts: int, split: Collection[str]) -> Program:
-    """A program of one part, whose results are summed => the program of the whole batch, whose inputs `split` (by name) are cut along their first
+    """A program of one part, whose results are summed => the program of the whole batch, whose inputs `split` (by name)
+    are cut along their first
     dim.  Its inputs of the role `count` are gone: they are what the results of `counting` sum up to."""
     main = program.main
     whole = Builder()
@@ -216,10 +242,17 @@ def microbatch(program: Program, counting: Program, parts: int, split: Collectio
         if totals:
             counts = _summed(whole, blocks, "count_part", counting.main, counting.results, pieces, outer, {})
         outer.update(zip(totals, counts, strict=True))
-        state = {v: main.outputs[len(program.results) + program.updates.index(v.name)] for v in given if v.name in program.updates}
+        state = {
+            v: main.outputs[len(program.results) + program.updates.index(v.name)]
+            for v in given
+            if v.name in program.updates
+        }
         again = next(iter(program.inputs_of("key")), None)
         found = _summed(whole, blocks, BODY, main, program.results, pieces, outer, state, again)
-        sums = [x if x.dtype == r.dtype else o.cast(x, dtype=r.dtype) for x, r in zip(found, program.results, strict=False)]  # type: ignore[union-attr]
+        sums = [
+            x if x.dtype == r.dtype else o.cast(x, dtype=r.dtype)  # type: ignore[union-attr]
+            for x, r in zip(found, program.results, strict=False)
+        ]
     by_name = dict(zip((v.name for v in state), found[len(sums) :], strict=False))
     blocks[program.entry] = whole.block((*sums, *(by_name[name] for name in program.updates)))
     roles = {v.name: program.roles[v.name] for v in given if v.name in program.roles}
@@ -227,9 +260,16 @@ def microbatch(program: Program, counting: Program, parts: int, split: Collectio
 
 
 def _summed(
-    whole: Builder, blocks: dict[str, Block], name: str, part: Block, results: Sequence[Atom], pieces: dict[Var, Var], outer: dict[Var, Var],
-    state: dict[Var, Atom], key: Var | None = None,
-) -> list[Var]:  # fmt: skip
+    whole: Builder,
+    blocks: dict[str, Block],
+    name: str,
+    part: Block,
+    results: Sequence[Atom],
+    pieces: dict[Var, Var],
+    outer: dict[Var, Var],
+    state: dict[Var, Atom],
+    key: Var | None = None,
+) -> list[Var]:
     """A scan of a block over pieces of its inputs: the sums of its results, then the last values of its state."""
     held = [v for v in part.inputs if v not in pieces and v not in state and v != key]
     b = Builder()
@@ -249,7 +289,9 @@ def _summed(
                 sums[k] = o.add(totals[k], x if x.dtype == totals[k].dtype else o.cast(x, dtype=totals[k].dtype))  # type: ignore[union-attr]
         folded = [] if key is None else [o.fold_in(key, data=NEXT)]
     carry = [*totals, *state, *([] if key is None else [key])]
-    blocks[name] = Block((*held, *carry, *pieces), tuple(b.eqns), (*(sums[i] for i in range(len(results))), *state.values(), *folded))
+    blocks[name] = Block(
+        (*held, *carry, *pieces), tuple(b.eqns), (*(sums[i] for i in range(len(results))), *state.values(), *folded)
+    )
     first = [zeros(t.type) for t in totals] + [outer[v] for v in (*state, *([] if key is None else [key]))]
     inputs = (*(outer[v] for v in held), *first, *pieces.values())
     parts = next(iter(pieces.values())).shape[0]

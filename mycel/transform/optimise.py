@@ -1,18 +1,22 @@
-"""A program that returns gradients -> a program that takes the step: clip, skip what is not finite, update parameters and optimiser state.
+"""A program that returns gradients -> a program that takes the step: clip, skip what is not finite, update parameters
+and optimiser state.
 
     loss, d_w = …                                        loss, d_w = …
     return loss, d_w                                     norm  = global_norm(d_w)
                                                   =>     skip  = 1 - isfinite(norm)
-                                                         w', m', v', t' = adam(w, m, v, t, d_w, lr, …, scale, skip, count=1)
+                                                         w', m', v', t' = adam(w, m, v, t, d_w, lr, …, scale, skip,
+                                                         count=1)
                                                          return loss, norm, updates: w', m', v', t', skipped + skip
 
-Gradients are divided by `scale`: the loss scale of half precision times what clipping takes away.  A skipped step changes no state at all:
+Gradients are divided by `scale`: the loss scale of half precision times what clipping takes away.  A skipped step
+changes no state at all:
 updates of buffers are undone as well.  New inputs, by their roles:
 
     state exp_avg of w         for each slot of a group, for each of its parameters
     hyper lr of group 0        the scalar operands of a group's update
     counter skipped            how many steps changed nothing
-    counter good_steps         where there is a loss scale: steps since it changed.  The scale itself is an input already
+    counter good_steps         where there is a loss scale: steps since it changed.  The scale itself is an input
+                               already
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ import torch
 
 from mycel.ir import OPS, Block, Builder, Program, Role, Type, Var
 from mycel.ops import o
-from mycel.ops.optimisers import OPTIMISERS, Slot
+from mycel.ops.optimisers import OPTIMISERS, StateSlot
 from mycel.transform.scaling import LOSS_SCALE
 
 GROWTH, BACKOFF, INTERVAL = 2.0, 0.5, 2000  # torch.amp.GradScaler's
@@ -35,8 +39,9 @@ SCALAR = Type(torch.float64, ())
 
 
 @dataclass(frozen=True)
-class Group:
-    """Parameters that are updated together: `kind` is an optimiser of ours, `params` by the names their roles have, `slots` their state, `hyper`
+class ParameterGroup:
+    """Parameters that are updated together: `kind` is an optimiser of ours, `params` by the names their roles have,
+    `slots` their state, `hyper`
     the scalar operands by name; `name` tells groups apart."""
 
     kind: str
@@ -57,11 +62,13 @@ class Group:
         """The type of a parameter's state, as the optimiser's paragraph says."""
         return self.slot(slot).type(param)
 
-    def slot(self, name: str) -> Slot:
+    def slot(self, name: str) -> StateSlot:
         return next(slot for slot in OPTIMISERS[self.kind].slots if slot.name == name)
 
 
-def optimise(program: Program, groups: Sequence[Group], results: int, clip_norm: float | None = None) -> Program:
+def optimise(
+    program: Program, groups: Sequence[ParameterGroup], results: int, clip_norm: float | None = None
+) -> Program:
     """Gradients in results[results:], in the order of the groups' parameters => updates of these."""
     main, inputs = program.main, program.by_role()
     loss_scale = inputs.get(LOSS_SCALE)
@@ -103,7 +110,9 @@ def optimise(program: Program, groups: Sequence[Group], results: int, clip_norm:
             over = [updates.get(v.name, v) for v in named]  # the forward pass may have changed a parameter itself
             flags = {"count": count, **dict(group.flags)}
             made = OPS[group.kind](*over, *grads[at : at + count], *hyper, scale, skip, **flags)
-            updates.update((v.name, new) for v, new in zip(named, made if isinstance(made, tuple) else (made,), strict=True))
+            updates.update(
+                (v.name, new) for v, new in zip(named, made if isinstance(made, tuple) else (made,), strict=True)
+            )
             at += count
         updates[skipped.name] = o.add(skipped, o.cast(skip, dtype=torch.int64))
         if loss_scale is not None:
@@ -113,7 +122,9 @@ def optimise(program: Program, groups: Sequence[Group], results: int, clip_norm:
     return replace(program, blocks={**program.blocks, program.entry: block}, updates=tuple(updates), roles=roles)
 
 
-def _state(new_input: Callable[[str, Type, Role], Var], group: Group, params: Sequence[Var]) -> tuple[list[Var], list[Var]]:
+def _state(
+    new_input: Callable[[str, Type, Role], Var], group: ParameterGroup, params: Sequence[Var]
+) -> tuple[list[Var], list[Var]]:
     """Inputs for a group's state, slot by slot, and for its hyper-parameters."""
     slots = [(f"{p.name}.{slot}", group.slot_type(slot, p.type)) for slot in group.slots for p in params]
     state = [new_input(name, type, role) for (name, type), role in zip(slots, group.state_roles(), strict=True)]

@@ -1,4 +1,5 @@
-"""Equations between calls become blocks of their own, so that every stretch of straight-line computation can be compiled as one.
+"""Equations between calls become blocks of their own, so that every stretch of straight-line computation can be
+compiled as one.
 
     def main(x, w):                              def main_1(x):
       a = mul(x, 2.0)                              a = mul(x, 2.0)
@@ -9,7 +10,8 @@
                                                    y = call(b, w, block=@layer)
                                                    return y
 
-A *unit* is what a compiler gets at once: a block without branches, loops and effects, of at most `SIZE` equations with those of the blocks it calls.
+A *unit* is what a compiler gets at once: a block without branches, loops and effects, of at most `SIZE` equations with
+those of the blocks it calls.
 Blocks that are too large, or hold what cannot be compiled, are cut up; their calls of units stay.
 """
 
@@ -38,13 +40,20 @@ def _size(eqn: Eqn, sizes: dict[str, float]) -> float:
         return sizes[eqn.params["block"]]
     if eqn.op is custom:
         return sizes[eqn.params["forward"]]
-    if eqn.op in (cond, loop, scan) or eqn.op.effect or eqn.op.inplace is not None or not eqn.op.compiles or eqn.op.stacks:
+    if (
+        eqn.op in (cond, loop, scan)
+        or eqn.op.effect
+        or eqn.op.inplace is not None
+        or not eqn.op.compiles
+        or eqn.op.stacks
+    ):
         return float("inf")
     return 1
 
 
 def outline(program: Program, is_worth: Callable[[str, Sequence[Eqn]], bool]) -> tuple[Program, set[str]]:
-    """The program with those stretches of plain equations that are worth a compiler's seconds as blocks; and the names of the blocks to compile.
+    """The program with those stretches of plain equations that are worth a compiler's seconds as blocks; and the names
+    of the blocks to compile.
     `is_worth` is asked with the name of the block that a stretch stands in."""
     whole = units(program)
     blocks = dict(program.blocks)

@@ -1,13 +1,16 @@
-"""A program in fp32 -> the same in 16 bits, where that is safe: products and attention in 16 bits, sums, exponentials and losses in 32.
+"""A program in fp32 -> the same in 16 bits, where that is safe: products and attention in 16 bits, sums, exponentials
+and losses in 32.
 
-    y: f32[8,16] = linear(x, w)                =>      x16: bf16[8,4] = cast(x);   w16: bf16[16,4] = cast(w);   y: bf16[8,16] = linear(x16, w16)
+    y: f32[8,16] = linear(x, w)                =>      x16: bf16[8,4] = cast(x);   w16: bf16[16,4] = cast(w);   y:
+                                               bf16[8,16] = linear(x16, w16)
     s: f32[8]    = sum(y, dims=(1,))           =>      s: f32[8] = sum(cast(y, dtype=f32), dims=(1,))
 
     low     products and attention: operands in 16 bits, and so the result; a bias added to it follows
     high    reductions, norms, exponentials, logarithms, powers, losses: operands in 32 bits
     others  as wide as their widest operand
 
-Weights stay what they are and are cast where they are used; so their gradients come out in 32 bits.  Blocks are made anew for the types they are
+Weights stay what they are and are cast where they are used; so their gradients come out in 32 bits.  Blocks are made
+anew for the types they are
 called with; what branches and loops hand over keeps its type.  The first result, the loss, keeps its type too.
 """
 
@@ -23,11 +26,14 @@ from mycel.ops import o
 
 
 def precision(program: Program, dtype: torch.dtype) -> Program:
-    """The program with its computation in `dtype`; its weights are the parameters, buffers and variables among its inputs."""
+    """The program with its computation in `dtype`; its weights are the parameters, buffers and variables among its
+    inputs."""
     change = _Change(program, dtype)
     main = program.main
     blocks = change.blocks
-    blocks[program.entry] = change.block(main, [v.type for v in main.inputs], [program.role(v).kind in HELD for v in main.inputs], None)
+    blocks[program.entry] = change.block(
+        main, [v.type for v in main.inputs], [program.role(v).kind in HELD for v in main.inputs], None
+    )
     for k, x in enumerate(program.main.outputs):
         blocks[program.entry] = _typed_output(blocks[program.entry], k, x)
     return prune(replace(program, blocks=blocks))
@@ -82,7 +88,11 @@ class _Change:
             for eqn in old.eqns:
                 b.at(eqn)
                 args = [lookup(x, values) for x in eqn.inputs]
-                new = self.control(b, eqn, args, weights) if eqn.op in CONTROL else self.equation(b, eqn, args, weights, products)
+                new = (
+                    self.control(b, eqn, args, weights)
+                    if eqn.op in CONTROL
+                    else self.equation(b, eqn, args, weights, products)
+                )
                 renamed = tuple(replace(v, name=w.name) for v, w in zip(new, eqn.outputs, strict=True))
                 b.eqns[-1] = replace(b.eqns[-1], outputs=renamed)
                 values.update(zip(eqn.outputs, renamed, strict=True))
@@ -92,10 +102,15 @@ class _Change:
                     weights.update(renamed)  # a view of a weight is a weight
             results = [lookup(x, values) for x in old.outputs]
             if outs is not None:
-                results = [o.cast(x, dtype=t.dtype) if isinstance(x, Var) and x.dtype != t.dtype else x for x, t in zip(results, outs, strict=True)]
+                results = [
+                    o.cast(x, dtype=t.dtype) if isinstance(x, Var) and x.dtype != t.dtype else x
+                    for x, t in zip(results, outs, strict=True)
+                ]
         return Block(tuple(inputs), tuple(b.eqns), tuple(results))
 
-    def equation(self, b: Builder, eqn: Eqn, args: list[Atom], weights: set[Var], products: set[Var]) -> tuple[Var, ...]:
+    def equation(
+        self, b: Builder, eqn: Eqn, args: list[Atom], weights: set[Var], products: set[Var]
+    ) -> tuple[Var, ...]:
         """One equation, its operands cast as its kind wants them."""
         kind = eqn.op.precision
         floats = [x for x in args if isinstance(x, Var) and x.dtype in (torch.float32, self.dtype)]
@@ -106,11 +121,19 @@ class _Change:
         elif kind == "high":
             target = torch.float32
         else:
-            moving = [x for x in floats if x.ndim and not (eqn.op is o.add and x in weights and _is_bias(x, args, products))]
+            moving = [
+                x for x in floats if x.ndim and not (eqn.op is o.add and x in weights and _is_bias(x, args, products))
+            ]
             target = torch.float32 if any(x.dtype == torch.float32 for x in moving) or not moving else self.dtype
         if target is not None:
-            args = [o.cast(x, dtype=target) if isinstance(x, Var) and x in floats and x.dtype != target else x for x in args]
-        made = eqn.op(*args, **eqn.params) if args or eqn.op is not o.const else b.append(eqn.op, (), dict(eqn.params), [v.type for v in eqn.outputs])
+            args = [
+                o.cast(x, dtype=target) if isinstance(x, Var) and x in floats and x.dtype != target else x for x in args
+            ]
+        made = (
+            eqn.op(*args, **eqn.params)
+            if args or eqn.op is not o.const
+            else b.append(eqn.op, (), dict(eqn.params), [v.type for v in eqn.outputs])
+        )
         return made if isinstance(made, tuple) else (made,)
 
     def control(self, b: Builder, eqn: Eqn, args: list[Atom], weights: set[Var]) -> tuple[Var, ...]:
@@ -119,7 +142,10 @@ class _Change:
             old = self.program.blocks[eqn.params["block"]]
             types = [x.type if isinstance(x, Var) else v.type for x, v in zip(args, old.inputs, strict=True)]
             name = self.named(eqn.params["block"], types, [x in weights for x in args], None)
-            outs = [x.type if isinstance(x, Var) else v.type for x, v in zip(self.blocks[name].outputs, eqn.outputs, strict=True)]
+            outs = [
+                x.type if isinstance(x, Var) else v.type
+                for x, v in zip(self.blocks[name].outputs, eqn.outputs, strict=True)
+            ]
             made = b.append(call, tuple(args), {"block": Ref(name)}, outs)
             return made if isinstance(made, tuple) else (made,)
         typed = [

@@ -3,7 +3,8 @@
     Affine   offset + Σ steps[d] · i_d                      iota, and what adds and scales such
     Region   where all (or any) of some Affine are >= 0     k <= q is the half plane  q - k >= 0
 
-All questions are answered from the shape alone: whether a half plane holds everywhere, whether one implies another.  None is "not known".
+All questions are answered from the shape alone: whether a half plane holds everywhere, whether one implies another.
+None is "not known".
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ class Affine:
 
     def plus(self, other: Affine, times: int = 1) -> Affine:
         """self + times · other"""
-        return Affine(self.offset + times * other.offset, tuple(a + times * b for a, b in zip(self.steps, other.steps, strict=True)))
+        return Affine(
+            self.offset + times * other.offset,
+            tuple(a + times * b for a, b in zip(self.steps, other.steps, strict=True)),
+        )
 
     def below(self) -> Affine:
         """The half plane where this one does not hold: not (a >= 0) is -a - 1 >= 0."""

@@ -20,7 +20,9 @@ def with_scale(program: Program) -> Program:
     b.reserve(v.name for v in (*main.inputs, *(v for e in main.eqns for v in e.outputs)))
     scale = b.input("loss_scale", Type(torch.float32, ()))
     block = replace(main, inputs=tuple(b.inputs))
-    return replace(program, blocks={**program.blocks, program.entry: block}, roles={**program.roles, scale.name: LOSS_SCALE})
+    return replace(
+        program, blocks={**program.blocks, program.entry: block}, roles={**program.roles, scale.name: LOSS_SCALE}
+    )
 
 
 def scaled(program: Program) -> Program:

@@ -3,12 +3,15 @@
     y = f(x)         =>    y, residuals = f_forward(x)
                            dx = f_backward(residuals, dy)
 
-Each equation `y = op(x)` on the way from the inputs of interest to the outputs (an *active* one) gives, in reverse order,
+Each equation `y = op(x)` on the way from the inputs of interest to the outputs (an *active* one) gives, in reverse
+order,
 
     dx += op.vjp(dy, y, x)
 
-and what the backward equations use of the forward ones are the residuals.  Which of them to keep or recompute is decided elsewhere.
-`call` becomes a call of the forward block and, in reverse, of the backward block, made once for all calls; `cond`, `loop` and `scan` map to
+and what the backward equations use of the forward ones are the residuals.  Which of them to keep or recompute is
+decided elsewhere.
+`call` becomes a call of the forward block and, in reverse, of the backward block, made once for all calls; `cond`,
+`loop` and `scan` map to
 themselves (`vjp_control.py`).  The result is an ordinary program: it can be simplified, read, and differentiated again.
 """
 
@@ -26,9 +29,11 @@ from mycel.ops.stack import zeros
 
 @dataclass(frozen=True)
 class Pair:
-    """A block differentiated: forward returns outputs and `residuals`; backward takes `reused` inputs, residuals and cotangents.
+    """A block differentiated: forward returns outputs and `residuals`; backward takes `reused` inputs, residuals and
+    cotangents.
 
-    `reused`: which inputs of the block backward reads.  `given`: for which outputs it takes cotangents.  `gives`: for which inputs it returns them.
+    `reused`: which inputs of the block backward reads.  `given`: for which outputs it takes cotangents.  `gives`: for
+                                                         which inputs it returns them.
     """
 
     forward: str
@@ -39,17 +44,21 @@ class Pair:
     gives: tuple[int, ...]
 
 
-def value_and_grad(program: Program, wrt: Sequence[int | Type], result: int = 0, after: int | None = None, dense: bool = True) -> Program:
+def value_and_grad(
+    program: Program, wrt: Sequence[int | Type], result: int = 0, after: int | None = None, dense: bool = True
+) -> Program:
     """The program that also returns the gradient of one scalar result, behind the first `after` (default: all) results.
 
-    `wrt` names inputs by position; a Type among them stands for a value the program does not use.  The gradient of what the result does
+    `wrt` names inputs by position; a Type among them stands for a value the program does not use.  The gradient of what
+    the result does
     not depend on is zeros, or None if not `dense`.
     """
     return Vjp(program).joined(list(wrt), result, len(program.results) if after is None else after, dense)
 
 
 def forward_and_backward(program: Program, wrt: Sequence[int], after: int) -> tuple[Program, Program, list[int]]:
-    """Two programs: the first returns residuals behind its first `after` results; the second takes them and cotangents of those results, and
+    """Two programs: the first returns residuals behind its first `after` results; the second takes them and cotangents
+    of those results, and
     returns gradients.  Also: for which results it takes cotangents."""
     return Vjp(program).apart(list(wrt), after)
 
@@ -70,7 +79,9 @@ class Vjp:
         half = Half(self, main, [i in wrt for i in range(len(main.inputs))])
         out = main.outputs[result]
         if not isinstance(out, Var) or not is_float(out.dtype) or out.shape != ():
-            raise GradientError(f"the gradient is taken of a scalar; this result is {out.type if isinstance(out, Var) else repr(out)}")
+            raise GradientError(
+                f"the gradient is taken of a scalar; this result is {out.type if isinstance(out, Var) else repr(out)}"
+            )
         with half.backward:
             one = o.full(1.0, shape=(), dtype=out.dtype)
         grads = half.pull({result: one})
@@ -92,7 +103,9 @@ class Vjp:
         with half.backward:
             found = [grads[i] if grads[i] is not None else zeros(main.inputs[i].type) for i in wrt]
         residuals = half.free(found)
-        forward = Block(main.inputs, tuple(half.forward.eqns), (*half.outputs[:after], *residuals, *half.outputs[after:]))
+        forward = Block(
+            main.inputs, tuple(half.forward.eqns), (*half.outputs[:after], *residuals, *half.outputs[after:])
+        )
         backward = Block((*residuals, *gs.values()), tuple(half.backward.eqns), tuple(found))
         first = self._program(forward, half.names)
         second = replace(self._program(backward, half.names), updates=(), roles={})
@@ -245,10 +258,15 @@ def _pull_of(eqn: Eqn) -> Pull:
     def pull(gs: list[Any]) -> list[Any]:
         if eqn.op.vjp is None:
             where = f"\n  at        {eqn.source}" if eqn.source else ""
-            raise GradientError(f"no gradient rule for {eqn.op.name}{where}\n  try       mycel.stop_gradient on its inputs, or a custom gradient")
+            raise GradientError(
+                f"no gradient rule for {eqn.op.name}{where}\n"
+                "  try       mycel.stop_gradient on its inputs, or a custom gradient"
+            )
         single = len(eqn.outputs) == 1
         try:
-            got = eqn.op.vjp(gs[0] if single else tuple(gs), eqn.outputs[0] if single else eqn.outputs, *eqn.inputs, **eqn.params)
+            got = eqn.op.vjp(
+                gs[0] if single else tuple(gs), eqn.outputs[0] if single else eqn.outputs, *eqn.inputs, **eqn.params
+            )
         except GradientError as e:
             raise GradientError(f"{e}\n  at        {eqn.source}" if eqn.source else str(e)) from e
         return list(got) if isinstance(got, (tuple, list)) else [got]
@@ -270,7 +288,8 @@ def active_vars(vjp: Vjp, block: Block, inputs: Sequence[bool]) -> set[Var]:
 
 
 def spread_flags(vjp: Vjp, body: str, flags: Sequence[bool], n: int, m: int) -> tuple[bool, ...]:
-    """Active operands of a loop whose state is operands n to m: state that becomes active in a turn is active in the next."""
+    """Active operands of a loop whose state is operands n to m: state that becomes active in a turn is active in the
+    next."""
     now = list(flags)
     while True:
         outs = vjp.active(body, now)
@@ -311,7 +330,9 @@ def forward_call(half: Half, eqn: Eqn) -> Pull:
     def pull(gs: list[Any]) -> list[Any]:
         pair = half.vjp.pair(name, flags, [i for i, g in enumerate(gs) if g is not None])
         kept = tuple(half.fresh(r) for r in pair.residuals)
-        half.forward.eqns[at] = Eqn(call, eqn.inputs, Params(block=Ref(pair.forward)), (*eqn.outputs, *kept), eqn.source)
+        half.forward.eqns[at] = Eqn(
+            call, eqn.inputs, Params(block=Ref(pair.forward)), (*eqn.outputs, *kept), eqn.source
+        )
         operands = [*(eqn.inputs[i] for i in pair.reused), *kept, *(gs[i] for i in pair.given)]
         types = [eqn.inputs[i].type for i in pair.gives]  # type: ignore[union-attr]
         found = half.backward.append(call, tuple(operands), {"block": Ref(pair.backward)}, types)

@@ -3,10 +3,13 @@
 y = cond(p, x, then=@a, orelse=@b)     =>  y, r = cond(p, x, then=@a_forward, orelse=@b_forward)
                                            dx = cond(p, r, dy, then=@a_backward, orelse=@b_backward)
 
-s = loop(c, s0, test=@t, body=@b)      =>  s, k = loop(c, s0, empty, test=@t, body=@b_forward)      pushes residuals on the stacks k
-                                           ds, dc = loop(c, k, ds, 0, test=@holds, body=@b_backward)   pops them, adds up dc
+s = loop(c, s0, test=@t, body=@b)      =>  s, k = loop(c, s0, empty, test=@t, body=@b_forward)      pushes residuals on
+                                       the stacks k
+                                           ds, dc = loop(c, k, ds, 0, test=@holds, body=@b_backward)   pops them, adds
+                                           up dc
 
-s, y = scan(c, s0, x, body=@b)         =>  s, y, r = scan(c, s0, x, body=@b_forward)                residuals are rows like y
+s, y = scan(c, s0, x, body=@b)         =>  s, y, r = scan(c, s0, x, body=@b_forward)                residuals are rows
+                                       like y
                                            ds, dc, dx = scan(c, ds, 0, r, x, dy, body=@b_backward, reversed)
 """
 
@@ -36,15 +39,23 @@ def forward_cond(half: Half, eqn: Eqn) -> Pull:
     half.active.update(v for v, a, b in zip(eqn.outputs, *both, strict=True) if a or b)
 
     def pull(gs: list[Any]) -> list[Any]:
-        pairs = [vjp.pair(n, flags, [i for i, g in enumerate(gs) if g is not None and act[i]]) for n, act in zip(names, both, strict=True)]
+        pairs = [
+            vjp.pair(n, flags, [i for i, g in enumerate(gs) if g is not None and act[i]])
+            for n, act in zip(names, both, strict=True)
+        ]
         slots, places = _slots([[r.type for r in p.residuals] for p in pairs])
         kept = tuple(Var(half.forward.name("kept"), t) for t in slots)
         forward = [_branch_forward(vjp, p, slots, at_) for p, at_ in zip(pairs, places, strict=True)]
-        half.forward.eqns[at] = Eqn(cond, eqn.inputs, Params(then=Ref(forward[0]), orelse=Ref(forward[1])), (*eqn.outputs, *kept), eqn.source)
+        half.forward.eqns[at] = Eqn(
+            cond, eqn.inputs, Params(then=Ref(forward[0]), orelse=Ref(forward[1])), (*eqn.outputs, *kept), eqn.source
+        )
         reused = sorted({i for p in pairs for i in p.reused})
         given = [i for i, g in enumerate(gs) if g is not None]
         gives = sorted({i for p in pairs for i in p.gives})
-        backward = [_branch_backward(vjp, p, eqn, reused, slots, at_, given, gives) for p, at_ in zip(pairs, places, strict=True)]
+        backward = [
+            _branch_backward(vjp, p, eqn, reused, slots, at_, given, gives)
+            for p, at_ in zip(pairs, places, strict=True)
+        ]
         inputs = (pred, *(operands[i] for i in reused), *kept, *(gs[i] for i in given))
         types = [atom_type(operands[i]) for i in gives]
         found = half.backward.append(cond, inputs, {"then": Ref(backward[0]), "orelse": Ref(backward[1])}, types)
@@ -83,7 +94,14 @@ def _branch_forward(vjp: Vjp, pair: Pair, slots: list[Type], places: list[int]) 
 
 
 def _branch_backward(
-    vjp: Vjp, pair: Pair, eqn: Eqn, reused: list[int], slots: list[Type], places: list[int], given: list[int], gives: list[int]
+    vjp: Vjp,
+    pair: Pair,
+    eqn: Eqn,
+    reused: list[int],
+    slots: list[Type],
+    places: list[int],
+    given: list[int],
+    gives: list[int],
 ) -> str:
     """A branch's backward block behind the inputs and outputs both branches have."""
     b = Builder(phase="backward")
@@ -113,7 +131,10 @@ def forward_loop(half: Half, eqn: Eqn) -> Pull:
         body = vjp.blocks[p["body"]]
         pushed = [*(body.inputs[i] for i in pair.reused if i >= n), *pair.residuals]
         stacks = [Type(v.type.dtype, v.type.shape, v.type.depth + 1) for v in pushed] or [TURN]
-        kept = tuple(Var(half.forward.name(f"{v.name}_stack"), t) for v, t in zip(pushed or [Var("turn", TURN)], stacks, strict=True))
+        kept = tuple(
+            Var(half.forward.name(f"{v.name}_stack"), t)
+            for v, t in zip(pushed or [Var("turn", TURN)], stacks, strict=True)
+        )
         test = _with_extra(vjp, p["test"], stacks)
         forward = _loop_forward(vjp, pair, pushed, stacks)
         builder = Builder(beside=half.forward)
@@ -122,7 +143,13 @@ def forward_loop(half: Half, eqn: Eqn) -> Pull:
             empty = [zeros(t) for t in stacks]
         half.forward.eqns[at : at + 1] = [
             *builder.eqns,
-            Eqn(loop, (*eqn.inputs, *empty), Params({**p, "test": Ref(test), "body": Ref(forward)}), (*eqn.outputs, *kept), eqn.source),
+            Eqn(
+                loop,
+                (*eqn.inputs, *empty),
+                Params({**p, "test": Ref(test), "body": Ref(forward)}),
+                (*eqn.outputs, *kept),
+                eqn.source,
+            ),
         ]
         held = [i for i in pair.reused if i < n]
         totals = [i for i in pair.gives if i < n]
@@ -131,9 +158,14 @@ def forward_loop(half: Half, eqn: Eqn) -> Pull:
         backward, more = _loop_backward(vjp, eqn, pair, held, pushed, stacks, states, totals, n)
         inputs = (*(eqn.inputs[i] for i in held), *kept, *start)
         types = [*stacks, *(v.type for v in start)]
-        found = _listed(half.backward.append(loop, inputs, {"test": Ref(more), "body": Ref(backward), "consts": len(held)}, types), types)
+        found = _listed(
+            half.backward.append(loop, inputs, {"test": Ref(more), "body": Ref(backward), "consts": len(held)}, types),
+            types,
+        )
         half.names.update({v.name: k.name for v, k in zip(found, kept, strict=False)})
-        half.names.update({v.name: f"d_{_name(eqn.inputs[i])}" for v, i in zip(found[len(stacks) :], [*states, *totals], strict=True)})
+        half.names.update(
+            {v.name: f"d_{_name(eqn.inputs[i])}" for v, i in zip(found[len(stacks) :], [*states, *totals], strict=True)}
+        )
         return scatter(found[len(stacks) :], [*states, *totals], len(eqn.inputs))
 
     return pull
@@ -151,9 +183,18 @@ def _loop_forward(vjp: Vjp, pair: Pair, pushed: list[Var], stacks: list[Type]) -
 
 
 def _loop_backward(
-    vjp: Vjp, eqn: Eqn, pair: Pair, held: list[int], pushed: list[Var], stacks: list[Type], states: list[int], totals: list[int], n: int
+    vjp: Vjp,
+    eqn: Eqn,
+    pair: Pair,
+    held: list[int],
+    pushed: list[Var],
+    stacks: list[Type],
+    states: list[int],
+    totals: list[int],
+    n: int,
 ) -> tuple[str, str]:
-    """(body, test) of the backward loop: state is the stacks, the cotangents of the state, the sums for the constants."""
+    """(body, test) of the backward loop: state is the stacks, the cotangents of the state, the sums for the
+    constants."""
     b, t = Builder(phase="backward"), Builder(phase="backward")
     consts = {i: b.input(_name(eqn.inputs[i]), atom_type(eqn.inputs[i])) for i in held}
     tops = [b.input(f"{v.name}_stack", s) for v, s in zip(pushed or [Var("turn", TURN)], stacks, strict=True)]
@@ -174,8 +215,12 @@ def _loop_backward(
         t.input(v.name, v.type)
     with t:
         more = o.stack_holds(t.inputs[len(held)])
-    names = _popped_names(pushed, popped) | {found[i].name: ds[i].name if i in ds else f"{sums[i].name}_turn" for i in found}
-    return vjp.add(f"{pair.backward}_turn", renamed(b.block(outs), names)), vjp.add(f"{pair.backward}_more", t.block([more]))
+    names = _popped_names(pushed, popped) | {
+        found[i].name: ds[i].name if i in ds else f"{sums[i].name}_turn" for i in found
+    }
+    return vjp.add(f"{pair.backward}_turn", renamed(b.block(outs), names)), vjp.add(
+        f"{pair.backward}_more", t.block([more])
+    )
 
 
 def forward_scan(half: Half, eqn: Eqn) -> Pull:
@@ -200,7 +245,9 @@ def forward_scan(half: Half, eqn: Eqn) -> Pull:
         deep = [v for v in saved if v.type.depth]
         length, reverse = p["length"], p.get("reverse", False)
         stacks = [Type(v.type.dtype, v.type.shape, v.type.depth + 1) for v in deep]
-        kept_rows = tuple(Var(half.forward.name(f"{v.name}_rows"), Type(v.type.dtype, (length, *v.type.shape))) for v in plain)
+        kept_rows = tuple(
+            Var(half.forward.name(f"{v.name}_rows"), Type(v.type.dtype, (length, *v.type.shape))) for v in plain
+        )
         kept_stacks = tuple(Var(half.forward.name(f"{v.name}_stack"), t) for v, t in zip(deep, stacks, strict=True))
         forward = _scan_forward(vjp, pair, plain, deep, stacks, m, n)
         builder = Builder(beside=half.forward)
@@ -221,11 +268,19 @@ def forward_scan(half: Half, eqn: Eqn) -> Pull:
         gives_rows = [i for i in pair.gives if i >= m]
         start = [gs[i - n] if gs[i - n] is not None else zeros(eqn.outputs[i - n].type) for i in states]
         start += [zeros(atom_type(eqn.inputs[i])) for i in totals]
-        backward = _scan_backward(vjp, eqn, pair, held, plain, deep, stacks, states, totals, read, rows, gives_rows, n, m)
+        backward = _scan_backward(
+            vjp, eqn, pair, held, plain, deep, stacks, states, totals, read, rows, gives_rows, n, m
+        )
         xs = [*kept_rows, *(eqn.inputs[i] for i in read), *(gs[i] for i in rows)]
         inputs = (*(eqn.inputs[i] for i in held), *kept_stacks, *start, *xs)
         types = [*stacks, *(v.type for v in start), *(atom_type(eqn.inputs[i]) for i in gives_rows)]
-        params = {"body": Ref(backward), "length": length, "consts": len(held), "carry": len(stacks) + len(start), "reverse": not reverse}
+        params = {
+            "body": Ref(backward),
+            "length": length,
+            "consts": len(held),
+            "carry": len(stacks) + len(start),
+            "reverse": not reverse,
+        }
         found = _listed(half.backward.append(scan, inputs, params, types), types)
         names = [f"d_{_name(eqn.inputs[i])}" for i in (*states, *totals, *gives_rows)]
         half.names.update({v.name: name for v, name in zip(found[len(stacks) :], names, strict=True)})
@@ -247,12 +302,26 @@ def _scan_forward(vjp: Vjp, pair: Pair, plain: list[Var], deep: list[Var], stack
 
 
 def _scan_backward(
-    vjp: Vjp, eqn: Eqn, pair: Pair, held: list[int], plain: list[Var], deep: list[Var], stacks: list[Type], states: list[int],
-    totals: list[int], read: list[int], rows: list[int], gives_rows: list[int], n: int, m: int,
-) -> str:  # fmt: skip
+    vjp: Vjp,
+    eqn: Eqn,
+    pair: Pair,
+    held: list[int],
+    plain: list[Var],
+    deep: list[Var],
+    stacks: list[Type],
+    states: list[int],
+    totals: list[int],
+    read: list[int],
+    rows: list[int],
+    gives_rows: list[int],
+    n: int,
+    m: int,
+) -> str:
     """The body of the backward scan."""
     body = vjp.blocks[pair.forward]
-    shift = len(stacks)  # forward's inputs hold the stacks between carry and rows only in the block `_scan_forward` makes
+    shift = len(
+        stacks
+    )  # forward's inputs hold the stacks between carry and rows only in the block `_scan_forward` makes
     assert shift == len(deep)
     b = Builder(phase="backward")
     known: dict[int, Var] = {i: b.input(_name(eqn.inputs[i]), atom_type(eqn.inputs[i])) for i in held}
@@ -302,7 +371,7 @@ def custom_cotangents(b: Builder, eqn: Eqn, gs: Sequence[Any]) -> list[Any]:
     return scatter(_listed(found, types), wrt, len(eqn.inputs))
 
 
-# -- parts ------------------------------------------------------------------------------------------------------------
+# -- parts -----------------------------------------------------------------------------------------------------------
 
 
 def _with_extra(vjp: Vjp, name: str, extra: list[Type]) -> str:

@@ -1,4 +1,5 @@
-"""What a case of the zoo is: a function of f64 tensors, the argument lists to try it on, and what its program must hold."""
+"""What a case of the zoo is: a function of f64 tensors, the argument lists to try it on, and what its program must
+hold."""
 
 from __future__ import annotations
 

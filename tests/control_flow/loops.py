@@ -6,7 +6,7 @@ import torch
 
 from control_flow.case import N, T, X, case
 
-# -- while ------------------------------------------------------------------------------------------------------------
+# -- while -----------------------------------------------------------------------------------------------------------
 
 
 @case((X,), (-X,), (X + 50,), has={"loop"})
@@ -198,7 +198,7 @@ def defined_in_the_loop(x, n):
     return y
 
 
-# -- for --------------------------------------------------------------------------------------------------------------
+# -- for -------------------------------------------------------------------------------------------------------------
 
 
 @case((X, N(0)), (X, N(1)), (X, N(6)), has={"loop"})
@@ -342,7 +342,11 @@ def for_rows(x):
     return total
 
 
-@case((torch.linspace(-1, 1, 60, dtype=torch.float64).reshape(20, 3),), (torch.linspace(2, 1, 60, dtype=torch.float64).reshape(20, 3),), has={"scan"})
+@case(
+    (torch.linspace(-1, 1, 60, dtype=torch.float64).reshape(20, 3),),
+    (torch.linspace(2, 1, 60, dtype=torch.float64).reshape(20, 3),),
+    has={"scan"},
+)
 def for_many_rows(xs):
     h = torch.zeros(3, dtype=torch.float64)
     for x in xs:
@@ -350,7 +354,11 @@ def for_many_rows(xs):
     return h
 
 
-@case((torch.linspace(-1, 1, 20, dtype=torch.float64),), (torch.linspace(2, 1, 20, dtype=torch.float64),), has={"scan", "cond"})
+@case(
+    (torch.linspace(-1, 1, 20, dtype=torch.float64),),
+    (torch.linspace(2, 1, 20, dtype=torch.float64),),
+    has={"scan", "cond"},
+)
 def for_numbers_of_a_tensor(xs):
     s = T(0.0)
     for x in xs:

@@ -1,4 +1,5 @@
-"""Control flow in capture: the source of the user's functions is rewritten so that decisions on tensors become `cond`, `loop` and `scan`."""
+"""Control flow in capture: the source of the user's functions is rewritten so that decisions on tensors become `cond`,
+`loop` and `scan`."""
 
 from mycel.capture.syntax.runtime import call as rewritten
 from mycel.capture.syntax.runtime import enter, rewritten_forward

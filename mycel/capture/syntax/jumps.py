@@ -7,9 +7,12 @@
                                              else:
                                                  x = f(x)
 
-A branch that always leaves takes the rest of its list into the other branch.  Returns that then stand at the ends of the branches at the end of
-the function stay returns; if there are others, all become `returned, result` flags.  Where a jump may or may not have happened, the rest is
-guarded by `if not flag`; such an `if` is marked `guard`: what is undefined on its other side can only be read where Python would fail too.
+A branch that always leaves takes the rest of its list into the other branch.  Returns that then stand at the ends of
+the branches at the end of
+the function stay returns; if there are others, all become `returned, result` flags.  Where a jump may or may not have
+happened, the rest is
+guarded by `if not flag`; such an `if` is marked `guard`: what is undefined on its other side can only be read where
+Python would fail too.
 """
 
 from __future__ import annotations
@@ -118,7 +121,9 @@ class _Jumps:
         loops = [n for n in own([node]) if isinstance(n, (ast.While, ast.For))]
         inside = {id(n) for loop in loops for n in own(loop.body)}
         kinds = (ast.Break, ast.Continue)
-        return any(isinstance(n, kinds) and id(n) not in inside for n in own([node])) or (self.returns and _jumps(node, ast.Return))
+        return any(isinstance(n, kinds) and id(n) not in inside for n in own([node])) or (
+            self.returns and _jumps(node, ast.Return)
+        )
 
     def stmt(self, node: ast.stmt, loop: int | None) -> tuple[list[ast.stmt], set[str]]:
         match node:

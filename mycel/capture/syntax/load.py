@@ -1,7 +1,10 @@
-"""From a function to its rewritten twin: the source is found by file and line, rewritten, compiled under the user's file name and line numbers.
+"""From a function to its rewritten twin: the source is found by file and line, rewritten, compiled under the user's
+file name and line numbers.
 
-The twin shares the original's globals and closure cells (the same objects, not copies), defaults and annotations.  Functions of libraries
-(torch, transformers, the standard library: everything that is installed) are called as they are; a library's wrapper around a user's function
+The twin shares the original's globals and closure cells (the same objects, not copies), defaults and annotations.
+Functions of libraries
+(torch, transformers, the standard library: everything that is installed) are called as they are; a library's wrapper
+around a user's function
 (`@torch.no_grad()`) is called with the function's twin inside.
 """
 
@@ -19,13 +22,16 @@ import torch
 from mycel.capture.fence import WHY_NOT, is_library
 from mycel.capture.syntax.rewrite import RUNTIME, rewrite, unfit
 
-_FUTURE = functools.reduce(lambda a, b: a | b, (getattr(__future__, n).compiler_flag for n in __future__.all_feature_names))
+_FUTURE = functools.reduce(
+    lambda a, b: a | b, (getattr(__future__, n).compiler_flag for n in __future__.all_feature_names)
+)
 _TWINS: dict[int, tuple[types.CodeType, types.CodeType | None]] = {}  # by id of the code, which is kept alive here
 _DONE: dict[int, types.CodeType] = {}  # code that is rewritten already
 
 
 def twin(fn: Any, runtime: dict[str, Any]) -> Any:
-    """The function, method, partial or callable object with its control flow rewritten; itself if there is nothing to rewrite."""
+    """The function, method, partial or callable object with its control flow rewritten; itself if there is nothing to
+    rewrite."""
     if isinstance(fn, types.FunctionType):
         return _wrapper(fn, runtime) if is_library(fn.__code__.co_filename) else _function(fn, runtime)
     if isinstance(fn, types.MethodType):
@@ -70,7 +76,9 @@ def _function(fn: types.FunctionType, runtime: dict[str, Any]) -> types.Function
         return fn
     cells = dict(zip(code.co_freevars, fn.__closure__ or (), strict=True))
     cells.update({name: types.CellType(value) for name, value in runtime.items()})
-    made = types.FunctionType(new, fn.__globals__, fn.__name__, fn.__defaults__, tuple(cells[n] for n in new.co_freevars))
+    made = types.FunctionType(
+        new, fn.__globals__, fn.__name__, fn.__defaults__, tuple(cells[n] for n in new.co_freevars)
+    )
     made.__kwdefaults__ = fn.__kwdefaults__
     functools.update_wrapper(made, fn)
     return made
@@ -188,7 +196,11 @@ def _matches(node: Any, code: types.CodeType) -> bool:
         return False
     if name != "<lambda>":
         return True
-    inside = [(line, column) for line, _, column, end in code.co_positions() if line is not None and column is not None and end != column]
+    inside = [
+        (line, column)
+        for line, _, column, end in code.co_positions()
+        if line is not None and column is not None and end != column
+    ]
     start, stop = (node.lineno, node.col_offset), (node.end_lineno, node.end_col_offset)
     return names == list(code.co_varnames[:count]) and all(start <= at <= stop for at in inside)
 

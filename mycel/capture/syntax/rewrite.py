@@ -12,7 +12,8 @@
     assert c, s                     m.check(c, lambda: s, "c")
     f(x)                            m.call(f)(x)
 
-Bodies are closures over the function's own variables, so the runtime reads and writes those through the closures' cells.  Names with an @
+Bodies are closures over the function's own variables, so the runtime reads and writes those through the closures'
+cells.  Names with an @
 cannot clash with the user's.  Tests that can only be Python values (`x is None`, isinstance …) keep their `if`.
 """
 
@@ -43,7 +44,12 @@ def unfit(node: Function | ast.Lambda) -> str | None:
             return "it is a generator"
         if isinstance(inner, (ast.Await, ast.AsyncFor, ast.AsyncWith)):
             return "it is a coroutine"
-        if isinstance(inner, ast.Call) and isinstance(inner.func, ast.Name) and inner.func.id in _LOOKS_AT_FRAME and not inner.args:
+        if (
+            isinstance(inner, ast.Call)
+            and isinstance(inner.func, ast.Name)
+            and inner.func.id in _LOOKS_AT_FRAME
+            and not inner.args
+        ):
             return f"it calls {inner.func.id}()"
     return None
 
@@ -66,9 +72,14 @@ def _bare(args: ast.arguments) -> ast.arguments:
 
     nothing = ast.Constant(None)
     return ast.arguments(
-        [bare(a) for a in args.posonlyargs], [bare(a) for a in args.args], bare(args.vararg), [bare(a) for a in args.kwonlyargs],
-        [d and nothing for d in args.kw_defaults], bare(args.kwarg), [nothing for _ in args.defaults],
-    )  # fmt: skip
+        [bare(a) for a in args.posonlyargs],
+        [bare(a) for a in args.args],
+        bare(args.vararg),
+        [bare(a) for a in args.kwonlyargs],
+        [d and nothing for d in args.kw_defaults],
+        bare(args.kwarg),
+        [nothing for _ in args.defaults],
+    )
 
 
 class _Rewriter(ast.NodeTransformer):
@@ -91,10 +102,14 @@ class _Rewriter(ast.NodeTransformer):
 
     def function(self) -> ast.FunctionDef:
         names = sorted(bound(self.body) - self.params - self.globals - self.outer)
-        new = ast.FunctionDef(self.node.name, self.node.args, self.stmts(self.body), self.node.decorator_list, self.node.returns)
+        new = ast.FunctionDef(
+            self.node.name, self.node.args, self.stmts(self.body), self.node.decorator_list, self.node.returns
+        )
         ast.copy_location(new, self.node)
         if names:  # makes them this function's variables, also where only closures assign them
-            never = ast.If(ast.Constant(False), [ast.Assign([ast.Name(n, ast.Store()) for n in names], ast.Constant(None))], [])
+            never = ast.If(
+                ast.Constant(False), [ast.Assign([ast.Name(n, ast.Store()) for n in names], ast.Constant(None))], []
+            )
             new.body.insert(0, ast.fix_missing_locations(ast.copy_location(never, self.node)))
         return new
 
@@ -131,7 +146,10 @@ class _Rewriter(ast.NodeTransformer):
             return node
         k = next(self.count)
         test = self.visit(node.test)
-        then, orelse = self.closure(f"then@{k}", node.body, node), self.closure(f"else@{k}", node.orelse, node.orelse[0] if node.orelse else node)
+        then, orelse = (
+            self.closure(f"then@{k}", node.body, node),
+            self.closure(f"else@{k}", node.orelse, node.orelse[0] if node.orelse else node),
+        )
         names = self.written(node.live, node.body, node.orelse)  # type: ignore[attr-defined]
         guard = [ast.Constant(True)] if hasattr(node, "guard") else []
         call = _runtime("branch", test, _name(f"then@{k}"), _name(f"else@{k}"), names, *guard)
@@ -242,7 +260,11 @@ class _Rewriter(ast.NodeTransformer):
     def visit_Compare(self, node: ast.Compare) -> Any:
         if len(node.ops) == 1 or self._binds_inside(node):
             return self.generic_visit(node)
-        rest = [part for op, x in zip(node.ops, node.comparators, strict=True) for part in (ast.Constant(_SIGNS[type(op)]), self.lazy(x))]
+        rest = [
+            part
+            for op, x in zip(node.ops, node.comparators, strict=True)
+            for part in (ast.Constant(_SIGNS[type(op)]), self.lazy(x))
+        ]
         return placed(_runtime("compare", self.visit(node.left), *rest), node)
 
     def visit_IfExp(self, node: ast.IfExp) -> Any:

@@ -35,9 +35,37 @@ from mycel.ops import o
 UNROLL = 16  # turns up to which a loop with a known number of turns is written out
 MOST_UNROLLED = 512  # … and up to which it is when its state does not fit a loop
 _CHEAP = {
-    "eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_not", "isnan", "isfinite", "isinf", "add", "sub", "mul", "neg", "abs",
-    "cast", "full", "iota", "const", "reshape", "sum", "mean", "amax", "amin", "all", "any", "select", "slice",
-}  # fmt: skip
+    "eq",
+    "ne",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+    "logical_and",
+    "logical_or",
+    "logical_not",
+    "isnan",
+    "isfinite",
+    "isinf",
+    "add",
+    "sub",
+    "mul",
+    "neg",
+    "abs",
+    "cast",
+    "full",
+    "iota",
+    "const",
+    "reshape",
+    "sum",
+    "mean",
+    "amax",
+    "amin",
+    "all",
+    "any",
+    "select",
+    "slice",
+}
 
 _SIGNS: dict[str, Callable[[Any, Any], Any]] = {
     "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge, "==": operator.eq, "!=": operator.ne,
@@ -51,7 +79,8 @@ def decide(x: Any) -> Any:
         return bool(x)
     if x.numel() != 1:
         raise refuse(
-            f"a decision was asked of a tensor with {x.numel()} elements", "x.any() or x.all() to decide, torch.where to choose for each element"
+            f"a decision was asked of a tensor with {x.numel()} elements",
+            "x.any() or x.all() to decide, torch.where to choose for each element",
         )
     known = _known(x)
     if known is not None:
@@ -60,7 +89,9 @@ def decide(x: Any) -> Any:
     return x if x.dtype == torch.bool else x != 0
 
 
-def branch(test: Any, then: Callable[[], Any], orelse: Callable[[], Any], names: Sequence[str], guard: bool = False) -> Any:
+def branch(
+    test: Any, then: Callable[[], Any], orelse: Callable[[], Any], names: Sequence[str], guard: bool = False
+) -> Any:
     """if test: then() else: orelse()"""
     answer = decide(test)
     if isinstance(answer, bool):
@@ -84,7 +115,7 @@ def repeat(test: Callable[[], Any], body: Callable[[], Any], names: Sequence[str
         body()
 
 
-# -- for --------------------------------------------------------------------------------------------------------------
+# -- for -------------------------------------------------------------------------------------------------------------
 
 
 class Range:
@@ -93,16 +124,23 @@ class Range:
     def __init__(self, *bounds: Any) -> None:
         for b in bounds:
             if isinstance(b, torch.Tensor) and (b.numel() != 1 or b.is_floating_point()):
-                raise refuse(f"range() of a tensor of {b.dtype} with {b.numel()} elements", "an integer tensor with one element")
+                raise refuse(
+                    f"range() of a tensor of {b.dtype} with {b.numel()} elements", "an integer tensor with one element"
+                )
         bounds = tuple(b.reshape(()) if isinstance(b, torch.Tensor) else b for b in bounds)
         self.start, self.stop = (0, bounds[0]) if len(bounds) == 1 else bounds[:2]
         self.step = bounds[2] if len(bounds) == 3 else 1
 
     def __len__(self) -> int:
-        raise refuse("the length of a range() whose bounds are traced tensors was asked", "a for loop over the range itself")
+        raise refuse(
+            "the length of a range() whose bounds are traced tensors was asked", "a for loop over the range itself"
+        )
 
     def __iter__(self) -> Any:
-        raise refuse("a range() whose bounds are traced tensors was iterated outside of a for loop", "a for loop over the range itself")
+        raise refuse(
+            "a range() whose bounds are traced tensors was iterated outside of a for loop",
+            "a for loop over the range itself",
+        )
 
     @property
     def turns(self) -> Any:
@@ -140,7 +178,8 @@ def each(items: Any, body: Callable[[Any], None], more: Callable[[], Any] | None
 
 
 def _each(items: Any, body: Callable[[Any], None], more: Callable[[], Any] | None, names: Sequence[str]) -> None:
-    """Turn by turn; once it depends on a tensor whether the loop goes on, each turn is a branch, or the rest one loop."""
+    """Turn by turn; once it depends on a tensor whether the loop goes on, each turn is a branch, or the rest one
+    loop."""
     answer: Any = True
     for turn, item in enumerate(items):
         if answer is True:
@@ -160,8 +199,11 @@ def _nothing() -> None:
     """The other branch."""
 
 
-def _long(items: Any, rows: Callable[[], torch.Tensor], body: Callable[[Any], None], names: Sequence[str], weak: bool) -> None:
-    """A long loop is a scan; where a first turn settles the state's types, it is written out before; else all turns are."""
+def _long(
+    items: Any, rows: Callable[[], torch.Tensor], body: Callable[[Any], None], names: Sequence[str], weak: bool
+) -> None:
+    """A long loop is a scan; where a first turn settles the state's types, it is written out before; else all turns
+    are."""
     tracer = TRACING[-1]
     try:
         if not over(tracer, rows(), body, (body,), names, weak):
@@ -180,7 +222,13 @@ def _long(items: Any, rows: Callable[[], torch.Tensor], body: Callable[[Any], No
 
 
 def _counted(
-    tracer: Tracer, start: Any, step: Any, turns: Any, body: Callable[[Any], None], more: Callable[[], Any] | None, names: Sequence[str]
+    tracer: Tracer,
+    start: Any,
+    step: Any,
+    turns: Any,
+    body: Callable[[Any], None],
+    more: Callable[[], Any] | None,
+    names: Sequence[str],
 ) -> None:
     """for i in range(turns): body(start + i * step), as long as more()"""
     want = Want(Type(torch.int64, ()), True)
@@ -201,7 +249,8 @@ def _counted(
     traced_repeat(tracer, test, turn, closures, [*names, "at"])
 
 
-# -- expressions --------------------------------------------------------------------------------------------------------
+# -- expressions -----------------------------------------------------------------------------------------------------
+# -
 
 
 def both(value: Any, *rest: Callable[[], Any]) -> Any:
@@ -240,7 +289,14 @@ def _cheap(tracer: Tracer, fn: Callable[[], Any]) -> torch.Tensor | None:
     done = run(tracer, fn, slots, Objects.reached((fn,), slots.values()), ())
     tracer.blocks = blocks
     x, section = done.value, done.section
-    if slots or done.contents or done.writes or not isinstance(x, torch.Tensor) or x.dtype != torch.bool or x.numel() != 1:
+    if (
+        slots
+        or done.contents
+        or done.writes
+        or not isinstance(x, torch.Tensor)
+        or x.dtype != torch.bool
+        or x.numel() != 1
+    ):
         return None
     if section.regions[0].children or any(e.op.name not in _CHEAP for e in section.eqns):
         return None
@@ -261,7 +317,8 @@ def compare(left: Any, sign: str, right: Callable[[], Any], *rest: Any) -> Any:
     return both(first, lambda: compare(middle, *rest)) if rest else first
 
 
-# -- assert, raise, call ------------------------------------------------------------------------------------------------
+# -- assert, raise, call
+# ------------------------------------------------------------------------------------------------
 
 
 def check(test: Any, message: Callable[[], Any] | None, text: str) -> None:
@@ -307,7 +364,11 @@ def _extreme(plain: Callable[..., Any], sign: Callable[[Any, Any], Any]) -> Call
 
     def extreme(*args: Any, **kwargs: Any) -> Any:
         values = args if len(args) > 1 else args[0]
-        if kwargs or not isinstance(values, (tuple, list)) or not any(isinstance(v, torch.Tensor) and _known(v) is None for v in values):
+        if (
+            kwargs
+            or not isinstance(values, (tuple, list))
+            or not any(isinstance(v, torch.Tensor) and _known(v) is None for v in values)
+        ):
             return plain(*args, **{k: call(v) if k == "key" else v for k, v in kwargs.items()})
         best = values[0]
         for v in values[1:]:
@@ -381,7 +442,8 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
 _GIVEN = {RUNTIME: sys.modules[__name__], "undefined@": UNDEFINED}
 
 
-# -- where capture comes in ---------------------------------------------------------------------------------------------
+# -- where capture comes in
+# ---------------------------------------------------------------------------------------------
 
 
 def enter(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -395,8 +457,11 @@ def enter(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         at = traceback.extract_tb(e.__traceback__)[-1]
         raise CaptureError(
             f"{name} is used here, but it is not defined on every way that leads here",
-            file=at.filename, line=at.lineno or 0, text=(at.line or "").strip(), hint=f"a value for {name} before the if or the loop that defines it",
-        ) from e  # fmt: skip
+            file=at.filename,
+            line=at.lineno or 0,
+            text=(at.line or "").strip(),
+            hint=(f"a value for {name} before the if or the loop that defines it"),
+        ) from e
 
 
 @contextlib.contextmanager

@@ -2,9 +2,11 @@
 
     bound(s)        names s binds in its own function: assigned, deleted, imported, defined, caught, matched
     read(s)         names s may look up, functions written inside it included
-    mark(body)      gives every if, while and for its `live`: the names that may be read after it (or at the loop's next turn)
+    mark(body)      gives every if, while and for its `live`: the names that may be read after it (or at the loop's next
+                    turn)
 
-Liveness runs backwards over structured code whose jumps are gone (see `jumps.py`).  Names that functions written inside may touch, and names
+Liveness runs backwards over structured code whose jumps are gone (see `jumps.py`).  Names that functions written inside
+may touch, and names
 declared nonlocal or global, are always live.
 """
 
@@ -137,7 +139,9 @@ class _Live:
                 return self.attempt(node, out)
             case ast.Match():
                 cases = [self.block(c.body, out) for c in node.cases]
-                return out.union(read(node.subject, *(c.pattern for c in node.cases), *(c.guard for c in node.cases)), *cases)
+                return out.union(
+                    read(node.subject, *(c.pattern for c in node.cases), *(c.guard for c in node.cases)), *cases
+                )
             case ast.Return():
                 return read(node)
         return (out - bound(node)) | read(node)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mycel.ops.optimisers.paragraph import Slot, blend, columns, decayed, laid_like, optimiser, plus, times
+from mycel.ops.optimisers.paragraph import StateSlot, blend, columns, decayed, laid_like, optimiser, plus, times
 from mycel.ops.rules import o
 
 
@@ -15,28 +15,67 @@ def adam_update(*xs, count, decoupled=True, amsgrad=False, maximize=False):
     torch._foreach_add_(steps, 1)
     kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
     kernel(
-        params, laid_like(params, grads), first, second, top[0] if amsgrad else [], steps, lr=float(lr), beta1=float(beta1), beta2=float(beta2),
-        weight_decay=float(decay), eps=float(eps), amsgrad=amsgrad, maximize=maximize, grad_scale=scale, found_inf=skip,
-    )  # fmt: skip
+        params,
+        laid_like(params, grads),
+        first,
+        second,
+        top[0] if amsgrad else [],
+        steps,
+        lr=float(lr),
+        beta1=float(beta1),
+        beta2=float(beta2),
+        weight_decay=float(decay),
+        eps=float(eps),
+        amsgrad=amsgrad,
+        maximize=maximize,
+        grad_scale=scale,
+        found_inf=skip,
+    )
     torch._foreach_sub_(steps, [skip] * count)
 
 
 @optimiser(
     classes={"Adam": {"decoupled_weight_decay": False}, "AdamW": {"decoupled_weight_decay": True}},
-    slots=[Slot("exp_avg"), Slot("exp_avg_sq"), Slot("max_exp_avg_sq", when="amsgrad"), Slot("step", scalar=True)],
+    slots=[
+        StateSlot("exp_avg"),
+        StateSlot("exp_avg_sq"),
+        StateSlot("max_exp_avg_sq", when="amsgrad"),
+        StateSlot("step", scalar=True),
+    ],
     hyper={"lr": "lr", "beta1": "betas.0", "beta2": "betas.1", "eps": "eps", "weight_decay": "weight_decay"},
     flags={"decoupled": "decoupled_weight_decay", "amsgrad": "amsgrad", "maximize": "maximize"},
     inplace=adam_update,
     examples=[
-        "f[4,6], f[4,6], f[4,6]>0, f32[]>1, f[4,6], f64[]~0.1, f64[]~0.9, f64[]~0.9, f64[]~0.1, f64[]~0.1, None, f32[]~0, count=1",
-        "f64[4], f64[3], f64[4], f64[3], f64[4]>0, f64[3]>0, f32[]>0, f32[]>0, f64[4], f64[3], f64[]>0, f64[]~0.9, f64[]~0.9, f64[]>0, "
+        (
+            "f[4,6], f[4,6], f[4,6]>0, f32[]>1, f[4,6], f64[]~0.1, f64[]~0.9, f64[]~0.9, f64[]~0.1, f64[]~0.1, None, "
+            "f32[]~0, count=1"
+        ),
+        "f64[4], f64[3], f64[4], f64[3], f64[4]>0, f64[3]>0, f32[]>0, f32[]>0, f64[4], f64[3], f64[]>0, f64[]~0.9, "
+        "f64[]~0.9, f64[]>0, "
         "f64[]>0, f32[]>0, f32[]~0, count=2, decoupled=False",
-        "f64[4], f64[4], f64[4]>0, f64[4]>0, f32[]>0, f64[4], f64[]>0, f64[]~0.9, f64[]~0.9, f64[]>0, f64[]>0, f32[]>0, f32[]~0, count=1, "
+        "f64[4], f64[4], f64[4]>0, f64[4]>0, f32[]>0, f64[4], f64[]>0, f64[]~0.9, f64[]~0.9, f64[]>0, f64[]>0, "
+        "f32[]>0, f32[]~0, count=1, "
         "amsgrad=True, maximize=True",
     ],
 )
-def adam(p, g, *, exp_avg, exp_avg_sq, step, lr, beta1, beta2, eps, weight_decay, max_exp_avg_sq=None, decoupled=True, amsgrad=False):
-    """m' = b1 m + (1-b1) g;  v' = b2 v + (1-b2) g²;  p' = p - lr m'/(1-b1^t) / (sqrt(v'/(1-b2^t)) + eps), with decay of p or of g"""
+def adam(
+    p,
+    g,
+    *,
+    exp_avg,
+    exp_avg_sq,
+    step,
+    lr,
+    beta1,
+    beta2,
+    eps,
+    weight_decay,
+    max_exp_avg_sq=None,
+    decoupled=True,
+    amsgrad=False,
+):
+    """m' = b1 m + (1-b1) g;  v' = b2 v + (1-b2) g²;  p' = p - lr m'/(1-b1^t) / (sqrt(v'/(1-b2^t)) + eps), with decay of
+    p or of g"""
     rate, first, second, small, decay = (o.cast(x, dtype=p.dtype) for x in (lr, beta1, beta2, eps, weight_decay))
     at = o.add(step, 1)
     now = o.cast(at, dtype=p.dtype)
@@ -52,20 +91,39 @@ def adam(p, g, *, exp_avg, exp_avg_sq, step, lr, beta1, beta2, eps, weight_decay
 
 @optimiser(
     classes={"NAdam": {"decoupled_weight_decay": False, "maximize": False}},
-    slots=[Slot("exp_avg"), Slot("exp_avg_sq"), Slot("mu_product", scalar=True, initial=1.0), Slot("step", scalar=True)],
+    slots=[
+        StateSlot("exp_avg"),
+        StateSlot("exp_avg_sq"),
+        StateSlot("mu_product", scalar=True, initial=1.0),
+        StateSlot("step", scalar=True),
+    ],
     hyper={
-        "lr": "lr", "beta1": "betas.0", "beta2": "betas.1", "eps": "eps", "weight_decay": "weight_decay", "momentum_decay": "momentum_decay",
+        "lr": "lr",
+        "beta1": "betas.0",
+        "beta2": "betas.1",
+        "eps": "eps",
+        "weight_decay": "weight_decay",
+        "momentum_decay": "momentum_decay",
     },
     flags={"decoupled": "decoupled_weight_decay", "maximize": "maximize"},
     examples=[
-        "f[4,6], f[4,6], f[4,6]>0, f32[]~0.9, f32[]>1, f[4,6], f64[]~0.1, f64[]~0.9, f64[]~0.9, f64[]~0.1, f64[]~0.1, f64[]>0, None, f32[]~0, "
+        "f[4,6], f[4,6], f[4,6]>0, f32[]~0.9, f32[]>1, f[4,6], f64[]~0.1, f64[]~0.9, f64[]~0.9, f64[]~0.1, "
+        "f64[]~0.1, "
+        "f64[]>0, "
+        "None, f32[]~0, "
         "count=1",
-        "f64[4], f64[3], f64[4], f64[3], f64[4]>0, f64[3]>0, f32[]~0.9, f32[]~0.9, f32[]>0, f32[]>0, f64[4], f64[3], f64[]>0, f64[]~0.9, f64[]~0.9, "
+        "f64[4], f64[3], f64[4], f64[3], f64[4]>0, f64[3]>0, f32[]~0.9, f32[]~0.9, f32[]>0, f32[]>0, f64[4], f64[3], "
+        "f64[]>0, "
+        "f64[]~0.9, "
+        "f64[]~0.9, "
         "f64[]>0, f64[]>0, f64[]>0, f32[]>0, f32[]~0, count=2, decoupled=True, maximize=True",
     ],
-)  # fmt: skip
-def nadam(p, g, *, exp_avg, exp_avg_sq, mu_product, step, lr, beta1, beta2, eps, weight_decay, momentum_decay, decoupled=False):
-    """mu_t = b1 (1 - 0.96^(t decay) / 2);  p' = p - lr ((1-mu_t) g / (1-Π mu) + mu_{t+1} m' / (1 - mu_{t+1} Π mu)) / (sqrt(v'/(1-b2^t)) + eps)"""
+)
+def nadam(
+    p, g, *, exp_avg, exp_avg_sq, mu_product, step, lr, beta1, beta2, eps, weight_decay, momentum_decay, decoupled=False
+):
+    """mu_t = b1 (1 - 0.96^(t decay) / 2);  p' = p - lr ((1-mu_t) g / (1-Π mu) + mu_{t+1} m' / (1 - mu_{t+1} Π mu)) /
+    (sqrt(v'/(1-b2^t)) + eps)"""
     at = o.add(step, 1)
     now = o.cast(at, dtype=torch.float64)
     base = decayed(p, lr, weight_decay) if decoupled else p

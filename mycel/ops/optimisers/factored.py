@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from mycel.ops.optimisers.paragraph import Slot, blend, decayed, optimiser, times
+from mycel.ops.optimisers.paragraph import StateSlot, blend, decayed, optimiser, times
 from mycel.ops.rules import o
 
 
@@ -19,24 +19,57 @@ def root_mean_square(x):
 @optimiser(
     classes={"Adafactor": {}},
     slots=[
-        Slot("row_var", ones=(-1,), when="factored"), Slot("col_var", ones=(-2,), when="factored"), Slot("variance", unless="factored"),
-        Slot("step", scalar=True),
+        StateSlot("row_var", ones=(-1,), when="factored"),
+        StateSlot("col_var", ones=(-2,), when="factored"),
+        StateSlot("variance", unless="factored"),
+        StateSlot("step", scalar=True),
     ],
-    hyper={"lr": "lr", "beta2_decay": "beta2_decay", "eps1": "eps.0", "eps2": "eps.1", "d": "d", "weight_decay": "weight_decay"},
+    hyper={
+        "lr": "lr",
+        "beta2_decay": "beta2_decay",
+        "eps1": "eps.0",
+        "eps2": "eps.1",
+        "d": "d",
+        "weight_decay": "weight_decay",
+    },
     flags={"maximize": "maximize"},
     kinds=lambda p: {"factored": p.ndim > 1},
     pointwise=False,
     examples=[
-        "f32[4,6], f32[4,1]>0, f32[1,6]>0, f32[]>0, f32[4,6], f64[]>0, f64[]~0.9, f64[]>0, f64[]>0, f64[]>1, f64[]~0.1, None, f32[]~0, count=1, "
+        "f32[4,6], f32[4,1]>0, f32[1,6]>0, f32[]>0, f32[4,6], f64[]>0, f64[]~0.9, f64[]>0, f64[]>0, f64[]>1, "
+        "f64[]~0.1, None, "
+        "f32[]~0, "
+        "count=1, "
         "factored=True",
-        "f64[4], f64[3], f64[4]>0, f64[3]>0, f32[]>0, f32[]>0, f64[4], f64[3], f64[]>0, f64[]~0.9, f64[]>0, f64[]>0, f64[]>1, f64[]~0.1, f32[]>0, "
+        "f64[4], f64[3], f64[4]>0, f64[3]>0, f32[]>0, f32[]>0, f64[4], f64[3], f64[]>0, f64[]~0.9, f64[]>0, f64[]>0, "
+        "f64[]>1, "
+        "f64[]~0.1, f32[]>0, "
         "f32[]~0, count=2, factored=False, maximize=True",
-        "f64[2,4,6], f64[2,4,1]>0, f64[2,1,6]>0, f32[]>0, f64[2,4,6], f64[]>0, f64[]~0.9, f64[]>0, f64[]>0, f64[]>1, f64[]~0.1, f32[]>0, f32[]~0, "
+        "f64[2,4,6], f64[2,4,1]>0, f64[2,1,6]>0, f32[]>0, f64[2,4,6], f64[]>0, f64[]~0.9, f64[]>0, f64[]>0, f64[]>1, "
+        "f64[]~0.1, "
+        "f32[]>0, "
+        "f32[]~0, "
         "count=1, factored=True",
     ],
-)  # fmt: skip
-def adafactor(p, g, *, step, lr, beta2_decay, eps1, eps2, d, weight_decay, row_var=None, col_var=None, variance=None, factored=False):
-    """u = g / sqrt(v'), v' = r' c' / mean(r') of running means of g² along rows and columns;  p' = p - max(eps2, rms(p)) rho u / max(1, rms(u)/d)"""
+)
+def adafactor(
+    p,
+    g,
+    *,
+    step,
+    lr,
+    beta2_decay,
+    eps1,
+    eps2,
+    d,
+    weight_decay,
+    row_var=None,
+    col_var=None,
+    variance=None,
+    factored=False,
+):
+    """u = g / sqrt(v'), v' = r' c' / mean(r') of running means of g² along rows and columns;  p' = p - max(eps2,
+    rms(p)) rho u / max(1, rms(u)/d)"""
     at = o.add(step, 1)
     now = o.cast(at, dtype=torch.float64)
     share = o.pow(now, beta2_decay)

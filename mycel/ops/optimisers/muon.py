@@ -7,7 +7,7 @@ import math
 import torch
 
 from mycel.ir import op
-from mycel.ops.optimisers.paragraph import Slot, blend, decayed, optimiser, times
+from mycel.ops.optimisers.paragraph import StateSlot, blend, decayed, optimiser, times
 from mycel.ops.rules import o
 
 
@@ -23,7 +23,10 @@ def iteration_flops(d):
     fresh=True,
     apart=True,
     flops=iteration_flops,
-    examples=["bf16[4,6], coefficients=(3.4445, -4.775, 2.0315), steps=5, eps=1e-07", "f64[6,4], coefficients=(2.0, -1.5, 0.5), steps=2, eps=1e-07"],
+    examples=[
+        "bf16[4,6], coefficients=(3.4445, -4.775, 2.0315), steps=5, eps=1e-07",
+        "f64[6,4], coefficients=(2.0, -1.5, 0.5), steps=2, eps=1e-07",
+    ],
 )
 def newton_schulz(x, *, coefficients, steps, eps):
     """x with its singular values near one: `steps` times x => a x + (b A + c A²) x with A = x x', from x of norm one
@@ -48,21 +51,26 @@ def rate_ratio(shape, way):
 
 @optimiser(
     classes={"Muon": {}},
-    slots=[Slot("momentum_buffer")],
+    slots=[StateSlot("momentum_buffer")],
     hyper={"lr": "lr", "momentum": "momentum", "weight_decay": "weight_decay"},
     flags={"nesterov": "nesterov"},
     static={"coefficients": "ns_coefficients", "steps": "ns_steps", "eps": "eps", "adjust": "adjust_lr_fn"},
     pointwise=False,
     examples=[
-        "f32[4,6], f32[4,6], f32[4,6], f64[]>0, f64[]~0.9, f64[]~0.1, None, f32[]~0, count=1, nesterov=True, coefficients=(3.4445, -4.775, 2.0315), "
+        "f32[4,6], f32[4,6], f32[4,6], f64[]>0, f64[]~0.9, f64[]~0.1, None, f32[]~0, count=1, nesterov=True, "
+        "coefficients=(3.4445, -4.775, 2.0315), "
         "steps=5, eps=1e-07, adjust=None",
-        "f32[6,4], f32[2,2], f32[6,4], f32[2,2], f32[6,4], f32[2,2], f64[]>0, f64[]~0.9, f64[]~0.1, f32[]>0, f32[]~0, count=2, nesterov=False, "
+        "f32[6,4], f32[2,2], f32[6,4], f32[2,2], f32[6,4], f32[2,2], f64[]>0, f64[]~0.9, f64[]~0.1, f32[]>0, f32[]~0, "
+        "count=2, nesterov=False, "
         'coefficients=(3.4445, -4.775, 2.0315), steps=3, eps=1e-07, adjust="match_rms_adamw"',
     ],
 )
 def muon(p, g, *, momentum_buffer, lr, momentum, weight_decay, nesterov, coefficients, steps, eps, adjust):
-    """b' = mu b + (1-mu) g;  p' = p (1 - lr decay) - lr ratio O(b'), with Nesterov O(mu b' + (1-mu) g); O makes orthogonal"""
+    """b' = mu b + (1-mu) g;  p' = p (1 - lr decay) - lr ratio O(b'), with Nesterov O(mu b' + (1-mu) g); O makes
+    orthogonal"""
     b = blend(momentum_buffer, g, o.sub(1.0, momentum))
     move = o.cast(blend(g, b, momentum) if nesterov else b, dtype=torch.bfloat16)
     move = o.cast(o.newton_schulz(move, coefficients=coefficients, steps=steps, eps=eps), dtype=p.dtype)
-    return o.sub(decayed(p, lr, weight_decay), times(move, o.mul(lr, rate_ratio(p.shape, adjust)))), {"momentum_buffer": b}
+    return o.sub(decayed(p, lr, weight_decay), times(move, o.mul(lr, rate_ratio(p.shape, adjust)))), {
+        "momentum_buffer": b
+    }

@@ -1,4 +1,5 @@
-"""An optimiser is one paragraph: the torch classes it stands for, the state it keeps, the options it reads, and its rule for one parameter.
+"""An optimiser is one paragraph: the torch classes it stands for, the state it keeps, the options it reads, and its
+rule for one parameter.
 
     @optimiser(
         classes={"Lion": {}},
@@ -12,25 +13,32 @@
         ...
         return new_p, {"exp_avg": new_exp_avg}
 
-The rule is written with operators.  The paragraph makes an operator of it that updates all parameters of a group in one equation:
+The rule is written with operators.  The paragraph makes an operator of it that updates all parameters of a group in one
+                                     equation:
 
     p1' p2' m1' m2' = lion(p1 p2 m1 m2, g1 g2, lr, beta1, beta2, weight_decay, scale, skip, count=2)
 
-What is updated comes first, in the order of the results; gradients are divided by `scale` (None: taken as they are) and turned around by
-`maximize`; where `skip` is 1 nothing changes.  Hyper-parameters are scalar operands, since schedules change them from step to step; the kernels
+What is updated comes first, in the order of the results; gradients are divided by `scale` (None: taken as they are) and
+turned around by
+`maximize`; where `skip` is 1 nothing changes.  Hyper-parameters are scalar operands, since schedules change them from
+                                                step to step; the kernels
 take numbers or tensors.  The operator writes its results over its operands where the state of a step is donated.
 
 What the fields mean
   classes    names in torch.optim, each with the options it implies where a group does not state them
   foreign    classes of these names from elsewhere are taken too, if their options are the ones known here
   slots      the state of a parameter
-  hyper      scalar operands: name -> option of the group ("betas.0": its first element); None is the eps of the parameter's dtype
+  hyper      scalar operands: name -> option of the group ("betas.0": its first element); None is the eps of the
+             parameter's dtype
   flags      static params that are true or false: name -> option
   static     static params with the value of the option
-  kinds      static params that depend on the parameter: a function of it; parameters of different kinds are updated apart
-  first      the option under which the very first step, without state, differs: then the last of `hyper`, `first_step`, says so
+  kinds      static params that depend on the parameter: a function of it; parameters of different kinds are updated
+             apart
+  first      the option under which the very first step, without state, differs: then the last of `hyper`, `first_step`,
+             says so
   off        options that are known only switched off: name -> the value that does so
-  pointwise  each element of a parameter is updated by itself, so that any dim may be split; otherwise the rule is lowered in smaller operators
+  pointwise  each element of a parameter is updated by itself, so that any dim may be split; otherwise the rule is
+             lowered in smaller operators
   inplace    a kernel of its own over the memory of its operands; default: the rule, parameter by parameter
 """
 
@@ -52,8 +60,9 @@ INDIFFERENT = ("foreach", "fused", "capturable", "differentiable")  # how torch 
 
 
 @dataclass(frozen=True)
-class Slot:
-    """One tensor of a parameter's state: of the parameter's shape; with one element along some of its dims (`ones`); or a scalar in fp32."""
+class StateSlot:
+    """One tensor of a parameter's state: of the parameter's shape; with one element along some of its dims (`ones`); or
+    a scalar in fp32."""
 
     name: str
     ones: tuple[int, ...] = ()
@@ -86,7 +95,7 @@ class Optimiser:
 
     op: Op
     classes: Mapping[str, Mapping[str, Any]]
-    slots: tuple[Slot, ...]
+    slots: tuple[StateSlot, ...]
     hyper: Mapping[str, str]
     flags: Mapping[str, str] = field(default_factory=dict)
     static: Mapping[str, str] = field(default_factory=dict)
@@ -102,9 +111,12 @@ class Optimiser:
 
     def params(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """The static params of a group, those that depend on the parameter apart."""
-        return {**{k: bool(options[v]) for k, v in self.flags.items()}, **{k: plain(options[v]) for k, v in self.static.items()}}
+        return {
+            **{k: bool(options[v]) for k, v in self.flags.items()},
+            **{k: plain(options[v]) for k, v in self.static.items()},
+        }
 
-    def present(self, params: Mapping[str, Any]) -> list[Slot]:
+    def present(self, params: Mapping[str, Any]) -> list[StateSlot]:
         """The slots that there are with these static params."""
         names = present(table(self.slots), params)
         return [slot for slot in self.slots if slot.name in names]
@@ -113,7 +125,17 @@ class Optimiser:
     def known(self) -> set[str]:
         """The options that are understood."""
         more = [slot.initial for slot in self.slots if isinstance(slot.initial, str)]
-        return {v.partition(".")[0] for v in (*self.hyper.values(), *self.flags.values(), *self.static.values(), *more, *INDIFFERENT, self.first)}
+        return {
+            v.partition(".")[0]
+            for v in (
+                *self.hyper.values(),
+                *self.flags.values(),
+                *self.static.values(),
+                *more,
+                *INDIFFERENT,
+                self.first,
+            )
+        }
 
 
 def plain(value: Any) -> Any:
@@ -124,7 +146,7 @@ def plain(value: Any) -> Any:
 def optimiser(
     *,
     classes: Mapping[str, Mapping[str, Any]],
-    slots: Sequence[Slot],
+    slots: Sequence[StateSlot],
     hyper: Mapping[str, str],
     examples: Sequence[str],
     pointwise: bool = True,
@@ -141,7 +163,9 @@ def optimiser(
         kernel.__doc__ = rule.__doc__
 
         def dims(*types: Any, count: int, **params: Any) -> str:
-            return update_dims(types, count, [slot for slot in slots if slot.name in present(shown, params)], "" if pointwise else "^")
+            return update_dims(
+                types, count, [slot for slot in slots if slot.name in present(shown, params)], "" if pointwise else "^"
+            )
 
         def new_types(*types: Any, count: int, **params: Any) -> tuple[Type, ...]:
             return tuple(types[: count * (1 + len(present(shown, params)))])
@@ -157,12 +181,13 @@ def optimiser(
 
 
 def _defaults(rule: Callable[..., Any], hyper: Collection[str]) -> dict[str, Any]:
-    """Of static params: those of the rule; it is not told of `maximize`, nor of a flag that has the name of a hyper-parameter."""
+    """Of static params: those of the rule; it is not told of `maximize`, nor of a flag that has the name of a
+    hyper-parameter."""
     told = {k: p.default for k, p in inspect.signature(rule).parameters.items() if isinstance(p.default, bool)}
     return {**dict.fromkeys(("maximize", *hyper), False), **told}
 
 
-def update_dims(types: Sequence[Any], count: int, slots: Sequence[Slot], flag: str) -> str:
+def update_dims(types: Sequence[Any], count: int, slots: Sequence[StateSlot], flag: str) -> str:
     """Each parameter lies as its state and its gradient do."""
     own = [[f"p{i}d{d}{flag}" for d in range(types[i].ndim)] for i in range(count)]
     states = [_slot_dims(slot, letters) for slot in slots for letters in own]
@@ -171,11 +196,12 @@ def update_dims(types: Sequence[Any], count: int, slots: Sequence[Slot], flag: s
     return f"{', '.join([*params, *states, *params, *scalars])} -> {', '.join([*params, *states])}"
 
 
-def _slot_dims(slot: Slot, letters: Sequence[str]) -> str:
+def _slot_dims(slot: StateSlot, letters: Sequence[str]) -> str:
     return "" if slot.scalar else " ".join("1" if slot._is_one(d, len(letters)) else k for d, k in enumerate(letters))
 
 
-# -- kernels: copied into generated code, with the rule --------------------------------------------------------------------
+# -- kernels: copied into generated code, with the rule
+# --------------------------------------------------------------------
 
 
 def table(slots):
@@ -185,7 +211,9 @@ def table(slots):
 
 def present(slots, params):
     """The names of the slots there are, with these static params."""
-    return [name for name, when, unless in slots if (not when or params.get(when)) and not (unless and params.get(unless))]
+    return [
+        name for name, when, unless in slots if (not when or params.get(when)) and not (unless and params.get(unless))
+    ]
 
 
 def wide(x):
@@ -199,7 +227,8 @@ def exact(x):
 
 
 def one_update(rule, names, hyper, old, g, scalars, params):
-    """New values of a parameter and its state, in the order of `old`; those of 16 bits are computed in 32 and rounded once."""
+    """New values of a parameter and its state, in the order of `old`; those of 16 bits are computed in 32 and rounded
+    once."""
     p, *state = [exact(x) for x in old]
     g, scale, skip = exact(g), scalars[-2], scalars[-1]
     g = g if scale is None else o.div(g, o.cast(scale, dtype=p.dtype))
@@ -209,14 +238,20 @@ def one_update(rule, names, hyper, old, g, scalars, params):
     new_p, new = rule(p, g, **dict(zip(names, state, strict=True)), **given, **fixed)
     stay = o.eq(skip, 1.0)
     after = [new_p, *(new[name] for name in names)]
-    return [o.where(stay, was, x if x.dtype == was.dtype else o.cast(x, dtype=was.dtype)) for was, x in zip(old, after, strict=True)]
+    return [
+        o.where(stay, was, x if x.dtype == was.dtype else o.cast(x, dtype=was.dtype))
+        for was, x in zip(old, after, strict=True)
+    ]
 
 
 def new_values(rule, slots, hyper, *xs, count, **params):
     """The results of an update by its rule, parameter by parameter."""
     names = present(slots, params)
     k = 1 + len(names)
-    rows = [one_update(rule, names, hyper, xs[i : k * count : count], xs[k * count + i], xs[(k + 1) * count :], params) for i in range(count)]
+    rows = [
+        one_update(rule, names, hyper, xs[i : k * count : count], xs[k * count + i], xs[(k + 1) * count :], params)
+        for i in range(count)
+    ]
     found = tuple(row[j] for j in range(k) for row in rows)
     return found if len(found) > 1 else found[0]
 
@@ -240,7 +275,8 @@ def on_copies(inplace, slots, *xs, count, **params):
     return tuple(new[:done]) if done > 1 else new[0]
 
 
-# -- what rules are written with -------------------------------------------------------------------------------------------
+# -- what rules are written with
+# -------------------------------------------------------------------------------------------
 
 
 def times(x, scalar):
@@ -264,7 +300,8 @@ def decayed(p, lr, weight_decay):
 
 
 def laid_like(params, grads):
-    """Gradients that lie as their parameters do, each in memory of its own: a kernel that scales them writes them back."""
+    """Gradients that lie as their parameters do, each in memory of its own: a kernel that scales them writes them
+    back."""
     seen = set()
     made = []
     for p, g in zip(params, grads, strict=True):

@@ -4,23 +4,44 @@ from __future__ import annotations
 
 import torch
 
-from mycel.ops.optimisers.paragraph import Slot, blend, optimiser, plus, times
+from mycel.ops.optimisers.paragraph import StateSlot, blend, optimiser, plus, times
 from mycel.ops.rules import o
 
 
 @optimiser(
     classes={"RMSprop": {"maximize": False}},
-    slots=[Slot("square_avg"), Slot("momentum_buffer", when="momentum"), Slot("grad_avg", when="centered"), Slot("step", scalar=True)],
+    slots=[
+        StateSlot("square_avg"),
+        StateSlot("momentum_buffer", when="momentum"),
+        StateSlot("grad_avg", when="centered"),
+        StateSlot("step", scalar=True),
+    ],
     hyper={"lr": "lr", "alpha": "alpha", "eps": "eps", "weight_decay": "weight_decay", "momentum": "momentum"},
     flags={"momentum": "momentum", "centered": "centered", "maximize": "maximize"},
     examples=[
         "f[4,6], f[4,6]>0, f32[]>0, f[4,6], f64[]>0, f64[]~0.9, f64[]>0.1, f64[]>0, f64[]~0, None, f32[]~0, count=1",
-        "f64[4], f64[3], f64[4]>2, f64[3]>2, f64[4], f64[3], f64[4]~0.1, f64[3]~0.1, f32[]>0, f32[]>0, f64[4], f64[3], f64[]>0, f64[]~0.9, "
+        "f64[4], f64[3], f64[4]>2, f64[3]>2, f64[4], f64[3], f64[4]~0.1, f64[3]~0.1, f32[]>0, f32[]>0, f64[4], "
+        "f64[3], f64[]>0, f64[]~0.9, "
         "f64[]>0.1, f64[]>0, f64[]~0.9, f32[]>0, f32[]~0, count=2, momentum=True, centered=True, maximize=True",
     ],
 )
-def rmsprop(p, g, *, square_avg, step, lr, alpha, eps, weight_decay, momentum, momentum_buffer=None, grad_avg=None, centered=False):
-    """v' = a v + (1-a) g²;  p' = p - lr g / (sqrt(v' - mean²) + eps), the mean of g where it is centred; with momentum b' = mu b + that"""
+def rmsprop(
+    p,
+    g,
+    *,
+    square_avg,
+    step,
+    lr,
+    alpha,
+    eps,
+    weight_decay,
+    momentum,
+    momentum_buffer=None,
+    grad_avg=None,
+    centered=False,
+):
+    """v' = a v + (1-a) g²;  p' = p - lr g / (sqrt(v' - mean²) + eps), the mean of g where it is centred; with momentum
+    b' = mu b + that"""
     g = o.add(g, times(p, weight_decay))
     new = {"square_avg": o.add(times(square_avg, alpha), times(o.square(g), o.sub(1.0, alpha))), "step": o.add(step, 1)}
     v = new["square_avg"]
@@ -35,12 +56,13 @@ def rmsprop(p, g, *, square_avg, step, lr, alpha, eps, weight_decay, momentum, m
 
 @optimiser(
     classes={"Adagrad": {"maximize": False}},
-    slots=[Slot("sum", initial="initial_accumulator_value"), Slot("step", scalar=True)],
+    slots=[StateSlot("sum", initial="initial_accumulator_value"), StateSlot("step", scalar=True)],
     hyper={"lr": "lr", "lr_decay": "lr_decay", "eps": "eps", "weight_decay": "weight_decay"},
     flags={"maximize": "maximize"},
     examples=[
         "f[4,6], f[4,6]>0, f32[]>0, f[4,6], f64[]>0, f64[]>0, f64[]>0, f64[]>0, None, f32[]~0, count=1",
-        "f64[4], f64[3], f64[4]>0, f64[3]>0, f32[]>0, f32[]>0, f64[4], f64[3], f64[]>0, f64[]>0, f64[]>0, f64[]>0, f32[]>0, f32[]~0, count=2, "
+        "f64[4], f64[3], f64[4]>0, f64[3]>0, f32[]>0, f32[]>0, f64[4], f64[3], f64[]>0, f64[]>0, f64[]>0, f64[]>0, "
+        "f32[]>0, f32[]~0, count=2, "
         "maximize=True",
     ],
 )

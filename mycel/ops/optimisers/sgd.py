@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mycel.ops.optimisers.paragraph import Slot, columns, laid_like, optimiser
+from mycel.ops.optimisers.paragraph import StateSlot, columns, laid_like, optimiser
 from mycel.ops.rules import o
 
 
@@ -12,23 +12,48 @@ def sgd_update(*xs, count, momentum=False, nesterov=False, maximize=False):
     """SGD over the memory of its operands, in one kernel."""
     (params, *buffers), grads, (lr, mu, damp, decay, first, scale, skip) = columns(xs, count, 1 + momentum)
     torch._fused_sgd_(
-        params, laid_like(params, grads), buffers[0] if momentum else [], weight_decay=float(decay), momentum=float(mu) if momentum else 0.0,
-        lr=float(lr), dampening=float(damp), nesterov=nesterov, maximize=maximize, is_first_step=bool(first), grad_scale=scale, found_inf=skip,
-    )  # fmt: skip
+        params,
+        laid_like(params, grads),
+        buffers[0] if momentum else [],
+        weight_decay=float(decay),
+        momentum=float(mu) if momentum else 0.0,
+        lr=float(lr),
+        dampening=float(damp),
+        nesterov=nesterov,
+        maximize=maximize,
+        is_first_step=bool(first),
+        grad_scale=scale,
+        found_inf=skip,
+    )
 
 
 @optimiser(
     classes={"SGD": {}},
-    slots=[Slot("momentum_buffer", when="momentum")],
-    hyper={"lr": "lr", "momentum": "momentum", "dampening": "dampening", "weight_decay": "weight_decay", "first_step": "first_step"},
+    slots=[StateSlot("momentum_buffer", when="momentum")],
+    hyper={
+        "lr": "lr",
+        "momentum": "momentum",
+        "dampening": "dampening",
+        "weight_decay": "weight_decay",
+        "first_step": "first_step",
+    },
     flags={"momentum": "momentum", "nesterov": "nesterov", "maximize": "maximize"},
     first="dampening",
     inplace=sgd_update,
     examples=[
         "f[4,6], f[4,6], f64[]>0, f64[], f64[], f64[]>0, f64[]~0, None, f32[]~0, count=1",
-        "f64[4], f64[3], f64[4], f64[3], f64[4], f64[3], f64[]>0, f64[]~0.9, f64[]~0.9, f64[]>0, f64[]~0, f32[]>0, f32[]~0, count=2, momentum=True",
-        "f64[4], f64[4], f64[4], f64[]>0, f64[]~0.9, f64[]~0, f64[]>0, f64[]>0, f32[]>0, f32[]~0, count=1, momentum=True, nesterov=True",
-        "f64[4], f64[4], f64[4], f64[]>0, f64[]~0.9, f64[]~0, f64[]>0, f64[]~0, None, f32[]~0, count=1, momentum=True, nesterov=True, maximize=True",
+        (
+            "f64[4], f64[3], f64[4], f64[3], f64[4], f64[3], f64[]>0, f64[]~0.9, f64[]~0.9, f64[]>0, f64[]~0, f32[]>0, "
+            "f32[]~0, count=2, momentum=True"
+        ),
+        (
+            "f64[4], f64[4], f64[4], f64[]>0, f64[]~0.9, f64[]~0, f64[]>0, f64[]>0, f32[]>0, f32[]~0, count=1, "
+            "momentum=True, nesterov=True"
+        ),
+        (
+            "f64[4], f64[4], f64[4], f64[]>0, f64[]~0.9, f64[]~0, f64[]>0, f64[]~0, None, f32[]~0, count=1, "
+            "momentum=True, nesterov=True, maximize=True"
+        ),
     ],
 )
 def sgd(p, g, *, lr, momentum, dampening, weight_decay, first_step, momentum_buffer=None, nesterov=False):
