@@ -28,7 +28,10 @@ def main() -> None:
         brute.compare(case, every, min(sizes) + rng.random() * (max(sizes) - min(sizes)))
         axes[len(case.mesh.axes)] += 2
         if k % 100 == 0 or k == programs:
-            print(f"{2 * k} solved, all of them the least; axes {dict(sorted(axes.items()))}   {time.perf_counter() - start:.0f} s", flush=True)
+            print(
+                f"{2 * k} solved, all of them the least; axes {dict(sorted(axes.items()))}   {time.perf_counter() - start:.0f} s",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

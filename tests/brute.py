@@ -80,7 +80,15 @@ class Case:
     def solver(self, limit: float | None = None) -> Solver:
         moves = Moves(Links(self.mesh, CPU_LINK), CPU.bytes_s)
         costs = Costs(self.program, CPU, False)
-        return Solver(Graph(self.program), moves, costs, Prices(moves.links), self.given, by=Weights(self.share, 1.0, 1.0), limit=limit)
+        return Solver(
+            Graph(self.program),
+            moves,
+            costs,
+            Prices(moves.links),
+            self.given,
+            by=Weights(self.share, 1.0, 1.0),
+            limit=limit,
+        )
 
     def every(self) -> list[tuple[float, float]] | None:
         """(seconds, bytes) of every combination; nothing where there are too many."""
@@ -89,11 +97,16 @@ class Case:
         choices = {node: list(every_choice(options, self.mesh)) for node, options in g.options.items()}
         for node, t in g.ports.items():
             fixed = node[:2] == ("in", "main")
-            choices[node] = [self.given.get(node[2], Layout.whole(t.ndim))] if fixed else list(every_layout(t, self.mesh))
+            choices[node] = (
+                [self.given.get(node[2], Layout.whole(t.ndim))] if fixed else list(every_layout(t, self.mesh))
+            )
         if math.prod(len(x) for x in choices.values()) > MOST:
             return None
         alone = {node: [self._alone(solver, node, c, price) for c in options] for node, options in choices.items()}
-        uses = [(s, node, operand, g.options[node].inputs[operand] if node in g.options else g.ports[node]) for s, node, operand, _ in g.edges]
+        uses = [
+            (s, node, operand, g.options[node].inputs[operand] if node in g.options else g.ports[node])
+            for s, node, operand, _ in g.edges
+        ]
         (out,) = self.program.main.outputs
         last = g.source("main", out)
         found = []
@@ -119,7 +132,9 @@ class Case:
             return 1e-9 * sum(map(len, choice.dims)) + 1e-12 * len(choice.owed), 0.0
         laid, labels = choice
         g, eqn, options = solver.graph, solver.graph.eqns[node], solver.graph.options[node]
-        share = math.prod(part(options.fit.sizes[k], axes, self.mesh) / options.fit.sizes[k] for k, axes in laid.letters.items())
+        share = math.prod(
+            part(options.fit.sizes[k], axes, self.mesh) / options.fit.sizes[k] for k, axes in laid.letters.items()
+        )
         seconds = solver.costs.seconds(eqn) * share * (self.share if eqn.op.product else 1.0)
         for label in {label for label in labels.values() if label.letter}:
             axes = tuple(a for a, x in labels.items() if x == label)
@@ -137,7 +152,9 @@ def every_choice(options: Options, mesh: Mesh) -> Iterator[tuple]:
     for order in itertools.permutations(mesh.axes):
         todo = [{}]
         for axis in order:
-            todo = [{**labels, axis: label} for labels in todo for label in options.labels(mesh, axis, letters_of(labels))]
+            todo = [
+                {**labels, axis: label} for labels in todo for label in options.labels(mesh, axis, letters_of(labels))
+            ]
         for labels in todo:
             choice = options.choice(labels, mesh)
             key = (choice.ins, choice.outs, tuple(sorted(choice.letters.items())))

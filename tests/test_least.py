@@ -23,7 +23,9 @@ def random_sum(rng, variables, tables, forbid=0.0):
 
 
 def brute(s):
-    return min(s.value(dict(zip(s.sizes, v, strict=True))) for v in itertools.product(*(range(n) for n in s.sizes.values())))
+    return min(
+        s.value(dict(zip(s.sizes, v, strict=True))) for v in itertools.product(*(range(n) for n in s.sizes.values()))
+    )
 
 
 @given(st.integers(1, 7), st.integers(0, 14), st.randoms(use_true_random=False))
@@ -31,7 +33,9 @@ def brute(s):
 def test_elimination_is_exact(variables, tables, rng):
     s = random_sum(rng, variables, tables, forbid=0.1)
     answer = s.least()
-    assert answer.exact and answer.chosen.keys() == s.sizes.keys() and answer.value == s.value(answer.chosen) == brute(s)
+    assert (
+        answer.exact and answer.chosen.keys() == s.sizes.keys() and answer.value == s.value(answer.chosen) == brute(s)
+    )
 
 
 @given(st.integers(3, 7), st.integers(1, 30), st.randoms(use_true_random=False))
@@ -55,7 +59,9 @@ def test_where_tables_are_too_large(variables, largest, rng):
 @settings(max_examples=150, deadline=None)
 def test_within_a_limit(variables, tables, tight, rng):
     s = random_sum(rng, variables, tables)
-    s.weights = {n: np.array([float(rng.randint(0, 9)) for _ in range(k)]) for n, k in s.sizes.items() if rng.random() < 0.8}
+    s.weights = {
+        n: np.array([float(rng.randint(0, 9)) for _ in range(k)]) for n, k in s.sizes.items() if rng.random() < 0.8
+    }
     lightest, heaviest = (sum(float(f(w)) for w in s.weights.values()) for f in (np.min, np.max))
     limit = lightest + tight * (heaviest - lightest)
     answer = s.least(limit)

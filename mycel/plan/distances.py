@@ -47,7 +47,9 @@ class Space:
         self.layouts: list[Layout] = []
         self.index: dict[Layout, int] = {}
         shape = (ndim + 1 + len(OWED),) * len(self.axes)
-        self.number: Indices = np.full((*shape, len(self.orders)), -1, np.int64)  # by place of each axis (from the end if negative) and order
+        self.number: Indices = np.full(
+            (*shape, len(self.orders)), -1, np.int64
+        )  # by place of each axis (from the end if negative) and order
         self.places: Indices = np.zeros((0, len(self.axes)), np.int64)  # by layout and axis
         self._enumerate([WHOLE, *range(ndim), *(OWED[k] for k in kinds)])
         masks = [[sum(1 << self.axes.index(a) for a in dim) for dim in layout.dims] for layout in self.layouts]
@@ -109,13 +111,17 @@ class Space:
                 return arc.target == target
             case "all_reduce":
                 kind = dict(source.owed)[arc.axes[0]]
-                return len(arc.axes) == 1 or arc.axes == tuple(a for a, k in source.owed if k == kind and (a, k) not in goal.owed)
+                return len(arc.axes) == 1 or arc.axes == tuple(
+                    a for a, k in source.owed if k == kind and (a, k) not in goal.owed
+                )
             case "reduce_scatter":
                 return arc.axes[0] in goal.axes
             case "only_first":
                 return (arc.axes[0], "+") in goal.owed
             case "own_part" | "all_to_all":
-                return any(arc.axes[0] in dim and arc.axes[0] in want for dim, want in zip(wanted.dims, goal.dims, strict=True))
+                return any(
+                    arc.axes[0] in dim and arc.axes[0] in want for dim, want in zip(wanted.dims, goal.dims, strict=True)
+                )
         return True
 
     @functools.cached_property
@@ -178,7 +184,12 @@ class Distances:
         target = np.array([arc.target for arc in s.arcs], np.int64)
         start = np.array([links.seconds(arc.op, arc.axes, 0) for arc in s.arcs])
         rate = np.array([links.seconds(arc.op, arc.axes, 1) for arc in s.arcs]) - start
-        cost = COPY_S + (size[source] + size[target]) / self.moves.copy_bytes_s + start[:, None] + rate[:, None] * size[source]
+        cost = (
+            COPY_S
+            + (size[source] + size[target]) / self.moves.copy_bytes_s
+            + start[:, None]
+            + rate[:, None] * size[source]
+        )
         for k, arc in enumerate(s.arcs):
             if arc.even is not None or arc.same:
                 cost[k, [j for j, t in enumerate(types) if not _holds(arc, t, s.mesh)]] = np.inf

@@ -18,7 +18,9 @@ from mycel.ir import Axes, Eqn, Mesh, part
 from mycel.plan.choices import WHOLE, Label, Options
 from mycel.plan.distances import Indices, Space, Table
 
-Price = Callable[[Eqn, Label, Axes], tuple[float, float]]  # what messages inside take: (seconds to start them, seconds on the wire)
+Price = Callable[
+    [Eqn, Label, Axes], tuple[float, float]
+]  # what messages inside take: (seconds to start them, seconds on the wire)
 
 
 class Domain:
@@ -35,7 +37,9 @@ class Domain:
         self.letters: list[dict[str, Axes]] = []  # what is split
         self._layouts: dict[tuple[int, int], Indices] = {}
         for pick in itertools.product(*(range(len(labels)) for labels in self.single)):
-            for letters, order in self._together([labels[i] for labels, i in zip(self.single, pick, strict=True)], fixed):
+            for letters, order in self._together(
+                [labels[i] for labels, i in zip(self.single, pick, strict=True)], fixed
+            ):
                 self.picks.append(pick)
                 self.orders.append(order)
                 self.letters.append(letters)
@@ -61,7 +65,9 @@ class Domain:
             for i in order:
                 letters.update((k, (*letters.get(k, ()), axes[i])) for k in words[i])
             if all(letters.get(k, over) == over for k, over in fixed.items()):
-                found.setdefault(tuple(letters.items() if len(letters) == 1 else sorted(letters.items())), (letters, number))
+                found.setdefault(
+                    tuple(letters.items() if len(letters) == 1 else sorted(letters.items())), (letters, number)
+                )
         return list(found.values())
 
     def _possible(self, labels: Sequence[Label], fixed: Mapping[str, Axes]) -> bool:
@@ -70,7 +76,11 @@ class Domain:
             word = label.letter.split()
             if any(axis not in fixed.get(k, (axis,)) for k in word):
                 return False
-            if not any(k in fixed for k in word) and label.letter and label not in self.options.labels(self.mesh, axis, before, word):
+            if (
+                not any(k in fixed for k in word)
+                and label.letter
+                and label not in self.options.labels(self.mesh, axis, before, word)
+            ):
                 return False
             before.update((k, (*before.get(k, ()), axis)) for k in word)
         return True
@@ -94,7 +104,9 @@ class Domain:
             seen: set[str] = set()
             for a in range(len(self.single)):
                 word = self.label(i, a).letter.split()
-                if word and word[0] not in seen:  # letters split together by a rule: every rank goes through all of the others
+                if (
+                    word and word[0] not in seen
+                ):  # letters split together by a rule: every rank goes through all of the others
                     seen.add(word[0])
                     n = sizes[word[0]]
                     found[i] *= part(n, letters[word[0]], self.mesh) / n

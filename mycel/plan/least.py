@@ -189,7 +189,9 @@ class Group:
 class Elimination:
     """All variables of a sum, one after another."""
 
-    def __init__(self, sizes: Mapping[Name, int], tables: Sequence[tuple[tuple[Name, ...], Table]], late: Collection[Name] = ()) -> None:
+    def __init__(
+        self, sizes: Mapping[Name, int], tables: Sequence[tuple[tuple[Name, ...], Table]], late: Collection[Name] = ()
+    ) -> None:
         """`late`: variables that go after all others."""
         self.sizes = sizes
         self.tables: dict[int, tuple[tuple[Name, ...], Table]] = {}
@@ -203,7 +205,9 @@ class Elimination:
         self.fixed = False  # has a variable got a value that may not be the best?
 
     def _put(self, names: tuple[Name, ...], table: Table) -> None:
-        free = [i for i, n in enumerate(names) if self.sizes[n] > 1]  # where there is no choice there is nothing to decide
+        free = [
+            i for i, n in enumerate(names) if self.sizes[n] > 1
+        ]  # where there is no choice there is nothing to decide
         if len(free) < len(names):
             names, table = tuple(names[i] for i in free), table.reshape([table.shape[i] for i in free])
         if not names:
@@ -300,7 +304,12 @@ class Elimination:
             at = tuple(best if n == name else slice(None) for n in names)
             self._put(tuple(n for n in names if n != name), t[at])
 
-    def search(self, visits: int = VISITS, best: float = math.inf, limit: tuple[Mapping[Name, Table], float, float] | None = None) -> Least:
+    def search(
+        self,
+        visits: int = VISITS,
+        best: float = math.inf,
+        limit: tuple[Mapping[Name, Table], float, float] | None = None,
+    ) -> Least:
         """The best choice that so many tries find below `best`; no choice if there is none.  `limit`: weights, what they may come to, and their
         price in the tables."""
         order = self.buckets[::-1]
@@ -313,19 +322,30 @@ class Elimination:
         chosen: dict[Name, int] = {}
         kept: dict[Name, int] = {}
         cutoff = best - CLOSE * abs(best) if best < math.inf else best
-        stack: list[list[tuple[float, int, float]]] = []  # for each variable so far: what is left to try (bound, value, weight), the best last
+        stack: list[
+            list[tuple[float, int, float]]
+        ] = []  # for each variable so far: what is left to try (bound, value, weight), the best last
         bound, weight = self.bound - price * most, 0.0
         while True:
             if len(stack) > last:  # whatever is left follows
                 value = bound - price * (weight - most)
                 if value < best:
-                    best, cutoff, kept = value, value - CLOSE * abs(value), {name: chosen[name] for name, _ in order[: last + 1]}
+                    best, cutoff, kept = (
+                        value,
+                        value - CLOSE * abs(value),
+                        {name: chosen[name] for name, _ in order[: last + 1]},
+                    )
             else:
                 name, groups = order[len(stack)]
                 more, heavy = _more(groups, chosen), weights.get(name)
-                ways = [(bound + float(x), k, weight + (float(heavy[k]) if heavy is not None else 0.0)) for k, x in enumerate(more)]
+                ways = [
+                    (bound + float(x), k, weight + (float(heavy[k]) if heavy is not None else 0.0))
+                    for k, x in enumerate(more)
+                ]
                 after = rest[len(stack) + 1]
-                stack.append(sorted((w for w in ways if w[0] < cutoff and (not weights or w[2] + after <= most)), reverse=True))
+                stack.append(
+                    sorted((w for w in ways if w[0] < cutoff and (not weights or w[2] + after <= most)), reverse=True)
+                )
             while stack and not (stack[-1] and stack[-1][-1][0] < cutoff and visits > 0):
                 stack.pop()
             if not stack:
@@ -348,7 +368,9 @@ def total(tables: Iterable[tuple[tuple[Name, ...], Table]], chosen: Mapping[Name
     return float(sum(t[tuple([chosen[n] for n in names])] for names, t in tables))
 
 
-def by_variable(names: Iterable[Name], tables: Sequence[tuple[tuple[Name, ...], Table]]) -> dict[Name, list[tuple[tuple[Name, ...], Table]]]:
+def by_variable(
+    names: Iterable[Name], tables: Sequence[tuple[tuple[Name, ...], Table]]
+) -> dict[Name, list[tuple[tuple[Name, ...], Table]]]:
     by: dict[Name, list[tuple[tuple[Name, ...], Table]]] = {n: [] for n in names}
     for scope, t in tables:
         for n in scope:

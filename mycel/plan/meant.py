@@ -50,7 +50,9 @@ def place(layout: Layout | None, axis: str) -> int:
     return next((OWED[kind] for a, kind in layout.owed if a == axis), WHOLE)
 
 
-def weights(g: Graph, given: Given, axis: str, derived: set[Source], by: Weights, wide: bool = False) -> dict[tuple[Source, Node], float]:
+def weights(
+    g: Graph, given: Given, axis: str, derived: set[Source], by: Weights, wide: bool = False
+) -> dict[tuple[Source, Node], float]:
     """Messages that count less, since they go on beside computing: gathered parameters on their way to a layer, gradients to their update.  And
     those that count more: inputs that were given in parts are meant to be used in parts; with `wide`, what is widened is to be added up wide."""
     late = {node for node, eqn in g.eqns.items() if updates(eqn) or eqn.op.name == "global_norm"}
@@ -94,7 +96,11 @@ def norm_labels(g: Graph, given: Given, axis: str) -> dict[Node, Label]:
         if node in g.eqns and updates(g.eqns[node]) and first[:2] == ("in", g.program.entry) and g.ports[first].ndim:
             where = place(given.get(first[2]), axis)
             state[node] = max(state.get(node, WHOLE), where)
-    lies = {source: state[node] for source, node, _, _ in g.edges if node in state and origin(source)[:2] != ("in", g.program.entry)}
+    lies = {
+        source: state[node]
+        for source, node, _, _ in g.edges
+        if node in state and origin(source)[:2] != ("in", g.program.entry)
+    }
     found = {}
     for source, node, operand, _ in g.edges:
         if node in g.eqns and g.eqns[node].op.name == "global_norm" and source in lies:

@@ -24,11 +24,21 @@ class Solved:
     gap: float
 
 
-def solve(whole: Program, plan: Plan, inputs: Mapping[int, Layout], gathered: frozenset[int], costs: Costs, links: Links, price: Price) -> Solved:
+def solve(
+    whole: Program,
+    plan: Plan,
+    inputs: Mapping[int, Layout],
+    gathered: frozenset[int],
+    costs: Costs,
+    links: Links,
+    price: Price,
+) -> Solved:
     """`inputs`: layouts of inputs of the entry; `gathered`: those that are used whole along ZeRO's axes; `price`: of messages inside an operator."""
     along = dict.fromkeys(plan.over, gathered) if plan.zero == 3 else {}
     reduced = frozenset(plan.over) if plan.zero >= 2 else frozenset()
-    first = [a for a in plan.batch_axes() if a in plan.mesh]  # activations are split by these anyway: what others split of a dim lies inside
+    first = [
+        a for a in plan.batch_axes() if a in plan.mesh
+    ]  # activations are split by these anyway: what others split of a dim lies inside
     order = [*first, *(a for a in plan.mesh.axes if a not in first)]
     solver = Solver(Graph(whole), Moves(links), costs, price, inputs, along, reduced, order, wide=plan.sums == "fp32")
     return Solved(solver.solve(), solver.gap)

@@ -37,7 +37,9 @@ class Together:
         self.domains = {node: self._domain(node, {a: labels[a][node] for a in axes}) for node in g.options}
         self.distances = Distances(setting.moves, mesh, self._kinds())
         self.ports = {node: self._port(node, t) for node, t in g.ports.items()}
-        counts = {node: len(d) for node, (d, _, _) in self.domains.items()} | {node: len(x) for node, x in self.ports.items()}
+        counts = {node: len(d) for node, (d, _, _) in self.domains.items()} | {
+            node: len(x) for node, x in self.ports.items()
+        }
         self.sum = Sum({node: counts[node] for node in in_order(g)} | {("whole",): 1})
         self._work()
         if setting.limit is not None:
@@ -82,7 +84,12 @@ class Together:
         for node, label in norm_labels(g, self.setting.given, axis).items():
             labels[node] = [label] if label in labels[node] else labels[node]
         for source, node, operand, _ in g.edges:
-            if source in self.derived[axis] and node in labels and not updates(g.eqns[node]) and _tensors(g.options[node]) > 1:
+            if (
+                source in self.derived[axis]
+                and node in labels
+                and not updates(g.eqns[node])
+                and _tensors(g.options[node]) > 1
+            ):
                 labels[node] = [x for x in labels[node] if g.options[node].places(x)[0].get(operand, WHOLE) < 0]
         return labels
 
@@ -91,7 +98,13 @@ class Together:
 
     def _kinds(self) -> str:
         """What some result may be partial in."""
-        places = {p for d, _, _ in self.domains.values() for labels in d.single for x in labels for p in d.options.places(x)[1].values()}
+        places = {
+            p
+            for d, _, _ in self.domains.values()
+            for labels in d.single
+            for x in labels
+            for p in d.options.places(x)[1].values()
+        }
         return "".join(kind for kind, n in OWED.items() if kind == "+" or n in places)
 
     def _port(self, node: Node, t: Type) -> Indices:
@@ -99,8 +112,13 @@ class Together:
         setting, space = self.setting, self._space(node)
         if node[:2] == ("in", self.graph.program.entry):
             layout = setting.given.get(node[2], Layout.whole(t.ndim))
-            return np.array([space.index[Layout(tuple(tuple(a for a in dim if a in self.axes) for dim in layout.dims))]])
-        own, waits = self.graph.own.get(node, frozenset()), setting.reduced if node[1] in setting.bodies else frozenset()
+            return np.array(
+                [space.index[Layout(tuple(tuple(a for a in dim if a in self.axes) for dim in layout.dims))]]
+            )
+        own, waits = (
+            self.graph.own.get(node, frozenset()),
+            setting.reduced if node[1] in setting.bodies else frozenset(),
+        )
         key = (t.depth, t.dtype.is_floating_point, tuple(n > 1 for n in t.shape), own, waits)
         if key not in self._allowed:
             fits = np.ones(len(space.layouts), bool)
@@ -139,7 +157,10 @@ class Together:
     def _edges(self) -> None:
         """Seconds from how each value is made to how it is used."""
         g = self.graph
-        counts = [weights(g, self.setting.given, axis, self.derived[axis], self.setting.by, self.setting.wide) for axis in self.axes]
+        counts = [
+            weights(g, self.setting.given, axis, self.derived[axis], self.setting.by, self.setting.wide)
+            for axis in self.axes
+        ]
         types = {edge: self.setting.moved_type(*edge) for edge in g.edges}
         self.distances.prepare(types.values())
         for edge, times in g.edges.items():
@@ -166,14 +187,24 @@ class Together:
         """The layout in which a value is made, for each value of the node that makes it."""
         node = source.node
         if node in self.domains:
-            return self.domains[node][0].layouts(1, source.output, self.distances.space(self.graph.options[node].outputs[source.output].ndim))
-        return self.ports[node] if node in self.ports else np.array([self.distances.space(t.ndim).index[Layout.whole(t.ndim)]])
+            return self.domains[node][0].layouts(
+                1, source.output, self.distances.space(self.graph.options[node].outputs[source.output].ndim)
+            )
+        return (
+            self.ports[node]
+            if node in self.ports
+            else np.array([self.distances.space(t.ndim).index[Layout.whole(t.ndim)]])
+        )
 
     def _used(self, node: Node, operand: int, t: Type) -> Indices:
         """The layout in which a node wants a value, for each value of the node."""
         if node in self.domains:
             return self.domains[node][0].layouts(0, operand, self.distances.space(t.ndim))
-        return self.ports[node] if node in self.ports else np.array([self.distances.space(t.ndim).index[Layout.whole(t.ndim)]])
+        return (
+            self.ports[node]
+            if node in self.ports
+            else np.array([self.distances.space(t.ndim).index[Layout.whole(t.ndim)]])
+        )
 
     def _ahead(self, numbers: Indices, ndim: int, rows: int) -> Indices:
         """Layouts as those of tensors with that many dims more before them, in which they are whole."""
