@@ -9,6 +9,7 @@ width and inner width; P is what a layer's parameters take, N, x, y are ranks.
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -72,7 +73,7 @@ def forward_bytes(mesh: Mesh, inner: int, up: list[str], down: list[str], featur
     return sent[1] - sent[0]
 
 
-def llama_bytes(ranks: int, length: int, width: int) -> float:
+def llama_bytes(ranks: int, length: int, width: int, precision: str = "fp32", sums: str = "as computed") -> float:
     """What a layer of a Llama sends in a training step under Megatron's plan; gradients of its norms are small beside."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -80,8 +81,8 @@ def llama_bytes(ranks: int, length: int, width: int) -> float:
     for count in (2, 3):
         config = LlamaConfig(hidden_size=width, intermediate_size=3 * width, num_hidden_layers=count, num_attention_heads=4, vocab_size=256)
         ids = torch.randint(0, 256, (B, length))
-        one = OneDevice.of(LlamaForCausalLM(config), {"input_ids": ids, "labels": ids})
-        sent.append(total(one.under(Plan.read("tp", Mesh(tp=ranks)), KNOWN["H100"], compiled=True)))
+        one = OneDevice.of(LlamaForCausalLM(config), {"input_ids": ids, "labels": ids}, precision=precision)
+        sent.append(total(one.under(replace(Plan.read("tp", Mesh(tp=ranks)), sums=sums), KNOWN["H100"], compiled=True)))
     return sent[1] - sent[0]
 
 
@@ -106,6 +107,9 @@ def main() -> None:
     for n in (2, 4):
         length, width = 128, 128
         row(f"Llama, tp {n}: 4 all-reduces of bsh", llama_bytes(n, length, width), 4 * 2 * (n - 1) / n * B * length * width * 4)
+        half = 4 * 2 * (n - 1) / n * B * length * width * 2
+        for sums in ("as computed", "fp32"):
+            row(f"Llama in bf16, tp {n}, sums: {sums}", llama_bytes(n, length, width, "bf16", sums), half)
     print()
     for ratio in (1, 8 / 3, 4):
         e = round(ratio * H)

@@ -71,7 +71,7 @@ def planned(task: Task, given: Plan) -> tuple[Plan, lower.Lowered]:
     done, regions = ready.get(id(residuals)) or lowered(residuals)
     assert laid_out.decided is not None and laid_out.predicted is not None
     decided = replace(laid_out.decided, residuals=residuals, regions=regions)
-    predicted = Predicted.of(times, task.budget, laid_out.predicted.exact)
+    predicted = Predicted.of(times, task.budget, laid_out.predicted.gap)
     return replace(given, decided=decided, predicted=predicted), done
 
 
@@ -91,7 +91,7 @@ def with_layouts(task: Task, given: Plan) -> tuple[Plan, lower.Distributed | Non
     layouts = {name: plan.BlockLayouts.of(block, solved.layouts[name]) for name, block in whole.blocks.items()}
     gathered = tuple(v.name for i, v in enumerate(whole.inputs) if i in task.gathered)
     decided = Decided(plan.digest(whole), nothing, task.compiled, links.named, gathered, layouts)
-    laid_out = replace(given, decided=decided, predicted=Predicted(0, 0, exact=solved.exact))
+    laid_out = replace(given, decided=decided, predicted=Predicted(0, 0, gap=solved.gap))
     return laid_out, lower.distribute(task.program, laid_out)
 
 

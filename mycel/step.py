@@ -402,8 +402,7 @@ class Step:
         if spread is None:
             return "\n".join([*lines, "", str(entry.program)])
         assert entry.plan.predicted is not None
-        proved = "at the least cost" if entry.plan.predicted.exact else "perhaps not the cheapest"
-        lines.append(f"mesh             {entry.plan.mesh}; layouts {proved}")
+        lines.append(f"mesh             {entry.plan.mesh}; layouts {lower.proved(entry.plan.predicted.gap)}; sums {entry.plan.sums}")
         all_, once = lower.sent(entry.program), lower.sent(spread.local)
         lines.append(f"sent by a rank   {lower.sent_text(all_)}")
         again = {axes: n - once.get(axes, 0.0) for axes, n in all_.items() if n > once.get(axes, 0.0)}

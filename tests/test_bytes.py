@@ -33,6 +33,13 @@ def test_a_layer_of_megatron_sends_four_all_reduces(ranks):
     assert four <= table.llama_bytes(ranks, length, width) <= four + norms
 
 
+def test_sums_travel_as_they_are_computed():
+    """In bf16 a layer sends about half of what it sends in fp32; with wide sums more."""
+    four = 4 * 2 * 3 / 4 * table.B * 128 * 128 * 2
+    sent = {sums: table.llama_bytes(4, 128, 128, "bf16", sums) for sums in ("as computed", "fp32")}
+    assert four <= sent["as computed"] <= 1.1 * four < sent["fp32"]
+
+
 @pytest.mark.parametrize("ratio", [1, 4])
 def test_two_dims_against_one(ratio):
     e, tokens = ratio * table.H, table.B * table.S

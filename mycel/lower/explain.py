@@ -36,6 +36,13 @@ def sent_text(found: Mapping[Axes, float]) -> str:
     return ", ".join(f"{'.'.join(axes)} {_bytes(n)}" for axes, n in found.items()) or "nothing"
 
 
+def proved(gap: float) -> str:
+    """What is known of layouts that may be so far above the cheapest ones."""
+    if gap == 0:
+        return "at the least cost"
+    return f"at most {100 * gap:.2g} % above the least cost" if gap < 1 else "not proved to be the cheapest"
+
+
 def explain(found: Distributed) -> str:
     """All blocks, inner ones first."""
     often = runs(found.whole)

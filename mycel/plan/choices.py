@@ -70,6 +70,7 @@ class Options:
         large = [[k for k in dim if self.fit.sizes[k] > 1] for dim in dims] if self.fit is not None else []
         self.minor = {k for dim in large for k in dim[1:]}  # letters that are not the slowest of every dim they are part of
         self.joined = {k for dim in large if len(dim) > 1 for k in dim}  # part of a dim of several letters
+        self._places: dict[Label, tuple[dict[int, int], dict[int, int]]] = {}
         self._at: dict[str, tuple[dict[int, int], dict[int, int]]] = {}  # letters -> the dims they are, by operand and by result
         if self.fit is not None:
             for side, items in enumerate((self.fit.ins, self.fit.outs)):
@@ -172,13 +173,18 @@ class Options:
         expand = any(self.needs_expansion(letters, k) for k in letters)
         return Choice(tuple(ins), tuple(outs), dict(letters), expand, dict(flows))
 
-    def places(self, label: Label, axis: str) -> tuple[dict[int, int], dict[int, int]]:
+    def places(self, label: Label) -> tuple[dict[int, int], dict[int, int]]:
         """Where the axis of a label lies, by operand and by result: a dim, or what is owed; where it is whole nothing is said."""
+        if label not in self._places:
+            self._places[label] = self._placed(label)
+        return self._places[label]
+
+    def _placed(self, label: Label) -> tuple[dict[int, int], dict[int, int]]:
         if label.group:
             return dict.fromkeys(label.group, OWED["+"]), dict.fromkeys(range(len(self.outputs)), OWED["+"])
         ins: dict[int, int] = {}
         outs: dict[int, int] = {}
-        letters = dict.fromkeys(label.letter.split(), (axis,))
+        letters = dict.fromkeys(label.letter.split(), ("",))
         for letter in letters:
             ins.update(self._at[letter][0])
             outs.update(self._at[letter][1])

@@ -227,22 +227,22 @@ class Predicted:
 
     peak, held   bytes: of the whole step, and of what is there between steps; `at` is the line of the peak
     seconds      of one step; `parts`: of each stream, in all and exposed; `assumed`: what they rest on
-    exact        no layouts cost less
+    gap          how far the layouts may be above the cheapest, as a share of their seconds; 0: none cost less
     """
 
     peak: int
     held: int
     at: str = ""
     budget: int | None = None
-    exact: bool = True
+    gap: float = 0.0
     seconds: float = 0.0
     parts: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     assumed: tuple[str, ...] = ()
 
     @staticmethod
-    def of(times: Times, budget: int | None, exact: bool) -> Predicted:
+    def of(times: Times, budget: int | None, gap: float) -> Predicted:
         parts = {name: (part.total, part.exposed) for name, part in times.parts.items()}
-        return Predicted(times.peak[DEVICE], times.held, times.at, budget, exact, times.seconds, parts, times.assumed)
+        return Predicted(times.peak[DEVICE], times.held, times.at, budget, gap, times.seconds, parts, times.assumed)
 
     def __str__(self) -> str:
         """The seconds and their parts."""

@@ -8,7 +8,7 @@ edges   from what makes a value to each that uses it, through calls, branches an
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,12 +36,18 @@ class Graph:
     runs: dict[str, int] = field(default_factory=dict)
     options: dict[Node, Options] = field(default_factory=dict)
     eqns: dict[Node, Eqn] = field(default_factory=dict)
-    parts: dict[tuple[str, int], list[frozenset[str]]] = field(default_factory=dict)  # letters of an equation that lie independently of the others
+    parts: dict[tuple[str, int], list[frozenset[str]]] = field(
+        default_factory=dict
+    )  # letters of an equation that lie independently of the others
     ports: dict[Node, Type] = field(default_factory=dict)
-    edges: Counter[tuple[Source, Node, int, int]] = field(default_factory=Counter)  # (from, to, operand, rows cut off) -> how often
+    edges: Counter[tuple[Source, Node, int, int]] = field(
+        default_factory=Counter
+    )  # (from, to, operand, rows cut off) -> how often
     alias: dict[Node, Node] = field(default_factory=dict)
     made: dict[str, dict[Var, Source]] = field(default_factory=dict)
-    own: dict[Node, frozenset[str]] = field(default_factory=dict)  # axes along which values are a rank's own: inside manual regions
+    own: dict[Node, frozenset[str]] = field(
+        default_factory=dict
+    )  # axes along which values are a rank's own: inside manual regions
 
     def __post_init__(self) -> None:
         names = order(self.program)
@@ -49,7 +55,9 @@ class Graph:
         for _, eqn in walk(self.program):  # branches take the same operands, and a loop's test what its body takes
             if eqn.op in (cond, loop):
                 first, second = (eqn.params[k] for k in (("then", "orelse") if eqn.op is cond else ("body", "test")))
-                self.alias.update((("in", second, i), ("in", first, i)) for i in range(len(self.program.blocks[second].inputs)))
+                self.alias.update(
+                    (("in", second, i), ("in", first, i)) for i in range(len(self.program.blocks[second].inputs))
+                )
         for name in names:  # inner blocks first: what they make is known when they are called
             self._ports(name)
             self._block(name, self.program.blocks[name])
@@ -62,10 +70,20 @@ class Graph:
         for source, node, operand, cut in self.edges:
             users.setdefault(source, []).append((node, operand, cut))
         for source, found in users.items():
-            if len(found) < 2 or source.rows or any(cut for _, _, cut in found) or source.node == ("whole",) or self.own.get(source.node):
+            if (
+                len(found) < 2
+                or source.rows
+                or any(cut for _, _, cut in found)
+                or source.node == ("whole",)
+                or self.own.get(source.node)
+            ):
                 continue
             hub: Node = ("hub", source.node, source.output)
-            self.ports[hub] = self.ports[source.node] if source.node in self.ports else self.options[source.node].outputs[source.output]
+            self.ports[hub] = (
+                self.ports[source.node]
+                if source.node in self.ports
+                else self.options[source.node].outputs[source.output]
+            )
             often = [self.edges.pop((source, *use)) for use in found]
             self.edges[source, hub, 0, 0] = max(often)
             for use, times in zip(found, often, strict=True):
@@ -88,21 +106,23 @@ class Graph:
                 continue
             options = Options.of(eqn)
             parts = self.parts[name, i] = independent(options)
+            part_of = {letter: p for p, own in enumerate(parts) for letter in own}
             for p in range(len(parts)):
                 self.options["eqn", name, i, p], self.eqns["eqn", name, i, p] = options, eqn
             for k, x in enumerate(eqn.inputs):
                 if isinstance(x, Var):
-                    self.edges[made[x], ("eqn", name, i, self._part_of(options, parts, k)), k, 0] += often
+                    self.edges[
+                        made[x], ("eqn", name, i, _first_part(options.fit and options.fit.ins, k, part_of)), k, 0
+                    ] += often
             for j, v in enumerate(eqn.outputs):
-                made[v] = Source(("eqn", name, i, self._part_of(options, parts, len(eqn.inputs) + j)), j)
+                made[v] = Source(("eqn", name, i, _first_part(options.fit and options.fit.outs, j, part_of)), j)
 
-    def _part_of(self, options: Options, parts: list[frozenset[str]], k: int) -> int:
-        """Which of an equation's independent parts an operand, or behind them a result, belongs to."""
-        if options.fit is None or len(parts) == 1:
-            return 0
-        items = (*options.fit.ins, *(None,) * (len(options.inputs) - len(options.fit.ins)), *options.fit.outs)
-        letters = {letter for dim in (items[k] or ()) for letter in dim}
-        return next((p for p, own in enumerate(parts) if letters & own), 0)
+    def first_part(self, node: Node, j: int) -> int:
+        """Which of the independent parts of a node's equation makes its result j."""
+        fit = self.options[node].fit
+        return _first_part(
+            fit and fit.outs, j, {letter: p for p, own in enumerate(self.parts[node[1], node[2]]) for letter in own}
+        )
 
     def source(self, block: str, x: Atom) -> Source | None:
         return self.made[block].get(x) if isinstance(x, Var) else None
@@ -144,7 +164,9 @@ class Graph:
         if found is not None:
             self.edges[found, node, 0, 0] += often
 
-    def _pass(self, inputs: Sequence[Atom], made: dict[Var, Source], block: str, often: int, start: int = 0, rows: int = 0) -> None:
+    def _pass(
+        self, inputs: Sequence[Atom], made: dict[Var, Source], block: str, often: int, start: int = 0, rows: int = 0
+    ) -> None:
         for k, x in enumerate(inputs):
             if isinstance(x, Var):
                 self.edges[made[x], self.port(block, start + k), 0, rows] += often
@@ -163,13 +185,19 @@ def independent(options: Options) -> list[frozenset[str]]:
         return [frozenset()]
     if any(key != "*" for key in options.op.parts):
         return [frozenset(options.fit.sizes)]
-    groups: list[set[str]] = []
+    group: dict[str, set[str]] = {}
     for item in (*options.fit.ins, *options.fit.outs):
         letters = {letter for dim in item or () for letter in dim}
-        if letters:
-            touching = [g for g in groups if g & letters]
-            groups = [g for g in groups if not g & letters] + [letters.union(*touching)]
-    return [frozenset(g) for g in groups] or [frozenset()]
+        touching = {id(group[k]): group[k] for k in letters if k in group}
+        together = set[str]().union(letters, *touching.values())
+        group.update(dict.fromkeys(together, together))
+    return [frozenset(g) for g in {id(g): g for g in group.values()}.values()] or [frozenset()]
+
+
+def _first_part(items: Sequence[Any] | None, k: int, part_of: Mapping[str, int]) -> int:
+    """Which of an equation's independent parts an operand or a result belongs to."""
+    item = items[k] if items is not None and k < len(items) else None
+    return min((part_of[letter] for dim in item or () for letter in dim), default=0)
 
 
 def origin(source: Source) -> Node:

@@ -2,16 +2,29 @@
 
     min over x, y, z of  a[x] + b[y] + c[x, y] + d[y, z]
 
-Variables are eliminated one after another, those with the smallest resulting table first:  e[y] = min over x of (a[x] + c[x, y]).  This is exact.
-Where the table would become too large, the variable with the most neighbours is fixed first, to the value that looks best with each neighbour at its
-best: then the answer is only good, and is improved: neighbourhoods are solved anew, all else as it is, until nothing helps.
+*Elimination.*  Variables go one after another, those with the smallest resulting table first:
+e[y] = min over x of (a[x] + c[x, y]).  This is exact.
+
+*Search* (`Sum.least`).  A variable whose table would be too large goes from groups of its tables, each by itself
+(mini-buckets): the result is a bound on the sum.  Values are then tried in the opposite order.  What is left of the
+bound once some variables have values is known from the same tables, so branches that cannot beat the best answer are
+left out.  If the search ends, nothing better is left.
+
+*Fixing* (`Sum.good`).  Where the search would take too long: the variable with the most neighbours is given the value
+that looks best with each neighbour at its best.  Then the answer is only good, and is improved: neighbourhoods are
+solved anew, all else as it is, until nothing helps.
+
+*Limit.*  With a weight for each value and a limit for their sum, a weight has a price p: the least of
+cost + p (weight - limit) is a bound for any p >= 0.  The price rises until the limit is kept; the search then uses the
+best price found, and ends at the best answer within the limit.
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Hashable, Mapping, Sequence
+import math
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,9 +32,26 @@ import numpy as np
 
 LARGEST = 1 << 16  # elements of a table
 BALL, BALLS = 40, 12  # variables that are improved together; how many such sets are tried
+VISITS = 5_000  # values tried in a search
+LIMITED = 100_000  # values tried in a search within a limit
+PRICES = 24  # of a weight, tried one after another
+CLOSE = 1e-12  # what two sums may differ by and count as equal
 
 Name = Hashable
 Table = np.ndarray[Any, np.dtype[np.float64]]
+
+
+@dataclass(frozen=True)
+class Least:
+    """A value for each variable, the sum they make, and what no choice goes below."""
+
+    chosen: dict[Name, int]
+    value: float
+    bound: float
+
+    @property
+    def exact(self) -> bool:
+        return self.value <= self.bound + CLOSE * abs(self.bound)
 
 
 @dataclass
@@ -30,27 +60,82 @@ class Sum:
 
     sizes: dict[Name, int] = field(default_factory=dict)
     tables: list[tuple[tuple[Name, ...], Table]] = field(default_factory=list)
+    weights: dict[Name, Table] = field(default_factory=dict)  # of the values of some variables, for a limit
 
     def add(self, names: Sequence[Name], table: Any) -> None:
         self.tables.append((tuple(names), np.asarray(table, np.float64)))
 
-    def value(self, chosen: dict[Name, int]) -> float:
-        return float(sum(t[tuple(chosen[n] for n in names)] for names, t in self.tables))
+    def value(self, chosen: Mapping[Name, int]) -> float:
+        return total(self.tables, chosen)
 
-    def least(self) -> tuple[dict[Name, int], bool]:
-        """(a value for each variable, whether it is sure to be the best)"""
-        state = _Elimination(self)
-        exact = state.run()
-        chosen = state.back()
-        if not exact:
-            by: dict[Name, list[tuple[tuple[Name, ...], Table]]] = {n: [] for n in self.sizes}
-            for names, t in self.tables:
-                for n in names:
-                    by[n].append((names, t))
+    def least(self, limit: float | None = None) -> Least:
+        """The least sum; with a limit: of choices whose weights come to no more."""
+        if limit is None or not self.weights:
+            return self._least(self.tables)
+        return self._limited(limit)
+
+    def good(self) -> dict[Name, int]:
+        """A choice with a small sum, soon found where the search for the least would take too long."""
+        elimination = Elimination(self.sizes, self.tables)
+        elimination.run(fixing=True)
+        chosen: dict[Name, int] = {}
+        elimination.follow(chosen)
+        if elimination.fixed:
+            by = by_variable(self.sizes, self.tables)
             while self._improve_balls(chosen, by):
                 pass
             self._improve(chosen, by)
-        return chosen, exact
+        return chosen
+
+    def _least(self, tables: Sequence[tuple[tuple[Name, ...], Table]]) -> Least:
+        elimination = Elimination(self.sizes, merged(tables))
+        elimination.run()
+        answer = elimination.search()
+        if not answer.chosen:
+            return answer
+        if not answer.exact:
+            self._improve(answer.chosen, by_variable(self.sizes, tables))
+        value = total(tables, answer.chosen)
+        return Least(answer.chosen, value, value if answer.exact else min(answer.bound, value))
+
+    def _limited(self, limit: float) -> Least:
+        def priced(price: float) -> tuple[Least, float, float]:
+            tables = [*self.tables, *(((n,), price * w) for n, w in self.weights.items())]
+            answer = self._least(tables)
+            weight = float(sum(w[answer.chosen[n]] for n, w in self.weights.items()))
+            return answer, weight, answer.bound - price * limit
+
+        answer, weight, bound = priced(0.0)
+        if weight <= limit:
+            return answer
+        lightest = sum(float(w.min()) for w in self.weights.values())
+        if lightest > limit:
+            return Least({}, math.inf, math.inf)
+        low, high, price = 0.0, math.inf, max(answer.value, 1e-12) / (weight - lightest)
+        best, value, dearest = dict[Name, int](), math.inf, 0.0
+        for _ in range(PRICES):
+            answer, weight, at_price = priced(price)
+            if at_price > bound:
+                bound, dearest = at_price, price
+            if weight <= limit:
+                high = price
+                if self.value(answer.chosen) < value:
+                    best, value = answer.chosen, self.value(answer.chosen)
+            else:
+                low = price
+            if best and value - bound <= CLOSE * abs(value):
+                return Least(best, value, value)
+            price = 4 * price if high == math.inf else (low + high) / 2
+        if not best:
+            best = {n: int(np.argmin(self.weights[n])) if n in self.weights else 0 for n in self.sizes}
+            value = self.value(best)
+        tables = [*self.tables, *(((n,), dearest * w) for n, w in self.weights.items())]
+        search = Elimination(self.sizes, merged(tables), self.weights)
+        search.run()
+        answer = search.search(LIMITED, value, (self.weights, limit, dearest))
+        if answer.value < value:
+            best, value = answer.chosen, self.value(answer.chosen)
+        return Least(best, value, value if answer.exact else max(bound, search.bound - dearest * limit))
 
     def _improve_balls(self, chosen: dict[Name, int], by: Mapping[Name, list[tuple[tuple[Name, ...], Table]]]) -> bool:
         """Neighbourhoods of variables, each solved anew; whether that helped."""
@@ -67,10 +152,12 @@ class Sum:
             for names, t in (x for n in ball for x in by[n]):
                 if id(t) not in seen:
                     seen.add(id(t))
-                    part.add([n for n in names if n in ball], t[tuple(slice(None) if n in ball else chosen[n] for n in names)])
-            state = _Elimination(part)
-            state.run()
-            new = state.back()
+                    at = tuple(slice(None) if n in ball else chosen[n] for n in names)
+                    part.add([n for n in names if n in ball], t[at])
+            elimination = Elimination(part.sizes, part.tables)
+            elimination.run(fixing=True)
+            new: dict[Name, int] = {}
+            elimination.follow(new)
             if part.value(new) < part.value({n: chosen[n] for n in ball}) * (1 - 1e-9) - 1e-15:
                 chosen.update(new)
                 helped = True
@@ -90,82 +177,118 @@ class Sum:
                 todo += [m for names, _ in by[n] for m in names if m != n and m not in todo]
 
 
-class _Elimination:
-    def __init__(self, problem: Sum) -> None:
-        self.sizes = problem.sizes
-        self.tables: dict[int, tuple[tuple[Name, ...], Table]] = {}
-        self.of: dict[Name, set[int]] = {n: set() for n in problem.sizes}
-        self.done: list[tuple[Name, tuple[Name, ...], Table]] = []  # a variable, what it depends on, its costs (last dim the variable)
-        self.next = 0
-        for names, t in problem.tables:
-            self.put(names, t)
+@dataclass(frozen=True)
+class Group:
+    """Tables of one variable that were added up: the sum over (`others`, the variable), and its least over the variable."""
 
-    def put(self, names: tuple[Name, ...], table: Table) -> None:
-        free = [i for i, n in enumerate(names) if self.sizes[n] > 1]  # where there is no choice there is nothing to decide
+    others: tuple[Name, ...]
+    total: Table
+    least: Table
+
+
+class Elimination:
+    """All variables of a sum, one after another."""
+
+    def __init__(
+        self, sizes: Mapping[Name, int], tables: Sequence[tuple[tuple[Name, ...], Table]], late: Collection[Name] = ()
+    ) -> None:
+        """`late`: variables that go after all others."""
+        self.sizes = sizes
+        self.tables: dict[int, tuple[tuple[Name, ...], Table]] = {}
+        self.of: dict[Name, set[int]] = {n: set() for n in sizes}
+        self.buckets: list[tuple[Name, list[Group]]] = []
+        self.bound = 0.0
+        self.next = 0
+        for names, t in tables:
+            self._put(names, t)
+        self.late = frozenset(late)
+        self.fixed = False  # has a variable got a value that may not be the best?
+
+    def _put(self, names: tuple[Name, ...], table: Table) -> None:
+        free = [
+            i for i, n in enumerate(names) if self.sizes[n] > 1
+        ]  # where there is no choice there is nothing to decide
         if len(free) < len(names):
             names, table = tuple(names[i] for i in free), table.reshape([table.shape[i] for i in free])
-        if names:
-            self.tables[self.next] = (names, table)
-            for n in names:
-                self.of[n].add(self.next)
-            self.next += 1
+        if not names:
+            self.bound += float(table)
+            return
+        self.tables[self.next] = (names, table)
+        for n in names:
+            self.of[n].add(self.next)
+        self.next += 1
 
-    def take(self, name: Name) -> list[tuple[tuple[Name, ...], Table]]:
+    def _take(self, name: Name) -> list[tuple[tuple[Name, ...], Table]]:
         """The tables over a variable, removed."""
-        found = []
+        taken = []
         for key in sorted(self.of[name]):
             names, t = self.tables.pop(key)
             for n in names:
                 self.of[n].discard(key)
-            found.append((names, t))
-        return found
+            taken.append((names, t))
+        return taken
 
-    def neighbours(self, name: Name) -> list[Name]:
+    def _neighbours(self, name: Name) -> list[Name]:
         return list(dict.fromkeys(n for key in sorted(self.of[name]) for n in self.tables[key][0] if n != name))
 
-    def size_without(self, name: Name) -> int:
+    def _size(self, name: Name) -> int:
+        """Elements of the table over a variable and its neighbours."""
         size = self.sizes[name]
-        for n in self.neighbours(name):
+        for n in self._neighbours(name):
             size *= self.sizes[n]
         return size
 
-    def run(self) -> bool:
-        exact = True
-        left = {n: self.size_without(n) for n in self.sizes}
+    def run(self, fixing: bool = False) -> None:
+        """Eliminate all variables; with `fixing`, where all tables would be too large, the one with the most neighbours
+        gets a value instead."""
+        sizes = {n: (n in self.late, self._size(n)) for n in self.sizes}
         count = itertools.count()
-        heap = [(size, next(count), n) for n, size in left.items()]
+        heap = [(key, next(count), n) for n, key in sizes.items()]
         heapq.heapify(heap)
-        while left:
-            size, _, name = heap[0]
-            if left.get(name) != size:  # it has changed since
-                heapq.heappop(heap)
+        while heap:
+            key, _, name = heapq.heappop(heap)
+            if sizes.get(name) != key:  # it has changed since
                 continue
-            touched = self.neighbours(name)
-            if left[name] <= LARGEST:
-                self.eliminate(name, touched)
+            if fixing and key[1] > LARGEST:
+                heapq.heappush(heap, (key, next(count), name))
+                name = max(sizes, key=lambda n: len(self._neighbours(n)))
+                touched = self._neighbours(name)
+                self._fix(name)
             else:
-                exact = False
-                name = max(left, key=lambda n: len(self.neighbours(n)))
-                touched = self.neighbours(name)
-                self.fix(name)
-            del left[name]
+                touched = self._neighbours(name)
+                self._eliminate(name)
+            del sizes[name]
             for n in touched:
-                if left[n] != (size := self.size_without(n)):
-                    left[n] = size
-                    heapq.heappush(heap, (size, next(count), n))
-        return exact
+                key = n in self.late, self._size(n)
+                if sizes[n] != key:
+                    sizes[n] = key
+                    heapq.heappush(heap, (key, next(count), n))
 
-    def eliminate(self, name: Name, others: list[Name]) -> None:
-        axes = (*others, name)
-        total = np.zeros([self.sizes[n] for n in axes])
-        for names, t in self.take(name):
-            total = total + _aligned(names, t, axes)
-        self.done.append((name, tuple(others), total))
-        self.put(tuple(others), total.min(-1))
+    def _eliminate(self, name: Name) -> None:
+        groups: list[tuple[dict[Name, None], list[tuple[tuple[Name, ...], Table]]]] = []
+        for names, t in sorted(self._take(name), key=lambda x: -x[1].size):
+            others = dict.fromkeys(n for n in names if n != name)
+            for scope, tables in groups:
+                if self.sizes[name] * math.prod(self.sizes[n] for n in {**scope, **others}) <= max(LARGEST, t.size):
+                    scope.update(others)
+                    tables.append((names, t))
+                    break
+            else:
+                groups.append((others, [(names, t)]))
+        done = []
+        for scope, tables in groups:
+            axes = (*scope, name)
+            total = np.zeros([self.sizes[n] for n in axes])
+            for names, t in tables:
+                total = total + _aligned(names, t, axes)
+            done.append(Group(tuple(scope), total, total.min(-1)))
+            self._put(tuple(scope), done[-1].least)
+        self.buckets.append((name, done))
 
-    def fix(self, name: Name) -> None:
+    def _fix(self, name: Name) -> None:
         """To the value that is best if each neighbour does its best for it."""
-        costs, rest = np.zeros(self.sizes[name]), self.take(name)
+        self.fixed = True
+        costs, rest = np.zeros(self.sizes[name]), self._take(name)
         for names, t in rest:
             own = t
             for i, n in enumerate(names):
@@ -175,15 +298,106 @@ class _Elimination:
                             own = own + self.tables[key][1].reshape([-1 if j == i else 1 for j in range(len(names))])
             costs = costs + own.min(tuple(i for i, n in enumerate(names) if n != name))
         best = int(np.argmin(costs))
-        self.done.append((name, (), np.where(np.arange(self.sizes[name]) == best, 0.0, np.inf)))
+        only = np.where(np.arange(self.sizes[name]) == best, 0.0, np.inf)
+        self.buckets.append((name, [Group((), only, np.zeros(()))]))
         for names, t in rest:
-            self.put(tuple(n for n in names if n != name), t[tuple(best if n == name else slice(None) for n in names)])
+            at = tuple(best if n == name else slice(None) for n in names)
+            self._put(tuple(n for n in names if n != name), t[at])
 
-    def back(self) -> dict[Name, int]:
+    def search(
+        self,
+        visits: int = VISITS,
+        best: float = math.inf,
+        limit: tuple[Mapping[Name, Table], float, float] | None = None,
+    ) -> Least:
+        """The best choice that so many tries find below `best`; no choice if there is none.  `limit`: weights, what they may come to, and their
+        price in the tables."""
+        order = self.buckets[::-1]
+        weights, most, price = limit or ({}, 0.0, 0.0)
+        last = max((i for i, (n, groups) in enumerate(order) if len(groups) > 1 or n in weights), default=-1)
+        rest = [0.0]  # the least that variables from each place on weigh
+        for name, _ in reversed(order):
+            rest.append(rest[-1] + (float(weights[name].min()) if name in weights else 0.0))
+        rest.reverse()
         chosen: dict[Name, int] = {}
-        for name, others, total in reversed(self.done):
-            chosen[name] = int(np.argmin(total[tuple(chosen[n] for n in others)]))
-        return chosen
+        kept: dict[Name, int] = {}
+        cutoff = best - CLOSE * abs(best) if best < math.inf else best
+        stack: list[
+            list[tuple[float, int, float]]
+        ] = []  # for each variable so far: what is left to try (bound, value, weight), the best last
+        bound, weight = self.bound - price * most, 0.0
+        while True:
+            if len(stack) > last:  # whatever is left follows
+                value = bound - price * (weight - most)
+                if value < best:
+                    best, cutoff, kept = (
+                        value,
+                        value - CLOSE * abs(value),
+                        {name: chosen[name] for name, _ in order[: last + 1]},
+                    )
+            else:
+                name, groups = order[len(stack)]
+                more, heavy = _more(groups, chosen), weights.get(name)
+                ways = [
+                    (bound + float(x), k, weight + (float(heavy[k]) if heavy is not None else 0.0))
+                    for k, x in enumerate(more)
+                ]
+                after = rest[len(stack) + 1]
+                stack.append(
+                    sorted((w for w in ways if w[0] < cutoff and (not weights or w[2] + after <= most)), reverse=True)
+                )
+            while stack and not (stack[-1] and stack[-1][-1][0] < cutoff and visits > 0):
+                stack.pop()
+            if not stack:
+                break
+            bound, k, weight = stack[-1].pop()
+            chosen[order[len(stack) - 1][0]] = k
+            visits -= 1
+        if kept or last < 0:
+            self.follow(kept)
+        return Least(kept, best, best if visits > 0 else self.bound - price * most)
+
+    def follow(self, chosen: dict[Name, int]) -> None:
+        """The best values of variables that were eliminated, given those of the ones left."""
+        for name, groups in reversed(self.buckets):
+            if name not in chosen:
+                chosen[name] = int(np.argmin(_more(groups, chosen)))
+
+
+def total(tables: Iterable[tuple[tuple[Name, ...], Table]], chosen: Mapping[Name, int]) -> float:
+    return float(sum(t[tuple([chosen[n] for n in names])] for names, t in tables))
+
+
+def by_variable(
+    names: Iterable[Name], tables: Sequence[tuple[tuple[Name, ...], Table]]
+) -> dict[Name, list[tuple[tuple[Name, ...], Table]]]:
+    by: dict[Name, list[tuple[tuple[Name, ...], Table]]] = {n: [] for n in names}
+    for scope, t in tables:
+        for n in scope:
+            by[n].append((scope, t))
+    return by
+
+
+def _more(groups: Sequence[Group], chosen: Mapping[Name, int]) -> Table:
+    """What each value of a variable adds to the bound, given those chosen before."""
+    more: Any = np.zeros(1)
+    for g in groups:
+        at = tuple(chosen[n] for n in g.others)
+        more = more + (g.total[at] - g.least[at] if np.isfinite(g.least[at]) else np.inf)
+    return np.asarray(more)
+
+
+def merged(tables: Sequence[tuple[tuple[Name, ...], Table]]) -> list[tuple[tuple[Name, ...], Table]]:
+    """Tables over the same variables added up."""
+    by: dict[frozenset[Name], tuple[tuple[Name, ...], Table]] = {}
+    for names, t in tables:
+        key = frozenset(names)
+        if key in by:
+            first, other = by[key]
+            t = other + t.transpose([names.index(n) for n in first])
+            names = first
+        by[key] = names, t
+    return list(by.values())
 
 
 def _aligned(names: tuple[Name, ...], table: Table, axes: tuple[Name, ...]) -> Table:

@@ -10,12 +10,32 @@ The solver (`layouts.py`) weighs its messages by it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 from mycel.ir import Eqn, Layout, Var
 from mycel.plan.choices import OWED, SAME, WHOLE, Label
 from mycel.plan.graph import Graph, Node, Source, origin
 
-HIDDEN, MEANT = 0.1, 10.0  # what counts of a message that goes on beside computing; of one that takes apart what the plan put together
+
+@dataclass(frozen=True)
+class Weights:
+    """What the solver makes of seconds.  All three are wishes that a plan says without words, not times; with (1, 1, 1) seconds alone decide.
+
+    share    of products.  Who gives a mesh wants the work divided among its ranks, also where a slow link would make it quicker for each to do all of
+             it.  So large that products are divided before anything is saved elsewhere: all messages of a step take less than 1e4 times its products.
+    hidden   of messages that run beside computing (`lower/overlap`): gathered parameters one layer ahead, gradients until their update.  What is left
+             of them on the clock is the part that computing does not cover; a tenth keeps the cheaper of two such messages the better one.
+    meant    of messages that take apart what the plan put together: a parameter given in parts is to be used in parts, though at large batches it
+             were quicker to gather it (that is ZeRO 3, and said by `zero: 3`).  Ten times: more than the ratio of any two ways to use it.
+    """
+
+    share: float = 1e4
+    hidden: float = 0.1
+    meant: float = 10.0
+
+
+PREFERRED = Weights()
+
 
 Given = Mapping[int, Layout]  # inputs of the entry; one that is not there is whole
 
@@ -30,19 +50,21 @@ def place(layout: Layout | None, axis: str) -> int:
     return next((OWED[kind] for a, kind in layout.owed if a == axis), WHOLE)
 
 
-def weights(g: Graph, given: Given, axis: str, derived: set[Source]) -> dict[tuple[Source, Node], float]:
+def weights(
+    g: Graph, given: Given, axis: str, derived: set[Source], by: Weights, wide: bool = False
+) -> dict[tuple[Source, Node], float]:
     """Messages that count less, since they go on beside computing: gathered parameters on their way to a layer, gradients to their update.  And
-    those that count more: inputs that were given in parts are meant to be used in parts, and what is widened is to be added up wide."""
+    those that count more: inputs that were given in parts are meant to be used in parts; with `wide`, what is widened is to be added up wide."""
     late = {node for node, eqn in g.eqns.items() if updates(eqn) or eqn.op.name == "global_norm"}
     meant = made_of(g, (i for i, layout in given.items() if place(layout, axis) >= 0)) - derived
     wanted = {source.node for source, node, _, _ in g.edges if source.node[0] == "hub" and node not in late}
     late |= {node for node in g.ports if node[0] == "hub" and node not in wanted}  # on its way to updates alone
     found = {}
     for source, node, _, _ in g.edges:
-        if source in meant or (node in g.eqns and _widens(g.eqns[node])):
-            found[source, node] = MEANT
+        if source in meant or (wide and node in g.eqns and _widens(g.eqns[node])):
+            found[source, node] = by.meant
         elif node in late or source in derived:
-            found[source, node] = HIDDEN
+            found[source, node] = by.hidden
     return found
 
 
@@ -74,7 +96,11 @@ def norm_labels(g: Graph, given: Given, axis: str) -> dict[Node, Label]:
         if node in g.eqns and updates(g.eqns[node]) and first[:2] == ("in", g.program.entry) and g.ports[first].ndim:
             where = place(given.get(first[2]), axis)
             state[node] = max(state.get(node, WHOLE), where)
-    lies = {source: state[node] for source, node, _, _ in g.edges if node in state and origin(source)[:2] != ("in", g.program.entry)}
+    lies = {
+        source: state[node]
+        for source, node, _, _ in g.edges
+        if node in state and origin(source)[:2] != ("in", g.program.entry)
+    }
     found = {}
     for source, node, operand, _ in g.edges:
         if node in g.eqns and g.eqns[node].op.name == "global_norm" and source in lies:

@@ -8,6 +8,7 @@
     activations:                       # values of the program by the name the code gives them
       hidden_states: [dp, tp, -]
     zero: 3 over dp                    # optimiser state (1), gradients (2), parameters (3) split over axes
+    sums: fp32                         # partial sums travel in 32 bits; as computed (default): in the precision of the product that leaves them
     recompute: full                    # in backward: all that can be; none; auto (default): what the memory budget asks for, at least cost
 
 Everything else is decided for a program (`decided`: layouts, residuals, by name; see decided.py) and what that comes to
@@ -37,8 +38,9 @@ from mycel.sizes import shown
 _Dumper: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)  # the C ones are ten times as fast
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 READY = Path(__file__).parent.parent / "plans"
-KEYS = ("mesh", "parameters", "batch", "activations", "zero", "recompute", "loose", "decided", "predicted")
+KEYS = ("mesh", "parameters", "batch", "activations", "zero", "sums", "recompute", "loose", "decided", "predicted")
 RECOMPUTE = ("auto", "full", "none")
+SUMS = ("as computed", "fp32")
 _ZERO = re.compile(r"\s*([0-3])\s*(?:over\s+([\w. ,]+))?\s*")
 
 
@@ -57,6 +59,7 @@ class Plan:
     loose: bool = False
     decided: Decided | None = None
     predicted: Predicted | None = None
+    sums: str = "as computed"
 
     def __post_init__(self) -> None:
         for name, entry in self.parameters.items():
@@ -72,6 +75,8 @@ class Plan:
         read_layout([list(self.over)], self.mesh, "zero")
         if self.recompute not in RECOMPUTE:
             raise PlanError(f"recompute: {self.recompute!r}\n  known     {', '.join(RECOMPUTE)}")
+        if self.sums not in SUMS:
+            raise PlanError(f"sums: {self.sums!r}\n  known     {', '.join(SUMS)}")
 
     # -- reading and writing -----------------------------------------------------------------------------------------
 
@@ -115,6 +120,7 @@ class Plan:
         found = Plan(
             own, dict(data.get("parameters") or {}), data.get("batch") or (), dict(data.get("activations") or {}),
             int(zero[1]), over, str(data.get("recompute") or "auto"), bool(data.get("loose")), decided, predicted,
+            str(data.get("sums") or "as computed"),
         )  # fmt: skip
         return found._on(mesh, where)
 
@@ -137,6 +143,7 @@ class Plan:
             found["batch"] = {k: _plain(v) for k, v in self.batch.items()} if isinstance(self.batch, Mapping) else _plain(self.batch)
         found |= {"activations": {k: _plain(v) for k, v in self.activations.items()}} if self.activations else {}
         found |= {"zero": f"{self.zero} over {'.'.join(self.over)}"} if self.zero else {}
+        found |= {"sums": self.sums} if self.sums != "as computed" else {}
         found |= {"recompute": self.recompute} if self.recompute != "auto" else {}
         found |= {"loose": True} if self.loose else {}
         found |= {"decided": self.decided.data()} if self.decided is not None else {}

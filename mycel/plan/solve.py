@@ -8,25 +8,37 @@ from dataclasses import dataclass
 from mycel.ir import Layout, Program
 from mycel.plan.choices import Layouts
 from mycel.plan.cost import Costs
+from mycel.plan.domains import Price
 from mycel.plan.graph import Graph
-from mycel.plan.layouts import Price, Solver
+from mycel.plan.layouts import Solver
 from mycel.plan.links import Links
+from mycel.plan.moves import Moves
 from mycel.plan.record import Plan
 
 
 @dataclass(frozen=True)
 class Solved:
-    """Layouts of all blocks; `exact`: none cost less."""
+    """Layouts of all blocks; `gap`: how far they may be above the cheapest, as a share of their seconds; 0: none cost less."""
 
     layouts: Layouts
-    exact: bool
+    gap: float
 
 
-def solve(whole: Program, plan: Plan, inputs: Mapping[int, Layout], gathered: frozenset[int], costs: Costs, links: Links, price: Price) -> Solved:
+def solve(
+    whole: Program,
+    plan: Plan,
+    inputs: Mapping[int, Layout],
+    gathered: frozenset[int],
+    costs: Costs,
+    links: Links,
+    price: Price,
+) -> Solved:
     """`inputs`: layouts of inputs of the entry; `gathered`: those that are used whole along ZeRO's axes; `price`: of messages inside an operator."""
     along = dict.fromkeys(plan.over, gathered) if plan.zero == 3 else {}
     reduced = frozenset(plan.over) if plan.zero >= 2 else frozenset()
-    first = [a for a in plan.batch_axes() if a in plan.mesh]  # activations are split by these anyway: what others split of a dim lies inside
+    first = [
+        a for a in plan.batch_axes() if a in plan.mesh
+    ]  # activations are split by these anyway: what others split of a dim lies inside
     order = [*first, *(a for a in plan.mesh.axes if a not in first)]
-    solver = Solver(Graph(whole), links, costs, price, inputs, along, reduced, order)
-    return Solved(solver.solve(), solver.exact)
+    solver = Solver(Graph(whole), Moves(links), costs, price, inputs, along, reduced, order, wide=plan.sums == "fp32")
+    return Solved(solver.solve(), solver.gap)
