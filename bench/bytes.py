@@ -1,8 +1,10 @@
-"""Bytes on the wire, counted in lowered programs, beside the formulas of the textbooks.  No process is started: it is a query on programs.
+"""Bytes on the wire, counted in lowered programs, beside the formulas of the textbooks.  No process is started: it is a
+query on programs.
 
     python bench/bytes.py
 
-What a layer sends is the difference between a model of three layers and one of two: ends of the model do not count.  b, s, h, e are batch, length,
+What a layer sends is the difference between a model of three layers and one of two: ends of the model do not count.  b,
+s, h, e are batch, length,
 width and inner width; P is what a layer's parameters take, N, x, y are ranks.
 """
 
@@ -63,23 +65,34 @@ def forward_bytes(mesh: Mesh, inner: int, up: list[str], down: list[str], featur
         model = Layers(count, H, inner)
         x = torch.randn(B, S, H)
         program = mycel.capture(
-            lambda x, *ws, n=count: _layers(x, ws, n), x, *(p.detach() for p in [*model.up.parameters(), *model.down.parameters()])
+            lambda x, *ws, n=count: _layers(x, ws, n),
+            x,
+            *(p.detach() for p in [*model.up.parameters(), *model.down.parameters()]),
         )
         given = {0: Layout(((), (), (feature,) if feature else ()))}
         for i, v in enumerate(program.inputs[1:], 1):
-            given[i] = Layout(tuple(tuple(a for a in (d,) if a) for d in (up if v.shape == (inner, H) and i <= count else down)))
+            given[i] = Layout(
+                tuple(tuple(a for a in (d,) if a) for d in (up if v.shape == (inner, H) and i <= count else down))
+            )
         found = spread(program, Plan(mesh), given)
         sent.append(total(found))
     return sent[1] - sent[0]
 
 
 def llama_bytes(ranks: int, length: int, width: int, precision: str = "fp32", sums: str = "as computed") -> float:
-    """What a layer of a Llama sends in a training step under Megatron's plan; gradients of its norms are small beside."""
+    """What a layer of a Llama sends in a training step under Megatron's plan; gradients of its norms are small
+    beside."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sent = []
     for count in (2, 3):
-        config = LlamaConfig(hidden_size=width, intermediate_size=3 * width, num_hidden_layers=count, num_attention_heads=4, vocab_size=256)
+        config = LlamaConfig(
+            hidden_size=width,
+            intermediate_size=3 * width,
+            num_hidden_layers=count,
+            num_attention_heads=4,
+            vocab_size=256,
+        )
         ids = torch.randint(0, 256, (B, length))
         one = OneDevice.of(LlamaForCausalLM(config), {"input_ids": ids, "labels": ids}, precision=precision)
         sent.append(total(one.under(replace(Plan.read("tp", Mesh(tp=ranks)), sums=sums), KNOWN["H100"], compiled=True)))
@@ -106,7 +119,11 @@ def main() -> None:
         row(f"zero3 {n}: 3(N-1)/N P, 1.5x of dp", step_bytes("zero3", n), 3 * ring)
     for n in (2, 4):
         length, width = 128, 128
-        row(f"Llama, tp {n}: 4 all-reduces of bsh", llama_bytes(n, length, width), 4 * 2 * (n - 1) / n * B * length * width * 4)
+        row(
+            f"Llama, tp {n}: 4 all-reduces of bsh",
+            llama_bytes(n, length, width),
+            4 * 2 * (n - 1) / n * B * length * width * 4,
+        )
         half = 4 * 2 * (n - 1) / n * B * length * width * 2
         for sums in ("as computed", "fp32"):
             row(f"Llama in bf16, tp {n}, sums: {sums}", llama_bytes(n, length, width, "bf16", sums), half)
@@ -114,7 +131,10 @@ def main() -> None:
     for ratio in (1, 8 / 3, 4):
         e = round(ratio * H)
         for p in (4, 8, 16, 32):
-            x, y = min(((p // y, y) for y in (2, 4, 8, 16) if p % y == 0 and p > y), key=lambda xy: e * (xy[1] - 1) + H * (xy[0] - 1))
+            x, y = min(
+                ((p // y, y) for y in (2, 4, 8, 16) if p % y == 0 and p > y),
+                key=lambda xy: e * (xy[1] - 1) + H * (xy[0] - 1),
+            )
             flat = forward_bytes(Mesh(tp=p), e, ["tp", ""], ["", "tp"], "")
             row(f"1-D tp {p}, e = {ratio:.3g}h: 2(P-1)bsh/P", flat, 2 * (p - 1) / p * B * S * H * 4)
             square = forward_bytes(Mesh(tx=x, ty=y), e, ["tx", "ty"], ["ty", "tx"], "ty")

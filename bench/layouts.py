@@ -1,8 +1,10 @@
-"""Layouts of random small programs against all layouts there are: meshes of one to three axes, with and without a limit of memory.
+"""Layouts of random small programs against all layouts there are: meshes of one to three axes, with and without a limit
+of memory.
 
     python bench/layouts.py [programs] [combinations]
 
-Each program with its mesh and given layouts is solved twice; both times the answer must be the least of all combinations, and the bound no more.
+Each program with its mesh and given layouts is solved twice; both times the answer must be the least of all
+combinations, and the bound no more.
 """
 
 from __future__ import annotations
@@ -29,7 +31,10 @@ def main() -> None:
         axes[len(case.mesh.axes)] += 2
         if k % 100 == 0 or k == programs:
             print(
-                f"{2 * k} solved, all of them the least; axes {dict(sorted(axes.items()))}   {time.perf_counter() - start:.0f} s",
+                (
+                    f"{2 * k} solved, all of them the least; axes {dict(sorted(axes.items()))}   "
+                    f"{time.perf_counter() - start:.0f} s"
+                ),
                 flush=True,
             )
 

@@ -23,7 +23,6 @@ def say(title: str, text: object = "") -> None:
 
 
 # 1. Ordinary PyTorch.  Nothing here knows Mycel.
-# ------------------------------------------------------------------------
 
 
 class Block(nn.Module):
@@ -62,7 +61,6 @@ ids = torch.randint(0, 100, (2, 16))
 
 
 # 2. Capture: the code runs once, on tensors without data, and what it did is a program.
-# -------------------------------------
 
 program = mycel.capture(model, ids)
 say("captured: the layer is one block, called three times; each line shows where it comes from", program)
@@ -71,7 +69,6 @@ assert [v.name for v in program.inputs].count("embed.weight") == 1
 
 
 # 3. A program is data.  It prints, parses back, saves, loads; it can be asked things.
-# -------------------------------------------
 
 assert mycel.Program.parse(str(program)) == program
 with tempfile.TemporaryDirectory() as folder:
@@ -85,7 +82,6 @@ assert all(chain.defined < min(chain.uses, default=99) for chain in chains(layer
 
 
 # 4. An operator is one paragraph: kernel, shape and sharding rule, gradient, cost.
-# -----------------------------------------------
 
 linear = OPS["linear"]
 eqn = next(e for e in layer.eqns if e.op is linear)
@@ -95,7 +91,6 @@ assert cost.flops == 2 * (2 * 16) * 32 * 96
 
 
 # 5. Passes: Program -> Program.  The mask is gone; attention knows it is causal.
-# --------------------------------------------------
 
 fast = mycel.jit(model)
 say("simplified: no mask is built, attention is causal", fast.program(ids))
@@ -103,14 +98,12 @@ assert "causal=True" in str(fast.program(ids)) and "ge(" not in str(fast.program
 
 
 # 6. Code: readable Python, each value deleted after its last use.
-# ------------------------------------------------------------
 
 say("generated", fast.source(ids))
 torch.testing.assert_close(fast(ids), model(ids))
 
 
 # 7. The same program equation by equation; the model's weights are read anew at every call.
-# ---------------------------------------
 
 slow = mycel.jit(model, mode="eager")
 with torch.no_grad():
@@ -120,7 +113,6 @@ torch.testing.assert_close(slow(ids), model(ids))
 
 
 # 8. What cannot be captured is refused early, with the line and a way out.
-# -----------------------------------------------------
 
 
 def positive(x: torch.Tensor) -> torch.Tensor:
@@ -134,7 +126,6 @@ except mycel.CaptureError as error:
 
 
 # 9. Control flow on tensors becomes control flow of the program; its gradient is again Python with a loop in it.
-# ---------------------------
 
 
 def root(a: torch.Tensor) -> torch.Tensor:
@@ -153,7 +144,6 @@ torch.testing.assert_close(mycel.grad(slope)(two), -0.25 * two**-1.5)
 
 
 # 10. With respect to a module: a gradient for each parameter, by name; the repeated layer is differentiated once.
-# ---------------------------
 
 vg = mycel.value_and_grad(lambda ids: model(ids).square().mean(), wrt=model)
 value, grads = vg(ids)

@@ -232,7 +232,6 @@ def _parameter_inputs(c: Captured, module: torch.nn.Module) -> tuple[list[int | 
 
 
 # -- second derivatives
-# -----------------------------------------------------------------------------------------------------
 
 
 def _hessian(c: Captured, *, argnum: int) -> Captured:
@@ -315,7 +314,6 @@ def _pushforward(fn: Callable[..., Any], mode: str) -> Pushforward:
 
 
 # -- reverse mode, in two halves
-# ----------------------------------------------------------------------------------------
 
 
 class Pullback:

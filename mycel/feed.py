@@ -181,7 +181,6 @@ def padded(x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
 
 
 # -- a batch on the host, captured for a program on a device
-# -------------------------------------------------------------------
 
 
 def without_host_data(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> Arguments:

@@ -89,7 +89,6 @@ class ShardedModel:
         self.shapes, self.layouts, self.is_split = dict(shapes), dict(layouts), True
 
     # -- layouts of a step's inputs
-    # ------------------------------------------------------------------------------------------
 
     def given(self, unsharded: Joined) -> tuple[dict[int, Layout], frozenset[int]]:
         """Layouts of the step's inputs by position, those that are not whole; and the parameters that are gathered for
@@ -140,7 +139,6 @@ class ShardedModel:
         return Layout.whole(type.ndim)
 
     # -- what this rank holds
-    # ---------------------------------------------------------------------------------------------
 
     def split(self, device: torch.device) -> None:
         """Parameters become this rank's parts, once; `device` is where its ranks speak from."""
@@ -212,7 +210,6 @@ class ShardedModel:
         return run
 
     # -- what this rank takes of a batch
-    # ----------------------------------------------------------------------------------
 
     def feed(self, unsharded: Joined, sharded: Distributed) -> Feed:
         """How a step that lies as was found is fed on this rank."""

@@ -23,7 +23,8 @@ class Task:
     """A step to plan.
 
     program   global, forward to update; `body` is the block that holds forward and backward
-    inputs    layouts of inputs of the entry that are not whole, by position; `gathered`: those that ZeRO-3 gathers for each use
+    inputs    layouts of inputs of the entry that are not whole, by position; `gathered`: those that ZeRO-3 gathers for
+              each use
     """
 
     program: Program
@@ -36,7 +37,8 @@ class Task:
 
 
 def planned(task: Task, given: Plan) -> tuple[Plan, lower.Lowered]:
-    """The plan with everything decided, and the program it makes; a plan that is decided already is applied as it is."""
+    """The plan with everything decided, and the program it makes; a plan that is decided already is applied as it
+    is."""
     if given.decided is not None:
         return _applied(task, given)
     laid_out, spread = with_layouts(task, given)
@@ -76,7 +78,8 @@ def planned(task: Task, given: Plan) -> tuple[Plan, lower.Lowered]:
 
 
 def with_layouts(task: Task, given: Plan) -> tuple[Plan, lower.Distributed | None]:
-    """The plan with layouts decided, and the program spread over the ranks; on one device there is nothing to decide."""
+    """The plan with layouts decided, and the program spread over the ranks; on one device there is nothing to
+    decide."""
     nothing = Residuals(task.body, ())
     if given.mesh.world == 1:
         main = task.program.main
@@ -101,10 +104,16 @@ def _applied(task: Task, decided_plan: Plan) -> tuple[Plan, lower.Lowered]:
     assert decided is not None
     if decided.compiled != task.compiled:
         was, asked = ("compiled", "not") if decided.compiled else ("not compiled", "compiled")
-        raise PlanError(f"the plan was decided for a step that is {was}, this one is {asked}\n  try       compile={decided.compiled}, or plan.given")
+        raise PlanError(
+            f"the plan was decided for a step that is {was}, this one is {asked}\n"
+            f"  try       compile={decided.compiled}, or plan.given"
+        )
     budget = task.budget
     if budget is not None and decided_plan.predicted is not None and decided_plan.peak > budget:
-        raise PlanError(f"the plan needs {shown(decided_plan.peak)}, the budget is {shown(budget)}\n  try       plan.given, to decide anew")
+        raise PlanError(
+            f"the plan needs {shown(decided_plan.peak)}, the budget is {shown(budget)}\n"
+            "  try       plan.given, to decide anew"
+        )
     if decided_plan.mesh.world == 1:
         decided.refuse_other(task.program)
     done = lower.lowered(task.program, decided_plan)
@@ -113,5 +122,8 @@ def _applied(task: Task, decided_plan: Plan) -> tuple[Plan, lower.Lowered]:
         for i, (v, layout) in enumerate(zip(task.program.inputs, done.spread.inputs, strict=True)):
             wanted = (task.inputs or {}).get(i, Layout.whole(v.type.ndim))
             if layout != wanted:
-                raise PlanError(f"the plan gives {v.name} as {wanted}, and has decided {layout}\n  try       plan.given, to decide anew")
+                raise PlanError(
+                    f"the plan gives {v.name} as {wanted}, and has decided {layout}\n"
+                    "  try       plan.given, to decide anew"
+                )
     return decided_plan, done

@@ -3,7 +3,8 @@
     step = mycel.train_step(model, torch.optim.AdamW(model.parameters(), lr=3e-4), clip_norm=1.0)
     loss = step(**batch)
 
-`Step.compile` shows the way in one function: capture, a plain list of passes, a plan, lowering, code.  The model's own tensors and the
+`Step.compile` shows the way in one function: capture, a plain list of passes, a plan, lowering, code.  The model's own
+tensors and the
 optimiser's own state change in place.
 """
 
@@ -50,14 +51,21 @@ def train_step(
 ) -> Step:
     """A callable that takes one step on a batch and returns its loss.
 
-    mesh        the devices, e.g. mycel.Mesh(dp=2, tp=4); None: one.  Every rank holds its parts of the model, and calls the step
-                with the whole batch, of which it moves its part to its device, or `step.local(...)` with that part alone
-    plan        "auto", or how to spread the step: a mycel.Plan, a .yaml file, or names of ready plans such as "zero3+tp"
-    loss        None: the model returns the loss, or an object or dict with `loss`.  Otherwise loss(output, *rest): the model gets as many of the
-                positional arguments as it takes, the loss the last ones, as many as it asks for (all, if it takes *args)
-    precision   "fp32": as the model is written;  "bf16", "fp16": weights and their updates stay as they are, the computation is in 16 bits, sums
+    mesh        the devices, e.g. mycel.Mesh(dp=2, tp=4); None: one.  Every rank holds its parts of the model, and calls
+                the step
+                with the whole batch, of which it moves its part to its device, or `step.local(...)` with that part
+                alone
+    plan        "auto", or how to spread the step: a mycel.Plan, a .yaml file, or names of ready plans such as
+                "zero3+tp"
+    loss        None: the model returns the loss, or an object or dict with `loss`.  Otherwise loss(output, *rest): the
+                model gets as many of the
+                positional arguments as it takes, the loss the last ones, as many as it asks for (all, if it takes
+                *args)
+    precision   "fp32": as the model is written;  "bf16", "fp16": weights and their updates stay as they are, the
+                computation is in 16 bits, sums
                 in 32; fp16 scales the loss
-    accumulate  the batch is split into so many parts along its first dim; loss and gradient are those of the whole batch
+    accumulate  the batch is split into so many parts along its first dim; loss and gradient are those of the whole
+                batch
     clip_norm   gradients are scaled down to this global norm
     memory      the peak to stay below, in bytes or as "20GiB": what does not fit is computed again in backward
     compile     True, False, or "auto": where there is a GPU
@@ -66,7 +74,10 @@ def train_step(
     if not isinstance(model, torch.nn.Module):
         raise TrainError(f"train_step takes a torch.nn.Module, not {type(model).__name__}")
     if loss is not None and not callable(loss):
-        raise TrainError(f"loss={loss!r} is not a function\n  try       torch.nn.functional.cross_entropy, or None where the model returns its loss")
+        raise TrainError(
+            f"loss={loss!r} is not a function\n"
+            "  try       torch.nn.functional.cross_entropy, or None where the model returns its loss"
+        )
     optimizers.refuse_unsupported(optimizer)
     if not isinstance(precision, str) or precision not in PRECISIONS:
         raise TrainError(f"precision={precision!r}\n  known     {', '.join(PRECISIONS)}")
@@ -83,7 +94,8 @@ def train_step(
 
 
 def _written(mesh: Any, given: Any) -> plan.Plan | None:
-    """The plan for several ranks; None for one device.  With a mesh alone the batch is split over `dp`, or the first axis."""
+    """The plan for several ranks; None for one device.  With a mesh alone the batch is split over `dp`, or the first
+    axis."""
     if mesh is not None and not isinstance(mesh, Mesh):
         raise PlanError(f"mesh={mesh!r} is no mesh\n  try       mycel.Mesh(dp=2, tp=4)")
     if given is not None and not (isinstance(given, str) and given == "auto"):
@@ -152,7 +164,8 @@ class Step:
         self._counters: dict[str, torch.Tensor] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """One step on a batch; returns its loss, which stays on the device.  Only this rank's part of the batch is moved there."""
+        """One step on a batch; returns its loss, which stays on the device.  Only this rank's part of the batch is
+        moved there."""
         signature = optimizers.signature(self.optimizer)
         for i, entry in enumerate(self.entries):
             if entry.signature == signature:
@@ -168,7 +181,8 @@ class Step:
         return out
 
     def local(self, *args: Any, **kwargs: Any) -> Local:
-        """The step that is called with this rank's part alone, of batches like this one, which needs no data (device="meta"): of each
+        """The step that is called with this rank's part alone, of batches like this one, which needs no data
+        (device="meta"): of each
         tensor what `slices` says, or its `rows` where the plan splits nothing else."""
         return Local(self, args, kwargs)
 
@@ -177,7 +191,8 @@ class Step:
         return entry.signature == optimizers.signature(self.optimizer)
 
     def rows(self, size: int, name: str | None = None) -> range:
-        """Which rows of a batch of so many are this rank's; `name`: of which tensor, where the plan splits them differently."""
+        """Which rows of a batch of so many are this rank's; `name`: of which tensor, where the plan splits them
+        differently."""
         return range(size) if self.parts is None else self.parts.rows(size, name)
 
     def slices(self, name: str, shape: Sequence[int]) -> tuple[slice, ...]:
@@ -187,7 +202,9 @@ class Step:
     def prepare(self, *args: Any, **kwargs: Any) -> Step:
         """Compile for such a batch, without taking a step; tensors of its shapes need no data (device="meta")."""
         if TRACING:
-            raise TrainError("a train_step was called inside code that is being captured\n  try       call it from plain Python")
+            raise TrainError(
+                "a train_step was called inside code that is being captured\n  try       call it from plain Python"
+            )
         self.entries.insert(0, self.compile(args, kwargs))
         return self
 
@@ -222,7 +239,15 @@ class Step:
         """What there is to plan."""
         device = made.captured.device
         inputs, gathered = self.parts.given(made) if self.parts is not None else ({}, frozenset[int]())
-        return Task(made.program, made.body, plan.hardware_of(device), self.settings.compiles(device), inputs, gathered, self.settings.budget)
+        return Task(
+            made.program,
+            made.body,
+            plan.hardware_of(device),
+            self.settings.compiles(device),
+            inputs,
+            gathered,
+            self.settings.budget,
+        )
 
     def _given(self) -> plan.Plan:
         """The plan for the next signature of the batch: decisions hold for the first one."""
@@ -248,11 +273,19 @@ class Step:
         counting = None
         if s.accumulate > 1:
             if captured.effects:
-                raise TrainError("with accumulate the model keeps tensors in attributes\n  try       accumulate=1, or buffers that it updates")
+                raise TrainError(
+                    "with accumulate the model keeps tensors in attributes\n"
+                    "  try       accumulate=1, or buffers that it updates"
+                )
             split = batch.split(captured.leaves)
-            program, counting, unseen = transform.shares(program, self._prepared(whole), trained.values(), split, s.accumulate)
+            program, counting, unseen = transform.shares(
+                program, self._prepared(whole), trained.values(), split, s.accumulate
+            )
             if unseen:
-                warnings.warn(f"accumulate: no sum or mean over the batch, so its parts weigh the same: {'; '.join(unseen)}", stacklevel=4)
+                warnings.warn(
+                    f"accumulate: no sum or mean over the batch, so its parts weigh the same: {'; '.join(unseen)}",
+                    stacklevel=4,
+                )
         results = len(program.results)
         program, groups = self._differentiated(program, trained)
         body = program.entry
@@ -285,25 +318,34 @@ class Step:
         names = {id_: program.roles[v].name for id_, v in trained.items()}
         wrt, results = program.positions(trained.values()), len(program.results)
         scaled = transform.scaled(program)
-        made = transform.value_and_grad(scaled, wrt, len(scaled.results) - 1 if scaled is not program else 0, dense=False)
+        made = transform.value_and_grad(
+            scaled, wrt, len(scaled.results) - 1 if scaled is not program else 0, dense=False
+        )
         outs = list(made.main.outputs)
         if scaled is not program:
             del outs[results]  # the scaled loss
-        reached = {name: g for name, g in zip(names.values(), outs[results : results + len(wrt)], strict=True) if g is not None}
+        reached = {
+            name: g for name, g in zip(names.values(), outs[results : results + len(wrt)], strict=True) if g is not None
+        }
         if not reached:
             raise GradientError("the loss depends on no parameter of the optimizer that requires a gradient")
         groups = optimizers.bind_groups(self.optimizer, {id_: name for id_, name in names.items() if name in reached})
         ordered = [reached[name] for g in groups for name in g.group.params]
         block = replace(made.main, outputs=(*outs[:results], *ordered, *outs[results + len(wrt) :]))
-        return transform.simplify(replace(made, blocks={**made.blocks, made.entry: block}), hints=self.parts is not None), groups
+        return transform.simplify(
+            replace(made, blocks={**made.blocks, made.entry: block}), hints=self.parts is not None
+        ), groups
 
     def _bound(self, made: Joined, program: Program, code: Callable[..., Any], feed: Feed) -> tuple[Call, Call]:
-        """The guarded calls, of a whole batch and of a part: they read what the program's inputs are, each by its role, and run the code."""
+        """The guarded calls, of a whole batch and of a part: they read what the program's inputs are, each by its role,
+        and run the code."""
         captured, groups, results = made.captured, made.groups, made.results
         step, optimizer = self, self.optimizer
         readers = self._readers(made, program)
         given = [made.program.role(v) for v in captured.program.inputs]
-        arranged = _arranged([*given, *(role for roles, _ in readers for role in roles)], [program.role(v) for v in program.inputs])
+        arranged = _arranged(
+            [*given, *(role for roles, _ in readers for role in roles)], [program.role(v) for v in program.inputs]
+        )
 
         def run(inputs: Sequence[Any], fed: Fed) -> Any:
             with torch.inference_mode(False), torch.no_grad():
@@ -339,7 +381,10 @@ class Step:
         # in the order in which the passes add inputs: then values need no rearranging at each call
         counters = [program.role(v) for v in program.inputs_of("counter")]
         grouped = [([*g.group.state_roles(), *g.group.hyper_roles()], partial(of_group, g)) for g in made.groups]
-        scale, others = [r for r in counters if r == transform.LOSS_SCALE], [r for r in counters if r != transform.LOSS_SCALE]
+        scale, others = (
+            [r for r in counters if r == transform.LOSS_SCALE],
+            [r for r in counters if r != transform.LOSS_SCALE],
+        )
         return [*(([r], partial(counter, r)) for r in scale), *grouped, *(([r], partial(counter, r)) for r in others)]
 
     def forward(self, fn: Callable[..., Any] | None = None) -> Forward:
@@ -371,7 +416,8 @@ class Step:
 
     @property
     def plan(self) -> plan.Plan:
-        """What was given and what was decided for the last batch: str(step.plan) is YAML that train_step(plan=…) takes."""
+        """What was given and what was decided for the last batch: str(step.plan) is YAML that train_step(plan=…)
+        takes."""
         return self._entry().plan
 
     @property
@@ -393,7 +439,10 @@ class Step:
         """What runs, and why."""
         entry = self._entry()
         s, device = self.settings, device_of(self.model)
-        lines = [f"precision        {s.precision}, {s.accumulate} part(s) a step, clip_norm {s.clip_norm}", entry.plan.summary()]
+        lines = [
+            f"precision        {s.precision}, {s.accumulate} part(s) a step, clip_norm {s.clip_norm}",
+            entry.plan.summary(),
+        ]
         if device.type == "cuda":
             lines.append(f"measured peak    {shown(torch.cuda.max_memory_allocated(device))}")
         foreign = sorted({e.params["target"] for b in entry.program.blocks.values() for e in b.eqns if e.op.foreign})
@@ -402,7 +451,10 @@ class Step:
         if spread is None:
             return "\n".join([*lines, "", str(entry.program)])
         assert entry.plan.predicted is not None
-        lines.append(f"mesh             {entry.plan.mesh}; layouts {lower.proved(entry.plan.predicted.gap)}; sums {entry.plan.sums}")
+        lines.append(
+            f"mesh             {entry.plan.mesh}; layouts {lower.proved(entry.plan.predicted.gap)}; sums "
+            f"{entry.plan.sums}"
+        )
         all_, once = lower.sent(entry.program), lower.sent(spread.local)
         lines.append(f"sent by a rank   {lower.sent_text(all_)}")
         again = {axes: n - once.get(axes, 0.0) for axes, n in all_.items() if n > once.get(axes, 0.0)}

@@ -74,7 +74,6 @@ def features(*shape: int) -> Callable[[], dict[str, Any]]:
 
 
 # -- Hugging Face models
-# ------------------------------------------------------------------------------------------------
 
 
 def llama(**more: Any) -> nn.Module:
@@ -117,7 +116,6 @@ def mixtral(experts: str = "batched_mm") -> nn.Module:
 
 
 # -- plain PyTorch ---------------------------------------------------------------------------------------------------
-# -
 
 
 class Recurrent(nn.Module):
@@ -218,7 +216,6 @@ MODELS = {
 
 
 # -- comparing -------------------------------------------------------------------------------------------------------
-# -
 
 
 def state(module: nn.Module) -> dict[str, torch.Tensor]:

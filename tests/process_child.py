@@ -28,7 +28,6 @@ def note(name: str, text: str = "") -> None:
 
 
 # -- jobs without torch
-# -----------------------------------------------------------------------------------------------------
 
 
 def say() -> None:
@@ -65,7 +64,6 @@ def deaf() -> None:
 
 
 # -- the collectives, on lists of the tensors of a group
-# ----------------------------------------------------------------------
 
 
 def reference(name, xs, me, **how):
@@ -302,8 +300,6 @@ def only_loopback() -> None:
 
 
 # -- faults ----------------------------------------------------------------------------------------------------------
-# -
-# -
 
 
 def disagree() -> None:

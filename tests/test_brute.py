@@ -1,4 +1,5 @@
-"""Layouts of small programs are the cheapest of all, on meshes of one to three axes, with and without a limit of memory."""
+"""Layouts of small programs are the cheapest of all, on meshes of one to three axes, with and without a limit of
+memory."""
 
 from __future__ import annotations
 

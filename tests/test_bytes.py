@@ -20,7 +20,12 @@ PARAMS = 2 * table.H * 4 * table.H * 4  # bytes of a layer
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_data_parallelism_and_zero(ranks):
     ring = (ranks - 1) / ranks * PARAMS
-    assert table.step_bytes("dp", ranks) == table.step_bytes("zero1", ranks) == table.step_bytes("zero2", ranks) == pytest.approx(2 * ring)
+    assert (
+        table.step_bytes("dp", ranks)
+        == table.step_bytes("zero1", ranks)
+        == table.step_bytes("zero2", ranks)
+        == pytest.approx(2 * ring)
+    )
     assert table.step_bytes("zero3", ranks) == pytest.approx(3 * ring)
 
 

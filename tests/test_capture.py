@@ -55,8 +55,6 @@ class Kind(enum.Enum):
 
 
 # -- arguments -------------------------------------------------------------------------------------------------------
-# -
-# -
 
 
 def test_positional_and_keyword_arguments():
@@ -198,7 +196,6 @@ def test_mappings_and_objects_keep_their_class():
 
 
 # -- kinds of callables
-# -----------------------------------------------------------------------------------------------------
 
 
 class Owner:
@@ -300,7 +297,6 @@ def test_a_module_that_calls_a_jitted_module():
 
 
 # -- copies are copies
-# ----------------------------------------------------------------------------------------------------------
 
 
 def copied_by_to(x):

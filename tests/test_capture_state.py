@@ -19,7 +19,6 @@ OPTIONS = {"power": 2, "nested": {"shift": 1.0}}
 
 
 # -- what is reached through closures, globals and attributes
-# ---------------------------------------------------------------
 
 
 def test_closures_are_read_anew():
@@ -182,8 +181,6 @@ def test_default_values_that_are_tensors():
 
 
 # -- modules ---------------------------------------------------------------------------------------------------------
-# -
-# -
 
 
 class Net(nn.Module):
@@ -289,8 +286,6 @@ def test_a_function_as_an_argument():
 
 
 # -- what changes ----------------------------------------------------------------------------------------------------
-# -
-# -
 
 
 class Stateful(nn.Module):

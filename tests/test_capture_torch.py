@@ -224,8 +224,6 @@ def test_modules_of_torch(name, training):
 
 
 # -- contexts --------------------------------------------------------------------------------------------------------
-# -
-# -
 
 
 def test_no_grad_inside():
@@ -335,8 +333,6 @@ def test_autograd_functions_inside():
 
 
 # -- wrappers --------------------------------------------------------------------------------------------------------
-# -
-# -
 
 
 def test_parametrizations():
@@ -383,8 +379,6 @@ def test_lazy_modules_and_parameter_lists():
 
 
 # -- meta device -----------------------------------------------------------------------------------------------------
-# -
-# -
 
 
 def test_meta_models_are_captured_without_allocating():
@@ -399,7 +393,6 @@ def test_meta_models_are_captured_without_allocating():
 
 
 # -- functions that return more than tensors, and results with names
-# ------------------------------------------------------------
 
 
 def test_named_results_of_torch():

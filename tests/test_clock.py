@@ -221,8 +221,6 @@ def test_axes_lie_in_the_innermost_level_that_holds_their_ranks():
 
 
 # -- memory ----------------------------------------------------------------------------------------------------------
-# -
-# -
 
 
 def brute_peak(program: Program) -> int:
@@ -269,8 +267,6 @@ def test_the_peak_is_that_of_counting_what_is_alive(program):
 
 
 # -- steps -----------------------------------------------------------------------------------------------------------
-# -
-# -
 
 
 @pytest.fixture(scope="module")
@@ -355,7 +351,6 @@ def test_explain_says_how_long_a_step_takes():
 
 
 # -- what was measured
-# ------------------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=50, deadline=None)

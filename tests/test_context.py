@@ -79,7 +79,6 @@ def lowered(op, inputs, params, labels, mesh):
 
 
 # -- in parts it equals the whole
-# ----------------------------------------------------------------------------------------
 
 CASES = {
     "full": ((24, 24), None, {}),
@@ -207,7 +206,6 @@ def test_sums_are_kept_in_32_bits():
 
 
 # -- what it computes
-# ----------------------------------------------------------------------------------------------------
 
 
 def blocks(program, name):
@@ -248,8 +246,6 @@ def test_an_axis_of_one_rank_costs_nothing():
 
 
 # -- what it sends ---------------------------------------------------------------------------------------------------
-# -
-# -
 
 
 def sent(program):
@@ -287,7 +283,6 @@ def test_rows_alone_send_nothing():
 
 
 # -- all-to-all over heads
-# -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mesh", [Mesh(cp=2), Mesh(cp=4), Mesh(dp=2, cp=2)], ids=str)

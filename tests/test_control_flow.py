@@ -67,7 +67,6 @@ def test_programs_print_and_parse(name):
 
 
 # -- what is refused
-# ----------------------------------------------------------------------------------------------------
 
 
 def grows(x):
@@ -251,7 +250,6 @@ def test_asserts_are_checked_at_run_time(mode):
 
 
 # -- what stays Python's
-# ------------------------------------------------------------------------------------------------
 
 
 def test_python_values_stay_python():

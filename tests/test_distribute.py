@@ -38,8 +38,6 @@ from mycel.run import interpret, simulate
 from mycel.run.simulate import spread_out
 
 # -- programs --------------------------------------------------------------------------------------------------------
-# -
-# -
 
 
 def random_inputs(program, mesh, rng):
@@ -75,8 +73,6 @@ def test_random_programs(program, size, second, rng):
 
 
 # -- training steps --------------------------------------------------------------------------------------------------
-# -
-# -
 
 
 class Mlp(nn.Module):
@@ -314,7 +310,6 @@ def test_every_ready_plan_is_among_them():
 
 
 # -- what is refused
-# -------------------------------------------------------------------------------------------------------
 
 
 def test_mistakes_in_plans_are_told():

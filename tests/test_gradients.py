@@ -98,7 +98,6 @@ def test_a_repeated_layer_is_differentiated_once():
 
 
 # -- structures of arguments
-# --------------------------------------------------------------------------------------------------
 
 X, Y = torch.tensor([0.3, -1.2, 2.0], dtype=torch.float64), torch.tensor([1.5, 0.2, -0.7], dtype=torch.float64)
 
@@ -154,8 +153,6 @@ def test_stop_gradient_detach_and_no_grad():
 
 
 # -- orders ----------------------------------------------------------------------------------------------------------
-# -
-# -
 
 
 def g(x):
@@ -225,8 +222,6 @@ def test_second_derivatives_of_operators(name):
 
 
 # -- refusals --------------------------------------------------------------------------------------------------------
-# -
-# -
 
 
 @pytest.mark.parametrize(
@@ -316,7 +311,6 @@ def test_a_gradient_is_python_that_needs_torch_alone(tmp_path):
 
 
 # -- what autograd does not see, and what has no rule of its own
-# ------------------------------------------------------------------------
 
 
 def under_no_grad(x):

@@ -107,7 +107,6 @@ def worst(dtype):
 
 
 # -- meshes and parts
-# ----------------------------------------------------------------------------------------------------
 
 
 def test_a_mesh_names_its_ranks():
@@ -153,8 +152,6 @@ def test_parts_cover_a_dim_once(n, mesh, rng):
 
 
 # -- moving ----------------------------------------------------------------------------------------------------------
-# -
-# -
 
 
 def moved(type, source, target, mesh):
@@ -227,7 +224,6 @@ def test_the_cheapest_chain():
 
 
 # -- every operator, every layout
-# ----------------------------------------------------------------------------------------
 
 CASES = [
     pytest.param(op, parse_example(text), id=f"{op.name}({text})")

@@ -1,4 +1,5 @@
-"""The least sum of tables: by elimination it is the one brute force finds, within a limit too; where tables grow too large a bound is proved."""
+"""The least sum of tables: by elimination it is the one brute force finds, within a limit too; where tables grow too
+large a bound is proved."""
 
 from __future__ import annotations
 

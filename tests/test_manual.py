@@ -336,8 +336,6 @@ def test_two_axes(make, plain):
 
 
 # -- real processes --------------------------------------------------------------------------------------------------
-# -
-# -
 
 
 def test_a_step_with_regions_in_two_processes(tmp_path):

@@ -195,7 +195,6 @@ def test_the_readmes_layer():
 
 
 # -- chains of messages
-# ----------------------------------------------------------------------------------------------------------
 
 
 def chain(seed: int, ins: list, outs: object, count: int):

@@ -118,8 +118,6 @@ def test_16_bits_are_updated_in_32_and_rounded_once(op):
 
 
 # -- on ranks --------------------------------------------------------------------------------------------------------
-# -
-# -
 
 
 def ready(name: str) -> tuple[OneDevice, list[torch.Tensor]]:
@@ -164,8 +162,6 @@ def test_in_two_processes(tmp_path):
 
 
 # -- checkpoints -----------------------------------------------------------------------------------------------------
-# -
-# -
 
 
 def held(name: str, written: Plan, one: OneDevice) -> SimpleNamespace:
@@ -211,8 +207,6 @@ def test_state_saved_under_one_mesh_is_loaded_under_another(name, before, after)
 
 
 # -- refusals --------------------------------------------------------------------------------------------------------
-# -
-# -
 
 
 def test_every_optimiser_is_tried():

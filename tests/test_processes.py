@@ -67,8 +67,6 @@ def test_every_collective_is_its_reference(nproc, tmp_path):
 
 
 # -- faults ----------------------------------------------------------------------------------------------------------
-# -
-# -
 
 FATES = {  # ranks, exit code, what the others say
     "kill": (3, 137, "rank 1 was killed by SIGKILL"),
@@ -146,7 +144,6 @@ def test_the_code_version_is_that_of_all_source_files(tmp_path):
 
 
 # -- who starts the ranks
-# -----------------------------------------------------------------------------------------------------------
 
 
 def test_ranks_get_the_environment_and_only_the_first_the_console(tmp_path, capfd, monkeypatch):
@@ -292,8 +289,6 @@ def free_port() -> int:
 
 
 # -- misuse ----------------------------------------------------------------------------------------------------------
-# -
-# -
 
 
 def test_a_mesh_of_another_size_is_refused(monkeypatch):

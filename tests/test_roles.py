@@ -87,7 +87,6 @@ def test_wrong_roles_are_refused():
 
 
 # -- every pass keeps them
-# ----------------------------------------------------------------------------------------------
 
 
 def kept(program: Program) -> list[Role]:
@@ -172,7 +171,6 @@ def test_lowering_keeps_the_roles_of_a_step(steps, name):
 
 
 # -- values are bound by them
-# -------------------------------------------------------------------------------------------
 
 
 def shuffled(program: Program, seed: int = 0) -> Program:
@@ -238,7 +236,6 @@ def test_the_order_of_a_jitted_functions_inputs_means_nothing(monkeypatch):
 
 
 # -- state of any shape
-# -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shape, wanted", [

@@ -9,7 +9,6 @@ from stepping import adam, adamw, agree, beside, cross_entropy, mlp, plain_step,
 from torch import nn
 
 # -- models: fifty steps, a new batch each, parts of a batch with unequal counts
-# ------------------------------------------
 
 
 def text(i):
@@ -102,7 +101,6 @@ def test_a_large_vocabulary_is_trained_through_the_joined_head(settings):
 
 
 # -- optimisers: torch's, with all of their options
-# -----------------------------------------------------------------------
 
 OPTIMISERS = {
     "sgd": sgd(),
@@ -189,7 +187,6 @@ def test_large_finite_gradients_are_no_reason_to_skip(dtype, size):
 
 
 # -- accumulation: the loss and gradient of the whole batch, whatever the loss is
-# -----------------------------------------
 
 WEIGHT = torch.tensor([0.5, 1.0, 2.0, 0.3, 0.7])
 
@@ -293,7 +290,6 @@ def test_parts_of_a_loss_times_a_tensor_of_the_batch():
 
 
 # -- compiled --------------------------------------------------------------------------------------------------------
-# -
 
 
 @pytest.mark.slow

@@ -12,7 +12,6 @@ import mycel
 from mycel.errors import GradientError, MycelError, PlanError, TrainError
 
 # -- forms of losses and of models
-# --------------------------------------------------------------------------------------------
 
 
 def of_batch(out, *batch):
@@ -148,8 +147,6 @@ def test_a_first_step_in_inference_mode():
 
 
 # -- misuse ----------------------------------------------------------------------------------------------------------
-# -
-# -
 
 
 def step(model=None, optimizer=None, loss=cross_entropy, **settings):

@@ -138,7 +138,6 @@ def test_the_loss_scale_leaves_gradients_as_they_are():
 
 
 # -- what is not finite is skipped
-# ------------------------------------------------------------------------------------------
 
 
 class Normed(nn.Module):

@@ -13,7 +13,6 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 # -- the optimiser's state
-# ------------------------------------------------------------------------------------------------
 
 OPTIMISERS = [
     sgd(),
@@ -63,8 +62,6 @@ def test_loading_a_state_midway_goes_back_to_it_bitwise(optimizer):
 
 
 # -- schedulers ------------------------------------------------------------------------------------------------------
-# -
-# -
 
 SCHEDULERS = {
     "step": lambda o: lr_scheduler.StepLR(o, 3, 0.5),
@@ -97,7 +94,6 @@ def test_schedulers(name, optimizer):
 
 
 # -- changes on the way
-# ----------------------------------------------------------------------------------------------------
 
 
 def by_hand(i, model, optimizer):
@@ -173,8 +169,6 @@ def test_a_last_batch_that_is_smaller_takes_part():
 
 
 # -- the model -------------------------------------------------------------------------------------------------------
-# -
-# -
 
 
 def test_the_model_is_trained_in_place():
@@ -280,8 +274,6 @@ def test_hooks_of_backward_are_called_or_refused(kind):
 
 
 # -- random numbers --------------------------------------------------------------------------------------------------
-# -
-# -
 
 
 def dropped(rate=0.5):

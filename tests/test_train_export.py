@@ -25,7 +25,6 @@ from mycel.train.models import LoadedModel, build
 from mycel.train.sample import generate
 
 # -- out -------------------------------------------------------------------------------------------------------------
-# -
 
 
 @pytest.mark.parametrize(("name", "shard"), FOLDERS)
@@ -215,7 +214,6 @@ def test_byte_tokenizer_is_the_bytes(byte_words, text):
 
 
 # -- sampling --------------------------------------------------------------------------------------------------------
-# -
 
 
 @given(seed=st.integers(0, 2**31), temperature=st.sampled_from([5e-324, 0.5, 1.0, 3.0]))

@@ -17,7 +17,6 @@ from mycel.train.export import export
 from mycel.train.models import build, count
 
 # -- LoRA ------------------------------------------------------------------------------------------------------------
-# -
 
 
 def adapted(name: str, *, filled: bool = True) -> nn.Module:

@@ -22,7 +22,6 @@ from mycel.train.export import byte_tokenizer
 from mycel.train.models import build, count, flops_per_token, parameter_groups
 
 # -- in --------------------------------------------------------------------------------------------------------------
-# -
 
 
 @pytest.mark.parametrize(("name", "shard"), FOLDERS)
@@ -130,7 +129,6 @@ def test_tokenizer_files_are_noticed(tmp_path):
 
 
 # -- refused on the way in
-# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["llama", "vit", "mixtral"])
@@ -305,7 +303,6 @@ def test_contradictions(tmp_path):
 
 
 # -- sizes -----------------------------------------------------------------------------------------------------------
-# -
 
 
 @pytest.mark.parametrize("tied", [False, True])

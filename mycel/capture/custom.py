@@ -110,7 +110,6 @@ def _cotangent(tracer: Tracer, x: Var, g: Any) -> Var:
 
 
 # -- torch.autograd.Function
-# --------------------------------------------------------------------------------------------------
 
 
 class Context:

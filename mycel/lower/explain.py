@@ -1,11 +1,13 @@
-"""A distributed program as people read it: the global program, each value in its layout, each collective where it is sent, with its bytes.
+"""A distributed program as people read it: the global program, each value in its layout, each collective where it is
+sent, with its bytes.
 
     def main(x: f32[64@dp,8], w: f32[16@dp,8]):
       all_gather w over dp -> f32[16,8]                           # 256 bytes
       h: f32[64@dp,16] = linear(x, w)                             # model.py:31
       return h
 
-Bytes are what one rank puts on the wire each time the line runs.  A line without a value's name is sent inside the operator below it.
+Bytes are what one rank puts on the wire each time the line runs.  A line without a value's name is sent inside the
+operator below it.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ WIDTH = 100  # at most, before the comment of a line
 
 
 def sent(program: Program) -> dict[Axes, float]:
-    """Bytes that a rank puts on the wire in one run of a local program, by axes; a loop counts as one turn, a branch as taken."""
+    """Bytes that a rank puts on the wire in one run of a local program, by axes; a loop counts as one turn, a branch as
+    taken."""
     often, found = runs(program), dict[Axes, float]()
     for name, eqn in walk(program):
         axes, count = sent_by(eqn)
@@ -62,7 +65,10 @@ def _block(found: Distributed, name: str, often: int) -> str:
     width = min(max((len(text) for text, _ in lines), default=0), WIDTH)
     times = f"  # {often} times" if often != 1 else ""
     body = [f"  {text:<{width}}  # {note}" if note else f"  {text}" for text, note in lines]
-    return "\n".join([*_head(name, inputs, times), *body, f"  return {', '.join(_outputs(found, name, block))}".rstrip()]) + "\n"
+    return (
+        "\n".join([*_head(name, inputs, times), *body, f"  return {', '.join(_outputs(found, name, block))}".rstrip()])
+        + "\n"
+    )
 
 
 def _head(name: str, inputs: Sequence[str], times: str) -> list[str]:

@@ -1,4 +1,5 @@
-"""What it costs to split an operator in a way that needs messages inside: its equation alone, lowered for that axis, and its collectives added up."""
+"""What it costs to split an operator in a way that needs messages inside: its equation alone, lowered for that axis,
+and its collectives added up."""
 
 from __future__ import annotations
 
@@ -21,7 +22,13 @@ class Prices:
     links: Links
 
     def __call__(self, eqn: Eqn, label: Label, axes: Axes) -> tuple[float, float]:
-        key = (eqn.op.name, eqn.input_types, eqn.params, label, tuple((self.links.mesh[a], self.links.of((a,))) for a in axes))
+        key = (
+            eqn.op.name,
+            eqn.input_types,
+            eqn.params,
+            label,
+            tuple((self.links.mesh[a], self.links.of((a,))) for a in axes),
+        )
         if key not in FOUND:
             FOUND[key] = self._seconds(eqn, label, axes)
         return FOUND[key]
@@ -31,7 +38,11 @@ class Prices:
         links = Links(mesh, self.links.other, self.links.named)
         choice = Options.of(eqn).choice(dict.fromkeys(axes, label), mesh)
         inputs = tuple(dict.fromkeys(eqn.vars))
-        layouts = {x: layout for x, layout in zip(eqn.inputs, choice.ins, strict=True) if isinstance(x, Var) and layout is not None}
+        layouts = {
+            x: layout
+            for x, layout in zip(eqn.inputs, choice.ins, strict=True)
+            if isinstance(x, Var) and layout is not None
+        }
         laid = Laid(tuple(layouts[v] for v in inputs), (choice,), choice.outs)
         program = spmd(Program({"main": Block(inputs, (eqn,), eqn.outputs)}), {"main": laid}, Moves(links))
         sent = [m for e in program.main.eqns if (m := message(e))[0]]

@@ -61,7 +61,6 @@ def resized(x, dims):
 
 
 # -- what ranks get, from the tensors of all along the axes: how simulated ranks do it
-# -------------------------------------------
 
 
 def reduced(xs, kind="+"):

@@ -97,7 +97,6 @@ def rows_here(at, *xs):
 
 
 # -- which columns rows see
-# ----------------------------------------------------------------------------------------------
 
 
 def triangle(at, columns):
@@ -139,8 +138,6 @@ def seen(at, mask, causal, columns=None):
 
 
 # -- rows alone ------------------------------------------------------------------------------------------------------
-# -
-# -
 
 
 def attention_rows(at, q, k, v, mask, *, causal=False, scale=None):
@@ -161,7 +158,6 @@ def all_columns(k):
 
 
 # -- rows and columns, forward
-# -------------------------------------------------------------------------------------------
 
 
 def attention_ring(at, q, k, v, mask, *, causal=False, scale=None):
@@ -214,7 +210,6 @@ def folded_turn(ring, turn, q, k, v, scale):
 
 
 # -- rows and columns, backward
-# ------------------------------------------------------------------------------------------
 
 
 def attention_grad_ring(at, g, q, k, v, mask, y, lse, *, causal=False, scale=None):

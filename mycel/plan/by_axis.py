@@ -54,7 +54,8 @@ class ByAxis:
         return Found({node: self.letters(node) for node in g.options}, flows, self.places)
 
     def _reorder(self) -> None:
-        """Where several axes split a dim of a parameter, or of what is made of it alone or updates it: as it is held."""
+        """Where several axes split a dim of a parameter, or of what is made of it alone or updates it: as it is
+        held."""
         g = self.graph
         several = {i: [dim for dim in layout.dims if len(dim) > 1] for i, layout in self.setting.given.items()}
         orders = {frozenset(dim): dim for dims in several.values() for dim in dims}
@@ -133,7 +134,7 @@ class ByAxis:
             elif node in self.places:
                 self.places[node] = _put(self.places[node], value, axis)
 
-    # -- what a node can do, and how its operands and results then lie ---------------------------------------------------
+    # -- what a node can do, and how its operands and results then lie
 
     def _places(self, node: Node, t: Type, axis: str) -> list[int]:
         if node[:2] == ("in", self.graph.program.entry):
@@ -151,7 +152,7 @@ class ByAxis:
         found = [self.graph.options[node].places(x) for x in domain]
         return [ins for ins, _ in found], [outs for _, outs in found]
 
-    # -- costs ----------------------------------------------------------------------------------------------------------
+    # -- costs -------------------------------------------------------------------------------------------------------
 
     def _work(self, node: Node, domain: Sequence[Any], axis: str, before: Mapping[str, Axes]) -> list[float]:
         """Seconds that a node takes by itself, for each of its values."""

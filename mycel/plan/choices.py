@@ -1,4 +1,5 @@
-"""How one equation can lie on a mesh: which letters of its dims are split over which axes, and what that makes of its operands and results.
+"""How one equation can lie on a mesh: which letters of its dims are split over which axes, and what that makes of its
+operands and results.
 
     y = linear(x, w)       "... k+, n k+ -> ... n"
 
@@ -7,7 +8,8 @@
     linear in x            x[…,k]+tp, w[n,k]     ->  y[…,n]+tp
     nothing                x[…,k],    w[n,k]     ->  y[…,n]
 
-A letter that must stay whole (`^`) can be split where its operator has a rule for that (`Op.parts`), or a meaning in smaller operators, which are
+A letter that must stay whole (`^`) can be split where its operator has a rule for that (`Op.parts`), or a meaning in
+smaller operators, which are
 then lowered in its place.
 """
 
@@ -24,18 +26,22 @@ from mycel.ir.dims import Fit
 
 @dataclass(frozen=True)
 class Choice:
-    """The layouts of an equation's operands (None: no tensor) and results; `letters` are what is split; `expand`: by way of smaller operators."""
+    """The layouts of an equation's operands (None: no tensor) and results; `letters` are what is split; `expand`: by
+    way of smaller operators."""
 
     ins: tuple[Layout | None, ...]
     outs: tuple[Layout, ...]
     letters: Mapping[str, Axes] = field(default_factory=dict)
     expand: bool = False
-    through: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # by axis: operands whose partial sums pass through
+    through: Mapping[str, tuple[int, ...]] = field(
+        default_factory=dict
+    )  # by axis: operands whose partial sums pass through
 
 
 @dataclass(frozen=True)
 class Laid:
-    """The layouts of a block: of its inputs, its equations (None: control flow, whose layouts are its blocks'), its outputs."""
+    """The layouts of a block: of its inputs, its equations (None: control flow, whose layouts are its blocks'), its
+    outputs."""
 
     inputs: tuple[Layout, ...]
     choices: tuple[Choice | None, ...]
@@ -47,7 +53,8 @@ Layouts = Mapping[str, Laid]
 
 @dataclass(frozen=True)
 class Label:
-    """What an equation does with one axis: splits a letter, lets a sum owed on a group of operands through, or (neither) the same on all ranks."""
+    """What an equation does with one axis: splits a letter, lets a sum owed on a group of operands through, or
+    (neither) the same on all ranks."""
 
     letter: str = ""
     group: tuple[int, ...] = ()
@@ -66,12 +73,20 @@ class Options:
         self.fit: Fit | None = op.fit(inputs, dict(params)) if op.dims is not None else None
         self.groups = [] if self.fit is None and not op.linear else linear_groups(op, inputs, outputs)
         self.plain = set(self.fit.splits()) if self.fit is not None else set()
-        dims = [dim for item in (*self.fit.ins, *self.fit.outs) if item is not None for dim in item] if self.fit is not None else []
+        dims = (
+            [dim for item in (*self.fit.ins, *self.fit.outs) if item is not None for dim in item]
+            if self.fit is not None
+            else []
+        )
         large = [[k for k in dim if self.fit.sizes[k] > 1] for dim in dims] if self.fit is not None else []
-        self.minor = {k for dim in large for k in dim[1:]}  # letters that are not the slowest of every dim they are part of
+        self.minor = {
+            k for dim in large for k in dim[1:]
+        }  # letters that are not the slowest of every dim they are part of
         self.joined = {k for dim in large if len(dim) > 1 for k in dim}  # part of a dim of several letters
         self._places: dict[Label, tuple[dict[int, int], dict[int, int]]] = {}
-        self._at: dict[str, tuple[dict[int, int], dict[int, int]]] = {}  # letters -> the dims they are, by operand and by result
+        self._at: dict[
+            str, tuple[dict[int, int], dict[int, int]]
+        ] = {}  # letters -> the dims they are, by operand and by result
         if self.fit is not None:
             for side, items in enumerate((self.fit.ins, self.fit.outs)):
                 for i, item in enumerate(items):
@@ -83,13 +98,18 @@ class Options:
     def of(eqn: Eqn) -> Options:
         return _options(eqn.op, eqn.input_types, eqn.params, tuple(v.type for v in eqn.outputs))
 
-    def labels(self, mesh: Mesh, axis: str, before: Mapping[str, Axes], only: Collection[str] | None = None) -> list[Label]:
-        """What can be done along an axis, when letters are split over other axes already; `only`: with these letters."""
+    def labels(
+        self, mesh: Mesh, axis: str, before: Mapping[str, Axes], only: Collection[str] | None = None
+    ) -> list[Label]:
+        """What can be done along an axis, when letters are split over other axes already; `only`: with these
+        letters."""
         found = [SAME]
         if self.fit is not None:
             alone = [k for k in (self.fit.sizes if only is None else only) if not self._is_together(k, before)]
             found += [Label(k) for k in alone if self.may_split(k, (*before.get(k, ()), axis), mesh)]
-            found += [Label(key) for key in self.op.parts if " " in key and self._may_split_together(key, axis, before, mesh)]
+            found += [
+                Label(key) for key in self.op.parts if " " in key and self._may_split_together(key, axis, before, mesh)
+            ]
         return found + [Label(group=g) for g in self.groups]
 
     def may_split(self, letter: str, axes: Axes, mesh: Mesh) -> bool:
@@ -102,22 +122,36 @@ class Options:
         if rule is not None:
             return even or (rule.uneven and letter not in self.joined)
         if letter not in self.plain:
-            return even and self.op.expand is not None and letter not in self.joined and any(self._has(item, letter) for item in self.fit.ins)
+            return (
+                even
+                and self.op.expand is not None
+                and letter not in self.joined
+                and any(self._has(item, letter) for item in self.fit.ins)
+            )
         return even or (letter not in self.joined and self.covers(letter))
 
     def _is_together(self, letter: str, before: Mapping[str, Axes]) -> bool:
-        """Is it split by a joint rule already?  Then it goes on with the other letters or not at all: a result would owe over an axis of its own."""
+        """Is it split by a joint rule already?  Then it goes on with the other letters or not at all: a result would
+        owe over an axis of its own."""
         joint = [key.split() for key in self.op.parts if " " in key]
-        return any(letter in key and before.get(letter) and all(before.get(k) == before[letter] for k in key) for key in joint)
+        return any(
+            letter in key and before.get(letter) and all(before.get(k) == before[letter] for k in key) for key in joint
+        )
 
     def _may_split_together(self, key: str, axis: str, before: Mapping[str, Axes], mesh: Mesh) -> bool:
         """Can all letters of a joint rule be split over one more axis?"""
         assert self.fit is not None
         letters = {k: (*before.get(k, ()), axis) for k in key.split()}
-        if not all(k in self.fit.sizes for k in letters) or len(set(letters.values())) > 1 or mesh.count(next(iter(letters.values()))) > TURNS:
+        if (
+            not all(k in self.fit.sizes for k in letters)
+            or len(set(letters.values())) > 1
+            or mesh.count(next(iter(letters.values()))) > TURNS
+        ):
             return False
         fits = [self.fit.sizes[k] > 1 and k not in self.minor and k not in self.joined for k in letters]
-        return all(fits) and (self.op.parts[key].uneven or all(is_even(self.fit.sizes[k], axes, mesh) for k, axes in letters.items()))
+        return all(fits) and (
+            self.op.parts[key].uneven or all(is_even(self.fit.sizes[k], axes, mesh) for k, axes in letters.items())
+        )
 
     def rule(self, letters: Mapping[str, Axes], letter: str) -> SplitRule | None:
         """The operator's own way to be split along a letter, when these letters are split."""
@@ -168,13 +202,16 @@ class Options:
             item = self.fit.outs[j] if self.fit is not None else None
             owed = [(a, "+") for a in flows]
             for letter, axes in owing.items():
-                owed += [(a, kind) for a in axes if (kind := self.owes(letters, letter, j)) and not self._has(item, letter)]
+                owed += [
+                    (a, kind) for a in axes if (kind := self.owes(letters, letter, j)) and not self._has(item, letter)
+                ]
             outs.append(Layout(self._dims(item, t, letters), tuple(sorted(owed))))
         expand = any(self.needs_expansion(letters, k) for k in letters)
         return Choice(tuple(ins), tuple(outs), dict(letters), expand, dict(flows))
 
     def places(self, label: Label) -> tuple[dict[int, int], dict[int, int]]:
-        """Where the axis of a label lies, by operand and by result: a dim, or what is owed; where it is whole nothing is said."""
+        """Where the axis of a label lies, by operand and by result: a dim, or what is owed; where it is whole nothing
+        is said."""
         if label not in self._places:
             self._places[label] = self._placed(label)
         return self._places[label]
@@ -234,7 +271,9 @@ def linear_groups(op: Op, inputs: Sequence[Any], outputs: Sequence[Type]) -> lis
     found = []
     for group in groups:
         types = [inputs[i] for i in group if i < len(inputs)]
-        if len(types) == len(group) and all(_can_owe(t, digits) for t in types):  # zeros everywhere are a sum owed as well
+        if len(types) == len(group) and all(
+            _can_owe(t, digits) for t in types
+        ):  # zeros everywhere are a sum owed as well
             found.append(group)
     return found
 

@@ -180,7 +180,6 @@ class Clock:
         return self._held[key][1]
 
     # -- a block as lines: what does not depend on the blocks it holds
-    # -----------------------------------------------------
 
     def lines(self, program: Program, block: Block, compiled: bool) -> list[Line]:
         key = (id(block), compiled)
@@ -342,7 +341,6 @@ class _Walk:
 
 
 # -- times as the largest of sums
-# ------------------------------------------------------------------------------------------
 
 
 def _unit(count: int) -> Matrix:
@@ -393,8 +391,6 @@ def _repeated(s: Summary, count: int) -> Summary:
 
 
 # -- memory ----------------------------------------------------------------------------------------------------------
-# -
-# -
 
 
 def _remember(lines: Sequence[Line], block: Block, there: Collection[Var] | None) -> None:

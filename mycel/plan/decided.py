@@ -41,7 +41,8 @@ _THROUGH = re.compile(r"\+(\w+)\(([\d,]*)\)")
 
 @dataclass(frozen=True)
 class EquationLayout:
-    """How an equation lies: `letters` of its dims over axes; `through`: by axis the operands whose partial sums pass; its results."""
+    """How an equation lies: `letters` of its dims over axes; `through`: by axis the operands whose partial sums pass;
+    its results."""
 
     op: str
     letters: Mapping[str, Axes]
@@ -68,13 +69,18 @@ class EquationLayout:
     def __str__(self) -> str:
         split = [f"{letter}@{'.'.join(axes)}" for letter, axes in self.letters.items() if axes]
         sums = [f"+{axis}({','.join(map(str, operands))})" for axis, operands in self.through.items()]
-        return " ".join([self.op, *split, *sums, "->", "; ".join(typed(t, layout) for t, layout in self.results)]).rstrip()
+        return " ".join(
+            [self.op, *split, *sums, "->", "; ".join(typed(t, layout) for t, layout in self.results)]
+        ).rstrip()
 
     @staticmethod
     def parse(text: str) -> EquationLayout:
         head, arrow, tail = text.partition("->")
         op, *words = head.split()
-        split, sums = [m for w in words if (m := _SPLIT.fullmatch(w))], [m for w in words if (m := _THROUGH.fullmatch(w))]
+        split, sums = (
+            [m for w in words if (m := _SPLIT.fullmatch(w))],
+            [m for w in words if (m := _THROUGH.fullmatch(w))],
+        )
         if not arrow or len(split) + len(sums) != len(words):
             raise ValueError(f"{text!r} is no layout of a value")
         letters = {m[1]: tuple(m[2].split(".")) for m in split}
@@ -84,7 +90,8 @@ class EquationLayout:
 
 @dataclass(frozen=True)
 class BlockLayouts:
-    """The layouts of a block by the names of its values; an equation goes by its first result, control flow has none of its own."""
+    """The layouts of a block by the names of its values; an equation goes by its first result, control flow has none of
+    its own."""
 
     inputs: Mapping[str, tuple[Type, Layout]]
     values: Mapping[str, EquationLayout]
@@ -94,14 +101,22 @@ class BlockLayouts:
     def of(block: Block, laid: Laid) -> BlockLayouts:
         return BlockLayouts(
             {v.name: (v.type, layout) for v, layout in zip(block.inputs, laid.inputs, strict=True)},
-            {key(i, e): EquationLayout.of(e, c) for i, (e, c) in enumerate(zip(block.eqns, laid.choices, strict=True)) if c is not None},
+            {
+                key(i, e): EquationLayout.of(e, c)
+                for i, (e, c) in enumerate(zip(block.eqns, laid.choices, strict=True))
+                if c is not None
+            },
             tuple((_type(x), layout) for x, layout in zip(block.outputs, laid.outputs, strict=True)),
         )
 
     def laid(self, block: Block) -> Laid:
         """The same by positions, for a block that `differences` finds nothing wrong with."""
-        choices = tuple(x.choice(e) if (x := self.values.get(key(i, e))) is not None else None for i, e in enumerate(block.eqns))
-        return Laid(tuple(layout for _, layout in self.inputs.values()), choices, tuple(layout for _, layout in self.outputs))
+        choices = tuple(
+            x.choice(e) if (x := self.values.get(key(i, e))) is not None else None for i, e in enumerate(block.eqns)
+        )
+        return Laid(
+            tuple(layout for _, layout in self.inputs.values()), choices, tuple(layout for _, layout in self.outputs)
+        )
 
     def differences(self, block: Block) -> Iterator[str]:
         """Where a block is not the one this was decided for."""
@@ -128,7 +143,10 @@ class BlockLayouts:
             results = tuple(v.type for v in eqn.outputs)
             if eqn.op.name != planned.op or results != tuple(t for t, _ in planned.results):
                 made = ", ".join(map(str, results))
-                yield f"{name} is {eqn.op.name} -> {made}, in the plan {planned.op} -> {', '.join(str(t) for t, _ in planned.results)}"
+                yield (
+                    f"{name} is {eqn.op.name} -> {made}, in the plan {planned.op} -> "
+                    f"{', '.join(str(t) for t, _ in planned.results)}"
+                )
 
     def data(self) -> dict[str, Any]:
         return {
@@ -176,7 +194,8 @@ class Decided:
         return {name: self.layouts[name].laid(block) for name, block in whole.blocks.items()}
 
     def refuse_other(self, program: Program) -> None:
-        """PlanError if this was decided for another program than this one: on one device the step's, on several the settled one."""
+        """PlanError if this was decided for another program than this one: on one device the step's, on several the
+        settled one."""
         entry = self.layouts.get(program.entry)
         if digest(program) != self.program:
             _refuse(entry.other_inputs(program.main) if entry is not None else ())
@@ -218,7 +237,10 @@ class Decided:
             )
         except (KeyError, TypeError, ValueError, AttributeError) as e:
             what = f"{e} is missing" if isinstance(e, KeyError) else str(e)
-            raise PlanError(f"{where}: decided cannot be read\n  because   {what}\n  try       leave `decided` out: it is found anew") from e
+            raise PlanError(
+                f"{where}: decided cannot be read\n  because   {what}\n"
+                "  try       leave `decided` out: it is found anew"
+            ) from e
 
 
 @dataclass(frozen=True)
@@ -258,7 +280,9 @@ class Predicted:
             parts = {name: (float(total), float(exposed)) for name, (total, exposed) in data.get("parts", {}).items()}
             return Predicted(**{**data, "parts": parts, "assumed": tuple(data.get("assumed", ()))})
         except (TypeError, ValueError, AttributeError) as e:
-            raise PlanError(f"{where}: predicted cannot be read\n  because   {e}\n  try       leave `predicted` out") from e
+            raise PlanError(
+                f"{where}: predicted cannot be read\n  because   {e}\n  try       leave `predicted` out"
+            ) from e
 
 
 def key(i: int, eqn: Eqn) -> str:
@@ -296,5 +320,9 @@ def _residuals_data(residuals: Residuals) -> dict[str, Any]:
 
 
 def _read_residuals(data: Mapping[str, Any]) -> Residuals:
-    pairs = [Decision(str(p["block"]), tuple(p["keep"]), float(p["seconds"]), int(p["bytes"])) for p in data["pairs"] for _ in range(int(p["calls"]))]
+    pairs = [
+        Decision(str(p["block"]), tuple(p["keep"]), float(p["seconds"]), int(p["bytes"]))
+        for p in data["pairs"]
+        for _ in range(int(p["calls"]))
+    ]
     return Residuals(str(data["body"]), tuple(pairs), tuple(data.get("again", ())))

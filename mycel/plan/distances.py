@@ -1,11 +1,15 @@
-"""Seconds between all layouts of a tensor at once, for many tensors together: the lengths of the chains that `moves.py` finds, as tables.
+"""Seconds between all layouts of a tensor at once, for many tensors together: the lengths of the chains that `moves.py`
+finds, as tables.
 
     states      each axis whole, on a dim, or partial; several axes on one dim in every order
     arcs        the moves of `moves.py` between states, each with seconds to start and seconds a byte
-    allowed     for a target: an axis is split only as the target has it, a sum scattered only where the target uses the axis
+    allowed     for a target: an axis is split only as the target has it, a sum scattered only where the target uses the
+                axis
 
-For each target the least sum of arcs to it, from all states and for all tensors together: one more arc at a time until nothing gets shorter.
-What a rank stores of a dim depends on the ranks that share it alone, not on the order of their axes: bytes are a product over dims.
+For each target the least sum of arcs to it, from all states and for all tensors together: one more arc at a time until
+nothing gets shorter.
+What a rank stores of a dim depends on the ranks that share it alone, not on the order of their axes: bytes are a
+product over dims.
 """
 
 from __future__ import annotations
@@ -28,7 +32,8 @@ Indices = np.ndarray[Any, np.dtype[np.int64]]
 
 @dataclass(frozen=True)
 class Arc:
-    """A move between two states.  `even`: a dim, the axes that stay on it, those gathered at once; `same`: dims whose parts must be the same ones."""
+    """A move between two states.  `even`: a dim, the axes that stay on it, those gathered at once; `same`: dims whose
+    parts must be the same ones."""
 
     source: int
     target: int
@@ -39,7 +44,8 @@ class Arc:
 
 
 class Space:
-    """All layouts of tensors with some number of dims over some axes.  Of what can be partial, only a sum is ever wanted."""
+    """All layouts of tensors with some number of dims over some axes.  Of what can be partial, only a sum is ever
+    wanted."""
 
     def __init__(self, ndim: int, mesh: Mesh, kinds: str = "+") -> None:
         self.ndim, self.mesh, self.axes = ndim, mesh, mesh.axes

@@ -1,9 +1,12 @@
-"""What one equation can do with all axes of a mesh together: a label for each, and how its operands and results then lie.
+"""What one equation can do with all axes of a mesh together: a label for each, and how its operands and results then
+lie.
 
     y = linear(x, w)  on Mesh(dp=2, tp=4):      (rows, n)   (rows, k)   (rows, rows) as dp.tp and as tp.dp   (same, n) …
 
-Values are the products of the labels of single axes (`choices.py`) that are possible together; where several axes split one letter, each order is a
-value of its own.  Layouts are numbers in the space of all layouts (`distances.py`), so that tables of costs are looked up for all values at once.
+Values are the products of the labels of single axes (`choices.py`) that are possible together; where several axes split
+one letter, each order is a
+value of its own.  Layouts are numbers in the space of all layouts (`distances.py`), so that tables of costs are looked
+                   up for all values at once.
 """
 
 from __future__ import annotations
@@ -24,7 +27,8 @@ Price = Callable[
 
 
 class Domain:
-    """The values of one equation: `labels[i]` are those of value i, by axis, and `orders[i]` the number of the order of axes."""
+    """The values of one equation: `labels[i]` are those of value i, by axis, and `orders[i]` the number of the order of
+    axes."""
 
     def __init__(
         self, options: Options, mesh: Mesh, single: Mapping[str, Sequence[Label]], fixed: Mapping[str, Axes]
@@ -51,7 +55,8 @@ class Domain:
         return self.single[axis][self.picks[value][axis]]
 
     def _together(self, labels: Sequence[Label], fixed: Mapping[str, Axes]) -> list[tuple[dict[str, Axes], int]]:
-        """What labels for all axes split, once for each order of axes that matters, with its number; nothing where they are not possible together."""
+        """What labels for all axes split, once for each order of axes that matters, with its number; nothing where they
+        are not possible together."""
         axes = self.axes
         words = [label.letter.split() for label in labels]
         used = [k for word in words for k in word]
@@ -113,7 +118,8 @@ class Domain:
         return found
 
     def messages(self, eqn: Eqn, price: Price) -> Table:
-        """Seconds that messages inside the equation take under each value: what one label sends is less by what the others split."""
+        """Seconds that messages inside the equation take under each value: what one label sends is less by what the
+        others split."""
         found = np.zeros(len(self))
         shares = self.shares()
         for i in range(len(self)):

@@ -1,6 +1,7 @@
 """A program as a graph: what makes values, what uses them, and how often, each distinct block once.
 
-nodes   an equation's independent parts (an optimiser's parameters do not depend on each other's layouts), inputs of blocks, results of branches,
+nodes   an equation's independent parts (an optimiser's parameters do not depend on each other's layouts), inputs of
+        blocks, results of branches,
         and for a value that several use a place of its own
 edges   from what makes a value to each that uses it, through calls, branches and loops
 """
@@ -112,16 +113,23 @@ class Graph:
             for k, x in enumerate(eqn.inputs):
                 if isinstance(x, Var):
                     self.edges[
-                        made[x], ("eqn", name, i, _first_part(options.fit and options.fit.ins, k, part_of)), k, 0
+                        made[x],
+                        ("eqn", name, i, _first_part(options.fit.ins if options.fit else None, k, part_of)),
+                        k,
+                        0,
                     ] += often
             for j, v in enumerate(eqn.outputs):
-                made[v] = Source(("eqn", name, i, _first_part(options.fit and options.fit.outs, j, part_of)), j)
+                made[v] = Source(
+                    ("eqn", name, i, _first_part(options.fit.outs if options.fit else None, j, part_of)), j
+                )
 
     def first_part(self, node: Node, j: int) -> int:
         """Which of the independent parts of a node's equation makes its result j."""
         fit = self.options[node].fit
         return _first_part(
-            fit and fit.outs, j, {letter: p for p, own in enumerate(self.parts[node[1], node[2]]) for letter in own}
+            fit.outs if fit else None,
+            j,
+            {letter: p for p, own in enumerate(self.parts[node[1], node[2]]) for letter in own},
         )
 
     def source(self, block: str, x: Atom) -> Source | None:
@@ -179,7 +187,8 @@ class Graph:
 def independent(options: Options) -> list[frozenset[str]]:
     """Groups of letters that never meet in an operand or a result: they are split independently of each other.
 
-    All are one group where the operator has a rule for one of them: in  weight[c], index[n] -> rows[n]  the rule for c looks up what is this
+    All are one group where the operator has a rule for one of them: in  weight[c], index[n] -> rows[n]  the rule for c
+    looks up what is this
     rank's of the weights and leaves a sum owed, for which every rank needs the same index."""
     if options.fit is None:
         return [frozenset()]

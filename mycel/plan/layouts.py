@@ -4,7 +4,8 @@
                 lets a partial sum through, neither); for each input of a block and each shared value: its layout
     objective   seconds of computing, as often as a block is run, + seconds of moving each value from how it is made to
                 how it is used
-    fixed       what the plan gives: inputs of the entry, `shard` equations; state comes out as it went in, results whole
+    fixed       what the plan gives: inputs of the entry, `shard` equations; state comes out as it went in, results
+                whole
     limit       bytes a rank: what all equations make, as often as they are run, added up
 
 All calls of a block have the same layouts: a layer is solved once, with the edge from its output to its own input among

@@ -85,6 +85,9 @@ class Sum:
             while self._improve_balls(chosen, by):
                 pass
             self._improve(chosen, by)
+            searched = self.least().chosen
+            if searched and total(self.tables, searched) < total(self.tables, chosen):
+                return searched
         return chosen
 
     def _least(self, tables: Sequence[tuple[tuple[Name, ...], Table]]) -> Least:
@@ -179,7 +182,8 @@ class Sum:
 
 @dataclass(frozen=True)
 class Group:
-    """Tables of one variable that were added up: the sum over (`others`, the variable), and its least over the variable."""
+    """Tables of one variable that were added up: the sum over (`others`, the variable), and its least over the
+    variable."""
 
     others: tuple[Name, ...]
     total: Table
@@ -310,7 +314,8 @@ class Elimination:
         best: float = math.inf,
         limit: tuple[Mapping[Name, Table], float, float] | None = None,
     ) -> Least:
-        """The best choice that so many tries find below `best`; no choice if there is none.  `limit`: weights, what they may come to, and their
+        """The best choice that so many tries find below `best`; no choice if there is none.  `limit`: weights, what
+        they may come to, and their
         price in the tables."""
         order = self.buckets[::-1]
         weights, most, price = limit or ({}, 0.0, 0.0)

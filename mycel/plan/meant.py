@@ -1,7 +1,9 @@
 """What given layouts mean for the values around them, beyond what moving costs.
 
-    a parameter in parts        is used in parts, and so is what is made of it alone: taking it apart or together counts more
-    a parameter gathered        reaches its layer while others compute; a gradient its update likewise: such a message counts less
+    a parameter in parts        is used in parts, and so is what is made of it alone: taking it apart or together counts
+                                more
+    a parameter gathered        reaches its layer while others compute; a gradient its update likewise: such a message
+                                counts less
     the norm of a gradient      is taken of it as it lies for its update: as the optimiser state does
 
 The solver (`layouts.py`) weighs its messages by it.
@@ -19,14 +21,21 @@ from mycel.plan.graph import Graph, Node, Source, origin
 
 @dataclass(frozen=True)
 class Weights:
-    """What the solver makes of seconds.  All three are wishes that a plan says without words, not times; with (1, 1, 1) seconds alone decide.
+    """What the solver makes of seconds.  All three are wishes that a plan says without words, not times; with (1, 1, 1)
+                                          seconds alone decide.
 
-    share    of products.  Who gives a mesh wants the work divided among its ranks, also where a slow link would make it quicker for each to do all of
-             it.  So large that products are divided before anything is saved elsewhere: all messages of a step take less than 1e4 times its products.
-    hidden   of messages that run beside computing (`lower/overlap`): gathered parameters one layer ahead, gradients until their update.  What is left
-             of them on the clock is the part that computing does not cover; a tenth keeps the cheaper of two such messages the better one.
-    meant    of messages that take apart what the plan put together: a parameter given in parts is to be used in parts, though at large batches it
-             were quicker to gather it (that is ZeRO 3, and said by `zero: 3`).  Ten times: more than the ratio of any two ways to use it.
+    share    of products.  Who gives a mesh wants the work divided among its ranks, also where a slow link would make it
+             quicker for each to do all of
+             it.  So large that products are divided before anything is saved elsewhere: all messages of a step take
+                  less than 1e4 times its products.
+    hidden   of messages that run beside computing (`lower/overlap`): gathered parameters one layer ahead, gradients
+             until their update.  What is left
+             of them on the clock is the part that computing does not cover; a tenth keeps the cheaper of two such
+             messages the better one.
+    meant    of messages that take apart what the plan put together: a parameter given in parts is to be used in parts,
+             though at large batches it
+             were quicker to gather it (that is ZeRO 3, and said by `zero: 3`).  Ten times: more than the ratio of any
+             two ways to use it.
     """
 
     share: float = 1e4
@@ -53,8 +62,10 @@ def place(layout: Layout | None, axis: str) -> int:
 def weights(
     g: Graph, given: Given, axis: str, derived: set[Source], by: Weights, wide: bool = False
 ) -> dict[tuple[Source, Node], float]:
-    """Messages that count less, since they go on beside computing: gathered parameters on their way to a layer, gradients to their update.  And
-    those that count more: inputs that were given in parts are meant to be used in parts; with `wide`, what is widened is to be added up wide."""
+    """Messages that count less, since they go on beside computing: gathered parameters on their way to a layer,
+    gradients to their update.  And
+    those that count more: inputs that were given in parts are meant to be used in parts; with `wide`, what is widened
+    is to be added up wide."""
     late = {node for node, eqn in g.eqns.items() if updates(eqn) or eqn.op.name == "global_norm"}
     meant = made_of(g, (i for i, layout in given.items() if place(layout, axis) >= 0)) - derived
     wanted = {source.node for source, node, _, _ in g.edges if source.node[0] == "hub" and node not in late}

@@ -8,12 +8,15 @@
     activations:                       # values of the program by the name the code gives them
       hidden_states: [dp, tp, -]
     zero: 3 over dp                    # optimiser state (1), gradients (2), parameters (3) split over axes
-    sums: fp32                         # partial sums travel in 32 bits; as computed (default): in the precision of the product that leaves them
-    recompute: full                    # in backward: all that can be; none; auto (default): what the memory budget asks for, at least cost
+    sums: fp32                         # partial sums travel in 32 bits; as computed (default): in the precision of the
+                                       product that leaves them
+    recompute: full                    # in backward: all that can be; none; auto (default): what the memory budget asks
+                                       for, at least cost
 
 Everything else is decided for a program (`decided`: layouts, residuals, by name; see decided.py) and what that comes to
 is `predicted`.  A plan with its decisions, written and read back, lowers the same program to the same text without a
-search.  Ready plans (`mycel/plans/*.yaml`) are such files without a mesh; "zero3+tp" is two of them laid over each other.
+search.  Ready plans (`mycel/plans/*.yaml`) are such files without a mesh; "zero3+tp" is two of them laid over each
+         other.
 """
 
 from __future__ import annotations
@@ -46,7 +49,8 @@ _ZERO = re.compile(r"\s*([0-3])\s*(?:over\s+([\w. ,]+))?\s*")
 
 @dataclass(frozen=True)
 class Plan:
-    """What is given, and for a program what was decided and predicted; `loose`: patterns may match nothing (ready plans know several families
+    """What is given, and for a program what was decided and predicted; `loose`: patterns may match nothing (ready plans
+    know several families
     of models)."""
 
     mesh: Mesh
@@ -70,7 +74,8 @@ class Plan:
             read_layout(entry, self.mesh, f"batch: {name}".rstrip(": "))
         if self.zero and not self.over:
             raise PlanError(
-                f"zero: {self.zero} says not over which axes\n  try       zero: {self.zero} over {self.mesh.axes[0] if self.mesh.axes else 'dp'}"
+                f"zero: {self.zero} says not over which axes\n"
+                f"  try       zero: {self.zero} over {self.mesh.axes[0] if self.mesh.axes else 'dp'}"
             )
         read_layout([list(self.over)], self.mesh, "zero")
         if self.recompute not in RECOMPUTE:
@@ -94,7 +99,9 @@ class Plan:
             return Plan._of(found, mesh, f"plan {source}")
         if isinstance(source, Mapping):
             return Plan._of(dict(source), mesh, "the plan")
-        raise PlanError(f"{source!r} is no plan\n  try       a Plan, a mapping, a .yaml file, or one of {', '.join(ready_plans())}")
+        raise PlanError(
+            f"{source!r} is no plan\n  try       a Plan, a mapping, a .yaml file, or one of {', '.join(ready_plans())}"
+        )
 
     @staticmethod
     def _of(data: dict[str, Any], mesh: Mesh | None, where: str) -> Plan:
@@ -104,7 +111,10 @@ class Plan:
                 raise PlanError(f"{where}: unknown key {key!r}\n  try       {close[0] if close else ', '.join(KEYS)}")
         for key in ("parameters", "activations"):
             if not isinstance(data.get(key) or {}, Mapping):
-                raise PlanError(f"{where}: {key} is {data[key]!r}\n  try       names with layouts, such as  '*.q_proj.weight': [tp, -]")
+                raise PlanError(
+                    f"{where}: {key} is {data[key]!r}\n"
+                    "  try       names with layouts, such as  '*.q_proj.weight': [tp, -]"
+                )
         written = data.get("mesh")
         if mesh is None and not isinstance(written, Mapping):
             raise PlanError(f"{where}: no mesh is given\n  try       mesh: {{dp: 2}} in the plan, or mesh=Mesh(dp=2)")
@@ -140,7 +150,9 @@ class Plan:
         found: dict[str, Any] = {"mesh": self.mesh.sizes()}
         found |= {"parameters": {k: _plain(v) for k, v in self.parameters.items()}} if self.parameters else {}
         if self.batch:
-            found["batch"] = {k: _plain(v) for k, v in self.batch.items()} if isinstance(self.batch, Mapping) else _plain(self.batch)
+            found["batch"] = (
+                {k: _plain(v) for k, v in self.batch.items()} if isinstance(self.batch, Mapping) else _plain(self.batch)
+            )
         found |= {"activations": {k: _plain(v) for k, v in self.activations.items()}} if self.activations else {}
         found |= {"zero": f"{self.zero} over {'.'.join(self.over)}"} if self.zero else {}
         found |= {"sums": self.sums} if self.sums != "as computed" else {}
@@ -187,7 +199,10 @@ class Plan:
         """Time, memory and what backward computes again, for people."""
         p = self._found(self.predicted)
         lines = [str(p)]
-        lines += [f"predicted peak   {shown(p.peak)}, of which {shown(p.held)} between steps" + (f"; budget {shown(p.budget)}" if p.budget else "")]
+        lines += [
+            f"predicted peak   {shown(p.peak)}, of which {shown(p.held)} between steps"
+            + (f"; budget {shown(p.budget)}" if p.budget else "")
+        ]
         lines += [f"  at             {p.at}"] if p.at else []
         count = Counter((d.block, d.keep) for d in self.residuals.pairs)
         first = {(d.block, d.keep): d for d in reversed(self.residuals.pairs)}
@@ -201,7 +216,8 @@ class Plan:
     # -- what it says of a program's inputs --------------------------------------------------------------------------
 
     def parameter_layouts(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, Layout]:
-        """Where each parameter is used in a step lies, by name: as given, else whole.  Stored parts of ZeRO-3 are split once more (`stored`)."""
+        """Where each parameter is used in a step lies, by name: as given, else whole.  Stored parts of ZeRO-3 are split
+        once more (`stored`)."""
         found: dict[str, Layout] = {}
         used: set[str] = set()
         for name, shape in shapes.items():
@@ -211,11 +227,16 @@ class Plan:
                 used.add(pattern)
                 layout = read_layout(self.parameters[pattern], self.mesh, f"parameters: {pattern}")
                 if len(layout.dims) != len(shape):
-                    raise PlanError(f"parameters: {pattern}: {layout} has {len(layout.dims)} dims, {name} has {len(shape)}: {list(shape)}")
+                    raise PlanError(
+                        f"parameters: {pattern}: {layout} has {len(layout.dims)} dims, {name} has {len(shape)}: "
+                        f"{list(shape)}"
+                    )
                 found[name] = layout
         unused = [p for p in self.parameters if p not in used and not any(fnmatchcase(n, p) for n in shapes)]
         if unused and not self.loose:
-            raise PlanError(f"parameters: {unused[0]} matches no parameter\n  try       {', '.join(_near(unused[0], shapes))}")
+            raise PlanError(
+                f"parameters: {unused[0]} matches no parameter\n  try       {', '.join(_near(unused[0], shapes))}"
+            )
         return found
 
     def stored(self, layout: Layout, shape: Sequence[int]) -> Layout:
@@ -242,7 +263,12 @@ class Plan:
         """Of a tensor of the batch: leading dims as given, the rest whole; a dim of one element stays whole."""
         entry = self.batch.get(name, ()) if isinstance(self.batch, Mapping) else self.batch
         dims = read_layout(entry, self.mesh, f"batch: {name}").dims[: len(shape)]
-        return Layout(tuple(() if n == 1 else axes for n, axes in zip(shape, (*dims, *((),) * (len(shape) - len(dims))), strict=True)))
+        return Layout(
+            tuple(
+                () if n == 1 else axes
+                for n, axes in zip(shape, (*dims, *((),) * (len(shape) - len(dims))), strict=True)
+            )
+        )
 
 
 def ready_plans() -> list[str]:
@@ -255,7 +281,8 @@ def _ready(name: str) -> dict[str, Any]:
     if name not in ready_plans():
         close = get_close_matches(name, ready_plans(), 1)
         raise PlanError(
-            f"there is no plan {name!r}\n  ready     {', '.join(ready_plans())}\n  try       {close[0] if close else 'one of these, or a .yaml file'}"
+            f"there is no plan {name!r}\n  ready     {', '.join(ready_plans())}\n"
+            f"  try       {close[0] if close else 'one of these, or a .yaml file'}"
         )
     return _file(path)
 
@@ -282,7 +309,9 @@ def _over(under: dict[str, Any], more: dict[str, Any]) -> None:
 
 
 def _both(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: _joined(a[k], b[k]) if k in a and k in b else a.get(k, b.get(k)) for k in (*a, *(k for k in b if k not in a))}
+    return {
+        k: _joined(a[k], b[k]) if k in a and k in b else a.get(k, b.get(k)) for k in (*a, *(k for k in b if k not in a))
+    }
 
 
 def _joined(a: Sequence[Any], b: Sequence[Any]) -> list[Any]:
@@ -290,7 +319,8 @@ def _joined(a: Sequence[Any], b: Sequence[Any]) -> list[Any]:
     longer = [*a, *["-"] * (len(b) - len(a))]
     other = [*b, *["-"] * (len(a) - len(b))]
     return [
-        ".".join(dict.fromkeys(w for e in pair if e not in (None, "-") for w in str(e).split("."))) or "-" for pair in zip(longer, other, strict=True)
+        ".".join(dict.fromkeys(w for e in pair if e not in (None, "-") for w in str(e).split("."))) or "-"
+        for pair in zip(longer, other, strict=True)
     ]
 
 
@@ -301,5 +331,9 @@ def _plain(entry: Any) -> Any:
 def _near(pattern: str, names: Iterable[str]) -> list[str]:
     """Names like a pattern that matches none: whole ones, or for *.proj.weight the ends of names."""
     end = pattern.removeprefix("*.")
-    tails = names if end == pattern else dict.fromkeys("*." + ".".join(name.split(".")[-end.count(".") - 1 :]) for name in names)
+    tails = (
+        names
+        if end == pattern
+        else dict.fromkeys("*." + ".".join(name.split(".")[-end.count(".") - 1 :]) for name in names)
+    )
     return get_close_matches(pattern, tails, 3, 0.3) or list(tails)[:3]

@@ -74,7 +74,8 @@ class Setting:
         return self._elements[at][node[3]] / (sum(self._elements[at]) or 1)
 
     def work(self, node: Node) -> float:
-        """What a part of an equation counts where no axis divides it: its seconds, those of products by their weight."""
+        """What a part of an equation counts where no axis divides it: its seconds, those of products by their
+        weight."""
         eqn, at = self.graph.eqns[node], (node[1], node[2])
         if at not in self._work:
             self._work[at] = self.costs.seconds(eqn) * (self.by.share if eqn.op.product else 1.0)

@@ -18,7 +18,8 @@ from mycel.plan.record import Plan
 
 @dataclass(frozen=True)
 class Solved:
-    """Layouts of all blocks; `gap`: how far they may be above the cheapest, as a share of their seconds; 0: none cost less."""
+    """Layouts of all blocks; `gap`: how far they may be above the cheapest, as a share of their seconds; 0: none cost
+    less."""
 
     layouts: Layouts
     gap: float
@@ -33,7 +34,8 @@ def solve(
     links: Links,
     price: Price,
 ) -> Solved:
-    """`inputs`: layouts of inputs of the entry; `gathered`: those that are used whole along ZeRO's axes; `price`: of messages inside an operator."""
+    """`inputs`: layouts of inputs of the entry; `gathered`: those that are used whole along ZeRO's axes; `price`: of
+    messages inside an operator."""
     along = dict.fromkeys(plan.over, gathered) if plan.zero == 3 else {}
     reduced = frozenset(plan.over) if plan.zero >= 2 else frozenset()
     first = [

@@ -7,7 +7,7 @@ messages costs that lowering will write (`distances.py`).  Tables grow with the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -40,7 +40,8 @@ class Together:
         counts = {node: len(d) for node, (d, _, _) in self.domains.items()} | {
             node: len(x) for node, x in self.ports.items()
         }
-        self.sum = Sum({node: counts[node] for node in in_order(g)} | {("whole",): 1})
+        sizes: dict[Hashable, int] = {node: counts[node] for node in in_order(g)}
+        self.sum = Sum(sizes | {("whole",): 1})
         self._work()
         if setting.limit is not None:
             self._weights()
@@ -65,7 +66,8 @@ class Together:
         return sum(float(w.min()) for w in self.sum.weights.values())
 
     def _domain(self, node: Node, single: Mapping[str, Sequence[Label]]) -> tuple[Domain, Table, Table]:
-        """The values of a part of an equation, the share of its work each leaves to a rank, seconds of messages inside."""
+        """The values of a part of an equation, the share of its work each leaves to a rank, seconds of messages
+        inside."""
         g = self.graph
         options, eqn = g.options[node], g.eqns[node]
         fixed = fixed_letters(eqn, options, g.own.get(node, frozenset()))
@@ -78,7 +80,8 @@ class Together:
         return self._domains[key]
 
     def _labels(self, axis: str) -> dict[Node, list[Label]]:
-        """What each equation can do with one axis: norms of gradients as these are updated, gathered parameters used whole."""
+        """What each equation can do with one axis: norms of gradients as these are updated, gathered parameters used
+        whole."""
         g = self.graph
         labels = {node: self.setting.labels(node, axis, {}) for node in g.options}
         for node, label in norm_labels(g, self.setting.given, axis).items():
@@ -131,7 +134,7 @@ class Together:
             self._allowed[key] = np.flatnonzero(fits)
         return self._allowed[key]
 
-    # -- costs ------------------------------------------------------------------------------------------------------------
+    # -- costs -------------------------------------------------------------------------------------------------------
 
     def _work(self) -> None:
         """Seconds that each node takes by itself."""

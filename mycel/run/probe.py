@@ -245,8 +245,6 @@ class Probe:
         return float(size / self.seconds(lambda: there.copy_(here, non_blocking=True)))
 
     # -- links -------------------------------------------------------------------------------------------------------
-    # -
-    # -
 
     def _levels(self, local: int) -> Iterator[dict[str, Any]]:
         """Innermost first: the ranks of a host, then all."""

@@ -139,7 +139,6 @@ class _Ranks:
         return answers.pop()
 
     # -- what ranks say to each other
-    # ------------------------------------------------------------------------------------
 
     def group(self, xs: Values, axes: Axes, rank: int) -> list[torch.Tensor]:
         return [xs[r] for r in self.mesh.group(rank, axes)]
@@ -159,7 +158,6 @@ class _Ranks:
 
 
 # -- between a whole tensor and the parts of all ranks
-# ---------------------------------------------------------------------
 
 
 def spread_out(x: torch.Tensor, layout: Layout, mesh: Mesh) -> Values:

@@ -245,7 +245,6 @@ def _step_of(checkpoint: Path) -> int:
 
 
 # -- the run folder --------------------------------------------------------------------------------------------------
-# -
 
 
 def _folder_name(config: Config, started_from: Path | None) -> Path:

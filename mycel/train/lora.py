@@ -187,7 +187,6 @@ def write_adapter(module: nn.Module, folder: Path, source: str | None) -> None:
 
 
 # -- what a target means
-# ------------------------------------------------------------------------------------------------
 
 
 def _matches(module: nn.Module, target: str) -> list[str]:

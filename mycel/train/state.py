@@ -143,7 +143,6 @@ def set_random_state(saved: Mapping[str, str], device: torch.device) -> None:
 
 
 # -- the way back ----------------------------------------------------------------------------------------------------
-# -
 
 
 def restore(loaded: Loaded, parts: Assembly) -> list[str]:

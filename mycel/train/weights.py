@@ -144,7 +144,6 @@ def _mapped(kind: Any, path: Path, settings: Any, dtype: torch.dtype) -> tuple[A
 
 
 # -- written ---------------------------------------------------------------------------------------------------------
-# -
 
 
 def write_gathered(
@@ -228,7 +227,6 @@ def _unnamed(i: int) -> str:
 
 
 # -- words -----------------------------------------------------------------------------------------------------------
-# -
 
 
 def refusal(what: str, where: object, hint: str = "") -> TrainError:

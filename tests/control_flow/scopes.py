@@ -12,7 +12,6 @@ from torch import nn
 from control_flow.case import CASES, Case, N, T, X, case
 
 # -- assert and raise
-# ---------------------------------------------------------------------------------------------------
 
 
 @case((X,), (X + 1,), has=())
@@ -46,7 +45,6 @@ def assert_in_a_loop(x, n):
 
 
 # -- functions -------------------------------------------------------------------------------------------------------
-# -
 
 
 def relu_like(x, slope=0.5):
@@ -282,7 +280,6 @@ CASES["modules"] = Case(Stack, ((X,), (-X,), (X * 5,)), frozenset({"cond", "loop
 
 
 # -- statements around
-# ------------------------------------------------------------------------------------------------------
 
 
 @case((X,), (-X,), has={"cond"})

@@ -250,7 +250,6 @@ def _counted(
 
 
 # -- expressions -----------------------------------------------------------------------------------------------------
-# -
 
 
 def both(value: Any, *rest: Callable[[], Any]) -> Any:
@@ -318,7 +317,6 @@ def compare(left: Any, sign: str, right: Callable[[], Any], *rest: Any) -> Any:
 
 
 # -- assert, raise, call
-# ------------------------------------------------------------------------------------------------
 
 
 def check(test: Any, message: Callable[[], Any] | None, text: str) -> None:
@@ -443,7 +441,6 @@ _GIVEN = {RUNTIME: sys.modules[__name__], "undefined@": UNDEFINED}
 
 
 # -- where capture comes in
-# ---------------------------------------------------------------------------------------------
 
 
 def enter(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

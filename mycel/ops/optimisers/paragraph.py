@@ -201,7 +201,6 @@ def _slot_dims(slot: StateSlot, letters: Sequence[str]) -> str:
 
 
 # -- kernels: copied into generated code, with the rule
-# --------------------------------------------------------------------
 
 
 def table(slots):
@@ -276,7 +275,6 @@ def on_copies(inplace, slots, *xs, count, **params):
 
 
 # -- what rules are written with
-# -------------------------------------------------------------------------------------------
 
 
 def times(x, scalar):
