@@ -95,7 +95,8 @@ def _are_alike(a: Block, b: Block) -> bool:
 
 
 def _with_numbers_of(part: Block, whole: Block) -> Block:
-    """Numbers on the way to the loss that are others for the whole batch (len(x), say) are those of the whole batch."""
+    """Numbers on the way to the loss that are others for the whole batch (len(x), say) are those of the whole batch;
+    those of integers are places in a part, and stay."""
     if not _are_alike(part, whole):
         return part
     way = {part.outputs[0]}
@@ -105,7 +106,7 @@ def _with_numbers_of(part: Block, whole: Block) -> Block:
     pairs = [(e, zip(e.inputs, w.inputs, strict=True)) for e, w in zip(part.eqns, whole.eqns, strict=True)]
     eqns = [
         replace(e, inputs=tuple(x if isinstance(x, Var) or isinstance(y, Var) else y for x, y in both))
-        if way.intersection(e.outputs)
+        if way.intersection(e.outputs) and is_float(e.outputs[0].dtype)
         else e
         for e, both in pairs
     ]
