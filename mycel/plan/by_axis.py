@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from mycel.ir import Axes, Layout, Mesh, Type, part
+from mycel.ops import o
 from mycel.plan.choices import OWED, WHOLE, Label, Options
 from mycel.plan.graph import Graph, Node, Source
 from mycel.plan.least import Sum
@@ -63,7 +64,7 @@ class ByAxis:
             return
         held = made_of(g, (i for i, dims in several.items() if dims))
         for source, node, operand, _ in g.edges:
-            if node in g.options and (source in held or g.eqns[node].op.name == "global_norm"):
+            if node in g.options and (source in held or g.eqns[node].op is o.global_norm):
                 fit = g.options[node].fit
                 mine = {k for dim in (fit.ins[operand] or () if fit is not None else ()) for k in dim}
                 for letter, axes in self.letters(node).items():
