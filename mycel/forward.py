@@ -16,7 +16,7 @@ from mycel.capture import capture as capture_call
 from mycel.capture.bind import Call
 from mycel.feed import Fed, Feed, Local, feed_of, from_anywhere, refuse_without_data, without_host_data
 from mycel.ir import Block, Program, Var, check
-from mycel.parts import Joined, ShardedModel, roles_of
+from mycel.parts import ShardedModel, UnshardedStep, roles_of
 from mycel.planning import Task, with_layouts
 from mycel.run import load
 
@@ -70,7 +70,7 @@ class Forward:
         with parts.whole() if parts is not None else nullcontext():
             captured = capture_call(self.fn, args, kwargs, known=roles_of(self.model))
             program = self.prepared(captured)
-            unsharded = Joined(captured, program, (), len(program.results), program.entry)
+            unsharded = UnshardedStep(captured, program, (), len(program.results), program.entry)
         if parts is None:
             run, local, feed = load(program, captured.device, reuse=True)[0], program, feed_of(captured, program)
         else:

@@ -32,7 +32,7 @@ from mycel.run.rendezvous import seat
 
 
 @dataclass(frozen=True)
-class Joined:
+class UnshardedStep:
     """A step as one program on one device; `results`: of the loss, before the gradient norm; `body`: the block that
     holds forward and backward."""
 
@@ -90,7 +90,7 @@ class ShardedModel:
 
     # -- layouts of a step's inputs
 
-    def given(self, unsharded: Joined) -> tuple[dict[int, Layout], frozenset[int]]:
+    def given(self, unsharded: UnshardedStep) -> tuple[dict[int, Layout], frozenset[int]]:
         """Layouts of the step's inputs by position, those that are not whole; and the parameters that are gathered for
         use."""
         program = unsharded.program
@@ -135,7 +135,7 @@ class ShardedModel:
                 layout = state_layout(
                     self.stored.get(role.of, Layout()), self.shapes.get(role.of, type.shape), type.shape
                 )
-                return layout.without(role.over).owing(role.over, "+")
+                return layout.without(role.over).with_partial(role.over, "+")
         return Layout.whole(type.ndim)
 
     # -- what this rank holds
@@ -211,7 +211,7 @@ class ShardedModel:
 
     # -- what this rank takes of a batch
 
-    def feed(self, unsharded: Joined, sharded: Distributed) -> Feed:
+    def feed(self, unsharded: UnshardedStep, sharded: Distributed) -> Feed:
         """How a step that lies as was found is fed on this rank."""
         layouts = {v.name: layout for v, layout in zip(sharded.whole.inputs, sharded.inputs, strict=True)}
         return feed_of(unsharded.captured, unsharded.program, layouts, self.plan.mesh, self.ranks.rank)

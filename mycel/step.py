@@ -28,7 +28,7 @@ from mycel.feed import Fed, Feed, Local, feed_of, refuse_without_data, without_h
 from mycel.forward import Forward, called, device_of
 from mycel.ir import Mesh, Program, Role, Var, check
 from mycel.objective import Batch, objective
-from mycel.parts import Joined, ShardedModel, roles_of
+from mycel.parts import ShardedModel, UnshardedStep, roles_of
 from mycel.planning import Task, planned
 from mycel.run import keep_freed_memory, load, start_workers, warm_up, without_collector
 from mycel.sizes import parse_bytes, shown
@@ -221,7 +221,7 @@ class Step:
             keep_freed_memory()
         args, kwargs = without_host_data(args, kwargs, device)
         with self.parts.whole() if self.parts is not None else nullcontext():
-            made = self._joined(args, kwargs)
+            made = self._unsharded(args, kwargs)
         decided, done = planned(self._task(made), self._given())
         program = done.program
         if self.parts is not None:
@@ -235,7 +235,7 @@ class Step:
         call, local = self._bound(made, program, code, feed)
         return CompiledStep(done, source, decided, call, local, feed, optimizers.signature(self.optimizer))
 
-    def _task(self, made: Joined) -> Task:
+    def _task(self, made: UnshardedStep) -> Task:
         """What there is to plan."""
         device = made.captured.device
         inputs, gathered = self.parts.given(made) if self.parts is not None else ({}, frozenset[int]())
@@ -255,12 +255,12 @@ class Step:
             return plan.Plan(Mesh())
         return self.written.given if self.entries else self.written
 
-    def _joined(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Joined:
+    def _unsharded(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> UnshardedStep:
         """The whole step as one program, on one device; manual regions are those of the mesh."""
         with meshed(self.written.mesh if self.written is not None else None):
             return self._captured(args, kwargs)
 
-    def _captured(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Joined:
+    def _captured(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> UnshardedStep:
         s = self.settings
         batch = Batch(args, kwargs, s.accumulate)
         known = roles_of(self.model, self.optimizer)
@@ -292,7 +292,7 @@ class Step:
         if counting is not None:
             program, body = check(transform.microbatch(program, counting, s.accumulate, split)), transform.BODY
         program = check(transform.optimise(program, [g.group for g in groups], results, s.clip_norm))
-        return Joined(captured, program, tuple(groups), results, body)
+        return UnshardedStep(captured, program, tuple(groups), results, body)
 
     def _prepared(self, captured: Captured) -> Program:
         """The loss, simplified, in its precision, with its head."""
@@ -336,7 +336,7 @@ class Step:
             replace(made, blocks={**made.blocks, made.entry: block}), hints=self.parts is not None
         ), groups
 
-    def _bound(self, made: Joined, program: Program, code: Callable[..., Any], feed: Feed) -> tuple[Call, Call]:
+    def _bound(self, made: UnshardedStep, program: Program, code: Callable[..., Any], feed: Feed) -> tuple[Call, Call]:
         """The guarded calls, of a whole batch and of a part: they read what the program's inputs are, each by its role,
         and run the code."""
         captured, groups, results = made.captured, made.groups, made.results
@@ -367,7 +367,7 @@ class Step:
 
         return bound(feed.inputs, feed.cut), bound(feed.parts(), feed.pad)
 
-    def _readers(self, made: Joined, program: Program) -> list[tuple[list[Role], Callable[[], list[Any]]]]:
+    def _readers(self, made: UnshardedStep, program: Program) -> list[tuple[list[Role], Callable[[], list[Any]]]]:
         """What gives the program's inputs besides those of the call their values, and the roles of these."""
         device = made.captured.device
 

@@ -21,7 +21,7 @@ def main() -> None:
             for _ in range(6):
                 x = (torch.arange(5 * 6).reshape(5, 6) % 7).to(dtype)
                 first, second = (
-                    Placed(random_layout(2, m, rng, owed=False), m, r)
+                    Placed(random_layout(2, m, rng, partial=False), m, r)
                     for m, r in ((Mesh(a=2), (0, 2)), (Mesh(a=3), (0, 1, 2)))
                 )
                 first, second = (second, first) if rng.random() < 0.5 else (first, second)

@@ -25,8 +25,8 @@ from mycel.plan.cost import Costs
 from mycel.plan.graph import Graph, Source
 from mycel.plan.layouts import Solver
 from mycel.plan.links import CPU_LINK, Links
-from mycel.plan.meant import Weights
 from mycel.plan.moves import Moves
+from mycel.plan.preferences import Weights
 
 MOST = 3_000  # combinations that are tried
 
@@ -131,7 +131,7 @@ class Case:
         if isinstance(choice, Layout):
             if node[0] == "in":
                 return 0.0, 0.0
-            return 1e-9 * sum(map(len, choice.dims)) + 1e-12 * len(choice.owed), 0.0
+            return 1e-9 * sum(map(len, choice.dims)) + 1e-12 * len(choice.partial), 0.0
         laid, labels = choice
         g, eqn, options = solver.graph, solver.graph.eqns[node], solver.graph.options[node]
         share = math.prod(
@@ -179,7 +179,9 @@ def every_layout(t: Type, mesh: Mesh) -> Iterator[Layout]:
         for where in itertools.product(places, repeat=len(order)):
             layout = Layout.whole(t.ndim)
             for axis, at in zip(order, where, strict=True):
-                layout = layout if at is None else layout.owing(axis, "+") if at == "+" else layout.split(at, axis)
+                layout = (
+                    layout if at is None else layout.with_partial(axis, "+") if at == "+" else layout.split(at, axis)
+                )
             if layout not in seen:
                 seen.add(layout)
                 yield layout

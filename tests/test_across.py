@@ -24,8 +24,8 @@ def moved(x, source, target):
     found = transfers(type_of(x), source, target)
     made = {rank: torch.zeros_like(part_of(x, target.layout, target.mesh, i)) for i, rank in enumerate(target.ranks)}
     for t in found:
-        piece = parts[t.source][tuple(slice(a, a + n) for a, n in zip(t.taken, t.shape, strict=True))]
-        made[t.target][tuple(slice(a, a + n) for a, n in zip(t.put, t.shape, strict=True))] = piece
+        piece = parts[t.source][tuple(slice(a, a + n) for a, n in zip(t.source_start, t.shape, strict=True))]
+        made[t.target][tuple(slice(a, a + n) for a, n in zip(t.target_start, t.shape, strict=True))] = piece
     return made, found
 
 
@@ -39,9 +39,9 @@ def moved(x, source, target):
 @settings(max_examples=150, deadline=None)
 def test_every_rank_gets_its_part(shape, first, second, start, rng):
     x = torch.randn(shape, dtype=torch.float64)
-    source = Placed(random_layout(len(shape), first, rng, owed=False), first, tuple(range(first.world)))
+    source = Placed(random_layout(len(shape), first, rng, partial=False), first, tuple(range(first.world)))
     target = Placed(
-        random_layout(len(shape), second, rng, owed=False), second, tuple(range(start, start + second.world))
+        random_layout(len(shape), second, rng, partial=False), second, tuple(range(start, start + second.world))
     )
     made, found = moved(x, source, target)
     for i, rank in enumerate(target.ranks):
@@ -78,5 +78,5 @@ def test_by_real_messages(tmp_path):
 def test_what_is_refused():
     with pytest.raises(PlanError, match="has 2 ranks, was given \\[0\\]"):
         Placed(Layout(()), Mesh(a=2), (0,))
-    with pytest.raises(PlanError, match="owes a sum"):
+    with pytest.raises(PlanError, match="is a partial sum"):
         Placed(Layout((), (("a", "+"),)), Mesh(a=2), (0, 1))

@@ -197,7 +197,7 @@ def partial_layout(data, mesh: Mesh, ndim: int) -> Layout:
     """Any layout; axes it does not use may be those of a sum."""
     layout = data.draw(layouts(mesh, ndim))
     for axis in sorted(set(mesh.axes) - layout.axes):
-        layout = layout.owing(axis, "+") if data.draw(st.booleans()) else layout
+        layout = layout.with_partial(axis, "+") if data.draw(st.booleans()) else layout
     return layout
 
 
@@ -211,7 +211,7 @@ def test_partial_state_is_its_sum_under_any_mesh(shape, dtype, data):
     """Each rank saves a summand of its own; a rank among as many gets it back, others together hold the sum."""
     before, after = data.draw(meshes(most=12)), data.draw(meshes(most=12))
     lain, lies = partial_layout(data, before, len(shape)), partial_layout(data, after, len(shape))
-    axes, wanted_axes = tuple(a for a, _ in lain.owed), tuple(a for a, _ in lies.owed)
+    axes, wanted_axes = tuple(a for a, _ in lain.partial), tuple(a for a, _ in lies.partial)
     random = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
     summands = torch.randint(-8, 8, (before.count(axes), *shape), generator=random).to(dtype)
     whole = summands.sum(0).to(dtype)
@@ -233,7 +233,7 @@ def test_partial_state_is_its_sum_under_any_mesh(shape, dtype, data):
     for rank in range(after.world):
         together_ = sum(held[r].double() for r in after.group(rank, wanted_axes))
         assert torch.equal(together_, part_of(whole.double(), lies, after, rank))
-        if lain.owed and after.count(wanted_axes) == before.count(axes):
+        if lain.partial and after.count(wanted_axes) == before.count(axes):
             assert torch.equal(held[rank], part_of(summands[after.index(rank, wanted_axes)], lies, after, rank))
         elif after.index(rank, wanted_axes):
             assert not held[rank].any()
@@ -269,7 +269,7 @@ def test_what_is_saved_must_lie_as_is_said(tmp_path):
                 (5,),
                 r"cannot save 'w': this rank has \[4\] of it, but a part of \[5\] that lies as \[-\] has \[5\]",
             ),
-            (Layout(((),), (("a", ">"),)), (4,), "of values that ranks still owe each other, only sums are state"),
+            (Layout(((),), (("a", ">"),)), (4,), "of partial values, only sums can be state"),
             (Layout((("a",),)), (4,), r"cannot lie as \[a\]: the mesh is Mesh\(\)"),
         ]:
             with pytest.raises(CheckpointError, match=told):

@@ -279,7 +279,9 @@ def test_rows_alone_send_nothing():
     for op, given in ((attention, inputs), (attention_grad, with_results(inputs, params))):
         program, choice, _ = lowered(op, given, params, {"cp": ROWS}, Mesh(cp=2))
         assert sent(program) == 0
-        assert [x.owed for x in choice.outs] == ([()] * 2 if op is attention else [(), (("cp", "+"),), (("cp", "+"),)])
+        assert [x.partial for x in choice.outs] == (
+            [()] * 2 if op is attention else [(), (("cp", "+"),), (("cp", "+"),)]
+        )
 
 
 # -- all-to-all over heads

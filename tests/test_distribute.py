@@ -41,18 +41,18 @@ from mycel.run.simulate import spread_out
 
 
 def random_inputs(program, mesh, rng):
-    """Any layout for each input, sums owed among them."""
+    """Any layout for each input, partial sums among them."""
     found = {}
     for i, v in enumerate(program.inputs):
         dims = [[] for _ in v.shape]
-        owed = []
+        partial = []
         for axis in mesh.axes:
             where = rng.randrange(len(dims) + 2)
             if where < len(dims):
                 dims[where].append(axis)
             elif where == len(dims) and v.dtype.is_floating_point and v.name not in program.updates:
-                owed.append((axis, "+"))
-        found[i] = Layout(tuple(map(tuple, dims)), tuple(owed))
+                partial.append((axis, "+"))
+        found[i] = Layout(tuple(map(tuple, dims)), tuple(partial))
     return found
 
 

@@ -49,24 +49,24 @@ def moves_on(mesh):
     return Moves(Links(mesh, CPU_LINK))
 
 
-def random_layout(ndim, mesh, rng, owed=True):
-    """Any layout: each axis on some dim at some place, owed, or unused."""
-    dims, owes = [[] for _ in range(ndim)], []
+def random_layout(ndim, mesh, rng, partial=True):
+    """Any layout: each axis on some dim at some place, partial, or unused."""
+    dims, sums = [[] for _ in range(ndim)], []
     for axis in rng.sample(mesh.axes, len(mesh.axes)):
         where = rng.randrange(ndim + 2)
         if where < ndim:
             dims[where].insert(rng.randrange(len(dims[where]) + 1), axis)
-        elif where == ndim and owed:
-            owes.append((axis, "+"))
-    return Layout(tuple(map(tuple, dims)), tuple(sorted(owes)))
+        elif where == ndim and partial:
+            sums.append((axis, "+"))
+    return Layout(tuple(map(tuple, dims)), tuple(sorted(sums)))
 
 
 def held(x, layout, mesh, seed=0):
-    """A tensor as ranks may hold it: of a sum owed each has its share, of a maximum or minimum some rank each element;
-    padding does harm."""
+    """A tensor as ranks may hold it: of a partial sum each has its share, of a maximum or minimum some rank each
+    element; padding does harm."""
     gen = torch.Generator().manual_seed(seed)
     shares = {
-        axis: _shares(x, kind, mesh[axis], gen) for axis, kind in sorted(layout.owed, key=lambda owed: owed[1] != "+")
+        axis: _shares(x, kind, mesh[axis], gen) for axis, kind in sorted(layout.partial, key=lambda x: x[1] != "+")
     }
     real = torch.ones_like(x, dtype=torch.bool)
     parts = []
@@ -74,8 +74,10 @@ def held(x, layout, mesh, seed=0):
         at, mine = mesh.coordinates(rank), x
         for axis, share in shares.items():
             mine = share[at[axis]](mine)
-        mine = part_of(mine, layout.paid, mesh, rank)
-        parts.append(mine.where(part_of(real, layout.paid, mesh, rank), worst(x.dtype)) if any(layout.dims) else mine)
+        mine = part_of(mine, layout.reduced, mesh, rank)
+        parts.append(
+            mine.where(part_of(real, layout.reduced, mesh, rank), worst(x.dtype)) if any(layout.dims) else mine
+        )
     return parts
 
 
@@ -172,13 +174,13 @@ def test_from_any_layout_to_any_other(shape, mesh, rng):
 
 
 def all_layouts(ndim, mesh):
-    """Every layout on a mesh: each axis unused, owing, or on some dim, there at each place among the others."""
+    """Every layout on a mesh: each axis unused, partial, or on some dim, there at each place among the others."""
     found = [Layout.whole(ndim)]
     for axis in mesh.axes:
-        owing = [x.owing(axis, kind) for x in found for kind in KINDS]
+        partial = [x.with_partial(axis, kind) for x in found for kind in KINDS]
         at = [(x, d, n) for x in found for d in range(ndim) for n in range(len(x.dims[d]) + 1)]
-        found += owing + [
-            Layout((*x.dims[:d], (*x.dims[d][:n], axis, *x.dims[d][n:]), *x.dims[d + 1 :]), x.owed) for x, d, n in at
+        found += partial + [
+            Layout((*x.dims[:d], (*x.dims[d][:n], axis, *x.dims[d][n:]), *x.dims[d + 1 :]), x.partial) for x, d, n in at
         ]
     return found
 
@@ -197,7 +199,7 @@ def test_from_each_layout_to_each_other(shape, mesh, extreme):
     for source in layouts:
         given = held(x, source, mesh)
         assert torch.equal(put_together(given, source, type_of(x), mesh), x), source
-        for target in (t for t in layouts if any(kind != "+" for _, kind in t.owed) == extreme):
+        for target in (t for t in layouts if any(kind != "+" for _, kind in t.partial) == extreme):
             (out,) = simulate(moved(type_of(x), source, target, mesh), mesh, [given])
             assert torch.equal(put_together(out, target, type_of(x), mesh), x), (str(source), str(target))
 
@@ -209,13 +211,13 @@ def names(program):
 def test_the_cheapest_chain():
     mesh, x = Mesh(a=4, b=2), Type(torch.float32, (1024, 1024))
 
-    def of(*dims, owed=()):
-        return Layout(tuple(tuple(d) for d in dims), tuple((a, "+") for a in owed))
+    def of(*dims, partial=()):
+        return Layout(tuple(tuple(d) for d in dims), tuple((a, "+") for a in partial))
 
     assert names(moved(x, of("a", ""), of("", "a"), mesh)) == ["all_to_all"]
-    assert names(moved(x, of("", "", owed="a"), of("a", ""), mesh)) == ["reduce_scatter"]
-    assert names(moved(x, of("", "", owed="a"), of("", ""), mesh)) == ["all_reduce"]
-    assert names(moved(x, of("", "", owed="ab"), of("", ""), mesh)) == ["all_reduce"]
+    assert names(moved(x, of("", "", partial="a"), of("a", ""), mesh)) == ["reduce_scatter"]
+    assert names(moved(x, of("", "", partial="a"), of("", ""), mesh)) == ["all_reduce"]
+    assert names(moved(x, of("", "", partial="ab"), of("", ""), mesh)) == ["all_reduce"]
     assert names(moved(x, of("ab", ""), of("a", ""), mesh)) == ["all_gather"]
     assert set(names(moved(x, of("ab", ""), of("", ""), mesh))) == {"all_gather"}
     assert names(moved(x, of("ab", ""), of("ba", ""), mesh)) == ["permute_ranks"]
@@ -251,8 +253,8 @@ def elsewhere(choice, program, mesh, rng):
     """Layouts for the operands and results of the one equation: half of them those it wants, half of them any."""
 
     def some(layout, v):
-        fits = layout if rng.random() < 0.5 else random_layout(v.ndim, mesh, rng, owed=v.dtype.is_floating_point)
-        return fits.paid if v.dtype == torch.bool else fits
+        fits = layout if rng.random() < 0.5 else random_layout(v.ndim, mesh, rng, partial=v.dtype.is_floating_point)
+        return fits.reduced if v.dtype == torch.bool else fits
 
     wanted = [want for want in choice.ins if want is not None]
     ins = [some(want, v) for want, v in zip(wanted, program.inputs, strict=True)]

@@ -20,7 +20,7 @@ from mycel import Plan, Program, lower, transform
 from mycel.errors import IRError, TextError
 from mycel.ir import Block, Layout, Mesh, Role, check, is_float
 from mycel.ir.role import FORMS
-from mycel.parts import Joined, ShardedModel, state_layout
+from mycel.parts import ShardedModel, UnshardedStep, state_layout
 from mycel.plan import CPU, Costs, residuals
 from mycel.run.checkpoint import Saver, load, load_parts
 from mycel.run.simulate import part_of, put_together
@@ -273,7 +273,7 @@ def test_state_with_a_shape_of_its_own_and_partial_state_run_and_are_saved(tmp_p
             model, torch.optim.SGD(model.parameters()), Plan(mesh, batch=["dp"], parameters={"weight": ["tp", "-"]})
         )
         parts.stored["weight"] = Layout((("tp",), ()))
-        return parts, parts.given(Joined(None, program, (), 1, "main"))
+        return parts, parts.given(UnshardedStep(None, program, (), 1, "main"))
 
     parts, lying = planned(Mesh(dp=2, tp=3))
     found = spread(program, parts.plan, *lying)
@@ -289,7 +289,8 @@ def test_state_with_a_shape_of_its_own_and_partial_state_run_and_are_saved(tmp_p
     def act(ranks):
         at = ranks.mesh.index(ranks.rank, ("dp",))
         mine = {
-            name: part_of(state[name][at], layout.paid, ranks.mesh, ranks.rank) for name, (layout, _) in saved.items()
+            name: part_of(state[name][at], layout.reduced, ranks.mesh, ranks.rank)
+            for name, (layout, _) in saved.items()
         }
         with Saver(tmp_path, asynchronous=False, ranks=ranks) as saver:
             saver.save(1, mine, {}, layouts={name: (layout, type.shape) for name, (layout, type) in saved.items()})

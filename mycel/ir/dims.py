@@ -3,7 +3,7 @@
     "... k+, n k+ -> ... n"
 
     letter    a dim; the same letter is the same size and splits together
-    k+        may be split and leaves a sum owed; k> a maximum owed, k< a minimum
+    k+        may be split and leaves a partial sum; k> a partial maximum, k< a minimum
     k^        must stay whole
     ...       leading batch dims, broadcast against each other as torch does
     (h d)     one dim made of several, h the slower

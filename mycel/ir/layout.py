@@ -1,7 +1,7 @@
 """How a tensor lies on a mesh of devices.
 
     Mesh(dp=2, tp=4)          eight ranks in two named axes, the last one the fastest: rank = dp * 4 + tp
-    f32[64@dp,4096]+tp        dim 0 in two parts over dp; a sum still owed over tp: the value is the sum of what the
+    f32[64@dp,4096]+tp        dim 0 in two parts over dp; a partial sum over tp: the value is the sum of what the
                               ranks of a tp row hold
     f32[64@tp.dp]             dim 0 over two axes, tp the slower
 
@@ -23,7 +23,7 @@ from mycel.ir.types import DTYPES, NAMES, Type
 
 Axes = tuple[str, ...]
 
-KINDS = {"+": "sum", ">": "maximum", "<": "minimum"}  # what can be owed
+KINDS = {"+": "sum", ">": "maximum", "<": "minimum"}  # kinds of partial values
 _AXIS = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 _TYPED = re.compile(r"((?:stack\()*)(\w+)\[([\w@.,]*)\]((?:[+<>]\w+)*)(\)*)", re.ASCII)
 
@@ -106,11 +106,11 @@ def _groups(mesh: Mesh, axes: Axes) -> list[list[int]]:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """For each dim of a tensor the axes it is split over, slowest first; and the axes over which something is owed,
-    with what: + > <."""
+    """For each dim of a tensor the axes it is split over, slowest first; and the axes over which it is partial, with
+    the kind: + > <."""
 
     dims: tuple[Axes, ...] = ()
-    owed: tuple[tuple[str, str], ...] = ()
+    partial: tuple[tuple[str, str], ...] = ()
 
     @staticmethod
     def whole(ndim: int) -> Layout:
@@ -119,30 +119,30 @@ class Layout:
 
     @property
     def is_whole(self) -> bool:
-        return not self.owed and not any(self.dims)
+        return not self.partial and not any(self.dims)
 
     @property
     def axes(self) -> set[str]:
         """The axes it uses."""
-        return {a for axes in self.dims for a in axes} | {a for a, _ in self.owed}
+        return {a for axes in self.dims for a in axes} | {a for a, _ in self.partial}
 
     @property
-    def paid(self) -> Layout:
-        """The same with nothing owed."""
+    def reduced(self) -> Layout:
+        """The same after partial values are reduced."""
         return Layout(self.dims)
 
     def split(self, dim: int, axis: str) -> Layout:
         """The same with one more axis, the fastest, on a dim."""
-        return Layout(tuple((*axes, axis) if d == dim else axes for d, axes in enumerate(self.dims)), self.owed)
+        return Layout(tuple((*axes, axis) if d == dim else axes for d, axes in enumerate(self.dims)), self.partial)
 
-    def owing(self, axis: str, kind: str) -> Layout:
-        return Layout(self.dims, tuple(sorted((*self.owed, (axis, kind)))))
+    def with_partial(self, axis: str, kind: str) -> Layout:
+        return Layout(self.dims, tuple(sorted((*self.partial, (axis, kind)))))
 
     def without(self, axis: str) -> Layout:
         """The same where an axis has no part in it."""
         return Layout(
             tuple(tuple(a for a in axes if a != axis) for axes in self.dims),
-            tuple(x for x in self.owed if x[0] != axis),
+            tuple(x for x in self.partial if x[0] != axis),
         )
 
     def counts(self, mesh: Mesh) -> tuple[int, ...]:
@@ -155,7 +155,7 @@ class Layout:
         return Type(type.dtype, shape, type.depth)
 
     def __str__(self) -> str:
-        return "[" + ",".join(".".join(axes) or "-" for axes in self.dims) + "]" + _owed_text(self.owed)
+        return "[" + ",".join(".".join(axes) or "-" for axes in self.dims) + "]" + _partial_text(self.partial)
 
 
 def part(n: int, axes: Axes, mesh: Mesh) -> int:
@@ -186,7 +186,7 @@ def typed(type: Type, layout: Layout) -> str:
     dims = ",".join(
         f"{n}@{'.'.join(axes)}" if axes else str(n) for n, axes in zip(type.shape, layout.dims, strict=True)
     )
-    return "stack(" * type.depth + f"{NAMES[type.dtype]}[{dims}]" + _owed_text(layout.owed) + ")" * type.depth
+    return "stack(" * type.depth + f"{NAMES[type.dtype]}[{dims}]" + _partial_text(layout.partial) + ")" * type.depth
 
 
 def parse_typed(text: str) -> tuple[Type, Layout]:
@@ -201,8 +201,8 @@ def parse_typed(text: str) -> tuple[Type, Layout]:
     return Type(DTYPES[match[2]], shape, len(match[5])), Layout(split, partial)
 
 
-def _owed_text(owed: Sequence[tuple[str, str]]) -> str:
-    return "".join(kind + axis for axis, kind in owed)
+def _partial_text(partial: Sequence[tuple[str, str]]) -> str:
+    return "".join(kind + axis for axis, kind in partial)
 
 
 def read_layout(entry: object, mesh: Mesh, where: str) -> Layout:

@@ -48,7 +48,7 @@ What the fields mean
   by_rank   its value depends on the rank, or on other ranks
   collective  what ranks say to each other for it: bytes, steps, meaning (`Collective`)
   linear    operands it is linear in: groups of places, each linear together while the others stay; "all": all of them.
-            A sum owed passes through
+            A partial sum passes through
   parts     how a part is computed where the kernel on parts is not it: {letter: Part}; "*" for whatever letter is
             split, "q k" for two together
   aten      ATen overloads that mean exactly this, with the same arguments in the same order ("exp.default")
@@ -78,13 +78,13 @@ class SplitRule:
     """A rule for a split letter: write(at, *local inputs, **params) -> local outputs, written with operators,
     collectives among them.
 
-    `at` tells where the part lies (lower/spmd.py: At).  `owed`: what the outputs that lack the letter owe over its
-                                                         axes, or one for each output.
+    `at` tells where the part lies (lower/spmd.py: At).
+    `partial`: the kind in which outputs without the letter are partial over its axes, or one for each output.
     `uneven`: it copes with padding.
     """
 
     write: Callable[..., Any]
-    owed: str | tuple[str, ...] = ""
+    partial: str | tuple[str, ...] = ""
     uneven: bool = False
 
 

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from mycel.ir import Atom, Block, Builder, Eqn, Params, Program, Ref, Var, chains, lookup, prune, substitute
-from mycel.plan import Residuals, backward_part, handed, paired
+from mycel.plan import Residuals, backward_inputs, backward_part, paired
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def reside(program: Program, plan: Residuals) -> Program:
     forwards: dict[object, str] = {}
     for d, (i, j) in zip(plan.pairs, paired(body), strict=True):
         f, b = body.eqns[i], body.eqns[j]
-        of = handed(program, body, i, j)
+        of = backward_inputs(program, body, i, j)
         outs = tuple(k for k, v in enumerate(f.outputs) if uses[v].is_output or any(u != j for u in uses[v].uses))
         key = (f.params["block"], b.params["block"], d.keep, outs, tuple(of.items()))
         if key not in halves:

@@ -329,7 +329,7 @@ def interface(eqn: Eqn, layouts: Layouts) -> tuple[tuple[Layout | None, ...], tu
 
 def _rows(layout: Layout) -> Layout:
     """A row's layout -> that of all rows."""
-    return Layout(((), *layout.dims), layout.owed)
+    return Layout(((), *layout.dims), layout.partial)
 
 
 def is_pointwise(eqn: Eqn) -> bool:

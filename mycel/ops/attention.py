@@ -125,13 +125,13 @@ def _score_cotangent(g, g_lse, q, k, v, mask, y, lse, causal, scale):
     """(weights, cotangent of the scores)"""
     s = scores_in_operators(q, k, mask, causal, scale)
     p = weights_in_operators(s, lse, mask)
-    owed = None if g_lse is None else o.reshape(g_lse, shape=(*g_lse.shape, 1))
+    cotangent = None if g_lse is None else o.reshape(g_lse, shape=(*g_lse.shape, 1))
     if g is not None:
         g = _cast(g, s.dtype)
         dp = o.matmul(g, swap(repeated(_cast(v, s.dtype), q.shape[1])))
         delta = o.sub(dp, o.sum(o.mul(g, _cast(y, s.dtype)), dims=(3,), keepdim=True))
-        owed = delta if owed is None else o.add(delta, owed)
-    return p, o.mul(p, owed)
+        cotangent = delta if cotangent is None else o.add(delta, cotangent)
+    return p, o.mul(p, cotangent)
 
 
 def _grad_in_operators(g, q, k, v, mask, y, lse, *, causal=False, scale=None, g_lse=None):
@@ -290,7 +290,7 @@ def _plain_grad(g, q, k, v, mask, y, lse, causal, scale):
     flops=_backward_flops,
     linear=((0,),),
     parts={
-        "q": SplitRule(attention_grad_rows, owed="+", uneven=True),
+        "q": SplitRule(attention_grad_rows, partial="+", uneven=True),
         "q k": SplitRule(attention_grad_ring, uneven=True),
     },
     examples=[

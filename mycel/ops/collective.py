@@ -10,7 +10,7 @@
     nothing has zeros)
     y = own_part(x, axes=("tp",), count=4, dim=0)                this rank's part of what all hold
     y = only_first(x, axes=("tp",), count=4)                     x on the first rank along the axes, zeros on the
-    others: a sum owed
+    others: a partial sum
     t = begin(x, z, op="all_reduce", axes=("dp",), count=2)      the same for several tensors in one message, without
     waiting;
     y, w = finish(t, x, z, op="all_reduce", …)                   what it brought
@@ -228,7 +228,7 @@ def permute_ranks(x, *, axes, count, to):
 
 
 def own_part_transpose(g, x, *, axes, count, dim):
-    """Parts of the others count as zero: what is owed over the axes is a sum."""
+    """Parts of the others count as zero: the result is a partial sum over the axes."""
     return o.spread(g, axes=axes, count=count, dim=dim, size=x.shape[dim])
 
 

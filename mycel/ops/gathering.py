@@ -53,7 +53,7 @@ def gather_dims(x, index, *, dim):
     vjp=lambda g, y, x, index, *, dim: (o.gather_grad(g, index, shape=tuple(x.shape), dim=dim), None),
     dtype="first",
     linear=((0,),),
-    parts={"along0": SplitRule(gather_part, owed="+", uneven=True)},
+    parts={"along0": SplitRule(gather_part, partial="+", uneven=True)},
     examples=["a[2,6,4], i64[2,3,4]<6, dim=1", "f[4,6], i64[2,3]<6, dim=1", "f[4], i64[6]<4, dim=0"],
 )
 def gather(x, index, *, dim):
@@ -76,7 +76,7 @@ def row(x):
 
 
 def gather_grad_dims(g, index, *, shape, dim):
-    """A split dim of the index leaves a sum owed."""
+    """A split dim of the index leaves a partial sum."""
     a, b = lanes(dim, shape, index.shape)
     b, sizes = free(b, dim, "+"), {name.rstrip("^"): n for name, n in zip(a, shape, strict=True)}
     return f"{' '.join(b)}, {' '.join(b)} -> {' '.join(a)}", {k: n for k, n in sizes.items() if len(k) > 1}
@@ -267,7 +267,7 @@ def lane(v, dim, ndim):
     vjp=lambda g, y, x, index, *, dim: (o.index_grad(g, index, shape=tuple(x.shape), at=(dim,)), None),
     dtype="first",
     linear=((0,),),
-    parts={"n": SplitRule(index_select_part, owed="+", uneven=True)},
+    parts={"n": SplitRule(index_select_part, partial="+", uneven=True)},
     examples=["a[2,6,4], i64[3]<6, dim=1", "f[4], i32[6]<4, dim=0"],
 )
 def index_select(x, index, *, dim):

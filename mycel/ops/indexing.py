@@ -96,7 +96,7 @@ def _take(x, index_):
 
 
 def index_grad_dims(g, *indices, shape, at):
-    """A split dim of the index tensors leaves a sum owed."""
+    """A split dim of the index tensors leaves a partial sum."""
     p = IndexLetters(shape, indices, at)
     ins = ", ".join([p.text(p.chosen, p="+"), *map(p.text, p.indices)])
     return f"{ins} -> {p.text(p.x)}", {name: size for name, size in p.sizes.items() if name[0] == "n"}

@@ -177,8 +177,8 @@ def split_classes(at, x, w, b, target, ignore_index):
 
 
 SPLIT = {
-    "n": SplitRule(linear_cross_entropy_part, owed="+", uneven=True),
-    "v": SplitRule(linear_cross_entropy_part, owed=("", "+", "", ""), uneven=True),
+    "n": SplitRule(linear_cross_entropy_part, partial="+", uneven=True),
+    "v": SplitRule(linear_cross_entropy_part, partial=("", "+", "", ""), uneven=True),
 }
 
 

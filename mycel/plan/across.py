@@ -34,8 +34,8 @@ class Placed:
     def __post_init__(self) -> None:
         if len(self.ranks) != self.mesh.world or len(set(self.ranks)) != len(self.ranks):
             raise PlanError(f"{self.mesh} has {self.mesh.world} ranks, was given {list(self.ranks)}")
-        if self.layout.owed:
-            raise PlanError(f"{self.layout} owes a sum: it is paid before a tensor goes to another mesh")
+        if self.layout.partial:
+            raise PlanError(f"{self.layout} is a partial sum: it is added up before a tensor goes to another mesh")
 
     def box(self, type: Type, i: int) -> Box:
         """What the mesh's rank i holds."""
@@ -51,8 +51,8 @@ class Transfer:
 
     source: int
     target: int
-    taken: tuple[int, ...]
-    put: tuple[int, ...]
+    source_start: tuple[int, ...]
+    target_start: tuple[int, ...]
     shape: tuple[int, ...]
 
     @property

@@ -14,7 +14,7 @@ from mycel.ir import Layout
 from mycel.plan.choices import Choice, Label
 from mycel.plan.domains import Domain
 from mycel.plan.graph import Node, Source
-from mycel.plan.meant import made_of, norm_labels, place, weights
+from mycel.plan.preferences import made_of, norm_labels, place, weights
 from mycel.plan.setting import Found, Setting
 
 Labels = Mapping[Node, Mapping[str, Label]]
@@ -26,7 +26,7 @@ def gap(setting: Setting, axes: Sequence[str], labels: Labels, found: Found) -> 
     norms = {a: norm_labels(g, setting.given, a) for a in axes}
     computing, messages, seconds, bound = 0.0, _moved(setting, axes, found), 0.0, 0.0
     for node, by_axis in labels.items():
-        domain = Domain(g.options[node], setting.mesh, {a: [by_axis[a]] for a in axes}, {})
+        domain = Domain.of_one(g.options[node], setting.mesh, {a: by_axis[a] for a in axes}, found.letters[node])
         often, work = g.runs[node[1]], setting.work(node)
         work_s = often * work * float(domain.shares()[0])
         computing += work_s
@@ -67,4 +67,4 @@ def _layout(node: Node, source: Source, choices: Mapping[tuple[str, int], Choice
 
 def _ahead(layout: Layout, rows: int) -> Layout:
     """As that of a tensor with that many dims more before its own, in which it is whole."""
-    return Layout(((),) * rows + layout.dims, layout.owed) if rows > 0 else layout
+    return Layout(((),) * rows + layout.dims, layout.partial) if rows > 0 else layout

@@ -16,10 +16,10 @@ import numpy as np
 
 from mycel.ir import Axes, Layout, Mesh, Type, part
 from mycel.ops import o
-from mycel.plan.choices import OWED, WHOLE, Label, Options
+from mycel.plan.choices import PARTIAL, WHOLE, Label, Options
 from mycel.plan.graph import Graph, Node, Source
 from mycel.plan.least import Sum
-from mycel.plan.meant import made_of, norm_labels, place, updates, weights
+from mycel.plan.preferences import made_of, norm_labels, place, updates, weights
 from mycel.plan.setting import Found, Setting
 
 NEVER = float("inf")
@@ -72,7 +72,7 @@ class ByAxis:
                         self.swapped[node, letter] = orders[frozenset(axes)]
         for node in {s.node for s in held} & self.places.keys():
             layout = self.places[node]
-            self.places[node] = Layout(tuple(orders.get(frozenset(dim), dim) for dim in layout.dims), layout.owed)
+            self.places[node] = Layout(tuple(orders.get(frozenset(dim), dim) for dim in layout.dims), layout.partial)
 
     def letters(self, node: Node) -> dict[str, Axes]:
         """What the axes so far have split of an equation's part."""
@@ -143,8 +143,8 @@ class ByAxis:
         if t.depth or axis in self.graph.own.get(node, ()):
             return [WHOLE]
         waits = axis in self.setting.reduced and node[1] in self.setting.bodies
-        owed = [OWED["+"]] if t.dtype.is_floating_point and not waits else []
-        return [WHOLE, *(d for d, n in enumerate(t.shape) if n > 1), *owed]
+        partial = [PARTIAL["+"]] if t.dtype.is_floating_point and not waits else []
+        return [WHOLE, *(d for d, n in enumerate(t.shape) if n > 1), *partial]
 
     def _lies(self, node: Node, domain: Sequence[Any]) -> tuple[list[dict[int, int]], list[dict[int, int]]]:
         """For each value of a node: where the axis lies in its operands, and in its results."""
@@ -160,7 +160,7 @@ class ByAxis:
         g = self.graph
         if node not in g.options:
             # of equals: gathered outside, where it can begin early
-            return [1e-12 if value == OWED["+"] else 1e-9 * (value >= 0) for value in domain]
+            return [1e-12 if value == PARTIAL["+"] else 1e-9 * (value >= 0) for value in domain]
         seconds = self.setting.work(node)
         for letter, axes in before.items():
             seconds *= _share(g.options[node], letter, axes, self.mesh)
@@ -189,7 +189,7 @@ class ByAxis:
 
     def _moved(self, have: int, want: int, size: float, axis: str) -> float:
         k, links = self.mesh[axis], self.setting.moves.links
-        if have in OWED.values():
+        if have in PARTIAL.values():
             if want >= 0:
                 return links.seconds("reduce_scatter", (axis,), size)
             return links.seconds("all_reduce", (axis,), size) if want == WHOLE else NEVER
@@ -217,8 +217,8 @@ class ByAxis:
 def _put(layout: Layout, where: int, axis: str) -> Layout:
     if where >= 0:
         return layout.split(where, axis)
-    kind = next((k for k, n in OWED.items() if n == where), "")
-    return layout.owing(axis, kind) if kind else layout
+    kind = next((k for k, n in PARTIAL.items() if n == where), "")
+    return layout.with_partial(axis, kind) if kind else layout
 
 
 def _shifted(where: int, rows: int) -> int | None:

@@ -53,7 +53,7 @@ Layouts = Mapping[str, Laid]
 
 @dataclass(frozen=True)
 class Label:
-    """What an equation does with one axis: splits a letter, lets a sum owed on a group of operands through, or
+    """What an equation does with one axis: splits a letter, lets a partial sum on a group of operands through, or
     (neither) the same on all ranks."""
 
     letter: str = ""
@@ -62,7 +62,7 @@ class Label:
 
 SAME = Label()
 TURNS = 64  # ranks in the largest ring: its turns are written out
-WHOLE, OWED = -1, {"+": -2, ">": -3, "<": -4}  # places of an axis besides the dims
+WHOLE, PARTIAL = -1, {"+": -2, ">": -3, "<": -4}  # places of an axis besides the dims
 
 
 class Options:
@@ -82,7 +82,7 @@ class Options:
         self.minor = {
             k for dim in large for k in dim[1:]
         }  # letters that are not the slowest of every dim they are part of
-        self.joined = {k for dim in large if len(dim) > 1 for k in dim}  # part of a dim of several letters
+        self.in_joint_dims = {k for dim in large if len(dim) > 1 for k in dim}  # part of a dim of several letters
         self._places: dict[Label, tuple[dict[int, int], dict[int, int]]] = {}
         self._at: dict[
             str, tuple[dict[int, int], dict[int, int]]
@@ -120,19 +120,19 @@ class Options:
             return False
         even, rule = is_even(n, axes, mesh), self.rule({letter: axes}, letter)
         if rule is not None:
-            return even or (rule.uneven and letter not in self.joined)
+            return even or (rule.uneven and letter not in self.in_joint_dims)
         if letter not in self.plain:
             return (
                 even
                 and self.op.expand is not None
-                and letter not in self.joined
+                and letter not in self.in_joint_dims
                 and any(self._has(item, letter) for item in self.fit.ins)
             )
-        return even or (letter not in self.joined and self.covers(letter))
+        return even or (letter not in self.in_joint_dims and self.covers(letter))
 
     def _is_together(self, letter: str, before: Mapping[str, Axes]) -> bool:
-        """Is it split by a joint rule already?  Then it goes on with the other letters or not at all: a result would
-        owe over an axis of its own."""
+        """Is it split by a joint rule already?  Then it goes on with the other letters or not at all: a result would be
+        partial over an axis of its own."""
         joint = [key.split() for key in self.op.parts if " " in key]
         return any(
             letter in key and before.get(letter) and all(before.get(k) == before[letter] for k in key) for key in joint
@@ -148,7 +148,7 @@ class Options:
             or mesh.count(next(iter(letters.values()))) > TURNS
         ):
             return False
-        fits = [self.fit.sizes[k] > 1 and k not in self.minor and k not in self.joined for k in letters]
+        fits = [self.fit.sizes[k] > 1 and k not in self.minor and k not in self.in_joint_dims for k in letters]
         return all(fits) and (
             self.op.parts[key].uneven or all(is_even(self.fit.sizes[k], axes, mesh) for k, axes in letters.items())
         )
@@ -187,7 +187,7 @@ class Options:
         return self.laid(letters, flows)
 
     def laid(self, letters: Mapping[str, Axes], flows: Mapping[str, tuple[int, ...]] | None = None) -> Choice:
-        """Letters over axes, and sums owed along axes on groups of operands -> layouts."""
+        """Letters over axes, and partial sums along axes on groups of operands -> layouts."""
         flows = flows or {}
         ins: list[Layout | None] = []
         for i, x in enumerate(self.inputs):
@@ -197,51 +197,53 @@ class Options:
             dims = self._dims(self.fit.ins[i] if self.fit is not None else None, x, letters)
             ins.append(Layout(dims, tuple(sorted((a, "+") for a, g in flows.items() if i in g))))
         outs = []
-        owing = {k: axes for k, axes in letters.items() if self._may_owe(k)}
+        sums = {k: axes for k, axes in letters.items() if self._may_be_partial(k)}
         for j, t in enumerate(self.outputs):
             item = self.fit.outs[j] if self.fit is not None else None
-            owed = [(a, "+") for a in flows]
-            for letter, axes in owing.items():
-                owed += [
-                    (a, kind) for a in axes if (kind := self.owes(letters, letter, j)) and not self._has(item, letter)
+            partial = [(a, "+") for a in flows]
+            for letter, axes in sums.items():
+                partial += [
+                    (a, kind)
+                    for a in axes
+                    if (kind := self.partial_kind(letters, letter, j)) and not self._has(item, letter)
                 ]
-            outs.append(Layout(self._dims(item, t, letters), tuple(sorted(owed))))
+            outs.append(Layout(self._dims(item, t, letters), tuple(sorted(partial))))
         expand = any(self.needs_expansion(letters, k) for k in letters)
         return Choice(tuple(ins), tuple(outs), dict(letters), expand, dict(flows))
 
     def places(self, label: Label) -> tuple[dict[int, int], dict[int, int]]:
-        """Where the axis of a label lies, by operand and by result: a dim, or what is owed; where it is whole nothing
-        is said."""
+        """Where the axis of a label lies, by operand and by result: a dim, or a kind of partial value;
+        nothing where it is whole."""
         if label not in self._places:
             self._places[label] = self._placed(label)
         return self._places[label]
 
     def _placed(self, label: Label) -> tuple[dict[int, int], dict[int, int]]:
         if label.group:
-            return dict.fromkeys(label.group, OWED["+"]), dict.fromkeys(range(len(self.outputs)), OWED["+"])
+            return dict.fromkeys(label.group, PARTIAL["+"]), dict.fromkeys(range(len(self.outputs)), PARTIAL["+"])
         ins: dict[int, int] = {}
         outs: dict[int, int] = {}
         letters = dict.fromkeys(label.letter.split(), ("",))
         for letter in letters:
             ins.update(self._at[letter][0])
             outs.update(self._at[letter][1])
-            for j in range(len(self.outputs)) if self._may_owe(letter) else ():
-                kind = self.owes(letters, letter, j)
+            for j in range(len(self.outputs)) if self._may_be_partial(letter) else ():
+                kind = self.partial_kind(letters, letter, j)
                 if kind and j not in self._at[letter][1]:
-                    outs.setdefault(j, OWED[kind])
+                    outs.setdefault(j, PARTIAL[kind])
         return ins, outs
 
-    def _may_owe(self, letter: str) -> bool:
-        """Could a result owe anything over its axes?"""
+    def _may_be_partial(self, letter: str) -> bool:
+        """Could a result be partial over its axes?"""
         assert self.fit is not None
         return bool(self.op.parts) or letter in self.fit.flags
 
-    def owes(self, letters: Mapping[str, Axes], letter: str, output: int) -> str:
-        """What a result without a letter owes over its axes."""
+    def partial_kind(self, letters: Mapping[str, Axes], letter: str, output: int) -> str:
+        """What a result without a letter is partial in over its axes: a sum, a maximum, a minimum, nothing."""
         assert self.fit is not None
         rule = self.rule(letters, letter)
         if rule is not None:
-            return rule.owed if isinstance(rule.owed, str) else rule.owed[output]
+            return rule.partial if isinstance(rule.partial, str) else rule.partial[output]
         flag = self.fit.flags.get(letter, "")
         return flag if flag != "^" else ""
 
@@ -261,7 +263,7 @@ def _options(op: Op, inputs: tuple[Any, ...], params: Params, outputs: tuple[Typ
 
 
 def linear_groups(op: Op, inputs: Sequence[Any], outputs: Sequence[Type]) -> list[tuple[int, ...]]:
-    """The groups of operands whose sums owed pass through this equation."""
+    """The groups of operands whose partial sums pass through this equation."""
     if any(not (t.dtype.is_floating_point or t.dtype.is_complex) or t.depth for t in outputs):
         return []
     if op.name == "cast" and not isinstance(inputs[0], Type):
@@ -273,7 +275,7 @@ def linear_groups(op: Op, inputs: Sequence[Any], outputs: Sequence[Type]) -> lis
         types = [inputs[i] for i in group if i < len(inputs)]
         if len(types) == len(group) and all(
             _can_owe(t, digits) for t in types
-        ):  # zeros everywhere are a sum owed as well
+        ):  # zeros everywhere are a partial sum as well
             found.append(group)
     return found
 

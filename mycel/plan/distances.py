@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from mycel.ir import Axes, Layout, Mesh, Type, extent, is_even, part
-from mycel.plan.choices import OWED, WHOLE
+from mycel.plan.choices import PARTIAL, WHOLE
 from mycel.plan.moves import COPY_S, Moves
 
 Table = np.ndarray[Any, np.dtype[np.float64]]
@@ -52,15 +52,15 @@ class Space:
         self.orders = list(itertools.permutations(range(len(self.axes))))
         self.layouts: list[Layout] = []
         self.index: dict[Layout, int] = {}
-        shape = (ndim + 1 + len(OWED),) * len(self.axes)
+        shape = (ndim + 1 + len(PARTIAL),) * len(self.axes)
         self.number: Indices = np.full(
             (*shape, len(self.orders)), -1, np.int64
         )  # by place of each axis (from the end if negative) and order
         self.places: Indices = np.zeros((0, len(self.axes)), np.int64)  # by layout and axis
-        self._enumerate([WHOLE, *range(ndim), *(OWED[k] for k in kinds)])
+        self._enumerate([WHOLE, *range(ndim), *(PARTIAL[k] for k in kinds)])
         masks = [[sum(1 << self.axes.index(a) for a in dim) for dim in layout.dims] for layout in self.layouts]
         self.masks: Indices = np.array(masks, np.int64).reshape(len(self.layouts), ndim)
-        self.targets = [i for i, x in enumerate(self.layouts) if all(kind == "+" for _, kind in x.owed)]
+        self.targets = [i for i, x in enumerate(self.layouts) if all(kind == "+" for _, kind in x.partial)]
         self.arcs = sorted(self._arcs(), key=lambda arc: arc.source)
 
     def _enumerate(self, places: list[int]) -> None:
@@ -81,7 +81,7 @@ class Space:
             for op, layout, axes, even in self._moves(at):
                 if layout in self.index:
                     yield Arc(i, self.index[layout], op, axes, even)
-            if not at.owed:
+            if not at.partial:
                 permuted.setdefault(at.counts(self.mesh), []).append(i)
         for alike in permuted.values():
             for i, j in itertools.permutations(alike, 2):
@@ -90,21 +90,21 @@ class Space:
                 yield Arc(i, j, "permute_ranks", tuple(sorted(self.layouts[i].axes | self.layouts[j].axes)), None, same)
 
     def _moves(self, at: Layout) -> Iterator[tuple[str, Layout, Axes, tuple[int, Axes, Axes] | None]]:
-        for kind in dict.fromkeys(kind for _, kind in at.owed):
-            owing = [a for a, k in at.owed if k == kind]
-            for count in range(1, len(owing) + 1):
-                for axes in itertools.combinations(owing, count):
-                    free = Layout(at.dims, tuple(x for x in at.owed if x[0] not in axes))
+        for kind in dict.fromkeys(kind for _, kind in at.partial):
+            over = [a for a, k in at.partial if k == kind]
+            for count in range(1, len(over) + 1):
+                for axes in itertools.combinations(over, count):
+                    free = Layout(at.dims, tuple(x for x in at.partial if x[0] not in axes))
                     yield "all_reduce", free, axes, None
                     if count == 1:
                         yield from (("reduce_scatter", free.split(d, axes[0]), axes, None) for d in range(self.ndim))
         for axis in (a for a in self.axes if a not in at.axes):
             yield from (("own_part", at.split(d, axis), (axis,), None) for d in range(self.ndim))
-            yield "only_first", at.owing(axis, "+"), (axis,), None
+            yield "only_first", at.with_partial(axis, "+"), (axis,), None
         for d, axes in enumerate(at.dims):
             for n in range(len(axes)):
                 rest, gone = axes[:n], axes[n:]
-                less = Layout(tuple(rest if e == d else a for e, a in enumerate(at.dims)), at.owed)
+                less = Layout(tuple(rest if e == d else a for e, a in enumerate(at.dims)), at.partial)
                 yield "all_gather", less, gone, (d, rest, gone) if len(gone) > 1 else None
                 if len(gone) == 1:
                     yield from (("all_to_all", less.split(e, gone[0]), gone, None) for e in range(self.ndim) if e != d)
@@ -116,14 +116,14 @@ class Space:
             case "permute_ranks":
                 return arc.target == target
             case "all_reduce":
-                kind = dict(source.owed)[arc.axes[0]]
+                kind = dict(source.partial)[arc.axes[0]]
                 return len(arc.axes) == 1 or arc.axes == tuple(
-                    a for a, k in source.owed if k == kind and (a, k) not in goal.owed
+                    a for a, k in source.partial if k == kind and (a, k) not in goal.partial
                 )
             case "reduce_scatter":
                 return arc.axes[0] in goal.axes
             case "only_first":
-                return (arc.axes[0], "+") in goal.owed
+                return (arc.axes[0], "+") in goal.partial
             case "own_part" | "all_to_all":
                 return any(
                     arc.axes[0] in dim and arc.axes[0] in want for dim, want in zip(wanted.dims, goal.dims, strict=True)
@@ -215,12 +215,12 @@ class Distances:
 def laid_at(ndim: int, places: Iterable[tuple[str, int]]) -> Layout:
     """The layout in which each axis is at its place, slower ones first."""
     dims: list[list[str]] = [[] for _ in range(ndim)]
-    owed = []
+    partial = []
     for axis, where in places:
         if where >= 0:
             dims[where].append(axis)
-        owed += [(axis, kind) for kind, n in OWED.items() if n == where]
-    return Layout(tuple(map(tuple, dims)), tuple(sorted(owed)))
+        partial += [(axis, kind) for kind, n in PARTIAL.items() if n == where]
+    return Layout(tuple(map(tuple, dims)), tuple(sorted(partial)))
 
 
 def _holds(arc: Arc, t: Type, mesh: Mesh) -> bool:

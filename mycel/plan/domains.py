@@ -4,9 +4,8 @@ lie.
     y = linear(x, w)  on Mesh(dp=2, tp=4):      (rows, n)   (rows, k)   (rows, rows) as dp.tp and as tp.dp   (same, n) …
 
 Values are the products of the labels of single axes (`choices.py`) that are possible together; where several axes split
-one letter, each order is a
-value of its own.  Layouts are numbers in the space of all layouts (`distances.py`), so that tables of costs are looked
-                   up for all values at once.
+one letter, each order is a value of its own.  Layouts are numbers in the space of all layouts (`distances.py`), so that
+tables of costs are looked up for all values at once.
 """
 
 from __future__ import annotations
@@ -35,7 +34,8 @@ class Domain:
     ) -> None:
         """`single`: the labels of each axis by itself; `fixed`: letters whose axes the user gives."""
         self.options, self.mesh = options, mesh
-        self.axes, self.single = tuple(single), tuple(single.values())
+        self.axes = tuple(single)
+        self.single: tuple[Sequence[Label], ...] = tuple(single.values())
         self.picks: list[tuple[int, ...]] = []  # for each value, by axis: the number of the label in `single`
         self.orders: list[int] = []
         self.letters: list[dict[str, Axes]] = []  # what is split
@@ -47,6 +47,14 @@ class Domain:
                 self.picks.append(pick)
                 self.orders.append(order)
                 self.letters.append(letters)
+
+    @classmethod
+    def of_one(cls, options: Options, mesh: Mesh, labels: Mapping[str, Label], letters: dict[str, Axes]) -> Domain:
+        """A single value, taken as it is: what a solver found, or a region fixes, in whatever order of axes."""
+        domain = cls(options, mesh, dict.fromkeys(labels, ()), {})
+        domain.single = tuple([label] for label in labels.values())
+        domain.picks, domain.orders, domain.letters = [(0,) * len(labels)], [0], [letters]
+        return domain
 
     def __len__(self) -> int:
         return len(self.picks)

@@ -189,7 +189,7 @@ def independent(options: Options) -> list[frozenset[str]]:
 
     All are one group where the operator has a rule for one of them: in  weight[c], index[n] -> rows[n]  the rule for c
     looks up what is this
-    rank's of the weights and leaves a sum owed, for which every rank needs the same index."""
+    rank's of the weights and leaves a partial sum, for which every rank needs the same index."""
     if options.fit is None:
         return [frozenset()]
     if any(key != "*" for key in options.op.parts):

@@ -123,7 +123,7 @@ class Solver(Setting):
             return Layout(())
         else:
             layout = choices[node[1], node[2]].outs[source.output]
-        return Layout(((),) * source.rows + layout.dims, layout.owed)
+        return Layout(((),) * source.rows + layout.dims, layout.partial)
 
 
 def slowest_first(axes: Sequence[str], layouts: Iterable[Layout]) -> list[str]:

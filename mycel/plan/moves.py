@@ -89,9 +89,9 @@ class Moves:
     def _from(self, type: Type, at: Layout, target: Layout) -> Iterator[Move]:
         wanted = target.axes
         used = at.axes
-        owed = dict(at.owed)
-        for axis, kind in at.owed:
-            free = Layout(at.dims, tuple(x for x in at.owed if x[0] != axis))
+        kinds = dict(at.partial)
+        for axis, kind in at.partial:
+            free = Layout(at.dims, tuple(x for x in at.partial if x[0] != axis))
             yield self._move("all_reduce", type, free, (axis,), kind=kind)
             if axis in wanted:
                 for d in range(type.ndim):
@@ -100,22 +100,22 @@ class Moves:
             yield self._move(
                 "all_reduce",
                 type,
-                Layout(at.dims, tuple(x for x in at.owed if x[0] not in axes)),
+                Layout(at.dims, tuple(x for x in at.partial if x[0] not in axes)),
                 axes,
-                kind=owed[axes[0]],
+                kind=kinds[axes[0]],
             )
         for axis in sorted(wanted - used):
             for d in range(type.ndim):
                 if axis in target.dims[d]:
                     yield self._move("own_part", type, at.split(d, axis), (axis,), dim=d)
-            if dict(target.owed).get(axis) == "+":
-                yield self._move("only_first", type, at.owing(axis, "+"), (axis,))
-            elif axis in dict(target.owed):
-                yield Move("", Params(), at.owing(axis, dict(target.owed)[axis]), at.local(type, self.mesh))
+            if dict(target.partial).get(axis) == "+":
+                yield self._move("only_first", type, at.with_partial(axis, "+"), (axis,))
+            elif axis in dict(target.partial):
+                yield Move("", Params(), at.with_partial(axis, dict(target.partial)[axis]), at.local(type, self.mesh))
         for d, axes in enumerate(at.dims):
             for n in range(len(axes)):
                 rest, gone = axes[:n], axes[n:]
-                less = Layout(tuple(rest if e == d else a for e, a in enumerate(at.dims)), at.owed)
+                less = Layout(tuple(rest if e == d else a for e, a in enumerate(at.dims)), at.partial)
                 if self._gathers_at_once(type.shape[d], rest, gone):
                     yield self._move("all_gather", type, less, gone, dim=d, size=less.local(type, self.mesh).shape[d])
                 if len(gone) == 1 and gone[0] in wanted:
@@ -125,17 +125,17 @@ class Moves:
                             yield self._move(
                                 "all_to_all", type, less.split(e, gone[0]), gone, split=e, join=d, size=size
                             )
-        if not at.owed and not target.owed and at.axes | target.axes:
+        if not at.partial and not target.partial and at.axes | target.axes:
             axes = tuple(a for a in self.mesh.axes if a in at.axes or a in target.axes)
             to = self._permutation(type, at, target, axes)
             if to is not None:
                 yield self._move("permute_ranks", type, target, axes, to=to)
 
     def _joint(self, at: Layout, target: Layout) -> list[Axes]:
-        """Several axes that owe the same, to be paid at once."""
+        """Several axes with partial values of one kind, to be reduced at once."""
         found = []
         for kind in ("+", ">", "<"):
-            axes = tuple(a for a, k in at.owed if k == kind and (a, k) not in target.owed)
+            axes = tuple(a for a, k in at.partial if k == kind and (a, k) not in target.partial)
             if len(axes) > 1:
                 found.append(axes)
         return found

@@ -72,7 +72,7 @@ def paired(block: Block) -> Iterator[tuple[int, int]]:
             yield reads.most_common(1)[0][0], j
 
 
-def handed(program: Program, block: Block, forward: int, backward: int) -> dict[Var, Var]:
+def backward_inputs(program: Program, block: Block, forward: int, backward: int) -> dict[Var, Var]:
     """Inputs of a backward block -> the values of its forward block that they are."""
     f, b = block.eqns[forward], block.eqns[backward]
     inner, outer = program.blocks[f.params["block"]], program.blocks[b.params["block"]]
@@ -93,7 +93,7 @@ def residuals(program: Program, body: str, costs: Costs, prices: Sequence[float]
         price = prices[min(k, len(prices) - 1)]
         f, b = block.eqns[i], block.eqns[j]
         inner = program.blocks[f.params["block"]]
-        needed = tuple(dict.fromkeys(handed(program, block, i, j).values()))
+        needed = tuple(dict.fromkeys(backward_inputs(program, block, i, j).values()))
         share: dict[Var, float] = {}
         for x, v in zip(f.inputs, inner.inputs, strict=True):
             share[v] = 0.0 if not isinstance(x, Var) or x in free else 1 / max(readers[x], 1)

@@ -12,8 +12,8 @@ from mycel.plan.choices import SAME, Choice, Label
 from mycel.plan.cost import Costs
 from mycel.plan.domains import Price
 from mycel.plan.graph import Graph, Node, Source
-from mycel.plan.meant import PREFERRED, Given, Weights
 from mycel.plan.moves import Moves
+from mycel.plan.preferences import PREFERRED, Given, Weights
 from mycel.plan.region import fixed_label, fixed_letters, is_fixed
 
 
@@ -27,10 +27,10 @@ class Setting:
     price: Price
     given: Given
     gathered: Mapping[str, frozenset[int]] = field(default_factory=dict)  # by axis: inputs whose users see them whole
-    reduced: frozenset[str] = frozenset()  # axes along which sums are paid in every turn of a scan, not at its end
+    reduced: frozenset[str] = frozenset()  # axes along which sums are reduced in every turn of a scan, not at its end
     order: Sequence[str] = ()  # of the axes; of equals the first is split slowest
     by: Weights = PREFERRED
-    wide: bool = False  # sums of 16-bit values that are widened are paid after that
+    wide: bool = False  # sums of 16-bit values that are widened are reduced after that
     limit: float | None = None  # bytes that all values made on one rank may take together
     _work: dict[tuple[str, int], float] = field(default_factory=dict)
     _elements: dict[tuple[str, int], list[int]] = field(default_factory=dict)

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 
 from mycel.ir import Axes, Layout, Mesh, Type
-from mycel.plan.choices import OWED, WHOLE, Label, Options
+from mycel.plan.choices import PARTIAL, WHOLE, Label, Options
 from mycel.plan.distances import Distances, Indices, Space, Table
 from mycel.plan.domains import Domain
 from mycel.plan.graph import Graph, Node, Source
 from mycel.plan.least import Name, Sum
-from mycel.plan.meant import made_of, norm_labels, updates, weights
+from mycel.plan.preferences import made_of, norm_labels, updates, weights
 from mycel.plan.region import fixed_letters
 from mycel.plan.setting import Found, Setting
 
@@ -108,7 +108,7 @@ class Together:
             for x in labels
             for p in d.options.places(x)[1].values()
         }
-        return "".join(kind for kind, n in OWED.items() if kind == "+" or n in places)
+        return "".join(kind for kind, n in PARTIAL.items() if kind == "+" or n in places)
 
     def _port(self, node: Node, t: Type) -> Indices:
         """The layouts that an input of a block, a result of a branch or a shared value may have."""
@@ -129,7 +129,7 @@ class Together:
                 places = [WHOLE]
                 if not t.depth and axis not in own:
                     places += [d for d, n in enumerate(t.shape) if n > 1]
-                    places += [OWED["+"]] if t.dtype.is_floating_point and axis not in waits else []
+                    places += [PARTIAL["+"]] if t.dtype.is_floating_point and axis not in waits else []
                 fits &= np.isin(space.places[:, a], places)
             self._allowed[key] = np.flatnonzero(fits)
         return self._allowed[key]
@@ -144,7 +144,7 @@ class Together:
         for node, numbers in self.ports.items():
             if len(numbers) > 1:  # of equals: gathered outside, where it can begin early
                 places = self._space(node).places[numbers]
-                self.sum.add((node,), 1e-9 * (places >= 0).sum(1) + 1e-12 * (places == OWED["+"]).sum(1))
+                self.sum.add((node,), 1e-9 * (places >= 0).sum(1) + 1e-12 * (places == PARTIAL["+"]).sum(1))
 
     def _weights(self) -> None:
         """Bytes of what each equation makes on a rank, as often as it is run."""
@@ -216,7 +216,9 @@ class Together:
         key = (ndim, rows)
         if key not in self._prefixed:
             inner, outer = self.distances.space(ndim - rows), self.distances.space(ndim)
-            self._prefixed[key] = np.array([outer.index[Layout(((),) * rows + x.dims, x.owed)] for x in inner.layouts])
+            self._prefixed[key] = np.array(
+                [outer.index[Layout(((),) * rows + x.dims, x.partial)] for x in inner.layouts]
+            )
         return self._prefixed[key][numbers]
 
     def _outputs(self) -> None:

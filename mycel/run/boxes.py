@@ -26,9 +26,9 @@ Item = tuple[Layout, Dims, int]  # a tensor on a mesh: layout, global shape, byt
 
 def checked(name: str, layout: Layout, shape: Sequence[int], mesh: Mesh) -> Dims:
     """The shape, if parts of such a tensor can be saved and loaded."""
-    summed = all(kind == "+" for _, kind in layout.owed)
+    summed = all(kind == "+" for _, kind in layout.partial)
     if not summed or len(layout.dims) != len(shape) or not all(axis in mesh for axis in layout.axes):
-        why = f"the mesh is {mesh}" if summed else "of values that ranks still owe each other, only sums are state"
+        why = f"the mesh is {mesh}" if summed else "of partial values, only sums can be state"
         what = f"{name!r} of shape {list(shape)} cannot lie as {layout}: {why}"
         raise CheckpointError(f"{what}\n  try       a layout with one entry for each dim, over axes of the mesh")
     return tuple(int(n) for n in shape)
@@ -37,7 +37,7 @@ def checked(name: str, layout: Layout, shape: Sequence[int], mesh: Mesh) -> Dims
 def summands(layout: Layout, shape: Dims, mesh: Mesh) -> tuple[Layout, Dims]:
     """How a partial tensor is saved: with a first dim, split over the axes of the sum, that has a place for each
     summand."""
-    axes = tuple(axis for axis, _ in layout.owed)
+    axes = tuple(axis for axis, _ in layout.partial)
     return Layout((axes, *layout.dims)), (mesh.count(axes), *shape)
 
 

@@ -112,8 +112,8 @@ class TransferPiece(Protocol):
 
     source: int
     target: int
-    taken: tuple[int, ...]
-    put: tuple[int, ...]
+    source_start: tuple[int, ...]
+    target_start: tuple[int, ...]
     shape: tuple[int, ...]
 
 
@@ -126,14 +126,14 @@ def exchange(group: RankGroup, xs: list[Tensor], pieces: Sequence[TransferPiece]
         [sum(math.prod(p.shape) for p in ps if getattr(p, end) == i) for i in range(group.count)]
         for ps, end in ((come, "source"), (out, "target"))
     ]
-    sent = torch.cat([x.new_empty(0), *(_box(x, p.taken, p.shape).reshape(-1) for p in out)])
+    sent = torch.cat([x.new_empty(0), *(_box(x, p.source_start, p.shape).reshape(-1) for p in out)])
     received = x.new_empty(sum(count[0]))
     yield group.exchange(received, sent, *count)
     for p, values in zip(come, received.split([math.prod(p.shape) for p in come]), strict=True):
-        _box(y, p.put, p.shape).copy_(values.view(p.shape))
+        _box(y, p.target_start, p.shape).copy_(values.view(p.shape))
     for p in pieces:
         if p.source == me == p.target:
-            _box(y, p.put, p.shape).copy_(_box(x, p.taken, p.shape))
+            _box(y, p.target_start, p.shape).copy_(_box(x, p.source_start, p.shape))
     return [y]
 
 

@@ -128,7 +128,7 @@ def load_parts(
             )
         if (owner, layout) not in parts:
             box, room = boxes.held(entry.value_shape, layout, mesh, rank), boxes.stored(entry.value_shape, layout, mesh)
-            axes = tuple(axis for axis, _ in layout.owed)
+            axes = tuple(axis for axis, _ in layout.partial)
             place, ranks = mesh.index(rank, axes), mesh.count(axes)
             own = entry.partial and ranks == entry.shape[0]  # its own summand
             full = boxes.extents(box) == room and (own or place == 0)

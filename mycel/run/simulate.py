@@ -161,7 +161,7 @@ class _Ranks:
 
 
 def spread_out(x: torch.Tensor, layout: Layout, mesh: Mesh) -> Values:
-    """A tensor as the ranks hold it; padding is zero, and of a sum owed the first rank holds all."""
+    """A tensor as the ranks hold it; padding is zero, and of a partial sum the first rank holds all."""
     return [part_of(x, layout, mesh, r) for r in range(mesh.world)]
 
 
@@ -178,7 +178,7 @@ def part_of(x: torch.Tensor, layout: Layout, mesh: Mesh, rank: int) -> torch.Ten
                 if count < stored
                 else mine
             )
-    if any(kind == "+" and at[axis] for axis, kind in layout.owed):
+    if any(kind == "+" and at[axis] for axis, kind in layout.partial):
         x = torch.zeros_like(x)
     return x
 
@@ -186,8 +186,8 @@ def part_of(x: torch.Tensor, layout: Layout, mesh: Mesh, rank: int) -> torch.Ten
 def put_together(xs: Values, layout: Layout, type: Type, mesh: Mesh) -> torch.Tensor:
     """The whole of what the ranks hold; RunError where replicas differ."""
     xs = list(xs)
-    for kind in dict.fromkeys(k for _, k in layout.owed):
-        axes = tuple(a for a, k in layout.owed if k == kind)
+    for kind in dict.fromkeys(k for _, k in layout.partial):
+        axes = tuple(a for a, k in layout.partial if k == kind)
         xs = [reduced([xs[r] for r in mesh.group(rank, axes)], kind) for rank in range(mesh.world)]
     whole = torch.zeros(type.shape, dtype=type.dtype, device=xs[0].device)
     seen = torch.zeros(type.shape, dtype=torch.bool, device=xs[0].device)

@@ -62,7 +62,7 @@ def take(
             f"meta cannot be written as JSON: {e}\n  try       numbers, strings, lists, objects"
         ) from e
     lies = {name: _lies(name, x, layouts, mesh) for name, x in tensors.items()}
-    partial = {name for name, (layout, _) in lies.items() if layout.owed}
+    partial = {name for name, (layout, _) in lies.items() if layout.partial}
     lies |= {name: boxes.summands(*lies[name], mesh) for name in partial}
     tensors = {name: x.unsqueeze(0) if name in partial else x for name, x in tensors.items()}
     owner = _owners(tensors, lies)

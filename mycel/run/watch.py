@@ -57,7 +57,7 @@ class Watch:
         self.store = dist.PrefixStore(meeting.name, self.all)
         self.every_s = max(EVERY_S, meeting.world / 2000)  # one store serves all
         self.reason = ""
-        self.told, self.closing = threading.Event(), threading.Event()
+        self.reported, self.closing = threading.Event(), threading.Event()
         self.places: dict[int, PendingCollective] = {}
         self.entered = 0
         self.beats = 0
@@ -85,7 +85,7 @@ class Watch:
 
     def explain(self, place: PendingCollective, error: Exception) -> RunError:
         """Why a collective failed: what is known about the others, a moment later."""
-        if not self.told.wait(TOLD_WITHIN_S):
+        if not self.reported.wait(TOLD_WITHIN_S):
             reason = f"{place.what} failed: {(str(error).splitlines() or [type(error).__name__])[0]}"
             with suppress(RuntimeError):  # the store may be gone as well
                 reason = tell(self.all, self._accuse(place, reason))
@@ -142,7 +142,7 @@ class Watch:
         """Let the rank say it; if it does not, say it and end the process."""
         here = next(iter(list(self.places.values())), None)
         self.reason = reason
-        self.told.set()
+        self.reported.set()
         if self.closing.wait(GRACE_S):
             return
         sys.stderr.write(f"error: rank {self.meeting.rank} ends: {_placed(reason, here)}\n")

@@ -127,7 +127,7 @@ class Run:
     def _finished(self, folder: Path) -> int:
         """How many steps are done if nothing is left to do, otherwise 0."""
         last = latest(folder / "checkpoints")
-        done = _step_of(last) if last and not read_manifest(last).meta.get("owed") else 0
+        done = _step_of(last) if last and not read_manifest(last).meta.get("pending") else 0
         exported = not self.config.export or any((folder / MODEL).glob("*config.json"))
         return done if done > self.config.train.steps or (done == self.config.train.steps and exported) else 0
 

@@ -83,7 +83,7 @@ class Steps:
         self.validation: float | None = before.get("validation")
         self.best: tuple[float, int] | None = tuple(before["best"]) if before.get("best") else None
         self.seconds_before: float = before.get("seconds", 0.0)
-        self.owed: bool = before.get("owed", False)  # what is due after the last step is not done yet
+        self.pending: bool = before.get("pending", False)  # what is due after the last step is not done yet
         self.given = self.done  # the step last given to the saver
         self.saved: Path | None = None  # the checkpoint last told of
         self.stop: signal.Signals | None = None  # what all ranks know of their signals
@@ -100,7 +100,7 @@ class Steps:
 
     def run(self) -> None:
         """Take the steps that are left."""
-        settled = not self.owed or self._settle()
+        settled = not self.pending or self._settle()
         batch = self.parts.batch(self.done)
         first = True
         self._ask()()
@@ -118,7 +118,7 @@ class Steps:
                     self.progress.update(self.done, loss=value)
             settled = not stopping() and self._settle()
         if not settled or self.given != self.done:
-            self.owed = not settled
+            self.pending = not settled
             self._save()
         self.saver.wait()
         self._tell_saves()
@@ -167,8 +167,8 @@ class Steps:
         return self.done in (1, self.total) or self.done % self.parts.config.log.every == 0
 
     def _settle(self) -> bool:
-        """Do what is due after this step; whether it could be done before somebody asked to stop.  If not, it is owed,
-        as if not begun."""
+        """Do what is due after this step; whether it could be done before somebody asked to stop.  If not, it is
+        pending, as if not begun."""
         config = self.parts.config
         due = lambda every: every > 0 and (self.done == self.total or self.done % every == 0)
         saves = due(config.checkpoint.every) or self.done == self.total
@@ -183,7 +183,7 @@ class Steps:
             self.validation = validation
             if math.isfinite(validation) and (self.best is None or validation < self.best[0]):
                 self.best = (validation, self.done)
-        self.owed = False
+        self.pending = False
         metrics = {**(self._report(*read) if read else {}), **({"validation": validation} if validates else {})}
         if metrics:
             self.metrics.write(self.done, **metrics)
@@ -263,7 +263,7 @@ class Steps:
         self.given = self.done
         known = self.validation if self.validation is not None and math.isfinite(self.validation) else None
         more = {
-            "owed": self.owed,
+            "pending": self.pending,
             "skipped_in_a_row": self.skipped_in_a_row,
             "validation": known,
             "best": self.best,

@@ -39,7 +39,7 @@ class _Needed:
         self.program = program
         self.blocks = {name: program.blocks[name] for name in order(program)}
         self.made = {n: {v: e for e in b.eqns for v in e.outputs} for n, b in self.blocks.items()}
-        self.taken = {n: {v: i for i, v in enumerate(b.inputs)} for n, b in self.blocks.items()}
+        self.numbers = {n: {v: i for i, v in enumerate(b.inputs)} for n, b in self.blocks.items()}
         self.values: set[tuple[str, Var]] = set()
         self.eqns: set[str] = set()
         self.slots: set[Slot] = set()
@@ -57,7 +57,7 @@ class _Needed:
         self.values.add((block, x))
         eqn = self.made[block].get(x)
         if eqn is None:
-            self._slot(("in", block, self.taken[block][x]))
+            self._slot(("in", block, self.numbers[block][x]))
             return
         if eqn.op not in CONTROL:
             self.todo.extend((block, v) for v in eqn.vars)

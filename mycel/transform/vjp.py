@@ -53,7 +53,7 @@ def value_and_grad(
     the result does
     not depend on is zeros, or None if not `dense`.
     """
-    return Vjp(program).joined(list(wrt), result, len(program.results) if after is None else after, dense)
+    return Vjp(program).forward_and_backward(list(wrt), result, len(program.results) if after is None else after, dense)
 
 
 def forward_and_backward(program: Program, wrt: Sequence[int], after: int) -> tuple[Program, Program, list[int]]:
@@ -74,7 +74,7 @@ class Vjp:
 
     # -- whole programs ---------------------------------------------------------------------------------------------
 
-    def joined(self, wrt: list[int | Type], result: int, after: int, dense: bool) -> Program:
+    def forward_and_backward(self, wrt: list[int | Type], result: int, after: int, dense: bool) -> Program:
         main = self.program.main
         half = Half(self, main, [i in wrt for i in range(len(main.inputs))])
         out = main.outputs[result]

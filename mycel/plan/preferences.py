@@ -15,32 +15,29 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from mycel.ir import Eqn, Layout, Var
-from mycel.plan.choices import OWED, SAME, WHOLE, Label
+from mycel.plan.choices import PARTIAL, SAME, WHOLE, Label
 from mycel.plan.graph import Graph, Node, Source, origin
 
 
 @dataclass(frozen=True)
 class Weights:
     """What the solver makes of seconds.  All three are wishes that a plan says without words, not times; with (1, 1, 1)
-                                          seconds alone decide.
+    seconds alone decide.
 
-    share    of products.  Who gives a mesh wants the work divided among its ranks, also where a slow link would make it
-             quicker for each to do all of
-             it.  So large that products are divided before anything is saved elsewhere: all messages of a step take
-                  less than 1e4 times its products.
-    hidden   of messages that run beside computing (`lower/overlap`): gathered parameters one layer ahead, gradients
-             until their update.  What is left
-             of them on the clock is the part that computing does not cover; a tenth keeps the cheaper of two such
-             messages the better one.
-    meant    of messages that take apart what the plan put together: a parameter given in parts is to be used in parts,
-             though at large batches it
-             were quicker to gather it (that is ZeRO 3, and said by `zero: 3`).  Ten times: more than the ratio of any
-             two ways to use it.
+    share     of products.  Who gives a mesh wants the work divided among its ranks, also where a slow link would make
+              it quicker for each to do all of it.  So large that products are divided before anything is saved
+              elsewhere: all messages of a step take less than 1e4 times its products.
+    hidden    of messages that run beside computing (`lower/overlap`): gathered parameters one layer ahead, gradients
+              until their update.  What is left of them on the clock is the part that computing does not cover; a tenth
+              keeps the cheaper of two such messages the better one.
+    as_given  of messages that undo what the plan gives: a parameter given in parts is to be used in parts, though at
+              large batches it were quicker to gather it (that is ZeRO 3, and said by `zero: 3`).  Ten times: more than
+              the ratio of any two ways to use it.
     """
 
     share: float = 1e4
     hidden: float = 0.1
-    meant: float = 10.0
+    as_given: float = 10.0
 
 
 PREFERRED = Weights()
@@ -50,13 +47,13 @@ Given = Mapping[int, Layout]  # inputs of the entry; one that is not there is wh
 
 
 def place(layout: Layout | None, axis: str) -> int:
-    """Where an axis lies in a layout: a dim, WHOLE, or something owed."""
+    """Where an axis lies in a layout: a dim, WHOLE, or a kind of partial value."""
     if layout is None:
         return WHOLE
     for d, axes in enumerate(layout.dims):
         if axis in axes:
             return d
-    return next((OWED[kind] for a, kind in layout.owed if a == axis), WHOLE)
+    return next((PARTIAL[kind] for a, kind in layout.partial if a == axis), WHOLE)
 
 
 def weights(
@@ -67,13 +64,13 @@ def weights(
     those that count more: inputs that were given in parts are meant to be used in parts; with `wide`, what is widened
     is to be added up wide."""
     late = {node for node, eqn in g.eqns.items() if updates(eqn) or eqn.op.name == "global_norm"}
-    meant = made_of(g, (i for i, layout in given.items() if place(layout, axis) >= 0)) - derived
+    used_as_given = made_of(g, (i for i, layout in given.items() if place(layout, axis) >= 0)) - derived
     wanted = {source.node for source, node, _, _ in g.edges if source.node[0] == "hub" and node not in late}
     late |= {node for node in g.ports if node[0] == "hub" and node not in wanted}  # on its way to updates alone
     found = {}
     for source, node, _, _ in g.edges:
-        if source in meant or (wide and node in g.eqns and _widens(g.eqns[node])):
-            found[source, node] = by.meant
+        if source in used_as_given or (wide and node in g.eqns and _widens(g.eqns[node])):
+            found[source, node] = by.as_given
         elif node in late or source in derived:
             found[source, node] = by.hidden
     return found
