@@ -472,3 +472,21 @@ def test_transformers_with_masks():
     source, target = torch.randn(2, 5, 16), torch.randn(2, 4, 16)
     mask = nn.Transformer.generate_square_subsequent_mask(4)
     same(mycel.jit(model)(source, target, tgt_mask=mask), model(source, target, tgt_mask=mask))
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.bool])
+def test_numbers_and_lists_in_subscripts_are_constants(dtype):
+    """Not tensors that torch makes of them on the host, unseen, and that a GPU's kernel cannot read."""
+
+    def put(x, mask):
+        y = x.clone()
+        y[1] = 2.7
+        y[mask] = 3
+        y[:, None, 0] = True
+        y[[0, 1], [1, 2]] = -4
+        return y, x[[1, 0]], x[:, [2, 0]], x[[True, False]], x[[[0, 1], [1, 0]], 1]
+
+    x, mask = torch.randn(2, 3).to(dtype), torch.tensor([[True, False, False], [False, False, True]])
+    assert [v.name for v in mycel.capture(put, x, mask).inputs] == ["x", "mask"]
+    for mine, theirs in zip(mycel.jit(put)(x, mask), put(x, mask), strict=True):
+        assert torch.equal(mine, theirs)

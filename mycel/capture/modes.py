@@ -145,11 +145,24 @@ def _new_tensor(
 
 
 def _get_item(mode: FunctionMode, func: Any, x: torch.Tensor, key: Any) -> Any:
-    return func(*mode.tracer.opened(x, key))
+    return func(*mode.tracer.opened(x, _with_constants(mode, key)))
 
 
 def _set_item(mode: FunctionMode, func: Any, x: torch.Tensor, key: Any, value: Any) -> None:
-    func(*mode.tracer.opened(x, key), value)
+    if isinstance(value, (bool, int, float, complex)):  # torch would make a tensor of it, on the host, unseen
+        value = torch.full((), value, dtype=x.dtype, device=x.device)
+    func(*mode.tracer.opened(x, _with_constants(mode, key)), value)
+
+
+def _with_constants(mode: FunctionMode, key: Any) -> Any:
+    """A subscript in which lists of numbers are constants of the program: torch would make tensors of them unseen."""
+    if isinstance(key, tuple):
+        return tuple(_with_constants(mode, k) for k in key)
+    return _make_constant(mode, torch.tensor, key) if _is_numbers(key) else key
+
+
+def _is_numbers(key: Any) -> bool:
+    return isinstance(key, list) and bool(key) and all(isinstance(k, (bool, int)) or _is_numbers(k) for k in key)
 
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
