@@ -2,12 +2,13 @@
 
     python bench/clock.py                   24 cases on 4 CPU processes: three models, four plans, two batch sizes; and
                                             what asking costs
-    python bench/clock.py --device cuda     seven models on one GPU in bf16: step time and peak memory
+    python bench/clock.py --unseen          24 others, which nothing was fitted on
+    python bench/clock.py --device cuda     models on one GPU in bf16: step time and peak memory
     python bench/clock.py --asking          what asking the clock about a 32-layer model costs, alone
 
 On the CPU all steps live in the same four processes (one thread each) and are timed in turns, so that they see the same
-machine; a case's time is the
-least of its rounds.  On a GPU each model has a process of its own, and one that fails does not stop the others.
+machine; a case's time is the least of its rounds.  On a GPU each model has a process of its own, and one that fails
+does not stop the others.
 """
 
 from __future__ import annotations
@@ -23,13 +24,24 @@ import time
 from pathlib import Path
 
 RANKS, ROUNDS, STEPS = 4, 7, 2
-MODELS = ("llama", "bert", "mlp")
-PLANS = {"dp": {"dp": 4}, "zero3": {"dp": 4}, "tp": {"tp": 4}, "dp+tp": {"dp": 2, "tp": 2}}
-BATCHES = (4, 32)
+MESHES = {"dp": {"dp": 4}, "zero2": {"dp": 4}, "zero3": {"dp": 4}, "tp": {"tp": 4}, "dp+tp": {"dp": 2, "tp": 2},
+          "zero3+tp": {"dp": 2, "tp": 2}}  # fmt: skip
+CASES = [(m, p, b) for m in ("llama", "bert", "mlp") for p in ("dp", "zero3", "tp", "dp+tp") for b in (4, 32)]
+UNSEEN = [(m, p, b) for m in ("gpt2", "qwen3", "vit") for p in ("dp", "zero2", "tp", "zero3+tp") for b in (8, 24)]
 WIDTH, LAYERS, LENGTH, VOCABULARY = 192, 4, 64, 512
 BAR = 0.9
 
-GPU_MODELS = ("llama-1.1b", "gpt2-medium", "bert-large", "vit-large", "qwen3-0.6b", "resnet-50", "t5-base")
+GPU_MODELS = (
+    "llama-1.1b",
+    "gpt2-medium",
+    "bert-large",
+    "vit-large",
+    "qwen3-0.6b",
+    "resnet-50",
+    "t5-base",
+    "phi-0.5b",
+    "opt-350m",
+)
 GPU_STEPS, GPU_LIMIT_S, GPU_ALL_S = 10, 240, 520  # seconds: one model, all of them
 TIME_BAR, PEAK_BAR = 0.20, 0.05
 
@@ -42,6 +54,7 @@ def model_of(name: str, batch: int):
     torch.manual_seed(0)
     if name == "mlp":
         return Perceptron(torch), (torch.randn(8 * batch, 256), torch.randn(8 * batch, 256))
+    quiet = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     sizes = {
         "hidden_size": WIDTH,
         "num_hidden_layers": LAYERS,
@@ -49,12 +62,31 @@ def model_of(name: str, batch: int):
         "vocab_size": VOCABULARY,
         "max_position_embeddings": LENGTH,
     }
-    if name == "llama":
+    if name == "vit":
+        sizes = {"hidden_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 512}
+        config = hf.ViTConfig(**sizes, image_size=64, patch_size=8, num_labels=10, **quiet)
+        model = hf.ViTForImageClassification(config)
+        return Loss(torch, model, "pixel_values"), (torch.randn(batch, 3, 64, 64), torch.randint(0, 10, (batch,)))
+    if name == "gpt2":
+        dropouts = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+        config = hf.GPT2Config(n_embd=256, n_layer=3, n_head=8, n_positions=48, vocab_size=1000, **dropouts)
+        ids = torch.randint(0, 1000, (batch, 48))
+        return Loss(torch, hf.GPT2LMHeadModel(config)), (ids, ids.clone())
+    if name == "qwen3":
+        config = hf.Qwen3Config(
+            **{**sizes, "hidden_size": 160, "num_hidden_layers": 2},
+            head_dim=40,
+            num_key_value_heads=4,
+            intermediate_size=640,
+            tie_word_embeddings=True,
+            use_cache=False,
+        )
+        model = hf.Qwen3ForCausalLM(config)
+    elif name == "llama":
         model = hf.LlamaForCausalLM(
             hf.LlamaConfig(**sizes, intermediate_size=3 * WIDTH, num_key_value_heads=4, use_cache=False)
         )
     else:
-        quiet = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
         model = hf.BertForMaskedLM(
             hf.BertConfig(**{**sizes, "num_hidden_layers": 2}, **quiet, intermediate_size=2 * WIDTH)
         )
@@ -86,16 +118,16 @@ def Perceptron(torch):
     return Stack()
 
 
-def Loss(torch, model):
-    """An HF model as a function of ids and labels that returns the loss."""
+def Loss(torch, model, takes="input_ids"):
+    """An HF model as a function of its input and labels that returns the loss."""
 
     class Wrapped(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.model = model
 
-        def forward(self, ids, labels):
-            return self.model(input_ids=ids, labels=labels).loss
+        def forward(self, x, labels):
+            return self.model(**{takes: x}, labels=labels).loss
 
     return Wrapped()
 
@@ -103,19 +135,18 @@ def Loss(torch, model):
 # -- four CPU processes
 
 
-def rank_main(out: str) -> None:
+def rank_main(out: str, cases: list[tuple[str, str, int]]) -> None:
     """One of the ranks: all cases, in turns; the first writes what it saw."""
     import torch
 
     import mycel
 
     torch.set_num_threads(1)
-    cases = [(model, plan, batch) for model in MODELS for plan in PLANS for batch in BATCHES]
     steps = {}
     for model_name, plan, batch_size in cases:
         model, batch = model_of(model_name, batch_size)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-        step = mycel.train_step(model, optimizer, mesh=mycel.Mesh(PLANS[plan]), plan=plan)
+        step = mycel.train_step(model, optimizer, mesh=mycel.Mesh(MESHES[plan]), plan=plan)
         for _ in range(2):
             float(step(*batch))
         steps[model_name, plan, batch_size] = step, batch
@@ -142,7 +173,7 @@ def rank_main(out: str) -> None:
         Path(out).write_text(json.dumps(rows))
 
 
-def on_cpu(probe_file: str | None) -> None:
+def on_cpu(probe_file: str | None, unseen: bool) -> None:
     from scipy.stats import spearmanr
 
     from mycel.launch import launch
@@ -152,14 +183,19 @@ def on_cpu(probe_file: str | None) -> None:
         threads = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
         if probe_file is None and launch(["probe", "--device", "cpu", "--out", measured], RANKS, env=threads):
             raise SystemExit("the probe failed")
-        if launch(["--rank", out], RANKS, env={**threads, "MYCEL_PROBE": measured}, program=[__file__]):
+        if launch(
+            ["--rank", out, *(["--unseen"] if unseen else [])],
+            RANKS,
+            env={**threads, "MYCEL_PROBE": measured},
+            program=[__file__],
+        ):
             raise SystemExit("a rank failed")
         rows = json.loads(Path(out).read_text())
-    print(f"{'model':6} {'plan':6} {'batch':>5} {'predicted':>10} {'measured':>10} {'ratio':>6}   of which")
+    print(f"{'model':6} {'plan':8} {'batch':>5} {'predicted':>10} {'measured':>10} {'ratio':>6}   of which")
     for model, plan, batch, predicted, seconds, parts in rows:
         shares = ", ".join(f"{name} {total * 1e3:.1f}" for name, total in parts.items())
         print(
-            f"{model:6} {plan:6} {batch:5} {predicted * 1e3:8.1f}ms {seconds * 1e3:8.1f}ms "
+            f"{model:6} {plan:8} {batch:5} {predicted * 1e3:8.1f}ms {seconds * 1e3:8.1f}ms "
             f"{predicted / seconds:6.2f}   {shares}"
         )
     found = spearmanr([row[3] for row in rows], [row[4] for row in rows]).statistic
@@ -272,6 +308,14 @@ def gpu_model(name: str, device: str = "cuda"):
             sizes = {"d_model": 768, "d_kv": 64, "d_ff": 3072, "num_layers": 12, "num_heads": 12, "dropout_rate": 0.0}
             model = hf.T5ForConditionalGeneration(hf.T5Config(**sizes, decoder_start_token_id=0, use_cache=False))
             batch = text(32128, 32, 512)
+        elif name == "phi-0.5b":
+            sizes = {"hidden_size": 1536, "intermediate_size": 6144, "num_hidden_layers": 16, "num_attention_heads": 24}
+            config = hf.PhiConfig(**sizes, vocab_size=51200, max_position_embeddings=2048, use_cache=False)
+            model, batch = hf.PhiForCausalLM(config), text(51200, 6, 1536)
+        elif name == "opt-350m":
+            sizes = {"hidden_size": 1024, "ffn_dim": 4096, "num_hidden_layers": 24, "num_attention_heads": 16}
+            config = hf.OPTConfig(**sizes, vocab_size=50272, dropout=0.0, attention_dropout=0.0, use_cache=False)
+            model, batch = hf.OPTForCausalLM(config), text(50272, 12, 1024)
         else:
             model, batch = hf.ResNetForImageClassification(hf.ResNetConfig(num_labels=1000)), images(128)
     return model.to(torch.bfloat16), batch
@@ -407,6 +451,7 @@ def main() -> None:
     parser.add_argument("--probe", help="a file of `mycel probe`; otherwise one is made first")
     parser.add_argument("--models", nargs="+", default=list(GPU_MODELS), choices=GPU_MODELS, help="on a GPU")
     parser.add_argument("--asking", action="store_true", help="what asking costs, alone")
+    parser.add_argument("--unseen", action="store_true", help="on CPUs: other models, plans and batches")
     parser.add_argument("--rank", metavar="OUT", help=argparse.SUPPRESS)
     parser.add_argument(
         "--parts", action="store_true", help="on a GPU: where the time goes, predicted and as a profiler sees it"
@@ -415,7 +460,7 @@ def main() -> None:
     parser.add_argument("--one", metavar="MODEL", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.rank:
-        rank_main(args.rank)
+        rank_main(args.rank, UNSEEN if args.unseen else CASES)
     elif args.probe_to:
         import yaml
 
@@ -430,7 +475,7 @@ def main() -> None:
         on_gpu(args.probe, args.models, args.parts)
     else:
         asking()
-        on_cpu(args.probe)
+        on_cpu(args.probe, args.unseen)
 
 
 if __name__ == "__main__":
