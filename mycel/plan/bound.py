@@ -34,6 +34,10 @@ def gap(setting: Setting, axes: Sequence[str], labels: Labels, found: Found) -> 
         if not all(norms[a].get(node) == by_axis[a] for a in axes):  # else it sends the same in all layouts
             messages += often * float(domain.messages(g.eqns[node], setting.price)[0])
         bound += often * work / setting.mesh.world
+    inputs = {g.port(g.program.entry, i) for i in range(len(g.program.inputs))}
+    for node, layout in found.places.items():
+        if node not in inputs:  # as `together.py` prefers between equals
+            messages += 1e-9 * sum(map(len, layout.dims)) + 1e-12 * len(layout.partial)
     value = computing + messages
     return value, bound, (value - bound) / max(seconds + messages, 1e-12)
 
