@@ -16,7 +16,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import mycel
+from mycel import Program
 from mycel.errors import PlanError
+from mycel.ir import check
+from mycel.plan import CPU, clock
+from mycel.plan.clock import DEVICE
+from mycel.run import load
 from mycel.sizes import parse_bytes
 
 GRAIN = 512  # what the prediction rounds up to
@@ -112,6 +117,29 @@ def test_a_step_takes_no_more_than_predicted(name):
 def test_a_step_in_parts_takes_no_more_than_predicted():
     found, predicted = measured(both(small_llama, adamw(), accumulate=2), tokens(0))
     assert found <= 1.05 * predicted, f"measured {found}, predicted {predicted}: {found / predicted:.3f}"
+
+
+SCAN = """
+def body(h: f32[32,64], x: f32[32,64]):
+  y: f32[32,64] = add(h, x)
+  z: f32[32,64] = sin(y)
+  w: f32[32,64] = cos(z)
+  return y, z, w
+
+def main(h: f32[32,64], xs: f32[16,32,64]):
+  last: f32[32,64], z: f32[16,32,64], w: f32[16,32,64] = scan(h, xs, body=@body, carry=1, length=16)
+  return last, z, w
+"""
+
+
+def test_a_scan_that_stacks_takes_what_is_predicted():
+    program, args = check(Program.parse(SCAN)), (torch.randn(32, 64), torch.randn(16, 32, 64))
+    times, run = clock(program, CPU), load(program, torch.device("cpu"))[0]
+    run(*args)
+    with Live() as live:
+        results = run(*args)
+    predicted = times.peak[DEVICE] - times.held
+    assert len(results) == 3 and 0.9 * predicted <= live.peak <= predicted, (live.peak, predicted)
 
 
 def test_parameters_and_state_are_updated_in_place_in_parts():

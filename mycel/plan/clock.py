@@ -13,15 +13,13 @@ are free, c and l.  What an equation of s seconds does to them:
 
 All of it is linear in (max, +).  So a block is one small matrix M, exact wherever it is called and whatever is still on
 its way there:  state'[i] = max_j (state[j] + M[i][j]).  It is made once for each distinct block; a call multiplies by
-                it,
-a scan by its power, a branch by the larger of both, element by element (the dearer in each stream), a loop by the power
-of TURNS, which is assumed and said.
+it, a scan by its power, a branch by the larger of both, element by element (the dearer in each stream), a loop by the
+power of TURNS, which is assumed and said.
 
 Memory goes in the same walk: an equation's results are alive from where it starts (a message's from its `begin`) to
-their
-last use; a called block needs its own peak on top.  Inputs of the entry (parameters, state, the batch) are there all
-                                                     the
-time.  In a compiled block only values that lie in memory count; a view has the memory of what it shows.
+their last use; a called block needs its own peak on top, a scan the rows of all its turns.  Inputs of the entry
+(parameters, state, the batch) are there all the time.  In a compiled block only values that lie in memory count; a view
+has the memory of what it shows.
 """
 
 from __future__ import annotations
@@ -263,7 +261,7 @@ class _Walk:
                     state = _times(held.matrix, state)
                     totals = [a + b for a, b in zip(totals, held.totals, strict=True)]
                     assumed.update(dict.fromkeys(held.assumed))
-                    inner, at = held.peak, held.at
+                    inner, at = held.peak + _stacked(line.eqn), held.at
                 elif line.kind == "finish":
                     state[0] = _later(state[0], tokens[line.token])
                 else:
@@ -391,6 +389,14 @@ def _repeated(s: Summary, count: int) -> Summary:
 
 
 # -- memory ----------------------------------------------------------------------------------------------------------
+
+
+def _stacked(eqn: Eqn) -> int:
+    """What a scan needs besides its body: the rows of all turns, which are stacked at its end, one result at a time."""
+    if eqn.op is not scan:
+        return 0
+    rows = [size(v) for v in eqn.outputs[eqn.params.get("carry", 0) :]]
+    return sum(rows) + max(rows, default=0)
 
 
 def _remember(lines: Sequence[Line], block: Block, there: Collection[Var] | None) -> None:
