@@ -98,7 +98,7 @@ class OneDevice:
     ) -> OneDevice:
         optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-2)
         step = mycel.train_step(model, optimizer, compile=False, **settings)
-        return OneDevice(model, batch, optimizer, step._joined((), dict(batch)))
+        return OneDevice(model, batch, optimizer, step._unsharded((), dict(batch)))
 
     def under(self, written: Plan, hardware: Hardware = CPU, compiled: bool = False) -> lower.Distributed:
         given, gathered = ShardedModel(self.model, self.optimizer, written).given(self.made)

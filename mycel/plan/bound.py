@@ -27,7 +27,7 @@ def gap(setting: Setting, axes: Sequence[str], labels: Labels, found: Found) -> 
     computing, messages, seconds, bound = 0.0, _moved(setting, axes, found), 0.0, 0.0
     for node, by_axis in labels.items():
         domain = Domain.of_one(g.options[node], setting.mesh, {a: by_axis[a] for a in axes}, found.letters[node])
-        often, work = g.runs[node[1]], setting.work(node)
+        often, work = g.often(node), setting.work(node)
         work_s = often * work * float(domain.shares()[0])
         computing += work_s
         seconds += work_s / (setting.by.share if g.eqns[node].op.product else 1.0)

@@ -164,7 +164,7 @@ class ByAxis:
         seconds = self.setting.work(node)
         for letter, axes in before.items():
             seconds *= _share(g.options[node], letter, axes, self.mesh)
-        return [g.runs[node[1]] * self._seconds(node, seconds, value, axis, before) for value in domain]
+        return [g.often(node) * self._seconds(node, seconds, value, axis, before) for value in domain]
 
     def _seconds(self, node: Node, seconds: float, value: Label, axis: str, before: Mapping[str, Axes]) -> float:
         """What is left of an equation's seconds under a label, and what its messages take."""

@@ -29,6 +29,14 @@ class Source:
     rows: int = 0
 
 
+@dataclass(frozen=True)
+class PartItems:
+    """What belongs to one of an equation's independent parts: its letters, and the numbers of operands and results."""
+
+    letters: tuple[str, ...]
+    members: tuple[list[int], list[int]]
+
+
 @dataclass
 class Graph:
     """The nodes of a program and its edges, for all axes the same."""
@@ -49,6 +57,8 @@ class Graph:
     own: dict[Node, frozenset[str]] = field(
         default_factory=dict
     )  # axes along which values are a rank's own: inside manual regions
+    sizes: Counter[Node] = field(default_factory=Counter)  # how many nodes one stands for, where it does (`alike.py`)
+    _parts: dict[tuple[str, int], list[PartItems]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         names = order(self.program)
@@ -122,6 +132,62 @@ class Graph:
                 made[v] = Source(
                     ("eqn", name, i, _first_part(options.fit.outs if options.fit else None, j, part_of)), j
                 )
+
+    def often(self, node: Node) -> int:
+        """How often a node is run, all that it stands for together."""
+        return self.runs[node[1]] * (self.sizes[node] or 1)
+
+    # -- an equation of several independent parts: what belongs to one of them
+
+    def letters(self, node: Node) -> tuple[str, ...]:
+        """Of a part, in the order in which operands and results have them."""
+        return self._items(node).letters if len(self.parts[node[1], node[2]]) > 1 else ()
+
+    def rank_of(self, node: Node, side: int, i: int) -> int:
+        """Which of the operands (side 0) or results (side 1) of its part the i-th of the equation is."""
+        if node not in self.options or len(self.parts[node[1], node[2]]) == 1:
+            return i
+        return self._items(node).members[side].index(i)
+
+    def operand(self, node: Node, rank: int) -> int:
+        """The operand of an equation that is this one of a part's."""
+        if node not in self.options or len(self.parts[node[1], node[2]]) == 1:
+            return rank
+        return self._items(node).members[0][rank]
+
+    def result(self, node: Node, rank: int) -> int:
+        if node not in self.options or len(self.parts[node[1], node[2]]) == 1:
+            return rank
+        return self._items(node).members[1][rank]
+
+    def shape(self, node: Node) -> tuple[Any, ...]:
+        """A part as it is apart from the names of its letters."""
+        options, items = self.options[node], self._items(node)
+        assert options.fit is not None
+        number = {letter: i for i, letter in enumerate(items.letters)}
+        return tuple(
+            (types[i], tuple(tuple(number.get(k, -1) for k in dim) for dim in fits[i] or ()))
+            for types, fits, members in zip(
+                (options.inputs, options.outputs), (options.fit.ins, options.fit.outs), items.members, strict=True
+            )
+            for i in members
+        )
+
+    def _items(self, node: Node) -> PartItems:
+        at = (node[1], node[2])
+        if at not in self._parts:
+            fit, parts = self.options[node].fit, self.parts[at]
+            assert fit is not None
+            part_of = {letter: p for p, own in enumerate(parts) for letter in own}
+            letters: list[dict[str, None]] = [{} for _ in parts]
+            members: list[tuple[list[int], list[int]]] = [([], []) for _ in parts]
+            for side, items in enumerate((fit.ins, fit.outs)):
+                for i, item in enumerate(items):
+                    members[_first_part(items, i, part_of)][side].append(i)
+                    for letter in (k for dim in item or () for k in dim):
+                        letters[part_of[letter]][letter] = None
+            self._parts[at] = [PartItems(tuple(k), m) for k, m in zip(letters, members, strict=True)]
+        return self._parts[at][node[3]]
 
     def first_part(self, node: Node, j: int) -> int:
         """Which of the independent parts of a node's equation makes its result j."""

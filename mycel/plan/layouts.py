@@ -18,10 +18,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from mycel.errors import PlanError
 from mycel.ir import Atom, Layout, Var, cond, loop, order, scan, walk
+from mycel.plan.alike import Alike
 from mycel.plan.bound import gap
 from mycel.plan.by_axis import ByAxis
 from mycel.plan.choices import Choice, Laid, Layouts
@@ -45,28 +46,32 @@ class Solver(Setting):
     def solve(self) -> Layouts:
         axes = self.order or slowest_first(self.mesh.axes, self.given.values())
         axes = tuple(a for a in axes if self.mesh[a] > 1)
-        if not self._together(axes):
-            if self.limit is not None:
-                raise PlanError("a limit of bytes can be kept where all axes are solved together, in small programs")
-            by_axis = ByAxis(self, axes)
-            self.found = by_axis.solve()
-            self.value, self.bound, self.gap = gap(self, axes, by_axis.labels, self.found)
+        alike = Alike.of(self)
+        small = replace(self, graph=alike.graph)
+        found = self._together(small, axes)
+        if found is not None:
+            self.found = alike.spread(found)
+            return self._laid()
+        if self.limit is not None:
+            raise PlanError("a limit of bytes can be kept where all axes are solved together, in small programs")
+        by_axis = ByAxis(small, axes)
+        self.found = alike.spread(by_axis.solve())
+        self.value, self.bound, self.gap = gap(small, axes, by_axis.labels, self.found)
         return self._laid()
 
-    def _together(self, axes: Sequence[str]) -> bool:
-        """Solve all axes at once; False where that is too much, or nothing is proved."""
-        if len(self.graph.options) > FEW or len(axes) > TOGETHER:
-            return False
-        problem = Together(self, tuple(axes))
+    def _together(self, small: Setting, axes: Sequence[str]) -> Found | None:
+        """Solve all axes at once; nothing where that is too much, or not proved."""
+        if len(small.graph.options) > FEW or len(axes) > TOGETHER:
+            return None
+        problem = Together(small, tuple(axes))
         answer = problem.sum.least(self.limit)
         if not answer.chosen and self.limit is not None:
             least = shown(int(problem.lightest))
             raise PlanError(f"values made on one rank take at least {least}, the limit is {shown(int(self.limit))}")
         if not answer.chosen or not answer.exact:
-            return False
+            return None
         self.value, self.bound, self.gap = answer.value, answer.bound, 0.0
-        self.found = problem.found(answer.chosen)
-        return True
+        return problem.found(answer.chosen)
 
     # -- the layouts that were found ---------------------------------------------------------------------------------
 

@@ -140,7 +140,7 @@ class Together:
         """Seconds that each node takes by itself."""
         g, setting = self.graph, self.setting
         for node, (_, shares, messages) in self.domains.items():
-            self.sum.add((node,), g.runs[node[1]] * (setting.work(node) * shares + messages))
+            self.sum.add((node,), g.often(node) * (setting.work(node) * shares + messages))
         for node, numbers in self.ports.items():
             if len(numbers) > 1:  # of equals: gathered outside, where it can begin early
                 places = self._space(node).places[numbers]
@@ -155,7 +155,7 @@ class Together:
                 if g.first_part(node, j) == node[3]:
                     space = self.distances.space(t.ndim)
                     size += self.distances.local_bytes(space, t)[domain.layouts(1, j, space)]
-            self.sum.weights[node] = g.runs[node[1]] * size
+            self.sum.weights[node] = g.often(node) * size
 
     def _edges(self) -> None:
         """Seconds from how each value is made to how it is used."""
