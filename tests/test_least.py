@@ -39,6 +39,15 @@ def test_elimination_is_exact(variables, tables, rng):
     )
 
 
+@given(st.integers(1, 7), st.integers(0, 14), st.randoms(use_true_random=False))
+@settings(max_examples=150, deadline=None)
+def test_without_values_that_are_worse_the_least_is_the_same(variables, tables, rng):
+    s = random_sum(rng, variables, tables, forbid=0.1)
+    small, kept = s.without_worse()
+    assert all(len(kept[n]) == k >= 1 for n, k in small.sizes.items())
+    assert brute(small) == brute(s) == s.value(s.good())
+
+
 @given(st.integers(3, 7), st.integers(1, 30), st.randoms(use_true_random=False))
 @settings(max_examples=150, deadline=None)
 def test_where_tables_are_too_large(variables, largest, rng):

@@ -14,6 +14,9 @@ left out.  If the search ends, nothing better is left.
 that looks best with each neighbour at its best.  Then the answer is only good, and is improved: neighbourhoods are
 solved anew, all else as it is, until nothing helps.
 
+*Worse values* go first: one that costs more than another of its variable whatever the neighbours do.  What is left is
+mostly small enough for elimination.
+
 *Limit.*  With a weight for each value and a limit for their sum, a weight has a price p: the least of
 cost + p (weight - limit) is a bound for any p >= 0.  The price rises until the limit is kept; the search then uses the
 best price found, and ends at the best answer within the limit.
@@ -30,11 +33,13 @@ from typing import Any
 
 import numpy as np
 
-LARGEST = 1 << 16  # elements of a table
+LARGEST = 1 << 16  # elements of a table where a search goes on from there
+WHOLE_TABLE = 1 << 22  # where a variable would otherwise be fixed
 BALL, BALLS = 40, 12  # variables that are improved together; how many such sets are tried
 VISITS = 5_000  # values tried in a search
 LIMITED = 100_000  # values tried in a search within a limit
 PRICES = 24  # of a weight, tried one after another
+NEVER = 1e30  # stands for a cost without end where costs are subtracted
 CLOSE = 1e-12  # what two sums may differ by and count as equal
 
 Name = Hashable
@@ -76,7 +81,46 @@ class Sum:
 
     def good(self) -> dict[Name, int]:
         """A choice with a small sum, soon found where the search for the least would take too long."""
-        elimination = Elimination(self.sizes, self.tables)
+        small, kept = self.without_worse()
+        return {n: int(kept[n][k]) for n, k in small._good().items()}
+
+    def without_worse(self) -> tuple[Sum, dict[Name, np.ndarray[Any, Any]]]:
+        """The same without values that are worse than another of their variable whatever the others do, and the values
+        kept by variable."""
+        alone: dict[Name, Table] = {n: np.zeros(size) for n, size in self.sizes.items()}
+        near: dict[Name, dict[Name, Table]] = {n: {} for n in self.sizes}  # [own value, neighbour's value]
+        for names, t in merged(self.tables):
+            if len(names) == 1:
+                alone[names[0]] = np.minimum(t, NEVER)
+            elif len(names) == 2 and len(set(names)) == 2:
+                near[names[0]][names[1]] = table = np.minimum(t, NEVER)
+                near[names[1]][names[0]] = table.T
+            else:  # not asked of tables of more
+                return self, {n: np.arange(size) for n, size in self.sizes.items()}
+        kept = {n: np.arange(size) for n, size in self.sizes.items()}
+        todo = dict.fromkeys(n for n, size in self.sizes.items() if size > 1)
+        while todo:
+            name = next(iter(todo))
+            del todo[name]
+            mine = kept[name]
+            own = alone[name][mine]
+            more = own[:, None] - own  # how much more value a costs than b, at the least
+            for other, table in near[name].items():
+                t = table[np.ix_(mine, kept[other])]
+                more = more + (t[:, None, :] - t).min(-1)
+            worse = (more > CLOSE * max(1e-9, float(np.abs(own).max()))).any(1)
+            if worse.any():
+                kept[name] = mine[~worse]
+                todo.update(dict.fromkeys(n for n in near[name] if len(kept[n]) > 1))
+                if len(kept[name]) > 1:
+                    todo[name] = None
+        small = Sum({n: len(k) for n, k in kept.items()})
+        for names, t in self.tables:
+            small.add(names, t[np.ix_(*(kept[n] for n in names))])
+        return small, kept
+
+    def _good(self) -> dict[Name, int]:
+        elimination = Elimination(self.sizes, merged(self.tables), largest=WHOLE_TABLE)
         elimination.run(fixing=True)
         chosen: dict[Name, int] = {}
         elimination.follow(chosen)
@@ -194,10 +238,14 @@ class Elimination:
     """All variables of a sum, one after another."""
 
     def __init__(
-        self, sizes: Mapping[Name, int], tables: Sequence[tuple[tuple[Name, ...], Table]], late: Collection[Name] = ()
+        self,
+        sizes: Mapping[Name, int],
+        tables: Sequence[tuple[tuple[Name, ...], Table]],
+        late: Collection[Name] = (),
+        largest: int | None = None,
     ) -> None:
-        """`late`: variables that go after all others."""
-        self.sizes = sizes
+        """`late`: variables that go after all others; `largest`: elements of a table that are not too many."""
+        self.sizes, self.largest = sizes, largest or LARGEST
         self.tables: dict[int, tuple[tuple[Name, ...], Table]] = {}
         self.of: dict[Name, set[int]] = {n: set() for n in sizes}
         self.buckets: list[tuple[Name, list[Group]]] = []
@@ -253,7 +301,7 @@ class Elimination:
             key, _, name = heapq.heappop(heap)
             if sizes.get(name) != key:  # it has changed since
                 continue
-            if fixing and key[1] > LARGEST:
+            if fixing and key[1] > self.largest:
                 heapq.heappush(heap, (key, next(count), name))
                 name = max(sizes, key=lambda n: len(self._neighbours(n)))
                 touched = self._neighbours(name)
@@ -273,7 +321,9 @@ class Elimination:
         for names, t in sorted(self._take(name), key=lambda x: -x[1].size):
             others = dict.fromkeys(n for n in names if n != name)
             for scope, tables in groups:
-                if self.sizes[name] * math.prod(self.sizes[n] for n in {**scope, **others}) <= max(LARGEST, t.size):
+                if self.sizes[name] * math.prod(self.sizes[n] for n in {**scope, **others}) <= max(
+                    self.largest, t.size
+                ):
                     scope.update(others)
                     tables.append((names, t))
                     break
