@@ -218,7 +218,8 @@ class _GuardWriter:
             wrong = [f"{slots}['training'] is not {module.training!r}"] if "training" in vars(module) else []
             if "forward" not in vars(module):
                 wrong.append(f"'forward' in {slots}")
-            for hooks in (module._forward_hooks, module._forward_pre_hooks):
+            all_hooks = (module._forward_hooks, module._forward_pre_hooks)
+            for hooks in (*all_hooks, module._backward_hooks, module._backward_pre_hooks):
                 name = self.constant(hooks, "h")
                 wrong.append(f"[*{name}.values()] != {self.constant([*hooks.values()], 'V')}" if hooks else name)
             if module._modules:
@@ -233,6 +234,10 @@ class _GuardWriter:
             self.values[input_] = name = f"s{i}"
             self.lines.append(f"{name} = {self.read(places[0])}")
             self.typed(name, input_)
+            if self.c.differentiated and isinstance(parameter := places[0].read(), torch.nn.Parameter):
+                own = f"{name}._backward_hooks"
+                hooks = [*(parameter._backward_hooks or {}).values()]
+                self.guard(f"not {own} or [*{own}.values()] != {self.constant(hooks, 'V')}" if hooks else own)
             for other in places[1:]:
                 self.guard(f"{self.read(other)} is not {name}")
         self.values.update((v.name, "draw_key(DEVICE)") for v in self.c.program.inputs_of("key"))

@@ -94,6 +94,11 @@ class Reachable:
         locations = self.tensors.get(id(tensor))
         return locations or [Location("held", "held", [tensor], 0)]
 
+    def parameters(self) -> list[torch.Tensor]:
+        """Each that is reached, once."""
+        reached = (places[0].read() for places in self.tensors.values())
+        return [x for x in reached if isinstance(x, torch.nn.Parameter)]
+
     def unchanged(self) -> tuple[Guarded, ...]:
         """Plain values that tracing did not change itself: counters of calls are no part of the signature."""
         return tuple(s for s in self.statics if _holds(s))
