@@ -472,3 +472,17 @@ def test_transformers_with_masks():
     source, target = torch.randn(2, 5, 16), torch.randn(2, 4, 16)
     mask = nn.Transformer.generate_square_subsequent_mask(4)
     same(mycel.jit(model)(source, target, tgt_mask=mask), model(source, target, tgt_mask=mask))
+
+
+def test_a_sequential_of_nothing_but_a_sequential():
+    def layers():
+        return nn.Sequential(nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)))
+
+    for model in (layers(), nn.Sequential(layers(), layers()), nn.Sequential(layers(), *layers(), layers()[0])):
+        fast = mycel.jit(model)
+        same(fast(X[:, :3]), model(X[:, :3]))
+
+
+def test_factories_that_write_into_a_tensor():
+    agrees(lambda x: x @ torch.eye(3, out=torch.empty_like(x[:1] * torch.ones(3, 1))), X[:, :3])
+    agrees(lambda x: x + torch.arange(3, out=torch.empty(3, dtype=x.dtype)), X[:, :3])
