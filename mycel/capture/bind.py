@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from mycel.capture.function import Captured
-from mycel.capture.state import Guarded, Location, is_static
+from mycel.capture.state import Guarded, Location, holds, is_static, is_there
 from mycel.capture.tree import Tree, rebuild
 
 MISS = object()
@@ -176,14 +176,17 @@ class _GuardWriter:
             self.guard(f"is_autocast({device!r}) is not {self.autocast}{wrong}")
 
     def links(self) -> None:
-        """Objects on the way to state are where they were, plain values are what they were."""
+        """Objects on the way to state are where they were, plain values are what they were.  What differs already, with
+        no code of the user run since the capture, is a library's own and no guard (a cache that grew meanwhile)."""
         c = self.c
+        sizes = [(held, size) for held, size in c.sizes if len(held) == size]
+        statics = [*filter(holds, c.statics)]
         locations = [
             *(p for places in c.state.values() for p in places),
-            *(s.place for s in c.statics),
+            *(s.place for s in statics),
             *(p for p, _ in c.effects),
         ]
-        ends = [*c.links, *(place.inside for place in locations)]
+        ends = [*filter(is_there, c.links), *(place.inside for place in locations)]
         chain: dict[int, Guarded] = {}
         for link in ends:
             way = []
@@ -191,11 +194,11 @@ class _GuardWriter:
                 way.append(link)
                 link = link.place.inside
             chain.update((id(x), x) for x in reversed(way))
-        if c.sizes:  # before the values: a guard must not ask for an item that is gone
-            self.env["SIZES"] = c.sizes
+        if sizes:  # before the values: a guard must not ask for an item that is gone
+            self.env["SIZES"] = sizes
             self.lines += ["for held, size in SIZES:", "    if len(held) != size: return MISS"]
         self.watch("LINKS", [*chain.values()], "{0} is not {1}")
-        self.watch("STATICS", c.statics, "{0} is not {1} and (type({0}) is not type({1}) or {0} != {1})")
+        self.watch("STATICS", statics, "{0} is not {1} and (type({0}) is not type({1}) or {0} != {1})")
 
     def watch(self, name: str, links: Sequence[Guarded], miss: str) -> None:
         """One guard for each link: written out for closure cells, one loop for all others."""

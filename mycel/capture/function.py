@@ -21,7 +21,7 @@ from mycel.capture.modes import DispatchMode, FunctionMode
 from mycel.capture.names import clean
 from mycel.capture.record import Traced
 from mycel.capture.repeats import assemble
-from mycel.capture.state import Container, Guarded, Location, Reachable, contents, is_static, put_back
+from mycel.capture.state import Container, Guarded, Location, Reachable, contents, is_static, is_there, put_back
 from mycel.capture.syntax import enter, rewritten_forward
 from mycel.capture.trace import TRACING, Tracer
 from mycel.capture.tree import Tree, flatten, holds_tensors
@@ -138,7 +138,7 @@ def _capture(
         out_tree,
         tuple(effects),
         tuple(m for _, m in places.modules.values()),
-        tuple(places.links),
+        tuple(filter(is_there, places.links)),
         places.unchanged(),
         places.unresized(p for p, _ in effects),
         {names[v]: x.device for v, (x, _) in zip(tracer.inputs, tracer.lifted.values(), strict=True)},
