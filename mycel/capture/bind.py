@@ -169,6 +169,11 @@ class _GuardWriter:
         device, get = self.c.device.type, torch.get_autocast_dtype
         self.env.update(default_dtype=torch.get_default_dtype, autocast=torch.autocast)
         self.env.update(is_autocast=torch.is_autocast_enabled, autocast_dtype=get)
+        for params, recorded in self.c.recorded:
+            self.env["grad_mode"] = (lambda: True) if self.c.differentiated else torch.is_grad_enabled
+            self.guard(
+                f"(grad_mode() and any(p.requires_grad for p in {self.constant(params, 'V')})) is not {recorded}"
+            )
         self.guard(f"default_dtype() is not {self.constant(torch.get_default_dtype(), 'D')}")
         if device != "meta":
             self.autocast = torch.is_autocast_enabled(device)

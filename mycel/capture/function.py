@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import CheckpointFunction
 
 from mycel.capture.custom import trace_function
+from mycel.capture.encoder import encoder_forward
 from mycel.capture.fence import refuse
 from mycel.capture.hooks import ModuleHooks, hook_parameters
 from mycel.capture.modes import DispatchMode, FunctionMode
@@ -53,6 +54,7 @@ class Captured:
     devices: Mapping[str, torch.device | None]  # of the inputs but the key, by name; None: any
     device: torch.device
     differentiated: bool = False  # hooks on parameters are part of the program
+    recorded: tuple[tuple[list[torch.nn.Parameter], bool], ...] = ()  # does torch record gradients of these?
 
 
 def capture(
@@ -107,6 +109,7 @@ def _capture(
     try:
         with _tracing(tracer):
             tracer.differentiated = differentiated
+            tracer.grad_mode = tracer.grad_mode or differentiated
             if differentiated:
                 hook_parameters(tracer, places.parameters())
             result = enter(fn, *traced[0], **traced[1])
@@ -144,6 +147,7 @@ def _capture(
         {names[v]: x.device for v, (x, _) in zip(tracer.inputs, tracer.lifted.values(), strict=True)},
         device,
         differentiated,
+        tuple(tracer.recorded),
     )
 
 
@@ -197,6 +201,8 @@ def _tracing(tracer: Tracer) -> Iterator[None]:
     torch.set_autocast_cache_enabled(False)  # a cached cast would outlive the capture, or come from before it
     plain_detect = torch.nn.modules.transformer._detect_is_causal_mask
     torch.nn.modules.transformer._detect_is_causal_mask = _is_said_causal
+    plain_encoder = torch.nn.TransformerEncoder.forward
+    torch.nn.TransformerEncoder.forward = encoder_forward(plain_encoder)  # type: ignore[method-assign]
     plain_hooks = torch.nn.modules.module.BackwardHook
     torch.nn.modules.module.BackwardHook = ModuleHooks  # type: ignore[assignment, misc]
     plain_apply = vars(_Applied).get("apply")
@@ -217,6 +223,7 @@ def _tracing(tracer: Tracer) -> Iterator[None]:
         torch.compiler._is_compiling_flag = was_compiling
         torch.set_autocast_cache_enabled(was_caching)
         TRACING.pop()
+        torch.nn.TransformerEncoder.forward = plain_encoder  # type: ignore[method-assign]
         torch.nn.modules.module.BackwardHook = plain_hooks  # type: ignore[misc]
         if plain_apply is None:
             del _Applied.apply
