@@ -55,7 +55,7 @@ class Derived(Jit):
         return super().__call__(*args, **kwargs)
 
     def derived(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
-        captured = capture_call(self.fn, args, kwargs, apart=True)
+        captured = capture_call(self.fn, args, kwargs, apart=True, differentiated=True)
         with located(self.fn):
             return self.derive(replace(captured, program=transform.simplify(captured.program)))
 

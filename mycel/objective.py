@@ -1,9 +1,9 @@
 """The batch -> the loss, as one function: what a model returns, or a loss of what it returns.
 
 loss=None          step(**batch)    model(**batch), its `.loss`
-loss=f             step(x, y)       f(model(x), y):  the model gets the first arguments, as many as it takes; f the last
-                   ones, as many as it needs
-                                    (all of them, if it takes *args); arguments by name go to whoever names them
+loss=f             step(x, y)       f(model(x), y):  f gets the last arguments, as many as it needs (all of them, if it
+                                    takes *args); the model the first ones, as many as it takes: what f needs is none
+                                    of the model's optional ones.  Arguments by name go to whoever names them
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ def objective(model: torch.nn.Module, loss: Callable[..., Any] | None) -> Callab
         if unknown:
             raise TrainError(f"neither the model nor the loss takes {', '.join(unknown)}")
         count = model_arity.most
-        if count is None and wanted.most is not None:  # a model that takes anything leaves the loss what it needs
-            count = len(args) - max(wanted.least - 1 - len(mine), 0)
+        if wanted.most is not None:  # what the loss needs is no optional argument of the model
+            left = max(len(args) - max(wanted.least - 1 - len(mine), 0), model_arity.least)
+            count = left if count is None else min(count, left)
         out = model(*args[:count], **{k: v for k, v in kwargs.items() if named is None or k in named})
         return _scalar(loss(out, *wanted.rest_of(args, count, mine), **mine))
 

@@ -167,19 +167,12 @@ def _slot(
 
 
 def refuse_hooks(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Hooks that run inside of torch's backward or step would not be called."""
-    hooked = [
-        f"parameter {n}" for n, p in model.named_parameters() if p._backward_hooks or p._post_accumulate_grad_hooks
-    ]
-    hooked += [
-        f"module {n or type(m).__name__}"
-        for n, m in model.named_modules()
-        if m._backward_hooks or m._backward_pre_hooks
-    ]
+    """Hooks that run after torch's backward or around its step would not be called; those on gradients are captured."""
+    hooked = [f"parameter {n}" for n, p in model.named_parameters() if p._post_accumulate_grad_hooks]
     hooked += ["the optimizer"] if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks else []
     if hooked:
         raise TrainError(
-            f"a hook on backward or on the step: {', '.join(hooked[:5])}\n"
+            f"a hook on accumulated gradients or on the step: {', '.join(hooked[:5])}\n"
             "  try       remove it: the step is one program and calls no such hooks"
         )
 

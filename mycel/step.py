@@ -58,9 +58,8 @@ def train_step(
     plan        "auto", or how to spread the step: a mycel.Plan, a .yaml file, or names of ready plans such as
                 "zero3+tp"
     loss        None: the model returns the loss, or an object or dict with `loss`.  Otherwise loss(output, *rest): the
-                model gets as many of the
-                positional arguments as it takes, the loss the last ones, as many as it asks for (all, if it takes
-                *args)
+                loss gets the last of the positional arguments, as many as it asks for (all, if it takes *args), the
+                model the first ones, as many as it takes; what the loss needs is no optional argument of the model
     precision   "fp32": as the model is written;  "bf16", "fp16": weights and their updates stay as they are, the
                 computation is in 16 bits, sums
                 in 32; fp16 scales the loss
@@ -264,8 +263,10 @@ class Step:
         s = self.settings
         batch = Batch(args, kwargs, s.accumulate)
         known = roles_of(self.model, self.optimizer)
-        captured = capture_call(self.fn, *batch.part(), known=known)
-        whole = capture_call(self.fn, args, kwargs, known=known) if s.accumulate > 1 else captured
+        captured = capture_call(self.fn, *batch.part(), known=known, differentiated=True)
+        whole = captured
+        if s.accumulate > 1:
+            whole = capture_call(self.fn, args, kwargs, known=known, differentiated=True)
         program = self._prepared(replace(captured, program=transform.with_numbers_of(captured.program, whole.program)))
         if s.precision == "fp16":
             program = transform.with_scale(program)

@@ -482,3 +482,54 @@ def test_containers_that_grow_or_shrink_are_noticed():
     items.clear()
     del table["b"], settings.k
     assert [float(f(x)[0]) for f in (length, member, optional)] == [0, 1, 1]
+
+
+# -- guards that hold
+
+
+class Makes(dict):
+    """A mapping that makes a new object each time it is asked."""
+
+    def __getitem__(self, key):
+        return super().__getitem__(key)()
+
+
+LAYER_OF = Makes(relu=nn.ReLU, tanh=nn.Tanh)
+
+
+def test_mappings_that_make_what_they_give(monkeypatch):
+    def fn(x):
+        return LAYER_OF["tanh"](x - 3)
+
+    fast = agrees(fn, X)
+    agrees(fn, X + 1)
+    fast(X + 1)
+    assert len(fast.entries) == 1
+    monkeypatch.setitem(LAYER_OF, "tanh", nn.ReLU)
+    same(fast(X), fn(X))
+    assert len(fast.entries) == 2
+
+
+class Solver:
+    def __init__(self, rate):
+        self.rate = rate
+
+
+class Remakes(nn.Module):
+    """Keeps an object that it makes anew at each call."""
+
+    def __init__(self):
+        super().__init__()
+        self.solver = Solver(0.5)
+
+    def forward(self, x):
+        self.solver = Solver(0.25)
+        return x * self.solver.rate
+
+
+def test_objects_that_the_code_replaces_itself():
+    model = Remakes()
+    fast = mycel.jit(model)
+    same(fast(X), X * 0.25)
+    same(fast(X + 1), (X + 1) * 0.25)
+    assert len(fast.entries) == 1

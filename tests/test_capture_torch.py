@@ -490,3 +490,38 @@ def test_numbers_and_lists_in_subscripts_are_constants(dtype):
     assert [v.name for v in mycel.capture(put, x, mask).inputs] == ["x", "mask"]
     for mine, theirs in zip(mycel.jit(put)(x, mask), put(x, mask), strict=True):
         assert torch.equal(mine, theirs)
+
+
+def test_a_sequential_of_nothing_but_a_sequential():
+    def layers():
+        return nn.Sequential(nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)))
+
+    for model in (layers(), nn.Sequential(layers(), layers()), nn.Sequential(layers(), *layers(), layers()[0])):
+        fast = mycel.jit(model)
+        same(fast(X[:, :3]), model(X[:, :3]))
+
+
+def test_factories_that_write_into_a_tensor():
+    agrees(lambda x: x @ torch.eye(3, out=torch.empty_like(x[:1] * torch.ones(3, 1))), X[:, :3])
+    agrees(lambda x: x + torch.arange(3, out=torch.empty(3, dtype=x.dtype)), X[:, :3])
+
+
+@pytest.mark.parametrize(
+    "masks", [{}, {"padding": "end"}, {"padding": "middle"}, {"padding": "end", "mask": True}], ids=str
+)
+def test_an_encoder_outside_of_training(masks):
+    """torch's fast path gives zeros for padding: with frozen weights, or where no gradients are recorded."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2, norm=nn.LayerNorm(8)).eval()
+    x = torch.randn(2, 5, 8)
+    padding = torch.arange(5) >= torch.tensor([[5], [3]]) if masks.get("padding") == "end" else torch.arange(5) == 2
+    given = {"src_key_padding_mask": padding.expand(2, 5)} if "padding" in masks else {}
+    if "mask" in masks:
+        given["mask"] = torch.ones(5, 5, dtype=torch.bool).triu(1)
+    fast = mycel.jit(model)
+    for frozen in (False, True):
+        model.requires_grad_(not frozen)
+        for recording in (True, False, True):
+            with torch.set_grad_enabled(recording):
+                same(fast(x, **given), model(x, **given))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
 
@@ -389,6 +390,39 @@ def test_functions_with_their_own_gradient():
     for k in (0.1, 3.0):
         g = torch.full_like(X, k)
         assert torch.allclose(ours(X, torch.tensor(k, dtype=torch.float64)), g / max(1.0, float(g.norm())))
+
+
+class Turned(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, factor=2.0):
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, g):
+        return -ctx.factor * g, None
+
+
+turned = Turned.apply
+
+
+class Turning(nn.Module):
+    turned = Turned.apply
+
+    def __init__(self):
+        super().__init__()
+        self.own = Turned.apply
+
+    def forward(self, x):
+        return self.own(Turning.turned(x, 3.0), 5.0)
+
+
+@pytest.mark.parametrize("fn", [turned, functools.partial(Turned.apply), lambda x: turned(x, 2.0), Turning()])
+def test_an_alias_of_apply_has_the_same_gradient(fn):
+    x = X.clone().requires_grad_()
+    (want,) = torch.autograd.grad((fn(x) * X).sum(), x)
+    assert torch.allclose(mycel.grad(lambda x: (fn(x) * X).sum())(X), want)
+    assert "apply" not in vars(torch.autograd.function._SingleLevelFunction)
 
 
 @pytest.mark.parametrize(

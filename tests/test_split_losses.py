@@ -52,6 +52,28 @@ def batch(rows: int, soft: bool) -> dict[str, torch.Tensor]:
     return {"x": torch.randn(rows, 6, generator=g, dtype=torch.float64), "y": y}
 
 
+class Lookup(nn.Module):
+    """A number for each user, and cells whose products go over split columns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias, self.cell = nn.Parameter(torch.randn(7)), nn.GRU(6, 6, batch_first=True)
+
+    def forward(self, x: torch.Tensor, user: torch.Tensor) -> torch.Tensor:
+        return (self.cell(x)[0].sum((1, 2)) + self.bias[user]).square().mean()
+
+
+@pytest.mark.parametrize("rows", [8, 7])
+def test_lookups_in_vectors_and_cells_split_by_columns(rows):
+    torch.manual_seed(rows)
+    model = Lookup().double()
+    x, user = torch.randn(rows, 3, 6, dtype=torch.float64), torch.randint(0, 7, (rows,))
+    one = OneDevice.of(model, {"x": x, "user": user})
+    step_equals(one, Plan(Mesh(dp=4), batch=["dp"]))
+    step_equals(one, Plan(Mesh(dp=2, tp=3), {"bias": ["tp"], "cell.weight_hh_l0": ["-", "tp"]}, ["dp"]))
+    step_equals(one, random_plan(tensors(model), 1, random.Random(rows)))
+
+
 @pytest.mark.parametrize("form", CROSS_ENTROPIES)
 def test_cross_entropies_under_plans_by_chance(form):
     rng, how = random.Random(form), CROSS_ENTROPIES[form]

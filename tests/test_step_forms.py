@@ -39,6 +39,28 @@ def test_a_loss_of_the_whole_batch():
     assert pair.step(x, y).item() == pytest.approx(of_batch(twin.twin(x), x, y).item(), rel=1e-5)
 
 
+class Scaling(nn.Module):
+    """Its second argument is optional."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = mlp()
+
+    def forward(self, x, scale=None):
+        out = self.body(x)
+        return out if scale is None else out * scale[:, None]
+
+
+def test_what_the_loss_needs_is_no_optional_argument_of_the_model():
+    pair = agree(beside(Scaling, sgd(), rows, F.cross_entropy, steps=2))
+    x, y = rows(2)
+    scale = torch.rand(len(x))
+    want = F.cross_entropy(pair.twin(x, scale), y).item()
+    assert pair.step(x, scale, y).item() == pytest.approx(want, rel=1e-4)
+    with pytest.raises(TrainError, match="the model takes 2, the loss 1"):
+        mycel.train_step(pair.model, pair.optimizer, loss=lambda out, y: F.cross_entropy(out, y))(x, scale, y, y)
+
+
 class Criterion(nn.Module):
     """A loss with a state of its own."""
 

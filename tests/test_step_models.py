@@ -455,3 +455,16 @@ def test_two_steps_over_two_optimisers():
                 curve.append(value.item())
         curves.append(curve)
     assert curves[0] == pytest.approx(curves[1], rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora", "ia3", "prompt"])
+def test_adapters_of_peft(kind):
+    peft = pytest.importorskip("peft")
+    some = {"task_type": "CAUSAL_LM", "target_modules": ["q_proj", "down_proj"]}
+    config = {
+        "lora": lambda: peft.LoraConfig(**some, r=4, init_lora_weights=False),
+        "dora": lambda: peft.LoraConfig(**some, r=4, use_dora=True),
+        "ia3": lambda: peft.IA3Config(**some, feedforward_modules=["down_proj"]),
+        "prompt": lambda: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+    }
+    agree(beside(lambda: peft.get_peft_model(llama(num_hidden_layers=1), config[kind]()), adamw(), text, steps=2))

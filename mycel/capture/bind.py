@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from mycel.capture.function import Captured
-from mycel.capture.state import Guarded, Location, is_static
+from mycel.capture.state import Guarded, Location, holds, is_static, is_there
 from mycel.capture.tree import Tree, rebuild
 
 MISS = object()
@@ -169,6 +169,11 @@ class _GuardWriter:
         device, get = self.c.device.type, torch.get_autocast_dtype
         self.env.update(default_dtype=torch.get_default_dtype, autocast=torch.autocast)
         self.env.update(is_autocast=torch.is_autocast_enabled, autocast_dtype=get)
+        for params, recorded in self.c.recorded:
+            self.env["grad_mode"] = (lambda: True) if self.c.differentiated else torch.is_grad_enabled
+            self.guard(
+                f"(grad_mode() and any(p.requires_grad for p in {self.constant(params, 'V')})) is not {recorded}"
+            )
         self.guard(f"default_dtype() is not {self.constant(torch.get_default_dtype(), 'D')}")
         if device != "meta":
             self.autocast = torch.is_autocast_enabled(device)
@@ -176,14 +181,17 @@ class _GuardWriter:
             self.guard(f"is_autocast({device!r}) is not {self.autocast}{wrong}")
 
     def links(self) -> None:
-        """Objects on the way to state are where they were, plain values are what they were."""
+        """Objects on the way to state are where they were, plain values are what they were.  What differs already, with
+        no code of the user run since the capture, is a library's own and no guard (a cache that grew meanwhile)."""
         c = self.c
+        sizes = [(held, size) for held, size in c.sizes if len(held) == size]
+        statics = [*filter(holds, c.statics)]
         locations = [
             *(p for places in c.state.values() for p in places),
-            *(s.place for s in c.statics),
+            *(s.place for s in statics),
             *(p for p, _ in c.effects),
         ]
-        ends = [*c.links, *(place.inside for place in locations)]
+        ends = [*filter(is_there, c.links), *(place.inside for place in locations)]
         chain: dict[int, Guarded] = {}
         for link in ends:
             way = []
@@ -191,11 +199,11 @@ class _GuardWriter:
                 way.append(link)
                 link = link.place.inside
             chain.update((id(x), x) for x in reversed(way))
-        if c.sizes:  # before the values: a guard must not ask for an item that is gone
-            self.env["SIZES"] = c.sizes
+        if sizes:  # before the values: a guard must not ask for an item that is gone
+            self.env["SIZES"] = sizes
             self.lines += ["for held, size in SIZES:", "    if len(held) != size: return MISS"]
         self.watch("LINKS", [*chain.values()], "{0} is not {1}")
-        self.watch("STATICS", c.statics, "{0} is not {1} and (type({0}) is not type({1}) or {0} != {1})")
+        self.watch("STATICS", statics, "{0} is not {1} and (type({0}) is not type({1}) or {0} != {1})")
 
     def watch(self, name: str, links: Sequence[Guarded], miss: str) -> None:
         """One guard for each link: written out for closure cells, one loop for all others."""
@@ -218,7 +226,8 @@ class _GuardWriter:
             wrong = [f"{slots}['training'] is not {module.training!r}"] if "training" in vars(module) else []
             if "forward" not in vars(module):
                 wrong.append(f"'forward' in {slots}")
-            for hooks in (module._forward_hooks, module._forward_pre_hooks):
+            all_hooks = (module._forward_hooks, module._forward_pre_hooks)
+            for hooks in (*all_hooks, module._backward_hooks, module._backward_pre_hooks):
                 name = self.constant(hooks, "h")
                 wrong.append(f"[*{name}.values()] != {self.constant([*hooks.values()], 'V')}" if hooks else name)
             if module._modules:
@@ -233,6 +242,10 @@ class _GuardWriter:
             self.values[input_] = name = f"s{i}"
             self.lines.append(f"{name} = {self.read(places[0])}")
             self.typed(name, input_)
+            if self.c.differentiated and isinstance(parameter := places[0].read(), torch.nn.Parameter):
+                own = f"{name}._backward_hooks"
+                hooks = [*(parameter._backward_hooks or {}).values()]
+                self.guard(f"not {own} or [*{own}.values()] != {self.constant(hooks, 'V')}" if hooks else own)
             for other in places[1:]:
                 self.guard(f"{self.read(other)} is not {name}")
         self.values.update((v.name, "draw_key(DEVICE)") for v in self.c.program.inputs_of("key"))

@@ -2,7 +2,7 @@
 
 Enough to answer `torch.rand([]) < 0.0` (a layer that is never dropped) and to size `bincount` of the indices of topk.
 
-    uniform           0 <= x < 1
+    uniform           0 < x < 1: that it is 0 at times (one in 2^24) is left out, for a rate of 0 is to mean never
     topk, argmax …    0 <= index < n
     reshape, cast …   as their operand
 """
@@ -40,7 +40,7 @@ def bounds(x: Any, producers: Mapping[Var, Eqn]) -> Bounds | None:
     if name in _SAME:
         return bounds(eqn.inputs[0], producers)
     if name == "uniform" and x.dtype.itemsize >= 4:
-        return 0.0, math.nextafter(1.0, 0.0)
+        return math.ulp(0.0), math.nextafter(1.0, 0.0)
     if name in _INDICES and x is eqn.outputs[_INDICES[name]]:
         source, dim = eqn.inputs[0], eqn.params["dim"]
         return (0, source.shape[dim] - 1) if isinstance(source, Var) and source.ndim and dim is not None else None

@@ -15,12 +15,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import CheckpointFunction
 
 from mycel.capture.custom import trace_function
+from mycel.capture.encoder import encoder_forward
 from mycel.capture.fence import refuse
+from mycel.capture.hooks import ModuleHooks, hook_parameters
 from mycel.capture.modes import DispatchMode, FunctionMode
 from mycel.capture.names import clean
 from mycel.capture.record import Traced
 from mycel.capture.repeats import assemble
-from mycel.capture.state import Container, Guarded, Location, Reachable, contents, is_static, put_back
+from mycel.capture.state import Container, Guarded, Location, Reachable, contents, is_static, is_there, put_back
 from mycel.capture.syntax import enter, rewritten_forward
 from mycel.capture.trace import TRACING, Tracer
 from mycel.capture.tree import Tree, flatten, holds_tensors
@@ -51,6 +53,8 @@ class Captured:
     sizes: tuple[tuple[Any, int], ...]  # containers that must hold as much as they did
     devices: Mapping[str, torch.device | None]  # of the inputs but the key, by name; None: any
     device: torch.device
+    differentiated: bool = False  # hooks on parameters are part of the program
+    recorded: tuple[tuple[list[torch.nn.Parameter], bool], ...] = ()  # does torch record gradients of these?
 
 
 def capture(
@@ -59,13 +63,17 @@ def capture(
     kwargs: dict[str, Any],
     apart: bool = False,
     known: Mapping[int, Role] | None = None,
+    differentiated: bool = False,
 ) -> Captured:
-    """Run `fn` once on tensors without data.  `apart`: an argument is not the same input as an equal tensor the code
-                                               reaches otherwise;
-    `known`: roles of tensors the code reaches, by id, where the caller has better names than the way on which they are
-    reached."""
+    """Run `fn` once on tensors without data.
+
+    apart           an argument is not the same input as an equal tensor the code reaches otherwise
+    known           roles of tensors the code reaches, by id, where the caller has better names than the way on which
+                    they are reached
+    differentiated  the caller takes the gradient, not torch: hooks on parameters become part of the program
+    """
     with paused():
-        return _capture(fn, args, kwargs, apart, known or {})
+        return _capture(fn, args, kwargs, apart, known or {}, differentiated)
 
 
 @contextlib.contextmanager
@@ -83,7 +91,12 @@ def paused() -> Iterator[None]:
 
 
 def _capture(
-    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], apart: bool, known: Mapping[int, Role]
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    apart: bool,
+    known: Mapping[int, Role],
+    differentiated: bool,
 ) -> Captured:
     leaves: list[torch.Tensor] = []
     tree = flatten((args, kwargs), leaves)
@@ -95,6 +108,10 @@ def _capture(
     traced, given = _trace_arguments(tracer, tree, paths, leaves, apart)
     try:
         with _tracing(tracer):
+            tracer.differentiated = differentiated
+            tracer.grad_mode = tracer.grad_mode or differentiated
+            if differentiated:
+                hook_parameters(tracer, places.parameters())
             result = enter(fn, *traced[0], **traced[1])
         outs: list[torch.Tensor] = []
         out_tree = flatten(result, outs, objects=True)
@@ -124,11 +141,13 @@ def _capture(
         out_tree,
         tuple(effects),
         tuple(m for _, m in places.modules.values()),
-        tuple(places.links),
+        tuple(filter(is_there, places.links)),
         places.unchanged(),
         places.unresized(p for p, _ in effects),
         {names[v]: x.device for v, (x, _) in zip(tracer.inputs, tracer.lifted.values(), strict=True)},
         device,
+        differentiated,
+        tuple(tracer.recorded),
     )
 
 
@@ -171,6 +190,8 @@ def _tracing(tracer: Tracer) -> Iterator[None]:
     plain = torch.nn.Module.__call__
 
     def traced_call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if module._backward_hooks and not module._is_full_backward_hook and torch.is_grad_enabled():
+            raise refuse(f"{type(module).__name__} has a hook of register_backward_hook", "register_full_backward_hook")
         with rewritten_forward(module):
             return tracer.module_call(plain, module, args, kwargs)
 
@@ -180,8 +201,12 @@ def _tracing(tracer: Tracer) -> Iterator[None]:
     torch.set_autocast_cache_enabled(False)  # a cached cast would outlive the capture, or come from before it
     plain_detect = torch.nn.modules.transformer._detect_is_causal_mask
     torch.nn.modules.transformer._detect_is_causal_mask = _is_said_causal
-    plain_apply = vars(torch.autograd.Function)["apply"]
-    torch.autograd.Function.apply = classmethod(_traced_apply)  # type: ignore[method-assign, assignment]
+    plain_encoder = torch.nn.TransformerEncoder.forward
+    torch.nn.TransformerEncoder.forward = encoder_forward(plain_encoder)  # type: ignore[method-assign]
+    plain_hooks = torch.nn.modules.module.BackwardHook
+    torch.nn.modules.module.BackwardHook = ModuleHooks  # type: ignore[assignment, misc]
+    plain_apply = vars(_Applied).get("apply")
+    _Applied.apply = classmethod(_traced_apply)
     tracer.mode = DispatchMode(tracer)
     TRACING.append(tracer)
     try:
@@ -198,9 +223,18 @@ def _tracing(tracer: Tracer) -> Iterator[None]:
         torch.compiler._is_compiling_flag = was_compiling
         torch.set_autocast_cache_enabled(was_caching)
         TRACING.pop()
-        torch.autograd.Function.apply = plain_apply  # type: ignore[method-assign]
+        torch.nn.TransformerEncoder.forward = plain_encoder  # type: ignore[method-assign]
+        torch.nn.modules.module.BackwardHook = plain_hooks  # type: ignore[misc]
+        if plain_apply is None:
+            del _Applied.apply
+        else:
+            _Applied.apply = plain_apply
         torch.nn.modules.transformer._detect_is_causal_mask = plain_detect
         tracer.running = False
+
+
+# What `apply` of every Function calls: here, so that an alias of it (`f = MyFn.apply`) made before the capture is seen.
+_Applied: Any = torch.autograd.function._SingleLevelFunction
 
 
 def _uncompiled() -> contextlib.AbstractContextManager[Any]:

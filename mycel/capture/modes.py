@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from mycel.capture.bounds import bounds
 from mycel.capture.fence import READS, refuse, refuse_read
+from mycel.capture.hooks import hook_value
 from mycel.capture.record import Traced
 from mycel.capture.trace import SPECIAL, Tracer, tensors_in
 from mycel.capture.weak import as_numbers
@@ -165,9 +166,14 @@ def _is_numbers(key: Any) -> bool:
     return isinstance(key, list) and bool(key) and all(isinstance(k, (bool, int)) or _is_numbers(k) for k in key)
 
 
+def _register_hook(mode: FunctionMode, func: Any, x: torch.Tensor, hook: Callable[..., Any]) -> Any:
+    return hook_value(mode.tracer, x, hook)
+
+
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "tensor": _make_constant, "as_tensor": _make_constant, "from_numpy": _make_constant, "new_tensor": _new_tensor,
     "backward": _gradient, "grad": _gradient, "__getitem__": _get_item, "__setitem__": _set_item,
+    "register_hook": _register_hook,
 }  # fmt: skip
 
 

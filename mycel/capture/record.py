@@ -89,6 +89,9 @@ class Record(Builder):
         self.lines: list[tuple[int, str]] = []  # for each equation, how deep the user's frame is, and its line
         self.frame = 0
         self.made: dict[Var, Eqn] = {}
+        self.differentiated = False  # is the gradient taken of what is captured, so that hooks on it are called?
+        self.grad_mode = torch.is_grad_enabled()  # of the caller
+        self.recorded: list[tuple[list[torch.nn.Parameter], bool]] = []  # would torch record gradients of these?
         self.running = True  # a capture inside another may use the outer one's tensors while that is under way
         self.blocks: dict[str, Block] = {}  # finished inner blocks: of control flow and of derivatives
         self.shapes: dict[Any, str] = {}  # blocks by what they are up to names

@@ -88,17 +88,24 @@ class _Assembly:
 
     # -- which regions repeat -------------------------------------------------------------------------------
 
-    def _group(self, region: ModuleCall) -> None:
+    def _group(self, region: ModuleCall, around: frozenset[Any] = frozenset()) -> None:
+        """The regions by what they are; one that is the same as a region `around` it (a Sequential of nothing but a
+        Sequential) is no call of that."""
         for child in region.children:
             size = child.end - child.start
+            inside = around
             if size >= SMALLEST and self.sizes[child.name, size] > 1:
                 key, shape = self._shape(child)
+                if key in around:
+                    self._group(child, around)
+                    continue
+                inside = around | {key}
                 known = self.groups.setdefault(key, [])
                 known.append(shape)
                 self.key_of[id(child)] = key
                 if len(known) > 1:
                     continue
-            self._group(child)
+            self._group(child, inside)
 
     def _shape(self, region: ModuleCall) -> tuple[Any, _Shape]:
         number: dict[Var, int] = {}

@@ -104,9 +104,8 @@ def _functional_form(func: Any) -> Any:
         for overload in packet.overloads():
             other = getattr(packet, overload)
             args = other._schema.arguments
-            if [a.name for a in args] == want and not any(
-                a.alias_info is not None and a.alias_info.is_write for a in args
-            ):
+            own = [a.name for a in args if not outs or a.name not in _OF_FACTORIES or a.name in want]
+            if own == want and not any(a.alias_info is not None and a.alias_info.is_write for a in args):
                 same = (
                     overload == func._overloadname or outs or overload.replace("_functional", "") == func._overloadname
                 )
@@ -117,6 +116,9 @@ def _functional_form(func: Any) -> Any:
     )  # an overload of another name (bernoulli_.float, bernoulli.p) where none has the same
 
 
+_OF_FACTORIES = {"dtype", "layout", "device", "pin_memory"}  # torch.eye(3, out=x) has those of x
+
+
 def _types_match(func: Any, other: Any, outs: set[str]) -> bool:
-    mine = [str(a.type) for a in func._schema.arguments if a.name not in outs]
-    return mine == [str(a.type) for a in other._schema.arguments]
+    mine = {a.name: str(a.type) for a in func._schema.arguments if a.name not in outs}
+    return mine.items() <= {a.name: str(a.type) for a in other._schema.arguments}.items()

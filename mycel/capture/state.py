@@ -94,9 +94,14 @@ class Reachable:
         locations = self.tensors.get(id(tensor))
         return locations or [Location("held", "held", [tensor], 0)]
 
+    def parameters(self) -> list[torch.Tensor]:
+        """Each that is reached, once."""
+        reached = (places[0].read() for places in self.tensors.values())
+        return [x for x in reached if isinstance(x, torch.nn.Parameter)]
+
     def unchanged(self) -> tuple[Guarded, ...]:
         """Plain values that tracing did not change itself: counters of calls are no part of the signature."""
-        return tuple(s for s in self.statics if _holds(s))
+        return tuple(s for s in self.statics if holds(s))
 
     def unresized(self, written: Iterable[Location]) -> tuple[tuple[Any, int], ...]:
         """Containers and objects that the code does not resize itself, with how much they held."""
@@ -194,10 +199,12 @@ class Reachable:
                 link = Guarded(place, value)
                 if not isinstance(value, tuple):
                     self._box(name, kind, value, link)
-                self._entries(name, value, _keys(value), kind, link, depth=depth - 1)
+                self._entries(name, _as_held(value), _keys(value), kind, link, depth=depth - 1)
         elif _leads_on(value):
             self.links.append(Guarded(place, value))
             self._visit(name, value, self.links[-1])
+        elif isinstance(container, _Held):  # what the mapping makes its items of
+            self.links.append(Guarded(place, value))
 
     def _box(self, name: str, kind: str, slots: Any, inside: Guarded | None) -> None:
         self.boxes.append(Container(name, kind, slots, contents(slots), inside))
@@ -221,6 +228,25 @@ class Reachable:
             self._entries(path, vars(module), keys, "attribute", inside)
 
 
+class _Held:
+    """A mapping whose subscript makes something of what it holds, by what it holds (transformers' ACT2FN makes a new
+    module each time)."""
+
+    def __init__(self, mapping: dict[Any, Any]) -> None:
+        self.mapping = mapping
+
+    def __getitem__(self, key: Any) -> Any:
+        return dict.__getitem__(self.mapping, key)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        dict.__setitem__(self.mapping, key, value)
+
+
+def _as_held(container: Any) -> Any:
+    own = isinstance(container, dict) and type(container).__getitem__ is not dict.__getitem__
+    return _Held(container) if own else container
+
+
 class _Slot:
     """One name of a globals dict: functions may rebind the globals they name."""
 
@@ -234,7 +260,7 @@ def contents(slots: Any) -> dict[Any, Any]:
         return {CELL: slots.cell_contents}
     if isinstance(slots, _Slot):
         return {slots.key: slots.names.get(slots.key)}
-    return dict(enumerate(slots)) if isinstance(slots, list) else dict(slots)
+    return dict(enumerate(slots)) if isinstance(slots, list) else {k: dict.__getitem__(slots, k) for k in slots}
 
 
 def put_back(slots: Any, old: dict[Any, Any]) -> None:
@@ -246,9 +272,12 @@ def put_back(slots: Any, old: dict[Any, Any]) -> None:
     elif isinstance(slots, list):
         slots[:] = old.values()
     else:
-        for key in slots.keys() - old.keys():
+        now = contents(slots)
+        for key in now.keys() - old.keys():
             del slots[key]
-        slots.update(old)
+        for key, value in old.items():
+            if key not in now or now[key] is not value:
+                slots[key] = value
 
 
 _MODULE_FIELDS = frozenset(vars(torch.nn.Module()))
@@ -274,7 +303,18 @@ def is_static(value: Any) -> bool:
     return isinstance(value, _STATIC) or (type(value) is tuple and len(value) <= MANY and all(map(is_static, value)))
 
 
-def _holds(link: Guarded) -> bool:
+def is_there(link: Guarded | None) -> bool:
+    """Is the object still where it was, and all on the way to it?"""
+    try:
+        return link is None or (link.place.read() is link.value and is_there(link.place.inside))
+    except (KeyError, IndexError, ValueError):
+        return False
+
+
+def holds(link: Guarded) -> bool:
+    """Is the value what it was?"""
+    if not is_there(link.place.inside):
+        return False
     try:
         now = link.place.read()
     except (KeyError, IndexError, ValueError):
@@ -289,7 +329,8 @@ def _keys(container: Any) -> list[Any]:
         if isinstance(container, dict)
         else list(range(len(container)))
     )
-    return keys if len(keys) <= MANY else [k for k in keys[:LONGEST] if not is_static(container[k])]
+    held = _as_held(container)
+    return keys if len(keys) <= MANY else [k for k in keys[:LONGEST] if not is_static(held[k])]
 
 
 def _join(prefix: str, key: Any) -> str:
@@ -319,7 +360,7 @@ def _is_open_module(name: str) -> bool:
     return root not in sys.stdlib_module_names and root not in _LIBRARIES
 
 
-_LIBRARIES = ("torch", "mycel", "transformers", "numpy")
+_LIBRARIES = ("torch", "mycel", "transformers", "numpy", "scipy")
 
 
 def _is_plain_object(value: Any) -> bool:
