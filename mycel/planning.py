@@ -34,6 +34,7 @@ class Task:
     inputs: Mapping[int, Layout] | None = None
     gathered: frozenset[int] = frozenset()
     budget: int | None = None
+    outlines: bool = True  # stretches between calls are compiled where that pays
 
 
 def planned(task: Task, given: Plan) -> tuple[Plan, lower.Lowered]:
@@ -49,7 +50,7 @@ def planned(task: Task, given: Plan) -> tuple[Plan, lower.Lowered]:
 
     def lowered(residuals: Residuals) -> tuple[lower.Lowered, dict[str, tuple[str, ...]]]:
         resident = lower.with_residuals(local, residuals, spread)
-        if not task.compiled:
+        if not task.compiled or not task.outlines:
             return lower.Lowered(lower.finished(resident, spread), spread=spread), {}
         costs = plan.Costs(resident, task.hardware, True, links)
         least, regions = WORTH * clock(resident, resident.blocks).seconds, dict[str, tuple[str, ...]]()

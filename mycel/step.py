@@ -89,6 +89,8 @@ def train_step(
     budget = parse_bytes(memory) if isinstance(memory, str) else memory
     if budget is not None and not (isinstance(budget, int) and not isinstance(budget, bool) and budget > 0):
         raise TrainError(f"memory={memory!r}\n  try       bytes as a whole number, or text like '20GiB'")
+    if accumulate == 1 and written is not None:
+        accumulate = written.microbatches
     return Step(model, optimizer, loss, Settings(precision, accumulate, clip_norm, budget, compile), written)
 
 

@@ -9,10 +9,10 @@ from mycel.plan.hardware import CPU, Hardware, hardware_of, probe_path, probe_te
 from mycel.plan.links import Links
 from mycel.plan.record import Plan, ready_plans
 from mycel.plan.residuals import Decision, Residuals, backward_inputs, backward_part, paired, residuals
-from mycel.plan.solve import Solved, solve
+from mycel.plan.solve import Solved, parameter_layouts, solve
 
 __all__ = [
     "CPU", "BlockLayouts", "Clock", "Costs", "Decided", "Decision", "Hardware", "Layouts", "Links", "Plan",
     "Predicted", "Residuals", "Solved", "Times", "backward_inputs", "backward_part", "clock", "decide", "digest",
-    "hardware_of", "paired", "probe_path", "probe_text", "ready_plans", "residuals", "solve",
+    "hardware_of", "paired", "parameter_layouts", "probe_path", "probe_text", "ready_plans", "residuals", "solve",
 ]  # fmt: skip

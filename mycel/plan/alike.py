@@ -112,7 +112,7 @@ def _first_colors(setting: Setting) -> dict[Node, int]:
         elif node[:2] == ("in", g.program.entry):
             i = node[2]
             gathered = tuple(axis for axis, inputs in setting.gathered.items() if i in inputs)
-            key = ("in", t, setting.given.get(i), gathered)
+            key = ("in", t, setting.given.get(i), gathered, setting.is_free(i))
         colors[node] = seen.setdefault((key, _fixed(wanted, node)), len(seen))
     for node in g.options:
         key = ("eqn", node[1], id(g.options[node]), g.own.get(node))

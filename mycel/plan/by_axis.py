@@ -88,7 +88,9 @@ class ByAxis:
         before = {node: self.letters(node) for node in self.labels}
         for node in g.options:
             domains[node] = self.setting.labels(node, axis, before[node])
-        for node, label in norm_labels(g, self.setting.given, axis).items():  # of gradients as they are updated
+        for node, label in norm_labels(
+            g, self.setting.given, axis, self.setting.free.get(axis, ())
+        ).items():  # of gradients as they are updated
             domains[node] = [label] if label in domains[node] else domains[node]
         for node, t in g.ports.items():
             domains[node] = self._places(node, t, axis)
@@ -99,7 +101,8 @@ class ByAxis:
             if len(domain) > 1:
                 problem.add((node,), self._work(node, domain, axis, before.get(node, {})))
         derived = made_of(g, self.setting.gathered.get(axis, ()))  # parameters gathered along this axis
-        hidden = weights(g, self.setting.given, axis, derived, self.setting.by, self.setting.wide)
+        free = self.setting.free.get(axis, ())
+        hidden = weights(g, self.setting.given, axis, derived, self.setting.by, self.setting.wide, free)
         for (source, node, operand, cut), times in g.edges.items():
             often = times * hidden.get((source, node), 1.0)
             if source not in sizes:
@@ -139,12 +142,19 @@ class ByAxis:
 
     def _places(self, node: Node, t: Type, axis: str) -> list[int]:
         if node[:2] == ("in", self.graph.program.entry):
+            if node[2] in self.setting.free.get(axis, ()):
+                dims = [d for d, n in enumerate(self._left(node, t)) if n > 1 and n % self.mesh[axis] == 0]
+                return dims if dims and t.ndim > 1 else [WHOLE, *dims]  # what is large is split
             return [place(self.setting.given.get(node[2], Layout.whole(t.ndim)), axis)]
         if t.depth or axis in self.graph.own.get(node, ()):
             return [WHOLE]
         waits = axis in self.setting.reduced and node[1] in self.setting.bodies
         partial = [PARTIAL["+"]] if t.dtype.is_floating_point and not waits else []
         return [WHOLE, *(d for d, n in enumerate(t.shape) if n > 1), *partial]
+
+    def _left(self, node: Node, t: Type) -> Sequence[int]:
+        """A rank's shape of an input along the axes so far."""
+        return self.places[node].local(t, self.mesh).shape
 
     def _lies(self, node: Node, domain: Sequence[Any]) -> tuple[list[dict[int, int]], list[dict[int, int]]]:
         """For each value of a node: where the axis lies in its operands, and in its results."""

@@ -42,6 +42,7 @@ class Graph:
     """The nodes of a program and its edges, for all axes the same."""
 
     program: Program
+    free: Mapping[int, int] = field(default_factory=dict)  # inputs of the entry that are looked for -> with which
     runs: dict[str, int] = field(default_factory=dict)
     options: dict[Node, Options] = field(default_factory=dict)
     eqns: dict[Node, Eqn] = field(default_factory=dict)
@@ -69,11 +70,22 @@ class Graph:
                 self.alias.update(
                     (("in", second, i), ("in", first, i)) for i in range(len(self.program.blocks[second].inputs))
                 )
+        entry = self.program.entry
+        self.alias.update((("in", entry, i), ("in", entry, first)) for i, first in self.free.items() if i != first)
         for name in names:  # inner blocks first: what they make is known when they are called
             self._ports(name)
             self._block(name, self.program.blocks[name])
+        self._return()
         self.own = own_axes(self.eqns, self.edges)
         self._share()
+
+    def _return(self) -> None:
+        """State that is looked for comes out as it went in."""
+        n = len(self.program.results)
+        at = {v.name: i for i, v in enumerate(self.program.inputs)}
+        for name, x in zip(self.program.updates, self.program.main.outputs[n:], strict=True):
+            if at[name] in self.free:
+                self._into(self.program.entry, x, self.port(self.program.entry, at[name]), 1)
 
     def _share(self) -> None:
         """What several equations use is moved once for all of them: to a place of its own, from where each takes it."""

@@ -48,7 +48,7 @@ class Solver(Setting):
         axes = tuple(a for a in axes if self.mesh[a] > 1)
         alike = Alike.of(self)
         small = replace(self, graph=alike.graph)
-        found = self._together(small, axes)
+        found = self._together(small, axes) if not self.free else None
         if found is not None:
             self.found = alike.spread(found)
             return self._laid()
@@ -56,6 +56,8 @@ class Solver(Setting):
             raise PlanError("a limit of bytes can be kept where all axes are solved together, in small programs")
         by_axis = ByAxis(small, axes)
         self.found = alike.spread(by_axis.solve())
+        if self.free:
+            return self._laid()
         self.value, self.bound, self.gap = gap(small, axes, by_axis.labels, self.found)
         return self._laid()
 
@@ -88,7 +90,7 @@ class Solver(Setting):
         return laid
 
     def _input(self, name: str, i: int) -> Layout:
-        if name == self.graph.program.entry:
+        if name == self.graph.program.entry and not self.is_free(i):
             return self.input_layout(i)
         return self.found.places[self.graph.port(name, i)]
 
@@ -98,7 +100,7 @@ class Solver(Setting):
         if name == program.entry:
             n = len(program.results)
             if j >= n:
-                return self.input_layout(self.numbers[program.updates[j - n]])
+                return self._input(name, self.numbers[program.updates[j - n]])
             return Layout.whole(x.type.ndim if isinstance(x, Var) else 0)
         held = self._held(name, j)
         if held is not None:

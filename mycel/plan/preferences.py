@@ -11,7 +11,7 @@ The solver (`layouts.py`) weighs its messages by it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from mycel.ir import Eqn, Layout, Var
@@ -57,14 +57,20 @@ def place(layout: Layout | None, axis: str) -> int:
 
 
 def weights(
-    g: Graph, given: Given, axis: str, derived: set[Source], by: Weights, wide: bool = False
+    g: Graph,
+    given: Given,
+    axis: str,
+    derived: set[Source],
+    by: Weights,
+    wide: bool = False,
+    free: Collection[int] = (),
 ) -> dict[tuple[Source, Node], float]:
     """Messages that count less, since they go on beside computing: gathered parameters on their way to a layer,
     gradients to their update.  And
     those that count more: inputs that were given in parts are meant to be used in parts; with `wide`, what is widened
     is to be added up wide."""
     late = {node for node, eqn in g.eqns.items() if updates(eqn) or eqn.op.name == "global_norm"}
-    used_as_given = made_of(g, (i for i, layout in given.items() if place(layout, axis) >= 0)) - derived
+    used_as_given = made_of(g, [*(i for i, layout in given.items() if place(layout, axis) >= 0), *free]) - derived
     wanted = {source.node for source, node, _, _ in g.edges if source.node[0] == "hub" and node not in late}
     late |= {node for node in g.ports if node[0] == "hub" and node not in wanted}  # on its way to updates alone
     found = {}
@@ -96,12 +102,15 @@ def made_of(g: Graph, inputs: Iterable[int]) -> set[Source]:
     return found
 
 
-def norm_labels(g: Graph, given: Given, axis: str) -> dict[Node, Label]:
-    """For each gradient whose norm is taken: the label under which it lies as its optimiser state does."""
+def norm_labels(g: Graph, given: Given, axis: str, free: Collection[int] = ()) -> dict[Node, Label]:
+    """For each gradient whose norm is taken: the label under which it lies as its optimiser state does; nothing where
+    that is looked for."""
     state: dict[Node, int] = {}  # by part of an update: where the axis lies in what it updates
     for source, node, _, _ in g.edges:
         first = origin(source)
         if node in g.eqns and updates(g.eqns[node]) and first[:2] == ("in", g.program.entry) and g.ports[first].ndim:
+            if first[2] in free:
+                continue
             where = place(given.get(first[2]), axis)
             state[node] = max(state.get(node, WHOLE), where)
     lies = {

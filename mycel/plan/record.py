@@ -8,6 +8,7 @@
     activations:                       # values of the program by the name the code gives them
       hidden_states: [dp, tp, -]
     zero: 3 over dp                    # optimiser state (1), gradients (2), parameters (3) split over axes
+    microbatches: 4                    # the batch in so many parts, one after the other (`accumulate`)
     sums: fp32                         # partial sums travel in 32 bits; as computed (default): in the precision of the
                                        product that leaves them
     recompute: full                    # in backward: all that can be; none; auto (default): what the memory budget asks
@@ -41,7 +42,10 @@ from mycel.sizes import shown
 _Dumper: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)  # the C ones are ten times as fast
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 READY = Path(__file__).parent.parent / "plans"
-KEYS = ("mesh", "parameters", "batch", "activations", "zero", "sums", "recompute", "loose", "decided", "predicted")
+KEYS = (
+    "mesh", "parameters", "batch", "activations", "zero", "microbatches", "sums", "recompute", "loose", "decided",
+    "predicted",
+)  # fmt: skip
 RECOMPUTE = ("auto", "full", "none")
 SUMS = ("as computed", "fp32")
 _ZERO = re.compile(r"\s*([0-3])\s*(?:over\s+([\w. ,]+))?\s*")
@@ -64,6 +68,7 @@ class Plan:
     decided: Decided | None = None
     predicted: Predicted | None = None
     sums: str = "as computed"
+    microbatches: int = 1
 
     def __post_init__(self) -> None:
         for name, entry in self.parameters.items():
@@ -80,6 +85,8 @@ class Plan:
         read_layout([list(self.over)], self.mesh, "zero")
         if self.recompute not in RECOMPUTE:
             raise PlanError(f"recompute: {self.recompute!r}\n  known     {', '.join(RECOMPUTE)}")
+        if not isinstance(self.microbatches, int) or isinstance(self.microbatches, bool) or self.microbatches < 1:
+            raise PlanError(f"microbatches: {self.microbatches!r}\n  try       a whole number, at least 1")
         if self.sums not in SUMS:
             raise PlanError(f"sums: {self.sums!r}\n  known     {', '.join(SUMS)}")
 
@@ -130,7 +137,7 @@ class Plan:
         found = Plan(
             own, dict(data.get("parameters") or {}), data.get("batch") or (), dict(data.get("activations") or {}),
             int(zero[1]), over, str(data.get("recompute") or "auto"), bool(data.get("loose")), decided, predicted,
-            str(data.get("sums") or "as computed"),
+            str(data.get("sums") or "as computed"), data.get("microbatches") or 1,
         )  # fmt: skip
         return found._on(mesh, where)
 
@@ -155,6 +162,7 @@ class Plan:
             )
         found |= {"activations": {k: _plain(v) for k, v in self.activations.items()}} if self.activations else {}
         found |= {"zero": f"{self.zero} over {'.'.join(self.over)}"} if self.zero else {}
+        found |= {"microbatches": self.microbatches} if self.microbatches > 1 else {}
         found |= {"sums": self.sums} if self.sums != "as computed" else {}
         found |= {"recompute": self.recompute} if self.recompute != "auto" else {}
         found |= {"loose": True} if self.loose else {}

@@ -31,6 +31,7 @@ class Setting:
     order: Sequence[str] = ()  # of the axes; of equals the first is split slowest
     by: Weights = PREFERRED
     wide: bool = False  # sums of 16-bit values that are widened are reduced after that
+    free: Mapping[str, frozenset[int]] = field(default_factory=dict)  # by axis: inputs whose layouts are looked for
     limit: float | None = None  # bytes that all values made on one rank may take together
     _work: dict[tuple[str, int], float] = field(default_factory=dict)
     _elements: dict[tuple[str, int], list[int]] = field(default_factory=dict)
@@ -99,7 +100,13 @@ class Setting:
             if source is not None:
                 assert isinstance(x, Var)
                 state = self.numbers[program.updates[j - n]] if j >= n else None
+                if state is not None and self.is_free(state):
+                    continue  # an edge to where it came from
                 yield source, x.type, Layout.whole(x.type.ndim) if state is None else self.input_layout(state)
+
+    def is_free(self, i: int) -> bool:
+        """Is it looked for how this input of the entry lies?"""
+        return any(i in inputs for inputs in self.free.values())
 
     def input_layout(self, i: int) -> Layout:
         """How an input of the entry is given."""

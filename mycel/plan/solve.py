@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from mycel.ir import Layout, Program
+from mycel.ir import Axes, Layout, Program
 from mycel.plan.choices import Layouts
 from mycel.plan.cost import Costs
 from mycel.plan.domains import Price
@@ -23,6 +23,28 @@ class Solved:
 
     layouts: Layouts
     gap: float
+
+
+def parameter_layouts(
+    whole: Program,
+    plan: Plan,
+    inputs: Mapping[int, Layout],
+    free: Mapping[int, int],
+    axes: Axes,
+    costs: Costs,
+    links: Links,
+    price: Price,
+) -> dict[int, Layout]:
+    """How parameters should lie over some axes, where nothing says it: by position, as the cheapest layouts of the
+    whole program have them.  `free`: inputs of the entry that are looked for, each with the one it lies like: optimiser
+    state like its parameter."""
+    first = [a for a in plan.batch_axes() if a in plan.mesh]
+    order = [*first, *(a for a in plan.mesh.axes if a not in first)]
+    looked = dict.fromkeys(axes, frozenset(free))
+    graph = Graph(whole, free)
+    solver = Solver(graph, Moves(links), costs, price, inputs, order=order, free=looked)
+    solver.solve()
+    return {i: solver.found.places[graph.port(whole.entry, i)] for i in free}
 
 
 def solve(

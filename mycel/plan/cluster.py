@@ -1,0 +1,274 @@
+"""The devices to plan for: what kind, how many in a host, how many hosts, and the wires between them.
+
+    Cluster.read("h100x64")         a preset and a count: eight hosts of eight
+    Cluster.read("cluster.yaml")    a file:
+
+        device: H100                               a preset, or its figures (below)
+        devices: 8                                 in each host
+        hosts: 8                                   or kinds of hosts: [{device: H100, devices: 8, hosts: 2}, …]
+        levels:                                    the wires, innermost first; those of the preset where left out
+        - {name: nvlink, bytes_s: 3.6e+11, start_s: 3.0e-06}
+        - {name: network, bytes_s: 4.5e+10, start_s: 1.0e-05}      of each device; shared: true: of each host
+
+        device:                                    a device that is no preset
+          name: mine
+          half: 3.0e+14                            operations a second that large products reach, in 16 bits
+          single: 1.5e+14                          in 32 bits
+          bytes_s: 1.5e+12                         of its memory
+          memory: 64GiB
+
+Every rank runs the same program: where hosts differ, all wait for the slowest, and none can hold more than the
+smallest.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mycel.errors import PlanError
+from mycel.plan.hardware import SEEN, Hardware
+from mycel.plan.links import Link
+from mycel.sizes import parse_bytes, shown
+
+GIB = 1 << 30
+KEYS = ("name", "device", "devices", "hosts", "levels")
+DEVICE_KEYS = ("name", "half", "single", "bytes_s", "memory", "host_bytes_s", "launch_s")
+LEVEL_KEYS = ("name", "bytes_s", "start_s", "shared")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A device as it is sold: its figures, how many a host has, and the wires inside a host and between hosts, bytes a
+    second of each device."""
+
+    hardware: Hardware
+    nominal: float
+    devices: int
+    inside: tuple[str, float, float]
+    between: tuple[str, float, float]
+
+
+def _kind(
+    name: str, nominal: float, half: float, bytes_s: float, memory: int, inside: tuple[str, float, float],
+    network: float, devices: int = 8, host_bytes_s: float = 25e9,
+) -> Kind:  # fmt: skip
+    """Reachable figures: about three quarters of the nominal operations, 85 % of the memory's bytes."""
+    hardware = Hardware(name, half, half / 2, bytes_s, memory=memory * GIB, host_bytes_s=host_bytes_s, **SEEN)
+    return Kind(hardware, nominal, devices, inside, ("network", network, 10e-6))
+
+
+# What a device reaches: products and memory as in `hardware.py`; wires: what collectives reach of them, each way.
+KINDS = {
+    "A100-40": _kind("A100-40", 312e12, 250e12, 1.3e12, 40, ("nvlink", 230e9, 4e-6), 22e9),
+    "A100-80": _kind("A100-80", 312e12, 250e12, 1.6e12, 80, ("nvlink", 230e9, 4e-6), 22e9),
+    "H100": _kind("H100", 989e12, 720e12, 2.8e12, 80, ("nvlink", 360e9, 3e-6), 45e9, host_bytes_s=50e9),
+    "H200": _kind("H200", 989e12, 750e12, 4.0e12, 141, ("nvlink", 360e9, 3e-6), 45e9, host_bytes_s=50e9),
+    "B200": _kind("B200", 2250e12, 1700e12, 6.8e12, 180, ("nvlink", 720e9, 3e-6), 45e9, host_bytes_s=50e9),
+    "L40S": _kind("L40S", 362e12, 290e12, 0.7e12, 48, ("pcie", 20e9, 8e-6), 22e9),
+    "RTX-4090": _kind("RTX-4090", 165e12, 130e12, 0.85e12, 24, ("pcie", 10e9, 10e-6), 1.2e9),
+    "Ascend-910B": _kind("Ascend-910B", 313e12, 240e12, 1.3e12, 64, ("hccs", 150e9, 8e-6), 22e9),
+    "Ascend-910C": _kind("Ascend-910C", 752e12, 560e12, 2.6e12, 128, ("hccs", 300e9, 8e-6), 45e9, devices=16),
+}
+ALIASES = {"A100": "A100-80", "4090": "RTX-4090", "910B": "Ascend-910B", "910C": "Ascend-910C"}
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Hosts of devices.  `hardware` is the slowest of all kinds, with the wires as its levels."""
+
+    name: str
+    hardware: Hardware
+    devices: int
+    hosts: int
+    nominal: float  # operations a second in 16 bits, as sold: what MFU is a share of
+
+    @property
+    def world(self) -> int:
+        return self.devices * self.hosts
+
+    @property
+    def memory(self) -> int | None:
+        return self.hardware.memory
+
+    def __str__(self) -> str:
+        hosts = f"{self.hosts} hosts of {self.devices}" if self.hosts > 1 else f"{self.devices} in one host"
+        memory = f", {shown(self.memory)} each" if self.memory else ""
+        return f"{self.name}: {self.world} devices, {hosts}{memory}"
+
+    @staticmethod
+    def read(source: str | Path | Mapping[str, Any]) -> Cluster:
+        """A preset with a count, a YAML file, or what one would hold."""
+        if isinstance(source, Mapping):
+            return _cluster(dict(source), "the cluster")
+        text = str(source)
+        if text.endswith((".yaml", ".yml")) or Path(text).is_file():
+            return _cluster(_file(Path(text)), text)
+        preset = re.fullmatch(r"(.+?)(?:x(\d+))?(?:x(\d+))?", text)
+        assert preset is not None
+        hosts_given = preset[3] is not None
+        kind = _named(preset[1], "the cluster")
+        if hosts_given:  # h100x8x4: hosts x devices
+            return _cluster({"device": preset[1], "hosts": int(preset[2]), "devices": int(preset[3])}, text)
+        world = int(preset[2] or 1)
+        devices = min(kind.devices, world)
+        if world % max(devices, 1):
+            raise PlanError(
+                f"{text}: {world} devices are not a whole number of hosts of {kind.devices}\n"
+                f"  try       {preset[1]}x{-(-world // kind.devices) * kind.devices}, or a file with devices and hosts"
+            )
+        return _cluster({"name": text, "device": preset[1], "devices": devices, "hosts": world // devices}, text)
+
+
+def _file(path: Path) -> dict[str, Any]:
+    try:
+        data = yaml.safe_load(path.read_text())
+    except (OSError, yaml.YAMLError) as e:
+        raise PlanError(f"cannot read the cluster\n  at        {path}\n  because   {' '.join(str(e).split())}") from e
+    if not isinstance(data, dict):
+        raise PlanError(f"a cluster is a mapping\n  at        {path}\n  try       device: H100, devices: 8, hosts: 2")
+    return data
+
+
+def _cluster(data: dict[str, Any], where: str) -> Cluster:
+    _refuse_unknown(data, KEYS, where)
+    if isinstance(data.get("hosts"), list):
+        return _uneven(data, where)
+    kind, hardware = _device(data.get("device"), where)
+    devices = _count(data.get("devices", kind.devices if kind else 1), f"{where}: devices")
+    hosts = _count(data.get("hosts", 1), f"{where}: hosts")
+    nominal = kind.nominal if kind is not None else hardware.half
+    levels = _levels(data.get("levels"), kind, devices, hosts, where)
+    return Cluster(str(data.get("name") or where), replace(hardware, levels=levels), devices, hosts, nominal)
+
+
+def _uneven(data: dict[str, Any], where: str) -> Cluster:
+    """Several kinds of hosts: all wait for the slowest."""
+    parts = []
+    for i, each in enumerate(data["hosts"]):
+        if not isinstance(each, dict):
+            raise PlanError(f"{where}: hosts[{i}] is {each!r}\n  try       {{device: H100, devices: 8, hosts: 2}}")
+        parts.append(_cluster({**each, **({"levels": data["levels"]} if "levels" in data else {})}, f"{where}: hosts"))
+    if len({p.devices for p in parts}) > 1:
+        counts = ", ".join(str(p.devices) for p in parts)
+        raise PlanError(
+            f"{where}: hosts have {counts} devices\n  try       as many in each: ranks are numbered host by host"
+        )
+    first = parts[0].hardware
+    slowest = replace(
+        first,
+        name=" + ".join(dict.fromkeys(p.hardware.name for p in parts)),
+        half=min(p.hardware.half for p in parts),
+        single=min(p.hardware.single for p in parts),
+        bytes_s=min(p.hardware.bytes_s for p in parts),
+        memory=min((p.hardware.memory for p in parts if p.hardware.memory), default=None),
+        host_bytes_s=min(p.hardware.host_bytes_s for p in parts),
+        launch_s=max(p.hardware.launch_s for p in parts),
+    )
+    hosts = sum(p.hosts for p in parts)
+    inside = min((p.hardware.levels[0] for p in parts), key=lambda x: x.bytes_s)
+    between = min((p.hardware.levels[-1] for p in parts), key=lambda x: x.bytes_s)
+    if len(first.levels) == 1 and hosts > 1 and "levels" not in data:  # one host of each kind: the presets' networks
+        kinds = [_device(each.get("device"), where)[0] for each in data["hosts"]]
+        name, bytes_s, start_s = min((k.between for k in kinds if k), key=lambda x: x[1])
+        between = Link(bytes_s, start_s, name)
+    levels = (replace(inside, ranks=parts[0].devices), replace(between, ranks=1 << 30)) if hosts > 1 else (inside,)
+    return Cluster(
+        str(data.get("name") or where),
+        replace(slowest, levels=levels),
+        parts[0].devices,
+        hosts,
+        min(p.nominal for p in parts),
+    )
+
+
+def _device(given: Any, where: str) -> tuple[Kind | None, Hardware]:
+    if given is None:
+        raise PlanError(f"{where}: no device is given\n  try       device: one of {', '.join(KINDS)}, or its figures")
+    if not isinstance(given, Mapping):
+        kind = _named(str(given), where)
+        return kind, kind.hardware
+    _refuse_unknown(given, DEVICE_KEYS, f"{where}: device")
+    missing = [k for k in ("half", "bytes_s", "memory") if k not in given]
+    if missing:
+        raise PlanError(
+            f"{where}: device has no {missing[0]}\n  try       half: operations a second in 16 bits, bytes_s: of its "
+            "memory, memory: 80GiB"
+        )
+    half = _positive(given["half"], f"{where}: device: half")
+    figures = {k: _positive(given[k], f"{where}: device: {k}") for k in ("host_bytes_s", "launch_s") if k in given}
+    single = _positive(given.get("single", half / 2), f"{where}: device: single")
+    bytes_s = _positive(given["bytes_s"], f"{where}: device: bytes_s")
+    try:
+        memory = parse_bytes(given["memory"])
+    except (ValueError, PlanError) as e:
+        raise PlanError(f"{where}: device: memory is {given['memory']!r}\n  try       80GiB") from e
+    return None, Hardware(str(given.get("name", "device")), half, single, bytes_s, memory=memory, **{**SEEN, **figures})
+
+
+def _named(name: str, where: str) -> Kind:
+    known = {**{k.lower(): k for k in KINDS}, **{k.lower(): v for k, v in ALIASES.items()}}
+    if name.lower() not in known:
+        close = get_close_matches(name.lower(), known, 1)
+        raise PlanError(
+            f"{where}: there is no device {name!r}\n  known     {', '.join(KINDS)}\n"
+            f"  try       {known[close[0]] if close else 'one of these, or its figures in a file'}"
+        )
+    return KINDS[known[name.lower()]]
+
+
+def _levels(given: Any, kind: Kind | None, devices: int, hosts: int, where: str) -> tuple[Link, ...]:
+    if given is None and kind is None and devices * hosts > 1:
+        raise PlanError(
+            f"{where}: no levels are given for a device that is no preset\n"
+            "  try       levels: [{name: network, bytes_s: 1.0e+10, start_s: 1.0e-05}]"
+        )
+    if given is None:
+        wires = [kind.inside, kind.between] if kind is not None else []
+        links = [Link(bytes_s, start_s, name) for name, bytes_s, start_s in wires]
+    else:
+        if not isinstance(given, list) or not all(isinstance(x, Mapping) for x in given) or not given:
+            raise PlanError(f"{where}: levels is {given!r}\n  try       a list, innermost first: {{name, bytes_s, …}}")
+        links = [_level(x, devices, f"{where}: levels[{i}]") for i, x in enumerate(given)]
+        if len(links) > 2:
+            raise PlanError(f"{where}: {len(links)} levels\n  try       two: inside a host, and between hosts")
+    if len(links) == 2:
+        links = [replace(links[0], ranks=devices), links[1]] if hosts > 1 else [links[0]]
+    return tuple(links)
+
+
+def _level(data: Mapping[str, Any], devices: int, where: str) -> Link:
+    _refuse_unknown(data, LEVEL_KEYS, where)
+    if "bytes_s" not in data:
+        raise PlanError(f"{where}: no bytes_s\n  try       bytes_s: 5.0e+10, a second and device")
+    bytes_s = _positive(data["bytes_s"], f"{where}: bytes_s") / (devices if data.get("shared") else 1)
+    return Link(bytes_s, _positive(data.get("start_s", 1e-5), f"{where}: start_s"), str(data.get("name", "network")))
+
+
+def _refuse_unknown(data: Mapping[str, Any], keys: tuple[str, ...], where: str) -> None:
+    for key in data:
+        if key not in keys:
+            close = get_close_matches(str(key), keys, 1)
+            raise PlanError(f"{where}: unknown key {key!r}\n  try       {close[0] if close else ', '.join(keys)}")
+
+
+def _count(value: Any, where: str) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise PlanError(f"{where} is {value!r}\n  try       a whole number, at least 1")
+    return value
+
+
+def _positive(value: Any, where: str) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = -1.0
+    if not 0 < number < float("inf"):
+        raise PlanError(f"{where} is {value!r}\n  try       a number above 0, such as 1.5e+12")
+    return number

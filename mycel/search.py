@@ -1,0 +1,384 @@
+"""The best plan for a step on a cluster: `plan: auto`, and what `mycel plan` prints.
+
+    meshes          every way to write the number of devices as dp x cp x tp, tp the fastest: inside a host first
+    parameters      over tp as the layouts of the whole program that cost least have them (`plan/solve.py`)
+    zero            optimiser state, gradients, parameters split over dp
+    microbatches    parts of the batch, one after the other
+    recomputation   what the memory budget asks for, at least cost (`plan/decide.py`)
+
+Each of these plans is lowered and priced by the one clock, under the memory of the device.  Plans that cannot fit are
+told apart by what they hold alone.  A plan that computes everything once, divided among all devices, and waits for no
+message is a bound for all of them; a plan within `NEAR` of it ends the search.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from mycel import lower, plan
+from mycel.errors import PlanError
+from mycel.ir import Layout, Mesh, Program, runs, walk
+from mycel.parts import ShardedModel, UnshardedStep
+from mycel.plan import Clock, Costs, Plan, Times
+from mycel.plan.cluster import Cluster
+from mycel.plan.links import sent_by
+from mycel.planning import Task, planned
+from mycel.sizes import shown
+
+NEAR = 0.01  # a plan this close to the bound ends the search
+TENSOR = 64  # the largest number of ranks a parameter is split over by tp
+LEVELS = (0, 1, 2, 3)  # of ZeRO
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a plan is before anything is decided; dp, cp and tp are the sizes of its mesh."""
+
+    dp: int = 1
+    cp: int = 1
+    tp: int = 1
+    zero: int = 0
+    microbatches: int = 1
+
+    @property
+    def mesh(self) -> Mesh:
+        return Mesh({name: n for name in ("dp", "cp", "tp") if (n := getattr(self, name)) > 1} or {"dp": 1})
+
+    def __str__(self) -> str:
+        axes = " ".join(f"{name}={n}" for name in ("dp", "cp", "tp") if (n := getattr(self, name)) > 1) or "one device"
+        zero = f", zero {self.zero}" if self.zero else ""
+        return axes + zero + (f", {self.microbatches} microbatches" if self.microbatches > 1 else "")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A plan that was priced, or one that was not and why."""
+
+    shape: Shape
+    plan: Plan | None = None
+    times: Times | None = None
+    sent: Mapping[str, float] = field(default_factory=dict)  # bytes a rank, by link level
+    again: float = 0.0  # seconds of computing again
+    why: str = ""  # it does not fit, or is not the best
+
+    @property
+    def fits(self) -> bool:
+        return self.plan is not None
+
+    @property
+    def seconds(self) -> float:
+        return self.times.seconds if self.times is not None else float("inf")
+
+    @property
+    def peak(self) -> int:
+        return self.times.peak["device"] if self.times is not None else 0
+
+    @property
+    def exposed(self) -> float:
+        """Seconds in which a rank waits for messages."""
+        if self.times is None:
+            return 0.0
+        return max(0.0, self.times.seconds - self.times.totals["compute"])
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Plans, the best first; `bound`: seconds that none goes below; of one device, what the step's products take."""
+
+    candidates: list[Candidate]
+    bound: float
+    flops: float
+    tokens: int
+    cluster: Cluster
+    seconds: float  # what planning took
+    complete: bool  # nothing was left out for want of time
+
+    @property
+    def best(self) -> Candidate | None:
+        return next((c for c in self.candidates if c.fits), None)
+
+    def mfu(self, candidate: Candidate) -> float:
+        return self.flops / candidate.seconds / self.cluster.world / self.cluster.nominal
+
+
+class Search:
+    """Over the plans of one step.  `make(n)`: the step in n microbatches, on one device."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        make: Callable[[int], UnshardedStep],
+        cluster: Cluster,
+        memory: int | None = None,
+        given: Mapping[str, Any] | None = None,
+        compiled: bool = True,
+        say: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self.model, self.optimizer, self.cluster = model, optimizer, cluster
+        self.memory, self.compiled, self.say = memory or cluster.memory, compiled, say
+        self.given = dict(given or {})
+        self._make, self._steps = make, dict[int, UnshardedStep]()
+        self._parameters: dict[tuple[int, int, int], dict[str, Any]] = {}
+        self._priced: dict[Shape, Candidate] = {}
+
+    # -- the step and what it holds
+
+    def step(self, microbatches: int) -> UnshardedStep:
+        if microbatches not in self._steps:
+            self._steps[microbatches] = self._make(microbatches)
+        return self._steps[microbatches]
+
+    @property
+    def program(self) -> Program:
+        return self.step(1).program
+
+    def bytes_of(self, kind: str) -> int:
+        """Of all inputs of the step with a role."""
+        return sum(v.type.bytes for v in self.program.inputs if self.program.role(v).kind == kind)
+
+    def held(self, shape: Shape) -> float:
+        """Bytes that are there all the time, at the least: parameters and optimiser state."""
+        parameters, state = self.bytes_of("parameter") / shape.tp, self.bytes_of("state") / shape.tp
+        over = shape.dp
+        return parameters / (over if shape.zero == 3 else 1) + state / (over if shape.zero else 1)
+
+    @property
+    def batch(self) -> list[tuple[str, tuple[int, ...]]]:
+        """The tensors of the batch, by name."""
+        program = self.program
+        return [(program.role(v).name, v.type.shape) for v in program.inputs if program.role(v).kind == "batch"]
+
+    @property
+    def rows(self) -> int:
+        return max((shape[0] for _, shape in self.batch if shape), default=1)
+
+    @property
+    def length(self) -> int:
+        """The second dim that all tensors of the batch share: a sequence; 1: they share none."""
+        seconds = {shape[1] for _, shape in self.batch if len(shape) > 1}
+        return seconds.pop() if len(seconds) == 1 and all(len(shape) == 2 for _, shape in self.batch) else 1
+
+    # -- the plans there are
+
+    def shapes(self) -> Iterator[Shape]:
+        """Meshes, without ZeRO and microbatches, small tp first."""
+        world, fixed = self.cluster.world, self.given.get("mesh")
+        for tp in _divisors(world):
+            for cp in _divisors(world // tp):
+                shape = Shape(world // tp // cp, cp, tp)
+                if fixed is not None and shape.mesh.sizes() != Mesh(fixed).sizes():
+                    continue
+                if tp <= TENSOR and shape.dp <= self.rows and (cp == 1 or self.length % cp == 0):
+                    yield shape
+
+    def written(self, shape: Shape) -> Plan:
+        """The plan of a shape before anything is decided: what is given, and over tp the parameters that cost least."""
+        mesh = shape.mesh
+        batch = ["dp" if "dp" in mesh else "-", *(["cp"] if "cp" in mesh else [])]
+        data: dict[str, Any] = {"batch": [x for x in batch if x != "-"] if batch != ["-"] else [], "mesh": mesh.sizes()}
+        if batch[0] == "-" and len(batch) > 1:
+            data["batch"] = batch
+        if shape.zero and "dp" in mesh:
+            data["zero"] = f"{shape.zero} over dp"
+        if "tp" in mesh:
+            data["parameters"] = {**self.parameters(shape), **dict(self.given.get("parameters") or {})}
+        data |= {k: v for k, v in self.given.items() if k in ("sums", "recompute", "activations")}
+        return replace(Plan.read(data), microbatches=shape.microbatches)
+
+    def parameters(self, shape: Shape) -> dict[str, Any]:
+        """Layouts over tp, by pattern; those that stay whole are left out."""
+        key = (shape.dp, shape.cp, shape.tp)
+        if key not in self._parameters:
+            program, bare = self.program, replace(shape, zero=0, microbatches=1)
+            batch_only = self._batch_plan(bare)
+            inputs, _ = ShardedModel(self.model, self.optimizer, batch_only).given(self.step(1))
+            whole = lower.settled(program, batch_only, inputs)
+            links = self.cluster.hardware.links(batch_only.mesh)
+            costs = Costs(whole, self.cluster.hardware, self.compiled)
+            roles = [program.role(v) for v in program.inputs]
+            at = {role.name: i for i, role in enumerate(roles) if role.kind == "parameter"}
+            free = {i: i for i in at.values()}
+            for i, (role, v) in enumerate(zip(roles, program.inputs, strict=True)):
+                if role.kind == "state" and role.of in at and v.shape == program.inputs[at[role.of]].shape:
+                    free[i] = at[role.of]
+            found = plan.parameter_layouts(whole, batch_only, inputs, free, ("tp",), costs, links, lower.Prices(links))
+            self._parameters[key] = patterns({name: found[i] for name, i in at.items()})
+        return self._parameters[key]
+
+    def _batch_plan(self, shape: Shape) -> Plan:
+        mesh = shape.mesh
+        entry = ["dp" if "dp" in mesh else "-", *(["cp"] if "cp" in mesh else [])]
+        return Plan.read({"batch": entry, "mesh": mesh.sizes()})
+
+    # -- pricing
+
+    def price(self, shape: Shape) -> Candidate:
+        """The plan of a shape, decided and timed; or by how much it does not fit."""
+        if shape not in self._priced:
+            self.say(str(shape))
+            self._priced[shape] = self._price(shape)
+        return self._priced[shape]
+
+    def _price(self, shape: Shape) -> Candidate:
+        if self.memory is not None and self.held(shape) > self.memory:
+            return Candidate(shape, why=f"out of memory by {shown(self.held(shape) - self.memory)}")
+        unsharded, written = self.step(shape.microbatches), self.written(shape)
+        inputs, gathered = (
+            ShardedModel(self.model, self.optimizer, written).given(unsharded)
+            if written.mesh.world > 1
+            else ({}, frozenset[int]())
+        )
+        hardware = self.cluster.hardware
+        task = Task(
+            unsharded.program, unsharded.body, hardware, self.compiled, inputs, gathered, self.memory, outlines=False
+        )
+        try:
+            decided, done = planned(task, written)
+        except PlanError as e:
+            if "too much" not in str(e):
+                raise
+            more = re.search(r": ([\d.]+ \w+) too much", str(e))
+            return Candidate(shape, why=f"out of memory by {more[1] if more else 'some'}")
+        links = hardware.links(written.mesh)
+        times = Clock(hardware, links)(done.program, done.program.blocks if self.compiled else ())
+        sent: Counter[str] = Counter()
+        count = runs(done.program)
+        for name, eqn in walk(done.program):
+            axes, size = sent_by(eqn)
+            if size:
+                sent[links.of(axes).name] += count[name] * size
+        again = sum(pair.seconds for pair in decided.residuals.pairs) * shape.microbatches
+        return Candidate(shape, decided, times, dict(sent), again)
+
+    # -- the search
+
+    def bound(self) -> float:
+        """Seconds that no plan goes below: everything computed once, divided among all devices, without messages."""
+        program = self.program
+        costs = Costs(program, self.cluster.hardware, self.compiled)
+        count = runs(program)
+        products = sum(count[name] * costs.kernel(eqn) for name, eqn in walk(program) if eqn.op.product)
+        return products / self.cluster.world
+
+    def flops(self) -> float:
+        program, count = self.program, runs(self.program)
+        return float(sum(count[n] * e.op.cost(e.input_types, e.params).flops for n, e in walk(program) if e.op.product))
+
+    def run(self, seconds: float | None = None, top: int = 5) -> Answer:
+        """Price plans, most promising first, until nothing better is left or the time is over."""
+        started = time.perf_counter()
+        bound, complete = self.bound(), True
+
+        def late() -> bool:
+            return seconds is not None and time.perf_counter() - started > seconds and bool(self._priced)
+
+        try:
+            for shape in self._order():
+                if late():
+                    complete = False
+                    break
+                self.price(shape)
+                best = min((c.seconds for c in self._priced.values()), default=float("inf"))
+                if best <= bound * (1 + NEAR):
+                    break
+        except KeyboardInterrupt:
+            if not any(c.fits for c in self._priced.values()):
+                raise
+            complete = False
+        ranked = sorted(self._priced.values(), key=lambda c: (not c.fits, c.seconds, str(c.shape)))
+        if not any(c.fits for c in ranked):
+            self._refuse(ranked)
+        ranked = [self._explained(c, ranked[0]) for c in ranked]
+        tokens = self.rows * self.length
+        took = time.perf_counter() - started
+        return Answer(ranked, bound, self.flops(), tokens, self.cluster, took, complete)
+
+    def _order(self) -> Iterator[Shape]:
+        """Each mesh with the ZeRO level that holds least; then for the better half all levels; then more microbatches
+        where memory is short."""
+        meshes = list(self.shapes())
+        if not meshes:
+            raise PlanError(
+                f"no mesh of {self.cluster.world} devices divides a batch of {self.rows} rows\n"
+                "  try       a larger batch, or a mesh"
+            )
+        level = self.given.get("zero")
+        fixed = int(str(level).split()[0]) if level is not None else None
+        parts = self.given.get("microbatches")
+        for mesh in meshes:
+            for count in [parts] if parts else _microbatches(self.rows // mesh.dp):
+                first = replace(mesh, zero=fixed if fixed is not None else 3 if mesh.dp > 1 else 0, microbatches=count)
+                yield first
+                if self._priced[first].fits or fixed is None and self.held(first) > (self.memory or float("inf")):
+                    break
+        done = sorted((c for c in self._priced.values() if c.fits), key=lambda c: c.seconds)
+        for candidate in done[: max(2, len(done) // 2)]:
+            shape = candidate.shape
+            for zero in [fixed] if fixed is not None else [z for z in LEVELS if z != shape.zero and shape.dp > 1]:
+                yield replace(shape, zero=zero)
+        if not parts:  # fewer values computed again
+            for candidate in sorted((c for c in self._priced.values() if c.again), key=lambda c: c.seconds)[:2]:
+                shape = candidate.shape
+                more = [n for n in _microbatches(self.rows // shape.dp) if n > shape.microbatches][:1]
+                yield from (replace(shape, microbatches=n) for n in more)
+
+    def _explained(self, candidate: Candidate, best: Candidate) -> Candidate:
+        """Why it lost."""
+        if candidate is best or not candidate.fits or candidate.times is None or best.times is None:
+            return candidate
+        computing = candidate.times.totals["compute"] - best.times.totals["compute"]
+        waiting = candidate.exposed - best.exposed
+        if computing > waiting:
+            why = f"+{computing * 1e3:.1f} ms of computing" + (" again" if candidate.again > best.again else "")
+        else:
+            level = max(candidate.sent, key=lambda k: candidate.sent[k] - best.sent.get(k, 0.0), default="links")
+            why = f"+{waiting * 1e3:.1f} ms waiting for messages over {level}"
+        return replace(candidate, why=why)
+
+    def _refuse(self, ranked: Sequence[Candidate]) -> None:
+        least = min((self.held(c.shape) for c in ranked), default=0.0)
+        parameters, state = self.bytes_of("parameter"), self.bytes_of("state")
+        nearest = min(ranked, key=lambda c: self.held(c.shape)) if ranked else None
+        memory = self.memory or 0
+        devices = -(-int(parameters + state) // max(1, int(memory * 0.8)))
+        raise PlanError(
+            f"no plan fits {shown(memory)} a device\n"
+            f"  needs     at least {shown(least)} for {shown(parameters)} of parameters and {shown(state)} of state\n"
+            f"  nearest   {nearest.shape if nearest else ''}: {nearest.why if nearest else ''}\n"
+            f"  try       {max(devices, self.cluster.world * 2)} devices, a smaller batch, or more memory"
+        )
+
+
+def patterns(layouts: Mapping[str, Layout]) -> dict[str, Any]:
+    """Layouts by name -> by pattern, with * for numbers, where all names of a pattern lie alike."""
+    by_pattern: dict[str, dict[Layout, list[str]]] = {}
+    for name, layout in layouts.items():
+        by_pattern.setdefault(re.sub(r"\d+", "*", name), {}).setdefault(layout, []).append(name)
+    found: dict[str, Any] = {}
+    for pattern, alike in by_pattern.items():
+        for layout, names in alike.items():
+            if layout.is_whole:
+                continue
+            entry = [".".join(axes) or "-" for axes in layout.dims]
+            found.update({pattern: entry} if len(alike) == 1 else dict.fromkeys(names, entry))
+    return found
+
+
+def _divisors(n: int) -> list[int]:
+    return [k for k in range(1, n + 1) if n % k == 0]
+
+
+def _microbatches(rows: int) -> list[int]:
+    """Parts that a rank's rows can be cut into: powers of two."""
+    found = [1]
+    while rows % (2 * found[-1]) == 0 and found[-1] < 64:
+        found.append(2 * found[-1])
+    return found
