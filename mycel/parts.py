@@ -129,6 +129,8 @@ class ShardedModel:
                 return self.plan.batch_layout(role.name, type.shape)
             case "parameter" | "buffer":
                 return self.layouts.get(role.name, Layout())
+            case "gradient":
+                return self.layouts.get(role.of, Layout())
             case "state" | "outer" if role.of in self.stored:
                 return state_layout(self.stored[role.of], self.shapes[role.of], type.shape)
             case "error":  # each rank along the axis has one of its own: what all left behind is their sum

@@ -198,8 +198,16 @@ MISUSE = {
         GradientError,
         "depends on no parameter",
     ),
-    "another optimiser": (lambda: step(optimizer=torch.optim.Rprop(mlp().parameters())), TrainError, NAMES),
-    "a subclass": (lambda: step(optimizer=type("Mine", (torch.optim.SGD,), {})(mlp().parameters())), TrainError, NAMES),
+    "an optimiser that asks for losses": (
+        lambda: step(optimizer=torch.optim.LBFGS(mlp().parameters())),
+        TrainError,
+        r"several times a step: it needs a closure\n  try       mycel\.value_and_grad",
+    ),
+    "an optimiser of sparse gradients": (
+        lambda: step(optimizer=torch.optim.SparseAdam(mlp().parameters())),
+        TrainError,
+        r"needs sparse gradients.*\n  try       torch\.optim\.Adam",
+    ),
     "a class": (lambda: step(optimizer=torch.optim.SGD), TrainError, NAMES),
     "a batch without data": (
         lambda: step()(X.to("meta"), Y.to("meta")),
@@ -230,6 +238,8 @@ MISUSE = {
     ),
     "more parts than rows": (lambda: step(accumulate=16)(X, Y), TrainError, "accumulate=16 .* 8"),
     "clip to nothing": (lambda: step(clip_norm=0), TrainError, "clip_norm=0"),
+    "clip to no value": (lambda: step(clip_value=0), TrainError, "clip_value=0"),
+    "clip twice": (lambda: step(clip_value=1, clip_norm=1), TrainError, "both given"),
     "clip to NaN": (lambda: step(clip_norm=float("nan")), TrainError, "clip_norm=nan"),
     "memory without a unit": (lambda: step(memory="20"), TrainError, "'20' is not a size"),
     "memory in words": (lambda: step(memory="lots"), TrainError, "'lots' is not a size"),
