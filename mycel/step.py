@@ -27,7 +27,7 @@ from mycel.errors import GradientError, PlanError, TrainError
 from mycel.feed import Fed, Feed, Local, feed_of, refuse_without_data, without_host_data
 from mycel.forward import Forward, called, device_of
 from mycel.ir import Mesh, Program, Role, Var, check
-from mycel.objective import Batch, objective
+from mycel.objective import Batch, objective, refuse_outputs
 from mycel.parts import ShardedModel, UnshardedStep, roles_of
 from mycel.planning import Task, planned
 from mycel.run import keep_freed_memory, load, start_workers, warm_up, without_collector
@@ -50,8 +50,9 @@ def train_step(
     compile: str | bool = "auto",
     clip_value: float | None = None,
     grads: bool = False,
+    outputs: bool = False,
 ) -> Step:
-    """A callable that takes one step on a batch and returns its loss.
+    """A callable that takes one step on a batch and returns its loss, or with `outputs` (loss, what came beside it).
 
     mesh        the devices, e.g. mycel.Mesh(dp=2, tp=4); None: one.  Every rank holds its parts of the model, and calls
                 the step
@@ -71,11 +72,14 @@ def train_step(
     memory      the peak to stay below, in bytes or as "20GiB": what does not fit is computed again in backward
     compile     True, False, or "auto": where there is a GPU
     clip_value  no element of a gradient is larger than this
+    outputs     step(batch) is (loss, outputs): what the model returned, or what the loss returned more, as in
+                (loss, {"accuracy": …}); whole on every rank.  With accumulate, rows of the batch are put together, and
+                of other values the sum or mean is taken, as the loss is
     grads       after a step, p.grad is the gradient it was taken with, clipped; of a parameter in parts, this rank's
 
     optimizer is any of torch's: those with a rule here (`torch.optim`, Lion) are part of the program.  Any other one,
-    and one with hooks on its step or on accumulated gradients, runs as it is on the gradients of the program: slower, which is
-    said once.
+    and one with hooks on its step or on accumulated gradients, runs as it is on the gradients of the program: slower,
+    which is said once.
     """
     written = _written(mesh, plan)
     if not isinstance(model, torch.nn.Module):
@@ -100,7 +104,7 @@ def train_step(
     budget = parse_bytes(memory) if isinstance(memory, str) else memory
     if budget is not None and not (isinstance(budget, int) and not isinstance(budget, bool) and budget > 0):
         raise TrainError(f"memory={memory!r}\n  try       bytes as a whole number, or text like '20GiB'")
-    settings = Settings(precision, accumulate, clip_norm, budget, compile, clip_value, bool(grads))
+    settings = Settings(precision, accumulate, clip_norm, budget, compile, clip_value, bool(grads), bool(outputs))
     return Step(model, optimizer, loss, settings, written)
 
 
@@ -127,6 +131,7 @@ class Settings:
     compile: str | bool
     clip_value: float | None = None
     grads: bool = False
+    outputs: bool = False
 
     def compiles(self, device: torch.device) -> bool:
         return self.compile is True or (self.compile == "auto" and device.type == "cuda")
@@ -172,6 +177,7 @@ class Step:
         self.model, self.optimizer, self.settings, self.written = model, optimizer, settings, written
         self.parts = ShardedModel(model, optimizer, written) if written is not None and written.mesh.world > 1 else None
         self.fn = objective(model, loss)
+        self.taken = objective(model, loss, settings.outputs) if settings.outputs else self.fn
         self.entries: list[CompiledStep] = []
         self.by_rule = not optimizers.without_rule(optimizer)  # is the update part of the program?
         self._told = False  # that it is not
@@ -179,9 +185,9 @@ class Step:
         self._gradients: dict[str, torch.Tensor] = {}
         self._counters: dict[str, torch.Tensor] = {}
 
-    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """One step on a batch; returns its loss, which stays on the device.  Only this rank's part of the batch is
-        moved there."""
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """One step on a batch; returns its loss (with `outputs`, and these), which stays on the device.  Only this
+        rank's part of the batch is moved there."""
         signature = optimizers.signature(self.optimizer, self.by_rule)
         for i, entry in enumerate(self.entries):
             if entry.signature == signature:
@@ -292,10 +298,10 @@ class Step:
         s = self.settings
         batch = Batch(args, kwargs, s.accumulate)
         known = roles_of(self.model, self.optimizer)
-        captured = capture_call(self.fn, *batch.part(), known=known, differentiated=True)
+        captured = capture_call(self.taken, *batch.part(), known=known, differentiated=True)
         whole = captured
         if s.accumulate > 1:
-            whole = capture_call(self.fn, args, kwargs, known=known, differentiated=True)
+            whole = capture_call(self.taken, args, kwargs, known=known, differentiated=True)
         program = self._prepared(replace(captured, program=transform.with_numbers_of(captured.program, whole.program)))
         if s.precision == "fp16":
             program = transform.with_scale(program)
@@ -307,10 +313,10 @@ class Step:
                     "with accumulate the model keeps tensors in attributes\n"
                     "  try       accumulate=1, or buffers that it updates"
                 )
-            split = batch.split(captured.leaves)
-            program, counting, unseen = transform.shares(
-                program, self._prepared(whole), trained.values(), split, s.accumulate
-            )
+            split, large = batch.split(captured.leaves), self._prepared(whole)
+            refuse_outputs(program, large, s.accumulate)
+            rows = transform.joined(program, large)
+            program, counting, unseen = transform.shares(program, large, trained.values(), split, s.accumulate)
             if unseen:
                 warnings.warn(
                     f"accumulate: no sum or mean over the batch, so its parts weigh the same: {'; '.join(unseen)}",
@@ -320,7 +326,8 @@ class Step:
         program, groups = self._differentiated(program, trained)
         body = program.entry
         if counting is not None:
-            program, body = check(transform.microbatch(program, counting, s.accumulate, split)), transform.BODY
+            program = check(transform.microbatch(program, counting, s.accumulate, split, rows))
+            body = transform.BODY
         clipping = (s.clip_norm, s.clip_value) if self.by_rule else (None, None)
         program = check(transform.optimise(program, [g.group for g in groups], results, *clipping, s.grads))
         return UnshardedStep(captured, program, tuple(groups), results, body)

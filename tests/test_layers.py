@@ -30,7 +30,7 @@ MAY_IMPORT = {
     "custom": {"errors", "capture"},
     "hints": {"errors", "ir", "ops", "capture"},
     "comm": {"errors", "ops", "capture", "hints"},
-    "objective": {"errors", "capture"},
+    "objective": {"errors", "ir", "capture"},
     "optimizers": {"errors", "ir", "ops", "transform"},
     "torch_update": {"errors", "plan", "optimizers"},
     "feed": {"errors", "ir", "capture", "run"},

@@ -114,10 +114,12 @@ class Returning(nn.Module):
                 return out, loss
             case "list":
                 return [loss]
+            case "two scalars":
+                return out, loss, loss * 2
         return None
 
 
-@pytest.mark.parametrize("form", ["scalar", "tuple", "dict"])
+@pytest.mark.parametrize("form", ["scalar", "tuple", "dict", "loss last", "list"])
 def test_models_that_return_their_loss(form):
     model = Returning(form)
     x, y = rows(0)
@@ -128,10 +130,16 @@ def test_models_that_return_their_loss(form):
         assert found.shape == () and not found.requires_grad
 
 
-@pytest.mark.parametrize("form", ["loss last", "list", "nothing"])
-def test_models_that_return_something_else(form):
+@pytest.mark.parametrize(
+    "form, message",
+    [
+        ("nothing", r"returned \w+ without a loss\n  try "),
+        ("two scalars", r"returned 3 values, 2 of them scalars: .* loss\n  try       a dict with loss"),
+    ],
+)
+def test_models_that_return_something_else(form, message):
     model = Returning(form)
-    with pytest.raises(TrainError, match=r"returned \w+ without a loss\n  try "):
+    with pytest.raises(TrainError, match=message):
         mycel.train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), compile=False)(*rows(0))
 
 
