@@ -10,11 +10,12 @@ optimiser's own state change in place.
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,13 +26,14 @@ from mycel.capture import capture as capture_call
 from mycel.capture.bind import Call
 from mycel.errors import GradientError, PlanError, TrainError
 from mycel.feed import Fed, Feed, Local, feed_of, refuse_without_data, without_host_data
-from mycel.forward import Forward, called, device_of
+from mycel.forward import Forward, called, device_of, evaluating
 from mycel.ir import Mesh, Program, Role, Var, check
 from mycel.objective import Batch, objective, refuse_outputs
 from mycel.parts import ShardedModel, UnshardedStep, roles_of
 from mycel.planning import Task, planned
 from mycel.run import keep_freed_memory, load, start_workers, warm_up, without_collector
 from mycel.sizes import parse_bytes, shown
+from mycel.step_state import StepState
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 SCALE = 65536.0  # the first loss scale of fp16, torch.amp.GradScaler's
@@ -183,6 +185,9 @@ class Step:
         self._told = False  # that it is not
         self.grad_norm: torch.Tensor | None = None
         self._gradients: dict[str, torch.Tensor] = {}
+        self.state = StepState(model, optimizer, self.parts, self.counters, self.set_counters)
+        self.steps = 0  # taken, skipped ones among them
+        self._evaluation: Forward | None = None
         self._counters: dict[str, torch.Tensor] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -242,7 +247,7 @@ class Step:
         if device.type == "cpu":
             keep_freed_memory()
         args, kwargs = without_host_data(args, kwargs, device)
-        with self.parts.whole() if self.parts is not None else nullcontext():
+        with self.parts.whole() if self.parts is not None else contextlib.nullcontext():
             made = self._unsharded(args, kwargs)
         decided, done = planned(self._task(made), self._given())
         program = done.program
@@ -401,6 +406,7 @@ class Step:
                 if gradients:
                     step._update(made, outs)
             step.grad_norm = outs[results]
+            step.steps += 1
             optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask whether a step came before theirs
             return outs[:results]
 
@@ -475,14 +481,50 @@ class Step:
         """How many steps were skipped because their gradients were not finite."""
         return int(self._counters["skipped"]) if "skipped" in self._counters else 0
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
+    def counters(self) -> dict[str, torch.Tensor]:
         """What the step keeps besides the model and the optimiser: counters, and the loss scale of fp16."""
         return {k: v.clone() for k, v in self._counters.items()}
 
-    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Continue from what `state_dict` gave."""
+    def set_counters(self, counters: Mapping[str, torch.Tensor]) -> None:
+        """Continue from what `counters` gave."""
         device = device_of(self.model)
-        self._counters = {k: v.to(device).clone() for k, v in state.items()}
+        self._counters = {k: v.to(device).clone() for k, v in counters.items()}
+
+    # -- a model in parts is still a model (`step_state.py`); where there are ranks, all of them call these ---------
+
+    def state_dict(self) -> dict[str, Any]:
+        """{"model", "optimizer", "step"}: as torch's own, whole on every rank."""
+        return self.state.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from what `state_dict` gave, under any plan."""
+        self.state.load_state_dict(state)
+
+    def save(self, folder: str | Path, keep: int = 2) -> Path:
+        """A checkpoint of model, optimiser and step in a folder, of which the last `keep` stay; each rank writes its
+        part."""
+        return self.state.save(folder, self.steps, keep)
+
+    def load(self, folder: str | Path) -> None:
+        """Continue from the last checkpoint in a folder, which may have been saved under another plan (`mycel train`'s
+        too), or take the weights of a folder that `export` or transformers wrote."""
+        self.steps = self.state.load(folder)
+
+    def export(self, folder: str | Path) -> Path:
+        """The model, whole: in Hugging Face form if it is one of theirs, else as model.safetensors."""
+        return self.state.export(folder)
+
+    def whole(self, rank: int | None = None) -> contextlib.AbstractContextManager[torch.nn.Module]:
+        """A context in which the model is whole, on all ranks or on one: to call it, look at it or save it."""
+        return self.state.whole(rank)
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """The loss of a batch (with `outputs`, and these) in evaluation mode, without a step; under the plan."""
+        if self.parts is not None and not self.parts.is_split:
+            self.prepare(*args, **kwargs)  # a step says how parameters lie
+        self._evaluation = self._evaluation or self.forward(self.taken)
+        with evaluating(self.model):
+            return self._evaluation(*args, **kwargs)
 
     @property
     def plan(self) -> plan.Plan:

@@ -167,9 +167,7 @@ def held(name: str, written: Plan, one: OneDevice) -> SimpleNamespace:
     """What a run holds under a plan, as far as `train.state` asks."""
     parts = ShardedModel(one.model, one.optimizer, written)
     parts.given(one.made)
-    return SimpleNamespace(
-        module=one.model, optimizer=one.optimizer, step=SimpleNamespace(parts=parts, state_dict=dict)
-    )
+    return SimpleNamespace(module=one.model, optimizer=one.optimizer, step=SimpleNamespace(parts=parts, counters=dict))
 
 
 @pytest.mark.parametrize("name", ["Adafactor", "Adagrad", "NAdam", "Muon"])
