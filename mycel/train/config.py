@@ -290,6 +290,15 @@ def load(path: Path | None, overrides: Sequence[str] = ()) -> Config:
     return checked(Config, written)
 
 
+def names_model(path: Path | None, overrides: Sequence[str] = ()) -> bool:
+    """Whether the model is one's own, not the embedded one."""
+    written = read_file(path) if path else WrittenSettings()
+    for number, argument in enumerate(overrides):
+        override(Config, written, argument, number)
+    model = written.values.get("model") or {}
+    return isinstance(model, Mapping) and (model.get("path") is not None or model.get("config") is not None)
+
+
 def is_file(plan: str) -> bool:
     """Whether a plan is the name of a file; else it is one of ready plans."""
     return Path(plan).suffix in (".yaml", ".yml")

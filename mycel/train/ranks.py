@@ -124,11 +124,18 @@ def team(config: Config) -> Team:
 
 
 def _axes(parallel: Parallel, count: int) -> dict[str, int]:
-    """The mesh: as it is said, else the plan's own, else one of data parallel ranks."""
+    """The mesh: as it is said, else the plan's own, else all ranks along the one axis of ready plans, or as data
+    parallel ranks."""
     plan = parallel.plan
     written: Any = plan if isinstance(plan, dict) else _read(Path(plan)) if plan is not None and is_file(plan) else None
     own = written.get("mesh") if isinstance(written, dict) else None
-    return own if parallel.mesh is None and isinstance(own, dict) else parallel.axes(count)
+    if parallel.mesh is None and isinstance(own, dict):
+        return own
+    named = {*plan.split("+")} if isinstance(plan, str) and not is_file(plan) else set()
+    axes = {"dp" if name.startswith("zero") else name for name in named & {*ready_plans()} - {"tp2d"}}
+    if parallel.mesh is None and len(axes) == 1 and count > 1:
+        return {axes.pop(): count}
+    return parallel.axes(count)
 
 
 def _read(path: Path) -> Any:
