@@ -21,7 +21,7 @@ import typer
 
 from mycel.errors import MycelError, PlanError, TrainError
 from mycel.launch import launch
-from mycel.train.config import Config, dump, load
+from mycel.train.config import Config, dump, load, names_model
 
 FAILED, MISUSED = 1, 2
 
@@ -65,6 +65,7 @@ def train(
     run: Annotated[
         str | None, typer.Option("--run", metavar="FOLDER", help="Write results here (the same as run=FOLDER).")
     ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the run in the folder of --run.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would run, and stop.")] = False,
     nproc: Annotated[
         int | None,
@@ -94,9 +95,13 @@ def train(
     try:
         file, overrides = _split(settings or [])
         old, folder = _folder("--resume", resume), _folder("--run", run)
+        if overwrite and old:
+            raise TrainError("--overwrite starts anew, --resume goes on\n  try       one of them")
         if old:
             file = _run_config(old, file, folder)
         config = load(file, overrides)
+        if overwrite and not (folder or config.run):
+            raise TrainError("--overwrite replaces the run of a folder, but none is named\n  try       --run FOLDER")
         _check_ranks(config, nproc, nnodes, node_rank, rendezvous)
     except (TrainError, PlanError) as e:
         _fail(e, MISUSED)
@@ -104,25 +109,31 @@ def train(
         again = [
             *(["--resume", resume] if resume else []),
             *(["--run", run] if run else []),
+            *(["--overwrite"] if overwrite else []),
             *(["--dry-run"] if dry_run else []),
         ]
         raise typer.Exit(_launch(["train", *(settings or []), *again], nproc, nnodes, node_rank, rendezvous))
     if old or folder:
         config = config.model_copy(update={"run": old or folder})
-    raise typer.Exit(_train(config, old, dry_run, file))
+    raise typer.Exit(_train(config, old, dry_run, file, overwrite))
 
 
 @app.command(name="config")
 def show_config(settings: Settings = None) -> None:
     """Print the whole configuration, and what each setting means.
 
-    It is checked as `mycel train` would, and can be used as a file to start from: mycel config > my.yaml
+    It is checked as `mycel train` would, with the defaults that it would get: those of its own model, or where none is
+    named those of the small Llama. It can be used as a file to start from: mycel config > my.yaml
     """
     try:
-        config = load(*_split(settings or []))
+        file, overrides = _split(settings or [])
+        config = load(file, overrides)
     except TrainError as e:
         _fail(e, MISUSED)
-    typer.echo(dump(config, comments=True), nl=False)
+    given = " ".join([*([str(file)] if file else []), *overrides])
+    model = "" if names_model(file, overrides) else "no model is named: a small Llama and what suits it"
+    head = "; ".join(filter(None, [given and f"mycel train {given}", model]))
+    typer.echo(f"# {head}\n" * bool(head) + dump(config, comments=True), nl=False)
 
 
 @app.command(name="probe")
@@ -210,7 +221,7 @@ def _launch(arguments: list[str], nproc: int, nnodes: int, node_rank: int, rende
         _fail(e, FAILED)
 
 
-def _train(config: Config, resume: Path | None, dry_run: bool, file: Path | None) -> int:
+def _train(config: Config, resume: Path | None, dry_run: bool, file: Path | None, overwrite: bool) -> int:
     """Run the loop: its exit code, or that of its error."""
     # on a machine that does other work too, threads that wait by spinning make a step of small operators several times
     # slower
@@ -218,7 +229,7 @@ def _train(config: Config, resume: Path | None, dry_run: bool, file: Path | None
     from mycel.train.loop import train as run_loop
 
     try:
-        return int(run_loop(config, resume=resume, dry_run=dry_run, started_from=file))
+        return int(run_loop(config, resume=resume, dry_run=dry_run, started_from=file, overwrite=overwrite))
     except MycelError as e:
         _fail(e, FAILED)
 

@@ -3,8 +3,8 @@ its precision."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -67,7 +67,7 @@ class Forward:
     def _compiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signature:
         parts = self.parts
         args, kwargs = without_host_data(args, kwargs, device_of(self.model))
-        with parts.whole() if parts is not None else nullcontext():
+        with parts.whole() if parts is not None else contextlib.nullcontext():
             captured = capture_call(self.fn, args, kwargs, known=roles_of(self.model))
             program = self.prepared(captured)
             unsharded = UnshardedStep(captured, program, (), len(program.results), program.entry)
@@ -103,3 +103,15 @@ def called(captured: Captured, batch: Iterable[Var], local: Program) -> Captured
 def device_of(model: torch.nn.Module) -> torch.device:
     """Where the model is."""
     return next((p.device for p in model.parameters()), torch.device("cpu"))
+
+
+@contextlib.contextmanager
+def evaluating(module: torch.nn.Module) -> Iterator[None]:
+    """Evaluation mode inside; after, every part trains or not as it did."""
+    training = [part for part in module.modules() if part.training]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part in training:
+            part.training = True

@@ -16,14 +16,15 @@ address of the rendezvous, or at a free port of loopback.
                            store vanish)
 
 Each rank is a process group of its own, and whatever it started is killed when it has ended.  Rank 0 writes to the
-console; the others
-to RANK.log in a folder, which stays if one fails.
+console; the others to RANK.log in a folder.  If one fails, its last words are shown, the logs go into the folder of the
+run (RUN/logs), and it is said how to go on from its last checkpoint.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import shlex
 import shutil
 import signal
 import socket
@@ -44,6 +45,7 @@ POLL_S = 0.05
 SHOWN_LINES = 20
 PR_SET_PDEATHSIG = 1
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+LOGS = "logs"  # in the folder of a run
 
 
 def launch(
@@ -61,19 +63,22 @@ def launch(
     """Run `python PROGRAM ARGV` as `nproc` ranks on this host, to the end: the exit code of the first that failed, 128
     + N for signal N.
 
-    `env`: more variables for the ranks.  `logs`: the folder of their logs; otherwise a temporary one, kept if a rank
-                                          fails."""
+    `env`: more variables for the ranks.  `logs`: the folder of their logs; otherwise a temporary one, which goes into
+    the run's folder if a rank fails."""
     host, port = _address(nproc, nnodes, node_rank, rendezvous)
     server = _listen(host, port) if node_rank == 0 else None
     folder = Path(logs) if logs is not None else Path(tempfile.mkdtemp(prefix="mycel-logs-"))
     folder.mkdir(parents=True, exist_ok=True)
     ranks = LocalRanks(host, server.getsockname()[1] if server else port, nnodes, node_rank, grace_s)
+    ranks.temporary = logs is None
     with ranks.together():
         ranks.start([sys.executable, *program, *argv], nproc, {**os.environ, **(env or {})}, folder)
         ranks.hold(server)
         ranks.follow()
     code = ranks.report()
-    if logs is None and (code == 0 or ranks.asked):
+    if logs is None:
+        if code and not ranks.asked and ranks.run is not None:
+            shutil.copytree(folder, ranks.run / LOGS, dirs_exist_ok=True)
         shutil.rmtree(folder, ignore_errors=True)
     return code
 
@@ -130,6 +135,8 @@ class LocalRanks:
         self.asked: list[int] = []  # the signals that came
         self.deadline = float("inf")
         self.store: Any = None
+        self.run: Path | None = None  # the folder of their run, once they have told and one has failed
+        self.temporary = False  # their logs, which go there then
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -210,7 +217,9 @@ class LocalRanks:
         lines = [f"error: {self.failed.fate}"]
         if self.failed.log is not None:
             words = self.failed.log.read_text(errors="replace").splitlines()[-SHOWN_LINES:]
-            lines += [f"  log       {self.failed.log}", *(f"  | {line}" for line in words)]
+            place = self._log(self.failed)
+            lines += [*([f"  log       {place}"] if place else []), *(f"  | {line}" for line in words)]
+        lines += self._way_on()
         print("\n".join(lines), file=sys.stderr, flush=True)
         return self.failed.code
 
@@ -223,10 +232,13 @@ class LocalRanks:
         first = min(
             (r for r in self.all if r.process.returncode), key=lambda r: (r.code == LOST, r.process.returncode > 0)
         )
-        self.failed, why = first, f"{first.fate}\n  try       a look at its log: {first.log or 'the console'}"
+        self.failed = first
 
         def tell(store: Any, run: Any) -> None:
-            reason = run.tell(store, why)
+            if store.check([run.RUN]):
+                self.run = Path(store.get(run.RUN).decode())
+            where = self._log(first) or "the console"
+            reason = run.tell(store, f"{first.fate}\n  try       a look at its log: {where}")
             self.failed = next(
                 (r for r in self.all if reason.startswith(f"rank {r.rank} failed: ")), first
             )  # it said so, and may still be ending
@@ -234,6 +246,22 @@ class LocalRanks:
         if not self.asked:
             self.deadline = min(self.deadline, time.monotonic() + FOLLOW_S)
             self._with_store(tell)
+
+    def _log(self, rank: Rank) -> Path | None:
+        """Where the log of a rank is in the end; None: nowhere, and on the console."""
+        if rank.log is None or not self.temporary:
+            return rank.log
+        return self.run / LOGS / rank.log.name if self.run is not None else None
+
+    def _way_on(self) -> list[str]:
+        """The last checkpoint of a run, and the line that goes on from it."""
+        from mycel.run.checkpoint import latest
+
+        last = latest(self.run / "checkpoints") if self.run is not None else None
+        if last is None:
+            return []
+        count = f" --nproc {len(self.all)}" if self.nnodes == 1 else ""
+        return [f"  safe      {last}", f"  try       mycel train --resume {shlex.quote(str(self.run))}{count}"]
 
     def _pass_on(self, number: int) -> None:
         self.asked.append(number)

@@ -1,9 +1,10 @@
 """The batch -> the loss, as one function: what a model returns, or a loss of what it returns.
 
-loss=None          step(**batch)    model(**batch), its `.loss`
+loss=None          step(**batch)    model(**batch), its `.loss`, or the one scalar it returns among others
 loss=f             step(x, y)       f(model(x), y):  f gets the last arguments, as many as it needs (all of them, if it
                                     takes *args); the model the first ones, as many as it takes: what f needs is none
                                     of the model's optional ones.  Arguments by name go to whoever names them
+outputs=True       (loss, the model's output), or what a loss returns besides, as in (loss, {"accuracy": …})
 """
 
 from __future__ import annotations
@@ -17,14 +18,16 @@ import torch
 
 from mycel.capture import flatten
 from mycel.errors import TrainError
+from mycel.ir import Program, Var
 
 
-def objective(model: torch.nn.Module, loss: Callable[..., Any] | None) -> Callable[..., Any]:
-    """The batch -> the loss, as one function."""
+def objective(model: torch.nn.Module, loss: Callable[..., Any] | None, outputs: bool = False) -> Callable[..., Any]:
+    """The batch -> the loss, as one function; with `outputs`, and what is returned beside it."""
     if loss is None:
 
         def of_model(*args: Any, **kwargs: Any) -> Any:
-            return _loss_of(model(*args, **kwargs))
+            out = model(*args, **kwargs)
+            return (_loss_of(out), _without_caches(out)) if outputs else _loss_of(out)
 
         return of_model
     model_arity, named = _takes(model.forward)
@@ -40,7 +43,15 @@ def objective(model: torch.nn.Module, loss: Callable[..., Any] | None) -> Callab
             left = max(len(args) - max(wanted.least - 1 - len(mine), 0), model_arity.least)
             count = left if count is None else min(count, left)
         out = model(*args[:count], **{k: v for k, v in kwargs.items() if named is None or k in named})
-        return _scalar(loss(out, *wanted.rest_of(args, count, mine), **mine))
+        value = loss(out, *wanted.rest_of(args, count, mine), **mine)
+        if outputs:
+            return _and_rest(value, out)
+        if isinstance(value, (tuple, dict)):
+            raise TrainError(
+                f"the loss returned a {type(value).__name__}, not a loss alone\n"
+                "  try       outputs=True: the step then returns (loss, the rest)"
+            )
+        return _scalar(value)
 
     return of_loss
 
@@ -83,13 +94,38 @@ def _takes(fn: Callable[..., Any]) -> tuple[Arity, set[str] | None]:
     ), names
 
 
+def _and_rest(value: Any, out: Any) -> tuple[torch.Tensor, Any]:
+    """What a loss returned, and beside it what it returned more, or the model's output."""
+    if isinstance(value, tuple) and value:
+        return _scalar(value[0]), value[1] if len(value) == 2 else value[1:]
+    if isinstance(value, dict):
+        return _loss_of(value), value
+    return _scalar(value), _without_caches(out)
+
+
+def _without_caches(out: Any) -> Any:
+    """A model's output without what is no tensor and holds some, such as keys and values for the next token."""
+    if not isinstance(out, dict):
+        return out
+    kept = {k: v for k, v in out.items() if isinstance(v, (torch.Tensor, tuple, list, dict))}
+    return out if len(kept) == len(out) else type(out)(**kept)
+
+
 def _loss_of(out: Any) -> torch.Tensor:
-    """The loss a model returned: itself, or its `loss`."""
+    """The loss a model returned: itself, its `loss`, or of several values the first if it is a scalar, else the one
+    that is."""
     if isinstance(out, torch.Tensor):
         return _scalar(out)
     loss = out.get("loss") if isinstance(out, dict) else getattr(out, "loss", None)
-    if loss is None and isinstance(out, tuple) and out and isinstance(out[0], torch.Tensor) and out[0].ndim == 0:
-        loss = out[0]
+    if loss is None and isinstance(out, (tuple, list)):
+        scalars = [x for x in out if isinstance(x, torch.Tensor) and x.ndim == 0 and x.is_floating_point()]
+        if scalars and (out[0] is scalars[0] or len(scalars) == 1):
+            loss = scalars[0]
+        elif scalars:
+            raise TrainError(
+                f"the model returned {len(out)} values, {len(scalars)} of them scalars: none of them is said to be the "
+                "loss\n  try       a dict with loss, or give train_step loss=lambda out, *batch: out[1]"
+            )
     if loss is None:
         raise TrainError(
             f"the model returned {type(out).__name__} without a loss\n"
@@ -135,3 +171,16 @@ class Batch:
     def split(self, names: Sequence[str]) -> set[str]:
         """Which inputs of the program are split; `names`: of the inputs that its tensors are."""
         return {name for x, name in zip(self.leaves, names, strict=True) if self.is_split(x)}
+
+
+def refuse_outputs(part: Program, whole: Program, parts: int) -> None:
+    """TrainError for a result of a part that is neither rows of the batch nor can be summed up."""
+    for x, y in zip(part.results, whole.results, strict=True):
+        if not isinstance(x, Var) or not isinstance(y, Var):
+            continue
+        joins = x.ndim == y.ndim and x.shape != () and (x.shape[0] * parts, *x.shape[1:]) == y.shape
+        if not joins and (x.shape != y.shape or x.dtype == torch.bool):
+            raise TrainError(
+                f"with accumulate={parts} an output is {x.type} for a part, {y.type} for the batch: parts of it cannot "
+                "be put together\n  try       outputs whose first dim is the batch's, numbers, or accumulate=1"
+            )

@@ -7,6 +7,8 @@ call.  So
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,60 +22,81 @@ from mycel.ops.optimisers.paragraph import INDIFFERENT
 from mycel.transform import ParameterGroup
 
 
+def class_of(optimizer: torch.optim.Optimizer) -> str:
+    """Its class in the words of paragraphs: the one of torch's whose update it takes, or a name that is taken from
+    anywhere; empty: neither."""
+    return _class_of(type(optimizer))
+
+
+@functools.cache
+def _class_of(kind: type[torch.optim.Optimizer]) -> str:
+    if any(known.foreign and kind.__name__ in known.classes for known in OPTIMISERS.values()):
+        return kind.__name__
+    base = next(base for base in kind.__mro__ if getattr(torch.optim, base.__name__, None) is base)
+    same = inspect.unwrap(kind.step) is inspect.unwrap(base.step)
+    return base.__name__ if same and getattr(kind, "_init_group", None) is getattr(base, "_init_group", None) else ""
+
+
 def paragraph(optimizer: torch.optim.Optimizer) -> Optimiser | None:
-    """What Mycel knows of an optimiser: of exactly torch's classes, or of any class by its name where the paragraph
-    takes such."""
-    kind = type(optimizer)
-    for known in OPTIMISERS.values():
-        if kind.__name__ in known.classes and (known.foreign or kind is getattr(torch.optim, kind.__name__, None)):
-            return known
-    return None
+    """What Mycel knows of the update an optimiser takes; None: nothing."""
+    kind = class_of(optimizer)
+    return next((known for known in OPTIMISERS.values() if kind in known.classes), None)
 
 
 def known_of(optimizer: torch.optim.Optimizer) -> Optimiser:
-    """The paragraph of an optimiser that was not refused."""
+    """The paragraph of an optimiser that has one."""
     known = paragraph(optimizer)
     assert known is not None, type(optimizer)
     return known
 
 
-def refuse_unsupported(optimizer: Any) -> None:
-    """Only optimisers with a paragraph, and of their options only those the paragraph understands."""
-    known = paragraph(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else None
-    if known is None:
+def refuse_unusable(optimizer: Any) -> None:
+    """What no step can be taken with: no optimiser, one that asks for the loss itself, for gradients of another form,
+    or to be differentiated."""
+    kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+    if not isinstance(optimizer, torch.optim.Optimizer):
         raise TrainError(
-            f"train_step was given {type(optimizer).__module__}.{type(optimizer).__qualname__} as optimizer\n"
-            f"  known     {', '.join(_names())}\n"
-            "  try       one of these, or mycel.value_and_grad(loss, wrt=model) with your own update"
+            f"train_step was given {kind} as optimizer\n"
+            f"  known     {', '.join(known_names())}\n"
+            "  try       one of these, made with model.parameters(); any other torch.optim.Optimizer runs as it is"
         )
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        raise TrainError(
+            f"{kind} computes the loss several times a step: it needs a closure\n"
+            "  try       mycel.value_and_grad(loss, wrt=model) in a closure of your own, or torch.optim.AdamW"
+        )
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise TrainError(
+            "torch.optim.SparseAdam needs sparse gradients, those of a step are dense\n"
+            "  try       torch.optim.Adam, and sparse=False in nn.Embedding"
+        )
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        raise TrainError(
+            "an optimizer with differentiable=True\n"
+            "  try       leave it out: train_step takes the step outside of autograd"
+        )
+
+
+def without_rule(optimizer: torch.optim.Optimizer) -> str:
+    """Why the update of an optimiser cannot be made part of the program; empty: it can."""
+    known = paragraph(optimizer)
+    if known is None:
+        return "Mycel has no rule for it"
     for group in optimizer.param_groups:
-        if group.get("differentiable"):
-            raise TrainError(
-                "an optimizer with differentiable=True\n"
-                "  try       leave it out: train_step takes the step outside of autograd"
-            )
-        options = known.options(type(optimizer).__name__, group)
+        options = known.options(class_of(optimizer), group)
         missing = sorted(known.known - {*options, *INDIFFERENT, "first_step", ""})
         if missing:
-            raise TrainError(
-                f"{type(optimizer).__qualname__} has no option {missing[0]!r}\n  known     {', '.join(_names())}"
-            )
-        for name in known.off.keys() | (optimizer.defaults.keys() - known.known):
-            _refuse_option(optimizer, group, name, known.off.get(name))
+            return f"it has no option {missing[0]}"
+        for name in sorted(known.off.keys() | (optimizer.defaults.keys() - known.known)):
+            off = known.off.get(name)
+            value = group.get(name, getattr(optimizer, name, off))
+            if value != off and (off is not None or value):
+                return f"Mycel's rule for it knows no {name}={value!r}"
+    return ""
 
 
-def _refuse_option(optimizer: torch.optim.Optimizer, group: dict[str, Any], name: str, off: Any) -> None:
-    """An option (or an attribute that stands for one) that is not switched off."""
-    value = group.get(name, getattr(optimizer, name, off))
-    if value != off and (off is not None or value):
-        raise TrainError(
-            f"{type(optimizer).__qualname__} with {name}={value!r}\n"
-            f"  known     {', '.join(sorted(known_of(optimizer).known - {*INDIFFERENT, ''}))}\n"
-            f"  try       {name}={off!r}, or leave it out"
-        )
-
-
-def _names() -> list[str]:
+def known_names() -> list[str]:
     """The optimisers there are, as one writes them."""
     classes = [(name, known.foreign) for known in OPTIMISERS.values() for name in known.classes]
     return sorted(
@@ -94,9 +117,11 @@ class Bound:
     def hyper(self, optimizer: torch.optim.Optimizer) -> list[Any]:
         """The hyper-parameters as they are now: numbers, or tensors for a rule that may have been lowered in smaller
         operators."""
+        if not self.group.kind:
+            return []
         known = known_of(optimizer)
         options = {
-            **known.options(type(optimizer).__name__, optimizer.param_groups[self.index]),
+            **known.options(class_of(optimizer), optimizer.param_groups[self.index]),
             "first_step": self.is_first(optimizer),
         }
         numbers = [_number(options, option, self.params[0].dtype) for option in known.hyper.values()]
@@ -105,8 +130,8 @@ class Bound:
     def is_first(self, optimizer: torch.optim.Optimizer) -> bool:
         """Is this a first step that differs from later ones?  With dampening it does: momentum is not dampened then,
         buffers of zeros would be."""
-        first = known_of(optimizer).first
-        if not first or not self.group.slots or not optimizer.param_groups[self.index][first]:
+        first = known_of(optimizer).first if self.group.slots else ""
+        if not first or not optimizer.param_groups[self.index][first]:
             return False
         new = [p for p in self.params if self.group.slots[0] not in optimizer.state[p]]
         if new and len(new) < len(self.params):
@@ -166,15 +191,13 @@ def _slot(
     return state[slot.name]
 
 
-def refuse_hooks(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Hooks that run after torch's backward or around its step would not be called; those on gradients are captured."""
-    hooked = [f"parameter {n}" for n, p in model.named_parameters() if p._post_accumulate_grad_hooks]
-    hooked += ["the optimizer"] if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks else []
-    if hooked:
-        raise TrainError(
-            f"a hook on accumulated gradients or on the step: {', '.join(hooked[:5])}\n"
-            "  try       remove it: the step is one program and calls no such hooks"
-        )
+def hooked(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    """Who has a hook after torch's backward or around its step, which torch then has to take; empty: nobody.  Those on
+    gradients are captured."""
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        return "it has a hook on its step"
+    names = [n for n, p in model.named_parameters() if p._post_accumulate_grad_hooks]
+    return f"there is a hook on the accumulated gradient of {', '.join(names[:3])}" if names else ""
 
 
 def refuse_dtypes(params: Sequence[torch.nn.Parameter]) -> None:
@@ -185,13 +208,20 @@ def refuse_dtypes(params: Sequence[torch.nn.Parameter]) -> None:
         )
 
 
-def bind_groups(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> list[Bound]:
+def bind_groups(optimizer: torch.optim.Optimizer, names: dict[int, str], by_rule: bool = True) -> list[Bound]:
     """The groups of an optimiser over those of its parameters (by id) that are inputs of a program, and their names.
-    Dtypes, and parameters of
-    different kinds, are kept apart."""
+    Dtypes, and parameters of different kinds, are kept apart.  Not `by_rule`: groups without an update."""
+    if not by_rule:
+        return [
+            Bound(
+                ParameterGroup("", tuple(names[id(p)] for p in params), (), (), name=str(index)), tuple(params), index
+            )
+            for index, values in enumerate(optimizer.param_groups)
+            if (params := [p for p in values["params"] if id(p) in names])
+        ]
     known, groups = known_of(optimizer), []
     for index, values in enumerate(optimizer.param_groups):
-        fixed = known.params(known.options(type(optimizer).__name__, values))
+        fixed = known.params(known.options(class_of(optimizer), values))
         mine: dict[Any, list[torch.nn.Parameter]] = {}
         for p in values["params"]:
             if id(p) in names:
@@ -212,11 +242,13 @@ def bind_groups(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> list
     return groups
 
 
-def signature(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
-    """What of an optimiser a program depends on: its parameters, which of them train, and the options that change the
-    update."""
-    known, kind = known_of(optimizer), type(optimizer).__name__
-    flags = [tuple(known.params(known.options(kind, g)).values()) for g in optimizer.param_groups]
+def signature(optimizer: torch.optim.Optimizer, by_rule: bool = True) -> tuple[Any, ...]:
+    """What of an optimiser a program depends on: its parameters, which of them train, and, where the program takes the
+    update, the options that change it."""
+    flags: list[tuple[Any, ...]] = [()] * len(optimizer.param_groups)
+    if by_rule:
+        known, kind = known_of(optimizer), class_of(optimizer)
+        flags = [tuple(known.params(known.options(kind, g)).values()) for g in optimizer.param_groups]
     params = [tuple((id(p), p.requires_grad) for p in g["params"]) for g in optimizer.param_groups]
     return tuple(zip(params, flags, strict=True))
 

@@ -12,6 +12,7 @@ and shown again whenever the model is captured.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,6 +30,8 @@ from mycel.optimizers import Bound
 from mycel.plan import Plan
 from mycel.run import boxes, part_of, world
 from mycel.run.rendezvous import seat
+
+GUARDED: weakref.WeakKeyDictionary[torch.nn.Module, ShardedModel] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -60,13 +63,24 @@ class ShardedModel:
         default_factory=dict
     )  # of each piece of state: how it lies, and its type as a whole
     is_split: bool = False
+    _open: int = 0
 
     def __post_init__(self) -> None:
-        self.shapes = {name: x.shape for name, x in self._tensors()}
+        self.shapes = {name: x.shape for name, x in self.tensors()}
 
-    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Parameters and buffers as they are held, by all their names."""
         yield from self.model.named_parameters(remove_duplicate=False)
         yield from self.model.named_buffers(remove_duplicate=False)
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[None]:
+        """Inside, the model may be called and asked for its state: whoever does it knows that it is in parts."""
+        self._open += 1
+        try:
+            yield
+        finally:
+            self._open -= 1
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
@@ -74,8 +88,12 @@ class ShardedModel:
         if not self.is_split:
             yield
             return
-        held = {name: x.data for name, x in self._tensors() if not self.layouts.get(name, Layout()).is_whole}
-        by_name = dict(self._tensors())
+        with self.opened():
+            yield from self._shown()
+
+    def _shown(self) -> Iterator[None]:
+        held = {name: x.data for name, x in self.tensors() if not self.layouts.get(name, Layout()).is_whole}
+        by_name = dict(self.tensors())
         try:
             for name, x in held.items():
                 by_name[name].data = _without_data(x, self.shapes[name])
@@ -94,8 +112,8 @@ class ShardedModel:
         """Layouts of the step's inputs by position, those that are not whole; and the parameters that are gathered for
         use."""
         program = unsharded.program
-        ids = {id(x): name for name, x in self._tensors()}
-        one = {name: ids[id(x)] for name, x in self._tensors()}  # of tied names, the one that counts
+        ids = {id(x): name for name, x in self.tensors()}
+        one = {name: ids[id(x)] for name, x in self.tensors()}  # of tied names, the one that counts
         used = self.plan.parameter_layouts(self.shapes)
         trained = {name for g in unsharded.groups for name in g.group.params}
         if not self.is_split:
@@ -129,6 +147,8 @@ class ShardedModel:
                 return self.plan.batch_layout(role.name, type.shape)
             case "parameter" | "buffer":
                 return self.layouts.get(role.name, Layout())
+            case "gradient":
+                return self.layouts.get(role.of, Layout())
             case "state" | "outer" if role.of in self.stored:
                 return state_layout(self.stored[role.of], self.shapes[role.of], type.shape)
             case "error":  # each rank along the axis has one of its own: what all left behind is their sum
@@ -148,11 +168,32 @@ class ShardedModel:
             return
         self.is_split = True
         done: set[int] = set()
-        for name, x in self._tensors():
+        for name, x in self.tensors():
             layout = self.layouts[name]
             if not layout.is_whole and id(x) not in done:
                 done.add(id(x))
                 x.data = part_of(x.data, layout, self.plan.mesh, self.ranks.rank).clone()
+        if done:
+            self._guard()
+
+    def _guard(self) -> None:
+        """Whoever calls the model, or asks it or the optimiser for their state, is told what to do instead."""
+
+        def refuse_call(module: torch.nn.Module, *_: Any) -> None:
+            if module in GUARDED and not GUARDED[module]._open:
+                raise _in_parts(f"{type(module).__name__} was called", "step.evaluate(batch), or `with step.whole():`")
+
+        def refuse_state(what: Any, *_: Any) -> None:
+            if not self._open:
+                hint = "step.state_dict(), step.save(folder), or `with step.whole():`"
+                raise _in_parts(f"{type(what).__name__} was asked for its state", hint)
+
+        if not GUARDED:  # one hook for all models: those of a module itself are part of what was captured
+            torch.nn.modules.module.register_module_forward_pre_hook(refuse_call)
+        for module in self.model.modules():
+            GUARDED[module] = self
+            module.register_state_dict_pre_hook(refuse_state)
+        self.optimizer.register_state_dict_pre_hook(refuse_state)
 
     def state(self, group: Bound) -> list[torch.Tensor]:
         """A group's optimiser state in parts, made where there is none yet; what torch made of a parameter before it
@@ -187,6 +228,15 @@ class ShardedModel:
             f"optimizer state {role.name} of {role.of} is {list(held.shape)}, its whole is {list(type.shape)}\n"
             "  try       a new optimizer, or its state loaded from a checkpoint"
         )
+
+    def cut_state(self) -> None:
+        """Optimiser state that is whole becomes this rank's part of it."""
+        params = dict(self.model.named_parameters())
+        for role in self.slots:
+            p = params.get(role.of)
+            held = self.optimizer.state.get(p, {}).get(role.name) if p is not None else None
+            if p is not None and isinstance(held, torch.Tensor) and held.dim():
+                self.optimizer.state[p][role.name] = self._cut(held, role, p)
 
     def gather(self, x: torch.Tensor, layout: Layout, shape: Sequence[int]) -> torch.Tensor:
         """The whole of a tensor of which this rank has a part; all ranks call it."""
@@ -264,6 +314,10 @@ def state_layout(of: Layout, whole: Sequence[int], shape: Sequence[int]) -> Layo
         return Layout.whole(len(shape))
     padded = (*of.dims, *((),) * (len(whole) - len(of.dims)))
     return Layout(tuple(axes if n == m else () for axes, n, m in zip(padded, shape, whole, strict=True)))
+
+
+def _in_parts(what: str, hint: str) -> TrainError:
+    return TrainError(f"{what}, but this rank holds parts of its tensors\n  try       {hint}")
 
 
 def _without_data(like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:

@@ -10,28 +10,30 @@ optimiser's own state change in place.
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from mycel import lower, optimizers, plan, transform
+from mycel import lower, optimizers, plan, torch_update, transform
 from mycel.capture import MISS, TRACING, Captured, bind, meshed
 from mycel.capture import capture as capture_call
 from mycel.capture.bind import Call
 from mycel.errors import GradientError, PlanError, TrainError
 from mycel.feed import Fed, Feed, Local, feed_of, refuse_without_data, without_host_data
-from mycel.forward import Forward, called, device_of
+from mycel.forward import Forward, called, device_of, evaluating
 from mycel.ir import Mesh, Program, Role, Var, check
-from mycel.objective import Batch, objective
+from mycel.objective import Batch, objective, refuse_outputs
 from mycel.parts import ShardedModel, UnshardedStep, roles_of
 from mycel.planning import Task, planned
 from mycel.run import keep_freed_memory, load, start_workers, warm_up, without_collector
 from mycel.sizes import parse_bytes, shown
+from mycel.step_state import StepState
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 SCALE = 65536.0  # the first loss scale of fp16, torch.amp.GradScaler's
@@ -48,8 +50,11 @@ def train_step(
     clip_norm: float | None = None,
     memory: str | int | None = None,
     compile: str | bool = "auto",
+    clip_value: float | None = None,
+    grads: bool = False,
+    outputs: bool = False,
 ) -> Step:
-    """A callable that takes one step on a batch and returns its loss.
+    """A callable that takes one step on a batch and returns its loss, or with `outputs` (loss, what came beside it).
 
     mesh        the devices, e.g. mycel.Mesh(dp=2, tp=4); None: one.  Every rank holds its parts of the model, and calls
                 the step
@@ -68,6 +73,15 @@ def train_step(
     clip_norm   gradients are scaled down to this global norm
     memory      the peak to stay below, in bytes or as "20GiB": what does not fit is computed again in backward
     compile     True, False, or "auto": where there is a GPU
+    clip_value  no element of a gradient is larger than this
+    outputs     step(batch) is (loss, outputs): what the model returned, or what the loss returned more, as in
+                (loss, {"accuracy": …}); whole on every rank.  With accumulate, rows of the batch are put together, and
+                of other values the sum or mean is taken, as the loss is
+    grads       after a step, p.grad is the gradient it was taken with, clipped; of a parameter in parts, this rank's
+
+    optimizer is any of torch's: those with a rule here (`torch.optim`, Lion) are part of the program.  Any other one,
+    and one with hooks on its step or on accumulated gradients, runs as it is on the gradients of the program: slower,
+    which is said once.
     """
     written = _written(mesh, plan)
     if not isinstance(model, torch.nn.Module):
@@ -77,13 +91,16 @@ def train_step(
             f"loss={loss!r} is not a function\n"
             "  try       torch.nn.functional.cross_entropy, or None where the model returns its loss"
         )
-    optimizers.refuse_unsupported(optimizer)
+    optimizers.refuse_unusable(optimizer)
     if not isinstance(precision, str) or precision not in PRECISIONS:
         raise TrainError(f"precision={precision!r}\n  known     {', '.join(PRECISIONS)}")
     if not isinstance(accumulate, int) or isinstance(accumulate, bool) or accumulate < 1:
         raise TrainError(f"accumulate={accumulate!r}\n  try       a whole number, at least 1")
-    if clip_norm is not None and not (isinstance(clip_norm, (int, float)) and clip_norm > 0):
-        raise TrainError(f"clip_norm={clip_norm!r}\n  try       a positive number, or None")
+    for name, most in (("clip_norm", clip_norm), ("clip_value", clip_value)):
+        if most is not None and not (isinstance(most, (int, float)) and most > 0):
+            raise TrainError(f"{name}={most!r}\n  try       a positive number, or None")
+    if clip_norm is not None and clip_value is not None:
+        raise TrainError("clip_norm and clip_value are both given\n  try       one of them")
     if compile not in (True, False, "auto"):
         raise TrainError(f"compile={compile!r}\n  known     True, False, 'auto'")
     budget = parse_bytes(memory) if isinstance(memory, str) else memory
@@ -91,7 +108,8 @@ def train_step(
         raise TrainError(f"memory={memory!r}\n  try       bytes as a whole number, or text like '20GiB'")
     if accumulate == 1 and written is not None:
         accumulate = written.microbatches
-    return Step(model, optimizer, loss, Settings(precision, accumulate, clip_norm, budget, compile), written)
+    settings = Settings(precision, accumulate, clip_norm, budget, compile, clip_value, bool(grads), bool(outputs))
+    return Step(model, optimizer, loss, settings, written)
 
 
 def _written(mesh: Any, given: Any) -> plan.Plan | None:
@@ -115,6 +133,9 @@ class Settings:
     clip_norm: float | None
     budget: int | None
     compile: str | bool
+    clip_value: float | None = None
+    grads: bool = False
+    outputs: bool = False
 
     def compiles(self, device: torch.device) -> bool:
         return self.compile is True or (self.compile == "auto" and device.type == "cuda")
@@ -160,14 +181,21 @@ class Step:
         self.model, self.optimizer, self.settings, self.written = model, optimizer, settings, written
         self.parts = ShardedModel(model, optimizer, written) if written is not None and written.mesh.world > 1 else None
         self.fn = objective(model, loss)
+        self.taken = objective(model, loss, settings.outputs) if settings.outputs else self.fn
         self.entries: list[CompiledStep] = []
+        self.by_rule = not optimizers.without_rule(optimizer)  # is the update part of the program?
+        self._told = False  # that it is not
         self.grad_norm: torch.Tensor | None = None
+        self._gradients: dict[str, torch.Tensor] = {}
+        self.state = StepState(model, optimizer, self.parts, self.counters, self.set_counters)
+        self.steps = 0  # taken, skipped ones among them
+        self._evaluation: Forward | None = None
         self._counters: dict[str, torch.Tensor] = {}
 
-    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """One step on a batch; returns its loss, which stays on the device.  Only this rank's part of the batch is
-        moved there."""
-        signature = optimizers.signature(self.optimizer)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """One step on a batch; returns its loss (with `outputs`, and these), which stays on the device.  Only this
+        rank's part of the batch is moved there."""
+        signature = optimizers.signature(self.optimizer, self.by_rule)
         for i, entry in enumerate(self.entries):
             if entry.signature == signature:
                 out = entry.call(args, kwargs)
@@ -189,7 +217,7 @@ class Step:
 
     def usable(self, entry: CompiledStep) -> bool:
         """Are the optimiser's settings those it was compiled for?"""
-        return entry.signature == optimizers.signature(self.optimizer)
+        return entry.signature == optimizers.signature(self.optimizer, self.by_rule)
 
     def rows(self, size: int, name: str | None = None) -> range:
         """Which rows of a batch of so many are this rank's; `name`: of which tensor, where the plan splits them
@@ -214,14 +242,14 @@ class Step:
     def compile(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CompiledStep:
         """capture -> 16 bits -> head -> shares -> gradient -> parts -> update -> plan -> lower -> code."""
         s = self.settings
-        optimizers.refuse_hooks(self.model, self.optimizer)
+        self._choose_update()
         device = device_of(self.model)
         if s.compiles(device):
             start_workers()
         if device.type == "cpu":
             keep_freed_memory()
         args, kwargs = without_host_data(args, kwargs, device)
-        with self.parts.whole() if self.parts is not None else nullcontext():
+        with self.parts.whole() if self.parts is not None else contextlib.nullcontext():
             made = self._unsharded(args, kwargs)
         decided, done = planned(self._task(made), self._given())
         program = done.program
@@ -234,12 +262,24 @@ class Step:
         if self.parts is not None and done.spread is not None:
             code, feed = self.parts.connected(code), self.parts.feed(made, done.spread)
         call, local = self._bound(made, program, code, feed)
-        return CompiledStep(done, source, decided, call, local, feed, optimizers.signature(self.optimizer))
+        signature = optimizers.signature(self.optimizer, self.by_rule)
+        return CompiledStep(done, source, decided, call, local, feed, signature)
+
+    def _choose_update(self) -> None:
+        """Is the update part of the program, or torch's?  The latter is said once."""
+        why = optimizers.without_rule(self.optimizer) or optimizers.hooked(self.model, self.optimizer)
+        self.by_rule = not why
+        if why and not self._told:
+            self._told = True
+            torch_update.told(self.optimizer, why)
 
     def _task(self, made: UnshardedStep) -> Task:
         """What there is to plan."""
         device = made.captured.device
         inputs, gathered = self.parts.given(made) if self.parts is not None else ({}, frozenset[int]())
+        if self.parts is not None and not self.by_rule:
+            split = (name for name in self.parts.stored if not self.parts.layouts[name].is_whole)
+            torch_update.refuse_split(self.optimizer, self.parts.plan, split)
         return Task(
             made.program,
             made.body,
@@ -265,10 +305,10 @@ class Step:
         s = self.settings
         batch = Batch(args, kwargs, s.accumulate)
         known = roles_of(self.model, self.optimizer)
-        captured = capture_call(self.fn, *batch.part(), known=known, differentiated=True)
+        captured = capture_call(self.taken, *batch.part(), known=known, differentiated=True)
         whole = captured
         if s.accumulate > 1:
-            whole = capture_call(self.fn, args, kwargs, known=known, differentiated=True)
+            whole = capture_call(self.taken, args, kwargs, known=known, differentiated=True)
         program = self._prepared(replace(captured, program=transform.with_numbers_of(captured.program, whole.program)))
         if s.precision == "fp16":
             program = transform.with_scale(program)
@@ -280,10 +320,10 @@ class Step:
                     "with accumulate the model keeps tensors in attributes\n"
                     "  try       accumulate=1, or buffers that it updates"
                 )
-            split = batch.split(captured.leaves)
-            program, counting, unseen = transform.shares(
-                program, self._prepared(whole), trained.values(), split, s.accumulate
-            )
+            split, large = batch.split(captured.leaves), self._prepared(whole)
+            refuse_outputs(program, large, s.accumulate)
+            rows = transform.joined(program, large)
+            program, counting, unseen = transform.shares(program, large, trained.values(), split, s.accumulate)
             if unseen:
                 warnings.warn(
                     f"accumulate: no sum or mean over the batch, so its parts weigh the same: {'; '.join(unseen)}",
@@ -293,8 +333,10 @@ class Step:
         program, groups = self._differentiated(program, trained)
         body = program.entry
         if counting is not None:
-            program, body = check(transform.microbatch(program, counting, s.accumulate, split)), transform.BODY
-        program = check(transform.optimise(program, [g.group for g in groups], results, s.clip_norm))
+            program = check(transform.microbatch(program, counting, s.accumulate, split, rows))
+            body = transform.BODY
+        clipping = (s.clip_norm, s.clip_value) if self.by_rule else (None, None)
+        program = check(transform.optimise(program, [g.group for g in groups], results, *clipping, s.grads))
         return UnshardedStep(captured, program, tuple(groups), results, body)
 
     def _prepared(self, captured: Captured) -> Program:
@@ -332,7 +374,8 @@ class Step:
         }
         if not reached:
             raise GradientError("the loss depends on no parameter of the optimizer that requires a gradient")
-        groups = optimizers.bind_groups(self.optimizer, {id_: name for id_, name in names.items() if name in reached})
+        bound = {id_: name for id_, name in names.items() if name in reached}
+        groups = optimizers.bind_groups(self.optimizer, bound, self.by_rule)
         ordered = [reached[name] for g in groups for name in g.group.params]
         block = replace(made.main, outputs=(*outs[:results], *ordered, *outs[results + len(wrt) :]))
         return transform.simplify(
@@ -345,6 +388,7 @@ class Step:
         captured, groups, results = made.captured, made.groups, made.results
         step, optimizer = self, self.optimizer
         readers = self._readers(made, program)
+        gradients = bool(program.inputs_of("gradient"))
         given = [made.program.role(v) for v in captured.program.inputs]
         arranged = _arranged(
             [*given, *(role for roles, _ in readers for role in roles)], [program.role(v) for v in program.inputs]
@@ -361,7 +405,10 @@ class Step:
                 if first and step.skipped > before:  # the next one is the first
                     for g in first:
                         g.forget(optimizer)
+                if gradients:
+                    step._update(made, outs)
             step.grad_norm = outs[results]
+            step.steps += 1
             optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask whether a step came before theirs
             return outs[:results]
 
@@ -377,6 +424,9 @@ class Step:
         def counter(role: Role) -> list[torch.Tensor]:
             return [self.counter(role.name, device)]
 
+        def gradients(params: Sequence[torch.nn.Parameter], names: Sequence[str]) -> list[torch.Tensor]:
+            return [self._gradient(p, name) for p, name in zip(params, names, strict=True)]
+
         def of_group(group: optimizers.Bound) -> list[Any]:
             hyper = group.hyper(self.optimizer)  # before its state is made: a first step is one without
             return [*(group.state(self.optimizer) if self.parts is None else self.parts.state(group)), *hyper]
@@ -384,11 +434,36 @@ class Step:
         # in the order in which the passes add inputs: then values need no rearranging at each call
         counters = [program.role(v) for v in program.inputs_of("counter")]
         grouped = [([*g.group.state_roles(), *g.group.hyper_roles()], partial(of_group, g)) for g in made.groups]
+        trained = {name: p for g in made.groups for p, name in zip(g.params, g.group.params, strict=True)}
+        kept = [program.role(v) for v in program.inputs_of("gradient")]
+        params = [trained[role.of] for role in kept]
+        left = [(kept, partial(gradients, params, [role.of for role in kept]))] if kept else []
         scale, others = (
             [r for r in counters if r == transform.LOSS_SCALE],
             [r for r in counters if r != transform.LOSS_SCALE],
         )
-        return [*(([r], partial(counter, r)) for r in scale), *grouped, *(([r], partial(counter, r)) for r in others)]
+        counted = [([r], partial(counter, r)) for r in others]
+        return [*(([r], partial(counter, r)) for r in scale), *grouped, *left, *counted]
+
+    def _gradient(self, p: torch.nn.Parameter, name: str) -> torch.Tensor:
+        """Where the program puts the gradient of a parameter."""
+        held = self._gradients.get(name)
+        if held is None or held.shape != p.shape or held.dtype != p.dtype or held.device != p.device:
+            held = self._gradients[name] = torch.zeros_like(p, memory_format=torch.preserve_format).detach()
+        return held
+
+    def _update(self, made: UnshardedStep, outs: Sequence[Any]) -> None:
+        """What is left to do with gradients after the program: parameters get them, and the optimiser, where its update
+        is no part of the program."""
+        pairs = [
+            (p, self._gradients[name]) for g in made.groups for p, name in zip(g.params, g.group.params, strict=True)
+        ]
+        finite = self.by_rule or bool(torch.isfinite(outs[made.results]) & torch.isfinite(outs[0]))
+        if not self.by_rule and finite:
+            torch_update.update(self.optimizer, pairs, self.settings.clip_norm, self.settings.clip_value)
+        if self.by_rule or not finite or not self.settings.grads:
+            for p, g in pairs:
+                p.grad = g if self.settings.grads else None
 
     def forward(self, fn: Callable[..., Any] | None = None) -> Forward:
         """The loss of a batch (or what `fn` makes of it with the model), under the plan, without a step."""
@@ -408,14 +483,50 @@ class Step:
         """How many steps were skipped because their gradients were not finite."""
         return int(self._counters["skipped"]) if "skipped" in self._counters else 0
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
+    def counters(self) -> dict[str, torch.Tensor]:
         """What the step keeps besides the model and the optimiser: counters, and the loss scale of fp16."""
         return {k: v.clone() for k, v in self._counters.items()}
 
-    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Continue from what `state_dict` gave."""
+    def set_counters(self, counters: Mapping[str, torch.Tensor]) -> None:
+        """Continue from what `counters` gave."""
         device = device_of(self.model)
-        self._counters = {k: v.to(device).clone() for k, v in state.items()}
+        self._counters = {k: v.to(device).clone() for k, v in counters.items()}
+
+    # -- a model in parts is still a model (`step_state.py`); where there are ranks, all of them call these ---------
+
+    def state_dict(self) -> dict[str, Any]:
+        """{"model", "optimizer", "step"}: as torch's own, whole on every rank."""
+        return self.state.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from what `state_dict` gave, under any plan."""
+        self.state.load_state_dict(state)
+
+    def save(self, folder: str | Path, keep: int = 2) -> Path:
+        """A checkpoint of model, optimiser and step in a folder, of which the last `keep` stay; each rank writes its
+        part."""
+        return self.state.save(folder, self.steps, keep)
+
+    def load(self, folder: str | Path) -> None:
+        """Continue from the last checkpoint in a folder, which may have been saved under another plan (`mycel train`'s
+        too), or take the weights of a folder that `export` or transformers wrote."""
+        self.steps = self.state.load(folder)
+
+    def export(self, folder: str | Path) -> Path:
+        """The model, whole: in Hugging Face form if it is one of theirs, else as model.safetensors."""
+        return self.state.export(folder)
+
+    def whole(self, rank: int | None = None) -> contextlib.AbstractContextManager[torch.nn.Module]:
+        """A context in which the model is whole, on all ranks or on one: to call it, look at it or save it."""
+        return self.state.whole(rank)
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """The loss of a batch (with `outputs`, and these) in evaluation mode, without a step; under the plan."""
+        if self.parts is not None and not self.parts.is_split:
+            self.prepare(*args, **kwargs)  # a step says how parameters lie
+        self._evaluation = self._evaluation or self.forward(self.taken)
+        with evaluating(self.model):
+            return self._evaluation(*args, **kwargs)
 
     @property
     def plan(self) -> plan.Plan:

@@ -2,6 +2,7 @@
 
 CASES    name -> (a function of parameters that makes torch's optimiser)
 Lion     torch has none: this one has the interface and the update of lion-pytorch
+Whitened one of which Mycel knows nothing
 """
 
 from __future__ import annotations
@@ -27,6 +28,23 @@ class Lion(torch.optim.Optimizer):
                 p.mul_(1 - lr * group["weight_decay"])
                 p.add_(average.clone().mul_(beta1).add(p.grad, alpha=1 - beta1).sign_(), alpha=-lr)
                 average.mul_(beta2).add_(p.grad, alpha=1 - beta2)
+
+
+class Whitened(torch.optim.Optimizer):
+    """Shampoo's idea in small: a matrix of each parameter's own, which no part of it could make."""
+
+    def __init__(self, params, lr=0.02):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            g = p.grad.reshape(p.shape[0] if p.ndim else 1, -1)
+            seen = self.state[p]
+            seen["gram"] = seen.get("gram", 0) + g @ g.T
+            seen["count"] = seen.get("count", 0) + 1  # a plain number: state need not be tensors
+            size = len(seen["gram"])
+            p -= self.param_groups[0]["lr"] * torch.linalg.solve(seen["gram"] + torch.eye(size), g).reshape(p.shape)
 
 
 Make = Callable[[Any], torch.optim.Optimizer]
@@ -56,6 +74,11 @@ def cases() -> dict[str, Make]:
         "Adagrad": [
             {**o, "lr_decay": d, "initial_accumulator_value": v} for o in adamish for d, v in ((0.0, 0.0), (0.1, 0.5))
         ],
+        "RAdam": [{}, {"weight_decay": 0.2, "maximize": True, "decoupled_weight_decay": True, "betas": (0.8, 0.9)}],
+        "Adamax": [{}, {"weight_decay": 0.2, "maximize": True, "betas": (0.5, 0.3)}],
+        "Adadelta": [{}, {"weight_decay": 0.2, "maximize": True, "rho": 0.3}],
+        "ASGD": [{}, {"weight_decay": 0.2, "maximize": True, "lambd": 0.1, "t0": 1}],
+        "Rprop": [{}, {"maximize": True, "etas": (0.1, 3.0)}, {"step_sizes": (0.015, 0.03)}],
         "Adafactor": [{**o, "eps": e, "d": d, "beta2_decay": b} for o in adamish for e, d, b in factors],
         "Muon": [*options(nesterov=[False, True], adjust_lr_fn=[None, "match_rms_adamw"]), *iterations],
         "Lion": [{}, {"weight_decay": 0.3, "betas": (0.5, 0.8)}],

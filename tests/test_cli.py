@@ -117,9 +117,12 @@ def test_what_the_loop_is_called_with(ran):
     assert ran("train").exit_code == 0
     assert ran("train", "train.batch=3", "a.yaml", "--run", "out", "--dry-run", "log.every=1").exit_code == 0
     first, second = ran.calls
-    assert first == {"config": load(None), "resume": None, "dry_run": False, "started_from": None}
+    assert first == {
+        "config": load(None), "resume": None, "dry_run": False, "started_from": None, "overwrite": False
+    }  # fmt: skip
     config = second.pop("config")
-    assert second == {"resume": None, "dry_run": True, "started_from": Path("a.yaml")}
+    assert second == {"resume": None, "dry_run": True, "started_from": Path("a.yaml"), "overwrite": False}
+    assert ran("train", "--run", "out", "--overwrite").exit_code == 0 and ran.calls[2]["overwrite"]
     assert (config.train.steps, config.train.batch, config.log.every, config.run) == (7, 3, 1, Path("out"))
 
 
@@ -167,6 +170,10 @@ GOLDEN = {
     "train --resume runs/older --run x": (
         "--resume runs/older uses the run's own folder and configuration, not --run x\n  try       leave it out"
     ),
+    "train --overwrite": "--overwrite replaces the run of a folder, but none is named\n  try       --run FOLDER",
+    "train --overwrite --resume runs/older run=x": (
+        "--overwrite starts anew, --resume goes on\n  try       one of them"
+    ),
     "train --run=": "--run is given an empty name\n  try       --run runs/NAME",
     "config data.pack=1": (
         "data.pack is 1, not true or false\n  at        argument data.pack=1\n  try       true, the default"
@@ -195,11 +202,20 @@ def test_config_prints_what_loads_back(ran):
     assert "  steps: 9                # in all\n" in result.stdout
 
 
+def test_config_says_whose_defaults_it_prints(ran):
+    Path("my.yaml").write_text("model: {path: llama}\n")
+    mine = ran("config", "my.yaml", "train.batch=3").stdout
+    assert mine.startswith("# mycel train my.yaml train.batch=3\nmodel:") and "  steps: 500 " in mine
+    embedded = ran("config").stdout
+    assert embedded.startswith("# no model is named: a small Llama and what suits it\nmodel:")
+    assert "  steps: 600 " in embedded
+
+
 def test_config_into_a_closed_pipe():
     ran = subprocess.run(
         f"'{sys.executable}' -m mycel config | head -1", shell=True, capture_output=True, text=True, check=True
     )
-    assert ran.stdout.startswith("model:") and ran.stderr == ""
+    assert ran.stdout.startswith("# no model") and ran.stderr == ""
 
 
 @pytest.mark.parametrize("command", ["", "train", "config"])

@@ -199,7 +199,8 @@ log.tensorboard is "yes", not true or false
   try       true, the default""",
     "optimizer: {name: adamW, betas: [0.9]}": """\
 2 mistakes in the configuration
-optimizer.name is "adamW", not adamw, adam or sgd
+optimizer.name is "adamW", not adamw, adam, sgd, adadelta, adafactor, adagrad, adamax, asgd, \
+nadam, radam, rmsprop or rprop
   at        run.yaml:1:13
             optimizer: {name: adamW, betas: [0.9]}
   try       adamw
@@ -244,6 +245,11 @@ optimizer.nesterov is true, but optimizer.name is adamw
   at        run.yaml:1:13
             optimizer: {nesterov: true}
   try       optimizer.name=sgd""",
+    "optimizer: {options: {eps: 1.0}}": """\
+optimizer.options says eps, which is a setting of its own
+  at        run.yaml:1:13
+            optimizer: {options: {eps: 1.0}}
+  try       optimizer.eps=1.0""",
     "optimizer:\n  name: sgd\n  momentum: 0\n  nesterov: true\n": """\
 optimizer.nesterov is true, but optimizer.momentum is 0
   at        run.yaml:3:3
@@ -337,7 +343,7 @@ oops is not a setting
 unknown key train.stesp
   at        argument train.stesp=3
   try       train.steps
-optimizer is 3, not a mapping (name, lr, betas, eps, momentum, nesterov, weight_decay)
+optimizer is 3, not a mapping (name, lr, betas, eps, momentum, nesterov, weight_decay, options)
   at        argument optimizer=3
   try       {name: adamw}
 optimizer.lr cannot be set: optimizer is 3, not a mapping

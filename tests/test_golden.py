@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 from golden import golden
+from torch import nn
 
 import mycel
 from mycel import Program, transform
@@ -57,7 +58,7 @@ def test_generated_code():
     golden("emit", emit(transform.simplify(check(transform.value_and_grad(Program.parse(BEFORE), [2])))))
 
 
-@pytest.mark.parametrize("name", ["mask", "item", "global"])
+@pytest.mark.parametrize("name", ["mask", "item", "global", "packed"])
 def test_refusals(name):
     table = torch.zeros(3)
 
@@ -71,7 +72,10 @@ def test_refusals(name):
         table.add_(x)
         return x
 
-    fn = {"mask": mask, "item": item, "global": write}[name]
+    def packed(x):
+        return nn.utils.rnn.pack_padded_sequence(x[None, :, None], (x[:1] > 0).long() + 1, batch_first=True).data
+
+    fn = {"mask": mask, "item": item, "global": write, "packed": packed}[name]
     with pytest.raises(mycel.CaptureError) as caught:
         mycel.capture(fn, torch.randn(3))
     error = caught.value

@@ -114,10 +114,12 @@ class Returning(nn.Module):
                 return out, loss
             case "list":
                 return [loss]
+            case "two scalars":
+                return out, loss, loss * 2
         return None
 
 
-@pytest.mark.parametrize("form", ["scalar", "tuple", "dict"])
+@pytest.mark.parametrize("form", ["scalar", "tuple", "dict", "loss last", "list"])
 def test_models_that_return_their_loss(form):
     model = Returning(form)
     x, y = rows(0)
@@ -128,10 +130,16 @@ def test_models_that_return_their_loss(form):
         assert found.shape == () and not found.requires_grad
 
 
-@pytest.mark.parametrize("form", ["loss last", "list", "nothing"])
-def test_models_that_return_something_else(form):
+@pytest.mark.parametrize(
+    "form, message",
+    [
+        ("nothing", r"returned \w+ without a loss\n  try "),
+        ("two scalars", r"returned 3 values, 2 of them scalars: .* loss\n  try       a dict with loss"),
+    ],
+)
+def test_models_that_return_something_else(form, message):
     model = Returning(form)
-    with pytest.raises(TrainError, match=r"returned \w+ without a loss\n  try "):
+    with pytest.raises(TrainError, match=message):
         mycel.train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), compile=False)(*rows(0))
 
 
@@ -198,8 +206,16 @@ MISUSE = {
         GradientError,
         "depends on no parameter",
     ),
-    "another optimiser": (lambda: step(optimizer=torch.optim.Rprop(mlp().parameters())), TrainError, NAMES),
-    "a subclass": (lambda: step(optimizer=type("Mine", (torch.optim.SGD,), {})(mlp().parameters())), TrainError, NAMES),
+    "an optimiser that asks for losses": (
+        lambda: step(optimizer=torch.optim.LBFGS(mlp().parameters())),
+        TrainError,
+        r"several times a step: it needs a closure\n  try       mycel\.value_and_grad",
+    ),
+    "an optimiser of sparse gradients": (
+        lambda: step(optimizer=torch.optim.SparseAdam(mlp().parameters())),
+        TrainError,
+        r"needs sparse gradients.*\n  try       torch\.optim\.Adam",
+    ),
     "a class": (lambda: step(optimizer=torch.optim.SGD), TrainError, NAMES),
     "a batch without data": (
         lambda: step()(X.to("meta"), Y.to("meta")),
@@ -230,6 +246,8 @@ MISUSE = {
     ),
     "more parts than rows": (lambda: step(accumulate=16)(X, Y), TrainError, "accumulate=16 .* 8"),
     "clip to nothing": (lambda: step(clip_norm=0), TrainError, "clip_norm=0"),
+    "clip to no value": (lambda: step(clip_value=0), TrainError, "clip_value=0"),
+    "clip twice": (lambda: step(clip_value=1, clip_norm=1), TrainError, "both given"),
     "clip to NaN": (lambda: step(clip_norm=float("nan")), TrainError, "clip_norm=nan"),
     "memory without a unit": (lambda: step(memory="20"), TrainError, "'20' is not a size"),
     "memory in words": (lambda: step(memory="lots"), TrainError, "'lots' is not a size"),

@@ -361,12 +361,17 @@ class Launched:
 
 
 def test_a_killed_rank_ends_the_others_which_say_who_it_was(disk, tmp_path):
-    launched = Launched(disk, tmp_path)
+    launched = Launched(disk, tmp_path, "checkpoint.every=2")
+    while not (last := latest(launched.run / "checkpoints")):
+        time.sleep(0.1)
     os.kill(launched.ranks[1], signal.SIGKILL)
     assert launched.end() == 137
-    assert launched.told().count("rank 1 was killed by SIGKILL") == 2, (
-        launched.told()
-    )  # rank 0 by itself, and who started it
+    told, run = launched.told(), launched.run
+    assert told.count("rank 1 was killed by SIGKILL") == 2, told  # rank 0 by itself, and who started it
+    last = latest(run / "checkpoints")
+    assert told.endswith(f"  safe      {last}\n  try       mycel train --resume {run} --nproc 2\n"), told
+    assert f"a look at its log: {run / 'logs' / '1.log'}" in told and (run / "logs" / "1.log").is_file()
+    assert not list(tmp_path.glob("mycel-logs-*"))
 
 
 def test_a_stopped_rank_is_named_at_the_timeout_with_collective_and_line(disk, tmp_path):

@@ -32,6 +32,16 @@ SPECIAL: dict[
 ] = {}  # ATen overloads that need more of the tracer than a rule can ask; filled by `modes`
 
 
+# operators whose shapes are data, and what else does what they are used for
+WITH_DATA = {
+    "aten._pack_padded_sequence.default": (
+        "pack_padded_sequence: the lengths decide its shape, and their values are not known while it is captured",
+        "the padded sequences as they are, and the output at the last real place of each: "
+        "out[torch.arange(len(x)), lengths - 1]",
+    ),
+}
+
+
 class Tracer(Record):
     """Turns torch calls into equations of its record; knows module calls and random draws."""
 
@@ -284,7 +294,10 @@ class Tracer(Record):
                     out = self.emit(OPS["opaque"], inputs, params)
             except (ValueError, IRError) as e:
                 raise refuse(
-                    f"{func}: {e}", "a different operator, or computing it outside of the captured function"
+                    *WITH_DATA.get(
+                        str(func),
+                        (f"{func}: {e}", "a different operator, or computing it outside of the captured function"),
+                    )
                 ) from e
         return _nest(func, out)
 

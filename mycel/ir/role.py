@@ -8,6 +8,7 @@
     state exp_avg of layers.0.q_proj.weight      what the optimiser keeps of a parameter
     hyper lr of group 0                          a number of an optimiser's group
     counter skipped                              a number the step keeps
+    gradient of layers.0.q_proj.weight           where the step puts it, for others to read
     count tokens                                 a number of the whole batch that a microbatch is divided by
     error of layers.0.q_proj.weight over dp      what compressing a message left behind, sent with the next
     outer momentum of layers.0.q_proj.weight     state of an optimiser around the optimiser
@@ -32,6 +33,7 @@ FORMS = {
     "state": ("NAME", "of", "OF"),
     "hyper": ("NAME", "of", "group", "OF"),
     "counter": ("NAME",),
+    "gradient": ("of", "OF"),
     "count": ("NAME",),
     "error": ("of", "OF", "over", "OVER"),
     "outer": ("NAME", "of", "OF"),

@@ -19,6 +19,7 @@ STEPS = 24  # prices tried, each twice the one before
 
 Measure = Callable[[Residuals], Times]
 Kept = tuple[Residuals, Times]  # a decision and what the step takes under it
+LESS = "a larger accumulate= (smaller parts of the batch), or a larger budget"  # what to try where nothing fits
 
 
 def decide(
@@ -54,7 +55,7 @@ def decide(
         f"  of which  {shown(smallest.held)} are parameters, optimiser state and the batch\n"
         f"  peak      {smallest.at or 'in the update'}\n"
         "  tried     computing everything again that can be\n"
-        "  try       a larger accumulate= (smaller parts of the batch), or a larger budget"
+        f"  try       {LESS}"
     )
 
 

@@ -18,6 +18,7 @@ import errno
 import fcntl
 import json
 import os
+import shutil
 import socket
 import weakref
 from pathlib import Path
@@ -28,6 +29,7 @@ from mycel.errors import CheckpointError
 
 NAME = ".lock"
 SHOWN = 4  # names of files in an error message
+OWN = (NAME, "config.yaml", "checkpoints", "tensorboard", "curve.png", "model", "logs")  # of a run, besides its metrics
 
 
 class Lock:
@@ -109,16 +111,19 @@ os.register_at_fork(after_in_child=_forget_in_child)
 
 
 class RunFolder:
-    """The folder of one run, locked: new and empty, or with `resume` one that holds a run."""
+    """The folder of one run, locked: new and empty, or with `resume` one that holds a run; with `overwrite` a run that
+    is there goes."""
 
-    def __init__(self, path: str | os.PathLike[str], resume: bool = False) -> None:
+    def __init__(self, path: str | os.PathLike[str], resume: bool = False, overwrite: bool = False) -> None:
         self.path = Path(path)
         self.checkpoints = self.path / "checkpoints"
         if resume and not self.path.is_dir():
             raise CheckpointError(
                 f"there is no run to resume\n  at        {self.path}\n  try       the folder of an earlier run"
             )
-        if not (self.path / NAME).exists():
+        if overwrite:
+            refuse_strange(self.path)
+        elif not (self.path / NAME).exists():
             _refuse_wrong(self.path, resume)  # before anything is written into a folder that is not ours
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -128,6 +133,8 @@ class RunFolder:
             ) from e
         self.lock = Lock(self.path)
         try:
+            if overwrite:
+                _empty(self.path)
             _refuse_wrong(self.path, resume)
         except BaseException:
             self.lock.release()
@@ -154,6 +161,41 @@ def refuse_used(path: Path) -> None:
         _refuse_wrong(path, resume=False)
 
 
+def refuse_unwritable(path: Path) -> None:
+    """What making this folder would be told, before any work is done for it; nothing is made."""
+    there = next(p for p in [path, *path.absolute().parents] if p.exists())
+    if not there.is_dir():
+        raise CheckpointError(
+            f"the run cannot be in this folder: {there} is a file\n  at        {path}\n  try       another folder"
+        )
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise CheckpointError(
+            f"the run cannot be in this folder: {there} may not be written to\n  at        {path}\n"
+            "  try       another folder: --run FOLDER"
+        )
+
+
+def refuse_strange(path: Path) -> None:
+    """What of a folder is not a run's, and would be lost if it were overwritten."""
+    if not path.is_dir():
+        return
+    strange = sorted(p.name for p in path.iterdir() if p.name not in OWN and not p.name.startswith("metrics"))
+    if strange:
+        names = ", ".join(strange[:SHOWN]) + (f" and {len(strange) - SHOWN} more" if len(strange) > SHOWN else "")
+        raise CheckpointError(
+            f"the folder holds more than a run ({names}): it is not overwritten\n  at        {path}\n"
+            "  try       another folder"
+        )
+
+
+def _empty(path: Path) -> None:
+    """Remove the run in a folder, whose lock this process holds."""
+    for entry in path.iterdir():
+        if entry.name == NAME:
+            continue
+        shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
+
+
 def _refuse_wrong(path: Path, resume: bool) -> None:
     """A fresh run needs an empty folder, a resumed one needs a run."""
     try:
@@ -171,7 +213,7 @@ def _refuse_wrong(path: Path, resume: bool) -> None:
     names = ", ".join(entries[:SHOWN]) + (f" and {len(entries) - SHOWN} more" if len(entries) > SHOWN else "")
     resumable = "config.yaml" in entries or any((path / "checkpoints").glob("step-*/manifest.json"))
     hint = (
-        f"--resume {path} to go on with it, or another folder"
+        f"--resume {path} to go on with it, --overwrite, or another folder"
         if resumable
         else "another folder: this has no checkpoint to resume"
     )

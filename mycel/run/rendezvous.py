@@ -6,6 +6,7 @@ exists before any collective.
     does
 
     stop               why all has to end: written once, by whoever sees it first
+    run                the folder of the run, if it is one
     K/beat/RANK        of the K-th world that these processes make: where a rank is, written by its watch
     K/agree/N/…        the facts of the N-th agreement
 
@@ -36,6 +37,7 @@ from mycel.errors import RunError
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 DIFFERENCE_LINES = 12
 STOP = "stop"
+RUN = "run"  # the folder of a run, for whoever started its ranks
 GOODBYE_S = 5.0  # how long the holder of the store waits for others to read why all ends
 LATER_S = 60.0  # timeouts of torch and of the store come after that of the watch, which says more
 
@@ -179,6 +181,11 @@ class Rendezvous:
         """Wait until so many ranks have come to a place, once."""
         self.store.add(place, 1)
         self._until(lambda: self.store.add(place, 0) >= count, place)
+
+    def name_run(self, folder: Path) -> None:
+        """Tell whoever started the ranks where their results are."""
+        with suppress(dist.DistError):
+            self.all.set(RUN, str(folder.absolute()))
 
     def fail(self, error: Exception) -> None:
         """End the world because of an error of this rank."""

@@ -29,6 +29,7 @@ from mycel.train.rank_batch import outline, rank_batch
 from mycel.train.ranks import Team
 from mycel.train.tokenize import VOCABULARIES, Tokenizer, load_tokenizer
 from mycel.train.waiting import Waiting
+from mycel.train.weights import one_line
 
 
 @dataclass(frozen=True)
@@ -244,11 +245,21 @@ def _odd(config: settings.Config, tokenizer: Tokenizer | None, module: Any) -> l
 
 def _optimizer(chosen: settings.Optimizer, module: nn.Module) -> torch.optim.Optimizer:
     """torch's own, with weight decay where it belongs."""
-    groups = models.parameter_groups(module, chosen.weight_decay)
-    if chosen.name == "sgd":
-        return torch.optim.SGD(groups, lr=chosen.lr, momentum=chosen.momentum, nesterov=chosen.nesterov)
-    kind = torch.optim.AdamW if chosen.name == "adamw" else torch.optim.Adam
-    return kind(groups, lr=chosen.lr, betas=chosen.betas, eps=chosen.eps)
+    kinds = {name.lower(): kind for name, kind in vars(torch.optim).items() if isinstance(kind, type)}
+    kind = kinds[chosen.name]
+    groups, options = models.parameter_groups(module, chosen.weight_decay), chosen.options or {}
+    known = [name for name in inspect.signature(kind).parameters if name not in ("params", "lr", "weight_decay")]
+    unknown = [name for name in options if name not in known]
+    if unknown:
+        raise TrainError(
+            f"torch.optim.{kind.__name__} has no option {unknown[0]!r}\n  at        optimizer.options.{unknown[0]}\n"
+            f"  try       one of {', '.join(name for name in known if name not in chosen.passed)}"
+        )
+    try:
+        return kind(groups, lr=chosen.lr, **chosen.passed, **options)
+    except (ValueError, TypeError, RuntimeError) as error:
+        what = f"torch.optim.{kind.__name__} cannot be made so: {one_line(error)}"
+        raise TrainError(f"{what}\n  at        optimizer.options\n  try       its documentation") from error
 
 
 def tokenizer_source(parts: Assembly) -> Any:

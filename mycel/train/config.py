@@ -20,7 +20,7 @@ from pydantic import Field, model_validator
 
 from mycel.train import forms
 from mycel.train.sections import Conflict, Section, checked, lines, override
-from mycel.train.written import WrittenSettings, read_file
+from mycel.train.written import WrittenSettings, inline, read_file
 
 
 class Lora(Section):
@@ -94,19 +94,34 @@ class DataConfig(Section):
 class Optimizer(Section):
     """how parameters move"""
 
-    name: Literal["adamw", "adam", "sgd"] = "adamw"
+    name: Literal[
+        "adamw", "adam", "sgd", "adadelta", "adafactor", "adagrad", "adamax", "asgd", "nadam", "radam", "rmsprop",
+        "rprop",
+    ] = Field(default="adamw", description="any of torch.optim's")  # fmt: skip
     lr: forms.Positive = Field(default=3e-4, description="learning rate at its highest")
-    betas: forms.Betas = Field(default=(0.9, 0.95), description="of adamw and adam")
-    eps: forms.Amount = Field(default=1e-8, description="of adamw and adam")
+    betas: forms.Betas = Field(default=(0.9, 0.95), description="of adamw, adam, adamax, nadam and radam")
+    eps: forms.Amount = Field(default=1e-8, description="of the same")
     momentum: forms.Share = Field(default=0.9, description="of sgd")
     nesterov: forms.Switch = Field(default=False, description="of sgd")
     weight_decay: forms.Amount = Field(default=0.1, description="on matrices, not on biases and norms")
+    options: forms.Options | None = Field(default=None, description="{amsgrad: true}: others of torch's class")
 
     def conflicts(self) -> Iterator[Conflict]:
         if self.nesterov and self.name != "sgd":
             yield f"optimizer.nesterov is true, but optimizer.name is {self.name}", "optimizer.name=sgd"
         if self.nesterov and not self.momentum:
             yield "optimizer.nesterov is true, but optimizer.momentum is 0", "optimizer.momentum=0.9"
+        for twice in {*(self.options or ())} & {*self.passed, "lr", "weight_decay"}:
+            what = f"optimizer.options says {twice}, which is a setting of its own"
+            yield what, f"optimizer.{twice}={inline((self.options or {})[twice])}"
+
+    @property
+    def passed(self) -> dict[str, Any]:
+        """What its class is given besides lr, weight_decay and options."""
+        if self.name == "sgd":
+            return {"momentum": self.momentum, "nesterov": self.nesterov}
+        moments = self.name in ("adamw", "adam", "adamax", "nadam", "radam")
+        return {"betas": self.betas, "eps": self.eps} if moments else {}
 
 
 class Schedule(Section):
@@ -273,6 +288,15 @@ def load(path: Path | None, overrides: Sequence[str] = ()) -> Config:
     for number, argument in enumerate(overrides):
         override(Config, written, argument, number)
     return checked(Config, written)
+
+
+def names_model(path: Path | None, overrides: Sequence[str] = ()) -> bool:
+    """Whether the model is one's own, not the embedded one."""
+    written = read_file(path) if path else WrittenSettings()
+    for number, argument in enumerate(overrides):
+        override(Config, written, argument, number)
+    model = written.values.get("model") or {}
+    return isinstance(model, Mapping) and (model.get("path") is not None or model.get("config") is not None)
 
 
 def is_file(plan: str) -> bool:

@@ -18,10 +18,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from mycel.forward import evaluating
 from mycel.step import Step
 from mycel.train.order import Order
 from mycel.train.rank_batch import outline, rank_batch
-from mycel.train.sample import causal, evaluating
+from mycel.train.sample import causal
 from mycel.train.split import Split
 from mycel.train.store import I64
 

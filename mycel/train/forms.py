@@ -100,6 +100,7 @@ Folder = Annotated[Path, BeforeValidator(_home), Form("a path", verbatim=True)]
 Source = Annotated[str, BeforeValidator(_home), Form("a path", verbatim=True)]
 Sources = Annotated[str | tuple[str, ...], BeforeValidator(_homes), Form("a path or a list of paths", verbatim=True)]
 Free = Annotated[dict[str, JsonValue], Form("a mapping of plain values", "{model_type: llama}")]
+Options = Annotated[dict[str, JsonValue], Form("a mapping of options", "{amsgrad: true}")]
 Axes = Annotated[
     dict[str, Any], AfterValidator(_axes), Form("axes with their sizes, whole numbers from 1", "{dp: 2, tp: 2}")
 ]

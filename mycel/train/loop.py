@@ -20,27 +20,30 @@ from __future__ import annotations
 import itertools
 import shlex
 import time
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 
-from mycel.errors import CheckpointError
+from mycel.errors import CheckpointError, PlanError, TrainError
 from mycel.ir import Mesh
+from mycel.plan.decide import LESS
 from mycel.run.checkpoint import Loaded, Saver, latest, load_latest, load_latest_parts
-from mycel.run.folder import RunFolder, explain, refuse_used
+from mycel.run.folder import RunFolder, explain, refuse_strange, refuse_unwritable, refuse_used
 from mycel.run.rendezvous import seat
 from mycel.run.shards import read_manifest
 from mycel.train import device as devices
-from mycel.train import state, summary
+from mycel.train import metrics, state, summary
 from mycel.train.assemble import Assembly, assemble
 from mycel.train.config import Config, anchored, dump, load
 from mycel.train.finish import CURVE, MODEL, finish
 from mycel.train.metrics import FILE, Metrics
 from mycel.train.progress import Progress, duration, number, size
 from mycel.train.ranks import Team, team
+from mycel.train.schedule import learning_rate
 from mycel.train.sections import Section
 from mycel.train.signals import Interrupted, Signals
 from mycel.train.steps import Steps
@@ -52,17 +55,24 @@ CHECKPOINTS = "checkpoints"
 Load = Callable[[Assembly], tuple[Loaded, list[str]]]  # a checkpoint, for the parts of a run, and what was passed over
 
 
-def train(config: Config, resume: Path | None = None, dry_run: bool = False, started_from: Path | None = None) -> int:
+def train(
+    config: Config,
+    resume: Path | None = None,
+    dry_run: bool = False,
+    started_from: Path | None = None,
+    overwrite: bool = False,
+) -> int:
     """Run it: 0 when all is done, 1 when something could not be saved, 128 + the signal's number when it was stopped by
     one.
 
     resume        the folder of an earlier run, which goes on from its last checkpoint
     dry_run       say what would run, and stop
     started_from  the file the configuration is from: the run is called after it
+    overwrite     a run that is in the folder goes, once all that can be wrong with this one has been looked at
     """
     progress = Progress(Console(quiet=seat().rank > 0), config.train.steps)
     with Signals() as signals, ExitStack() as held:
-        run = Run(config, resume, dry_run, started_from, progress, signals)
+        run = Run(config, resume, dry_run, started_from, progress, signals, overwrite)
         try:
             return run.run(held)
         except Interrupted as interrupted:
@@ -82,8 +92,10 @@ class Run:
         started_from: Path | None,
         progress: Progress,
         signals: Signals,
+        overwrite: bool = False,
     ) -> None:
         self.config, self.resume, self.dry_run, self.started_from = config, resume, dry_run, started_from
+        self.overwrite = overwrite
         self.progress, self.signals = progress, signals
         self.team = Team(Mesh())
         self.folder: Path | None = None  # locked by rank 0, once this is set
@@ -99,12 +111,12 @@ class Run:
             )
             return 0
         earlier = self._earlier(resume) if resume else None
-        if not self.resume and self.config.run and self.team.rank == 0:
-            refuse_used(self.config.run)
+        if not self.resume and self.team.rank == 0:
+            self._look_at(_folder_name(self.config, self.started_from))
         parts, loaded = self._parts(earlier)
         earlier = None  # it may hold a copy of all weights
         if not self.dry_run and self.folder is None:
-            self.folder = self._claimed(held, lambda: _new_folder(self.config, self.started_from))
+            self.folder = self._claimed(held, lambda: _new_folder(self.config, self.started_from, self.overwrite))
         where = self.folder or self.resume or _folder_name(self.config, self.started_from)
         self.progress.summary(summary.rows(parts, loaded.step if loaded else 0, where), "what will run")
         for note in summary.notes(parts):
@@ -113,6 +125,8 @@ class Run:
             return 0
         settings = dump(anchored(self.config))
         if self.team.rank == 0:
+            if self.team.processes is not None and self.team.processes.meeting is not None:
+                self.team.processes.meeting.name_run(self.folder)
             _write(self.folder / "config.yaml", settings)
         steps = self._steps(parts, loaded, settings)
         if steps.stop is not None:
@@ -123,6 +137,18 @@ class Run:
     def _claimed(self, held: ExitStack, claim: Callable[[], RunFolder]) -> Path:
         """The folder that rank 0 has locked for all."""
         return Path(self.team.first(lambda: str(held.enter_context(claim()).path)))
+
+    def _look_at(self, folder: Path) -> None:
+        """Refuse a folder that cannot be written to, or holds something, before anything else is done; what would only
+        be said of it is said."""
+        refuse_unwritable(folder)
+        if self.overwrite:
+            refuse_strange(folder)
+        elif self.dry_run:
+            with suppress_to(self._note):
+                refuse_used(folder)
+        elif self.config.run:
+            refuse_used(folder)
 
     def _finished(self, folder: Path) -> int:
         """How many steps are done if nothing is left to do, otherwise 0."""
@@ -138,9 +164,14 @@ class Run:
         for name, old, new in _changes(before, self.config):
             if name != "run":
                 self._note(f"{name} was {old}, is now {new}")
-        if not self.team.first(lambda: any((folder / "checkpoints").glob("step-*"))):
+        if not self.team.first(lambda: any((folder / CHECKPOINTS).glob("step-*"))):
+            refused = self.team.first(lambda: _checkpoints_gone(folder, before))
+            if refused:
+                raise CheckpointError(refused)
             self._note("the run has no checkpoint yet: it starts anew")
             return None
+        if self.config.train.steps != before.train.steps and self.config.schedule.kind != "constant":
+            self._note(_stretched(before, self.config, self.team.first(lambda: _last_step(folder))))
         if self.team.processes is not None:
             ranks = self.team.savers
             return lambda parts: load_latest_parts(
@@ -161,10 +192,11 @@ class Run:
             if self.team.processes is not None:
                 self.team.processes.agree({"the data": parts.data.fingerprint, "the model": str(parts.outline)})
             waiting.say("preparing the step")
-            parts.local_step()
+            _prepare(parts)
             if earlier is not None:
                 loaded, notes = earlier(parts)
                 notes = [*notes, *state.restore(loaded, parts)]
+            _refuse_not_finite(parts, loaded.path if loaded else self.config.model.path)
         for note in notes:
             self._note(note)
         devices.seed_all(self.config.train.seed)  # what was drawn until here does not count
@@ -239,6 +271,65 @@ class Run:
         return f"interrupted; {last.name} is safe\n  at        {last.parent}\n  try       {again}"
 
 
+def _prepare(parts: Assembly) -> None:
+    """Compile the step; a budget that nothing fits is told in the words of the configuration."""
+    try:
+        parts.local_step()
+    except PlanError as error:
+        here = "a smaller train.batch, which is one micro-batch, or a larger train.memory"
+        raise PlanError(str(error).replace(LESS, here)) from None
+
+
+def _refuse_not_finite(parts: Assembly, where: Path | None) -> None:
+    """Weights that are no numbers make every step one that is skipped: they are named before the first."""
+    for name, p in parts.module.named_parameters():
+        bad = int((~torch.isfinite(p.detach())).sum()) if p.is_floating_point() else 0
+        if bad:
+            what = f"{name} is not finite: {bad:,} of its {p.numel():,} numbers are infinite or NaN"
+            raise TrainError(
+                f"{what}\n  at        {where or 'the fresh model'}\n"
+                "  try       weights from before they broke: no step can be taken with these"
+            )
+
+
+def _last_step(folder: Path) -> int:
+    """Of the last checkpoint; 0: there is none."""
+    last = latest(folder / CHECKPOINTS)
+    return _step_of(last) if last is not None else 0
+
+
+def _stretched(before: Config, now: Config, done: int) -> str:
+    """What another number of steps does to the learning rate from here on."""
+
+    def rate(config: Config) -> float:
+        steps, schedule = config.train.steps, config.schedule
+        return learning_rate(
+            min(done, steps - 1), lr=config.optimizer.lr, kind=schedule.kind, steps=steps, warmup=schedule.warmup,
+            min_lr=schedule.min_lr,
+        )  # fmt: skip
+
+    what = f"the {now.schedule.kind} schedule is stretched to {now.train.steps} steps"
+    return (
+        f"{what}: at step {done + 1} the learning rate is {rate(now):.3g}, it would have been {rate(before):.3g}\n"
+        "  try       schedule.kind=constant to keep it level"
+    )
+
+
+def _checkpoints_gone(folder: Path, config: Config) -> str:
+    """Why a run without checkpoints does not start anew: it has had some; empty: it has not.  A second save waits for
+    the first one, so the records of a run that has none end before its third would be due."""
+    records = metrics.read(folder)
+    last = max((int(record["step"]) for record in records), default=0)
+    every = config.checkpoint.every
+    early = (folder / CHECKPOINTS).is_dir() and (not every or last <= 2 * every) and not (folder / MODEL).exists()
+    if not last or early:
+        return ""
+    return (
+        f"the checkpoints are gone: {last} steps are recorded, and none of them can be gone on from\n"
+        f"  at        {folder / CHECKPOINTS}\n  try       put them back, or start a new run: --run ANOTHER"
+    )
+
+
 def _step_of(checkpoint: Path) -> int:
     """step-00000200 => 200."""
     return int(checkpoint.name.rpartition("-")[2])
@@ -256,11 +347,20 @@ def _folder_name(config: Config, started_from: Path | None) -> Path:
     return Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
-def _new_folder(config: Config, started_from: Path | None) -> RunFolder:
-    """The folder that is asked for, or one with a new name."""
+@contextmanager
+def suppress_to(say: Callable[[str], None]) -> Iterator[None]:
+    """What is refused inside is said."""
+    try:
+        yield
+    except CheckpointError as error:
+        say(str(error))
+
+
+def _new_folder(config: Config, started_from: Path | None, overwrite: bool = False) -> RunFolder:
+    """The folder that is asked for, emptied if it may be, or one with a new name."""
     named = _folder_name(config, started_from)
     if config.run:
-        return RunFolder(named)
+        return RunFolder(named, overwrite=overwrite)
     others = (named.with_name(f"{named.name}-{i}") for i in itertools.count(2))
     for path in itertools.chain([named], others):
         try:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import platform
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,15 +25,15 @@ from typing import Any, Self
 
 import torch
 import yaml
-from torch import distributed as dist
 
-from mycel.errors import PlanError, RunError
+from mycel.errors import PlanError
 from mycel.ir import Mesh
 from mycel.plan import Plan, probe_text
 from mycel.plan.record import ready_plans
 from mycel.run.checkpoint import ALONE, MeshProcess
 from mycel.run.processes import Processes, code_version, world
-from mycel.run.rendezvous import LATER_S, STOP, Rendezvous, seat
+from mycel.run.rendezvous import seat
+from mycel.run.shares import Shares
 from mycel.train.config import Config, Parallel, anchored, dump, is_file
 
 TWO_AXES = {"tx", "ty"}  # of the plan tp2d
@@ -125,11 +124,18 @@ def team(config: Config) -> Team:
 
 
 def _axes(parallel: Parallel, count: int) -> dict[str, int]:
-    """The mesh: as it is said, else the plan's own, else one of data parallel ranks."""
+    """The mesh: as it is said, else the plan's own, else all ranks along the one axis of ready plans, or as data
+    parallel ranks."""
     plan = parallel.plan
     written: Any = plan if isinstance(plan, dict) else _read(Path(plan)) if plan is not None and is_file(plan) else None
     own = written.get("mesh") if isinstance(written, dict) else None
-    return own if parallel.mesh is None and isinstance(own, dict) else parallel.axes(count)
+    if parallel.mesh is None and isinstance(own, dict):
+        return own
+    named = {*plan.split("+")} if isinstance(plan, str) and not is_file(plan) else set()
+    axes = {"dp" if name.startswith("zero") else name for name in named & {*ready_plans()} - {"tp2d"}}
+    if parallel.mesh is None and len(axes) == 1 and count > 1:
+        return {axes.pop(): count}
+    return parallel.axes(count)
 
 
 def _read(path: Path) -> Any:
@@ -156,31 +162,3 @@ def _name(parallel: Parallel, mesh: Mesh) -> str:
             f"  try       {hint}"
         )
     return "+".join(names)
-
-
-class Shares:
-    """Gives each rank the texts of all, round by round, through a connection of its own to the store."""
-
-    def __init__(self, meeting: Rendezvous, name: str) -> None:
-        self.meeting, self.all = meeting, meeting.connect()
-        self.store = dist.PrefixStore(f"{meeting.name}/share/{name}", self.all)
-        self.round = 0
-
-    def __call__(self, text: str) -> list[str]:
-        self.round += 1
-        self.store.set(f"{self.round}/{self.meeting.rank}", text)
-        if self.round > 2:  # who is in this round has read all of that
-            self.store.delete_key(f"{self.round - 2}/{self.meeting.rank}")
-        keys = [f"{self.round}/{rank}" for rank in range(self.meeting.world)]
-        end, pause_s = time.monotonic() + self.meeting.timeout_s + LATER_S, 0.001
-        while not self.store.check(keys):
-            if self.all.check([STOP]):
-                raise RunError(self.all.get(STOP).decode())
-            if time.monotonic() > end:
-                missing = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
-                raise RunError(
-                    f"no word from ranks {missing} for {self.meeting.timeout_s:g} s\n  try       a look at their logs"
-                )
-            time.sleep(pause_s)
-            pause_s = min(pause_s * 1.5, 0.05)
-        return [value.decode() for value in self.store.multi_get(keys)]

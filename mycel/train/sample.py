@@ -8,13 +8,13 @@ put back.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from mycel.forward import evaluating
 from mycel.train.weights import refusal
 
 
@@ -53,18 +53,6 @@ def generate(
                 break
             ids.append(following)
     return ids[len(prompt_ids) :]
-
-
-@contextlib.contextmanager
-def evaluating(module: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside; after, every part trains or not as it did."""
-    training = [part for part in module.modules() if part.training]
-    module.eval()
-    try:
-        yield
-    finally:
-        for part in training:
-            part.training = True
 
 
 def _draw(logits: torch.Tensor, temperature: float, generator: torch.Generator) -> int:

@@ -21,6 +21,7 @@ from mycel.train.forms import Form
 from mycel.train.written import Keys, Mistake, SettingOrigin, Writer, WrittenSettings, inline, read_value, refuse, shown
 
 COMMENT_COLUMN = 25
+FEW = 4  # choices that a comment has room for
 S = TypeVar("S", bound="Section")
 Conflict = tuple[
     str, str
@@ -210,6 +211,11 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
+def _choices(names: Sequence[str]) -> str:
+    """a | b | c, or the first of many."""
+    return " | ".join(names if len(names) <= FEW else [*names[: FEW - 1], "…"])
+
+
 def lines(section: Section, indent: str, comments: bool) -> Iterator[str]:
     """A section as lines of YAML, each with what its key means if asked for."""
     for name, field in type(section).model_fields.items():
@@ -217,7 +223,7 @@ def lines(section: Section, indent: str, comments: bool) -> Iterator[str]:
         inner = isinstance(value, Section)
         block = inner or isinstance(value, dict) and value
         line = f"{indent}{name}:" if block else f"{indent}{name}: {inline(_plain(value))}"
-        choices = " | ".join(get_args(field.annotation)) if get_origin(field.annotation) is Literal else ""
+        choices = _choices(get_args(field.annotation)) if get_origin(field.annotation) is Literal else ""
         description = type(value).__doc__ if inner else "; ".join(filter(None, [choices, field.description]))
         yield f"{line:{COMMENT_COLUMN}} # {description}" if comments and description else line
         if inner:

@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from mycel import step_state
 from mycel.errors import CheckpointError
-from mycel.ir import Layout, Role
 from mycel.run.checkpoint import Loaded
 from mycel.run.reading import Wanted
 from mycel.run.shards import Manifest
@@ -38,14 +38,9 @@ Tensors = dict[str, torch.Tensor]
 
 def tensors(parts: Assembly, losses: list[torch.Tensor], norms: list[torch.Tensor]) -> Tensors:
     """The state as it is now: the tensors themselves, not copies."""
-    state = {f"model.{name}": x for name, x in model_tensors(parts.module).items()}
-    for name, p in parts.module.named_parameters():
-        state |= {
-            f"optimizer.{name}.{slot}": x
-            for slot, x in parts.optimizer.state.get(p, {}).items()
-            if isinstance(x, torch.Tensor)
-        }
-    state |= {f"step.{name}": x for name, x in parts.step.state_dict().items()}
+    state = {f"model.{name}": x for name, x in step_state.model_tensors(parts.module, frozen=False).items()}
+    state |= {f"optimizer.{n}": x for n, x in step_state.optimizer_tensors(parts.module, parts.optimizer).items()}
+    state |= {f"step.{name}": x for name, x in parts.step.counters().items()}
     for name, values in (("losses", losses), ("norms", norms)):
         state[f"loop.{name}"] = torch.stack([x.detach().float() for x in values]) if values else torch.zeros(0)
     return state
@@ -53,28 +48,7 @@ def tensors(parts: Assembly, losses: list[torch.Tensor], norms: list[torch.Tenso
 
 def layouts(parts: Assembly) -> Layouts:
     """How these tensors lie on the mesh, and their global shapes; others are whole on every rank."""
-    held = parts.step.parts
-    if held is None:
-        return {}
-    placements = {
-        f"model.{name}": (held.layouts[name], tuple(held.shapes[name])) for name in model_tensors(parts.module)
-    }
-    for name, p in parts.module.named_parameters():
-        for slot, x in parts.optimizer.state.get(p, {}).items():
-            if isinstance(x, torch.Tensor) and x.dim():
-                layout, type = held.slots[Role("state", slot, of=name)]
-                placements[f"optimizer.{name}.{slot}"] = layout, type.shape
-    return placements
-
-
-def model_tensors(module: nn.Module) -> Tensors:
-    """What training changes of a module: its state without frozen parameters."""
-    state = module.state_dict(keep_vars=True)
-    return {
-        name: x
-        for name, x in state.items()
-        if isinstance(x, torch.Tensor) and (x.requires_grad or not isinstance(x, nn.Parameter))
-    }
+    return step_state.layouts(parts.module, parts.optimizer, parts.step.parts)
 
 
 def identity(parts: Assembly) -> dict[str, Any]:
@@ -148,7 +122,7 @@ def set_random_state(saved: Mapping[str, str], device: torch.device) -> None:
 def restore(loaded: Loaded, parts: Assembly) -> list[str]:
     """A checkpoint into the parts of a run, random state apart; notes on what may make other bits.  Refused whole if it
     does not fit."""
-    own, saved = model_tensors(parts.module), _part(loaded, "model.")
+    own, saved = step_state.model_tensors(parts.module, frozen=False), _part(loaded, "model.")
     _check_shapes(loaded, own, saved)
     _check_identity(loaded, parts)
     with torch.no_grad():
@@ -158,7 +132,7 @@ def restore(loaded: Loaded, parts: Assembly) -> list[str]:
     for name, x in _part(loaded, "optimizer.").items():
         owner, _, slot = name.rpartition(".")
         parts.optimizer.state[parameters[owner]][slot] = x.to(parts.device)
-    parts.step.load_state_dict({name: x.to(parts.device) for name, x in _part(loaded, "step.").items()})
+    parts.step.set_counters(_part(loaded, "step."))
     before, now = loaded.meta["machine"], machine(parts)
     changed = [f"{name} was {before[name]}, is {now[name]}" for name in now if before.get(name, now[name]) != now[name]]
     return (
@@ -170,26 +144,8 @@ def restore(loaded: Loaded, parts: Assembly) -> list[str]:
 
 def wanted(parts: Assembly, manifest: Manifest) -> Wanted:
     """This rank's parts of what a checkpoint holds, however they were saved."""
-    held = parts.step.parts
-    assert held is not None
-    own = model_tensors(parts.module)
-    specs = {f"model.{name}": (held.layouts[name], tuple(held.shapes[name]), x.dtype) for name, x in own.items()}
-    for name, entry in manifest.tensors.items():
-        saved = manifest.tensors[entry] if isinstance(entry, str) else entry
-        if isinstance(saved, str) or name in specs:
-            continue
-        kind, _, rest = name.partition(".")
-        owner, _, slot = rest.rpartition(".")
-        layout, type = (
-            held.slots.get(Role("state", slot, of=owner), (None, None)) if kind == "optimizer" else (None, None)
-        )
-        shape = saved.value_shape
-        specs[name] = (
-            layout if layout is not None and type is not None and type.shape == shape else Layout.whole(len(shape)),
-            shape,
-            saved.dtype,
-        )
-    return specs
+    assert parts.step.parts is not None
+    return step_state.wanted(parts.step.parts, step_state.model_tensors(parts.module, frozen=False), manifest)
 
 
 def pending(loaded: Loaded, device: torch.device) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

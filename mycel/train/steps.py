@@ -191,7 +191,7 @@ class Steps:
         if saves:
             self._save(validation if config.checkpoint.best else None)
         self._tell_saves()
-        if read and self.skipped_in_a_row >= HOPELESS:
+        if read and (self.skipped_in_a_row >= HOPELESS or self.skipped_in_a_row == self.done == self.total):
             self._give_up(metrics["loss"])
         return True
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 from mycel.train import models
@@ -11,6 +12,7 @@ from mycel.train.progress import count, size
 from mycel.train.schedule import warmup_steps
 
 Rows = list[tuple[str, str]]
+WHOLE_SHARE = 0.3  # of the parameters: more than embeddings, which some plans leave whole on purpose
 
 
 def rows(parts: Assembly, start: int, folder: Path) -> Rows:
@@ -46,7 +48,7 @@ def rows(parts: Assembly, start: int, folder: Path) -> Rows:
 
 def notes(parts: Assembly) -> list[str]:
     """What the data and the model have to say, and what looks wrong about memory."""
-    lines = [*parts.data.report[2:], *parts.notes]
+    lines = [*parts.data.report[2:], *parts.notes, *_left_whole(parts)]
     there = memory_total(parts.device)
     if there is not None and parts.step.plan.peak > there:
         what = f"the step is predicted to need {size(parts.step.plan.peak)}, the device has {size(there)}"
@@ -55,6 +57,33 @@ def notes(parts: Assembly) -> list[str]:
             "train.batch"
         )
     return lines
+
+
+def _left_whole(parts: Assembly) -> list[str]:
+    """A plan that splits parameters, and leaves most of them whole: it does not know their names."""
+    plan, held = parts.team.plan, parts.step.parts
+    if plan is None or held is None or not plan.parameters:
+        return []
+    used = plan.parameter_layouts(held.shapes)
+    matrices = {name: math.prod(held.shapes[name]) for name in dict(parts.outline.named_parameters())}
+    matrices = {name: n for name, n in matrices.items() if len(held.shapes[name]) > 1}
+    whole = {name: n for name, n in matrices.items() if used[name].is_whole}
+    share = sum(whole.values()) / max(1, sum(matrices.values()))
+    if share < WHOLE_SHARE:
+        return []
+    largest = max(whole, key=lambda name: whole[name])
+    others = f" and {len(whole) - 1} others" if len(whole) > 1 else ""
+    what = f"plan {parts.team.name} leaves {share:.0%} of the parameters whole on every rank"
+    layout = ", ".join([plan.mesh.axes[-1], *["-"] * (len(held.shapes[largest]) - 1)])
+    return [
+        f"{what}: it has no layout for {largest}{others}\n"
+        f"  try       a plan of your own, with parameters: {{{_pattern(largest)!r}: [{layout}]}}"
+    ]
+
+
+def _pattern(name: str) -> str:
+    """model.layers.0.mlp.w => *.mlp.w"""
+    return "*." + ".".join(name.split(".")[-2:])
 
 
 def _batch(parts: Assembly) -> str:

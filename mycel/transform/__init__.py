@@ -15,7 +15,7 @@ from mycel.transform.fuse import fuse
 from mycel.transform.head import head
 from mycel.transform.inline import inline
 from mycel.transform.jvp import jvp
-from mycel.transform.microbatch import BODY, microbatch, shares, with_numbers_of
+from mycel.transform.microbatch import BODY, joined, microbatch, shares, with_numbers_of
 from mycel.transform.optimise import ParameterGroup, optimise
 from mycel.transform.outline import outline
 from mycel.transform.precision import precision
@@ -51,6 +51,7 @@ __all__ = [
     "fuse",
     "head",
     "inline",
+    "joined",
     "jvp",
     "microbatch",
     "optimise",

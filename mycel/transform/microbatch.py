@@ -1,6 +1,7 @@
 """A batch in parts: the same loss and gradients, with the activations of one part at a time.
 
-shares        loss(part) becomes the part's share in the loss of the whole batch, so that shares sum up:
+shares        loss(part) becomes the part's share in the loss of the whole batch, so that shares sum up (and likewise
+              whatever else a part returns that is no row of the batch):
                   a / b     =>  a / count     where b (how many tokens count, say) is of the part and depends on no
                             parameter; `count` is its sum
                   sum(x)    =>  sum(x)        over something that has the part's rows: parts sum up by themselves
@@ -12,9 +13,8 @@ shares        loss(part) becomes the part's share in the loss of the whole batch
               (sum / len(x)) is taken from there.  A loss that goes beyond that (a root of a mean, say) is no sum over
                                                    the batch: its parts weigh
               the same, and the caller is told.
-microbatch    a program of one part => a scan over the parts that sums up loss and gradients, hands buffers from part to
-              part and gives each
-              part random numbers of its own.
+microbatch    a program of one part => a scan over the parts that sums up loss and gradients, puts rows of the batch one
+              behind the other, hands buffers from part to part and gives each part random numbers of its own.
 """
 
 from __future__ import annotations
@@ -52,29 +52,40 @@ class Term:
 def shares(
     program: Program, whole: Program, active: Collection[str], split: Collection[str], parts: int
 ) -> tuple[Program, Program, list[str]]:
-    """The program whose first result is the part's share, with an input for each count; the program of the counts
-    alone; and the lines of what is
-    no sum over the batch.
+    """The program whose first result is the part's share, as are others that are floats and no rows of the batch, with
+    an input for each count; the program of the counts alone; and the lines of what is no sum over the batch.
 
     `whole`: the program of the whole batch.  By name: `active`, inputs that are differentiated; `split`, inputs that
                                               are parts of something."""
     large = _means_apart(whole.main)
     program = replace(
-        program, blocks={**program.blocks, program.entry: _with_numbers_of(_means_apart(program.main), large)}
+        program,
+        blocks={
+            **program.blocks,
+            program.entry: _with_numbers_of(_means_apart(program.main), large, len(program.results)),
+        },
     )
     main = program.main
     loss = _Loss(program, large, active, split)
-    terms = loss.terms(main.outputs[0])
-    counts = list(dict.fromkeys(t.count for t in terms if t.count is not None))
+    rows = joined(program, whole)
+    summed = {
+        i: loss.terms(x)
+        for i, x in enumerate(program.results)
+        if i not in rows and (i == 0 or (isinstance(x, Var) and is_float(x.dtype)))
+    }
+    counts = list(dict.fromkeys(t.count for terms in summed.values() for t in terms if t.count is not None))
     b = _after(main)
     given = {c: b.input(f"count_{i}" if i else "count", c.type) for i, c in enumerate(counts)}
     roles = {**program.roles, **{v.name: Role("count", str(i)) for i, v in enumerate(given.values())}}
+    outputs = list(main.outputs)
     with b:
-        total: Atom = None
-        for t in terms:
-            share = _share(t, given, parts)
-            total = share if total is None else o.add(total, share)
-    block = Block(tuple(b.inputs), tuple(b.eqns), (total, *main.outputs[1:]))
+        for i, terms in summed.items():
+            total: Atom = None
+            for t in terms:
+                share = _share(t, given, parts)
+                total = share if total is None else o.add(total, share)
+            outputs[i] = total
+    block = Block(tuple(b.inputs), tuple(b.eqns), tuple(outputs))
     counting = Block(main.inputs, main.eqns, tuple(counts))
     return (
         replace(program, blocks={**program.blocks, program.entry: block}, roles=roles),
@@ -83,23 +94,29 @@ def shares(
     )
 
 
+def joined(part: Program, whole: Program) -> list[int]:
+    """Which results of a part are rows of the batch, and put one behind the other: those that are longer for the whole
+    of it."""
+    both = enumerate(zip(part.results, whole.results, strict=True))
+    return [i for i, (x, y) in both if isinstance(x, Var) and isinstance(y, Var) and x.shape != y.shape]
+
+
 def with_numbers_of(part: Program, whole: Program) -> Program:
-    """A part's program as it was captured, with the numbers of the whole batch's on the way to the loss: simplified, a
-    division by the one row
-    of a part would be gone."""
-    return replace(part, blocks={**part.blocks, part.entry: _with_numbers_of(part.main, whole.main)})
+    """A part's program as it was captured, with the numbers of the whole batch's on the way to its results: simplified,
+    a division by the one row of a part would be gone."""
+    return replace(part, blocks={**part.blocks, part.entry: _with_numbers_of(part.main, whole.main, len(part.results))})
 
 
 def _are_alike(a: Block, b: Block) -> bool:
     return [(e.op, len(e.inputs)) for e in a.eqns] == [(e.op, len(e.inputs)) for e in b.eqns]
 
 
-def _with_numbers_of(part: Block, whole: Block) -> Block:
-    """Numbers on the way to the loss that are others for the whole batch (len(x), say) are those of the whole batch;
+def _with_numbers_of(part: Block, whole: Block, results: int) -> Block:
+    """Numbers on the way to the results that are others for the whole batch (len(x), say) are those of the whole batch;
     those of integers are places in a part, and stay."""
     if not _are_alike(part, whole):
         return part
-    way = {part.outputs[0]}
+    way = {*part.outputs[:results]}
     for eqn in reversed(part.eqns):
         if any(v in way for v in eqn.outputs):
             way.update(eqn.vars)
@@ -226,10 +243,12 @@ def _means_apart(block: Block) -> Block:
     return Block(block.inputs, tuple(b.eqns), block.outputs)
 
 
-def microbatch(program: Program, counting: Program, parts: int, split: Collection[str]) -> Program:
-    """A program of one part, whose results are summed => the program of the whole batch, whose inputs `split` (by name)
-    are cut along their first
-    dim.  Its inputs of the role `count` are gone: they are what the results of `counting` sum up to."""
+def microbatch(
+    program: Program, counting: Program, parts: int, split: Collection[str], rows_at: Collection[int] = ()
+) -> Program:
+    """A program of one part, whose results are summed (those at `rows_at` are put one behind the other) => the program
+    of the whole batch, whose inputs `split` (by name) are cut along their first dim.  Its inputs of the role `count`
+    are gone: they are what the results of `counting` sum up to."""
     main = program.main
     whole = Builder()
     totals = [program.by_role()[Role("count", str(i))] for i in range(len(counting.results))]
@@ -249,13 +268,16 @@ def microbatch(program: Program, counting: Program, parts: int, split: Collectio
             if v.name in program.updates
         }
         again = next(iter(program.inputs_of("key")), None)
-        outs = _summed(whole, blocks, BODY, main, program.results, pieces, outer, state, again)
-        sums = [
-            x if x.dtype == r.dtype else o.cast(x, dtype=r.dtype)  # type: ignore[union-attr]
-            for x, r in zip(outs, program.results, strict=False)
-        ]
-    by_name = dict(zip((v.name for v in state), outs[len(sums) :], strict=False))
-    blocks[program.entry] = whole.block((*sums, *(by_name[name] for name in program.updates)))
+        summed = {i: x for i, x in enumerate(program.results) if i not in rows_at and isinstance(x, Var)}
+        stacked = [program.results[i] for i in rows_at]
+        outs = _summed(whole, blocks, BODY, main, [*summed.values()], pieces, outer, state, again, stacked)
+        results = list(program.results)
+        for (i, r), x in zip(summed.items(), outs, strict=False):
+            results[i] = x if x.dtype == r.dtype else o.cast(x, dtype=r.dtype)
+        for i, x in zip(rows_at, outs[len(outs) - len(rows_at) :], strict=True):
+            results[i] = o.reshape(x, shape=(parts * x.shape[1], *x.shape[2:]))
+    by_name = dict(zip((v.name for v in state), outs[len(summed) :], strict=False))
+    blocks[program.entry] = whole.block((*results, *(by_name[name] for name in program.updates)))
     roles = {v.name: program.roles[v.name] for v in given if v.name in program.roles}
     return prune(replace(program, blocks=blocks, consts={**counting.consts, **program.consts}, roles=roles))
 
@@ -270,8 +292,10 @@ def _summed(
     outer: dict[Var, Var],
     state: dict[Var, Atom],
     key: Var | None = None,
+    stacked: Sequence[Atom] = (),
 ) -> list[Var]:
-    """A scan of a block over pieces of its inputs: the sums of its results, then the last values of its state."""
+    """A scan of a block over pieces of its inputs: the sums of its results, then the last values of its state, then
+    what is `stacked`."""
     held = [v for v in part.inputs if v not in pieces and v not in state and v != key]
     b = Builder()
     b.reserve(v.name for v in (*part.inputs, *(v for e in part.eqns for v in e.outputs)))
@@ -291,13 +315,16 @@ def _summed(
         folded = [] if key is None else [o.fold_in(key, data=NEXT)]
     carry = [*totals, *state, *([] if key is None else [key])]
     blocks[name] = Block(
-        (*held, *carry, *pieces), tuple(b.eqns), (*(sums[i] for i in range(len(results))), *state.values(), *folded)
+        (*held, *carry, *pieces),
+        tuple(b.eqns),
+        (*(sums[i] for i in range(len(results))), *state.values(), *folded, *stacked),
     )
     first = [zeros(t.type) for t in totals] + [outer[v] for v in (*state, *([] if key is None else [key]))]
     inputs = (*(outer[v] for v in held), *first, *pieces.values())
     parts = next(iter(pieces.values())).shape[0]
     params = {"body": Ref(name), "length": parts, "consts": len(held), "carry": len(carry)}
-    outs = whole.append(scan, inputs, params, [v.type for v in carry])
+    rows = [Type(x.dtype, (parts, *x.shape)) for x in stacked if isinstance(x, Var)]
+    outs = whole.append(scan, inputs, params, [*(v.type for v in carry), *rows])
     return list(outs) if isinstance(outs, tuple) else [outs]
 
 

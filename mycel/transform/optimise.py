@@ -9,11 +9,12 @@ and optimiser state.
                                                          return loss, norm, updates: w', m', v', t', skipped + skip
 
 Gradients are divided by `scale`: the loss scale of half precision times what clipping takes away.  A skipped step
-changes no state at all:
-updates of buffers are undone as well.  New inputs, by their roles:
+changes no state at all: updates of buffers are undone as well.  A group without a kind is not updated here: whoever
+does it gets the gradients, without the loss scale and not clipped.  New inputs, by their roles:
 
     state exp_avg of w         for each slot of a group, for each of its parameters
     hyper lr of group 0        the scalar operands of a group's update
+    gradient of w              where gradients are asked for: as clipped, or of a group that is updated elsewhere
     counter skipped            how many steps changed nothing
     counter good_steps         where there is a loss scale: steps since it changed.  The scale itself is an input
                                already
@@ -40,9 +41,9 @@ SCALAR = Type(torch.float64, ())
 
 @dataclass(frozen=True)
 class ParameterGroup:
-    """Parameters that are updated together: `kind` is an optimiser of ours, `params` by the names their roles have,
-    `slots` their state, `hyper`
-    the scalar operands by name; `name` tells groups apart."""
+    """Parameters that are updated together: `kind` is an optimiser of ours (empty: they are updated elsewhere),
+    `params` by the names their roles have, `slots` their state, `hyper` the scalar operands by name; `name` tells
+    groups apart."""
 
     kind: str
     params: tuple[str, ...]
@@ -67,13 +68,19 @@ class ParameterGroup:
 
 
 def optimise(
-    program: Program, groups: Sequence[ParameterGroup], results: int, clip_norm: float | None = None
+    program: Program,
+    groups: Sequence[ParameterGroup],
+    results: int,
+    clip_norm: float | None = None,
+    clip_value: float | None = None,
+    gradients: bool = False,
 ) -> Program:
-    """Gradients in results[results:], in the order of the groups' parameters => updates of these."""
+    """Gradients in results[results:], in the order of the groups' parameters => updates of these; with `gradients`, of
+    inputs for them too."""
     main, inputs = program.main, program.by_role()
     loss_scale = inputs.get(LOSS_SCALE)
     n = len(program.results)
-    grads = main.outputs[results:n]
+    grads: Sequence[Any] = main.outputs[results:n]
     b = Builder(phase="update")
     b.inputs = list(main.inputs)
     b.reserve(v.name for v in (*main.inputs, *(v for e in main.eqns for v in e.outputs)))
@@ -87,6 +94,10 @@ def optimise(
 
     params = [[inputs[Role("parameter", p)] for p in group.params] for group in groups]
     given = [_state(new_input, group, own) for group, own in zip(groups, params, strict=True)]
+    returned = [p for group, own in zip(groups, params, strict=True) for p in own if gradients or not group.kind]
+    kept = {
+        p: new_input(f"{p.name}.grad", p.type, Role("gradient", of=program.role(p).name)) for p in returned
+    }  # in the groups' order
     skipped = new_input("skipped", Type(torch.int64, ()), Role("counter", "skipped"))
     updates: dict[str, Any] = {}
     with b:
@@ -101,26 +112,38 @@ def optimise(
         finite = o.isfinite(norm)
         finite = o.logical_and(finite, o.isfinite(main.outputs[0]))  # of a loss that is no number, too
         skip = o.sub(1.0, o.cast(finite, dtype=torch.float32))
+        if kept or clip_value is not None:  # gradients are wanted as they are, not by way of a scale
+            grads, scale = [_clipped(g, scale, clip_value) for g in grads], None
         for name, new in zip(program.updates, main.outputs[n:], strict=True):
             updates[name] = o.where(finite, new, next(v for v in main.inputs if v.name == name))
         at = 0
         for group, own, (state, hyper) in zip(groups, params, given, strict=True):
             count = len(own)
+            mine = grads[at : at + count]
+            at += count
+            updates.update((kept[p].name, g) for p, g in zip(own, mine, strict=True) if p in kept)
+            if not group.kind:
+                continue
             named = [*own, *state]
             over = [updates.get(v.name, v) for v in named]  # the forward pass may have changed a parameter itself
             flags = {"count": count, **dict(group.flags)}
-            updated = OPS[group.kind](*over, *grads[at : at + count], *hyper, scale, skip, **flags)
+            updated = OPS[group.kind](*over, *mine, *hyper, scale, skip, **flags)
             updates.update(
                 (v.name, new)
                 for v, new in zip(named, updated if isinstance(updated, tuple) else (updated,), strict=True)
             )
-            at += count
         updates[skipped.name] = o.add(skipped, o.cast(skip, dtype=torch.int64))
         if loss_scale is not None:
             good = new_input("good_steps", Type(torch.int32, ()), Role("counter", "good_steps"))
             _scale_updates(updates, loss_scale, good, finite)
     block = Block(tuple(b.inputs), tuple(b.eqns), (*main.outputs[:results], norm, *updates.values()))
     return replace(program, blocks={**program.blocks, program.entry: block}, updates=tuple(updates), roles=roles)
+
+
+def _clipped(g: Any, scale: Any, most: float | None) -> Any:
+    """A gradient without its scale, no element beyond `most`."""
+    g = g if scale is None else o.div(g, o.cast(scale, dtype=g.dtype))
+    return g if most is None else o.clamp(g, -most, most)
 
 
 def _state(

@@ -1,7 +1,9 @@
 """Optimisers, one paragraph each: state, hyper-parameters, update rule.  Importing this fills the table
 `OPTIMISERS`."""
 
-from mycel.ops.optimisers import adam, factored, lion, muon, scaled, sgd
+from mycel.ops.optimisers import adam, factored, lion, muon, rprop, scaled, sgd
 from mycel.ops.optimisers.paragraph import OPTIMISERS, Optimiser, StateSlot, optimiser
 
-__all__ = ["OPTIMISERS", "Optimiser", "StateSlot", "adam", "factored", "lion", "muon", "optimiser", "scaled", "sgd"]
+__all__ = [
+    "OPTIMISERS", "Optimiser", "StateSlot", "adam", "factored", "lion", "muon", "optimiser", "rprop", "scaled", "sgd",
+]  # fmt: skip

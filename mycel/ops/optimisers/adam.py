@@ -1,4 +1,4 @@
-"""Adam, AdamW and NAdam: two moments of the gradient."""
+"""Adam, AdamW, NAdam, RAdam and Adamax: two moments of the gradient."""
 
 from __future__ import annotations
 
@@ -133,3 +133,55 @@ def nadam(
     of_m = o.div(o.mul(lr, mu_next), o.sub(1.0, o.mul(so_far, mu_next)))
     move = o.div(o.add(times(g, of_g), times(m, of_m)), root)
     return o.sub(base, move), {"exp_avg": m, "exp_avg_sq": v, "mu_product": product, "step": at}
+
+
+@optimiser(
+    classes={"RAdam": {"maximize": False}},
+    slots=[StateSlot("exp_avg"), StateSlot("exp_avg_sq"), StateSlot("step", scalar=True)],
+    hyper={"lr": "lr", "beta1": "betas.0", "beta2": "betas.1", "eps": "eps", "weight_decay": "weight_decay"},
+    flags={"decoupled": "decoupled_weight_decay", "maximize": "maximize"},
+    examples=[
+        "f[4,6], f[4,6], f[4,6]>0, f32[]>1, f[4,6], f64[]~0.1, 0.9, 0.7, f64[]~0.1, f64[]~0.1, None, f32[]~0, count=1",
+        "f64[4], f64[3], f64[4], f64[3], f64[4]>0, f64[3]>0, f32[]>9, f32[]>9, f64[4], f64[3], f64[]>0, 0.9, "
+        "0.8, f64[]>0, f64[]>0, f32[]>0, f32[]~0, count=2, decoupled=True, maximize=True",
+    ],
+)
+def radam(p, g, *, exp_avg, exp_avg_sq, step, lr, beta1, beta2, eps, weight_decay, decoupled=False):
+    """rho = rho_inf - 2 t b2^t / (1-b2^t), rho_inf = 2 / (1-b2) - 1;  p' = p - lr m'/(1-b1^t), and where rho > 5 that
+    times r sqrt(1-b2^t) / (sqrt(v') + eps), r² = (rho-4)(rho-2) rho_inf / ((rho_inf-4)(rho_inf-2) rho)"""
+    at = o.add(step, 1)
+    now = o.cast(at, dtype=torch.float64)
+    base = decayed(p, lr, weight_decay) if decoupled else p
+    g = g if decoupled else o.add(g, times(p, weight_decay))
+    m = blend(exp_avg, g, o.sub(1.0, beta1))
+    v = o.add(times(exp_avg_sq, beta2), times(o.square(g), o.sub(1.0, beta2)))
+    grown = o.sub(1.0, o.pow(beta2, now))
+    most = o.sub(o.div(2.0, o.sub(1.0, beta2)), 1.0)
+    rho = o.sub(most, o.div(o.mul(o.mul(2.0, now), o.pow(beta2, now)), grown))
+    over, under = (o.mul(o.mul(o.sub(x, 4.0), o.sub(x, 2.0)), y) for x, y in ((rho, most), (most, rho)))
+    rate = o.div(lr, o.sub(1.0, o.pow(beta1, now)))
+    rectified = o.mul(rate, o.sqrt(o.mul(o.div(over, under), grown)))
+    adapted = o.div(times(m, rectified), plus(o.sqrt(v), eps))
+    move = o.where(o.gt(rho, 5.0), adapted, times(m, rate))
+    return o.sub(base, move), {"exp_avg": m, "exp_avg_sq": v, "step": at}
+
+
+@optimiser(
+    classes={"Adamax": {"maximize": False}},
+    slots=[StateSlot("exp_avg"), StateSlot("exp_inf"), StateSlot("step", scalar=True)],
+    hyper={"lr": "lr", "beta1": "betas.0", "beta2": "betas.1", "eps": "eps", "weight_decay": "weight_decay"},
+    flags={"maximize": "maximize"},
+    examples=[
+        "f[4,6], f[4,6], f[4,6]>0, f32[]>1, f[4,6], f64[]~0.1, 0.9, 0.7, f64[]~0.1, f64[]~0.1, None, f32[]~0, count=1",
+        "f64[4], f64[3], f64[4], f64[3], f64[4]>0, f64[3]>0, f32[]>0, f32[]>0, f64[4], f64[3], f64[]>0, 0.9, "
+        "0.8, f64[]>0, f64[]>0, f32[]>0, f32[]~0, count=2, maximize=True",
+    ],
+)
+def adamax(p, g, *, exp_avg, exp_inf, step, lr, beta1, beta2, eps, weight_decay):
+    """m' = b1 m + (1-b1) g;  u' = max(b2 u, |g| + eps);  p' = p - lr / (1-b1^t) m' / u'"""
+    at = o.add(step, 1)
+    g = o.add(g, times(p, weight_decay))
+    m = blend(exp_avg, g, o.sub(1.0, beta1))
+    u = o.maximum(times(exp_inf, beta2), plus(o.abs(g), eps))
+    rate = o.div(lr, o.sub(1.0, o.pow(beta1, o.cast(at, dtype=torch.float64))))
+    return o.sub(p, times(o.div(m, u), rate)), {"exp_avg": m, "exp_inf": u, "step": at}

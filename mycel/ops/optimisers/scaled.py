@@ -1,4 +1,4 @@
-"""RMSprop and Adagrad: gradients over the root of their squares, averaged or summed up."""
+"""RMSprop, Adagrad and Adadelta: gradients over the root of their squares, averaged or summed up."""
 
 from __future__ import annotations
 
@@ -71,3 +71,23 @@ def adagrad(p, g, *, sum, step, lr, lr_decay, eps, weight_decay):
     rate = o.div(lr, o.add(1.0, o.mul(o.cast(step, dtype=torch.float64), lr_decay)))
     s = o.add(sum, o.square(g))
     return o.sub(p, times(o.div(g, plus(o.sqrt(s), eps)), rate)), {"sum": s, "step": o.add(step, 1)}
+
+
+@optimiser(
+    classes={"Adadelta": {"maximize": False}},
+    slots=[StateSlot("square_avg"), StateSlot("acc_delta"), StateSlot("step", scalar=True)],
+    hyper={"lr": "lr", "rho": "rho", "eps": "eps", "weight_decay": "weight_decay"},
+    flags={"maximize": "maximize"},
+    examples=[
+        "f[4,6], f[4,6]>0, f[4,6]>0, f32[]>0, f[4,6], f64[]>0, f64[]~0.9, f64[]>0.1, f64[]>0, None, f32[]~0, count=1",
+        "f64[4], f64[3], f64[4]>0, f64[3]>0, f64[4]>0, f64[3]>0, f32[]>0, f32[]>0, f64[4], f64[3], f64[]>0, "
+        "f64[]~0.9, f64[]>0.1, f64[]>0, f32[]>0, f32[]~0, count=2, maximize=True",
+    ],
+)
+def adadelta(p, g, *, square_avg, acc_delta, step, lr, rho, eps, weight_decay):
+    """v' = rho v + (1-rho) g²;  d = g sqrt(u + eps) / sqrt(v' + eps);  u' = rho u + (1-rho) d²;  p' = p - lr d"""
+    g = o.add(g, times(p, weight_decay))
+    v = o.add(times(square_avg, rho), times(o.square(g), o.sub(1.0, rho)))
+    d = o.mul(o.div(o.sqrt(plus(acc_delta, eps)), o.sqrt(plus(v, eps))), g)
+    u = o.add(times(acc_delta, rho), times(o.square(d), o.sub(1.0, rho)))
+    return o.sub(p, times(d, lr)), {"square_avg": v, "acc_delta": u, "step": o.add(step, 1)}

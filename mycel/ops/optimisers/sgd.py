@@ -1,10 +1,10 @@
-"""SGD, with momentum or without."""
+"""SGD, with momentum or without; ASGD, which averages where it has been."""
 
 from __future__ import annotations
 
 import torch
 
-from mycel.ops.optimisers.paragraph import StateSlot, columns, laid_like, optimiser
+from mycel.ops.optimisers.paragraph import StateSlot, blend, columns, decayed, laid_like, optimiser, times
 from mycel.ops.rules import o
 
 
@@ -64,3 +64,34 @@ def sgd(p, g, *, lr, momentum, dampening, weight_decay, first_step, momentum_buf
         return o.sub(p, o.mul(rate, g)), {}
     b = o.where(o.ne(first_step, 0.0), g, o.add(o.mul(momentum_buffer, keep), o.mul(g, o.sub(1, lost))))
     return o.sub(p, o.mul(rate, o.add(g, o.mul(b, keep)) if nesterov else b)), {"momentum_buffer": b}
+
+
+@optimiser(
+    classes={"ASGD": {"maximize": False}},
+    slots=[
+        StateSlot("ax"),
+        StateSlot("eta", scalar=True, initial="lr"),
+        StateSlot("mu", scalar=True, initial=1.0),
+        StateSlot("step", scalar=True),
+    ],
+    hyper={"lr": "lr", "lambd": "lambd", "alpha": "alpha", "t0": "t0", "weight_decay": "weight_decay"},
+    flags={"maximize": "maximize"},
+    examples=[
+        "f[4,6], f[4,6], f32[]~0.1, f32[]~0.9, f32[]>0, f[4,6], f64[]>0, f64[]>0, f64[]>0, f64[]~2, f64[]>0, None, "
+        "f32[]~0, count=1",
+        "f64[4], f64[3], f64[4], f64[3], f32[]~0.1, f32[]~0.1, f32[]~0.9, f32[]~0.9, f32[]>0, f32[]>0, f64[4], f64[3], "
+        "f64[]>0, f64[]>0, f64[]>0, f64[]~2, f64[]>0, f32[]>0, f32[]~0, count=2, maximize=True",
+    ],
+)
+def asgd(p, g, *, ax, eta, mu, step, lr, lambd, alpha, t0, weight_decay):
+    """p' = p (1 - lambda eta) - eta g;  ax' = ax + mu (p' - ax);  eta' = lr / (1 + lambda lr t)^alpha;
+    mu' = 1 / max(1, t - t0)"""
+    at = o.add(step, 1)
+    now = o.cast(at, dtype=torch.float64)
+    rate = o.cast(eta, dtype=torch.float64)
+    g = o.add(g, times(p, weight_decay))
+    new_p = o.sub(decayed(p, rate, lambd), times(g, rate))
+    new_eta = o.div(lr, o.pow(o.add(1.0, o.mul(o.mul(lambd, lr), now)), alpha))
+    new_mu = o.div(1.0, o.clamp(o.sub(now, t0), 1.0, None))
+    new = {"eta": o.cast(new_eta, dtype=eta.dtype), "mu": o.cast(new_mu, dtype=mu.dtype)}
+    return new_p, {"ax": blend(ax, new_p, mu), "step": at, **new}

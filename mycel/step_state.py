@@ -1,0 +1,339 @@
+"""All that a step holds, whole or in parts: the model, the optimiser's state, the step's counters.
+
+whole state ─▶ state_dict(), load_state_dict()      as torch's; gathered on every rank, cut to this rank's part
+in parts    ─▶ save(folder), load(folder)           checkpoints (`run/checkpoint.py`), by all ranks, under any plan
+the model   ─▶ whole(), export(folder)
+
+model.NAME, optimizer.NAME.SLOT, step.NAME          tensors of a checkpoint
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from mycel.errors import CheckpointError, TrainError
+from mycel.ir import Layout, Role
+from mycel.parts import ShardedModel
+from mycel.run import part_of
+from mycel.run.checkpoint import ALONE, Loaded, MeshProcess, Saver, load, load_latest, load_latest_parts
+from mycel.run.reading import Wanted, load_parts
+from mycel.run.shards import MANIFEST, Manifest, read_manifest
+from mycel.run.shares import Shares
+from mycel.run.snapshot import Layouts
+
+Tensors = dict[str, torch.Tensor]
+NAME = "model.safetensors"  # of weights alone
+
+
+def model_tensors(model: nn.Module, frozen: bool = True) -> Tensors:
+    """A model's state as it is held, by name; without `frozen`, what training changes of it."""
+    state = model.state_dict(keep_vars=True)
+    return {
+        name: x
+        for name, x in state.items()
+        if isinstance(x, torch.Tensor) and (frozen or x.requires_grad or not isinstance(x, nn.Parameter))
+    }
+
+
+def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
+    """The optimiser's state as it is held, by parameter and slot."""
+    return {
+        f"{name}.{slot}": x
+        for name, p in model.named_parameters()
+        for slot, x in optimizer.state.get(p, {}).items()
+        if isinstance(x, torch.Tensor)
+    }
+
+
+def layouts(model: nn.Module, optimizer: torch.optim.Optimizer, parts: ShardedModel | None) -> Layouts:
+    """How the tensors of a checkpoint lie on the mesh, and their global shapes; others are whole on every rank."""
+    if parts is None:
+        return {}
+    placements = {f"model.{name}": (parts.layouts[name], tuple(parts.shapes[name])) for name in model_tensors(model)}
+    for name, x in optimizer_tensors(model, optimizer).items():
+        owner, _, slot = name.rpartition(".")
+        if x.dim():
+            layout, type = parts.slots[Role("state", slot, of=owner)]
+            placements[f"optimizer.{name}"] = layout, type.shape
+    return placements
+
+
+def wanted(parts: ShardedModel, own: Tensors, manifest: Manifest) -> Wanted:
+    """This rank's parts of what a checkpoint holds, however they were saved; `own`: what the model has."""
+    specs = {f"model.{name}": (parts.layouts[name], tuple(parts.shapes[name]), x.dtype) for name, x in own.items()}
+    for name, entry in manifest.tensors.items():
+        saved = manifest.tensors[entry] if isinstance(entry, str) else entry
+        if isinstance(saved, str) or name in specs:
+            continue
+        kind, _, rest = name.partition(".")
+        owner, _, slot = rest.rpartition(".")
+        known = parts.slots.get(Role("state", slot, of=owner)) if kind == "optimizer" else None
+        shape = saved.value_shape
+        fits = known is not None and known[1].shape == shape
+        specs[name] = known[0] if known and fits else Layout.whole(len(shape)), shape, saved.dtype
+    return specs
+
+
+class StepState:
+    """The state of one step; `counters` gives and takes the numbers that it keeps."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        parts: ShardedModel | None,
+        counters: Callable[[], Tensors],
+        set_counters: Callable[[Mapping[str, torch.Tensor]], None],
+    ) -> None:
+        self.model, self.optimizer, self.parts = model, optimizer, parts
+        self.counters, self.set_counters = counters, set_counters
+        self._ranks: MeshProcess | None = None
+
+    @property
+    def split(self) -> ShardedModel | None:
+        """How ranks hold the model, once they do in parts."""
+        return self.parts if self.parts is not None and self.parts.is_split else None
+
+    @property
+    def rank(self) -> int:
+        return self.split.ranks.rank if self.split is not None else 0
+
+    # -- whole -------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """{"model", "optimizer", "step"}: the first two as torch's own, whole on every rank; all of them call this."""
+        with self._open():
+            model = {name: self._whole(name, x) for name, x in self.model.state_dict(keep_vars=True).items()}
+            optimizer = self.optimizer.state_dict()
+        names = self._names()
+        ordered = [p for group in self.optimizer.param_groups for p in group["params"]]
+        state = {}
+        for i, held in optimizer["state"].items():
+            name = names.get(id(ordered[i]), "")
+            state[i] = {slot: self._whole_slot(name, slot, x) for slot, x in held.items()}
+        return {"model": model, "optimizer": {**optimizer, "state": state}, "step": self.counters()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from what `state_dict` gave, under any plan; every rank is given all of it, and takes its part."""
+        if missing := [name for name in ("model", "optimizer", "step") if name not in state]:
+            raise TrainError(
+                f"the state of a step has no {missing[0]!r}: {', '.join(map(str, state)) or 'nothing'}\n"
+                "  try       what step.state_dict() gave; a model's own goes to model.load_state_dict, in step.whole()"
+            )
+        with self.whole():
+            self.model.load_state_dict(state["model"])
+        with self._open():
+            self.optimizer.load_state_dict(state["optimizer"])
+        for held in self.optimizer.state.values():  # of its own: torch takes the tensors that it is given
+            held.update({slot: x.clone() for slot, x in held.items() if isinstance(x, torch.Tensor)})
+        if self.split is not None:
+            self.split.cut_state()
+        self.set_counters(state["step"])
+
+    @contextlib.contextmanager
+    def whole(self, rank: int | None = None) -> Iterator[nn.Module]:
+        """The model, whole inside: on every rank, which then keep their parts of what it is at the end; or on one, to
+        be looked at.  All ranks enter it."""
+        parts = self.split
+        if parts is None:
+            yield self.model
+            return
+        held = {name: x for name, x in parts.tensors() if not parts.layouts[name].is_whole}
+        before = {name: x.data for name, x in held.items()}
+        with parts.opened():
+            done: set[int] = set()
+            for name, x in held.items():
+                if id(x) not in done:
+                    done.add(id(x))
+                    gathered = parts.gather(before[name], parts.layouts[name], parts.shapes[name])
+                    if rank is None or rank == self.rank:
+                        x.data = gathered.clone() if gathered is before[name] else gathered
+            try:
+                yield self.model
+            finally:
+                done.clear()
+                for name, x in held.items():
+                    if id(x) in done:
+                        continue
+                    done.add(id(x))
+                    if rank is None:
+                        before[name].copy_(part_of(x.data, parts.layouts[name], parts.plan.mesh, self.rank))
+                    x.data = before[name]
+
+    def _whole(self, name: str, x: Any) -> Any:
+        if not isinstance(x, torch.Tensor):
+            return x
+        parts = self.split
+        if parts is None or name not in parts.layouts:
+            return x.detach()
+        return parts.gather(x.detach(), parts.layouts[name], parts.shapes[name])
+
+    def _whole_slot(self, name: str, slot: str, x: Any) -> Any:
+        parts, role = self.split, Role("state", slot, of=name)
+        if parts is None or not isinstance(x, torch.Tensor) or role not in parts.slots:
+            return x
+        layout, type = parts.slots[role]
+        return x if tuple(x.shape) == type.shape and not layout.is_whole else parts.gather(x, layout, type.shape)
+
+    def _names(self) -> dict[int, str]:
+        return {id(p): name for name, p in self.model.named_parameters()}
+
+    def _open(self) -> contextlib.AbstractContextManager[None]:
+        return self.split.opened() if self.split is not None else contextlib.nullcontext()
+
+    # -- folders -----------------------------------------------------------------------------------------------------
+
+    def export(self, folder: str | Path) -> Path:
+        """The model in a folder of its own: in Hugging Face form where it is one of theirs, else model.safetensors.
+        All ranks call this, the first one writes."""
+        folder = Path(folder)
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise TrainError(f"there is something already\n  at        {folder}\n  try       another folder")
+        partial = folder.with_name(f".{folder.name}.partial")
+        with self.whole(rank=0):
+            if self.rank == 0:
+                shutil.rmtree(partial, ignore_errors=True)
+                partial.mkdir(parents=True)
+                _write_model(self.model, partial)
+                if folder.exists():
+                    folder.rmdir()
+                partial.rename(folder)
+        self._process().tell(None)  # it is there for all
+        return folder
+
+    def save(self, folder: str | Path, number: int, keep: int) -> Path:
+        """A checkpoint FOLDER/step-NUMBER, written by all ranks; when this returns it is on disk."""
+        with self._open():
+            tensors = {f"model.{name}": x for name, x in model_tensors(self.model).items()}
+            lying = layouts(self.model, self.optimizer, self.split)
+        tensors |= {f"optimizer.{name}": x for name, x in optimizer_tensors(self.model, self.optimizer).items()}
+        tensors |= {f"step.{name}": x for name, x in self.counters().items()}
+        plan = str(self.split.plan.given) if self.split is not None else None
+        with Saver(folder, keep, asynchronous=False, ranks=self._process(), plan=plan) as saver:
+            saver.save(number, tensors, {"optimizer": self._plain(), "steps": number}, layouts=lying)
+        if saver.last is None:
+            raise CheckpointError(next(iter(saver.poll()), "nothing was saved"))
+        return saver.last
+
+    def load(self, folder: str | Path) -> int:
+        """Continue from the newest undamaged checkpoint in a folder (or from the checkpoint that it is), saved under
+        any plan: the number of steps it was saved after.  A folder of weights alone gives the model those."""
+        folder = Path(folder)
+        if (folder / NAME).is_file() or any(folder.glob("*.safetensors.index.json")):
+            return self._load_weights(folder)
+        with self._open():
+            own = model_tensors(self.model)
+        parts, device = self.split, next((x.device for x in own.values()), torch.device("cpu"))
+        of_ranks = lambda saved: wanted(parts, own, saved) if parts is not None else {}
+        if (folder / MANIFEST).is_file():
+            manifest, mesh = read_manifest(folder), self._process().mesh
+            tensors = (
+                load(folder, device).tensors
+                if parts is None
+                else load_parts(folder, of_ranks(manifest), mesh, self.rank, device, manifest)
+            )
+            loaded = Loaded(manifest.step, tensors, manifest.meta, folder)
+        elif parts is None:
+            loaded, _ = load_latest(folder, device)
+        else:
+            loaded, _ = load_latest_parts(folder, of_ranks, self._process(), device)
+        self._take(loaded, own)
+        return loaded.step
+
+    def _take(self, loaded: Loaded, own: Tensors) -> None:
+        """A checkpoint's tensors, this rank's parts of them, into what is there."""
+        named = lambda kind: {n.removeprefix(kind): x for n, x in loaded.tensors.items() if n.startswith(kind)}
+        saved = named("model.")
+        missing = [name for name, x in own.items() if name not in saved and x.requires_grad]
+        strange = [name for name, x in saved.items() if name not in own or x.shape != own[name].shape]
+        if wrong := [*missing, *strange]:
+            raise CheckpointError(
+                f"the checkpoint is of another model: {len(wrong)} tensors differ, {wrong[0]} the first\n"
+                f"  at        {loaded.path}\n  try       the model it was saved from"
+            )
+        parameters, plain = dict(self.model.named_parameters()), loaded.meta.get("optimizer", {})
+        with torch.no_grad():
+            for name, x in saved.items():
+                own[name].copy_(x)
+        self.optimizer.state.clear()
+        for name, x in named("optimizer.").items():
+            owner, _, slot = name.rpartition(".")
+            self.optimizer.state[parameters[owner]][slot] = x
+        for name, values in plain.get("state", {}).items():
+            self.optimizer.state[parameters[name]].update(values)
+        for group, options in zip(self.optimizer.param_groups, plain.get("groups", ()), strict=False):
+            group.update({k: tuple(v) if isinstance(v, list) else v for k, v in options.items()})
+        self.set_counters(named("step."))
+
+    def _plain(self) -> dict[str, Any]:
+        """What of the optimiser is no tensor, and JSON can hold: options of its groups, numbers among its state."""
+        names = self._names()
+        state = {
+            names[id(p)]: plain
+            for p, held in self.optimizer.state.items()
+            if id(p) in names and (plain := {k: v for k, v in held.items() if _is_json(v)})
+        }
+        groups = [{k: v for k, v in g.items() if k != "params" and _is_json(v)} for g in self.optimizer.param_groups]
+        return {"state": state, "groups": groups}
+
+    def _load_weights(self, folder: Path) -> int:
+        """The weights in safetensors files, tied ones by any of their names."""
+        from safetensors.torch import load_file
+
+        saved: Tensors = {}
+        for file in sorted(folder.glob("*.safetensors")):
+            saved |= load_file(file)
+        with self.whole():
+            state = model_tensors(self.model)
+            there = {id(x) for name, x in state.items() if name in saved}
+            missing = [f"no {name}" for name, x in state.items() if id(x) not in there]
+            strange = [f"{name}, which the model has not" for name in saved if name not in state]
+            others = [
+                f"{name} is {list(x.shape)}, the model's is {list(state[name].shape)}"
+                for name, x in saved.items()
+                if name in state and x.shape != state[name].shape
+            ]
+            if wrong := [*others, *missing, *strange]:
+                raise CheckpointError(
+                    f"the weights are of another model: {wrong[0]}\n  at        {folder}\n"
+                    "  try       the folder of this model"
+                )
+            self.model.load_state_dict(saved, strict=False)
+        return 0
+
+    def _process(self) -> MeshProcess:
+        """This rank among those that save and load together."""
+        if self.split is None:
+            return ALONE
+        if self._ranks is None:
+            ranks = self.split.ranks
+            share = Shares(ranks.meeting, "step") if ranks.meeting is not None else lambda text: [text]
+            self._ranks = MeshProcess(ranks.mesh, ranks.rank, share)
+        return self._ranks
+
+
+def _is_json(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return False
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _write_model(model: Any, folder: Path) -> None:
+    if hasattr(model, "save_pretrained"):
+        model.save_pretrained(folder)
+        return
+    from safetensors.torch import save_model
+
+    save_model(model, str(folder / NAME))

@@ -1,0 +1,63 @@
+"""A step whose update torch takes: the program leaves gradients, the optimiser runs as it is.
+
+    program ─▶ p.grad ─▶ hooks on accumulated gradients ─▶ clipping ─▶ optimizer.step(), with its hooks
+
+For optimisers without a rule of ours (one's own, of a library, 8-bit, wrapped), and where hooks see gradients after
+backward.  All of it is torch's own code, parameter by parameter, and the host waits for the program to know whether it
+may go on.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+
+import torch
+
+from mycel.errors import PlanError
+from mycel.optimizers import known_names
+from mycel.plan import Plan
+
+
+def told(optimizer: torch.optim.Optimizer, why: str) -> None:
+    """Say once that this is slower, and why."""
+    kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+    warnings.warn(
+        f"{kind} runs as it is, on gradients that the step returns: {why}; an update inside of the program is faster\n"
+        f"  known     {', '.join(known_names())}",
+        stacklevel=6,  # who called the step
+    )
+
+
+def refuse_split(optimizer: torch.optim.Optimizer, plan: Plan, split: Iterable[str]) -> None:
+    """An update that is not known may look at a whole parameter: PlanError where ranks hold parts."""
+    name = next(iter(split), None)
+    if name is None and not plan.zero:
+        return
+    kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+    what = f"the plan splits {name}" if name is not None else f"zero {plan.zero} splits its state"
+    raise PlanError(
+        f"{kind} runs as it is, on whole parameters, but {what}\n"
+        f"  try       a plan that splits the batch alone, such as dp, or one of {', '.join(known_names())}"
+    )
+
+
+def update(
+    optimizer: torch.optim.Optimizer,
+    gradients: Iterable[tuple[torch.nn.Parameter, torch.Tensor]],
+    clip_norm: float | None,
+    clip_value: float | None,
+) -> None:
+    """One step of the optimiser on these gradients; afterwards parameters hold them."""
+    reached = dict(gradients)
+    for p in (p for group in optimizer.param_groups for p in group["params"]):
+        p.grad = None
+    for p, g in reached.items():
+        p.grad = g
+        for hook in (p._post_accumulate_grad_hooks or {}).values():
+            hook(p)
+    if clip_norm is not None:
+        torch.nn.utils.clip_grad_norm_(list(reached), clip_norm)
+    if clip_value is not None:
+        torch.nn.utils.clip_grad_value_(list(reached), clip_value)
+    optimizer.step()

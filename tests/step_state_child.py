@@ -1,0 +1,103 @@
+"""What a rank does in the test of a step's state:  python step_state_child.py FOLDER.  It asks a model in parts for all
+that one asks a model for, beside torch on the whole."""
+
+from __future__ import annotations
+
+import copy
+import faulthandler
+import sys
+from pathlib import Path
+
+import torch
+from optimising import rows, small
+from safetensors.torch import load_file
+from stepping import plain_step
+
+import mycel
+from mycel import Mesh
+from mycel.errors import TrainError
+from mycel.run.rendezvous import seat
+
+PLANS = [
+    {"mesh": {"dp": 2}, "batch": ["dp"], "zero": "3 over dp"},
+    {"mesh": {"tp": 2}, "parameters": {"up.weight": ["tp", "-"], "down.weight": ["-", "tp"]}},
+]
+
+
+def stepped(model, plan):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    return mycel.train_step(model, optimizer, compile=False, plan=plan, mesh=Mesh(plan["mesh"])), optimizer
+
+
+def told(make) -> str:
+    try:
+        make()
+    except TrainError as error:
+        return str(error)
+    raise AssertionError("nothing was refused")
+
+
+def alike(a, b) -> None:
+    torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+def main(folder: Path) -> None:
+    twin = small("")
+    model = copy.deepcopy(twin)
+    plain = torch.optim.AdamW(twin.parameters(), lr=0.02)
+    step, optimizer = stepped(model, PLANS[0])
+    alike(step.evaluate(**rows(9)), twin(**rows(9)).detach())
+    for i in range(2):
+        step(**rows(i))
+        plain_step(twin, plain, rows(i))
+    batch = rows(5)
+
+    texts = [told(lambda: model(**batch)), told(lambda: model.up(batch["x"])), told(model.state_dict)]
+    texts.append(told(optimizer.state_dict))
+    if seat().rank == 0:
+        (folder / "told.txt").write_text("\n\n".join(texts))
+
+    whole = step.state_dict()
+    alike(whole["model"], twin.state_dict())
+    wanted = plain.state_dict()["state"]
+    for i, slots in whole["optimizer"]["state"].items():
+        for slot, x in slots.items():
+            alike(x.double(), wanted[i][slot].double())
+    alike(step.evaluate(**batch), twin(**batch).detach())
+    with step.whole() as inside:
+        alike(inside(**batch), twin(**batch))
+        torch.save(inside.state_dict(), folder / f"{seat().rank}.pt")
+    with step.whole(rank=0):
+        if seat().rank == 0:
+            alike(model.state_dict(), twin.state_dict())
+
+    step.export(folder / "exported")
+    alike(load_file(folder / "exported" / "model.safetensors"), dict(twin.state_dict()))
+    assert step.save(folder / "saved").name == "step-00000002"
+
+    others = []
+    for plan in PLANS:  # on from the checkpoint, and from the whole state, under either plan
+        for load in (lambda s: s.load(folder / "saved"), lambda s: s.load_state_dict(whole)):
+            torch.manual_seed(7)
+            other, _ = stepped(torch.nn.Module.double(type(model)()), plan)
+            if len(others) != 1:
+                other.prepare(**batch)  # else it is loaded before the model is in parts
+            load(other)
+            others.append(other)
+    losses = [[float(other(**rows(i))) for i in (2, 3)] for other in [step, *others]]
+    wanted = [plain_step(twin, plain, rows(i)) for i in (2, 3)]
+    for found in losses:
+        alike(torch.tensor(found), torch.tensor(wanted))
+    with step.whole():  # what is done to it inside stays
+        for p in model.parameters():
+            p.data.mul_(2)
+    for p in twin.parameters():
+        p.data.mul_(2)
+    alike(step.evaluate(**batch), twin(**batch).detach())
+    step.load(folder / "exported")
+    alike(step.state_dict()["model"], whole["model"])
+
+
+if __name__ == "__main__":
+    faulthandler.dump_traceback_later(100, exit=True)  # no test waits for ever
+    main(Path(sys.argv[1]))

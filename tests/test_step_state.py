@@ -1,0 +1,91 @@
+"""A model in parts is still a model: its state, checkpoints, weights and loss are those of the whole; on one device the
+same calls do the same."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from golden import golden
+from optimising import Whitened, rows, small, trained
+from stepping import bitwise, both
+
+import mycel
+from mycel.errors import CheckpointError, TrainError
+from mycel.launch import launch
+
+
+def test_in_two_processes(tmp_path):
+    child = str(Path(__file__).parent / "step_state_child.py")
+    env = {"OMP_NUM_THREADS": "1", "MYCEL_TIMEOUT": "60"}
+    assert launch([str(tmp_path)], 2, program=[child], env=env, logs=tmp_path / "logs") == 0
+    golden("refusal_in_parts", (tmp_path / "told.txt").read_text())
+
+
+@pytest.mark.filterwarnings("ignore:.*runs as it is")
+@pytest.mark.parametrize("make", [lambda ps: torch.optim.AdamW(ps, lr=0.02), Whitened], ids=["rule", "as it is"])
+@pytest.mark.parametrize("way", ["state dict", "folder"])
+def test_on_one_device(way, make, tmp_path):
+    pair = both(lambda: small(""), lambda m: make(trained(m)))
+    for i in range(2):
+        pair.step(**rows(i))
+    pair.optimizer.param_groups[0]["lr"] = 0.05
+    state = copy.deepcopy(pair.step.state_dict())
+    pair.step.save(tmp_path / "saved")
+    losses = [pair.step(**rows(i)) for i in (2, 3)]
+    other = both(lambda: small(""), lambda m: make(trained(m)))
+    other.step.load(tmp_path / "saved") if way == "folder" else other.step.load_state_dict(state)
+    assert bitwise(other.step.state_dict(), state) and other.step.steps == (2 if way == "folder" else 0)
+    assert [other.step(**rows(i)) for i in (2, 3)] == losses
+    other.step.load(tmp_path / "saved" / "step-00000002")
+    assert bitwise(other.step.state_dict()["model"], state["model"])
+
+
+def test_the_last_checkpoints_stay(tmp_path):
+    step = both(lambda: small(""), lambda m: torch.optim.SGD(trained(m), lr=0.1)).step
+    for i in range(3):
+        step(**rows(i))
+        step.save(tmp_path, keep=2)
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-00000002", "step-00000003"]
+
+
+def test_exported_to_hugging_face_and_back(tmp_path):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = LlamaConfig(**sizes, vocab_size=32, tie_word_embeddings=True)
+    model = LlamaForCausalLM(config)
+    ids = torch.arange(12).reshape(2, 6)
+    step = mycel.train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), compile=False)
+    step(input_ids=ids, labels=ids)
+    step.export(tmp_path / "model")
+    again = LlamaForCausalLM.from_pretrained(tmp_path / "model")
+    assert bitwise(dict(again.state_dict()), dict(model.state_dict()))
+    fresh = LlamaForCausalLM(config)
+    other = mycel.train_step(fresh, torch.optim.SGD(fresh.parameters(), lr=0.1), compile=False)
+    other.load(tmp_path / "model")
+    assert bitwise(dict(fresh.state_dict()), dict(model.state_dict()))
+    assert other.evaluate(input_ids=ids, labels=ids) == step.evaluate(input_ids=ids, labels=ids)
+
+
+def test_messages(tmp_path):
+    step = both(lambda: small(""), lambda m: torch.optim.SGD(trained(m), lr=0.1)).step
+    step.save(tmp_path / "saved")
+    step.export(tmp_path / "exported")
+    model = torch.nn.Linear(2, 2)
+    other = mycel.train_step(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    texts = []
+    for make in (
+        lambda: other.load(tmp_path / "saved"),
+        lambda: other.load(tmp_path / "exported"),
+        lambda: other.load(tmp_path / "nothing"),
+        lambda: other.load_state_dict(model.state_dict()),
+        lambda: step.export(tmp_path / "exported"),
+    ):
+        with pytest.raises((TrainError, CheckpointError)) as refused:
+            make()
+        texts.append(str(refused.value).replace(str(tmp_path), "FOLDER"))
+    golden("refusal_step_state", "\n\n".join(texts))

@@ -1,0 +1,178 @@
+"""Steps whose update torch takes: any optimiser, hooks on gradients; and gradients that a step leaves in p.grad."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from distributing import OneDevice, step_equals
+from golden import golden
+from optimising import Lion, Whitened, rows, small, trained
+from stepping import agree, beside, both, plain_step
+from torch import nn
+
+import mycel
+from mycel.errors import PlanError, TrainError
+from mycel.ir import Mesh, Role
+from mycel.plan import Plan
+from mycel.torch_update import refuse_split
+
+
+class Own(torch.optim.AdamW):
+    """Overrides the update."""
+
+    def step(self, closure=None):
+        super().step()
+        with torch.no_grad():
+            for p in self.param_groups[0]["params"]:
+                p.mul_(0.999)
+
+
+class Renamed(torch.optim.AdamW):
+    """Overrides nothing of the update."""
+
+    def __init__(self, params, **more):
+        super().__init__(params, lr=0.02, **more)
+
+
+AS_IT_IS = {
+    "one's own": Whitened,
+    "a subclass with its own update": lambda ps: Own(ps, lr=0.02),
+    "an option no rule knows": lambda ps: Lion(ps, lr=0.02, use_triton=True),
+    "a class without what its name promises": lambda ps: type("Lion", (Whitened,), {})(ps),
+}
+QUIET = pytest.mark.filterwarnings("ignore:.*runs as it is")
+
+
+@QUIET
+@pytest.mark.parametrize("settings", [{}, {"accumulate": 2, "clip_norm": 0.1}], ids=str)
+@pytest.mark.parametrize("make", AS_IT_IS.values(), ids=AS_IT_IS)
+def test_any_optimiser_takes_the_steps_it_would_in_plain_torch(make, settings):
+    pair = beside(lambda: small(""), lambda m: make(trained(m)), rows, steps=4, **settings)
+    agree(pair, loss=1e-9, params=1e-9)
+    assert all(p.grad is None for p in pair.model.parameters()) and not pair.step.by_rule
+
+
+def test_a_subclass_that_keeps_the_update_is_part_of_the_program():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pair = beside(lambda: small(""), lambda m: Renamed(trained(m), amsgrad=True, fused=False), rows, steps=3)
+    agree(pair, loss=1e-9, params=1e-9)
+    assert "adam(" in str(pair.step.program)
+
+
+@QUIET
+def test_a_skipped_step_does_not_reach_the_optimiser():
+    pair = both(lambda: small(""), lambda m: Whitened(trained(m)))
+    before = [p.detach().clone() for p in pair.model.parameters()]
+    batch = rows(0)
+    pair.step(batch["x"] * torch.inf, batch["y"])
+    assert pair.step.skipped == 1 and not pair.optimizer.state
+    assert all(torch.equal(p, q) for p, q in zip(pair.model.parameters(), before, strict=True))
+
+
+def test_it_is_said_once():
+    pair = both(lambda: small(""), lambda m: Whitened(trained(m)))
+    with pytest.warns(UserWarning) as told:
+        for i in range(2):
+            pair.step(**rows(i))
+        pair.step(**{k: x[:4] for k, x in rows(2).items()})
+    assert len(told) == 1 and told[0].filename == __file__
+    golden("told_as_it_is", str(told[0].message))
+
+
+def test_messages():
+    model = nn.Linear(2, 2)
+    texts = []
+    for make in (torch.optim.LBFGS, torch.optim.SparseAdam, lambda ps: list(ps)):
+        with pytest.raises(TrainError) as refused:
+            mycel.train_step(model, make(model.parameters()))
+        texts.append(str(refused.value))
+    optimizer = Whitened(model.parameters())
+    for plan, split in ((Plan(Mesh(tp=2)), ["weight"]), (Plan(Mesh(dp=2), batch=["dp"], zero=1, over=("dp",)), [])):
+        with pytest.raises(PlanError) as plain:
+            refuse_split(optimizer, plan, split)
+        texts.append(str(plain.value))
+    golden("refusal_optimizers", "\n\n".join(texts))
+
+
+# -- hooks -----------------------------------------------------------------------------------------------------------
+
+
+@QUIET
+@pytest.mark.parametrize("kind", ["gradient", "accumulated", "step"])
+def test_hooks_see_and_change_what_they_would_in_torch(kind):
+    calls: list[str] = []
+
+    def halved(p: torch.Tensor) -> None:
+        calls.append("seen")
+        p.grad.mul_(0.5)
+
+    def hooked(model: nn.Module) -> torch.optim.Optimizer:
+        optimizer = torch.optim.AdamW(trained(model), lr=0.02)
+        match kind:
+            case "gradient":
+                model.up.weight.register_hook(lambda g: calls.append("seen") or g * 0.5)
+            case "accumulated":
+                model.up.weight.register_post_accumulate_grad_hook(halved)
+            case "step":
+                optimizer.register_step_post_hook(lambda *a: calls.append("seen"))
+        return optimizer
+
+    agree(beside(lambda: small(""), hooked, rows, steps=3, clip_norm=0.1), loss=1e-6, params=1e-6)
+    assert len(calls) == 6 or kind == "gradient"  # which is captured
+
+
+# -- gradients that are left, clipping by value ------------------------------------------------------------------------
+
+
+def gradients(model: nn.Module, batch) -> dict[str, torch.Tensor]:
+    loss = model(**batch)
+    return dict(zip(dict(model.named_parameters()), torch.autograd.grad(loss, list(model.parameters())), strict=True))
+
+
+@QUIET
+@pytest.mark.parametrize("make", [lambda ps: torch.optim.AdamW(ps, lr=0.02), Whitened], ids=["rule", "as it is"])
+@pytest.mark.parametrize("clip", [{}, {"clip_norm": 0.1}, {"clip_value": 0.05}], ids=str)
+def test_gradients_are_left_as_clipped(make, clip):
+    pair = both(lambda: small(""), lambda m: make(trained(m)), grads=True, **clip)
+    for i in range(2):
+        wanted = gradients(pair.model, rows(i))
+        params = [nn.Parameter(torch.zeros_like(g)) for g in wanted.values()]
+        for p, g in zip(params, wanted.values(), strict=True):
+            p.grad = g.clone()
+        if "clip_norm" in clip:
+            nn.utils.clip_grad_norm_(params, clip["clip_norm"])
+        if "clip_value" in clip:
+            nn.utils.clip_grad_value_(params, clip["clip_value"])
+        pair.step(**rows(i))
+        for p, q in zip(pair.model.parameters(), params, strict=True):
+            torch.testing.assert_close(p.grad, q.grad, rtol=1e-6, atol=1e-9)
+
+
+def test_clipping_by_value_is_torchs():
+    model, twin = small(""), small("")
+    step = mycel.train_step(
+        model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), compile=False, clip_value=0.02
+    )
+    plain = torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.9)
+    for p in twin.parameters():
+        p.register_hook(lambda g: g.clamp(-0.02, 0.02))
+    for i in range(4):
+        assert abs(float(step(**rows(i))) - plain_step(twin, plain, rows(i))) < 1e-9
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        Plan(Mesh(dp=2, tp=2), {"up.weight": ["tp", "-"], "down.weight": ["-", "tp"]}, ["dp"], zero=3, over=("dp",)),
+        Plan(Mesh(dp=3), batch=["dp"], zero=2, over=("dp",)),  # nothing divides
+    ],
+    ids=lambda p: f"{p.mesh} zero{p.zero}",
+)
+def test_gradients_of_ranks_lie_as_their_parameters(written):
+    one = OneDevice.of(small(""), rows(0), grads=True, clip_value=0.05)
+    laid = step_equals(one, written)
+    by_role = {laid.whole.role(v): layout for v, layout in zip(laid.whole.inputs, laid.inputs, strict=True)}
+    assert by_role[Role("gradient", of="up.weight")] == by_role[Role("parameter", "up.weight")]

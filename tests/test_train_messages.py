@@ -1,0 +1,164 @@
+"""Messages of `mycel train` that must not mislead: what is wrong, and a way out that is one; as golden texts."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import training
+import transformers as hf
+from golden import golden
+from training import LLAMA, config, measured
+
+from mycel.errors import CheckpointError, MycelError, PlanError, TrainError
+from mycel.ir import Mesh
+from mycel.train.config import Config, Parallel
+from mycel.train.config import load as load_config
+from mycel.train.loop import train
+from mycel.train.ranks import _axes
+
+disk = training.disk  # a fixture
+
+
+def refused(given: Config, kind: type[MycelError], **more: object) -> str:
+    with pytest.raises(kind) as error:
+        train(given, **more)
+    return str(error.value)
+
+
+def test_a_budget_that_nothing_fits_is_told_in_settings(disk, tmp_path):
+    text = refused(config(disk, tmp_path / "run", train={"memory": "64KiB"}), PlanError)
+    assert (
+        text.splitlines()[-1]
+        == ("  try       a smaller train.batch, which is one micro-batch, or a larger train.memory")
+        and "accumulate" not in text
+    )
+    assert not (tmp_path / "run").exists()
+
+
+def test_weights_that_are_no_numbers_are_named(disk, tmp_path):
+    model = hf.LlamaForCausalLM(hf.LlamaConfig(**{k: v for k, v in LLAMA.items() if k != "model_type"}))
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight[3, :5] = torch.nan
+    model.save_pretrained(tmp_path / "model")
+    given = config(disk, tmp_path / "run", model={"path": str(tmp_path / "model"), "config": None})
+    golden("told_not_finite", refused(given, TrainError).replace(str(tmp_path), "FOLDER"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_all_of_whose_steps_were_skipped_has_failed(disk, tmp_path):
+    given = config(disk, tmp_path / "run", train={"steps": 3, "precision": "fp16"}, optimizer={"lr": 1e-2})
+    from mycel.train import steps
+
+    def poisoned(self, batch, take=steps.Steps._step):
+        with torch.no_grad():
+            next(self.parts.module.parameters())[0, 0] = torch.nan
+        return take(self, batch)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(steps.Steps, "_step", poisoned)
+        text = refused(given, TrainError)
+    assert text.startswith("3 steps in a row were skipped: their gradients are not finite\n  at        step 1 to 3")
+
+
+@pytest.fixture(scope="module")
+def finished(disk, tmp_path_factory):
+    path = tmp_path_factory.mktemp("finished") / "run"
+    assert train(config(disk, path)) == 0
+    return path
+
+
+def again(run: Path, *overrides: str) -> int:
+    return train(load_config(run / "config.yaml", overrides).model_copy(update={"run": run}), resume=run)
+
+
+def test_a_run_whose_checkpoints_are_gone_does_not_start_anew(finished, tmp_path):
+    texts = []
+    for gone in ("checkpoints", "checkpoints/step-*"):
+        run = tmp_path / "run"
+        shutil.copytree(finished, run)
+        for path in run.glob(gone):
+            shutil.rmtree(path)
+        with pytest.raises(CheckpointError) as error:
+            again(run)
+        texts.append(str(error.value).replace(str(tmp_path), "FOLDER"))
+        assert measured(run) == measured(finished)
+        shutil.rmtree(run)
+    assert texts[0] == texts[1]
+    golden("told_checkpoints_gone", texts[0])
+
+
+def test_more_steps_say_that_the_schedule_is_stretched(finished, tmp_path, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    assert again(run, "train.steps=14") == 0
+    told = capsys.readouterr().out
+    golden("told_stretched", re.search(r"the cosine schedule.*?\n.*?\n", told, re.S)[0])
+    assert again(run, "train.steps=15", "schedule.kind=constant") == 0
+    assert "stretched" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "plan, count, axes",
+    [
+        ("tp", 2, {"tp": 2}),
+        ("cp", 4, {"cp": 4}),
+        ("zero3", 2, {"dp": 2}),
+        ("zero3+dp", 2, {"dp": 2}),
+        (None, 2, {"dp": 2}),
+        ("zero3+tp", 4, {"dp": 4}),  # two axes: how many ranks along each is not said
+    ],
+)
+def test_the_mesh_of_a_ready_plan_is_its_axis(plan, count, axes):
+    assert _axes(Parallel(plan=plan), count) == axes
+    assert _axes(Parallel(plan=plan, mesh={"a": 2}), count) == {"a": 2}
+
+
+def test_a_plan_that_leaves_most_of_a_model_whole_says_so():
+    from types import SimpleNamespace
+
+    from mycel.parts import ShardedModel
+    from mycel.plan import Plan
+    from mycel.train.summary import _left_whole
+
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    told = []
+    for kind in (hf.MixtralConfig, hf.LlamaConfig):
+        with torch.device("meta"):
+            model = hf.AutoModelForCausalLM.from_config(kind(**sizes, num_key_value_heads=2, vocab_size=32))
+        plan = Plan.read("tp", Mesh(tp=2))
+        held = ShardedModel(model, torch.optim.SGD(model.parameters()), plan)
+        team = SimpleNamespace(plan=plan, name="tp")
+        told.append(_left_whole(SimpleNamespace(team=team, step=SimpleNamespace(parts=held), outline=model)))
+    assert told[1] == []
+    golden("told_left_whole", told[0][0])
+
+
+# -- the folder ------------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_that_cannot_be_is_found_before_work_starts(disk, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr("mycel.train.loop.assemble", lambda *a: pytest.fail("work was done"))
+    text = refused(config(disk, tmp_path / "file" / "run"), CheckpointError)
+    monkeypatch.setattr("os.access", lambda path, mode: False)  # tests may run as root, who may write everywhere
+    text += "\n\n" + refused(config(disk, tmp_path / "run"), CheckpointError)
+    golden("told_unusable_folder", text.replace(str(tmp_path), "FOLDER"))
+
+
+def test_a_run_is_overwritten_when_asked_and_nothing_else_is(disk, finished, tmp_path, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    given = config(disk, run, train={"steps": 2})
+    assert train(given, dry_run=True) == 0, "what would run is said, and that it would be refused"
+    assert "already holds a run" in capsys.readouterr().out and len(measured(run)) > 2
+    assert "--overwrite" in refused(given, CheckpointError)
+    assert train(given, overwrite=True) == 0
+    assert [r["step"] for r in measured(run)] == [1, 2] and not (run / "checkpoints" / "step-00000012").exists()
+    (run / "thesis.tex").touch()
+    text = refused(given, CheckpointError, overwrite=True)
+    golden("told_not_overwritten", text.replace(str(tmp_path), "FOLDER"))
+    assert (run / "checkpoints" / "step-00000002").exists()

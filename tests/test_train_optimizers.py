@@ -1,0 +1,73 @@
+"""The optimisers that `mycel train` offers: each is torch's with the settings it takes, and part of the program."""
+
+from __future__ import annotations
+
+import shutil
+from typing import get_args
+
+import pytest
+import torch
+import training
+from torch import nn
+from training import config, same, tensors
+
+from mycel.errors import TrainError
+from mycel.ops.optimisers import OPTIMISERS
+from mycel.optimizers import without_rule
+from mycel.run.checkpoint import latest
+from mycel.train.assemble import _optimizer
+from mycel.train.config import Optimizer
+from mycel.train.loop import train
+
+disk = training.disk  # a fixture
+
+NAMES = get_args(Optimizer.model_fields["name"].annotation)
+
+
+def test_all_that_have_a_rule_and_take_every_parameter_are_offered():
+    known = {name for rule in OPTIMISERS.values() for name in rule.classes if hasattr(torch.optim, name)}
+    assert {*NAMES} == {name.lower() for name in known - {"Muon"}}  # Muon takes matrices alone
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_is_made_by_its_settings(name):
+    module = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4))
+    made = _optimizer(Optimizer(name=name, lr=0.01, betas=(0.8, 0.9), momentum=0.5, options={"maximize": True}), module)
+    assert type(made).__name__.lower() == name and not without_rule(made)
+    matrices, vectors = made.param_groups
+    assert matrices["lr"] == 0.01 and matrices["maximize"] is True
+    assert (matrices["weight_decay"], vectors["weight_decay"]) == (0.1, 0.0)
+    assert matrices.get("betas", (0.8, 0.9)) == (0.8, 0.9)
+    assert matrices.get("momentum", 0.5) == (0.5 if name == "sgd" else 0 if name == "rmsprop" else 0.5)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (
+            {"colour": 1},
+            "torch.optim.RMSprop has no option 'colour'\n  at        optimizer.options.colour\n"
+            "  try       one of alpha, eps, momentum, centered, capturable, foreach, maximize, differentiable",
+        ),
+        (
+            {"alpha": -1.0},
+            "torch.optim.RMSprop cannot be made so: Invalid alpha value: -1.0\n"
+            "  at        optimizer.options\n  try       its documentation",
+        ),
+    ],
+)
+def test_options_that_torch_refuses(options, message):
+    with pytest.raises(TrainError) as refused:
+        _optimizer(Optimizer(name="rmsprop", options=options), nn.Linear(3, 4))
+    assert str(refused.value) == message
+
+
+def test_a_run_goes_on_from_its_checkpoint_bit_for_bit(disk, tmp_path):
+    """Adafactor: state of three shapes."""
+    run = tmp_path / "run"
+    given = config(disk, run, optimizer={"name": "adafactor"}, train={"steps": 6}, checkpoint={"every": 3, "keep": 9})
+    assert train(given) == 0
+    whole = tensors(run)
+    shutil.rmtree(latest(run / "checkpoints"))
+    assert train(given, resume=run) == 0
+    assert same(whole, tensors(run))
