@@ -25,7 +25,7 @@ from mycel.transform import ParameterGroup
 def class_of(optimizer: torch.optim.Optimizer) -> str:
     """Its class in the words of paragraphs: the one of torch's whose update it takes, or a name that is taken from
     anywhere; empty: neither."""
-    return _class_of(type(optimizer))
+    return _class_of(type(optimizer))  # type: ignore[arg-type]
 
 
 @functools.cache
