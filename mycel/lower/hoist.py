@@ -21,10 +21,26 @@ that a compiler takes whole.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from mycel.ir import Atom, Block, Builder, Eqn, Program, Var, call, chains, custom, loop, order, prune, scan, substitute
+from mycel.ir import (
+    Atom,
+    Block,
+    Builder,
+    Chain,
+    Eqn,
+    Program,
+    Var,
+    call,
+    chains,
+    custom,
+    loop,
+    order,
+    prune,
+    scan,
+    substitute,
+)
 from mycel.ops import o
 
 
@@ -44,9 +60,10 @@ def hoist(program: Program) -> Program:
         late = {
             v
             for n in callers
+            for uses in [chains(blocks[n])]
             for i, e in enumerate(blocks[n].eqns)
             if name in map(str, e.refs)
-            for v in _late(blocks, blocks[n], i)
+            for v in _late(blocks, blocks[n], i, uses)
         }
         moved = {v: chain for v, chain in gathers.items() if not any(u in late for e in chain for u in e.vars)}
         if moved:
@@ -75,9 +92,9 @@ def _before(block: Block, at: int) -> int:
     return next((i for i in range(at - 1, -1, -1) if block.eqns[i].op in (call, custom, scan, loop)), at)
 
 
-def _late(blocks: dict[str, Block], caller: Block, at: int) -> list[Var]:
+def _late(blocks: dict[str, Block], caller: Block, at: int, uses: Mapping[Var, Chain]) -> list[Var]:
     """Inputs of a called block that are not there yet before the call before."""
-    uses, place = chains(caller), _before(caller, at)
+    place = _before(caller, at)
     inner = blocks[str(caller.eqns[at].params["block"])]
     return [
         v

@@ -95,11 +95,14 @@ def _buckets(block: Block, sent: Sequence[Sent]) -> list[list[Sent]]:
     message."""
     open_: dict[object, list[Sent]] = {}
     done: list[list[Sent]] = []
+    calls = [0]  # before each place: between two calls the exact place does not matter
+    for e in block.eqns:
+        calls.append(calls[-1] + (e.op in (call, custom, scan, loop)))
     for s in sorted(sent, key=lambda s: (s.begin, s.at)):
         eqn = block.eqns[s.at]
         key = (
-            _gap(block, s.begin),
-            _gap(block, s.use),
+            calls[s.begin],
+            calls[min(s.use, len(block.eqns))],
             eqn.op.name,
             eqn.params["axes"],
             eqn.params.get("kind", "+"),
@@ -115,11 +118,6 @@ def _buckets(block: Block, sent: Sequence[Sent]) -> list[list[Sent]]:
             done.append(bucket)
         bucket.append(s)
     return done
-
-
-def _gap(block: Block, at: int) -> int:
-    """The number of calls before a place: between two calls the exact place does not matter."""
-    return sum(e.op in (call, custom, scan, loop) for e in block.eqns[:at])
 
 
 def _params(block: Block, bucket: Sequence[Sent]) -> tuple[tuple[Var, ...], dict[str, object]]:

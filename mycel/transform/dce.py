@@ -60,8 +60,9 @@ class _Needed:
             self._slot(("in", block, self.numbers[block][x]))
             return
         if eqn.op not in CONTROL:
-            self.todo.extend((block, v) for v in eqn.vars)
-            self.eqns.add(_me(block, eqn))
+            if _me(block, eqn) not in self.eqns:
+                self.todo.extend((block, v) for v in eqn.vars)
+                self.eqns.add(_me(block, eqn))
             return
         if _me(block, eqn) not in self.eqns:
             self._hold(block, eqn)
