@@ -5,6 +5,7 @@ mycel train [CONFIG.yaml] [a.b=c …]      exit code 0: done, 1: it failed, 2: w
 mycel train … --nproc N                  the same by N processes, or 128 + the signal that killed one, 71: a rank was
                                          lost
 mycel config [CONFIG.yaml] [a.b=c …]
+mycel plan [CONFIG.yaml] [a.b=c …]       the fastest plan for a cluster, which need not be there
 mycel probe [--nproc N] [--out FILE]     what this device and its links can do, for planning
 """
 
@@ -134,6 +135,86 @@ def show_config(settings: Settings = None) -> None:
     model = "" if names_model(file, overrides) else "no model is named: a small Llama and what suits it"
     head = "; ".join(filter(None, [given and f"mycel train {given}", model]))
     typer.echo(f"# {head}\n" * bool(head) + dump(config, comments=True), nl=False)
+
+
+@app.command(name="plan")
+def find_plan(
+    settings: Settings = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option("--cluster", metavar="NAME|FILE", help="h100x64, or a .yaml file; else the devices here."),
+    ] = None,
+    top: Annotated[int, typer.Option("--top", metavar="N", min=1, help="Show so many plans.")] = 5,
+    as_json: Annotated[bool, typer.Option("--json", help="Print plain data instead of a table.")] = False,
+    out: Annotated[
+        str | None, typer.Option("-o", "--out", metavar="FILE", help="Write the best plan, for parallel.plan=FILE.")
+    ] = None,
+    seconds: Annotated[
+        float | None, typer.Option("--seconds", metavar="S", help="Stop after this time with the best so far.")
+    ] = None,
+) -> None:
+    """Find the fastest plan for a model on a cluster, which need not be there.
+
+    The model is that of CONFIG.yaml and the settings a.b=c over it, or of a function of yours, module:function, that
+    returns (model, batch). It is made without data. Ctrl-C prints the best plan so far.
+
+    \b
+    Examples:
+      mycel plan my.yaml --cluster h100x64
+      mycel plan my.yaml --cluster cluster.yaml --top 10 -o plan.yaml
+      mycel plan my_code:make --cluster a100-80x16 --json
+      mycel plan diff a.yaml b.yaml
+      mycel plan check plan.yaml my.yaml
+    """
+    raise typer.Exit(_plan(settings or [], cluster, top, as_json, out, seconds))
+
+
+def _plan(
+    arguments: list[str], cluster: str | None, top: int, as_json: bool, out: str | None, seconds: float | None
+) -> int:
+    """Search, compare or check, as the first argument says."""
+    import json
+
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    try:
+        from mycel import search_text
+        from mycel.plan import Plan
+        from mycel.train import planner
+
+        if arguments[:1] == ["diff"]:
+            if len(arguments) != 3:
+                raise TrainError("two plans are compared\n  try       mycel plan diff a.yaml b.yaml")
+            text = search_text.difference(Plan.read(Path(arguments[1])), Plan.read(Path(arguments[2])))
+            typer.echo(text or "the same")
+            return 0 if not text else FAILED
+        checked = arguments[1] if arguments[:1] == ["check"] and len(arguments) > 1 else None
+        if arguments[:1] == ["check"] and checked is None:
+            raise TrainError("no plan to check\n  try       mycel plan check plan.yaml my.yaml")
+        rest = arguments[2:] if checked else arguments
+        where = planner.cluster_of(cluster)
+
+        def say(text: str) -> None:
+            typer.echo(f"  {text}", err=True)
+
+        functions = [a for a in rest if ":" in a and "=" not in a and not a.endswith((".yaml", ".yml"))]
+        search = (
+            planner.question_of(functions[0], where, say)
+            if functions
+            else planner.question(load(*_split(rest)), where, say)
+        )
+        if checked:
+            typer.echo(search.checked(Plan.read(Path(checked))))
+            return 0
+        answer = search.run(seconds)
+    except (TrainError, PlanError) as e:
+        _fail(e, MISUSED)
+    except MycelError as e:
+        _fail(e, FAILED)
+    typer.echo(json.dumps(search_text.data(answer, top), indent=1) if as_json else search_text.table(answer, top))
+    if out:
+        Path(out).write_text(search_text.file_text(answer))
+        typer.echo(f"written    {out}", err=as_json)
+    return 0
 
 
 @app.command(name="probe")

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import re
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -95,7 +94,8 @@ class Answer:
     candidates: list[Candidate]
     bound: float
     flops: float
-    tokens: int
+    tokens: int  # of a step; rows, where the batch is no text
+    is_text: bool
     cluster: Cluster
     seconds: float  # what planning took
     complete: bool  # nothing was left out for want of time
@@ -230,7 +230,10 @@ class Search:
     def _price(self, shape: Shape) -> Candidate:
         if self.memory is not None and self.held(shape) > self.memory:
             return Candidate(shape, why=f"out of memory by {shown(self.held(shape) - self.memory)}")
-        unsharded, written = self.step(shape.microbatches), self.written(shape)
+        return self._timed(shape, self.written(shape))
+
+    def _timed(self, shape: Shape, written: Plan) -> Candidate:
+        unsharded = self.step(shape.microbatches)
         inputs, gathered = (
             ShardedModel(self.model, self.optimizer, written).given(unsharded)
             if written.mesh.world > 1
@@ -249,14 +252,30 @@ class Search:
             return Candidate(shape, why=f"out of memory by {more[1] if more else 'some'}")
         links = hardware.links(written.mesh)
         times = Clock(hardware, links)(done.program, done.program.blocks if self.compiled else ())
-        sent: Counter[str] = Counter()
+        sent: dict[str, float] = {}
         count = runs(done.program)
         for name, eqn in walk(done.program):
             axes, size = sent_by(eqn)
             if size:
-                sent[links.of(axes).name] += count[name] * size
+                level = links.of(axes).name
+                sent[level] = sent.get(level, 0.0) + count[name] * size
         again = sum(pair.seconds for pair in decided.residuals.pairs) * shape.microbatches
-        return Candidate(shape, decided, times, dict(sent), again)
+        return Candidate(shape, decided, times, sent, again)
+
+    def checked(self, written: Plan) -> str:
+        """Does a plan still fit this model and cluster?  What it comes to; PlanError where it does not."""
+        if written.mesh.world != self.cluster.world:
+            raise PlanError(
+                f"the plan is for {written.mesh.world} devices, the cluster has {self.cluster.world}\n"
+                f"  the mesh  {written.mesh}\n  try       --cluster with as many devices"
+            )
+        sizes = written.mesh.sizes()
+        shape = Shape(sizes.get("dp", 1), sizes.get("cp", 1), sizes.get("tp", 1), written.zero, written.microbatches)
+        found = self._timed(shape, written.given)
+        if not found.fits:
+            raise PlanError(f"the plan does not fit {shown(self.memory or 0)} a device: {found.why}")
+        what = f"a step takes {found.seconds * 1e3:,.1f} ms, {shown(found.peak)} at its peak"
+        return f"it fits: {what}, at least {self.bound() * 1e3:,.1f} ms in any plan"
 
     # -- the search
 
@@ -299,7 +318,7 @@ class Search:
         ranked = [self._explained(c, ranked[0]) for c in ranked]
         tokens = self.rows * self.length
         took = time.perf_counter() - started
-        return Answer(ranked, bound, self.flops(), tokens, self.cluster, took, complete)
+        return Answer(ranked, bound, self.flops(), tokens, self.length > 1, self.cluster, took, complete)
 
     def _order(self) -> Iterator[Shape]:
         """Each mesh with the ZeRO level that holds least; then for the better half all levels; then more microbatches

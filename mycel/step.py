@@ -296,6 +296,10 @@ class Step:
             return plan.Plan(Mesh())
         return self.written.given if self.entries else self.written
 
+    def unsharded(self, *args: Any, **kwargs: Any) -> UnshardedStep:
+        """The step as one program on one device, for such a batch: what there is to plan."""
+        return self._unsharded(args, kwargs)
+
     def _unsharded(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> UnshardedStep:
         """The whole step as one program, on one device; manual regions are those of the mesh."""
         with meshed(self.written.mesh if self.written is not None else None):

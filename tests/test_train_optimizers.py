@@ -15,7 +15,7 @@ from mycel.errors import TrainError
 from mycel.ops.optimisers import OPTIMISERS
 from mycel.optimizers import without_rule
 from mycel.run.checkpoint import latest
-from mycel.train.assemble import _optimizer
+from mycel.train.assemble import make_optimizer
 from mycel.train.config import Optimizer
 from mycel.train.loop import train
 
@@ -32,7 +32,9 @@ def test_all_that_have_a_rule_and_take_every_parameter_are_offered():
 @pytest.mark.parametrize("name", NAMES)
 def test_each_is_made_by_its_settings(name):
     module = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4))
-    made = _optimizer(Optimizer(name=name, lr=0.01, betas=(0.8, 0.9), momentum=0.5, options={"maximize": True}), module)
+    made = make_optimizer(
+        Optimizer(name=name, lr=0.01, betas=(0.8, 0.9), momentum=0.5, options={"maximize": True}), module
+    )
     assert type(made).__name__.lower() == name and not without_rule(made)
     matrices, vectors = made.param_groups
     assert matrices["lr"] == 0.01 and matrices["maximize"] is True
@@ -58,7 +60,7 @@ def test_each_is_made_by_its_settings(name):
 )
 def test_options_that_torch_refuses(options, message):
     with pytest.raises(TrainError) as refused:
-        _optimizer(Optimizer(name="rmsprop", options=options), nn.Linear(3, 4))
+        make_optimizer(Optimizer(name="rmsprop", options=options), nn.Linear(3, 4))
     assert str(refused.value) == message
 
 

@@ -40,15 +40,20 @@ def decide(
     if recompute != "auto":
         what = f"a step with recompute: {recompute} needs {shown(times.peak[DEVICE])}, the budget is {shown(budget)}"
         raise PlanError(f"{what}: {shown(times.peak[DEVICE] - budget)} too much\n  try       recompute: auto")
-    before, smallest = price, times
-    for k in range(1, STEPS):
-        dear = least * 2.0**k
-        kept = residuals(program, body, costs, [dear])
+    smallest, best = times, None
+    low, high = 0, STEPS  # a price of least * 2^low is too low, 2^high is not known to be enough
+    while high - low > 1:
+        k = (low + high) // 2
+        kept = residuals(program, body, costs, [least * 2.0**k])
         times = measure(kept)
         smallest = min(smallest, times, key=lambda t: t.peak[DEVICE])
         if times.peak[DEVICE] <= budget:
-            return _mixed(program, body, costs, measure, budget, before, dear, (kept, times))
-        before = dear
+            high, best = k, (kept, times)
+        else:
+            low = k
+    if best is not None:
+        before = least * 2.0**low if low else price
+        return _mixed(program, body, costs, measure, budget, before, least * 2.0**high, best)
     peak = smallest.peak[DEVICE]
     raise PlanError(
         f"a step needs at least {shown(peak)}, the budget is {shown(budget)}: {shown(peak - budget)} too much\n"

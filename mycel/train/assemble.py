@@ -103,10 +103,10 @@ def assemble(config: settings.Config, waiting: Waiting, team: Team | None = None
     vocab = _check_tokens(config, data, tokenizer, model.module, notes)
     _check_length(config, model.module, notes)
     notes += _odd(config, tokenizer, model.module)
-    _adapt(config, model.module)
+    adapt(config, model.module)
     if cuts is not None:
         cuts.cut(model.module)  # what was added
-    optimizer = _optimizer(config.optimizer, model.module)
+    optimizer = make_optimizer(config.optimizer, model.module)
     step = train_step(
         model.module,
         optimizer,
@@ -131,11 +131,11 @@ def _cuts(config: settings.Config, team: Team) -> Cuts | None:
     if team.processes is None or team.plan is None:
         return None
     outline = models.outline_of(config.model.path, config.model.config, getattr(torch, config.model.dtype))
-    _adapt(config, outline.module)
+    adapt(config, outline.module)
     return Cuts(outline, team.plan, team.mesh, team.rank)
 
 
-def _adapt(config: settings.Config, module: nn.Module) -> None:
+def adapt(config: settings.Config, module: nn.Module) -> None:
     if adding := config.model.lora:
         lora.add(module, adding.rank, adding.alpha, adding.dropout, adding.targets, seed=config.train.seed)
 
@@ -243,7 +243,7 @@ def _odd(config: settings.Config, tokenizer: Tokenizer | None, module: Any) -> l
     return warnings
 
 
-def _optimizer(chosen: settings.Optimizer, module: nn.Module) -> torch.optim.Optimizer:
+def make_optimizer(chosen: settings.Optimizer, module: nn.Module) -> torch.optim.Optimizer:
     """torch's own, with weight decay where it belongs."""
     kinds = {name.lower(): kind for name, kind in vars(torch.optim).items() if isinstance(kind, type)}
     kind = kinds[chosen.name]

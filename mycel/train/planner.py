@@ -1,0 +1,111 @@
+"""What `mycel plan` asks: the step of a configuration, or of a function of the user's, on devices that need not be
+there.
+
+    question(config, cluster)           the model of the configuration without data, its batch and optimiser
+    question_of("module:function")      what the function returns: (model, batch) or (model, optimizer, batch)
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from mycel.errors import PlanError
+from mycel.ir import Mesh
+from mycel.parts import UnshardedStep
+from mycel.plan import Plan, hardware_of
+from mycel.plan.cluster import Cluster
+from mycel.search import Search
+from mycel.sizes import parse_bytes
+from mycel.step import Step, train_step
+from mycel.train import models
+from mycel.train.assemble import adapt, make_optimizer
+from mycel.train.config import Config
+
+Say = Callable[[str], None]
+
+
+def question(config: Config, cluster: Cluster, say: Say = lambda text: None) -> Search:
+    """Plans for the step of a configuration."""
+    train, data = config.train, config.data
+    outline = models.outline_of(config.model.path, config.model.config, getattr(torch, config.model.dtype))
+    adapt(config, outline.module)
+    rows = train.batch * train.accumulate
+    names = ("input_ids", "labels") if data.pack else ("input_ids", "labels", "attention_mask")
+    batch = {name: torch.empty((rows, data.length), dtype=torch.int64, device="meta") for name in names}
+    given: dict[str, Any] = {"mesh": dict(config.parallel.mesh)} if config.parallel.mesh else {}
+    if isinstance(config.parallel.plan, dict):
+        given |= config.parallel.plan
+    return search(
+        outline.module,
+        make_optimizer(config.optimizer, outline.module),
+        batch,
+        cluster,
+        given,
+        say,
+        parse_bytes(train.memory) if train.memory else None,
+        precision=train.precision,
+        clip_norm=train.clip_norm,
+    )
+
+
+def question_of(name: str, cluster: Cluster, say: Say = lambda text: None) -> Search:
+    """Plans for what a function of the user's makes."""
+    module_name, _, function_name = name.partition(":")
+    sys.path.insert(0, os.getcwd())
+    try:
+        make = getattr(importlib.import_module(module_name), function_name)
+    except (ImportError, AttributeError) as e:
+        hint = "module:function, from the folder it is in"
+        raise PlanError(f"cannot find {name}\n  because   {e}\n  try       {hint}") from e
+    made = make()
+    if isinstance(made, tuple) and len(made) == 2:
+        made = (made[0], torch.optim.AdamW(made[0].parameters()), made[1])
+    is_fit = isinstance(made, tuple) and len(made) == 3 and isinstance(made[0], nn.Module)
+    if not is_fit or not isinstance(made[2], Mapping):
+        raise PlanError(
+            f"{name} returns {type(made).__name__}\n"
+            "  try       (model, batch) or (model, optimizer, batch), the batch by name: {'input_ids': …}"
+        )
+    return search(made[0], made[1], dict(made[2]), cluster, say=say)
+
+
+def search(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: Mapping[str, Any],
+    cluster: Cluster,
+    given: Mapping[str, Any] | None = None,
+    say: Say = lambda text: None,
+    memory: int | None = None,
+    **settings: Any,
+) -> Search:
+    """Plans for a training step; tensors need no data."""
+
+    def make(microbatches: int) -> UnshardedStep:
+        # any mesh of so many ranks: the program of one device does not depend on it
+        plan = Plan(Mesh(dp=cluster.world)) if cluster.world > 1 else None
+        step: Step = train_step(model, optimizer, plan=plan, accumulate=microbatches, compile=True, **settings)
+        return step.unsharded(**batch)
+
+    return Search(model, optimizer, make, cluster, memory, given, cluster.memory is not None, say)
+
+
+def this_machine() -> Cluster:
+    """The devices of this host, as a probe measured them or as presets have them."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    hardware = hardware_of(torch.device("cuda" if gpus else "cpu"))
+    count = gpus or 1
+    if not gpus and hardware.levels:
+        count = max(level.ranks for level in hardware.levels)
+    return Cluster("this machine", hardware, count, 1, hardware.half)
+
+
+def cluster_of(name: str | None) -> Cluster:
+    return Cluster.read(name) if name else this_machine()
