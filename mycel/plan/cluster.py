@@ -32,7 +32,7 @@ from typing import Any
 
 import yaml
 
-from mycel.errors import PlanError
+from mycel.errors import PlanError, TrainError
 from mycel.plan.hardware import SEEN, Hardware
 from mycel.plan.links import Link
 from mycel.sizes import parse_bytes, shown
@@ -207,7 +207,7 @@ def _device(given: Any, where: str) -> tuple[Kind | None, Hardware]:
     bytes_s = _positive(given["bytes_s"], f"{where}: device: bytes_s")
     try:
         memory = parse_bytes(given["memory"])
-    except (ValueError, PlanError) as e:
+    except (TypeError, TrainError) as e:
         raise PlanError(f"{where}: device: memory is {given['memory']!r}\n  try       80GiB") from e
     return None, Hardware(str(given.get("name", "device")), half, single, bytes_s, memory=memory, **{**SEEN, **figures})
 

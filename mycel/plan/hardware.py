@@ -84,12 +84,17 @@ class Hardware:
 
     def links(self, mesh: Mesh) -> Links:
         """The wires of a mesh whose last axis is the fastest: each axis has the innermost level in which its ranks
-        lie."""
+        lie.  Several ranks of a group in one host reach other hosts by as many wires at once, up to what they reach
+        each other by."""
         levels = self.levels or (GPU_LINK if self.memory else CPU_LINK,)
-        named, reach = dict[str, Link](), 1
+        named, stride = dict[str, Link](), 1
         for axis in reversed(mesh.axes):
-            reach *= mesh[axis]
-            named[axis] = next((level for level in levels if level.ranks >= reach), levels[-1])
+            n = next((i for i, level in enumerate(levels) if level.ranks >= stride * mesh[axis]), len(levels) - 1)
+            link, inner = levels[n], levels[n - 1]
+            together = inner.ranks // stride if n and not link.measured else 1
+            if together > 1:
+                link = replace(link, bytes_s=min(together * link.bytes_s, inner.bytes_s))
+            named[axis], stride = link, stride * mesh[axis]
         return Links(mesh, levels[-1], {axis: named[axis] for axis in mesh.axes})
 
 

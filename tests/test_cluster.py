@@ -1,0 +1,70 @@
+"""Clusters: presets, files, uneven hosts, what is refused; and which wire an axis of a mesh has."""
+
+from __future__ import annotations
+
+import pytest
+
+from mycel.errors import PlanError
+from mycel.ir import Mesh
+from mycel.plan.cluster import KINDS, Cluster
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_presets(name):
+    one, many = Cluster.read(name), Cluster.read(f"{name}x{4 * KINDS[name].devices}")
+    assert one.world == 1 and many.hosts == 4 and many.devices == KINDS[name].devices
+    assert many.memory == KINDS[name].hardware.memory and many.hardware.half < many.nominal
+    inside, between = many.hardware.levels
+    assert inside.ranks == many.devices and between.bytes_s <= 1.1 * inside.bytes_s
+
+
+def test_a_file_and_a_mapping(tmp_path):
+    file = tmp_path / "cluster.yaml"
+    file.write_text("device: h100\ndevices: 4\nhosts: 2\nlevels:\n- {name: wire, bytes_s: 1e9, shared: true}\n")
+    cluster = Cluster.read(file)
+    assert (cluster.world, cluster.devices, cluster.hosts) == (8, 4, 2)
+    assert [(x.name, x.bytes_s) for x in cluster.hardware.levels] == [("wire", 0.25e9)]
+    own = {"name": "mine", "half": 1e14, "bytes_s": 1e12, "memory": "16GiB"}
+    mine = Cluster.read({"device": own, "devices": 2, "levels": [{"bytes_s": 1e10}]})
+    assert mine.memory == 16 << 30 and mine.world == 2 and mine.hardware.single == 0.5e14
+
+
+def test_of_several_kinds_the_slowest_counts():
+    cluster = Cluster.read({"hosts": [{"device": "H100", "hosts": 1}, {"device": "A100-40", "hosts": 2}]})
+    assert cluster.world == 24 and cluster.memory == 40 << 30 and cluster.nominal == 312e12
+    assert cluster.hardware.half == KINDS["A100-40"].hardware.half
+    assert cluster.hardware.levels[-1].bytes_s == 22e9
+
+
+def test_wires_of_axes():
+    """Inside a host; between hosts by one wire of each rank; by all of a host's together."""
+    hardware = Cluster.read("h100x64").hardware
+    links = hardware.links(Mesh(dp=8, tp=8))
+    assert [links.of((a,)).name for a in ("dp", "tp")] == ["network", "nvlink"]
+    assert links.of(("dp",)).bytes_s == 45e9
+    assert hardware.links(Mesh(dp=64)).of(("dp",)).bytes_s == 8 * 45e9
+    assert hardware.links(Mesh(dp=32, tp=2)).of(("dp",)).bytes_s == 4 * 45e9
+    assert hardware.links(Mesh(tp=2, dp=32)).of(("dp",)).bytes_s == 360e9  # no more than inside
+    assert hardware.links(Mesh(tp=2, dp=32)).of(("tp",)).bytes_s == 45e9
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ("h10x8", "there is no device 'h10'.*try       H100"),
+        ("h100x12", "12 devices are not a whole number of hosts of 8.*try       h100x16"),
+        ({"devices": 8}, "no device is given"),
+        ({"device": "H100", "host": 2}, "unknown key 'host'.*try       hosts"),
+        ({"device": "H100", "hosts": 0}, "hosts is 0.*at least 1"),
+        ({"device": {"name": "x", "bytes_s": 1e12, "memory": "1GiB"}}, "device has no half"),
+        ({"device": {"half": -1, "bytes_s": 1e12, "memory": "1GiB"}}, "half is -1.*a number above 0"),
+        ({"device": {"half": 1e12, "bytes_s": 1e12, "memory": "lots"}}, "memory is 'lots'"),
+        ({"device": {"half": 1e12, "bytes_s": 1e12, "memory": "1GiB"}, "devices": 2}, "no levels are given"),
+        ({"device": "H100", "levels": [{"name": "x"}]}, "no bytes_s"),
+        ({"hosts": [{"device": "H100"}, {"device": "Ascend-910C"}]}, "hosts have 8, 16 devices"),
+        ("nowhere.yaml", "cannot read the cluster"),
+    ],
+)
+def test_nonsense_is_refused(given, says):
+    with pytest.raises(PlanError, match="(?s)" + says):
+        Cluster.read(given)

@@ -1,0 +1,181 @@
+"""The search over whole plans: no ready plan and no plan of its own space is priced lower, tensor parallelism is found
+for code that no plan knows, what cannot fit is refused, and its answer is a file that lowers to what was priced."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+import yaml
+from models import gpt2, llama
+from torch import nn
+from typer.testing import CliRunner
+
+from mycel import search_text
+from mycel.cli import app
+from mycel.errors import PlanError
+from mycel.ir import Layout, Mesh
+from mycel.plan import Plan, ready_plans
+from mycel.plan.clock import WORKSPACE
+from mycel.plan.cluster import Cluster
+from mycel.search import Search, Shape, patterns
+from mycel.train.planner import search
+
+SMALL = {"half": 1e12, "bytes_s": 2e11, "memory": "1GiB", "launch_s": 1e-7}
+SLOW = {
+    "device": SMALL,
+    "devices": 2,
+    "hosts": 2,
+    "levels": [{"bytes_s": 1e10, "start_s": 1e-7}, {"bytes_s": 1e9, "start_s": 1e-6}],
+}
+
+
+TWO = {**SLOW, "hosts": 1, "levels": SLOW["levels"][:1]}
+
+
+def tokens(rows: int = 8, length: int = 16):
+    ids = torch.empty(rows, length, dtype=torch.int64, device="meta")
+    return {"input_ids": ids, "labels": ids}
+
+
+def of(model: nn.Module, batch=None, cluster=SLOW, **settings) -> Search:
+    model = model.to("meta")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    return search(model, optimizer, batch or tokens(), Cluster.read(cluster), **settings)
+
+
+class Blocks(nn.Module):
+    """A model whose names no ready plan knows."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.table = nn.Embedding(96, width)
+        self.first = nn.ModuleList(nn.Linear(width, 4 * width) for _ in range(2))
+        self.second = nn.ModuleList(nn.Linear(4 * width, width) for _ in range(2))
+        self.out = nn.Linear(width, 96, bias=False)
+
+    def forward(self, input_ids, labels):
+        x = self.table(input_ids)
+        for first, second in zip(self.first, self.second, strict=True):
+            x = x + second(torch.relu(first(x)))
+        return nn.functional.cross_entropy(self.out(x).flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize("make", [llama, gpt2])
+def test_no_ready_plan_is_priced_lower(make):
+    found = of(make(), cluster=TWO)
+    answer = found.run()
+    meshes = [Mesh(dp=2), Mesh(tp=2)]
+    names = [n for n in ready_plans() if n in ("dp", "tp", "zero1", "zero2", "zero3")]
+    for mesh, chosen in itertools.product(meshes, [*names, "dp+tp", "zero3+tp"]):
+        if {"dp": "dp" in chosen or "zero" in chosen, "tp": "tp" in chosen} != {a: a in mesh for a in ("dp", "tp")}:
+            continue
+        shape = Shape(mesh.sizes().get("dp", 1), 1, mesh.sizes().get("tp", 1))
+        ready = found._timed(shape, Plan.read(chosen, mesh))
+        assert answer.best.seconds <= ready.seconds * 1.02, (chosen, mesh)
+    assert answer.bound <= answer.best.seconds
+
+
+def test_the_best_of_its_space():
+    """Everything priced, one by one."""
+    found = of(Blocks(), cluster=TWO)
+    best = found.run().best
+    every = [
+        found.price(replace(mesh, zero=zero, microbatches=n))
+        for mesh in found.shapes()
+        for zero in ((0, 1, 2, 3) if mesh.dp > 1 else (0,))
+        for n in (1, 2)
+        if 8 // mesh.dp % n == 0
+    ]
+    assert best.seconds <= 1.02 * min(c.seconds for c in every if c.fits)
+
+
+def test_products_are_split_by_columns_then_rows():
+    found = of(Blocks(), cluster={**SLOW, "devices": 4, "hosts": 1, "levels": [{"bytes_s": 1e10}]})
+    chosen = found.parameters(Shape(tp=4))
+    assert chosen["first.*.weight"] == ["tp", "-"] and chosen["second.*.weight"] == ["-", "tp"]
+    assert chosen["first.*.bias"] == ["tp"]
+
+
+def test_the_same_again_and_what_it_writes_is_what_it_priced(tmp_path):
+    first, second = of(Blocks(), cluster=TWO).run(), of(Blocks(), cluster=TWO).run()
+    assert search_text.table(first).split("planning")[0] == search_text.table(second).split("planning")[0]
+    file = tmp_path / "plan.yaml"
+    file.write_text(search_text.file_text(first))
+    found, plan = of(Blocks(), cluster=TWO), Plan.read(file)
+    assert search_text.difference(plan, first.best.plan) == ""
+    again = found._timed(replace(first.best.shape), plan)
+    assert again.seconds == first.best.seconds and again.peak == first.best.peak
+    assert "it fits" in found.checked(plan)
+    with pytest.raises(PlanError, match="the plan is for 2 devices, the cluster has 4"):
+        of(Blocks()).checked(plan)
+
+
+def test_memory_is_kept_or_refused():
+    roomy = of(Blocks(), cluster=TWO).run()
+    most = WORKSPACE + (max(c.peak for c in roomy.candidates) - WORKSPACE) * 2 // 3
+    tight = of(Blocks(), cluster=TWO, memory=most).run()
+    assert tight.best.peak <= most and tight.best.seconds >= roomy.best.seconds
+    with pytest.raises(PlanError, match=r"(?s)no plan fits 64.00 KiB a device.*needs     at least .*try "):
+        of(Blocks(), cluster=TWO, memory=64 << 10).run()
+
+
+def test_given_meshes_and_levels_are_kept():
+    answer = of(Blocks(), given={"mesh": {"dp": 2, "tp": 2}, "zero": "1 over dp"}).run()
+    assert {str(c.shape) for c in answer.candidates} == {"dp=2 tp=2, zero 1"}
+
+
+def test_an_interrupt_gives_the_best_so_far(monkeypatch):
+    found = of(Blocks(), cluster=TWO)
+    price, count = found.price, itertools.count()
+
+    def interrupted(shape):
+        if next(count) == 2:
+            raise KeyboardInterrupt
+        return price(shape)
+
+    monkeypatch.setattr(found, "price", interrupted)
+    answer = found.run()
+    assert len(answer.candidates) == 2 and not answer.complete and "stopped early" in search_text.table(answer)
+    assert of(Blocks(), cluster=TWO).run(seconds=0).complete is False
+
+
+def test_names_alike_become_patterns():
+    split, whole = Layout((("tp",), ())), Layout.whole(2)
+    same = {"a.0.w": split, "a.1.w": split, "b.0.w": split, "b.1.w": whole}
+    assert patterns(same) == {"a.*.w": ["tp", "-"], "b.0.w": ["tp", "-"]}
+
+
+def test_the_command(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    cluster = tmp_path / "c.yaml"
+    cluster.write_text(yaml.safe_dump(TWO))
+    run = CliRunner().invoke
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = {"model_type": "llama", "vocab_size": 260, **sizes}
+    tiny = ["train.batch=8", "data.length=32", "data.tokenizer=bytes", f"model.config={json.dumps(config)}"]
+    done = run(app, ["plan", *tiny, "--cluster", str(cluster), "--top", "3", "-o", "plan.yaml"])
+    assert done.exit_code == 0, done.output
+    assert "tokens/s" in done.output and "bound" in done.output and "written    plan.yaml" in done.output
+    assert Plan.read(tmp_path / "plan.yaml").mesh.world == 2
+    done = run(app, ["plan", "check", "plan.yaml", *tiny, "--cluster", str(cluster)])
+    assert done.exit_code == 0 and "it fits" in done.output
+    done = run(app, ["plan", "diff", "plan.yaml", "plan.yaml"])
+    assert done.exit_code == 0 and "the same" in done.output
+    done = run(app, ["plan", *tiny, "--cluster", "h10x4"])
+    assert done.exit_code == 2 and "there is no device 'h10'" in done.output
+
+
+def test_as_data():
+    answer = of(Blocks(), cluster=TWO).run()
+    found = json.loads(json.dumps(search_text.data(answer)))
+    best = found["plans"][0]
+    assert best["fits"] and best["mesh"] and best["step_seconds"] >= best["bound_seconds"] > 0
+    parts = best["seconds"]
+    assert parts["compute"] + parts["recomputation"] + parts["exposed_communication"] == pytest.approx(
+        best["step_seconds"], rel=1e-6
+    )
+    assert Plan.read(best["plan"]).mesh.sizes() == best["mesh"]
