@@ -484,6 +484,15 @@ def test_containers_that_grow_or_shrink_are_noticed():
     assert [float(f(x)[0]) for f in (length, member, optional)] == [0, 1, 1]
 
 
+def test_an_argument_that_is_also_reached_otherwise():
+    def fn(x):
+        return x * SCALE
+
+    fast = mycel.jit(fn)
+    for x in (SCALE, SCALE + 1, SCALE):
+        same(fast(x), x * SCALE)
+
+
 # -- guards that hold
 
 
