@@ -24,7 +24,7 @@ from mycel.capture.names import clean
 from mycel.capture.record import Traced
 from mycel.capture.repeats import assemble
 from mycel.capture.state import Container, Guarded, Location, Reachable, contents, is_static, is_there, put_back
-from mycel.capture.syntax import enter, rewritten_forward
+from mycel.capture.syntax import drawn_state, enter, refuse_draws, rewritten_forward
 from mycel.capture.trace import TRACING, Tracer
 from mycel.capture.tree import Tree, flatten, holds_tensors
 from mycel.errors import CaptureError
@@ -116,6 +116,7 @@ def _capture(
     held: list[torch.Tensor] = []
     flatten(data, held)
     tracer.sources.update(zip(given, held, strict=True))
+    draws = drawn_state()
     try:
         with _tracing(tracer):
             tracer.differentiated = differentiated
@@ -123,6 +124,7 @@ def _capture(
             if differentiated:
                 hook_parameters(tracer, places.parameters())
             result = enter(fn, *traced[0], **traced[1])
+            refuse_draws(draws)
         outs: list[torch.Tensor] = []
         out_tree = flatten(result, outs, objects=True)
         with tracer:

@@ -25,6 +25,7 @@ from mycel.capture.loops import over
 from mycel.capture.loops import repeat as traced_repeat
 from mycel.capture.merge import Want, fit, made
 from mycel.capture.slots import UNDEFINED, Objects, assigned, variables
+from mycel.capture.syntax.draws import CLOCKS, DRAWS
 from mycel.capture.syntax.load import twin
 from mycel.capture.syntax.rewrite import RUNTIME
 from mycel.capture.trace import TRACING, Tracer
@@ -452,6 +453,8 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     sorted: _with_twins(builtins.sorted),
     functools.reduce: _with_twins(functools.reduce),
     torch.utils.checkpoint.checkpoint: _with_twins(torch.utils.checkpoint.checkpoint),
+    **DRAWS,
+    **CLOCKS,
 }
 _GIVEN = {RUNTIME: sys.modules[__name__], "undefined@": UNDEFINED}
 
