@@ -11,6 +11,7 @@ from stepping import adamw, agree, beside, both, cross_entropy
 from torch import nn
 
 import mycel
+from mycel import feed
 from mycel.capture.facts import MOST
 from mycel.errors import CaptureError, TrainError
 
@@ -178,3 +179,13 @@ def test_a_batch_without_data_decides_nothing():
     with pytest.raises(CaptureError, match="no data"):
         pair.step.prepare(x.to("meta"), y.to("meta"))
     pair.step(x, y)
+
+
+def test_batches_in_parts_on_ranks_are_refused():
+    model = Packs()
+    step = mycel.train_step(model, torch.optim.SGD(model.parameters(), 0.1), loss=cross_entropy, compile=False)
+    x, y = sentences([[6, 3, 4, 5]])(0)
+    step(x, y)
+    refused = feed.refusing_parts(step.entries[0].facts)
+    with pytest.raises(TrainError, match=r"(?s)whole batch.*test_facts.py"):
+        refused((x[:2], y[:2]), {})

@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 
 
-def nonzero(tracer: Tracer, x: torch.Tensor) -> Any:
+def nonzero(tracer: Tracer, x: torch.Tensor, name: str = "nonzero") -> Any:
     """The places of what is not zero, a row each."""
     value = tracer.value(x)
     holds = value if value.dtype == torch.bool else o.ne(value, 0)
     flat = o.cast(o.reshape(holds, shape=(value.type.numel,)), dtype=torch.int64)
-    count = _number(tracer, o.sum(flat, dims=(0,)), "nonzero")
+    count = _number(tracer, o.sum(flat, dims=(0,)), name)
     order = o.sort(flat, dim=0, descending=True, stable=True)[1]
     at = o.slice(order, dim=0, start=0, stop=count, step=1)
     columns: list[Var] = []
@@ -66,5 +66,8 @@ FORMS: dict[Any, Callable[..., Any]] = {
 
 def columns_of(tracer: Tracer, mask: torch.Tensor) -> Sequence[torch.Tensor]:
     """The indices a mask stands for, one for each of its dims."""
+    tracer.here()
+    with tracer:
+        places: torch.Tensor = tracer.wrap(nonzero(tracer, mask, "indexing with a boolean mask"))
     with tracer.mode:
-        return aten.nonzero.default(mask).unbind(1)
+        return places.unbind(1)
