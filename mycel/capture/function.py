@@ -17,7 +17,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from mycel.capture.custom import trace_function
 from mycel.capture.encoder import encoder_forward
 from mycel.capture.facts import Facts
-from mycel.capture.fence import refuse
+from mycel.capture.fence import OPENED, refuse
 from mycel.capture.hooks import ModuleHooks, hook_parameters
 from mycel.capture.modes import DispatchMode, FunctionMode
 from mycel.capture.names import clean
@@ -79,7 +79,13 @@ def capture(
     data            the arguments, where those to trace are without data: what decides (`facts.py`) is read there
     """
     with paused():
-        return _capture(fn, args, kwargs, apart, known or {}, differentiated, data or (args, kwargs))
+        while True:
+            opened = len(OPENED)
+            try:
+                return _capture(fn, args, kwargs, apart, known or {}, differentiated, data or (args, kwargs))
+            except CaptureError:
+                if len(OPENED) == opened:  # else libraries that decide on tensors are rewritten now
+                    raise
 
 
 @contextlib.contextmanager
