@@ -9,10 +9,12 @@ its record (`record.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from mycel.capture.alias import Cell, view_cells
 from mycel.capture.dynamic import FORMS, columns_of
@@ -21,7 +23,7 @@ from mycel.capture.record import ModuleCall, Record, Traced
 from mycel.capture.schema import Schema, schema_of
 from mycel.capture.state import Reachable
 from mycel.capture.subscript import open_key
-from mycel.errors import IRError
+from mycel.errors import CaptureError, IRError, MisfitError
 from mycel.ir import OPS, Type, Var, is_float
 from mycel.ops import RULES, o
 from mycel.ops.opaque import encode
@@ -89,11 +91,24 @@ class Tracer(Record):
         if rule is None or self._autocast() or _wrapped_by_functorch(args):
             return NotImplemented
         before = len(self.eqns)
-        out = self.apply(rule, args, kwargs)
+        with self._misfits(func, args, kwargs):
+            out = self.apply(rule, args, kwargs)
         if out is NotImplemented:
             self.undo(before)
             return NotImplemented
         return self.wrap(out)
+
+    @contextlib.contextmanager
+    def _misfits(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[None]:
+        """What is refused in here, and by torch with a RuntimeError too, may be caught as that."""
+        before = len(self.eqns)
+        try:
+            yield
+        except CaptureError as e:
+            self.undo(before)
+            if _is_refused_by_torch(func, args, kwargs):
+                raise MisfitError(e.what, file=e.file, line=e.line, text=e.text, hint=e.hint) from e
+            raise
 
     def _autocast(self) -> bool:
         """Under autocast torch itself must choose dtypes: functions go to the dispatch mode, after the casts."""
@@ -120,7 +135,8 @@ class Tracer(Record):
         if (device := kwargs.get("device")) is not None:
             self._check_device(torch.device(device))
         before = len(self.eqns)
-        out = NotImplemented if known.rule is None else self.apply(known.rule, args, kwargs)
+        with self._misfits(func, args, kwargs):
+            out = NotImplemented if known.rule is None else self.apply(known.rule, args, kwargs)
         if out is NotImplemented:
             self.undo(before)
             if known.mask_index and any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1]):
@@ -331,7 +347,7 @@ class Tracer(Record):
         while root.parent is not None:
             root = root.parent
         with self.mode:
-            ordered = x.permute(sorted(range(x.ndim), key=lambda d: -x.stride(d))) if not x.is_contiguous() else x
+            ordered = x.permute(sorted(range(x.ndim), key=lambda d: -x.stride()[d])) if not x.is_contiguous() else x
         last = (offset or 0) + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
         moved = offset is not None and cell.parent is not None
         if not ordered.is_contiguous() or last >= max(x.numel(), 1) or moved or root.place is not None:
@@ -378,6 +394,21 @@ def tensors_in(values: Any) -> list[torch.Tensor]:
 
 def _meta(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+
+
+def _is_refused_by_torch(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Does it raise a RuntimeError on tensors of these shapes?"""
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        try:
+            metas = torch.utils._pytree.tree_map(
+                lambda x: _meta(x) if isinstance(x, torch.Tensor) else x, (list(args), kwargs)
+            )
+            func(*metas[0], **metas[1])
+        except RuntimeError as e:
+            return not isinstance(e, NotImplementedError)
+        except Exception:
+            return False
+    return False
 
 
 def _nest(func: Any, out: Any) -> Any:
