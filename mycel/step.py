@@ -336,6 +336,14 @@ class Step:
                 )
             split, large = batch.split(captured.leaves), self._prepared(whole)
             refuse_outputs(program, large, s.accumulate)
+            meeting = transform.coupled(captured.program, whole.program, trained.values(), split)
+            if meeting:
+                warnings.warn(
+                    "accumulate: rows of the batch meet before the loss sums them up, so the loss is of its parts,\n"
+                    f"not of the whole: {'; '.join(meeting[:5])}\n"
+                    "  try       accumulate=1, or memory=… for a batch that does not fit",
+                    stacklevel=4,
+                )
             rows = transform.joined(program, large)
             program, counting, unseen = transform.shares(program, large, trained.values(), split, s.accumulate)
             if unseen:
