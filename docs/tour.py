@@ -115,8 +115,11 @@ torch.testing.assert_close(slow(ids), model(ids))
 # 8. What cannot be captured is refused early, with the line and a way out.
 
 
+weight = torch.nn.Parameter(torch.randn(3))
+
+
 def positive(x: torch.Tensor) -> torch.Tensor:
-    return x[x > 0]
+    return x[x * weight > 0]  # of x > 0 alone, the number would be a fact of the batch: another one, another capture
 
 
 try:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from mycel import transform
-from mycel.capture import MISS, TRACING, Captured, bind, rewritten
+from mycel.capture import MISS, TRACING, Captured, bind, make_room, rewritten
 from mycel.capture import capture as capture_call
 from mycel.errors import RunError
 from mycel.ir import Program, check, type_of
@@ -87,6 +87,7 @@ class Jit:
 
     def _entry(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CompiledCall:
         entry = self.compile(args, kwargs)
+        make_room(self.entries, lambda e: e.captured.facts, entry.captured.facts, oldest=0)
         self.entries.append(entry)
         return entry
 

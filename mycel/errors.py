@@ -64,3 +64,7 @@ class CaptureError(MycelError):
         if hint:
             parts.append(f"  try       {hint}")
         super().__init__("\n".join(parts))
+
+
+class MisfitError(CaptureError, RuntimeError):
+    """Operands that do not fit, for which torch raises a RuntimeError, too: code that catches that goes on."""

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 import torch
 
-from mycel.capture import MISS, Captured, flatten
+from mycel.capture import MISS, Captured, Facts, flatten
 from mycel.capture.bind import Call
 from mycel.errors import TrainError
 from mycel.ir import Layout, Mesh, Program, Type, Var, type_of
@@ -164,6 +164,20 @@ class Local:
             raise TrainError(f"{what}\n  expected  {expected}\n  try       {hint}")
         whole: Arguments = tree.unflatten(iter(feed.without_data()))
         return whole
+
+
+def refusing_parts(facts: Sequence[Facts]) -> Call:
+    """The call with a rank's part, of a program that values of the whole batch decide."""
+    asked = "; ".join(str(f) for known in facts for f in known.facts)
+
+    def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        raise TrainError(
+            "values of the whole batch decide what the program is, and this rank has a part of it\n"
+            f"  at        {asked}\n"
+            "  try       step(...) with the whole batch on every rank, or keep it a tensor"
+        )
+
+    return call
 
 
 def moved(x: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from mycel import lower, plan, transform
-from mycel.capture import MISS, Captured, bind
+from mycel.capture import MISS, Captured, Facts, bind, make_room
 from mycel.capture import capture as capture_call
 from mycel.capture.bind import Call
-from mycel.feed import Fed, Feed, Local, feed_of, from_anywhere, refuse_without_data, without_host_data
+from mycel.feed import Fed, Feed, Local, feed_of, from_anywhere, refuse_without_data, refusing_parts, without_host_data
 from mycel.ir import Block, Program, Var, check
 from mycel.parts import ShardedModel, UnshardedStep, roles_of
 from mycel.planning import Task, with_layouts
@@ -28,6 +28,7 @@ class Signature:
     call: Call
     local: Call
     feed: Feed
+    facts: tuple[Facts, ...] = ()
 
 
 class Forward:
@@ -61,14 +62,17 @@ class Forward:
 
     def prepare(self, *args: Any, **kwargs: Any) -> Forward:
         """Compile for such a batch; tensors of its shapes need no data (device="meta")."""
-        self.entries.insert(0, self._compiled(args, kwargs))
+        entry = self._compiled(args, kwargs)
+        make_room(self.entries, lambda e: e.facts, entry.facts)
+        self.entries.insert(0, entry)
         return self
 
     def _compiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signature:
         parts = self.parts
+        data = args, kwargs
         args, kwargs = without_host_data(args, kwargs, device_of(self.model))
         with parts.whole() if parts is not None else contextlib.nullcontext():
-            captured = capture_call(self.fn, args, kwargs, known=roles_of(self.model))
+            captured = capture_call(self.fn, args, kwargs, known=roles_of(self.model), data=data)
             program = self.prepared(captured)
             unsharded = UnshardedStep(captured, program, (), len(program.results), program.entry)
         if parts is None:
@@ -89,7 +93,10 @@ class Forward:
 
             return bind(replace(called(captured, batch, local), effects=()), without_gradients)[0]
 
-        return Signature(bound(feed.inputs, feed.cut), bound(feed.parts(), feed.pad), feed)
+        whole = bound(feed.inputs, feed.cut)
+        if captured.facts and parts is not None:
+            return Signature(whole, refusing_parts(captured.facts), feed, captured.facts)
+        return Signature(whole, bound(feed.parts(), feed.pad), feed, captured.facts)
 
 
 def called(captured: Captured, batch: Iterable[Var], local: Program) -> Captured:

@@ -21,11 +21,20 @@ from typing import Any
 import torch
 
 from mycel import lower, optimizers, plan, torch_update, transform
-from mycel.capture import MISS, TRACING, Captured, bind, meshed
+from mycel.capture import MISS, TRACING, Captured, Facts, bind, flatten, input_tensors, make_room, meshed
 from mycel.capture import capture as capture_call
 from mycel.capture.bind import Call
 from mycel.errors import GradientError, PlanError, TrainError
-from mycel.feed import Fed, Feed, Local, feed_of, refuse_without_data, without_host_data
+from mycel.feed import (
+    Arguments,
+    Fed,
+    Feed,
+    Local,
+    feed_of,
+    refuse_without_data,
+    refusing_parts,
+    without_host_data,
+)
 from mycel.forward import Forward, called, device_of, evaluating
 from mycel.ir import Mesh, Program, Role, Var, check
 from mycel.objective import Batch, objective, refuse_outputs
@@ -152,6 +161,7 @@ class CompiledStep:
     local: Call
     feed: Feed
     signature: tuple[Any, ...]
+    facts: tuple[Facts, ...] = ()
 
     @property
     def program(self) -> Program:
@@ -234,7 +244,9 @@ class Step:
             raise TrainError(
                 "a train_step was called inside code that is being captured\n  try       call it from plain Python"
             )
-        self.entries.insert(0, self.compile(args, kwargs))
+        entry = self.compile(args, kwargs)
+        make_room(self.entries, lambda e: e.facts, entry.facts)
+        self.entries.insert(0, entry)
         return self
 
     # -- the way from code to code ------------------------------------------------------------------------------
@@ -248,9 +260,10 @@ class Step:
             start_workers()
         if device.type == "cpu":
             keep_freed_memory()
+        data = args, kwargs
         args, kwargs = without_host_data(args, kwargs, device)
         with self.parts.whole() if self.parts is not None else contextlib.nullcontext():
-            made = self._unsharded(args, kwargs)
+            made = self._unsharded(args, kwargs, data)
         decided, done = planned(self._task(made), self._given())
         program = done.program
         if self.parts is not None:
@@ -263,7 +276,7 @@ class Step:
             code, feed = self.parts.connected(code), self.parts.feed(made, done.spread)
         call, local = self._bound(made, program, code, feed)
         signature = optimizers.signature(self.optimizer, self.by_rule)
-        return CompiledStep(done, source, decided, call, local, feed, signature)
+        return CompiledStep(done, source, decided, call, local, feed, signature, made.captured.facts)
 
     def _choose_update(self) -> None:
         """Is the update part of the program, or torch's?  The latter is said once."""
@@ -300,19 +313,22 @@ class Step:
         """The step as one program on one device, for such a batch: what there is to plan."""
         return self._unsharded(args, kwargs)
 
-    def _unsharded(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> UnshardedStep:
-        """The whole step as one program, on one device; manual regions are those of the mesh."""
+    def _unsharded(self, args: tuple[Any, ...], kwargs: dict[str, Any], data: Arguments | None = None) -> UnshardedStep:
+        """The whole step as one program, on one device; manual regions are those of the mesh.  `data`: the batch, where
+        the arguments hold none."""
         with meshed(self.written.mesh if self.written is not None else None):
-            return self._captured(args, kwargs)
+            return self._captured(args, kwargs, data or (args, kwargs))
 
-    def _captured(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> UnshardedStep:
+    def _captured(self, args: tuple[Any, ...], kwargs: dict[str, Any], data: Arguments) -> UnshardedStep:
         s = self.settings
         batch = Batch(args, kwargs, s.accumulate)
         known = roles_of(self.model, self.optimizer)
-        captured = capture_call(self.taken, *batch.part(), known=known, differentiated=True)
+        first = Batch(*data, s.accumulate).part()
+        captured = capture_call(self.taken, *batch.part(), known=known, differentiated=True, data=first)
         whole = captured
         if s.accumulate > 1:
-            whole = capture_call(self.taken, args, kwargs, known=known, differentiated=True)
+            whole = capture_call(self.taken, args, kwargs, known=known, differentiated=True, data=data)
+            captured = self._for_all_parts(captured, whole, batch, data)
         program = self._prepared(replace(captured, program=transform.with_numbers_of(captured.program, whole.program)))
         if s.precision == "fp16":
             program = transform.with_scale(program)
@@ -326,6 +342,14 @@ class Step:
                 )
             split, large = batch.split(captured.leaves), self._prepared(whole)
             refuse_outputs(program, large, s.accumulate)
+            meeting = transform.coupled(captured.program, whole.program, trained.values(), split)
+            if meeting:
+                warnings.warn(
+                    "accumulate: rows of the batch meet before the loss sums them up, so the loss is of its parts,\n"
+                    f"not of the whole: {'; '.join(meeting[:5])}\n"
+                    "  try       accumulate=1, or memory=… for a batch that does not fit",
+                    stacklevel=4,
+                )
             rows = transform.joined(program, large)
             program, counting, unseen = transform.shares(program, large, trained.values(), split, s.accumulate)
             if unseen:
@@ -342,6 +366,22 @@ class Step:
         clipping = (s.clip_norm, s.clip_value) if self.by_rule else (None, None)
         program = check(transform.optimise(program, [g.group for g in groups], results, *clipping, s.grads))
         return UnshardedStep(captured, program, tuple(groups), results, body)
+
+    def _for_all_parts(self, captured: Captured, whole: Captured, batch: Batch, data: Arguments) -> Captured:
+        """What was captured for the first part, where what the batch decided is decided so by every part."""
+        split = batch.split(captured.leaves)
+        of_parts = tuple(f.in_parts(self.settings.accumulate, split) for f in captured.facts)
+        leaves: list[torch.Tensor] = []
+        flatten(data, leaves)
+        inputs = input_tensors(captured, leaves)
+        for facts in of_parts:
+            if not facts.hold(*(inputs[name] for name in facts.inputs)):
+                raise TrainError(
+                    "with accumulate the parts of a batch decide differently what the program is\n"
+                    f"  at        {'; '.join(map(str, facts.facts))}\n"
+                    "  try       accumulate=1, or keep it a tensor: torch.where, masks, padding to a fixed size"
+                )
+        return replace(captured, facts=(*of_parts, *whole.facts))
 
     def _prepared(self, captured: Captured) -> Program:
         """The loss, simplified, in its precision, with its head."""
@@ -419,7 +459,10 @@ class Step:
         def bound(batch: Sequence[Var], fed: Fed) -> Call:
             return bind(called(captured, batch, program), lambda *inputs: run(inputs, fed))[0]
 
-        return bound(feed.inputs, feed.cut), bound(feed.parts(), feed.pad)
+        whole = bound(feed.inputs, feed.cut)
+        if captured.facts and self.parts is not None:
+            return whole, refusing_parts(captured.facts)
+        return whole, bound(feed.parts(), feed.pad)
 
     def _readers(self, made: UnshardedStep, program: Program) -> list[tuple[list[Role], Callable[[], list[Any]]]]:
         """What gives the program's inputs besides those of the call their values, and the roles of these."""

@@ -3,6 +3,8 @@ sums and means by hand."""
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -59,3 +61,50 @@ def test_loss_and_gradient_are_those_of_the_whole_batch(name, rows, parts):
     )
     torch.testing.assert_close(step(x, y), wanted.detach())
     torch.testing.assert_close(before - model.weight.detach(), slope, rtol=1e-5, atol=1e-5)
+
+
+# -- rows that meet
+
+
+class Meets(nn.Module):
+    """Losses whose rows are alone, and such whose rows meet."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.a, self.b = kind, nn.Linear(6, 5), nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5))
+        self.norm = nn.BatchNorm1d(5)
+
+    def forward(self, x, y):
+        h, k = self.a(x), self.b(x)
+        match self.kind:
+            case "contrastive":
+                return nn.functional.cross_entropy(h @ k.T, torch.arange(len(x)))
+            case "batch norm":
+                return nn.functional.cross_entropy(self.norm(h), y)
+            case "centred":
+                return ((h - h.mean(0)) * k).square().mean()
+            case "softmax of rows":
+                return (h.softmax(0) * k).sum()
+            case "attention":
+                s = torch.einsum("bi,bj->bij", h, k).softmax(-1)
+                return nn.functional.cross_entropy((s @ k[..., None])[..., 0], y)
+            case "weighted":
+                w = x[:, 0].exp()
+                return (nn.functional.cross_entropy(h, y, reduction="none") * w).sum() / w.sum()
+        return nn.functional.cross_entropy(h + k, y)
+
+
+@pytest.mark.parametrize("kind, meet", [
+    ("contrastive", True), ("batch norm", True), ("centred", True), ("softmax of rows", True),
+    ("attention", False), ("weighted", False), ("plain", False),
+])  # fmt: skip
+def test_rows_that_meet_are_told_of(kind, meet):
+    torch.manual_seed(0)
+    model = Meets(kind)
+    step = mycel.train_step(model, torch.optim.SGD(model.parameters(), 0.1), accumulate=2, compile=False)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        step(torch.randn(8, 6), torch.randint(0, 5, (8,)))
+    said = [str(w.message) for w in caught if "rows of the batch meet" in str(w.message)]
+    assert bool(said) == meet, said
+    assert not meet or "test_accumulate.py" in said[0]

@@ -3,8 +3,12 @@ updates included."""
 
 from __future__ import annotations
 
+import dataclasses
+import random
+import time
 import types
 
+import numpy as np
 import pytest
 import torch
 from models import same, state
@@ -484,6 +488,15 @@ def test_containers_that_grow_or_shrink_are_noticed():
     assert [float(f(x)[0]) for f in (length, member, optional)] == [0, 1, 1]
 
 
+def test_an_argument_that_is_also_reached_otherwise():
+    def fn(x):
+        return x * SCALE
+
+    fast = mycel.jit(fn)
+    for x in (SCALE, SCALE + 1, SCALE):
+        same(fast(x), x * SCALE)
+
+
 # -- guards that hold
 
 
@@ -533,3 +546,126 @@ def test_objects_that_the_code_replaces_itself():
     same(fast(X), X * 0.25)
     same(fast(X + 1), (X + 1) * 0.25)
     assert len(fast.entries) == 1
+
+
+# -- what is easily overlooked
+
+
+class Slotted:
+    __slots__ = ("rate", "weight")
+
+    def __init__(self):
+        self.rate, self.weight = 2.0, torch.ones(3)
+
+
+@dataclasses.dataclass(slots=True)
+class SlottedOptions:
+    power: int = 2
+    inner: Slotted = dataclasses.field(default_factory=Slotted)
+
+
+class Replaced:
+    def method(self, x):
+        return x * 2
+
+    @property
+    def rate(self):
+        return 3.0
+
+
+NAMES = {"square", "negate"}
+OWNER = Replaced()
+
+
+def test_slots_are_read_anew():
+    options = SlottedOptions()
+
+    def fn(x):
+        return x**options.power * options.inner.rate + options.inner.weight
+
+    fast = agrees(fn, X)
+    options.inner.weight = torch.full((3,), 5.0)
+    same(fast(X), fn(X))
+    assert len(fast.entries) == 1
+    options.inner.rate = 3.0
+    same(fast(X), fn(X))
+    options.power = 3
+    same(fast(X), fn(X))
+    options.inner = Slotted()
+    same(fast(X), fn(X))
+    assert len(fast.entries) == 4
+
+
+def test_sets_and_methods_are_guarded(monkeypatch):
+    def fn(x):
+        x = x * x if "square" in NAMES else x
+        return OWNER.method(x) * OWNER.rate
+
+    fast = agrees(fn, X)
+    NAMES.discard("square")
+    same(fast(X), fn(X))
+    NAMES.add("square")
+    same(fast(X), fn(X))
+    assert len(fast.entries) == 2
+    monkeypatch.setattr(Replaced, "method", lambda self, x: x - 1)
+    same(fast(X), fn(X))
+    monkeypatch.setattr(Replaced, "rate", property(lambda self: 5.0))
+    same(fast(X), fn(X))
+    assert len(fast.entries) == 4
+
+
+# -- random numbers, clocks and iterators of Python
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        random.random,
+        lambda: random.uniform(0.0, 1.0),
+        lambda: random.randint(0, 1),
+        lambda: random.randrange(2),
+        lambda: random.gauss(0.5, 0.3),
+        lambda: np.random.rand(),
+        lambda: np.random.uniform(0, 1),
+        lambda: np.random.randint(2),
+        lambda: np.random.normal(0.5, 1.0),
+    ],
+)
+def test_numbers_of_python_are_drawn_at_every_call(draw):
+    def fn(x):
+        if draw() < 0.5:
+            return x * 2
+        return x * 3
+
+    torch.manual_seed(0)
+    fast = mycel.jit(fn)
+    results = [fast(X) for _ in range(30)]
+    assert all(torch.equal(y, X * 2) or torch.equal(y, X * 3) for y in results)
+    assert 5 <= sum(torch.equal(y, X * 2) for y in results) <= 25
+    assert len(fast.entries) == 1
+    torch.manual_seed(0)
+    assert all(torch.equal(fast(X), y) for y in results)
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: x * random.choice([1, 2]),
+        lambda x: x[torch.from_numpy(np.random.permutation(2))],
+        lambda x: x * torch.from_numpy(np.random.rand(3)),
+        lambda x: x * next(ITEMS),
+    ],
+)
+def test_other_draws_and_iterators_are_refused(fn):
+    with pytest.raises(mycel.CaptureError, match="every call would use the same"):
+        mycel.jit(fn)(X)
+
+
+ITEMS = iter(range(1, 100))
+
+
+def test_iterators_of_the_function_itself_and_clocks():
+    layer = nn.Linear(3, 3)
+    agrees(lambda x: x * next(iter([2.0, 3.0])) * next(layer.parameters()).sum(), X)
+    with pytest.warns(UserWarning, match=r"time\(\) is called when the code is captured"):
+        mycel.jit(lambda x: x + 0 * time.time())(X)

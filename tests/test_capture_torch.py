@@ -525,3 +525,33 @@ def test_an_encoder_outside_of_training(masks):
         for recording in (True, False, True):
             with torch.set_grad_enabled(recording):
                 same(fast(x, **given), model(x, **given))
+
+
+def caught_view(x):
+    try:
+        return x.view(3, 5)
+    except RuntimeError:
+        return x.reshape(-1) * 2
+
+
+def caught_product(x):
+    try:
+        y = x @ x
+    except RuntimeError:
+        y = x @ x.t()
+    return y
+
+
+def caught_strides(x):
+    try:
+        return x.t().view(-1)
+    except RuntimeError:
+        return x.reshape(-1) * 3
+
+
+@pytest.mark.parametrize("fn", [caught_view, caught_product, caught_strides])
+def test_what_torch_refuses_may_be_caught(fn):
+    fast = mycel.jit(fn)
+    same(fast(X), fn(X))
+    with pytest.raises(RuntimeError):
+        mycel.jit(lambda x: x.view(3, 5))(X)

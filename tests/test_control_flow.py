@@ -184,6 +184,7 @@ def keeps(x, keep=KEPT.append):
     return y + KEPT.pop()
 
 
+ONE = torch.nn.Parameter(torch.ones((), dtype=torch.float64))  # what depends on it is not known when it is captured
 REFUSED = {
     grows: r"x is f64\[3\] when the loop starts and f64\[6\] after a turn",
     changes_dtype: r"n is i64\[\] when the loop starts and f\d+\[\] after a turn",
@@ -209,7 +210,7 @@ REFUSED = {
 def test_refusals_name_variable_values_and_line(fn):
     KEPT.clear()
     with pytest.raises(mycel.CaptureError, match=REFUSED[fn]) as caught:
-        mycel.jit(fn)(torch.tensor([1.0, 2.0, -1.0], dtype=torch.float64))
+        mycel.jit(lambda x: fn(x * ONE))(torch.tensor([1.0, 2.0, -1.0], dtype=torch.float64))
     error = caught.value
     assert error.file == __file__ and error.hint
     assert error.text == linecache.getline(__file__, error.line).strip()
@@ -223,7 +224,8 @@ def test_functions_without_source_say_so():
     with pytest.raises(
         mycel.CaptureError, match="the control flow of decides is not captured, because its source is not available"
     ):
-        mycel.jit(made["decides"])(x)
+        mycel.jit(lambda x: made["decides"](x * ONE))(x)
+    close(mycel.jit(made["decides"])(x), x)
     close(mycel.jit(torch.sin)(x), x.sin())
     close(mycel.jit(lambda x: max(len(x), 2) * x)(x), x * 3)
 

@@ -468,3 +468,53 @@ def test_adapters_of_peft(kind):
         "prompt": lambda: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
     }
     agree(beside(lambda: peft.get_peft_model(llama(num_hidden_layers=1), config[kind]()), adamw(), text, steps=2))
+
+
+# -- models that ask for values
+
+
+class Squared(nn.Module):
+    """A loss of whatever a model computes first."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, **batch):
+        out = self.model(**batch)
+        return next(v for v in out.values() if v is not None).square().mean()
+
+
+def detr():
+    """Decides in a library's code whether what the weights make of a picture is finite."""
+    backbone = hf.ResNetConfig(
+        embedding_size=4, hidden_sizes=[4, 8], depths=[1, 1], layer_type="basic", out_features=["stage2"]
+    )
+    sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}
+    config = hf.DetrConfig(
+        **sizes, use_timm_backbone=False, use_pretrained_backbone=False, backbone_config=backbone, num_queries=3,
+        encoder_attention_heads=2, decoder_attention_heads=2, dropout=0.0,
+    )  # fmt: skip
+    return Squared(hf.DetrForObjectDetection(config))
+
+
+def pixtral():
+    """The sizes of its pictures are values of the batch."""
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return Squared(hf.PixtralVisionModel(hf.PixtralVisionConfig(**sizes, image_size=32, patch_size=8)))
+
+
+def pictures(i):
+    return {"pixel_values": torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(i))}
+
+
+@pytest.mark.parametrize("make, more, signatures", [
+    (detr, {}, 1),
+    (pixtral, {"image_sizes": [[[32, 32], [16, 32]], [[32, 32], [32, 8]]]}, 2),
+])  # fmt: skip
+def test_models_that_ask_for_values(make, more, signatures):
+    def batches(i):
+        return {**pictures(i), **{k: torch.tensor(v[i % 2]) for k, v in more.items()}}
+
+    pair = agree(beside(make, adamw(), batches, steps=3))
+    assert len(pair.step.entries) == signatures

@@ -3,6 +3,7 @@ blocks; `bind` calls it."""
 
 from mycel.capture.bind import MISS, bind, draw_key
 from mycel.capture.custom import trace_custom
+from mycel.capture.facts import Facts, make_room
 from mycel.capture.fence import refuse
 from mycel.capture.function import TRACING, Captured, capture, paused
 from mycel.capture.inline import input_tensors, input_values, results, splice, splice_program
@@ -15,6 +16,7 @@ __all__ = [
     "MISS",
     "TRACING",
     "Captured",
+    "Facts",
     "Open",
     "Tree",
     "bind",
@@ -26,6 +28,7 @@ __all__ = [
     "flatten",
     "input_tensors",
     "input_values",
+    "make_room",
     "meshed",
     "opened",
     "paused",

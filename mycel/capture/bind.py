@@ -75,6 +75,9 @@ class _GuardWriter:
         self.links()
         self.modules()
         inputs = self.inputs()
+        for facts in c.facts:
+            holds = self.constant(facts.hold, "facts")
+            self.guard(f"not {holds}({', '.join(self.values[name] for name in facts.inputs)})")
         guards = [
             "try:",
             *("    " + line for line in self.lines),
@@ -248,6 +251,8 @@ class _GuardWriter:
                 self.guard(f"not {own} or [*{own}.values()] != {self.constant(hooks, 'V')}" if hooks else own)
             for other in places[1:]:
                 self.guard(f"{self.read(other)} is not {name}")
+        for input_, place in self.c.aliases:
+            self.guard(f"{self.read(place)} is not {self.values[input_]}")
         self.values.update((v.name, "draw_key(DEVICE)") for v in self.c.program.inputs_of("key"))
         return [self.values[v.name] for v in self.c.program.inputs]
 

@@ -36,6 +36,16 @@ def is_library(path: str) -> bool:
 
 
 WHY_NOT: dict[CodeType, str] = {}  # functions of the user that could not be rewritten
+OPENED: set[CodeType] = set()  # functions of libraries that are rewritten as the user's are: they decide on tensors
+
+
+def _open_library() -> None:
+    """The functions of libraries that lead here (torch's own apart) are rewritten from now on."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if _is_user(frame.f_code) and is_library(frame.f_code.co_filename):
+            OPENED.add(frame.f_code)
+        frame = frame.f_back
 
 
 def user_frame() -> FrameType | None:
@@ -106,8 +116,9 @@ READS = {
 
 
 def refuse_read(name: str) -> CaptureError:
-    """Reading the value of a traced tensor."""
+    """Reading the value of a traced tensor.  Where a library decides by it, it is captured once more, rewritten."""
     if name == "__bool__":
+        _open_library()
         hint = _decision_hint()
     else:
         hint = (
@@ -126,7 +137,7 @@ def _decision_hint() -> str:
     if code is not None and code in WHY_NOT:
         return f"torch.where: the control flow of {code.co_name} is not captured, because {WHY_NOT[code]}"
     if code is not None and is_library(code.co_filename):
-        return "torch.where, or a copy of this function in your own code: functions of libraries are called as they are"
+        return "torch.where, or a copy of this function in your own code: this one cannot be rewritten"
     return (
         "torch.where, or a function or method for the decision: what Python or torch calls by itself (properties, "
         "operators, hooks) stays as it is"

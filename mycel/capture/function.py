@@ -16,18 +16,20 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from mycel.capture.custom import trace_function
 from mycel.capture.encoder import encoder_forward
-from mycel.capture.fence import refuse
+from mycel.capture.facts import Facts
+from mycel.capture.fence import OPENED, refuse
 from mycel.capture.hooks import ModuleHooks, hook_parameters
 from mycel.capture.modes import DispatchMode, FunctionMode
 from mycel.capture.names import clean
 from mycel.capture.record import Traced
 from mycel.capture.repeats import assemble
 from mycel.capture.state import Container, Guarded, Location, Reachable, contents, is_static, is_there, put_back
-from mycel.capture.syntax import enter, rewritten_forward
+from mycel.capture.syntax import drawn_state, enter, refuse_draws, rewritten_forward
 from mycel.capture.trace import TRACING, Tracer
 from mycel.capture.tree import Tree, flatten, holds_tensors
 from mycel.errors import CaptureError
 from mycel.ir import Program, Role, Var, check, prune, type_of
+from mycel.ops import o
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,8 @@ class Captured:
     devices: Mapping[str, torch.device | None]  # of the inputs but the key, by name; None: any
     device: torch.device
     differentiated: bool = False  # hooks on parameters are part of the program
+    facts: tuple[Facts, ...] = ()  # values of the inputs that decided what the program is
+    aliases: tuple[tuple[str, Location], ...] = ()  # arguments (their inputs) that are also reached by other ways
     recorded: tuple[tuple[list[torch.nn.Parameter], bool], ...] = ()  # does torch record gradients of these?
 
 
@@ -64,6 +68,7 @@ def capture(
     apart: bool = False,
     known: Mapping[int, Role] | None = None,
     differentiated: bool = False,
+    data: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
 ) -> Captured:
     """Run `fn` once on tensors without data.
 
@@ -71,9 +76,16 @@ def capture(
     known           roles of tensors the code reaches, by id, where the caller has better names than the way on which
                     they are reached
     differentiated  the caller takes the gradient, not torch: hooks on parameters become part of the program
+    data            the arguments, where those to trace are without data: what decides (`facts.py`) is read there
     """
     with paused():
-        return _capture(fn, args, kwargs, apart, known or {}, differentiated)
+        while True:
+            opened = len(OPENED)
+            try:
+                return _capture(fn, args, kwargs, apart, known or {}, differentiated, data or (args, kwargs))
+            except CaptureError:
+                if len(OPENED) == opened:  # else libraries that decide on tensors are rewritten now
+                    raise
 
 
 @contextlib.contextmanager
@@ -97,6 +109,7 @@ def _capture(
     apart: bool,
     known: Mapping[int, Role],
     differentiated: bool,
+    data: tuple[tuple[Any, ...], dict[str, Any]],
 ) -> Captured:
     leaves: list[torch.Tensor] = []
     tree = flatten((args, kwargs), leaves)
@@ -106,6 +119,10 @@ def _capture(
     tracer = Tracer(device, places)
     paths = _argument_paths(fn, tree)
     traced, given = _trace_arguments(tracer, tree, paths, leaves, apart)
+    held: list[torch.Tensor] = []
+    flatten(data, held)
+    tracer.sources.update(zip(given, held, strict=True))
+    draws = drawn_state()
     try:
         with _tracing(tracer):
             tracer.differentiated = differentiated
@@ -113,6 +130,7 @@ def _capture(
             if differentiated:
                 hook_parameters(tracer, places.parameters())
             result = enter(fn, *traced[0], **traced[1])
+            refuse_draws(draws)
         outs: list[torch.Tensor] = []
         out_tree = flatten(result, outs, objects=True)
         with tracer:
@@ -147,8 +165,30 @@ def _capture(
         {names[v]: x.device for v, (x, _) in zip(tracer.inputs, tracer.lifted.values(), strict=True)},
         device,
         differentiated,
+        _facts(tracer, names, updates),
+        tuple((names[v], p) for v in given for p in tracer.aliases.get(v.name, ()) if p.kind != "held"),
         tuple(tracer.recorded),
     )
+
+
+def _facts(tracer: Tracer, names: Mapping[Var, str], updates: Sequence[Var]) -> tuple[Facts, ...]:
+    """What was asked of the program's inputs, as a program of its own; refused where the program itself changes these
+    at every call."""
+    if not tracer.facts:
+        return ()
+    facts = tuple(tracer.facts.values())
+    changed = {v for v, _ in tracer.state} & set(updates)
+    for fact in facts:
+        for v in (fact.var, *(v for e in fact.eqns for v in e.vars)):
+            if v in changed:
+                raise refuse(
+                    f"a Python value was asked of {names[v]}, which the code itself changes at every call",
+                    "keeping it a tensor (0-dim tensors index, compare and multiply)",
+                    fact.source,
+                )
+    used = dict.fromkeys(v for f in facts for v in (f.var, *(v for e in f.eqns for v in e.vars)) if v in tracer.sources)
+    consts = {e.params["name"] for f in facts for e in f.eqns if e.op is o.const}
+    return (Facts(tuple(names[v] for v in used), tuple(used), facts, {k: tracer.consts[k] for k in consts}),)
 
 
 def _roles(

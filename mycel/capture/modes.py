@@ -68,6 +68,10 @@ class FunctionMode(TorchFunctionMode):
         special = _FUNCTIONS.get(name)
         if special is not None and getattr(func, "__module__", None) in _TORCH_MODULES:
             return special(self, func, *args, **kwargs)
+        return self.traced(func, args, kwargs)
+
+    def traced(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """What the tracer's rule makes of a function, or its own code."""
         out = self.tracer.function(func, args, kwargs)
         if out is not NotImplemented:
             return out
@@ -120,12 +124,39 @@ def _make_constant(mode: FunctionMode, func: Any, *args: Any, **kwargs: Any) -> 
             return data.to(kwargs["dtype"])
         return data.clone() if func is torch.tensor else data
     if tensors_in(data if isinstance(data, (list, tuple)) else ()):
-        raise refuse("a tensor is made from traced values by torch.tensor", "torch.stack([...])")
+        return _stacked(mode, data, kwargs.get("dtype"))
     kwargs = {k: v for k, v in kwargs.items() if k not in ("device", "requires_grad")}
     tracer = mode.tracer
     tracer.here()
     with _disable_current_modes(), tracer:
         return tracer.wrap(tracer.constant(func(*args, **kwargs)))
+
+
+def _stacked(mode: FunctionMode, data: Any, dtype: torch.dtype | None) -> torch.Tensor:
+    """torch.tensor([x, [1, y]]): numbers, of which some are values of tensors; no gradient flows there."""
+    if isinstance(data, (list, tuple)):
+        parts = [_stacked(mode, x, dtype) for x in data]
+        common = functools.reduce(torch.promote_types, (p.dtype for p in parts))
+        return torch.stack([p.to(common) for p in parts])
+    if not isinstance(data, torch.Tensor):
+        number: torch.Tensor = _make_constant(mode, torch.tensor, data, dtype=dtype)
+        return number
+    if data.numel() != 1:
+        raise refuse("a tensor is made from traced tensors of several elements by torch.tensor", "torch.stack([...])")
+    plain = torch.get_default_dtype() if data.is_floating_point() else data.dtype if data.dtype == torch.bool else None
+    return data.detach().reshape(()).to(dtype or plain or torch.int64)
+
+
+def _ctc_loss(
+    mode: FunctionMode, func: Any, log_probs: torch.Tensor, targets: torch.Tensor, *lengths: Any, **k: Any
+) -> Any:
+    """Targets one after the other: how long each is decides which are whose."""
+    if targets.ndim != 1 or k.keys() & {"input_lengths", "target_lengths"}:
+        return mode.traced(func, (log_probs, targets, *lengths), k)
+    known = [mode.tracer.asked(x, "ctc_loss") if isinstance(x, torch.Tensor) else x for x in lengths[:2]]
+    with _disable_current_modes():
+        known = [x.tolist() if isinstance(x, torch.Tensor) else x for x in known]
+    return mode.traced(func, (log_probs, targets, *known, *lengths[2:]), k)
 
 
 def _gradient(mode: FunctionMode, func: Any, *args: Any, **kwargs: Any) -> Any:
@@ -173,7 +204,7 @@ def _register_hook(mode: FunctionMode, func: Any, x: torch.Tensor, hook: Callabl
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "tensor": _make_constant, "as_tensor": _make_constant, "from_numpy": _make_constant, "new_tensor": _new_tensor,
     "backward": _gradient, "grad": _gradient, "__getitem__": _get_item, "__setitem__": _set_item,
-    "register_hook": _register_hook,
+    "register_hook": _register_hook, "ctc_loss": _ctc_loss,
 }  # fmt: skip
 
 
@@ -186,10 +217,14 @@ def _lift_fresh(tracer: Tracer, x: torch.Tensor) -> Any:
 
 
 def _read(tracer: Tracer, name: str, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """A Python value asked of a tensor: known for constants, refused for all that depends on inputs."""
+    """A Python value asked of a tensor: known for constants, a fact where the batch decides, else refused.  Text and
+    addresses are no part of what is computed: they decide nothing."""
     if name == "__format__" and (x.ndim or args == ("",)):
         return repr(x)
-    value = tracer.concrete(x)
+    if name == "__contains__":
+        with tracer.mode:
+            return _read(tracer, "__bool__", (x == args[0]).any())
+    value = tracer.concrete(x) if name in ("__format__", "data_ptr") else tracer.fact(x)
     if value is None:
         raise refuse_read(name)
     with _disable_current_modes():
@@ -199,8 +234,12 @@ def _read(tracer: Tracer, name: str, x: torch.Tensor, *args: Any, **kwargs: Any)
 def _bincount(tracer: Tracer, x: torch.Tensor, weights: torch.Tensor | None = None, minlength: int = 0) -> Any:
     """`minlength` counts where no value can ask for more."""
     known = bounds(tracer.cell(x).read(), tracer.made)
-    if weights is not None or known is None or not 0 <= known[0] <= known[1] < minlength:
+    if weights is not None:
         return tracer._dynamic(torch.ops.aten.bincount.default, (x, weights, minlength), {})
+    if known is None or not 0 <= known[0] <= known[1] < minlength:
+        with tracer.mode:
+            largest = x.max() if x.numel() else None
+        minlength = minlength if largest is None else max(minlength, int(tracer.asked(largest, "bincount")) + 1)
     tracer.here()
     with tracer:
         index = o.cast(tracer.value(x), dtype=torch.int64)

@@ -20,14 +20,14 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from mycel.capture.alias import Cell
-from mycel.capture.bounds import decide
+from mycel.capture.facts import CONSTANT, GIVEN, UNKNOWN, Fact, dependence, evaluate, needed
 from mycel.capture.fence import here, refuse
 from mycel.capture.state import Location, Reachable
 from mycel.errors import CaptureError
 from mycel.ir import CONTROL, OPS, Atom, Block, Builder, Eqn, Op, Type, Var, type_of
-from mycel.ops import o
 
 LARGEST_CONCRETE = 1 << 20  # elements of a constant computed while tracing
+LARGEST_FACT = 1 << 24  # … and of a value on the way to one that the batch decides
 
 
 class Traced(torch.Tensor):
@@ -89,6 +89,11 @@ class Record(Builder):
         self.lines: list[tuple[int, str]] = []  # for each equation, how deep the user's frame is, and its line
         self.frame = 0
         self.made: dict[Var, Eqn] = {}
+        self.kinds: dict[Var, int] = {}  # what values depend on (`facts.py`)
+        self.sources: dict[Var, torch.Tensor] = {}  # inputs whose values may be asked for
+        self.data: dict[Var, Any] = {}  # values that were computed because they were asked for
+        self.facts: dict[Var, Fact] = {}
+        self.aliases: dict[str, list[Location]] = {}  # arguments that the code also reaches otherwise, and where
         self.differentiated = False  # is the gradient taken of what is captured, so that hooks on it are called?
         self.grad_mode = torch.is_grad_enabled()  # of the caller
         self.recorded: list[tuple[list[torch.nn.Parameter], bool]] = []  # would torch record gradients of these?
@@ -133,6 +138,10 @@ class Record(Builder):
         if outputs:
             self.eqns[-1], out = replace(self.eqns[-1], outputs=outputs), outputs
         self.made.update((v, self.eqns[-1]) for v in self.eqns[-1].outputs)
+        largest = max((v.type.numel for v in self.eqns[-1].outputs), default=0)
+        computable = op not in CONTROL and not op.effect and not op.by_rank and largest <= LARGEST_FACT
+        kind = dependence(self.eqns[-1], self.kinds, self.made, computable)
+        self.kinds.update((v, kind) for v in self.eqns[-1].outputs)
         for region in self.manual:
             region.note(self.eqns[-1])
         return out
@@ -140,30 +149,43 @@ class Record(Builder):
     def concrete(self, x: torch.Tensor) -> torch.Tensor | None:
         """The actual value of a traced tensor that depends on no input: computed now.  None if it does depend on
         one."""
-        known: dict[Var, torch.Tensor] = {}
-
-        def compute(var: Var) -> bool:
-            if var in known:
-                return True
-            eqn = self.made.get(var)
-            if eqn is None or eqn.op in CONTROL or eqn.op.effect or eqn.op.by_rank or var.type.numel > LARGEST_CONCRETE:
-                return False
-            if (answer := decide(eqn, self.made)) is not None:
-                known[var] = torch.full(var.shape, answer)
-                return True
-            if not all(map(compute, eqn.vars)):
-                return False
-            if eqn.op is o.const:
-                known[var] = self.consts[eqn.params["name"]]
-                return True
-            args = [known[a] if isinstance(a, Var) else a for a in eqn.inputs]
-            outs = eqn.op.kernel(*args, **eqn.params)
-            known.update(zip(eqn.outputs, outs if isinstance(outs, (tuple, list)) else [outs], strict=True))
-            return True
-
         var = self.cell(x).read()
+        if self.kinds.get(var) != CONSTANT or var.type.numel > LARGEST_CONCRETE:
+            return None
+        known: dict[Var, torch.Tensor] = {}
         with _disable_current_modes():
-            return known[var] if compute(var) else None
+            evaluate(needed(var, self.made, ()), known, self.consts)
+        return known[var]
+
+    def fact(self, x: torch.Tensor) -> torch.Tensor | None:
+        """The same also for what depends on the program's inputs, parameters apart: from here on the program holds for
+        that value alone.  None if it depends on parameters or random numbers."""
+        var = self.cell(x).read()
+        if self.kinds.get(var, UNKNOWN) != GIVEN:
+            return self.concrete(x)
+        if var not in self.facts:
+            eqns = needed(var, self.made, self.data.keys() | self.sources.keys())
+            for eqn in eqns:  # what they begin with
+                self.data.update({v: self._data(v) for v in eqn.vars if v in self.sources and v not in self.data})
+            if var in self.sources:
+                self.data.setdefault(var, self._data(var))
+            with torch.no_grad(), _disable_current_modes():
+                evaluate(eqns, self.data, self.consts)
+                value = self.data[var].clone()
+            self.facts[var] = Fact(var, value, here()[0], tuple(eqns))
+        return self.facts[var].value
+
+    def _data(self, var: Var) -> torch.Tensor:
+        """The values of an input, on the host."""
+        x = self.sources[var]
+        value = x.tracer.fact(x) if type(x) is Traced and x.tracer is not self else x
+        if value is None or value.device.type == "meta":
+            raise refuse(
+                "the value of a tensor that the program is given decides here, and it has no data",
+                "compiling with a batch that has data, or keeping it a tensor",
+            )
+        with _disable_current_modes():
+            return value.detach().cpu()
 
     def add_block(self, name: str, block: Block) -> str:
         """Enter a finished block; an equal one that is there already is used instead."""
@@ -195,6 +217,7 @@ class Record(Builder):
         cell = Cell(var)
         cell.place = Location(name, "argument", None, None)
         self.lifted[-len(self.lifted) - 1 if apart else id(tensor)] = (tensor, cell)
+        self.sources[var], self.kinds[var] = tensor, GIVEN
         return Traced.make(cell, self, tensor.stride())
 
     def cell(self, tensor: torch.Tensor) -> Cell:
@@ -219,6 +242,8 @@ class Record(Builder):
         entry = self.lifted.get(id(tensor))
         if entry is None:
             entry = self.lifted[id(tensor)] = (tensor, self._lift(tensor))
+        elif entry[1].place.kind == "argument":
+            self.aliases[entry[1].place.name] = self.places.find(tensor)
         return entry[1]
 
     def _check_tensor(self, tensor: torch.Tensor) -> None:
@@ -243,6 +268,8 @@ class Record(Builder):
         var = Var(name, type_of(tensor))
         self.inputs.append(var)
         self.state.append((var, places))
+        if not isinstance(tensor, torch.nn.Parameter):
+            self.sources[var], self.kinds[var] = tensor, GIVEN
         cell = Cell(var)
         cell.place = places[0]
         return cell

@@ -70,13 +70,14 @@ def schema_of(func: Any) -> Schema:
         functional,
         view_of,
         dynamic,
-        func is torch.ops.aten.index.Tensor,
+        func in _BY_MASKS,
         strided,
         reads,
         composite,
     )
 
 
+_BY_MASKS = (torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default, torch.ops.aten._unsafe_index_put.default)
 _READ_BY_RETURN = {"": "", "bool": "__bool__", "int": "__int__", "float": "__float__", "number": "item"}
 
 

@@ -15,6 +15,7 @@ reach: the modules among its arguments, closure, globals and attributes, and the
 
 from __future__ import annotations
 
+import copy
 import enum
 import functools
 import sys
@@ -24,6 +25,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from mycel.capture.fence import is_library
 
 CELL = "cell_contents"
 DEEPEST = 6  # containers in containers
@@ -85,6 +88,7 @@ class Reachable:
         self.statics: list[Guarded] = []
         self.boxes: list[Container] = []
         self.sizes: list[tuple[Any, int]] = []
+        self.iterators: dict[int, Any] = {}  # that live outside of the function
         self._seen: set[int] = set()
         for value in (fn, *statics):
             self._visit("", value, None)
@@ -137,9 +141,13 @@ class Reachable:
             self._visit(name, value.__wrapped__, inside)
         elif _is_plain_object(value):
             self._class(type(value))
-            self._box(name, "attribute", vars(value), inside)
-            self.sizes.append((vars(value), len(vars(value))))
-            self._entries(name, vars(value), vars(value), "attribute", inside)
+            if slots := _slots_of(value):
+                self._box(name, "attribute", slots, inside)
+                self._entries(name, slots, slots.names, "attribute", inside)
+            if hasattr(value, "__dict__"):
+                self._box(name, "attribute", vars(value), inside)
+                self.sizes.append((vars(value), len(vars(value))))
+                self._entries(name, vars(value), vars(value), "attribute", inside)
 
     def _function(self, fn: types.FunctionType, inside: Guarded | None) -> None:
         for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
@@ -172,6 +180,9 @@ class Reachable:
             for key, value in list(vars(base).items()):
                 method = getattr(value, "__func__", getattr(value, "fget", value))
                 if isinstance(method, types.FunctionType):
+                    if not is_library(method.__code__.co_filename):
+                        place = Location(f"{base.__name__}.{key}", "variable", vars(base), key)
+                        self.links.append(Guarded(place, value))
                     self._visit(key, method, None)
                 elif not key.startswith("__"):
                     self._entry(f"{base.__name__}.{key}", vars(base), key, "variable", None)
@@ -193,6 +204,9 @@ class Reachable:
             self.tensors.setdefault(id(value), []).append(place)
         elif is_static(value):
             self.statics.append(Guarded(place, value))
+        elif isinstance(value, (set, frozenset)):
+            if len(value) <= LONGEST and all(map(is_static, value)):
+                self.statics.append(Guarded(place, copy.copy(value)))
         elif isinstance(value, (list, tuple, dict)):
             if depth:
                 self.sizes.append((value, len(value)))
@@ -200,6 +214,8 @@ class Reachable:
                 if not isinstance(value, tuple):
                     self._box(name, kind, value, link)
                 self._entries(name, _as_held(value), _keys(value), kind, link, depth=depth - 1)
+        elif isinstance(value, Iterator):
+            self.iterators[id(value)] = value
         elif _leads_on(value):
             self.links.append(Guarded(place, value))
             self._visit(name, value, self.links[-1])
@@ -247,6 +263,28 @@ def _as_held(container: Any) -> Any:
     return _Held(container) if own else container
 
 
+class _Slotted:
+    """The attributes of an object that are no entries of a dict: its slots."""
+
+    def __init__(self, thing: Any, names: list[str]) -> None:
+        self.thing, self.names = thing, names
+
+    def __getitem__(self, key: str) -> Any:
+        return getattr(self.thing, key)
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        object.__setattr__(self.thing, key, value)
+
+    def __bool__(self) -> bool:
+        return bool(self.names)
+
+
+def _slots_of(value: Any) -> _Slotted:
+    listed = (vars(cls).get("__slots__", ()) for cls in type(value).__mro__)
+    names = [n for slots in listed for n in ((slots,) if isinstance(slots, str) else slots)]
+    return _Slotted(value, [n for n in names if not n.startswith("__") and hasattr(value, n)])
+
+
 class _Slot:
     """One name of a globals dict: functions may rebind the globals they name."""
 
@@ -260,6 +298,8 @@ def contents(slots: Any) -> dict[Any, Any]:
         return {CELL: slots.cell_contents}
     if isinstance(slots, _Slot):
         return {slots.key: slots.names.get(slots.key)}
+    if isinstance(slots, _Slotted):
+        return {name: slots[name] for name in slots.names}
     return dict(enumerate(slots)) if isinstance(slots, list) else {k: dict.__getitem__(slots, k) for k in slots}
 
 
@@ -269,6 +309,9 @@ def put_back(slots: Any, old: dict[Any, Any]) -> None:
         slots.cell_contents = old[CELL]
     elif isinstance(slots, _Slot):
         slots.names[slots.key] = old[slots.key]
+    elif isinstance(slots, _Slotted):
+        for name, value in old.items():
+            slots[name] = value
     elif isinstance(slots, list):
         slots[:] = old.values()
     else:
@@ -307,7 +350,7 @@ def is_there(link: Guarded | None) -> bool:
     """Is the object still where it was, and all on the way to it?"""
     try:
         return link is None or (link.place.read() is link.value and is_there(link.place.inside))
-    except (KeyError, IndexError, ValueError):
+    except (KeyError, IndexError, ValueError, AttributeError):
         return False
 
 
@@ -317,7 +360,7 @@ def holds(link: Guarded) -> bool:
         return False
     try:
         now = link.place.read()
-    except (KeyError, IndexError, ValueError):
+    except (KeyError, IndexError, ValueError, AttributeError):
         return False
     return now is link.value or (type(now) is type(link.value) and now == link.value)
 
@@ -365,7 +408,9 @@ _LIBRARIES = ("torch", "mycel", "transformers", "numpy", "scipy")
 
 def _is_plain_object(value: Any) -> bool:
     """An instance of a user's class (or a model library's): its attributes may hold tensors."""
-    if isinstance(value, (type, types.ModuleType, torch.Tensor)) or not hasattr(value, "__dict__"):
+    if isinstance(value, (type, types.ModuleType, torch.Tensor)):
+        return False
+    if not hasattr(value, "__dict__") and not _slots_of(value):
         return False
     module = type(value).__module__
     return (

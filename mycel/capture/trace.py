@@ -9,18 +9,21 @@ its record (`record.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from mycel.capture.alias import Cell, view_cells
+from mycel.capture.dynamic import FORMS, columns_of
 from mycel.capture.fence import here, refuse, refuse_dynamic, refuse_read
 from mycel.capture.record import ModuleCall, Record, Traced
 from mycel.capture.schema import Schema, schema_of
 from mycel.capture.state import Reachable
 from mycel.capture.subscript import open_key
-from mycel.errors import IRError
+from mycel.errors import CaptureError, IRError, MisfitError
 from mycel.ir import OPS, Type, Var, is_float
 from mycel.ops import RULES, o
 from mycel.ops.opaque import encode
@@ -88,11 +91,24 @@ class Tracer(Record):
         if rule is None or self._autocast() or _wrapped_by_functorch(args):
             return NotImplemented
         before = len(self.eqns)
-        out = self.apply(rule, args, kwargs)
+        with self._misfits(func, args, kwargs):
+            out = self.apply(rule, args, kwargs)
         if out is NotImplemented:
             self.undo(before)
             return NotImplemented
         return self.wrap(out)
+
+    @contextlib.contextmanager
+    def _misfits(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[None]:
+        """What is refused in here, and by torch with a RuntimeError too, may be caught as that."""
+        before = len(self.eqns)
+        try:
+            yield
+        except CaptureError as e:
+            self.undo(before)
+            if _is_refused_by_torch(func, args, kwargs):
+                raise MisfitError(e.what, file=e.file, line=e.line, text=e.text, hint=e.hint) from e
+            raise
 
     def _autocast(self) -> bool:
         """Under autocast torch itself must choose dtypes: functions go to the dispatch mode, after the casts."""
@@ -111,7 +127,7 @@ class Tracer(Record):
         if known.dynamic:
             return self._dynamic(func, args, kwargs)
         if known.strided:
-            self._check_strided(args[0])
+            args = (self._in_memory_order(*args), *args[1:])
         if known.written and known.rule is None:
             return self._write(func, known, args, kwargs)
         if known.reads is not None:
@@ -119,11 +135,14 @@ class Tracer(Record):
         if (device := kwargs.get("device")) is not None:
             self._check_device(torch.device(device))
         before = len(self.eqns)
-        out = NotImplemented if known.rule is None else self.apply(known.rule, args, kwargs)
+        with self._misfits(func, args, kwargs):
+            out = NotImplemented if known.rule is None else self.apply(known.rule, args, kwargs)
         if out is NotImplemented:
             self.undo(before)
             if known.mask_index and any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1]):
-                return self.dispatch(func, (args[0], self._places(args[1])), kwargs)
+                return self.dispatch(func, (args[0], self._places(args[1]), *args[2:]), kwargs)
+            if func in FORMS:
+                return self._dynamic(func, args, kwargs)
             out = self._opaque(func, args, kwargs)
         if known.view_of is None:
             return self.wrap(out)
@@ -138,13 +157,24 @@ class Tracer(Record):
             raise refuse(
                 f"{func} returns nothing: a program has values, not effects", "an operator that returns what it makes"
             )
-        values = [self.concrete(x) if isinstance(x, torch.Tensor) else x for x in args]
+        if func is torch.ops.aten.equal.default:
+            with self.mode:
+                return args[0].shape == args[1].shape and bool((args[0] == args[1]).all())
+        if func is torch.ops.aten.allclose.default:
+            with self.mode:
+                return bool(torch.isclose(*args, **kwargs).all())
+        values = [self.fact(x) if isinstance(x, torch.Tensor) else x for x in args]
         if any(v is None for v, x in zip(values, args, strict=True) if x is not None):
             raise refuse_read(read)
         return func(*values, **kwargs)
 
     def _dynamic(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """An operator whose shape depends on values: computed now if they are constants, else refused."""
+        """An operator whose shape depends on values: computed now if they are constants, or made for the numbers that
+        the batch decides; else refused."""
+        if func in FORMS and any(self.concrete(x) is None for x in tensors_in(args)):
+            self.here()
+            with self:
+                return self.wrap(FORMS[func](self, *args, **kwargs))
         values = torch.utils._pytree.tree_map(self._concrete_or_refuse(func), list(args))
         self.here()
         outs = func(*values, **kwargs)
@@ -164,7 +194,7 @@ class Tracer(Record):
         return Traced.make(view_cells(base, source, self.eqns[before:], [out])[0], self)
 
     def _places(self, indices: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Indices with each mask, which must be a constant, replaced by the places where it holds."""
+        """Indices with each mask replaced by the places where it holds."""
         places: list[torch.Tensor | None] = []
         for index in indices:
             if index is None or index.dtype not in (torch.bool, torch.uint8):
@@ -172,7 +202,8 @@ class Tracer(Record):
                 continue
             mask = self.concrete(index)
             if mask is None:
-                raise refuse_dynamic("indexing with a boolean mask")
+                places += columns_of(self, index)
+                continue
             with self:
                 places += [self.wrap(self.constant(p)) for p in mask.nonzero(as_tuple=True)]
         return places
@@ -181,11 +212,15 @@ class Tracer(Record):
         name = func._schema.name.split("::")[-1]
 
         def value(x: Any) -> Any:
-            known = self.concrete(x) if isinstance(x, torch.Tensor) else x
-            if known is None and x is not None:
-                raise refuse_dynamic(name)
-            return known
+            return self.asked(x, name) if isinstance(x, torch.Tensor) else x
 
+        return value
+
+    def asked(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        """The value that an operator of this name needs to know its shape."""
+        value = self.fact(x)
+        if value is None:
+            raise refuse_dynamic(name)
         return value
 
     def _view(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], before: int, out: Any) -> Any:
@@ -271,6 +306,8 @@ class Tracer(Record):
         out = NotImplemented if known.rule is None else self.apply(known.rule, args, kwargs)
         if out is NotImplemented:
             self.undo(before)
+            if known.mask_index and any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1]):
+                return self._functional(func, (args[0], self._places(args[1]), *args[2:]), kwargs)
             out = self._opaque(func, args, kwargs)
         return out
 
@@ -301,15 +338,24 @@ class Tracer(Record):
                 ) from e
         return _nest(func, out)
 
-    def _check_strided(self, x: torch.Tensor) -> None:
-        """Strides of the user mean the memory of x; a program has values in their own order, so both must be the
-        same."""
-        cell = self.cell(x)
-        if not x.is_contiguous() or cell.parent is not None or cell.place is not None:
+    def _in_memory_order(
+        self, x: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None
+    ) -> torch.Tensor:
+        """Strides of the user mean the memory of x; a program has values in their own order: x with its dims in the
+        order of memory, where that holds all that is asked for."""
+        root = cell = self.cell(x)
+        while root.parent is not None:
+            root = root.parent
+        with self.mode:
+            ordered = x.permute(sorted(range(x.ndim), key=lambda d: -x.stride()[d])) if not x.is_contiguous() else x
+        last = (offset or 0) + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
+        moved = offset is not None and cell.parent is not None
+        if not ordered.is_contiguous() or last >= max(x.numel(), 1) or moved or root.place is not None:
             raise refuse(
-                "as_strided of an argument, a view or a tensor that is not contiguous",
+                "as_strided of an argument, of a part of a tensor, or beyond the tensor",
                 "unfold or slices, or clone() before it",
             )
+        return ordered
 
     def _check_device(self, device: torch.device) -> None:
         if device.type not in (self.device.type, "meta"):
@@ -348,6 +394,21 @@ def tensors_in(values: Any) -> list[torch.Tensor]:
 
 def _meta(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+
+
+def _is_refused_by_torch(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Does it raise a RuntimeError on tensors of these shapes?"""
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        try:
+            metas = torch.utils._pytree.tree_map(
+                lambda x: _meta(x) if isinstance(x, torch.Tensor) else x, (list(args), kwargs)
+            )
+            func(*metas[0], **metas[1])
+        except RuntimeError as e:
+            return not isinstance(e, NotImplementedError)
+        except Exception:
+            return False
+    return False
 
 
 def _nest(func: Any, out: Any) -> Any:

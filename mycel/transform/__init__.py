@@ -8,6 +8,7 @@ from mycel.ir import Program, check
 from mycel.transform import vjp_control  # noqa: F401  enters control flow into vjp
 from mycel.transform.algebra import algebra
 from mycel.transform.causal import causal
+from mycel.transform.coupling import coupled
 from mycel.transform.cse import cse
 from mycel.transform.dce import dce
 from mycel.transform.fold import fold
@@ -44,6 +45,7 @@ __all__ = [
     "Pass",
     "algebra",
     "causal",
+    "coupled",
     "cse",
     "dce",
     "fold",

@@ -2,10 +2,10 @@
 file name and line numbers.
 
 The twin shares the original's globals and closure cells (the same objects, not copies), defaults and annotations.
-Functions of libraries
-(torch, transformers, the standard library: everything that is installed) are called as they are; a library's wrapper
-around a user's function
-(`@torch.no_grad()`) is called with the function's twin inside.
+Functions of libraries (torch, transformers, the standard library: everything that is installed) are called as they are;
+where one of them decides by a tensor (torch's own apart), it and those that lead there are rewritten, and the code is
+captured once more.  A library's wrapper around a user's function (`@torch.no_grad()`) is called with the function's
+twin inside.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from mycel.capture.fence import WHY_NOT, is_library
+from mycel.capture.fence import OPENED, WHY_NOT, is_library
 from mycel.capture.syntax.rewrite import RUNTIME, rewrite, unfit
 
 _FUTURE = functools.reduce(
@@ -33,7 +33,7 @@ def twin(fn: Any, runtime: dict[str, Any]) -> Any:
     """The function, method, partial or callable object with its control flow rewritten; itself if there is nothing to
     rewrite."""
     if isinstance(fn, types.FunctionType):
-        return _wrapper(fn, runtime) if is_library(fn.__code__.co_filename) else _function(fn, runtime)
+        return _wrapper(fn, runtime) if _is_closed(fn) else _function(fn, runtime)
     if isinstance(fn, types.MethodType):
         rewritten = twin(fn.__func__, runtime)
         return fn if rewritten is fn.__func__ else types.MethodType(rewritten, fn.__self__)
@@ -45,9 +45,14 @@ def twin(fn: Any, runtime: dict[str, Any]) -> Any:
     if isinstance(fn, type):
         return _constructor(fn, runtime)
     method = getattr(type(fn), "__call__", None)  # noqa: B004
-    if isinstance(method, types.FunctionType) and not is_library(method.__code__.co_filename):
+    if isinstance(method, types.FunctionType) and not _is_closed(method):
         return types.MethodType(_function(method, runtime), fn)
     return fn
+
+
+def _is_closed(fn: types.FunctionType) -> bool:
+    """A function of a library, which is called as it is, unless it decides on tensors."""
+    return is_library(fn.__code__.co_filename) and fn.__code__ not in OPENED
 
 
 def _constructor(cls: type, runtime: dict[str, Any]) -> Any:

@@ -25,6 +25,7 @@ from mycel.capture.loops import over
 from mycel.capture.loops import repeat as traced_repeat
 from mycel.capture.merge import Want, fit, made
 from mycel.capture.slots import UNDEFINED, Objects, assigned, variables
+from mycel.capture.syntax.draws import CLOCKS, DRAWS
 from mycel.capture.syntax.load import twin
 from mycel.capture.syntax.rewrite import RUNTIME
 from mycel.capture.trace import TRACING, Tracer
@@ -96,7 +97,13 @@ def branch(
     answer = decide(test)
     if isinstance(answer, bool):
         return then() if answer else orelse()
-    return traced_branch(TRACING[-1], answer, then, orelse, names, guard)
+    try:
+        return traced_branch(TRACING[-1], answer, then, orelse, names, guard)
+    except CaptureError:  # what the branches make does not fit together: where the batch decides, one of them is taken
+        known = TRACING[-1].fact(answer)
+        if known is None:
+            raise
+    return then() if bool(known) else orelse()
 
 
 def choose(test: Any, then: Callable[[], Any], orelse: Callable[[], Any]) -> Any:
@@ -132,15 +139,18 @@ class Range:
         self.step = bounds[2] if len(bounds) == 3 else 1
 
     def __len__(self) -> int:
-        raise refuse(
-            "the length of a range() whose bounds are traced tensors was asked", "a for loop over the range itself"
-        )
+        return len(self.known("the length of a range() whose bounds are traced tensors was asked"))
 
     def __iter__(self) -> Any:
-        raise refuse(
-            "a range() whose bounds are traced tensors was iterated outside of a for loop",
-            "a for loop over the range itself",
-        )
+        return iter(self.known("a range() whose bounds are traced tensors was iterated outside of a for loop"))
+
+    def known(self, asked: str) -> range:
+        """The range for this batch; refused where its bounds depend on parameters."""
+        tracer = TRACING[-1]
+        bounds = [tracer.fact(b) if isinstance(b, torch.Tensor) else b for b in (self.start, self.stop, self.step)]
+        if any(b is None for b in bounds):
+            raise refuse(asked, "a for loop over the range itself")
+        return range(*map(int, bounds))  # type: ignore[arg-type]
 
     @property
     def turns(self) -> Any:
@@ -169,7 +179,14 @@ def each(items: Any, body: Callable[[Any], None], more: Callable[[], Any] | None
     if TRACING:
         tracer = TRACING[-1]
         if isinstance(items, Range):
-            return _counted(tracer, items.start, items.step, items.turns, body, more, names)
+            try:
+                return _counted(tracer, items.start, items.step, items.turns, body, more, names)
+            except CaptureError as e:  # a turn is no loop's body: where the batch decides, all turns are written out
+                error = e
+            try:
+                items = items.known(str(error))
+            except CaptureError:
+                raise error from None
         if isinstance(items, range) and more is None and len(items) > UNROLL:
             return _long(items, lambda: torch.arange(items.start, items.stop, items.step), body, names, weak=True)
         if isinstance(items, torch.Tensor) and items.ndim and more is None and len(items) > UNROLL:
@@ -436,6 +453,8 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     sorted: _with_twins(builtins.sorted),
     functools.reduce: _with_twins(functools.reduce),
     torch.utils.checkpoint.checkpoint: _with_twins(torch.utils.checkpoint.checkpoint),
+    **DRAWS,
+    **CLOCKS,
 }
 _GIVEN = {RUNTIME: sys.modules[__name__], "undefined@": UNDEFINED}
 
