@@ -25,11 +25,12 @@ from mycel.transform import ParameterGroup
 def class_of(optimizer: torch.optim.Optimizer) -> str:
     """Its class in the words of paragraphs: the one of torch's whose update it takes, or a name that is taken from
     anywhere; empty: neither."""
-    return _class_of(type(optimizer))  # type: ignore[arg-type]
+    kind: Any = type(optimizer)
+    return _class_of(kind)
 
 
 @functools.cache
-def _class_of(kind: type[torch.optim.Optimizer]) -> str:
+def _class_of(kind: Any) -> str:
     if any(known.foreign and kind.__name__ in known.classes for known in OPTIMISERS.values()):
         return kind.__name__
     base = next(base for base in kind.__mro__ if getattr(torch.optim, base.__name__, None) is base)
