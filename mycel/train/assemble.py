@@ -86,7 +86,7 @@ def assemble(config: settings.Config, waiting: Waiting, team: Team | None = None
     team = team or Team(Mesh())
     device = team.processes.device if team.processes else devices.choose(config.train.device)
     devices.seed_all(config.train.seed)
-    tokenizer = _tokenizer(config)
+    tokenizer = tokenizer_of(config)
     data = _data(config, tokenizer, waiting.say)
     waiting.say("making the model") if config.model.path is None else waiting.say("loading the model")
     cuts = _cuts(config, team)
@@ -103,7 +103,7 @@ def assemble(config: settings.Config, waiting: Waiting, team: Team | None = None
     vocab = _check_tokens(config, data, tokenizer, model.module, notes)
     _check_length(config, model.module, notes)
     notes += _odd(config, tokenizer, model.module)
-    _adapt(config, model.module)
+    adapt(config, model.module)
     if cuts is not None:
         cuts.cut(model.module)  # what was added
     optimizer = _optimizer(config.optimizer, model.module)
@@ -131,16 +131,16 @@ def _cuts(config: settings.Config, team: Team) -> Cuts | None:
     if team.processes is None or team.plan is None:
         return None
     outline = models.outline_of(config.model.path, config.model.config, getattr(torch, config.model.dtype))
-    _adapt(config, outline.module)
+    adapt(config, outline.module)
     return Cuts(outline, team.plan, team.mesh, team.rank)
 
 
-def _adapt(config: settings.Config, module: nn.Module) -> None:
+def adapt(config: settings.Config, module: nn.Module) -> None:
     if adding := config.model.lora:
         lora.add(module, adding.rank, adding.alpha, adding.dropout, adding.targets, seed=config.train.seed)
 
 
-def _tokenizer(config: settings.Config) -> Tokenizer | None:
+def tokenizer_of(config: settings.Config) -> Tokenizer | None:
     """The one that is named, or the model folder's; arrays of tokens need none."""
     if config.data.tokenizer is not None:
         return load_tokenizer(config.data.tokenizer)
@@ -262,7 +262,7 @@ def _optimizer(chosen: settings.Optimizer, module: nn.Module) -> torch.optim.Opt
         raise TrainError(f"{what}\n  at        optimizer.options\n  try       its documentation") from error
 
 
-def tokenizer_source(parts: Assembly) -> Any:
+def tokenizer_source(config: settings.Config, model: LoadedModel) -> Any:
     """What an exported model takes its tokenizer from: a folder, `bytes`, or nothing."""
-    named = parts.config.data.tokenizer
-    return Path(named) if named not in (None, "bytes") else named or parts.model.tokenizer_folder
+    named = config.data.tokenizer
+    return Path(named) if named not in (None, "bytes") else named or model.tokenizer_folder
