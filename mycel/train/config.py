@@ -52,7 +52,7 @@ class ModelConfig(Section):
 
 
 class Fields(Section):
-    """names of the fields in JSONL"""
+    """names of the fields in JSONL, JSON, CSV"""
 
     text: forms.Text = Field(default="text", description="a whole document")
     prompt: forms.Text = Field(default="prompt", description="without loss")
@@ -65,7 +65,7 @@ class DataConfig(Section):
     train: forms.Sources = Field(default="stdlib", description="stdlib: Python's own sources; path, glob, or list")
     validation: forms.Sources | None = Field(default=None, description="the same; null: a part of the training data")
     split: forms.Part = Field(default=0.01, description="how large a part")
-    format: Literal["auto", "text", "jsonl", "tokens"] = Field(default="auto", description="auto: by suffix")
+    format: Literal["auto", "text", "jsonl", "json", "csv", "tokens"] = Field(default="auto", description="by suffix")
     fields: Fields = Fields()
     tokenizer: forms.Source | None = Field(default=None, description="folder, or bytes; null: the model folder's")
     length: forms.Length = Field(default=256, description="tokens in a sequence")
@@ -73,7 +73,7 @@ class DataConfig(Section):
     cache: forms.Folder | None = Field(default=None, description="of tokens; null: in the user's cache folder")
 
     def conflicts(self) -> Iterator[Conflict]:
-        if self.format in ("jsonl", "tokens") and self.uses_stdlib:
+        if self.format not in ("auto", "text") and self.uses_stdlib:
             yield f"data.format is {self.format}, but data.train is stdlib, which is text", "data.format=auto"
 
     @property
@@ -276,7 +276,7 @@ class Config(Section):
         if (
             self.model.config
             and not self.data.tokenizer
-            and (self.data.format in ("text", "jsonl") or self.data.uses_stdlib)
+            and (self.data.format not in ("auto", "tokens") or self.data.uses_stdlib)
         ):
             what = "data.tokenizer is null, and model.config brings none: text cannot become tokens"
             yield what, "data.tokenizer=FOLDER, or bytes"

@@ -166,7 +166,7 @@ def _key(data_files: Sequence[DataFile], fields: Mapping[str, str], tokenizer: T
             VERSION,
             [(s.digest, s.format, _dtype(s)) for s in data_files],
             tokenizer.fingerprint if tokenizer and formats != {"tokens"} else None,
-            sorted(fields.items()) if "jsonl" in formats else None,
+            sorted(fields.items()) if formats & {"jsonl", "json", "csv"} else None,
         ]
     )
 
