@@ -33,6 +33,7 @@ from mycel.objective import Batch, objective, refuse_outputs
 from mycel.parts import ShardedModel, UnshardedStep, roles_of
 from mycel.planning import Task, planned
 from mycel.run import keep_freed_memory, load, start_workers, warm_up, without_collector
+from mycel.several_optimizers import SeveralOptimizers, each_of
 from mycel.sizes import parse_bytes, shown
 from mycel.step_state import StepState
 
@@ -42,7 +43,7 @@ SCALE = 65536.0  # the first loss scale of fp16, torch.amp.GradScaler's
 
 def train_step(
     model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     loss: Callable[..., Any] | None = None,
     mesh: Any = None,
     plan: Any = "auto",
@@ -82,7 +83,7 @@ def train_step(
 
     optimizer is any of torch's: those with a rule here (`torch.optim`, Lion) are part of the program.  Any other one,
     and one with hooks on its step or on accumulated gradients, runs as it is on the gradients of the program: slower,
-    which is said once.
+    which is said once.  Of several, in a list, each has parameters of its own.
     """
     written = _written(mesh, plan)
     if not isinstance(model, torch.nn.Module):
@@ -92,6 +93,8 @@ def train_step(
             f"loss={loss!r} is not a function\n"
             "  try       torch.nn.functional.cross_entropy, or None where the model returns its loss"
         )
+    if isinstance(optimizer, (list, tuple)):
+        optimizer = SeveralOptimizers(optimizer)
     optimizers.refuse_unusable(optimizer)
     if not isinstance(precision, str) or precision not in PRECISIONS:
         raise TrainError(f"precision={precision!r}\n  known     {', '.join(PRECISIONS)}")
@@ -434,7 +437,8 @@ class Step:
                     step._update(made, outs)
             step.grad_norm = outs[results]
             step.steps += 1
-            optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask whether a step came before theirs
+            for each in each_of(optimizer):  # schedulers ask whether a step came before theirs
+                each._opt_called = True  # type: ignore[attr-defined]
             return outs[:results]
 
         def bound(batch: Sequence[Var], fed: Fed) -> Call:

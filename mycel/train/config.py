@@ -91,15 +91,18 @@ class DataConfig(Section):
         return self.cache or (xdg if xdg.is_absolute() else Path.home() / ".cache") / "mycel" / "tokens"
 
 
+MOMENTS = ("adamw", "adam", "adamax", "nadam", "radam")  # take betas and eps
+
+
 class Optimizer(Section):
     """how parameters move"""
 
     name: Literal[
         "adamw", "adam", "sgd", "adadelta", "adafactor", "adagrad", "adamax", "asgd", "nadam", "radam", "rmsprop",
-        "rprop",
+        "rprop", "muon",
     ] = Field(default="adamw", description="any of torch.optim's")  # fmt: skip
     lr: forms.Positive = Field(default=3e-4, description="learning rate at its highest")
-    betas: forms.Betas = Field(default=(0.9, 0.95), description="of adamw, adam, adamax, nadam and radam")
+    betas: forms.Betas = Field(default=(0.9, 0.95), description="of adamw, adam, adamax, nadam, radam")
     eps: forms.Amount = Field(default=1e-8, description="of the same")
     momentum: forms.Share = Field(default=0.9, description="of sgd")
     nesterov: forms.Switch = Field(default=False, description="of sgd")
@@ -120,7 +123,7 @@ class Optimizer(Section):
         """What its class is given besides lr, weight_decay and options."""
         if self.name == "sgd":
             return {"momentum": self.momentum, "nesterov": self.nesterov}
-        moments = self.name in ("adamw", "adam", "adamax", "nadam", "radam")
+        moments = self.name in MOMENTS
         return {"betas": self.betas, "eps": self.eps} if moments else {}
 
 

@@ -65,6 +65,7 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
     """The bytes of a file, decompressed where they are compressed."""
     with reading(path):
         try:
+            file: Any
             with gzip.open(path, "rb") if is_compressed(path) else path.open("rb") as file:
                 yield file
         except (EOFError, zlib.error, gzip.BadGzipFile) as e:
