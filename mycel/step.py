@@ -600,6 +600,8 @@ class Step:
             f"mesh             {entry.plan.mesh}; layouts {lower.proved(entry.plan.predicted.gap)}; sums "
             f"{entry.plan.sums}"
         )
+        share, whole = self.parts.left_whole() if self.parts is not None else (0.0, [])
+        lines += [f"left whole       {share:.0%} of the matrices: {', '.join(whole[:3])}"] if share > 0.3 else []
         all_, once = lower.sent(entry.program), lower.sent(spread.local)
         lines.append(f"sent by a rank   {lower.sent_text(all_)}")
         again = {axes: n - once.get(axes, 0.0) for axes, n in all_.items() if n > once.get(axes, 0.0)}
