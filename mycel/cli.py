@@ -6,13 +6,17 @@ mycel train … --nproc N                  the same by N processes, or 128 + the
                                          lost
 mycel config [CONFIG.yaml] [a.b=c …]
 mycel plan [CONFIG.yaml] [a.b=c …]       the fastest plan for a cluster, which need not be there
+mycel evaluate RUN|FOLDER --data FILE    loss, perplexity and accuracy; or multiple choice
+mycel generate RUN|FOLDER --prompt TEXT  text, as it comes
+mycel export RUN [--to hf]               a checkpoint as a model of its own
 mycel probe [--nproc N] [--out FILE]     what this device and its links can do, for planning
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from difflib import get_close_matches
 from importlib.metadata import version
 from pathlib import Path
@@ -215,6 +219,118 @@ def _plan(
         Path(out).write_text(search_text.file_text(answer))
         typer.echo(f"written    {out}", err=as_json)
     return 0
+
+
+Where = Annotated[str, typer.Argument(metavar="RUN|FOLDER", help="A run of mycel train, or a model in its folder.")]
+Last = Annotated[bool, typer.Option("--last", help="Of a run the last checkpoint, not the best by validation.")]
+Device = Annotated[str, typer.Option("--device", metavar="auto|cpu|cuda", help="Where to compute.")]
+
+
+@app.command()
+def evaluate(
+    where: Where,
+    data: Annotated[list[str], typer.Option("--data", metavar="PATH", help="Text, JSONL or tokens; several are one.")],
+    length: Annotated[int | None, typer.Option("--length", metavar="N", min=2, help="Tokens in a sequence.")] = None,
+    last: Last = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    device: Device = "auto",
+) -> None:
+    """Loss, perplexity and accuracy of a model on data; or how often it chooses right, where the data has choices.
+
+    \b
+    Examples:
+      mycel evaluate runs/my-20260102-130405 --data held-out.txt
+      mycel evaluate llama --data 'books/*.txt' --data more.jsonl
+      mycel evaluate llama --data questions.jsonl     {"prompt": "2 + 2 =", "choices": [" 3", " 4"], "answer": 1}
+    """
+    with _failing():
+        from mycel.train import commands
+
+        note = lambda text: typer.echo(text, err=True)
+        typer.echo(
+            commands.evaluate(
+                Path(where).expanduser(), data, note, last=last, length=length, device=device, as_json=as_json
+            )
+        )
+
+
+@app.command()
+def generate(
+    where: Where,
+    prompt: Annotated[str | None, typer.Option("--prompt", metavar="TEXT", help="What it continues.")] = None,
+    file: Annotated[
+        str | None, typer.Option("--file", metavar="FILE", help="A prompt on each line, or in JSONL with messages too.")
+    ] = None,
+    out: Annotated[str | None, typer.Option("--out", metavar="FILE", help="With --file: where the JSONL goes.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="The prompt is a user's message to a chat model.")] = False,
+    tokens: Annotated[int, typer.Option("--tokens", metavar="N", help="At most so many.")] = 200,
+    temperature: Annotated[float, typer.Option("--temperature", metavar="T", help="0: always the likeliest.")] = 0.8,
+    top_p: Annotated[float, typer.Option("--top-p", metavar="P", help="Of the likeliest that make up P.")] = 1.0,
+    seed: Annotated[int, typer.Option("--seed", metavar="N", help="The same seed, the same text.")] = 0,
+    last: Last = False,
+    device: Device = "auto",
+) -> None:
+    """Text that a model writes, as it comes.
+
+    \b
+    Examples:
+      mycel generate runs/my-20260102-130405 --prompt 'def '
+      mycel generate llama --chat --prompt 'Why is the sky blue?' --temperature 0.7 --top-p 0.9
+      mycel generate llama --file prompts.jsonl --out answers.jsonl
+    """
+    with _failing():
+        from mycel.train import commands
+        from mycel.train.generate import Sampling
+
+        commands.generate(
+            Path(where).expanduser(),
+            prompt,
+            Sampling(tokens, temperature, top_p, seed),
+            lambda text: typer.echo(text, err=True),
+            lambda text: typer.echo(text, nl=False),
+            last=last,
+            chat=chat,
+            file=_folder("--file", file),
+            out=_folder("--out", out),
+            device=device,
+        )
+
+
+@app.command()
+def export(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run of mycel train.")],
+    to: Annotated[str, typer.Option("--to", metavar="hf|safetensors|program", help="In which form.")] = "hf",
+    out: Annotated[
+        str | None, typer.Option("--out", metavar="FOLDER", help="Where to; RUN/exported if it is not said.")
+    ] = None,
+    last: Last = False,
+) -> None:
+    """A checkpoint of a run as a model of its own, whichever plan it was trained under.
+
+    hf is a folder that transformers loads, with its tokenizer; safetensors the weights alone; program the captured
+    forward pass beside them.
+
+    \b
+    Examples:
+      mycel export runs/my-20260102-130405
+      mycel export runs/my-20260102-130405 --last --to safetensors --out weights
+    """
+    with _failing():
+        from mycel.train import commands
+
+        note = lambda text: typer.echo(text, err=True)
+        path = commands.export_run(Path(run).expanduser(), note, last=last, to=to, out=_folder("--out", out))
+        typer.echo(f"exported: {path}")
+
+
+@contextmanager
+def _failing() -> Iterator[None]:
+    """An error of ours is one clean message, and exit code 1."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    try:
+        yield
+    except MycelError as e:
+        _fail(e, FAILED)
 
 
 @app.command(name="probe")

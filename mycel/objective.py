@@ -143,18 +143,27 @@ def _scalar(loss: Any) -> torch.Tensor:
     return loss
 
 
+MORE = 8  # times as many parts as asked for, at most, where the batch does not divide
+
+
 class Batch:
-    """The arguments of a call, and the first of the parts they are split into."""
+    """The arguments of a call, and the first of the `parts` they are split into: as many as asked for, or where rows do
+    not divide, the next number that divides them.  So parts weigh the same, and none is larger than was meant."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], parts: int) -> None:
         self.args, self.kwargs, self.parts = args, kwargs, parts
         self.leaves: list[torch.Tensor] = []
         self.tree = flatten((args, kwargs), self.leaves)
         self.rows = next((x.shape[0] for x in self.leaves if x.ndim), None)
-        if parts > 1 and (self.rows is None or self.rows % parts):
+        if parts > 1 and self.rows is not None:
+            least = min(parts, self.rows)
+            self.parts = next((k for k in range(least, MORE * parts + 1) if k and self.rows % k == 0), 0)
+        if parts > 1 and not (self.rows and self.parts):
+            what = f"accumulate={parts} splits the first dim of the batch, which is {self.rows}"
+            near = f"a batch of {self.rows - self.rows % parts} rows" if self.rows else "a batch with rows"
             raise TrainError(
-                f"accumulate={parts} splits the first dim of the batch, which is {self.rows}\n"
-                f"  try       a batch whose size is a multiple of {parts}"
+                f"{what}: no number from {parts} to {MORE * parts} divides it\n"
+                f"  try       {near}, or another size that divides"
             )
 
     def is_split(self, x: torch.Tensor) -> bool:

@@ -19,20 +19,22 @@ from mycel.errors import TrainError
 from mycel.ir import NAMES
 from mycel.ops.optimisers import OPTIMISERS, Optimiser, StateSlot
 from mycel.ops.optimisers.paragraph import INDIFFERENT
+from mycel.several_optimizers import SeveralOptimizers, each_of, owner
 from mycel.transform import ParameterGroup
 
 
 def class_of(optimizer: torch.optim.Optimizer) -> str:
     """Its class in the words of paragraphs: the one of torch's whose update it takes, or a name that is taken from
     anywhere; empty: neither."""
-    return _class_of(type(optimizer))  # type: ignore[arg-type]
+    kind: Any = type(optimizer)
+    return _class_of(kind)
 
 
 @functools.cache
-def _class_of(kind: type[torch.optim.Optimizer]) -> str:
+def _class_of(kind: Any) -> str:
     if any(known.foreign and kind.__name__ in known.classes for known in OPTIMISERS.values()):
         return kind.__name__
-    base = next(base for base in kind.__mro__ if getattr(torch.optim, base.__name__, None) is base)
+    base: Any = next(base for base in kind.__mro__ if getattr(torch.optim, base.__name__, None) is base)
     same = inspect.unwrap(kind.step) is inspect.unwrap(base.step)
     return base.__name__ if same and getattr(kind, "_init_group", None) is getattr(base, "_init_group", None) else ""
 
@@ -53,6 +55,8 @@ def known_of(optimizer: torch.optim.Optimizer) -> Optimiser:
 def refuse_unusable(optimizer: Any) -> None:
     """What no step can be taken with: no optimiser, one that asks for the loss itself, for gradients of another form,
     or to be differentiated."""
+    for each in each_of(optimizer) if isinstance(optimizer, SeveralOptimizers) else ():
+        refuse_unusable(each)
     kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TrainError(
@@ -80,6 +84,9 @@ def refuse_unusable(optimizer: Any) -> None:
 
 def without_rule(optimizer: torch.optim.Optimizer) -> str:
     """Why the update of an optimiser cannot be made part of the program; empty: it can."""
+    if isinstance(optimizer, SeveralOptimizers):
+        found = ((each, without_rule(each)) for each in optimizer.optimizers)
+        return next((f"of {type(each).__qualname__}, {why}" for each, why in found if why), "")
     known = paragraph(optimizer)
     if known is None:
         return "Mycel has no rule for it"
@@ -119,9 +126,10 @@ class Bound:
         operators."""
         if not self.group.kind:
             return []
-        known = known_of(optimizer)
+        mine = owner(optimizer, self.index)
+        known = known_of(mine)
         options = {
-            **known.options(class_of(optimizer), optimizer.param_groups[self.index]),
+            **known.options(class_of(mine), optimizer.param_groups[self.index]),
             "first_step": self.is_first(optimizer),
         }
         numbers = [_number(options, option, self.params[0].dtype) for option in known.hyper.values()]
@@ -130,7 +138,7 @@ class Bound:
     def is_first(self, optimizer: torch.optim.Optimizer) -> bool:
         """Is this a first step that differs from later ones?  With dampening it does: momentum is not dampened then,
         buffers of zeros would be."""
-        first = known_of(optimizer).first if self.group.slots else ""
+        first = known_of(owner(optimizer, self.index)).first if self.group.slots else ""
         if not first or not optimizer.param_groups[self.index][first]:
             return False
         new = [p for p in self.params if self.group.slots[0] not in optimizer.state[p]]
@@ -194,7 +202,7 @@ def _slot(
 def hooked(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:
     """Who has a hook after torch's backward or around its step, which torch then has to take; empty: nobody.  Those on
     gradients are captured."""
-    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+    if any(each._optimizer_step_pre_hooks or each._optimizer_step_post_hooks for each in each_of(optimizer)):
         return "it has a hook on its step"
     names = [n for n, p in model.named_parameters() if p._post_accumulate_grad_hooks]
     return f"there is a hook on the accumulated gradient of {', '.join(names[:3])}" if names else ""
@@ -219,9 +227,11 @@ def bind_groups(optimizer: torch.optim.Optimizer, names: dict[int, str], by_rule
             for index, values in enumerate(optimizer.param_groups)
             if (params := [p for p in values["params"] if id(p) in names])
         ]
-    known, groups = known_of(optimizer), []
+    groups = []
     for index, values in enumerate(optimizer.param_groups):
-        fixed = known.params(known.options(class_of(optimizer), values))
+        mine_of = owner(optimizer, index)
+        known = known_of(mine_of)
+        fixed = known.params(known.options(class_of(mine_of), values))
         mine: dict[Any, list[torch.nn.Parameter]] = {}
         for p in values["params"]:
             if id(p) in names:
@@ -247,8 +257,9 @@ def signature(optimizer: torch.optim.Optimizer, by_rule: bool = True) -> tuple[A
     update, the options that change it."""
     flags: list[tuple[Any, ...]] = [()] * len(optimizer.param_groups)
     if by_rule:
-        known, kind = known_of(optimizer), class_of(optimizer)
-        flags = [tuple(known.params(known.options(kind, g)).values()) for g in optimizer.param_groups]
+        for i, group in enumerate(optimizer.param_groups):
+            known, kind = known_of(owner(optimizer, i)), class_of(owner(optimizer, i))
+            flags[i] = tuple(known.params(known.options(kind, group)).values())
     params = [tuple((id(p), p.requires_grad) for p in g["params"]) for g in optimizer.param_groups]
     return tuple(zip(params, flags, strict=True))
 

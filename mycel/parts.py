@@ -12,6 +12,8 @@ and shown again whenever the model is captured.
 from __future__ import annotations
 
 import contextlib
+import functools
+import math
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -173,24 +175,20 @@ class ShardedModel:
             if not layout.is_whole and id(x) not in done:
                 done.add(id(x))
                 x.data = part_of(x.data, layout, self.plan.mesh, self.ranks.rank).clone()
-        if done:
-            self._guard()
+        if done or self.plan.zero:
+            self._guard(bool(done))
 
-    def _guard(self) -> None:
-        """Whoever calls the model, or asks it or the optimiser for their state, is told what to do instead."""
-
-        def refuse_call(module: torch.nn.Module, *_: Any) -> None:
-            if module in GUARDED and not GUARDED[module]._open:
-                raise _in_parts(f"{type(module).__name__} was called", "step.evaluate(batch), or `with step.whole():`")
+    def _guard(self, model: bool) -> None:
+        """Whoever calls the `model`, if that is in parts, or asks it or the optimiser for their state, is told what to
+        do instead."""
 
         def refuse_state(what: Any, *_: Any) -> None:
             if not self._open:
                 hint = "step.state_dict(), step.save(folder), or `with step.whole():`"
                 raise _in_parts(f"{type(what).__name__} was asked for its state", hint)
 
-        if not GUARDED:  # one hook for all models: those of a module itself are part of what was captured
-            torch.nn.modules.module.register_module_forward_pre_hook(refuse_call)
-        for module in self.model.modules():
+        _guard_calls()
+        for module in self.model.modules() if model else ():
             GUARDED[module] = self
             module.register_state_dict_pre_hook(refuse_state)
         self.optimizer.register_state_dict_pre_hook(refuse_state)
@@ -259,6 +257,17 @@ class ShardedModel:
 
         return run
 
+    def left_whole(self) -> tuple[float, list[str]]:
+        """Of the matrices of a plan that splits parameters, those that it leaves whole on every rank, the largest
+        first; and their share."""
+        if not self.plan.parameters:
+            return 0.0, []
+        used = self.plan.parameter_layouts(self.shapes)
+        named = dict(self.model.named_parameters())
+        sizes = {name: math.prod(self.shapes[name]) for name in named if len(self.shapes[name]) > 1}
+        whole = sorted((name for name in sizes if used[name].is_whole), key=lambda name: -sizes[name])
+        return sum(sizes[name] for name in whole) / max(1, sum(sizes.values())), whole
+
     # -- what this rank takes of a batch
 
     def feed(self, unsharded: UnshardedStep, sharded: Distributed) -> Feed:
@@ -314,6 +323,17 @@ def state_layout(of: Layout, whole: Sequence[int], shape: Sequence[int]) -> Layo
         return Layout.whole(len(shape))
     padded = (*of.dims, *((),) * (len(whole) - len(of.dims)))
     return Layout(tuple(axes if n == m else () for axes, n, m in zip(padded, shape, whole, strict=True)))
+
+
+@functools.cache
+def _guard_calls() -> None:
+    """One hook for all models, once: hooks of a module itself are part of what was captured."""
+
+    def refuse_call(module: torch.nn.Module, *_: Any) -> None:
+        if module in GUARDED and not GUARDED[module]._open:
+            raise _in_parts(f"{type(module).__name__} was called", "step.evaluate(batch), or `with step.whole():`")
+
+    torch.nn.modules.module.register_module_forward_pre_hook(refuse_call)
 
 
 def _in_parts(what: str, hint: str) -> TrainError:

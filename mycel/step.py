@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from mycel import lower, optimizers, plan, torch_update, transform
+from mycel.accumulation import Accumulation
 from mycel.capture import MISS, TRACING, Captured, Facts, bind, flatten, input_tensors, make_room, meshed
 from mycel.capture import capture as capture_call
 from mycel.capture.bind import Call
@@ -41,6 +42,7 @@ from mycel.objective import Batch, objective, refuse_outputs
 from mycel.parts import ShardedModel, UnshardedStep, roles_of
 from mycel.planning import Task, planned
 from mycel.run import keep_freed_memory, load, start_workers, warm_up, without_collector
+from mycel.several_optimizers import SeveralOptimizers, each_of
 from mycel.sizes import parse_bytes, shown
 from mycel.step_state import StepState
 
@@ -50,7 +52,7 @@ SCALE = 65536.0  # the first loss scale of fp16, torch.amp.GradScaler's
 
 def train_step(
     model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     loss: Callable[..., Any] | None = None,
     mesh: Any = None,
     plan: Any = "auto",
@@ -77,8 +79,8 @@ def train_step(
     precision   "fp32": as the model is written;  "bf16", "fp16": weights and their updates stay as they are, the
                 computation is in 16 bits, sums
                 in 32; fp16 scales the loss
-    accumulate  the batch is split into so many parts along its first dim; loss and gradient are those of the whole
-                batch
+    accumulate  the batch is split into so many parts along its first dim (a smaller one into the next number that
+                divides it); loss and gradient are those of the whole batch
     clip_norm   gradients are scaled down to this global norm
     memory      the peak to stay below, in bytes or as "20GiB": what does not fit is computed again in backward
     compile     True, False, or "auto": where there is a GPU
@@ -90,7 +92,7 @@ def train_step(
 
     optimizer is any of torch's: those with a rule here (`torch.optim`, Lion) are part of the program.  Any other one,
     and one with hooks on its step or on accumulated gradients, runs as it is on the gradients of the program: slower,
-    which is said once.
+    which is said once.  Of several, in a list, each has parameters of its own.
     """
     written = _written(mesh, plan)
     if not isinstance(model, torch.nn.Module):
@@ -100,6 +102,8 @@ def train_step(
             f"loss={loss!r} is not a function\n"
             "  try       torch.nn.functional.cross_entropy, or None where the model returns its loss"
         )
+    if isinstance(optimizer, (list, tuple)):
+        optimizer = SeveralOptimizers(optimizer)
     optimizers.refuse_unusable(optimizer)
     if not isinstance(precision, str) or precision not in PRECISIONS:
         raise TrainError(f"precision={precision!r}\n  known     {', '.join(PRECISIONS)}")
@@ -200,6 +204,7 @@ class Step:
         self.state = StepState(model, optimizer, self.parts, self.counters, self.set_counters)
         self.steps = 0  # taken, skipped ones among them
         self._evaluation: Forward | None = None
+        self._adding: _Adding | None = None
         self._counters: dict[str, torch.Tensor] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -218,6 +223,26 @@ class Step:
             out = self.prepare(*args, **kwargs).entries[0].call(args, kwargs)
         assert out is not MISS, "a step does not fit the arguments it was made for"
         return out
+
+    def accumulate(self, *args: Any, **kwargs: Any) -> Any:
+        """The loss of a batch, whose gradients are added to those of such calls before, until `apply` takes a step with
+        their mean."""
+        if self._adding is None:
+            self._adding = _Adding(self)
+        return self._adding(*args, **kwargs)
+
+    def apply(self) -> None:
+        """A step with the mean of the gradients since the last; skipped if it is not finite."""
+        gradients, norm = (self._adding.sums if self._adding is not None else Accumulation()).mean()
+        self.grad_norm = norm
+        self.steps += 1
+        with torch.no_grad():
+            if torch.isfinite(norm):
+                torch_update.update(self.optimizer, gradients, self.settings.clip_norm, self.settings.clip_value)
+            else:
+                self.counter("skipped", norm.device).add_(1)
+        for p, g in gradients:
+            p.grad = g if self.settings.grads else None
 
     def local(self, *args: Any, **kwargs: Any) -> Local:
         """The step that is called with this rank's part alone, of batches like this one, which needs no data
@@ -292,7 +317,7 @@ class Step:
         inputs, gathered = self.parts.given(made) if self.parts is not None else ({}, frozenset[int]())
         if self.parts is not None and not self.by_rule:
             split = (name for name in self.parts.stored if not self.parts.layouts[name].is_whole)
-            torch_update.refuse_split(self.optimizer, self.parts.plan, split)
+            self._refuse_split(split)
         return Task(
             made.program,
             made.body,
@@ -302,6 +327,11 @@ class Step:
             gathered,
             self.settings.budget,
         )
+
+    def _refuse_split(self, split: Iterable[str]) -> None:
+        """PlanError where torch would take the update of parts."""
+        assert self.parts is not None
+        torch_update.refuse_split(self.optimizer, self.parts.plan, split)
 
     def _given(self) -> plan.Plan:
         """The plan for the next signature of the batch: decisions hold for the first one."""
@@ -326,7 +356,7 @@ class Step:
         first = Batch(*data, s.accumulate).part()
         captured = capture_call(self.taken, *batch.part(), known=known, differentiated=True, data=first)
         whole = captured
-        if s.accumulate > 1:
+        if batch.parts > 1:
             whole = capture_call(self.taken, args, kwargs, known=known, differentiated=True, data=data)
             captured = self._for_all_parts(captured, whole, batch, data)
         program = self._prepared(replace(captured, program=transform.with_numbers_of(captured.program, whole.program)))
@@ -334,14 +364,14 @@ class Step:
             program = transform.with_scale(program)
         trained = self._trained(captured)
         counting = None
-        if s.accumulate > 1:
+        if batch.parts > 1:
             if captured.effects:
                 raise TrainError(
                     "with accumulate the model keeps tensors in attributes\n"
                     "  try       accumulate=1, or buffers that it updates"
                 )
             split, large = batch.split(captured.leaves), self._prepared(whole)
-            refuse_outputs(program, large, s.accumulate)
+            refuse_outputs(program, large, batch.parts)
             meeting = transform.coupled(captured.program, whole.program, trained.values(), split)
             if meeting:
                 warnings.warn(
@@ -351,7 +381,7 @@ class Step:
                     stacklevel=4,
                 )
             rows = transform.joined(program, large)
-            program, counting, unseen = transform.shares(program, large, trained.values(), split, s.accumulate)
+            program, counting, unseen = transform.shares(program, large, trained.values(), split, batch.parts)
             if unseen:
                 warnings.warn(
                     f"accumulate: no sum or mean over the batch, so its parts weigh the same: {'; '.join(unseen)}",
@@ -361,7 +391,7 @@ class Step:
         program, groups = self._differentiated(program, trained)
         body = program.entry
         if counting is not None:
-            program = check(transform.microbatch(program, counting, s.accumulate, split, rows))
+            program = check(transform.microbatch(program, counting, batch.parts, split, rows))
             body = transform.BODY
         clipping = (s.clip_norm, s.clip_value) if self.by_rule else (None, None)
         program = check(transform.optimise(program, [g.group for g in groups], results, *clipping, s.grads))
@@ -370,7 +400,7 @@ class Step:
     def _for_all_parts(self, captured: Captured, whole: Captured, batch: Batch, data: Arguments) -> Captured:
         """What was captured for the first part, where what the batch decided is decided so by every part."""
         split = batch.split(captured.leaves)
-        of_parts = tuple(f.in_parts(self.settings.accumulate, split) for f in captured.facts)
+        of_parts = tuple(f.in_parts(batch.parts, split) for f in captured.facts)
         leaves: list[torch.Tensor] = []
         flatten(data, leaves)
         inputs = input_tensors(captured, leaves)
@@ -453,7 +483,8 @@ class Step:
                     step._update(made, outs)
             step.grad_norm = outs[results]
             step.steps += 1
-            optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask whether a step came before theirs
+            for each in each_of(optimizer):  # schedulers ask whether a step came before theirs
+                each._opt_called = True  # type: ignore[attr-defined]
             return outs[:results]
 
         def bound(batch: Sequence[Var], fed: Fed) -> Call:
@@ -499,12 +530,14 @@ class Step:
             held = self._gradients[name] = torch.zeros_like(p, memory_format=torch.preserve_format).detach()
         return held
 
+    def _gradients_of(self, made: UnshardedStep) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
+        named = [(p, name) for g in made.groups for p, name in zip(g.params, g.group.params, strict=True)]
+        return [(p, self._gradients[name]) for p, name in named]
+
     def _update(self, made: UnshardedStep, outs: Sequence[Any]) -> None:
         """What is left to do with gradients after the program: parameters get them, and the optimiser, where its update
         is no part of the program."""
-        pairs = [
-            (p, self._gradients[name]) for g in made.groups for p, name in zip(g.params, g.group.params, strict=True)
-        ]
+        pairs = self._gradients_of(made)
         finite = self.by_rule or bool(torch.isfinite(outs[made.results]) & torch.isfinite(outs[0]))
         if not self.by_rule and finite:
             torch_update.update(self.optimizer, pairs, self.settings.clip_norm, self.settings.clip_value)
@@ -616,8 +649,35 @@ class Step:
             f"mesh             {entry.plan.mesh}; layouts {lower.proved(entry.plan.predicted.gap)}; sums "
             f"{entry.plan.sums}"
         )
+        share, whole = self.parts.left_whole() if self.parts is not None else (0.0, [])
+        lines += [f"left whole       {share:.0%} of the matrices: {', '.join(whole[:3])}"] if share > 0.3 else []
         all_, once = lower.sent(entry.program), lower.sent(spread.local)
         lines.append(f"sent by a rank   {lower.sent_text(all_)}")
         again = {axes: n - once.get(axes, 0.0) for axes, n in all_.items() if n > once.get(axes, 0.0)}
         lines += [f"of that          {lower.sent_text(again)} because backward computes values again"] if again else []
         return "\n".join([*lines, "", lower.explain(spread)])
+
+
+class _Adding(Step):
+    """A step that leaves the update to another one: its gradients are added up for it."""
+
+    def __init__(self, of: Step) -> None:
+        settings = replace(of.settings, clip_norm=None, clip_value=None)
+        super().__init__(of.model, of.optimizer, None, settings, of.written)
+        self.fn, self.taken, self.parts, self.by_rule = of.fn, of.taken, of.parts, False
+        self.sums = Accumulation()
+
+    def _choose_update(self) -> None:
+        """Not here."""
+
+    def _refuse_split(self, split: Iterable[str]) -> None:
+        name = next(iter(split), None)
+        if self.parts is not None and (name is not None or self.parts.plan.zero):
+            what = f"the plan splits {name}" if name is not None else f"zero {self.parts.plan.zero} splits its state"
+            raise PlanError(
+                f"step.apply() takes the update of whole parameters, but {what}\n"
+                "  try       train_step(…, accumulate=k): parts of one large batch, under any plan"
+            )
+
+    def _update(self, made: UnshardedStep, outs: Sequence[Any]) -> None:
+        self.sums.add(self._gradients_of(made))

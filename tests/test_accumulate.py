@@ -43,7 +43,7 @@ LOSSES = {
 }
 
 
-@pytest.mark.parametrize("rows, parts", [(8, 2), (8, 4), (4, 4), (2, 2)])
+@pytest.mark.parametrize("rows, parts", [(8, 2), (8, 4), (4, 4), (2, 2), (3, 4)])
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.filterwarnings("ignore:accumulate")
 def test_loss_and_gradient_are_those_of_the_whole_batch(name, rows, parts):
@@ -108,3 +108,60 @@ def test_rows_that_meet_are_told_of(kind, meet):
     said = [str(w.message) for w in caught if "rows of the batch meet" in str(w.message)]
     assert bool(said) == meet, said
     assert not meet or "test_accumulate.py" in said[0]
+
+
+@pytest.mark.parametrize("sizes, parts", [((8, 6, 1), 4), ((12, 10, 7), 3), ((2, 3), 2)])
+def test_a_smaller_last_batch(sizes, parts):
+    """Rows that do not divide are split into the next number of parts that does; targets to be ignored weigh right."""
+    torch.manual_seed(0)
+    model, twin = nn.Linear(4, 5), nn.Linear(4, 5)
+    twin.load_state_dict(model.state_dict())
+    plain = torch.optim.SGD(twin.parameters(), lr=0.1)
+    step = mycel.train_step(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), F.cross_entropy, accumulate=parts, compile=False
+    )
+    for n in sizes:
+        x, y = torch.randn(n, 4), torch.randint(0, 5, (n,))
+        y[1::3] = -100
+        loss = F.cross_entropy(twin(x), y)
+        plain.zero_grad()
+        loss.backward()
+        plain.step()
+        torch.testing.assert_close(step(x, y), loss.detach())
+    torch.testing.assert_close(dict(model.state_dict()), dict(twin.state_dict()))
+
+
+def test_accumulating_over_several_calls():
+    """As the loop everybody writes: loss / calls, backward after each, one step."""
+    torch.manual_seed(0)
+    model, twin = nn.Linear(4, 5), nn.Linear(4, 5)
+    twin.load_state_dict(model.state_dict())
+    plain = torch.optim.AdamW(twin.parameters(), lr=0.1)
+    step = mycel.train_step(
+        model, torch.optim.AdamW(model.parameters(), lr=0.1), F.cross_entropy, clip_norm=0.3, compile=False
+    )
+    for calls in (3, 1, 2):
+        plain.zero_grad()
+        for i in range(calls):
+            x, y = torch.randn(4 + i, 4), torch.randint(0, 5, (4 + i,))
+            loss = F.cross_entropy(twin(x), y)
+            (loss / calls).backward()
+            torch.testing.assert_close(step.accumulate(x, y), loss.detach())
+        nn.utils.clip_grad_norm_(twin.parameters(), 0.3)
+        plain.step()
+        step.apply()
+        x, y = torch.randn(4, 4), torch.randint(0, 5, (4,))
+        plain.zero_grad()
+        F.cross_entropy(twin(x), y).backward()
+        nn.utils.clip_grad_norm_(twin.parameters(), 0.3)
+        plain.step()
+        step(x, y)  # both ways go together
+        torch.testing.assert_close(dict(model.state_dict()), dict(twin.state_dict()), rtol=1e-4, atol=1e-5)
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    step.accumulate(x * torch.inf, y)
+    step.accumulate(x, y)
+    step.apply()
+    assert step.skipped == 1
+    torch.testing.assert_close(dict(model.state_dict()), before)
+    with pytest.raises(mycel.errors.TrainError, match=r"nothing to apply.*\n  try       step.accumulate"):
+        step.apply()

@@ -200,7 +200,7 @@ log.tensorboard is "yes", not true or false
     "optimizer: {name: adamW, betas: [0.9]}": """\
 2 mistakes in the configuration
 optimizer.name is "adamW", not adamw, adam, sgd, adadelta, adafactor, adagrad, adamax, asgd, \
-nadam, radam, rmsprop or rprop
+nadam, radam, rmsprop, rprop or muon
   at        run.yaml:1:13
             optimizer: {name: adamW, betas: [0.9]}
   try       adamw

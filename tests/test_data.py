@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import csv
+import gzip
+import io
 import json
 import subprocess
 import sys
@@ -272,6 +275,34 @@ def test_folders_globs_and_lists_name_the_same_files(make, tmp_path):
     assert prepare([f"{root}/b.txt", root], **options).fingerprint != prepare(root, **options).fingerprint
 
 
+@pytest.mark.parametrize("form", ["json", "csv", "tsv", "jsonl.gz", "json.gz", "csv.gz"])
+def test_the_same_records_in_any_form_are_the_same_tokens(make, form):
+    records = [{"prompt": 'a, "b"\n', "response": "c\td é"}, {"prompt": "", "response": "x"}]
+    kind = form.removesuffix(".gz")
+    if kind == "json":
+        text = json.dumps(records)
+    elif kind == "jsonl":
+        text = "\n".join(map(json.dumps, records))
+    else:
+        out = io.StringIO(newline="")
+        writer = csv.DictWriter(out, ["prompt", "response"], delimiter="\t" if kind == "tsv" else ",")
+        writer.writeheader()
+        writer.writerows(records)
+        text = "\ufeff" + out.getvalue()
+    content = gzip.compress(text.encode()) if form.endswith(".gz") else text.encode()
+    held = {"held.txt": "validation, and enough of it"}
+    got = everything(make({f"a.{form}": content, **held}, length=32).train)
+    wanted = everything(make({"b.jsonl": records, **held}, length=32).train)
+    assert all(np.array_equal(got[name], wanted[name]) for name in wanted)
+
+
+def test_compressed_text_is_text(make):
+    content = "line\n" * 40
+    held = {"held.txt": "validation, and enough of it"}
+    got = everything(make({"d/a.txt.gz": gzip.compress(content.encode()), **held}, use=["d"]).train)
+    assert np.array_equal(got["input_ids"], everything(make({"b.txt": content, **held}).train)["input_ids"])
+
+
 def test_a_folder_with_jsonl_gives_only_that(make, tmp_path):
     data = make(
         {"d/README.md": "no data", "d/a.jsonl": [{"text": "some data here"}], "held.txt": "validation"}, use=["d"]
@@ -343,8 +374,18 @@ REFUSED = {
     "glob": ({"a.txt": "x"}, ["*.jsonl"], {}, r"no file matches the pattern .*\*.jsonl"),
     "empty folder": ({"d/.hidden": "x"}, ["d"], {}, r"no text file among its 0 files"),
     "two formats": ({"d/a.npy": np.arange(9), "d/b.jsonl": LINES}, ["d"], {}, r"several formats: jsonl and tokens"),
-    "json": ({"a.json": "[]"}, None, {}, r"format: jsonl, or format: text"),
-    "format": ({"a.txt": "x"}, None, {"format": "csv"}, r"no such data format: 'csv'\n  try       auto, text"),
+    "json": ({"a.json": '{"text": "x"}'}, None, {}, r"not a list of JSON objects but an object\n.*\n.*format: jsonl"),
+    "json of numbers": ({"a.json": "[1]"}, None, {}, r"not a list of JSON objects but a number"),
+    "json lines": ({"a.json": '{"text": "x"}\n{"text": "y"}'}, None, {}, r"not JSON: Extra data, line 2\n.*\n.*jsonl"),
+    "csv of another width": ({"a.csv": "text,id\na\n"}, None, {}, r"as many cells as .* has 2\n  at .*a.csv:2"),
+    "csv in Latin-1": ({"a.csv": b"text\n\xff\n"}, None, {}, r"not a CSV file in UTF-8"),
+    "csv without the field": ({"a.csv": "body\na\n"}, None, {}, r"no field 'text'; fields there are: 'body'"),
+    "cut gzip": ({"a.txt.gz": gzip.compress(b"some text")[:-9]}, None, {}, r"damaged or cut short.*\n  at .*a.txt.gz"),
+    "no gzip": ({"a.jsonl.gz": b"some text"}, None, {}, r"damaged or cut short"),
+    "parquet": ({"a.parquet": b"PAR1"}, None, {}, r"parquet files are not read\n.*\n  try       pandas.read_parquet"),
+    "a folder of parquet": ({"d/a.parquet": b"PAR1"}, ["d"], {}, r"parquet files are not read"),
+    "zstandard": ({"a.txt.zst": b"x"}, None, {}, r"\.zst files are not read\n.*\n  try       zstd -d"),
+    "format": ({"a.txt": "x"}, None, {"format": "xml"}, r"no such data format: 'xml'\n  try       one of auto, text"),
     "no array": ({"a.txt": "x"}, None, {"format": "tokens"}, r"from .npy and .bin files, not from .txt"),
     "empty file": ({"a.txt": ""}, None, {}, r"the data is empty: no token in 1 files\n  at .*a.txt"),
     "empty lines": ({"a.jsonl": "\n\n"}, None, {}, r"the data is empty"),

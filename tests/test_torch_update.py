@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 
 import pytest
@@ -176,3 +177,51 @@ def test_gradients_of_ranks_lie_as_their_parameters(written):
     laid = step_equals(one, written)
     by_role = {laid.whole.role(v): layout for v, layout in zip(laid.whole.inputs, laid.inputs, strict=True)}
     assert by_role[Role("gradient", of="up.weight")] == by_role[Role("parameter", "up.weight")]
+
+
+# -- several optimisers ----------------------------------------------------------------------------------------------
+
+
+def matrices_apart(model: nn.Module) -> list[torch.optim.Optimizer]:
+    matrices = [p for p in model.parameters() if p.ndim == 2]
+    others = [p for p in model.parameters() if p.ndim != 2]
+    return [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=0.05)]
+
+
+def test_several_optimisers_take_one_step():
+    model, twin = small(""), small("")
+    mine, plain = matrices_apart(model), matrices_apart(twin)
+    step = mycel.train_step(model, mine, compile=False)
+    schedules = [torch.optim.lr_scheduler.LinearLR(each[0], 0.5, total_iters=3) for each in (mine, plain)]
+    for i in range(4):
+        if i == 2:  # state goes out and in
+            step.load_state_dict(copy.deepcopy(step.state_dict()))
+        for each in plain:
+            each.zero_grad()
+        wanted = twin(**rows(i))
+        wanted.backward()
+        for each in plain:
+            each.step()
+        assert abs(float(step(**rows(i))) - wanted.item()) < 1e-9
+        for schedule in schedules:
+            schedule.step()
+    torch.testing.assert_close(dict(model.state_dict()), dict(twin.state_dict()), rtol=1e-9, atol=1e-9)
+    assert mine[0].state[model.up.weight].keys() == {"momentum_buffer"} and step.by_rule
+
+
+@QUIET
+def test_one_of_several_that_runs_as_it_is_takes_all_along():
+    model, twin = small(""), small("")
+    split = lambda m: ([m.up.weight], [p for p in m.parameters() if p is not m.up.weight])
+    mine, plain = ([Whitened(a), torch.optim.SGD(b, lr=0.1)] for a, b in map(split, (model, twin)))
+    step = mycel.train_step(model, mine, compile=False)
+    for i in range(3):
+        for each in plain:
+            each.zero_grad()
+        loss = twin(**rows(i))
+        loss.backward()
+        for each in plain:
+            each.step()
+        assert abs(float(step(**rows(i))) - loss.item()) < 1e-9
+    with pytest.raises(TrainError, match="share a parameter"):
+        mycel.train_step(model, [Whitened(model.parameters()), torch.optim.SGD(model.parameters())])

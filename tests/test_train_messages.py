@@ -132,7 +132,7 @@ def test_a_plan_that_leaves_most_of_a_model_whole_says_so():
         plan = Plan.read("tp", Mesh(tp=2))
         held = ShardedModel(model, torch.optim.SGD(model.parameters()), plan)
         team = SimpleNamespace(plan=plan, name="tp")
-        told.append(_left_whole(SimpleNamespace(team=team, step=SimpleNamespace(parts=held), outline=model)))
+        told.append(_left_whole(SimpleNamespace(team=team, step=SimpleNamespace(parts=held))))
     assert told[1] == []
     golden("told_left_whole", told[0][0])
 

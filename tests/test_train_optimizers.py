@@ -8,8 +8,9 @@ from typing import get_args
 import pytest
 import torch
 import training
+import transformers as hf
 from torch import nn
-from training import config, same, tensors
+from training import config, measured, same, tensors
 
 from mycel.errors import TrainError
 from mycel.ops.optimisers import OPTIMISERS
@@ -24,12 +25,12 @@ disk = training.disk  # a fixture
 NAMES = get_args(Optimizer.model_fields["name"].annotation)
 
 
-def test_all_that_have_a_rule_and_take_every_parameter_are_offered():
+def test_all_of_torchs_that_have_a_rule_are_offered():
     known = {name for rule in OPTIMISERS.values() for name in rule.classes if hasattr(torch.optim, name)}
-    assert {*NAMES} == {name.lower() for name in known - {"Muon"}}  # Muon takes matrices alone
+    assert {*NAMES} == {name.lower() for name in known}
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "muon"])
 def test_each_is_made_by_its_settings(name):
     module = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4))
     made = make_optimizer(
@@ -41,6 +42,26 @@ def test_each_is_made_by_its_settings(name):
     assert (matrices["weight_decay"], vectors["weight_decay"]) == (0.1, 0.0)
     assert matrices.get("betas", (0.8, 0.9)) == (0.8, 0.9)
     assert matrices.get("momentum", 0.5) == (0.5 if name == "sgd" else 0 if name == "rmsprop" else 0.5)
+
+
+def test_muon_takes_the_matrices_between_embeddings_and_head():
+    with torch.device("meta"):
+        module = hf.LlamaForCausalLM(hf.LlamaConfig(**{k: v for k, v in training.LLAMA.items() if k != "model_type"}))
+    made = make_optimizer(Optimizer(name="muon", lr=0.01, options={"momentum": 0.8}), module)
+    names = {id(p): name for name, p in module.named_parameters()}
+    muon, *others = [[names[id(p)] for p in group["params"]] for group in made.param_groups]
+    assert len(muon) == 7 and all(name.endswith("_proj.weight") for name in muon)
+    assert sorted(name for group in others for name in group) == sorted({*names.values()} - {*muon})
+    assert made.param_groups[0]["adjust_lr_fn"] == "match_rms_adamw" and made.param_groups[0]["momentum"] == 0.8
+    assert not without_rule(made)
+
+
+def test_muon_trains(disk, tmp_path):
+    assert train(config(disk, tmp_path / "run", optimizer={"name": "muon"}, train={"steps": 6}, log={"every": 1})) == 0
+    losses = [record["loss"] for record in measured(tmp_path / "run")]
+    assert losses[-1] < losses[0] - 0.2
+    slots = {name.rpartition(".")[2] for name in tensors(tmp_path / "run") if name.startswith("optimizer.")}
+    assert slots == {"momentum_buffer", "exp_avg", "exp_avg_sq", "step"}
 
 
 @pytest.mark.parametrize(

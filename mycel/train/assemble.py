@@ -17,6 +17,7 @@ from torch import nn
 from mycel.errors import TrainError
 from mycel.feed import Local
 from mycel.ir import Mesh
+from mycel.several_optimizers import SeveralOptimizers
 from mycel.step import Step, train_step
 from mycel.train import config as settings
 from mycel.train import device as devices
@@ -86,7 +87,7 @@ def assemble(config: settings.Config, waiting: Waiting, team: Team | None = None
     team = team or Team(Mesh())
     device = team.processes.device if team.processes else devices.choose(config.train.device)
     devices.seed_all(config.train.seed)
-    tokenizer = _tokenizer(config)
+    tokenizer = tokenizer_of(config)
     data = _data(config, tokenizer, waiting.say)
     waiting.say("making the model") if config.model.path is None else waiting.say("loading the model")
     cuts = _cuts(config, team)
@@ -140,7 +141,7 @@ def adapt(config: settings.Config, module: nn.Module) -> None:
         lora.add(module, adding.rank, adding.alpha, adding.dropout, adding.targets, seed=config.train.seed)
 
 
-def _tokenizer(config: settings.Config) -> Tokenizer | None:
+def tokenizer_of(config: settings.Config) -> Tokenizer | None:
     """The one that is named, or the model folder's; arrays of tokens need none."""
     if config.data.tokenizer is not None:
         return load_tokenizer(config.data.tokenizer)
@@ -245,9 +246,24 @@ def _odd(config: settings.Config, tokenizer: Tokenizer | None, module: Any) -> l
 
 def make_optimizer(chosen: settings.Optimizer, module: nn.Module) -> torch.optim.Optimizer:
     """torch's own, with weight decay where it belongs."""
+    groups = models.parameter_groups(module, chosen.weight_decay)
+    if chosen.name != "muon":
+        return _made(chosen, groups, {**chosen.passed, **(chosen.options or {})})
+    inner = models.hidden_matrices(module)
+    rest = [{**g, "params": [p for p in g["params"] if id(p) not in inner]} for g in groups]
+    others = torch.optim.AdamW([g for g in rest if g["params"]], lr=chosen.lr, betas=chosen.betas, eps=chosen.eps)
+    if not inner:
+        return others
+    # at rates of AdamW's size, so that one schedule serves both
+    options = {"adjust_lr_fn": "match_rms_adamw", **(chosen.options or {})}
+    muon = _made(chosen, [{"params": [*inner.values()], "weight_decay": chosen.weight_decay}], options)
+    return SeveralOptimizers([muon, others])
+
+
+def _made(chosen: settings.Optimizer, groups: list[dict[str, Any]], options: dict[str, Any]) -> torch.optim.Optimizer:
+    """One of torch.optim, with options that it knows."""
     kinds = {name.lower(): kind for name, kind in vars(torch.optim).items() if isinstance(kind, type)}
     kind = kinds[chosen.name]
-    groups, options = models.parameter_groups(module, chosen.weight_decay), chosen.options or {}
     known = [name for name in inspect.signature(kind).parameters if name not in ("params", "lr", "weight_decay")]
     unknown = [name for name in options if name not in known]
     if unknown:
@@ -256,13 +272,13 @@ def make_optimizer(chosen: settings.Optimizer, module: nn.Module) -> torch.optim
             f"  try       one of {', '.join(name for name in known if name not in chosen.passed)}"
         )
     try:
-        return kind(groups, lr=chosen.lr, **chosen.passed, **options)
+        return kind(groups, lr=chosen.lr, **options)
     except (ValueError, TypeError, RuntimeError) as error:
         what = f"torch.optim.{kind.__name__} cannot be made so: {one_line(error)}"
         raise TrainError(f"{what}\n  at        optimizer.options\n  try       its documentation") from error
 
 
-def tokenizer_source(parts: Assembly) -> Any:
+def tokenizer_source(config: settings.Config, model: LoadedModel) -> Any:
     """What an exported model takes its tokenizer from: a folder, `bytes`, or nothing."""
-    named = parts.config.data.tokenizer
-    return Path(named) if named not in (None, "bytes") else named or parts.model.tokenizer_folder
+    named = config.data.tokenizer
+    return Path(named) if named not in (None, "bytes") else named or model.tokenizer_folder

@@ -52,7 +52,7 @@ class ModelConfig(Section):
 
 
 class Fields(Section):
-    """names of the fields in JSONL"""
+    """names of the fields in JSONL, JSON, CSV"""
 
     text: forms.Text = Field(default="text", description="a whole document")
     prompt: forms.Text = Field(default="prompt", description="without loss")
@@ -65,7 +65,7 @@ class DataConfig(Section):
     train: forms.Sources = Field(default="stdlib", description="stdlib: Python's own sources; path, glob, or list")
     validation: forms.Sources | None = Field(default=None, description="the same; null: a part of the training data")
     split: forms.Part = Field(default=0.01, description="how large a part")
-    format: Literal["auto", "text", "jsonl", "tokens"] = Field(default="auto", description="auto: by suffix")
+    format: Literal["auto", "text", "jsonl", "json", "csv", "tokens"] = Field(default="auto", description="by suffix")
     fields: Fields = Fields()
     tokenizer: forms.Source | None = Field(default=None, description="folder, or bytes; null: the model folder's")
     length: forms.Length = Field(default=256, description="tokens in a sequence")
@@ -73,7 +73,7 @@ class DataConfig(Section):
     cache: forms.Folder | None = Field(default=None, description="of tokens; null: in the user's cache folder")
 
     def conflicts(self) -> Iterator[Conflict]:
-        if self.format in ("jsonl", "tokens") and self.uses_stdlib:
+        if self.format not in ("auto", "text") and self.uses_stdlib:
             yield f"data.format is {self.format}, but data.train is stdlib, which is text", "data.format=auto"
 
     @property
@@ -91,15 +91,18 @@ class DataConfig(Section):
         return self.cache or (xdg if xdg.is_absolute() else Path.home() / ".cache") / "mycel" / "tokens"
 
 
+MOMENTS = ("adamw", "adam", "adamax", "nadam", "radam")  # take betas and eps
+
+
 class Optimizer(Section):
     """how parameters move"""
 
     name: Literal[
         "adamw", "adam", "sgd", "adadelta", "adafactor", "adagrad", "adamax", "asgd", "nadam", "radam", "rmsprop",
-        "rprop",
+        "rprop", "muon",
     ] = Field(default="adamw", description="any of torch.optim's")  # fmt: skip
     lr: forms.Positive = Field(default=3e-4, description="learning rate at its highest")
-    betas: forms.Betas = Field(default=(0.9, 0.95), description="of adamw, adam, adamax, nadam and radam")
+    betas: forms.Betas = Field(default=(0.9, 0.95), description="of adamw, adam, adamax, nadam, radam")
     eps: forms.Amount = Field(default=1e-8, description="of the same")
     momentum: forms.Share = Field(default=0.9, description="of sgd")
     nesterov: forms.Switch = Field(default=False, description="of sgd")
@@ -120,7 +123,7 @@ class Optimizer(Section):
         """What its class is given besides lr, weight_decay and options."""
         if self.name == "sgd":
             return {"momentum": self.momentum, "nesterov": self.nesterov}
-        moments = self.name in ("adamw", "adam", "adamax", "nadam", "radam")
+        moments = self.name in MOMENTS
         return {"betas": self.betas, "eps": self.eps} if moments else {}
 
 
@@ -276,7 +279,7 @@ class Config(Section):
         if (
             self.model.config
             and not self.data.tokenizer
-            and (self.data.format in ("text", "jsonl") or self.data.uses_stdlib)
+            and (self.data.format not in ("auto", "tokens") or self.data.uses_stdlib)
         ):
             what = "data.tokenizer is null, and model.config brings none: text cannot become tokens"
             yield what, "data.tokenizer=FOLDER, or bytes"

@@ -106,6 +106,20 @@ def check_vocab(data: Data, vocab: int) -> None:
             )
 
 
+def opened(
+    sources: Names,
+    format: str,
+    fields: Mapping[str, str] | None,
+    tokenizer: Tokenizer | None,
+    cache: Path,
+    progress: Progress | None,
+    notes: list[str],
+) -> Tokens:
+    """The tokens of files, from the cache or into it."""
+    named = {**FIELDS, **(fields or {})}
+    return _open(find(sources, format), named, tokenizer, Path(cache).expanduser(), progress, notes)[0]
+
+
 def _open(
     files: Sequence[File],
     fields: Mapping[str, str],
@@ -152,7 +166,7 @@ def _key(data_files: Sequence[DataFile], fields: Mapping[str, str], tokenizer: T
             VERSION,
             [(s.digest, s.format, _dtype(s)) for s in data_files],
             tokenizer.fingerprint if tokenizer and formats != {"tokens"} else None,
-            sorted(fields.items()) if "jsonl" in formats else None,
+            sorted(fields.items()) if formats & {"jsonl", "json", "csv"} else None,
         ]
     )
 

@@ -5,25 +5,33 @@
              {"prompt": …, "response": …}     loss on the response only
              {"messages": [{role, content}]}  loss on the assistant's turns only, written out by the tokenizer's chat
                                               template
+    json     a list of such objects
+    csv      a line of names, then rows of such fields; .tsv has tabs
     tokens   .npy of one dim (a stream) or two (rows are sequences);  .bin, flat, uint16 unless a JSON beside it says
              {"dtype": …}
 
-Long text comes in several segments, cut after a line's end, so that no file is ever whole in memory.
+All but tokens may be compressed (.gz).  Long text comes in several segments, cut after a line's end, so that no file
+but a JSON list is ever whole in memory.
 """
 
 from __future__ import annotations
 
+import csv
+import gzip
+import io
 import json
+import zlib
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from mycel.errors import TrainError
-from mycel.train.sources import DataFile, reading
+from mycel.train.sources import DataFile, is_compressed, reading, suffix_of
 from mycel.train.tokenize import Part, Tokenizer
 
 PIECE_BYTES = 4 << 20
@@ -46,7 +54,24 @@ def segments(source: DataFile, fields: Mapping[str, str], tokenizer: Tokenizer) 
     """The documents of a text or JSONL file, in order."""
     if source.format == "text":
         return _text(source.path)
-    return _json_lines(source.path, fields, tokenizer)
+    if source.format == "jsonl":
+        return _json_lines(source.path, fields, tokenizer)
+    records = _json_list(source.path) if source.format == "json" else _rows(source.path)
+    return (s for record, where in records for s in _of_record(record, where, fields, tokenizer))
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[IO[bytes]]:
+    """The bytes of a file, decompressed where they are compressed."""
+    with reading(path):
+        try:
+            file: Any
+            with gzip.open(path, "rb") if is_compressed(path) else path.open("rb") as file:
+                yield file
+        except (EOFError, zlib.error, gzip.BadGzipFile) as e:
+            raise TrainError(
+                f"the compressed file is damaged or cut short: {e}\n  at        {path}\n  try       gzip -t {path.name}"
+            ) from None
 
 
 def array(path: Path) -> npt.NDArray[Any]:
@@ -108,7 +133,7 @@ def _npy(path: Path) -> npt.NDArray[Any]:
 def _text(path: Path) -> Iterator[Segment]:
     """The file's text in pieces that end with a line where that is possible, or between two characters."""
     offset, data = 0, b""
-    with reading(path), path.open("rb") as file:
+    with opened(path) as file:
         while True:
             chunk = file.read(PIECE_BYTES)
             data, last = data + chunk, len(chunk) < PIECE_BYTES
@@ -142,7 +167,7 @@ def _decode(data: bytes, path: Path, offset: int) -> str:
 
 def _json_lines(path: Path, fields: Mapping[str, str], tokenizer: Tokenizer) -> Iterator[Segment]:
     offset = 0
-    with reading(path), path.open("rb") as file:
+    with opened(path) as file:
         for number, line in enumerate(file, 1):
             text = _decode(line, path, offset).removeprefix("\ufeff" if number == 1 else "")
             offset += len(line)
@@ -163,6 +188,52 @@ def _record(line: str, where: str, fields: Mapping[str, str], tokenizer: Tokeniz
         raise TrainError(
             f"not a JSON object but {_kind(record)}\n  at        {where}\n  try       one object on each line"
         )
+    yield from _of_record(record, where, fields, tokenizer)
+
+
+def _json_list(path: Path) -> Iterator[tuple[Mapping[str, Any], str]]:
+    """The objects of a JSON list; a list of them is whole in memory."""
+    with opened(path) as file:
+        data = _decode(file.read(), path, 0).removeprefix("\ufeff")
+    try:
+        records = json.loads(data)
+    except (ValueError, RecursionError) as e:
+        reason = f"{e.msg}, line {e.lineno}" if isinstance(e, json.JSONDecodeError) else str(e)
+        hint = "format: jsonl for one object on each line, or format: text"
+        raise TrainError(f"not JSON: {reason}\n  at        {path}\n  try       {hint}") from None
+    wrong = [x for x in records if not isinstance(x, dict)] if isinstance(records, list) else [records]
+    if wrong or not isinstance(records, list):
+        raise TrainError(
+            f"not a list of JSON objects but {_kind(wrong[0])}\n  at        {path}\n"
+            '  try       [{"text": …}, …], or format: jsonl or text'
+        )
+    yield from ((record, f"{path}, object {i}") for i, record in enumerate(records, 1))
+
+
+def _rows(path: Path) -> Iterator[tuple[Mapping[str, Any], str]]:
+    """The rows of a CSV file by the names in its first line."""
+    with opened(path) as file:
+        text = io.TextIOWrapper(file, "utf-8-sig", newline="")
+        rows = csv.DictReader(text, delimiter="\t" if suffix_of(path) == ".tsv" else ",", strict=True)
+        try:
+            for row in rows:
+                where = f"{path}:{rows.line_num}"
+                if None in row or None in row.values():
+                    raise TrainError(
+                        f"a row has not as many cells as the first line, which has {len(rows.fieldnames or ())}\n"
+                        f"  at        {where}\n  try       quotes around cells that hold a comma or a line's end"
+                    )
+                yield row, where
+        except (csv.Error, UnicodeDecodeError) as e:
+            raise TrainError(
+                f"not a CSV file in UTF-8: {e}\n  at        {path}:{rows.line_num}\n  try       saving it again as such"
+            ) from None
+
+
+def _of_record(
+    record: Mapping[str, Any], where: str, fields: Mapping[str, str], tokenizer: Tokenizer
+) -> Iterator[Segment]:
+    """An object with the fields of a document, as segments."""
     if fields["prompt"] in record or fields["response"] in record:
         yield Segment(_field(record, fields["prompt"], where), loss=False, closes=False)
         yield Segment(_field(record, fields["response"], where), opens=False)

@@ -59,7 +59,7 @@ def _export(parts: Assembly, folder: Path) -> None:
         parts.module,
         folder / MODEL,
         config=parts.model.config,
-        tokenizer_folder=tokenizer_source(parts),
+        tokenizer_folder=tokenizer_source(parts.config, parts.model),
         merge=lora is None or lora.merge,
         source=str(base.resolve()) if base else None,
     )

@@ -326,3 +326,12 @@ def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, A
     plain = [p for name, p in named if p.ndim < 2 or name.endswith("bias")]
     groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
+
+
+def hidden_matrices(module: nn.Module) -> dict[int, nn.Parameter]:
+    """By id, the trained matrices between embeddings and output layer: those that Muon is meant for."""
+    outer = [part for part in module.modules() if isinstance(part, nn.Embedding)]
+    ask: Any = getattr(module, "get_output_embeddings", lambda: None)
+    head = ask()
+    apart = {id(p) for part in [*outer, *([head] if head is not None else [])] for p in part.parameters()}
+    return {id(p): p for p in module.parameters() if p.requires_grad and p.ndim == 2 and id(p) not in apart}

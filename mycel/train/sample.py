@@ -32,7 +32,7 @@ def generate(
 
     `forward(ids, place)`: the logits at a place in ids, as ranks that hold the model in parts compute them together;
     always of as many ids."""
-    config: Any = _causal_config(module)
+    config: Any = causal_config(module)
     _check(prompt_ids, tokens, temperature, getattr(config, "vocab_size", None))
     window = getattr(config, "max_position_embeddings", None) or len(prompt_ids) + tokens
     device = next(module.parameters()).device
@@ -48,22 +48,26 @@ def generate(
                 )
             else:
                 logits = module(input_ids=torch.tensor([seen], device=device), use_cache=False).logits[0, -1]
-            following = _draw(logits.double().cpu(), temperature, generator)
+            following = draw(logits.double().cpu(), temperature, generator)
             if following == eos:
                 break
             ids.append(following)
     return ids[len(prompt_ids) :]
 
 
-def _draw(logits: torch.Tensor, temperature: float, generator: torch.Generator) -> int:
-    """One id from the logits of the last position."""
+def draw(logits: torch.Tensor, temperature: float, generator: torch.Generator, top_p: float = 1.0) -> int:
+    """One id from the logits of the last position; of the likeliest ones that together have the chance `top_p`."""
     if not torch.isfinite(logits).any() or logits.isnan().any() or (logits == torch.inf).any():
         hint = "a lower learning rate, or an earlier checkpoint: training has diverged"
         raise refusal("the model's logits are not finite: nothing to sample from", "sample", hint)
     if temperature == 0:
         return int(logits.argmax())
     # the largest logit is taken off first: a tiny temperature must not overflow
-    return int(torch.multinomial(torch.softmax((logits - logits.max()) / temperature, -1), 1, generator=generator))
+    chances = torch.softmax((logits - logits.max()) / temperature, -1)
+    if top_p < 1:
+        ordered, at = chances.sort(descending=True)
+        chances[at[ordered.cumsum(0) - ordered >= top_p]] = 0  # the first always stays
+    return int(torch.multinomial(chances, 1, generator=generator))
 
 
 def causal(module: nn.Module) -> bool:
@@ -83,7 +87,7 @@ def ends(module: nn.Module) -> list[int]:
     return sorted({i for ids in given if ids is not None for i in (ids if isinstance(ids, list) else [ids])})
 
 
-def _causal_config(module: nn.Module) -> Any:
+def causal_config(module: nn.Module) -> Any:
     """The text configuration of a model that can continue text; an error for all others."""
     if not causal(module):
         raise refusal(

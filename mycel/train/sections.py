@@ -21,7 +21,7 @@ from mycel.train.forms import Form
 from mycel.train.written import Keys, Mistake, SettingOrigin, Writer, WrittenSettings, inline, read_value, refuse, shown
 
 COMMENT_COLUMN = 25
-FEW = 4  # choices that a comment has room for
+FEW_COLUMNS = 45  # that a comment has for choices
 S = TypeVar("S", bound="Section")
 Conflict = tuple[
     str, str
@@ -213,7 +213,7 @@ def _plain(value: Any) -> Any:
 
 def _choices(names: Sequence[str]) -> str:
     """a | b | c, or the first of many."""
-    return " | ".join(names if len(names) <= FEW else [*names[: FEW - 1], "…"])
+    return " | ".join(names if len(" | ".join(names)) <= FEW_COLUMNS else [*names[:3], "…"])
 
 
 def lines(section: Section, indent: str, comments: bool) -> Iterator[str]:

@@ -1,8 +1,8 @@
 """Which files the data is in, and what identifies them: their content, not where they lie.
 
 A source is a file, a folder (all its files), a glob, or `stdlib`: the source text of Python's own standard library.  A
-folder that
-holds .jsonl or token files gives only these: what lies beside them (a README) is not data.
+folder that holds .jsonl, .json, .csv or token files gives only these: what lies beside them (a README) is not data.
+Text of any form may be compressed (.gz).
 A file's identity is the hash of its content.  Hashing large files is remembered under their stat (size, both times,
                                                inode), and
 believed only if the file had rested a while when it was hashed: so a changed file never passes for the old one.
@@ -22,12 +22,25 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from mycel.errors import TrainError
 
 File = tuple[Path, str]  # and its format
 
-SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".npy": "tokens", ".bin": "tokens"}  # all others are text
+SUFFIXES = {
+    ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".csv": "csv", ".tsv": "csv", ".npy": "tokens",
+    ".bin": "tokens",
+}  # fmt: skip  # all others are text
+FORMATS = ("auto", "text", "jsonl", "json", "csv", "tokens")
+# forms that are not read, and how to make one that is
+NOT_READ = {
+    ".parquet": "pandas.read_parquet(file).to_json('data.jsonl', orient='records', lines=True)",
+    ".arrow": "datasets.load_from_disk(folder).to_json('data.jsonl')",
+    ".zst": "zstd -d, or gzip: .gz is read as it is",
+    ".xz": "unxz, or gzip: .gz is read as it is",
+    ".zip": "unzip, or gzip: .gz is read as it is",
+}
 
 STDLIB_BYTES = 12_000_000
 STDLIB_LEAST_BYTES = 1_000_000  # below this an installation ships compiled files only
@@ -42,7 +55,8 @@ REST_S = 2.0  # file systems step their clocks by less
 
 @dataclass(frozen=True)
 class DataFile:
-    """A data file: `format` is text, jsonl or tokens; `digest` the hash of its content when it had the stat `seen`."""
+    """A data file: `format` is one of FORMATS but auto; `digest` the hash of its content when it had the stat
+    `seen`."""
 
     path: Path
     format: str
@@ -57,8 +71,8 @@ class DataFile:
 
 def find(sources: str | Path | Sequence[str | Path], format: str) -> list[File]:
     """Files and their formats, in the order given, those of a folder or glob sorted; no file twice."""
-    if format not in ("auto", "text", "jsonl", "tokens"):
-        raise TrainError(f"no such data format: {format!r}\n  try       auto, text, jsonl or tokens")
+    if format not in FORMATS:
+        raise TrainError(f"no such data format: {format!r}\n  try       one of {', '.join(FORMATS)}")
     named = [sources] if isinstance(sources, str | Path) else list(sources)
     if not named:
         raise TrainError("the list of data files is empty\n  try       data.train: stdlib, or a path")
@@ -125,7 +139,10 @@ def _folder(folder: Path, format: str) -> Iterator[File]:
             for p in folder.rglob("*")
             if p.is_file() and not any(part.startswith(".") for part in p.relative_to(folder).parts)
         )
-    kinds = {p: SUFFIXES.get(p.suffix.lower(), "text") for p in files if not _describes_tokens(p)}
+    strange = [p for p in files if suffix_of(p) in NOT_READ]
+    if strange and format == "auto":
+        _refuse_form(strange[0])
+    kinds = {p: SUFFIXES.get(suffix_of(p), "text") for p in files if not _describes_tokens(p)}
     wanted = format
     if format == "auto":
         special = sorted(set(kinds.values()) - {"text"})
@@ -145,22 +162,34 @@ def _folder(folder: Path, format: str) -> Iterator[File]:
 
 
 def _format(path: Path, format: str) -> str:
-    """The format of one file: as asked, or by its suffix."""
-    suffix = path.suffix.lower()
+    """The format of one file: as asked, or by its suffix, that of compression apart."""
+    suffix = suffix_of(path)
     if not path.is_file():
         raise TrainError(f"not a regular file\n  at        {path}")
-    if format == "auto" and suffix == ".json":
-        raise TrainError(
-            f"a .json file may be text or lines of objects\n  at        {path}\n"
-            "  try       format: jsonl, or format: text"
-        )
+    if format == "auto" and suffix in NOT_READ:
+        _refuse_form(path)
     kind = SUFFIXES.get(suffix, "text") if format == "auto" else format
-    if kind == "tokens" and suffix not in (".npy", ".bin"):
+    if kind == "tokens" and path.suffix.lower() not in (".npy", ".bin"):
         raise TrainError(
             f"tokens are read from .npy and .bin files, not from {suffix or 'a file without suffix'}\n"
             f"  at        {path}"
         )
     return kind
+
+
+def suffix_of(path: Path) -> str:
+    """What a file's name says of its form: a.jsonl.gz => .jsonl"""
+    return (path.with_suffix("") if is_compressed(path) else path).suffix.lower()
+
+
+def is_compressed(path: Path) -> bool:
+    return path.suffix.lower() == ".gz"
+
+
+def _refuse_form(path: Path) -> NoReturn:
+    raise TrainError(
+        f"{suffix_of(path)} files are not read\n  at        {path}\n  try       {NOT_READ[suffix_of(path)]}"
+    )
 
 
 def _describes_tokens(path: Path) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 from mycel.train import models
@@ -62,16 +61,12 @@ def notes(parts: Assembly) -> list[str]:
 def _left_whole(parts: Assembly) -> list[str]:
     """A plan that splits parameters, and leaves most of them whole: it does not know their names."""
     plan, held = parts.team.plan, parts.step.parts
-    if plan is None or held is None or not plan.parameters:
+    if plan is None or held is None:
         return []
-    used = plan.parameter_layouts(held.shapes)
-    matrices = {name: math.prod(held.shapes[name]) for name in dict(parts.outline.named_parameters())}
-    matrices = {name: n for name, n in matrices.items() if len(held.shapes[name]) > 1}
-    whole = {name: n for name, n in matrices.items() if used[name].is_whole}
-    share = sum(whole.values()) / max(1, sum(matrices.values()))
+    share, whole = held.left_whole()
     if share < WHOLE_SHARE:
         return []
-    largest = max(whole, key=lambda name: whole[name])
+    largest = whole[0]
     others = f" and {len(whole) - 1} others" if len(whole) > 1 else ""
     what = f"plan {parts.team.name} leaves {share:.0%} of the parameters whole on every rank"
     layout = ", ".join([plan.mesh.axes[-1], *["-"] * (len(held.shapes[largest]) - 1)])

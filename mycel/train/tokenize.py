@@ -60,6 +60,7 @@ class Tokenizer(Protocol):
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]: ...
     def decode(self, ids: Sequence[int] | Ids) -> str: ...
     def chat(self, messages: Sequence[Mapping[str, Any]]) -> list[Part]: ...  # ValueError: why it cannot
+    def ask(self, messages: Sequence[Mapping[str, Any]]) -> str: ...  # up to where the assistant takes over
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,10 @@ class Bytes:
         return ids[(ids >= 0) & (ids < 256)].astype(np.uint8).tobytes().decode(errors="replace")
 
     def chat(self, messages: Sequence[Mapping[str, Any]]) -> list[Part]:
+        """Bytes know no turns."""
+        raise ValueError("the bytes tokenizer has no chat template")
+
+    def ask(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """Bytes know no turns."""
         raise ValueError("the bytes tokenizer has no chat template")
 
@@ -144,6 +149,12 @@ class Folder:
             parts += [(asked[len(done) :], False), (answered[len(asked) :], True)]
             done = answered
         return parts
+
+    def ask(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """The chat as the template writes it, up to where the assistant takes over."""
+        if not self._tokenizer.chat_template:
+            raise ValueError("the tokenizer has no chat template")
+        return self._render(messages, True)
 
     def _render(self, messages: Sequence[Mapping[str, Any]], ask: bool) -> str:
         try:

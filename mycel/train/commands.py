@@ -1,0 +1,149 @@
+"""What the command line does with a trained model: `mycel evaluate`, `mycel generate`, `mycel export`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from mycel.api import capture
+from mycel.errors import TrainError
+from mycel.train import device as devices
+from mycel.train import generate as generating
+from mycel.train import lora, score
+from mycel.train.config import DataConfig
+from mycel.train.export import export
+from mycel.train.trained import TrainedModel, is_run, trained
+
+Say = Callable[[str], None]
+TARGETS = ("hf", "safetensors", "program")
+
+
+def evaluate(
+    where: Path, data: Sequence[str], say: Say, *, last: bool, length: int | None, device: str, as_json: bool
+) -> str:
+    """The score of a model on data, in words or as JSON."""
+    given = trained(where, last, devices.choose(device))
+    say(given.source)
+    choices = [Path(name) for name in data if score.has_choices(Path(name))]
+    if choices and len(choices) < len(data):
+        raise TrainError(
+            f"some data has choices, other has none: {choices[0]} has\n  at        --data\n"
+            "  try       one kind at a time"
+        )
+    result: score.Score
+    if choices:
+        result = score.choice_score(given.module, choices, given.needs_tokenizer())
+    else:
+        own = given.config.data if given.config is not None else DataConfig()
+        room = getattr(_text_config(given), "max_position_embeddings", None)
+        width = length or (own.length if given.config is not None else min(room or 1024, 1024))
+        result = score.text_score(
+            given.module,
+            data,
+            given.tokenizer,
+            length=width,
+            cache=own.cache_folder,
+            fields=own.fields.model_dump(),
+        )
+    return score.as_json(result) if as_json else str(result)
+
+
+def _text_config(given: TrainedModel) -> Any:
+    module: Any = given.module
+    return module.config.get_text_config()
+
+
+def generate(
+    where: Path,
+    prompt: str | None,
+    how: generating.Sampling,
+    say: Say,
+    write: Say,
+    *,
+    last: bool,
+    chat: bool,
+    file: Path | None,
+    out: Path | None,
+    device: str,
+) -> None:
+    """Write what a model writes after a prompt, piece by piece; or for each prompt of a file a line of JSON."""
+    if (prompt is None) == (file is None):
+        raise TrainError("one prompt, or a file of them\n  try       --prompt TEXT, or --file PROMPTS.jsonl")
+    given = trained(where, last, devices.choose(device))
+    tokenizer = given.needs_tokenizer()
+    say(given.source)
+    ends = generating.ends_of(given.module, tokenizer)
+
+    def written(ids: list[int]) -> Any:
+        return generating.pieces(tokenizer, generating.stream(given.module, ids, how, ends))
+
+    if prompt is not None:
+        for piece in written(generating.prompt_ids(tokenizer, prompt, chat)):
+            write(piece)
+        write("\n")
+        return
+    assert file is not None
+    lines = []
+    for record, _ in generating.prompts(file):
+        ids = (
+            generating.message_ids(tokenizer, record["messages"])
+            if "messages" in record
+            else generating.prompt_ids(tokenizer, str(record["prompt"]), chat)
+        )
+        lines.append(json.dumps({**record, "response": "".join(written(ids))}, ensure_ascii=False))
+        if out is None:
+            write(lines[-1] + "\n")
+    if out is not None:
+        out.write_text("\n".join(lines) + "\n")
+        say(f"{len(lines)} responses: {out}")
+
+
+def export_run(run: Path, say: Say, *, last: bool, to: str, out: Path | None) -> Path:
+    """A checkpoint of a run as a model of its own."""
+    if not is_run(run):
+        raise TrainError(f"{run} is not a run: it has no config.yaml\n  try       the folder that the run printed")
+    if to not in TARGETS:
+        raise TrainError(f"cannot export to {to!r}\n  known     {', '.join(TARGETS)}\n  try       --to hf")
+    given = trained(run, last)
+    say(given.source)
+    assert given.config is not None
+    folder = out or run / "exported"
+    adapters = given.config.model.lora
+    if to == "hf":
+        base = given.config.model.path
+        return export(
+            given.module,
+            folder,
+            config=given.model.config,
+            tokenizer_folder=given.tokenizer_source,
+            merge=adapters is None or adapters.merge,
+            source=str(base.resolve()) if base else None,
+        )
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise TrainError(f"there is something already\n  at        {folder}\n  try       --out ANOTHER")
+    folder.mkdir(parents=True, exist_ok=True)
+    with lora.merged(given.module):
+        return _weights(given.module, folder) if to == "safetensors" else _program(given, folder)
+
+
+def _weights(module: nn.Module, folder: Path) -> Path:
+    from safetensors.torch import save_model
+
+    save_model(module, str(folder / "model.safetensors"))
+    return folder / "model.safetensors"
+
+
+def _program(given: TrainedModel, folder: Path) -> Path:
+    """The forward pass for one sequence of the run's length: tokens in, logits out; weights are its inputs."""
+    assert given.config is not None
+    module: Any = given.module.eval()
+    ids = torch.zeros(1, given.config.data.length, dtype=torch.int64)
+    program = capture(lambda input_ids: module(input_ids=input_ids, use_cache=False).logits, ids)
+    program.save(folder / "program.safetensors")
+    _weights(given.module, folder)
+    return folder / "program.safetensors"

@@ -1,0 +1,133 @@
+"""Text from a model, token by token as it comes: with a cache of keys and values, so that each token costs one place.
+
+prompt ──▶ ids ──▶ one pass ──▶ next ~ softmax(logits / temperature), of the likeliest that make up `top_p` ──▶ …
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from mycel.errors import TrainError
+from mycel.forward import evaluating
+from mycel.train import sample
+from mycel.train.tokenize import Tokenizer
+
+BROKEN = "\ufffd"
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is drawn; temperature 0: always the likeliest."""
+
+    tokens: int = 200
+    temperature: float = 0.8
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.tokens < 1 or self.temperature < 0 or not 0 < self.top_p <= 1:
+            raise TrainError(
+                f"cannot draw {self.tokens} tokens at temperature {self.temperature} with top-p {self.top_p}\n"
+                "  try       --tokens from 1, --temperature from 0, --top-p above 0 up to 1"
+            )
+
+
+def prompt_ids(tokenizer: Tokenizer, prompt: str, chat: bool = False) -> list[int]:
+    """A prompt's tokens; with `chat` as a user's message, up to where the assistant takes over."""
+    return message_ids(tokenizer, [{"role": "user", "content": prompt}]) if chat else _ids(tokenizer, prompt)
+
+
+def message_ids(tokenizer: Tokenizer, messages: Sequence[Any]) -> list[int]:
+    try:
+        return [int(i) for i in tokenizer.encode(tokenizer.ask(messages))]
+    except ValueError as error:
+        raise TrainError(
+            f"messages cannot be used: {error}\n  at        the tokenizer\n  try       a prompt without --chat"
+        ) from None
+
+
+def _ids(tokenizer: Tokenizer, prompt: str) -> list[int]:
+    ids = [int(i) for i in tokenizer.encode(prompt)]
+    if tokenizer.bos is not None and (tokenizer.adds_bos or not ids):
+        ids.insert(0, tokenizer.bos)
+    if not ids:
+        raise TrainError("the prompt has no tokens\n  at        --prompt\n  try       at least one character")
+    return ids
+
+
+def stream(module: nn.Module, ids: Sequence[int], how: Sampling, ends: Sequence[int]) -> Iterator[int]:
+    """The ids that follow, up to an end or the last place that the model has; the same for the same seed."""
+    config = sample.causal_config(module)
+    room = getattr(config, "max_position_embeddings", None)
+    if room is not None and len(ids) >= room:
+        raise TrainError(
+            f"the prompt has {len(ids)} tokens, the model {room} places\n  at        --prompt\n"
+            "  try       a shorter prompt"
+        )
+    generator = torch.Generator().manual_seed(how.seed)
+    device = next(module.parameters()).device
+    model: Any = module
+    seen, cache = list(ids), None
+    with evaluating(module), torch.no_grad():
+        for _ in range(how.tokens if room is None else min(how.tokens, room - len(ids))):
+            given = torch.tensor([seen if cache is None else seen[-1:]], device=device)
+            out = model(input_ids=given, past_key_values=cache, use_cache=True)
+            cache = getattr(out, "past_key_values", None)
+            following = sample.draw(out.logits[0, -1].double().cpu(), how.temperature, generator, how.top_p)
+            if following in ends:
+                return
+            seen.append(following)
+            yield following
+
+
+def pieces(tokenizer: Tokenizer, ids: Iterator[int]) -> Iterator[str]:
+    """Text as it comes: never half a character."""
+    seen: list[int] = []
+    shown = ""
+    for i in ids:
+        seen.append(i)
+        text = tokenizer.decode(seen)
+        if not text.endswith(BROKEN) and text.startswith(shown):
+            yield text[len(shown) :]
+            shown = text
+    rest = tokenizer.decode(seen) if seen else ""
+    if rest != shown:
+        yield rest[len(shown) :] if rest.startswith(shown) else rest
+
+
+def ends_of(module: nn.Module, tokenizer: Tokenizer) -> list[int]:
+    """The ids that end a text, by the model and by its tokenizer."""
+    return [*sample.ends(module), *([tokenizer.eos] if tokenizer.eos is not None else [])]
+
+
+def prompts(file: Path) -> Iterator[tuple[dict[str, Any], str]]:
+    """The records of a JSONL file, {"prompt": …} or {"messages": […]}, each with where it is; other files hold a prompt
+    on each line."""
+    try:
+        lines = file.read_text().splitlines()
+    except OSError as error:
+        what = f"cannot read the prompts: {error.strerror}"
+        raise TrainError(f"{what}\n  at        {file}\n  try       another file") from None
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        where = f"{file}:{number}"
+        if file.suffix.lower() not in (".jsonl", ".ndjson"):
+            yield {"prompt": line}, where
+            continue
+        try:
+            record = json.loads(line)
+        except ValueError:
+            record = None
+        if not isinstance(record, dict) or not ({"prompt", "messages"} & record.keys()):
+            raise TrainError(
+                f'no prompt\n  at        {where}\n  try       {{"prompt": "…"}} or {{"messages": […]}} on each line'
+            )
+        yield record, where

@@ -1,0 +1,118 @@
+"""A trained model again: from a checkpoint of a run, saved under any plan, or from a folder in Hugging Face form.
+
+RUN       config.yaml ──▶ model, adapters, tokenizer    checkpoints/step-N ──▶ its weights: the best by validation
+                                                        where that was measured, else the last
+FOLDER    config.json, safetensors ──▶ model            tokenizer.json ──▶ tokenizer
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from mycel.errors import TrainError
+from mycel.run.checkpoint import best, latest
+from mycel.run.checkpoint import load as load_checkpoint
+from mycel.run.shards import read_manifest
+from mycel.step_state import model_tensors
+from mycel.train import config as settings
+from mycel.train import models
+from mycel.train.assemble import adapt, tokenizer_of, tokenizer_source
+from mycel.train.models import LoadedModel
+from mycel.train.progress import number
+from mycel.train.tokenize import VOCABULARIES, Tokenizer, load_tokenizer
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """A model with its weights; `source` says whose, for people; `config` is the run's, if it is from one."""
+
+    model: LoadedModel
+    tokenizer: Tokenizer | None
+    tokenizer_source: Any  # what an export takes it from
+    source: str
+    config: settings.Config | None = None
+
+    @property
+    def module(self) -> nn.Module:
+        return self.model.module
+
+    def needs_tokenizer(self) -> Tokenizer:
+        """Its tokenizer; TrainError if it has none."""
+        if self.tokenizer is None:
+            raise TrainError(
+                f"there is no tokenizer: text cannot become tokens\n  at        {self.source}\n"
+                "  try       a folder with tokenizer.json, or a run with data.tokenizer"
+            )
+        return self.tokenizer
+
+
+def is_run(where: Path) -> bool:
+    return (where / "config.yaml").is_file()
+
+
+def trained(where: Path, last: bool = False, device: str | torch.device = "cpu") -> TrainedModel:
+    """The model of a run or a folder, on a device; of a run the best checkpoint, or the `last`."""
+    if is_run(where):
+        return _of_run(where, last, torch.device(device))
+    if not where.is_dir():
+        hint = "a folder of `mycel train`, or a model's own"
+        raise TrainError(f"no such run or model folder: {where}\n  try       {hint}")
+    model = models.build(where, None, weights="load", dtype=_dtype(where), device=device)
+    there = any((where / name).is_file() for name in VOCABULARIES)
+    return TrainedModel(model, load_tokenizer(where) if there else None, where if there else None, str(where))
+
+
+def checkpoint_of(run: Path, last: bool) -> tuple[Path, str]:
+    """The checkpoint that is meant, and why in words."""
+    folder = run / "checkpoints"
+    newest = latest(folder)
+    if newest is None:
+        raise TrainError(f"the run has no checkpoint\n  at        {folder}\n  try       mycel train --resume {run}")
+    lowest = None if last else best(folder)
+    if lowest is None:
+        return newest, f"{newest.name}, the last"
+    metric = read_manifest(lowest).metric
+    assert metric is not None
+    others = f"; the last is {newest.name}: --last" if lowest != newest else ", and the last"
+    return lowest, f"{lowest.name}, the best by validation (loss {number(metric)}){others}"
+
+
+def _of_run(run: Path, last: bool, device: torch.device) -> TrainedModel:
+    config = settings.load(run / "config.yaml")
+    path, words = checkpoint_of(run, last)
+    model = models.build(
+        config.model.path,
+        config.model.config,
+        weights=config.model.weights,
+        dtype=getattr(torch, config.model.dtype),
+        device=device,
+        seed=config.train.seed,
+    )
+    adapt(config, model.module)
+    saved = load_checkpoint(path, device, only=lambda name: name.startswith("model.")).tensors
+    own = model_tensors(model.module, frozen=False)
+    strange = {*own} ^ {name.removeprefix("model.") for name in saved}
+    if strange:
+        raise TrainError(
+            f"the checkpoint is of another model: {sorted(strange)[0]} is not in both\n  at        {path}\n"
+            "  try       the model that the run was started with"
+        )
+    with torch.no_grad():
+        for name, x in own.items():
+            x.copy_(saved[f"model.{name}"])
+    return TrainedModel(model, tokenizer_of(config), tokenizer_source(config, model), f"{run}: {words}", config)
+
+
+def _dtype(folder: Path) -> torch.dtype:
+    """As the weights are, if their configuration says so."""
+    try:
+        named = json.loads((folder / "config.json").read_text())
+        return getattr(torch, str(named.get("dtype") or named.get("torch_dtype") or "float32"), torch.float32)
+    except (OSError, ValueError):
+        return torch.float32

@@ -1,0 +1,203 @@
+"""`mycel evaluate`, `mycel generate` and `mycel export` on a run and on what it exports: the numbers are those of a
+plain loop, the text that of transformers, the model the checkpoint's."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import training
+import transformers as hf
+from golden import golden
+from torch.nn import functional as F
+from training import TEXT, config
+from typer.testing import CliRunner
+
+from mycel import Program
+from mycel.cli import app
+from mycel.run.checkpoint import best, latest, load
+from mycel.train.generate import Sampling, pieces, stream
+from mycel.train.loop import train
+from mycel.train.sample import draw
+from mycel.train.score import log_likelihoods
+from mycel.train.tokenize import Bytes
+
+disk = training.disk  # a fixture
+
+
+@pytest.fixture(scope="module")
+def run(disk, tmp_path_factory):
+    """A run whose best checkpoint is not its last: it climbs."""
+    path = tmp_path_factory.mktemp("commands") / "run"
+    climbing = {"options": {"maximize": True}}
+    assert train(config(disk, path, optimizer=climbing, checkpoint={"every": 4, "keep": 3})) == 0
+    assert best(path / "checkpoints") != latest(path / "checkpoints")
+    return path
+
+
+@pytest.fixture(scope="module")
+def folder(run):
+    """The best of it, as a model of its own."""
+    result = mycel("export", run)
+    assert result.exit_code == 0, result.output
+    return run / "exported"
+
+
+def mycel(*arguments: object):
+    return CliRunner().invoke(app, [str(a) for a in arguments], prog_name="mycel")
+
+
+def words(text: str, *folders: Path) -> str:
+    for i, folder in enumerate(folders):
+        text = text.replace(str(folder), f"FOLDER{i or ''}")
+    return text
+
+
+def of(checkpoint: Path) -> dict[str, torch.Tensor]:
+    saved = load(checkpoint).tensors
+    return {name.removeprefix("model."): x for name, x in saved.items() if name.startswith("model.")}
+
+
+def test_what_is_exported_is_the_checkpoint(run, folder, tmp_path):
+    held = dict(hf.AutoModelForCausalLM.from_pretrained(folder).state_dict())
+    wanted = of(best(run / "checkpoints"))
+    assert all(torch.equal(held[name], x) for name, x in wanted.items() if name in held)
+    assert hf.AutoTokenizer.from_pretrained(folder)("ab")["input_ids"] == [97, 98]
+    result = mycel("export", run, "--last", "--to", "safetensors", "--out", tmp_path / "weights")
+    assert "the last" in result.stderr and result.stdout == f"exported: {tmp_path / 'weights' / 'model.safetensors'}\n"
+    from safetensors.torch import load_file
+
+    last = of(latest(run / "checkpoints"))
+    assert all(torch.equal(x, last[name]) for name, x in load_file(tmp_path / "weights" / "model.safetensors").items())
+
+
+def test_an_exported_program_is_the_forward_pass(run, folder, tmp_path):
+    assert mycel("export", run, "--to", "program", "--out", tmp_path / "program").exit_code == 0
+    program = Program.load(tmp_path / "program" / "program.safetensors")
+    assert program.inputs_of("batch")[0].shape == (1, 16)
+    assert program.results[0].shape == (1, 16, 258)
+
+
+def test_scores_are_those_of_a_plain_loop(run, folder, tmp_path):
+    (tmp_path / "held.txt").write_text(TEXT[:700])
+    told = json.loads(mycel("evaluate", folder, "--data", tmp_path / "held.txt", "--length", 16, "--json").stdout)
+    model = hf.AutoModelForCausalLM.from_pretrained(folder).eval()
+    ids = torch.tensor([*TEXT[:700].encode(), Bytes.eos])
+    ids = ids[: len(ids) // 16 * 16].view(-1, 16)
+    with torch.no_grad():
+        logits = model(input_ids=ids).logits[:, :-1]
+    loss = F.cross_entropy(logits.reshape(-1, 258).double(), ids[:, 1:].reshape(-1)).item()
+    assert told["tokens"] == ids[:, 1:].numel() and told["loss"] == pytest.approx(loss, rel=1e-6)
+    assert told["perplexity"] == pytest.approx(math.exp(loss), rel=1e-6)
+    assert told["accuracy"] == pytest.approx((logits.argmax(-1) == ids[:, 1:]).double().mean().item())
+    of_run = json.loads(mycel("evaluate", run, "--data", tmp_path / "held.txt", "--json").stdout)
+    assert of_run == pytest.approx(told, rel=1e-6), "of the run's best checkpoint, in sequences of its length"
+
+
+def test_multiple_choice_by_likelihood(folder, tmp_path):
+    model, tokenizer = hf.AutoModelForCausalLM.from_pretrained(folder).eval(), Bytes()
+    records = [
+        {"prompt": "def ", "choices": ["self", " zq", "return x"], "answer": 0},
+        {"prompt": "while ", "choices": ["None", "1", "import"], "answer": "1"},
+        {"prompt": "(x)", "choices": [" if", "+"], "answer": 1},
+    ]
+    hits = by_byte = 0
+    for record in records:
+        sums = []
+        for choice in record["choices"]:
+            ids = torch.tensor([list((record["prompt"] + choice).encode())])
+            with torch.no_grad():
+                logp = torch.log_softmax(model(input_ids=ids).logits.double(), -1)
+            begin = len(record["prompt"].encode())
+            sums.append(sum(float(logp[0, i - 1, ids[0, i]]) for i in range(begin, ids.shape[1])))
+        assert log_likelihoods(model, tokenizer, record["prompt"], record["choices"]) == pytest.approx(sums)
+        answer = record["choices"].index(record["answer"]) if isinstance(record["answer"], str) else record["answer"]
+        hits += max(range(len(sums)), key=sums.__getitem__) == answer
+        by_byte += max(range(len(sums)), key=lambda i: sums[i] / len(record["choices"][i])) == answer
+    (tmp_path / "questions.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    told = json.loads(mycel("evaluate", folder, "--data", tmp_path / "questions.jsonl", "--json").stdout)
+    assert told == {
+        "accuracy": pytest.approx(hits / 3), "accuracy_by_byte": pytest.approx(by_byte / 3), "questions": 3
+    }  # fmt: skip
+
+
+def test_the_likeliest_text_is_that_of_transformers(folder):
+    model = hf.AutoModelForCausalLM.from_pretrained(folder)
+    ids = torch.tensor([list(b"def ")])
+    wanted = model.generate(ids, max_new_tokens=12, do_sample=False, pad_token_id=0)[0, 4:].tolist()
+    wanted = wanted[: wanted.index(257)] if 257 in wanted else wanted
+    assert [*stream(model, [*b"def "], Sampling(12, 0.0), [257])] == wanted
+    result = mycel("generate", folder, "--prompt", "def ", "--tokens", 12, "--temperature", 0)
+    assert result.stdout.rstrip("\n") == Bytes().decode(wanted).rstrip("\n") and result.exit_code == 0
+
+
+def test_a_file_of_prompts(folder, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "def ", "id": 1}\n\n{"prompt": "if"}\n')
+    assert mycel("generate", folder, "--file", prompts, "--out", tmp_path / "out.jsonl", "--tokens", 5).exit_code == 0
+    first, second = (json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines())
+    assert (first["prompt"], first["id"], second["prompt"]) == ("def ", 1, "if") and isinstance(first["response"], str)
+    again = mycel("generate", folder, "--file", prompts, "--tokens", 5).stdout.splitlines()
+    assert [json.loads(line) for line in again] == [first, second], "the same seed, the same text"
+
+
+def test_a_chat_is_written_by_its_template(folder, tmp_path):
+    import shutil
+
+    chatty = tmp_path / "chatty"
+    shutil.copytree(folder, chatty)
+    settings = json.loads((chatty / "tokenizer_config.json").read_text())
+    settings["chat_template"] = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    (chatty / "tokenizer_config.json").write_text(json.dumps(settings))
+    (chatty / "chat_template.jinja").unlink(missing_ok=True)
+    how = ("--tokens", 6, "--temperature", 0)
+    asked = mycel("generate", chatty, "--chat", "--prompt", "if", *how)
+    assert (
+        asked.exit_code == 0
+        and asked.stdout == mycel("generate", chatty, "--prompt", "<user>if<assistant>", *how).stdout
+    )
+
+
+def test_top_p_keeps_the_likeliest():
+    logits, generator = torch.tensor([0.5, 0.3, 0.15, 0.05]).log(), torch.Generator().manual_seed(0)
+    drawn = lambda p: {draw(logits, 1.0, generator, p) for _ in range(200)}
+    assert (drawn(0.4), drawn(0.5), drawn(0.6), drawn(0.9), drawn(1.0)) == (
+        {0}, {0}, {0, 1}, {0, 1, 2}, {0, 1, 2, 3}
+    )  # fmt: skip
+
+
+def test_text_comes_in_whole_characters():
+    ids = [*"aé€x".encode()]
+    assert [*pieces(Bytes(), iter(ids))] == ["a", "é", "€", "x"]
+    assert "".join(pieces(Bytes(), iter(ids[:3]))) == "aé" and "".join(pieces(Bytes(), iter(ids[:4]))) == "aé\ufffd"
+
+
+def test_messages(run, folder, tmp_path):
+    (tmp_path / "text.txt").write_text("some text")
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "a", "choices": ["b"], "answer": 3}\n')
+    (tmp_path / "no.jsonl").write_text('{"question": "a"}\n')
+    commands = [
+        ("evaluate", tmp_path / "nothing", "--data", tmp_path / "text.txt"),
+        ("evaluate", folder, "--data", tmp_path / "bad.jsonl"),
+        ("evaluate", folder, "--data", tmp_path / "bad.jsonl", "--data", tmp_path / "text.txt"),
+        ("generate", folder),
+        ("generate", folder, "--prompt", "a", "--chat"),
+        ("generate", folder, "--prompt", "a", "--top-p", 0),
+        ("generate", folder, "--prompt", "a" * 99),
+        ("generate", folder, "--file", tmp_path / "no.jsonl"),
+        ("export", folder),
+        ("export", run, "--to", "onnx"),
+    ]
+    texts = []
+    for command in commands:
+        result = mycel(*command)
+        assert result.exit_code == 1, (command, result.output)
+        texts.append("\n".join(line for line in result.stderr.splitlines() if line != str(folder)))
+    golden("refusal_commands", words("\n\n".join(texts), run, tmp_path))
+    golden("told_exported", words(mycel("export", run, "--out", tmp_path / "model").stderr, run))
