@@ -42,7 +42,7 @@ class SeveralOptimizers(torch.optim.Optimizer):
             each.param_groups = [g for g, owner in zip(self.param_groups, self.owners, strict=True) if owner is each]
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for each in self.optimizers:
             each.step()
 

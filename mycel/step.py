@@ -102,9 +102,8 @@ def train_step(
             f"loss={loss!r} is not a function\n"
             "  try       torch.nn.functional.cross_entropy, or None where the model returns its loss"
         )
-    if isinstance(optimizer, (list, tuple)):
-        optimizer = SeveralOptimizers(optimizer)
-    optimizers.refuse_unusable(optimizer)
+    one: Any = SeveralOptimizers(optimizer) if isinstance(optimizer, (list, tuple)) else optimizer
+    optimizers.refuse_unusable(one)
     if not isinstance(precision, str) or precision not in PRECISIONS:
         raise TrainError(f"precision={precision!r}\n  known     {', '.join(PRECISIONS)}")
     if not isinstance(accumulate, int) or isinstance(accumulate, bool) or accumulate < 1:
@@ -122,7 +121,7 @@ def train_step(
     if accumulate == 1 and written is not None:
         accumulate = written.microbatches
     settings = Settings(precision, accumulate, clip_norm, budget, compile, clip_value, bool(grads), bool(outputs))
-    return Step(model, optimizer, loss, settings, written)
+    return Step(model, one, loss, settings, written)
 
 
 def _written(mesh: Any, given: Any) -> plan.Plan | None:
