@@ -40,6 +40,7 @@ def question(config: Config, cluster: Cluster, say: Say = lambda text: None) -> 
     names = ("input_ids", "labels") if data.pack else ("input_ids", "labels", "attention_mask")
     batch = {name: torch.empty((rows, data.length), dtype=torch.int64, device="meta") for name in names}
     given: dict[str, Any] = {"mesh": dict(config.parallel.mesh)} if config.parallel.mesh else {}
+    given |= {"microbatches": train.accumulate} if train.accumulate > 1 else {}
     if isinstance(config.parallel.plan, dict):
         given |= config.parallel.plan
     return search(
@@ -105,6 +106,13 @@ def this_machine() -> Cluster:
     if not gpus and hardware.levels:
         count = max(level.ranks for level in hardware.levels)
     return Cluster("this machine", hardware, count, 1, hardware.half)
+
+
+def ranks_of(device: str, count: int) -> Cluster:
+    """So many processes here, each with a device."""
+    kind = "cuda" if device != "cpu" and torch.cuda.is_available() else "cpu"
+    hardware = hardware_of(torch.device(kind))
+    return Cluster("the ranks of this run", hardware, count, 1, hardware.half)
 
 
 def cluster_of(name: str | None) -> Cluster:

@@ -37,6 +37,7 @@ from mycel.run.shares import Shares
 from mycel.train.config import Config, Parallel, anchored, dump, is_file
 
 TWO_AXES = {"tx", "ty"}  # of the plan tp2d
+AUTO = "auto"  # the plan is searched for
 
 
 @dataclass
@@ -95,8 +96,12 @@ def team(config: Config) -> Team:
     """The ranks that the environment and the configuration speak of, once all are there and agree on what they are
     about to do."""
     parallel, count = config.parallel, seat().world
-    mesh = Mesh(_axes(parallel, count))
-    plan, name = (_plan(parallel, mesh), _name(parallel, mesh)) if mesh.axes and mesh.world == count else (None, "")
+    if parallel.plan == AUTO:
+        plan, name = _searched(config, count) if count > 1 else (None, "")
+        mesh = plan.mesh if plan is not None else Mesh()
+    else:
+        mesh = Mesh(_axes(parallel, count))
+        plan, name = (_plan(parallel, mesh), _name(parallel, mesh)) if mesh.axes and mesh.world == count else (None, "")
     if mesh.world == count == 1:
         return Team(mesh, plan, name=name)
     processes = world(mesh, config.train.device if config.train.device in ("auto", "cpu") else "cuda")
@@ -121,6 +126,16 @@ def team(config: Config) -> Team:
     except BaseException as error:
         processes.close(error)
         raise
+
+
+def _searched(config: Config, count: int) -> tuple[Plan, str]:
+    """The fastest plan for so many ranks, which each of them finds; its name for people."""
+    from mycel.train import planner
+
+    answer = planner.question(config, planner.ranks_of(config.train.device, count)).run()
+    best = answer.best
+    assert best is not None and best.plan is not None
+    return best.plan.given, f"{AUTO} ({best.shape}; {best.seconds * 1e3:,.1f} ms a step predicted)"
 
 
 def _axes(parallel: Parallel, count: int) -> dict[str, int]:
