@@ -32,6 +32,7 @@ from mycel.planning import Task, planned
 from mycel.sizes import shown
 
 NEAR = 0.01  # a plan this close to the bound ends the search
+WORSE = 1.05  # where twice as many ranks for tp are slower by this, twice in turn, more are not tried
 TENSOR = 64  # the largest number of ranks a parameter is split over by tp
 LEVELS = (0, 1, 2, 3)  # of ZeRO
 
@@ -321,8 +322,8 @@ class Search:
         return Answer(ranked, bound, self.flops(), tokens, self.length > 1, self.cluster, took, complete)
 
     def _order(self) -> Iterator[Shape]:
-        """Each mesh with the ZeRO level that holds least; then for the better half all levels; then more microbatches
-        where memory is short."""
+        """Meshes with the ZeRO level that holds least, more cp and then more tp as long as that helps; for the better
+        ones all levels; then more microbatches where memory is short."""
         meshes = list(self.shapes())
         if not meshes:
             raise PlanError(
@@ -332,22 +333,36 @@ class Search:
         level = self.given.get("zero")
         fixed = int(str(level).split()[0]) if level is not None else None
         parts = self.given.get("microbatches")
-        for mesh in meshes:
-            for count in [parts] if parts else _microbatches(self.rows // mesh.dp):
-                first = replace(mesh, zero=fixed if fixed is not None else 3 if mesh.dp > 1 else 0, microbatches=count)
-                yield first
-                if self._priced[first].fits or fixed is None and self.held(first) > (self.memory or float("inf")):
+        worse = 0  # sizes of tp, one after the other, that were slower than smaller ones
+        for tp in dict.fromkeys(mesh.tp for mesh in meshes):
+            before, fastest = self._fastest(), float("inf")
+            for mesh in (m for m in meshes if m.tp == tp):
+                zero = fixed if fixed is not None else 3 if mesh.dp > 1 else 0
+                first = replace(mesh, zero=zero)
+                for count in [parts] if parts else _microbatches(self.rows // mesh.dp):
+                    first = replace(first, microbatches=count)
+                    yield first
+                    if self._priced[first].fits or self.held(first) > (self.memory or float("inf")):
+                        break
+                seconds = self._priced[first].seconds
+                if seconds > fastest:
                     break
-        done = sorted((c for c in self._priced.values() if c.fits), key=lambda c: c.seconds)
-        for candidate in done[: max(2, len(done) // 2)]:
-            shape = candidate.shape
-            for zero in [fixed] if fixed is not None else [z for z in LEVELS if z != shape.zero and shape.dp > 1]:
-                yield replace(shape, zero=zero)
+                fastest = seconds
+            worse = worse + 1 if fastest > before * WORSE else 0
+            if worse == 2:
+                break
+        ranked = sorted((c for c in self._priced.values() if c.fits), key=lambda c: c.seconds)
+        for shape in [c.shape for c in ranked[:2]]:
+            levels = [] if fixed is not None or shape.dp == 1 else [z for z in LEVELS if z != shape.zero]
+            # without microbatches a gradient is there once: level 2 is level 1
+            yield from (replace(shape, zero=z) for z in levels if z != 2 or shape.microbatches > 1)
         if not parts:  # fewer values computed again
-            for candidate in sorted((c for c in self._priced.values() if c.again), key=lambda c: c.seconds)[:2]:
-                shape = candidate.shape
+            for shape in [c.shape for c in self._priced.values() if c.again and c.seconds == self._fastest()]:
                 more = [n for n in _microbatches(self.rows // shape.dp) if n > shape.microbatches][:1]
                 yield from (replace(shape, microbatches=n) for n in more)
+
+    def _fastest(self) -> float:
+        return min((c.seconds for c in self._priced.values()), default=float("inf"))
 
     def _explained(self, candidate: Candidate, best: Candidate) -> Candidate:
         """Why it lost."""

@@ -153,7 +153,9 @@ class Parallel(Section):
     """the ranks, and how a step is spread over them"""
 
     mesh: forms.Axes | None = Field(default=None, description="{dp: 2, tp: 2}; null: dp, as many as processes run")
-    plan: forms.Plan | None = Field(default=None, description="zero3+tp, a .yaml file, or a plan; auto: searched for; null: by the axes")
+    plan: forms.Plan | None = Field(
+        default=None, description="zero3+tp, a .yaml file, or a plan; auto: searched for; null: by the axes"
+    )
 
     @property
     def ranks(self) -> int | None:
