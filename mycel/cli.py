@@ -15,6 +15,7 @@ mycel probe [--nproc N] [--out FILE]     what this device and its links can do, 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -280,6 +281,7 @@ def generate(
     """
     with _failing():
         from mycel.train import commands
+        from mycel.train.finish import printable
         from mycel.train.generate import Sampling
 
         commands.generate(
@@ -287,7 +289,7 @@ def generate(
             prompt,
             Sampling(tokens, temperature, top_p, seed),
             lambda text: typer.echo(text, err=True),
-            lambda text: typer.echo(text, nl=False),
+            lambda text: typer.echo(printable(text) if sys.stdout.isatty() else text, nl=False),
             last=last,
             chat=chat,
             file=_folder("--file", file),

@@ -7,7 +7,7 @@ import copy
 import faulthandler
 
 import torch
-from optimising import CASES, ONE_EACH, Whitened, rows, small, trained
+from optimising import CASES, SPREAD, Whitened, rows, small, trained
 from stepping import plain_step
 
 import mycel
@@ -18,7 +18,7 @@ TENSOR = {"mesh": {"tp": 2}, "parameters": {"up.weight": ["tp", "-"], "down.weig
 
 
 def main() -> None:
-    for name in ONE_EACH.values():
+    for name in SPREAD.values():
         for plan in (PLAN, TENSOR):
             model = small(name)
             twin = copy.deepcopy(model)

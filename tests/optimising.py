@@ -94,6 +94,8 @@ def cases() -> dict[str, Make]:
 
 CASES = cases()
 ONE_EACH = {name.partition("{")[0]: name for name in CASES}  # of each optimiser its last
+LIKE_NADAM = ("RAdam", "Adamax", "Adadelta")  # state as large as the parameter and a count, updated element by element
+SPREAD = {kind: name for kind, name in ONE_EACH.items() if kind not in LIKE_NADAM}  # what is tried on ranks
 
 
 class Small(nn.Module):

@@ -12,7 +12,7 @@ import pytest
 import torch
 from checkpoints import part_of, place, together
 from distributing import OneDevice, compared, random_plan, start_values, tensors
-from optimising import CASES, ONE_EACH, rows, small, trained
+from optimising import CASES, ONE_EACH, SPREAD, rows, small, trained
 from stepping import Both, agree, beside, bitwise, frozen_copy, plain_step
 
 import mycel
@@ -139,14 +139,14 @@ def ready(name: str) -> tuple[OneDevice, list[torch.Tensor]]:
 
 
 @pytest.mark.parametrize("written", PLANS, ids=lambda p: f"{p.mesh} zero{p.zero}")
-@pytest.mark.parametrize("name", ONE_EACH.values(), ids=ONE_EACH)
+@pytest.mark.parametrize("name", SPREAD.values(), ids=SPREAD)
 def test_simulated_ranks_take_the_step_of_one_device(name, written):
     one, values = ready(name)
     compared(one.made.program, one.under(written), written.mesh, values)
 
 
 @pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("name", ONE_EACH.values(), ids=ONE_EACH)
+@pytest.mark.parametrize("name", SPREAD.values(), ids=SPREAD)
 def test_under_any_plan(name, seed):
     one, values = ready(name)
     written = random_plan(tensors(one.model), 1, random.Random(seed), most=8)

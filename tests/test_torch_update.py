@@ -10,7 +10,8 @@ import torch
 from distributing import OneDevice, step_equals
 from golden import golden
 from optimising import Lion, Whitened, rows, small, trained
-from stepping import agree, beside, both, plain_step
+from stepping import agree, beside, both, cross_entropy, mlp, plain_step
+from stepping import rows as batches
 from torch import nn
 
 import mycel
@@ -28,6 +29,13 @@ class Own(torch.optim.AdamW):
         with torch.no_grad():
             for p in self.param_groups[0]["params"]:
                 p.mul_(0.999)
+
+
+class Slowed(torch.optim.SGD):
+    """Overrides the update by itself."""
+
+    def step(self, closure=None):
+        super().step()
 
 
 class Renamed(torch.optim.AdamW):
@@ -53,6 +61,29 @@ def test_any_optimiser_takes_the_steps_it_would_in_plain_torch(make, settings):
     pair = beside(lambda: small(""), lambda m: make(trained(m)), rows, steps=4, **settings)
     agree(pair, loss=1e-9, params=1e-9)
     assert all(p.grad is None for p in pair.model.parameters()) and not pair.step.by_rule
+
+
+@QUIET
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_in_16_bits_it_is_the_update_of_the_program(precision):
+    """The loss scale is taken off before anyone sees a gradient."""
+    plain, own = (
+        beside(
+            mlp,
+            lambda m, kind=kind: kind(m.parameters(), lr=0.1, momentum=0.9),
+            batches,
+            cross_entropy,
+            steps=4,
+            precision=precision,
+            clip_norm=0.5,
+            grads=True,
+        )
+        for kind in (torch.optim.SGD, Slowed)
+    )
+    assert plain.step.by_rule and not own.step.by_rule
+    assert own.found == pytest.approx(plain.found, rel=1e-5)
+    for p, q in zip(own.model.parameters(), plain.model.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-6)
 
 
 def test_a_subclass_that_keeps_the_update_is_part_of_the_program():
