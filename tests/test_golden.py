@@ -63,10 +63,10 @@ def test_refusals(name):
     table = torch.zeros(3)
 
     def mask(x):
-        return x[x > 0]
+        return x[x > table]
 
     def item(x):
-        return x * x.sum().item()
+        return x * (x + table).sum().item()
 
     def write(x):
         table.add_(x)

@@ -60,7 +60,10 @@ MAY_IMPORT = {
         "step_state",
         "planning",
     },
+    "search": {"errors", "sizes", "ir", "plan", "lower", "parts", "planning"},
+    "search_text": {"sizes", "plan", "search"},
     "train": {
+        "search",
         "errors",
         "sizes",
         "ir",
@@ -77,7 +80,7 @@ MAY_IMPORT = {
         "several_optimizers",
     },
     "launch": {"errors", "run"},
-    "cli": {"errors", "plan", "run", "train", "launch"},
+    "cli": {"errors", "plan", "run", "train", "launch", "search_text"},
     "__main__": {"cli"},
     "__init__": {"errors", "ir", "plan", "api", "derivatives", "custom", "hints", "comm", "step"},
 }
