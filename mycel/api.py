@@ -14,13 +14,14 @@ from typing import Any
 import torch
 
 from mycel import transform
-from mycel.capture import MISS, TRACING, Captured, bind, make_room, rewritten
+from mycel.capture import MISS, TRACING, Captured, bind, differentiate_with, make_room, rewritten
 from mycel.capture import capture as capture_call
 from mycel.errors import RunError
 from mycel.ir import Program, check, type_of
 from mycel.run import interpret, load, not_finite
 
 MODES = ("graph", "eager")
+differentiate_with(transform.value_and_grad)
 
 
 def capture(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Program:

@@ -22,7 +22,18 @@ import torch
 
 from mycel import lower, optimizers, plan, torch_update, transform
 from mycel.accumulation import Accumulation
-from mycel.capture import MISS, TRACING, Captured, Facts, bind, flatten, input_tensors, make_room, meshed
+from mycel.capture import (
+    MISS,
+    TRACING,
+    Captured,
+    Facts,
+    bind,
+    differentiate_with,
+    flatten,
+    input_tensors,
+    make_room,
+    meshed,
+)
 from mycel.capture import capture as capture_call
 from mycel.capture.bind import Call
 from mycel.errors import GradientError, PlanError, TrainError
@@ -46,6 +57,7 @@ from mycel.several_optimizers import SeveralOptimizers, each_of
 from mycel.sizes import parse_bytes, shown
 from mycel.step_state import StepState
 
+differentiate_with(transform.value_and_grad)
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 SCALE = 65536.0  # the first loss scale of fp16, torch.amp.GradScaler's
 

@@ -1,6 +1,7 @@
 """PyTorch code -> Program.  `function` runs the code once; `trace` turns what it does into equations; `repeats` finds
 blocks; `bind` calls it."""
 
+from mycel.capture.autograd import differentiate_with
 from mycel.capture.bind import MISS, bind, draw_key
 from mycel.capture.custom import trace_custom
 from mycel.capture.facts import Facts, make_room
@@ -23,6 +24,7 @@ __all__ = [
     "capture",
     "checked",
     "closed",
+    "differentiate_with",
     "divided",
     "draw_key",
     "flatten",

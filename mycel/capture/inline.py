@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mycel.capture.function import Captured
 from mycel.capture.trace import Tracer
 from mycel.capture.tree import flatten
 from mycel.ir import Atom, Params, Program, Ref, Var, lookup, order
 from mycel.ops import o
+
+if TYPE_CHECKING:
+    from mycel.capture.function import Captured
 
 
 def splice(tracer: Tracer, captured: Captured, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

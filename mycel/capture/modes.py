@@ -15,6 +15,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from mycel.capture.autograd import as_leaf, traced_grad
 from mycel.capture.bounds import bounds
 from mycel.capture.fence import READS, refuse, refuse_read
 from mycel.capture.hooks import hook_value
@@ -160,9 +161,12 @@ def _ctc_loss(
 
 
 def _gradient(mode: FunctionMode, func: Any, *args: Any, **kwargs: Any) -> Any:
-    """torch's autograd sees nothing of a capture; inside transforms of torch.func it is their business."""
+    """torch's autograd sees nothing of a capture: gradients are those of the trace; inside transforms of torch.func it
+    is their business."""
     if torch._C._functorch.maybe_current_level() is not None:
         return func(*args, **kwargs)
+    if func is torch.autograd.grad:
+        return traced_grad(mode.tracer, *args, **kwargs)
     raise refuse(
         "torch's own autograd was asked for a gradient of traced tensors",
         "mycel.grad or mycel.value_and_grad of the function",
@@ -197,6 +201,12 @@ def _is_numbers(key: Any) -> bool:
     return isinstance(key, list) and bool(key) and all(isinstance(k, (bool, int)) or _is_numbers(k) for k in key)
 
 
+def _requires_grad(mode: FunctionMode, func: Any, x: torch.Tensor, requires_grad: bool = True) -> Any:
+    if requires_grad and type(x) is Traced and torch._C._functorch.maybe_current_level() is None:
+        as_leaf(mode.tracer, x)
+    return func(x, requires_grad)
+
+
 def _register_hook(mode: FunctionMode, func: Any, x: torch.Tensor, hook: Callable[..., Any]) -> Any:
     return hook_value(mode.tracer, x, hook)
 
@@ -204,7 +214,7 @@ def _register_hook(mode: FunctionMode, func: Any, x: torch.Tensor, hook: Callabl
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "tensor": _make_constant, "as_tensor": _make_constant, "from_numpy": _make_constant, "new_tensor": _new_tensor,
     "backward": _gradient, "grad": _gradient, "__getitem__": _get_item, "__setitem__": _set_item,
-    "register_hook": _register_hook, "ctc_loss": _ctc_loss,
+    "register_hook": _register_hook, "requires_grad_": _requires_grad, "ctc_loss": _ctc_loss,
 }  # fmt: skip
 
 

@@ -39,6 +39,11 @@ class OpenBlock:
 _OUTER: list[OpenBlock] = []  # the sections around the open one, outermost first
 
 
+def is_inside() -> bool:
+    """Is a branch, a loop or another block being traced?"""
+    return bool(_OUTER)
+
+
 @contextlib.contextmanager
 def opened(tracer: Tracer, section: OpenBlock) -> Iterator[None]:
     """Equations go to `section`."""
@@ -129,4 +134,4 @@ def branch_key(tracer: Tracer) -> Var:
     return tracer.emit(OPS["fold_in"], (key,), {"data": site})
 
 
-__all__ = ["KEY", "OpenBlock", "branch_key", "finish", "free", "journal", "opened", "structure", "written"]
+__all__ = ["KEY", "OpenBlock", "branch_key", "finish", "free", "is_inside", "journal", "opened", "structure", "written"]

@@ -171,6 +171,8 @@ class Objects:
                 objects.visit(slot.name, slot.get(), 0)
         for fn in fns:
             objects.visit("", fn, 0)
+            if isinstance(fn, types.FunctionType):  # of a library that is rewritten, too
+                objects._closure(fn, 0)
         objects.remember()
         return objects
 
@@ -233,8 +235,10 @@ class Objects:
             self.visit(f"{name}.{key}", child, 0)
 
     def _function(self, fn: types.FunctionType, depth: int) -> None:
-        if is_library(fn.__code__.co_filename):
-            return
+        if not is_library(fn.__code__.co_filename):
+            self._closure(fn, depth)
+
+    def _closure(self, fn: types.FunctionType, depth: int) -> None:
         for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
             if id(cell) not in self._seen and "@" not in name:
                 self._seen[id(cell)] = cell

@@ -1,0 +1,150 @@
+"""torch.autograd.grad in captured code: the gradient of the trace so far.
+
+    u = net(x);  du, = torch.autograd.grad(u.sum(), x, create_graph=True)
+
+The equations that lead from `inputs` to `outputs` are a program; its gradient is written into the trace behind them.
+What it computes of the forward pass again is the same equations, which simplifying makes one.  How a program is
+differentiated is told from outside (`differentiate_with`): capture knows no transform.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from mycel.capture.fence import refuse
+from mycel.capture.inline import splice_program
+from mycel.capture.nested import is_inside
+from mycel.capture.trace import Tracer
+from mycel.ir import Block, Builder, Eqn, Program, Var, lookup
+from mycel.ops import o
+
+Derive = Callable[[Program, Sequence[int]], Program]  # -> value, gradient of each of these inputs
+_DERIVE: list[Derive] = []
+
+
+def differentiate_with(derive: Derive) -> None:
+    """How a program of one scalar is differentiated."""
+    _DERIVE[:] = [derive]
+
+
+def traced_grad(
+    tracer: Tracer,
+    outputs: Any,
+    inputs: Any,
+    grad_outputs: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    only_inputs: bool = True,
+    allow_unused: bool | None = None,
+    is_grads_batched: bool = False,
+    materialize_grads: bool = False,
+) -> tuple[torch.Tensor | None, ...]:
+    """torch.autograd.grad of traced tensors."""
+    if is_grads_batched:
+        raise refuse("torch.autograd.grad with is_grads_batched", "one gradient after the other")
+    ys = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
+    xs = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
+    gs = [grad_outputs] if isinstance(grad_outputs, torch.Tensor) else list(grad_outputs or [None] * len(ys))
+    tracer.here()
+    with tracer:
+        wrt = [tracer.cell(x).read() for x in xs]
+        seeds = [None if g is None else tracer.cell(g).read() for g in gs]
+        values = [tracer.cell(y).read() for y in ys]
+    if any(g is None and v.type.numel != 1 for g, v in zip(seeds, values, strict=True)):
+        raise refuse("torch.autograd.grad of a tensor with several elements", "grad_outputs=, or .sum() before it")
+    eqns, used = _between(tracer, wrt, values)
+    for x, v in zip(xs, wrt, strict=True):
+        if v not in used and not allow_unused and not materialize_grads:
+            raise refuse(
+                f"torch.autograd.grad with respect to a tensor of {list(x.shape)} that the outputs do not depend on",
+                "allow_unused=True, or taking the gradient before the tensor is changed",
+            )
+    with tracer:
+        found = _gradients(tracer, eqns, [v for v in dict.fromkeys(wrt) if v in used], values, seeds)
+        grads = [found.get(v, o.full(0.0, shape=v.shape, dtype=v.dtype) if materialize_grads else None) for v in wrt]
+        return tuple(None if g is None else tracer.wrap(g if create_graph else o.stop_gradient(g)) for g in grads)
+
+
+def as_leaf(tracer: Tracer, x: torch.Tensor) -> None:
+    """x.requires_grad_(): from here on it is a value of its own, whatever it was copied from."""
+    cell = tracer.cell(x)
+    tracer.here()
+    with tracer:
+        cell.note()
+        cell.var = o.reshape(cell.read(), shape=cell.var.shape)
+
+
+def _between(tracer: Tracer, wrt: Sequence[Var], values: Sequence[Var]) -> tuple[list[Eqn], set[Var]]:
+    """The equations on the way from some values to others, and all they use; what was made under no_grad is no way."""
+    reached = set(wrt)
+    ways = []
+    for i, eqn in enumerate(tracer.eqns):
+        if i not in tracer.frozen and eqn.op is not o.stop_gradient and any(v in reached for v in eqn.vars):
+            ways.append(eqn)
+            reached.update(eqn.outputs)
+    used = set(values)
+    kept = []
+    for eqn in reversed(ways):
+        if any(v in used for v in eqn.outputs):
+            kept.append(eqn)
+            used.update(eqn.vars)
+    if is_inside():
+        own = {v for e in tracer.eqns for v in e.outputs} | set(wrt)
+        if any(_depends(tracer, v, wrt) for v in used - own):
+            raise refuse(
+                "torch.autograd.grad in a branch or loop, of what was computed before it",
+                "computing outputs from inputs inside of it, or taking the gradient outside",
+            )
+    return kept[::-1], used
+
+
+def _depends(tracer: Tracer, var: Var, wrt: Sequence[Var]) -> bool:
+    """Is a value made of one of these?"""
+    stack, seen = [var], set()
+    while stack:
+        v = stack.pop()
+        if v in wrt:
+            return True
+        if v not in seen and v in tracer.made:
+            seen.add(v)
+            stack += tracer.made[v].vars
+    return False
+
+
+def _gradients(
+    tracer: Tracer, eqns: Sequence[Eqn], wrt: Sequence[Var], values: Sequence[Var], seeds: Sequence[Var | None]
+) -> dict[Var, Var]:
+    """The gradients of sum(values * seeds), written into the trace."""
+    made = {v for e in eqns for v in e.outputs}
+    outer = [v for e in eqns for v in e.vars] + [*values, *(s for s in seeds if s is not None)]
+    given = list(dict.fromkeys([*wrt, *(v for v in outer if v not in made)]))
+    own = [Var(f"a{i}", v.type) for i, v in enumerate(given)]
+    # a seed that depends on the inputs is a number of its own here
+    apart = [Var(f"g{i}", s.type) if s in made else None for i, s in enumerate(seeds)]  # type: ignore[union-attr]
+    known: dict[Var, Any] = dict(zip(given, own, strict=True))
+    b = Builder()
+    b.inputs = [*own, *(g for g in apart if g is not None)]
+    b.reserve(v.name for v in b.inputs)
+    with b:
+        for eqn in eqns:
+            outs = b.append(eqn.op, tuple(lookup(x, known) for x in eqn.inputs), dict(eqn.params), [
+                v.type for v in eqn.outputs
+            ])  # fmt: skip
+            known.update(zip(eqn.outputs, outs if len(eqn.outputs) != 1 else (outs,), strict=True))
+        total: Any = None
+        for v, s, g in zip(values, seeds, apart, strict=True):
+            term = o.reshape(known[v], shape=()) if s is None else None
+            if term is None:
+                term = o.sum(o.mul(known[v], g if g is not None else known[s]), dims=tuple(range(v.ndim)))  # type: ignore[index]
+            total = term if total is None else o.add(total, term)
+    main = Block(tuple(b.inputs), tuple(b.eqns), (total,))
+    if not _DERIVE:
+        raise refuse("torch's own autograd was asked for a gradient of traced tensors", "mycel.grad of a function")
+    blocks = {**tracer.blocks, "main": main}
+    derived = _DERIVE[0](Program(blocks, "main", (), tracer.consts, {}), range(len(wrt)))
+    inputs = [*given, *(s for s, g in zip(seeds, apart, strict=True) if g is not None)]
+    outs = splice_program(tracer, derived, inputs)
+    return dict(zip(wrt, outs[1 : 1 + len(wrt)], strict=True))
