@@ -60,13 +60,13 @@ def test_generated_code():
 
 @pytest.mark.parametrize("name", ["mask", "item", "global", "packed"])
 def test_refusals(name):
-    table = torch.zeros(3)
+    table, weight = torch.zeros(3), nn.Parameter(torch.zeros(3))
 
     def mask(x):
-        return x[x > table]
+        return x[x > weight]
 
     def item(x):
-        return x * (x + table).sum().item()
+        return x * (x + weight).sum().item()
 
     def write(x):
         table.add_(x)
