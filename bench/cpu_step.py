@@ -4,8 +4,8 @@ same run.
     python bench/cpu_step.py
 
 Each way starts in a process of its own with empty compile caches, reports the time to its third step, then waits; steps
-are timed in turns, so
-that all see the same machine.  The bar is the better of the two peers for speed, torch.compile for the start.
+are timed in turns, so that all see the same machine.  The bar is the better of the two peers for speed, torch.compile
+for the start.
 """
 
 from __future__ import annotations

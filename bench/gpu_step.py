@@ -5,8 +5,8 @@ recomputation.
     python bench/gpu_step.py 1b ours compile
 
 Each way runs in a process of its own with empty compile caches, so that the time to the third step is that of a fresh
-start.
-Model FLOPs a token: 6 (N - input embedding) + 6 layers * width * length (causal attention); MFU is of 989 TFLOP/s.
+start.  Model FLOPs a token: 6 (N - input embedding) + 6 layers * width * length (causal attention); MFU is of 989
+TFLOP/s.
 """
 
 from __future__ import annotations

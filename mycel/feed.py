@@ -38,8 +38,7 @@ NO_LAYOUTS: Mapping[str, Layout] = {}
 @dataclass(frozen=True)
 class Feed:
     """The whole batch tensors of a program and how they lie; `at`: which of a call's inputs they are; `leaves`: which
-    of them each tensor of
-    the arguments is."""
+    of them each tensor of the arguments is."""
 
     inputs: tuple[Var, ...]
     layouts: tuple[Layout, ...]

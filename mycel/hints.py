@@ -13,13 +13,10 @@
         return x @ w.T
 
 Values from outside come into a region whole, the same on every rank, unless `ins` says how an argument is split.  What
-leaves a `with` block must be
-the same on all its ranks again, which is checked; a result of a decorated function is taken as `outs` says, and along
-an axis that it does not name
-the first rank's counts: it is sent to the others where they may have another.  A list is one layout for each argument
-or result, a tuple one layout,
-None the whole.  Axes that the region does not name are spread as everywhere else.  Random numbers are the same on all
-                 ranks of a region.  On one
+leaves a `with` block must be the same on all its ranks again, which is checked; a result of a decorated function is
+taken as `outs` says, and along an axis that it does not name the first rank's counts: it is sent to the others where
+they may have another.  A list is one layout for each argument or result, a tuple one layout, None the whole.  Axes that
+the region does not name are spread as everywhere else.  Random numbers are the same on all ranks of a region.  On one
 device, or where an axis has one rank, parts are wholes and nothing is sent.
 """
 

@@ -6,8 +6,7 @@
     launch(["x", "y"], nproc=2, program=["script.py"])                            any script, or -m module
 
 The environment of each rank is the one torchrun makes.  The launcher of the first host holds the store in which the
-                                                         ranks meet: at the
-address of the rendezvous, or at a free port of loopback.
+ranks meet: at the address of the rendezvous, or at a free port of loopback.
 
     a rank fails           the others are told through the store who and how, and have FOLLOW_S to end before they are
                            killed

@@ -4,8 +4,7 @@
     loss = step(**batch)
 
 `Step.compile` shows the way in one function: capture, a plain list of passes, a plan, lowering, code.  The model's own
-tensors and the
-optimiser's own state change in place.
+tensors and the optimiser's own state change in place.
 """
 
 from __future__ import annotations
@@ -245,8 +244,7 @@ class Step:
 
     def local(self, *args: Any, **kwargs: Any) -> Local:
         """The step that is called with this rank's part alone, of batches like this one, which needs no data
-        (device="meta"): of each
-        tensor what `slices` says, or its `rows` where the plan splits nothing else."""
+        (device="meta"): of each tensor what `slices` says, or its `rows` where the plan splits nothing else."""
         return Local(self, args, kwargs)
 
     def usable(self, entry: CompiledStep) -> bool:

@@ -2,7 +2,7 @@
 tells what it did.
 
 Torch is imported once, so that a job costs milliseconds.  Lines out: {"pid"} of the child, what the child says,
-                                                           {"ended": exit status}.
+{"ended": exit status}.
 """
 
 from __future__ import annotations

@@ -261,8 +261,7 @@ def main(x: f64[8,4], w: f64[6,4] = parameter weight, m: f64[6,1] = state row_va
 
 def test_state_with_a_shape_of_its_own_and_partial_state_run_and_are_saved(tmp_path):
     """A row's statistics lie as the rows of their parameter; what each rank left behind is a sum, is used and updated
-    as one, and is saved and
-    loaded under another mesh."""
+    as one, and is saved and loaded under another mesh."""
     torch.manual_seed(0)
     model, program = nn.Linear(4, 6, bias=False).double(), Program.parse(FEEDBACK)
     values = [torch.randn(v.shape, dtype=v.dtype) for v in program.inputs]

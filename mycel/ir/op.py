@@ -6,10 +6,8 @@
         return torch.nn.functional.linear(x, w)
 
 The decorated function is the kernel; its positional parameters are the inputs, its keyword-only parameters the static
-params.
-Called with tensors an operator computes; called with `Var`s it writes an equation into the current `Builder`: so
-gradient
-rules and expansions, written with operators, work on both.
+params.  Called with tensors an operator computes; called with `Var`s it writes an equation into the current `Builder`:
+so gradient rules and expansions, written with operators, work on both.
 
 What the fields mean
   dims      the shape and sharding rule (see `dims.py`), or a function (*types, **params) -> dims text or (text, sizes)
@@ -94,10 +92,9 @@ class Collective:
     along them.
 
     `sent`: bytes a rank puts on the wire for each byte it puts in.  `steps`: messages that wait for each other.
-    `meaning`: what the rank at an index
-    gets, from the tensors of all ranks along the axes, (xs, index, **params) -> y; simulated ranks do it.  `together`:
-    several may go in one message,
-    begun and waited for apart.  `grows`: it brings more than it is given.  `same`: afterwards all ranks have the same.
+    `meaning`: what the rank at an index gets, from the tensors of all ranks along the axes, (xs, index, **params) -> y;
+    simulated ranks do it.  `together`: several may go in one message, begun and waited for apart.  `grows`: it brings
+    more than it is given.  `same`: afterwards all ranks have the same.
     """
 
     sent: Callable[[int], float]

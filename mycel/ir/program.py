@@ -8,10 +8,8 @@
     Type      dtype and shape
 
 An equation's input is a Var, a Python scalar, or None (an optional operand left out).  Control flow is structured:
-`call`, `cond`,
-`loop` and `scan` hold blocks by reference (`Ref`) to the program's table, so a layer called 32 times is in memory, in
-text and in
-every pass once.
+`call`, `cond`, `loop` and `scan` hold blocks by reference (`Ref`) to the program's table, so a layer called 32 times is
+in memory, in text and in every pass once.
 """
 
 from __future__ import annotations
@@ -131,8 +129,8 @@ class Block:
 @dataclass(frozen=True, eq=False)
 class Program:
     """Named blocks and an entry.  The entry's last `len(updates)` outputs are the new values of the inputs named in
-                                   `updates`; `roles`
-    says by name what the entry's inputs are: one that is not there is an argument of its own name."""
+    `updates`; `roles` says by name what the entry's inputs are: one that is not there is an argument of its own
+    name."""
 
     blocks: Mapping[str, Block]
     entry: str = "main"

@@ -14,8 +14,7 @@
     outer momentum of layers.0.q_proj.weight     state of an optimiser around the optimiser
 
 An input without a role is an argument of its own name.  Positions of inputs mean nothing: whoever gives values to a
-                                                         program, or asks
-which input is which, does so by role.
+program, or asks which input is which, does so by role.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Programs as text.  Deterministic, one equation a line with the user's file and line, each block once; `parse` reads
-                      it back.
+it back.
 
 program    = block*                                  the entry is the last block
 block      = "def" name "(" [input ("," input)*] "):" equation* return

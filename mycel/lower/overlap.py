@@ -7,8 +7,7 @@
     w1 = adam(w, gw, …)                                  w1 = adam(w, gw, …)
 
 What is made on the way (gradients) is sent right after it is made.  What could be sent at any time (parts of
-parameters), or takes more memory
-once it has come, is sent one call ahead of its use.
+parameters), or takes more memory once it has come, is sent one call ahead of its use.
 """
 
 from __future__ import annotations

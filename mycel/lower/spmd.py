@@ -8,10 +8,8 @@
                                                           return z
 
 Each equation gets its operands in the layouts its choice wants (the cheapest chain of moves, from the nearest layout at
-hand) and is written on local
-types.  Where a split leaves padding, what would reach other elements is masked.  What depends on the rank is an
-        operator (`place`), so the text is
-the same on all ranks, however many they are.
+hand) and is written on local types.  Where a split leaves padding, what would reach other elements is masked.  What
+depends on the rank is an operator (`place`), so the text is the same on all ranks, however many they are.
 """
 
 from __future__ import annotations

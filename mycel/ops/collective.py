@@ -17,8 +17,8 @@
     i = place(axes=("tp",), count=4)                             this rank's index along the axes
 
 `count` is the number of ranks along the axes, so that types need no mesh.  Parts are of equal size, the last ones
-padded with zeros where
-needed.  Kernels ask the communicator that the run has put up (`COMMUNICATORS`): real processes or simulated ranks.
+padded with zeros where needed.  Kernels ask the communicator that the run has put up (`COMMUNICATORS`): real processes
+or simulated ranks.
 """
 
 from __future__ import annotations

@@ -4,8 +4,7 @@ the dtype of the product.
     loss, dx, dw = linear_cross_entropy(x, w, None, target)        loss = cross_entropy(x @ w.T, target)
 
 The gradients are made in the same sweep, while a chunk of logits is at hand: nothing of the size of all logits is kept,
-computed twice or
-copied in fp32.  Written by the pass `head` alone, on the way to a gradient.
+computed twice or copied in fp32.  Written by the pass `head` alone, on the way to a gradient.
 """
 
 from __future__ import annotations

@@ -9,8 +9,7 @@ operands and results.
     nothing                x[…,k],    w[n,k]     ->  y[…,n]
 
 A letter that must stay whole (`^`) can be split where its operator has a rule for that (`Op.parts`), or a meaning in
-smaller operators, which are
-then lowered in its place.
+smaller operators, which are then lowered in its place.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ def decide(
     decision.
 
     `recompute`, as a plan says it.  full: everything that can be is computed again; none: only what a compiler would
-                                     merge into its use."""
+    merge into its use."""
     price = KEEPING / costs.hardware.bytes_s if costs.compiled else 0.0
     least = price or 0.01 / costs.hardware.bytes_s
     price = {"auto": price, "full": least * 2.0**STEPS, "none": 0.0}[recompute]

@@ -7,9 +7,8 @@ finds, as tables.
                 axis
 
 For each target the least sum of arcs to it, from all states and for all tensors together: one more arc at a time until
-nothing gets shorter.
-What a rank stores of a dim depends on the ranks that share it alone, not on the order of their axes: bytes are a
-product over dims.
+nothing gets shorter.  What a rank stores of a dim depends on the ranks that share it alone, not on the order of their
+axes: bytes are a product over dims.
 """
 
 from __future__ import annotations

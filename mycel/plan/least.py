@@ -365,8 +365,7 @@ class Elimination:
         limit: tuple[Mapping[Name, Table], float, float] | None = None,
     ) -> Least:
         """The best choice that so many tries find below `best`; no choice if there is none.  `limit`: weights, what
-        they may come to, and their
-        price in the tables."""
+        they may come to, and their price in the tables."""
         order = self.buckets[::-1]
         weights, most, price = limit or ({}, 0.0, 0.0)
         last = max((i for i, (n, groups) in enumerate(order) if len(groups) > 1 or n in weights), default=-1)

@@ -17,7 +17,7 @@
 Everything else is decided for a program (`decided`: layouts, residuals, by name; see decided.py) and what that comes to
 is `predicted`.  A plan with its decisions, written and read back, lowers the same program to the same text without a
 search.  Ready plans (`mycel/plans/*.yaml`) are such files without a mesh; "zero3+tp" is two of them laid over each
-         other.
+other.
 """
 
 from __future__ import annotations
@@ -54,8 +54,7 @@ _ZERO = re.compile(r"\s*([0-3])\s*(?:over\s+([\w. ,]+))?\s*")
 @dataclass(frozen=True)
 class Plan:
     """What is given, and for a program what was decided and predicted; `loose`: patterns may match nothing (ready plans
-    know several families
-    of models)."""
+    know several families of models)."""
 
     mesh: Mesh
     parameters: Mapping[str, Any] = field(default_factory=dict)

@@ -25,8 +25,7 @@ def is_fixed(eqn: Eqn, axis: str) -> bool:
 
 def fixed_letters(eqn: Eqn, options: Options, own: frozenset[str] = frozenset()) -> dict[str, Axes]:
     """What the user's layout of a `shard`, `enter` or `leave` splits; a dim of one element has no letter and stays
-    whole, and a `shard` of what is a
-    rank's own along some axes says nothing of those."""
+    whole, and a `shard` of what is a rank's own along some axes says nothing of those."""
     if eqn.op.name not in ("shard", "enter", "leave"):
         return {}
     assert options.fit is not None

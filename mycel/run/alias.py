@@ -46,9 +46,8 @@ def roots(program: Program) -> dict[str, Roots]:
 
 def may_share(eqn: Eqn) -> bool:
     """May its result lie in the memory of its operand?  A view does; and what a rank has already is not copied for it:
-                                                         its own part, the first
-    rank's value, a sum over one rank.  Messages that are begun and finished apart are real ones, and bring new
-                                        memory."""
+    its own part, the first rank's value, a sum over one rank.  Messages that are begun and finished apart are real
+    ones, and bring new memory."""
     return eqn.op.write is not None or (eqn.op.by_rank and len(set(eqn.vars)) == 1)
 
 
@@ -92,9 +91,8 @@ def shared_outputs(program: Program) -> set[int]:
 
 def given_away(program: Program) -> dict[int, set[int]]:
     """Equations of the entry (by index) that may run over the memory of their first operands, because these are inputs
-    which their results replace
-    and nobody reads afterwards; with the operands (by position) that must be copied first, because such a kernel may
-    overwrite them."""
+    which their results replace and nobody reads afterwards; with the operands (by position) that must be copied first,
+    because such a kernel may overwrite them."""
     block, known = program.main, roots(program)[program.entry]
     family = families(block)
     new = (
@@ -122,8 +120,7 @@ def given_away(program: Program) -> dict[int, set[int]]:
 
 def summing(outer: Block, eqn: Eqn, body: Block) -> dict[int, int]:
     """Equations of a scan's body (by index) whose result may be written over an operand: a carry that they alone read
-    and replace, and that
-    started in memory nobody else knows."""
+    and replace, and that started in memory nobody else knows."""
     producers = {v: e for e in outer.eqns for v in e.outputs}
     n, m = eqn.params.get("consts", 0), eqn.params.get("carry", 0)
     uses = chains(body)

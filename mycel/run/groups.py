@@ -8,15 +8,13 @@
                                   a sum here)
 
 All tensors are contiguous.  A message is under way until its works have been waited for, and nothing may touch its
-                             tensors until then.
-Groups are made of torch's backends themselves, not by `new_group`: that sorts the ranks, where the order of the axes
-has to be theirs.
+tensors until then.  Groups are made of torch's backends themselves, not by `new_group`: that sorts the ranks, where the
+order of the axes has to be theirs.
 
 Measured with gloo on loopback (2 and 4 ranks, 4 kB to 64 MB): `_allgather_base` and `_reduce_scatter_base` copy
-everything once more, so broadcasts
-straight into the result take a third of the time at 64 MB and no more at 4 kB, an exchange and a sum here take half;
-point-to-point
-messages are as fast as broadcasts, but every other time wait for the next tick of the scheduler (4 ms).
+everything once more, so broadcasts straight into the result take a third of the time at 64 MB and no more at 4 kB, an
+exchange and a sum here take half; point-to-point messages are as fast as broadcasts, but every other time wait for the
+next tick of the scheduler (4 ms).
 """
 
 from __future__ import annotations

@@ -11,8 +11,7 @@ exists before any collective.
     K/agree/N/…        the facts of the N-th agreement
 
 A world at a loopback address listens on loopback only: the store's socket is bound to the address by which it is known,
-and the messages of
-a rank leave from the address by which it reaches the store.
+and the messages of a rank leave from the address by which it reaches the store.
 """
 
 from __future__ import annotations

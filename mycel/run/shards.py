@@ -12,14 +12,11 @@ in them.
                                           "sha256"}
 
 A piece is a box of a tensor: `shape` large at `offset` of it, at byte `begin` of a file.  Pieces fill their tensor and,
-behind its header, their
-file, none over another.  Each has a checksum and some MiB at most (one row at least), so a box of a tensor can be read,
-                          and checked, without
-reading much else; those that a rank has of a tensor lie one after the other, and other programs read them as one.  The
-manifest's last line is the
-checksum of all lines before it.  Reading believes the manifest only when that line is right, and tensors only when
-                                  their pieces' checksums are;
-nothing is unpickled or evaluated.
+behind its header, their file, none over another.  Each has a checksum and some MiB at most (one row at least), so a box
+of a tensor can be read, and checked, without reading much else; those that a rank has of a tensor lie one after the
+other, and other programs read them as one.  The manifest's last line is the checksum of all lines before it.  Reading
+believes the manifest only when that line is right, and tensors only when their pieces' checksums are; nothing is
+unpickled or evaluated.
 """
 
 from __future__ import annotations

@@ -7,10 +7,8 @@ made.
                                                  └──── written over ◀─────┘        (reading a closed one is refused)
 
 The constructor runs as it would for one device, with the same draws in the same order, so the parts are those of what
-one device would have,
-bit for bit.  Which parameter is which is known from an outline: the same constructor on the meta device.  A model whose
-              constructor reads what it has
-made before is made whole, and then cut.
+one device would have, bit for bit.  Which parameter is which is known from an outline: the same constructor on the meta
+device.  A model whose constructor reads what it has made before is made whole, and then cut.
 """
 
 from __future__ import annotations

@@ -4,8 +4,7 @@
     arrays
 
 Packed, a split is one stream, its documents joined, cut into windows of `length`.  Not packed, each document is a row
-of its own.
-What is cached does not depend on length, packing, split or seed, so changing these costs nothing.
+of its own.  What is cached does not depend on length, packing, split or seed, so changing these costs nothing.
 Labels are the ids themselves (the model shifts them), -100 where a token carries no loss.
 """
 

@@ -4,10 +4,8 @@
                   left
 
 A terminal too narrow for that gets two rows, and one narrower still the fields that matter most.  Plain lines hold what
-that report
-brought and nothing older, so that a log can be searched.  Nothing here raises: odd numbers are shown as they are, and
-                                                           if nobody
-can read any more (a closed pipe, a log file on a full disk) training goes on without words.
+that report brought and nothing older, so that a log can be searched.  Nothing here raises: odd numbers are shown as
+they are, and if nobody can read any more (a closed pipe, a log file on a full disk) training goes on without words.
 """
 
 from __future__ import annotations

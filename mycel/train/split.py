@@ -6,8 +6,7 @@
     not packed   every document a row, padded; of a longer one the start of the prompt goes first, then the end
 
 Validation takes whole documents, drawn by the hash of their content, so equal documents fall on one side and adding
-data moves few of
-them.  Where there are too few documents for that (one long text), it takes the windows at the end.
+data moves few of them.  Where there are too few documents for that (one long text), it takes the windows at the end.
 Labels are the ids themselves (the model shifts them), -100 where a token carries no loss.
 """
 

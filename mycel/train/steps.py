@@ -4,9 +4,8 @@
     (checkpoint.every) ─▶ step ─▶ …
 
 Nothing waits for the device between reports: losses and gradient norms stay there until a report reads all of them at
-once.  A report's
-loss is the mean over its steps.  Records are on disk before the checkpoint of their step, so a resumed run has them
-                                  all.
+once.  A report's loss is the mean over its steps.  Records are on disk before the checkpoint of their step, so a
+resumed run has them all.
 """
 
 from __future__ import annotations

@@ -8,8 +8,7 @@
     causal=True)
 
 Values are followed as functions of their index (`indexed.py`), never computed, so the size does not matter.  Blocks are
-followed
-through their calls: an input of a block is known if all its calls agree on it.  What is not known stays.
+followed through their calls: an input of a block is known if all its calls agree on it.  What is not known stays.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
              elements of these
 
 An operator on elements is applied to Choices by its own kernel, on one element for each combination of regions, so
-rounding,
-promotion and infinities are exactly torch's.  An Affine is kept only where its dtype holds all its numbers exactly.
+rounding, promotion and infinities are exactly torch's.  An Affine is kept only where its dtype holds all its numbers
+exactly.
 """
 
 from __future__ import annotations

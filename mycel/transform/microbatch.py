@@ -39,8 +39,8 @@ NEXT = 1 << 40  # the key of the next part is the child of this one's that no dr
 @dataclass(frozen=True)
 class Term:
     """A summand of the loss: `value`, divided by `count` or by nothing (`sums`: parts sum up) or by the number of
-    parts; then `outer`, equations
-    that are linear in it, from the inside out.  `limits`: what is done to the count once it is summed."""
+    parts; then `outer`, equations that are linear in it, from the inside out.  `limits`: what is done to the count once
+    it is summed."""
 
     value: Atom
     count: Var | None = None
@@ -56,7 +56,7 @@ def shares(
     an input for each count; the program of the counts alone; and the lines of what is no sum over the batch.
 
     `whole`: the program of the whole batch.  By name: `active`, inputs that are differentiated; `split`, inputs that
-                                              are parts of something."""
+    are parts of something."""
     large = _means_apart(whole.main)
     program = replace(
         program,
@@ -152,8 +152,7 @@ def _linear_in(eqn: Eqn) -> int:
 
 class _Loss:
     """A loss taken apart: which of its values depend on parameters (`moving`), and which on the part (`varying`);
-    `large`: an equation as it is
-    for the whole batch.  `unseen`: lines of what could not be taken apart."""
+    `large`: an equation as it is for the whole batch.  `unseen`: lines of what could not be taken apart."""
 
     def __init__(self, program: Program, whole: Block, active: Collection[str], split: Collection[str]) -> None:
         main = program.main

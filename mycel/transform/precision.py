@@ -10,8 +10,8 @@ and losses in 32.
     others  as wide as their widest operand
 
 Weights stay what they are and are cast where they are used; so their gradients come out in 32 bits.  Blocks are made
-anew for the types they are
-called with; what branches and loops hand over keeps its type.  The first result, the loss, keeps its type too.
+anew for the types they are called with; what branches and loops hand over keeps its type.  The first result, the loss,
+keeps its type too.
 """
 
 from __future__ import annotations
