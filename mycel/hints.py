@@ -33,9 +33,8 @@ from mycel.errors import PlanError
 from mycel.ir import Axes, Var
 from mycel.ops import o
 
-OPEN: list[
-    tuple[Axes, Open | None]
-] = []  # the regions around the code that runs: their axes, and what is traced where they have ranks
+# the regions around the code that runs: their axes, and what is traced where they have ranks
+OPEN: list[tuple[Axes, Open | None]] = []
 
 
 def shard(x: torch.Tensor, *layout: Any) -> torch.Tensor:

@@ -141,9 +141,8 @@ class LocalRanks:
     def together(self) -> Iterator[None]:
         """Inside, signals are passed on; at the end, however it comes, none is left."""
         before = {}
-        if (
-            threading.current_thread() is threading.main_thread()
-        ):  # no other thread may; what is ignored (by nohup, say) stays so
+        # no other thread may; what is ignored (by nohup, say) stays so
+        if threading.current_thread() is threading.main_thread():
             before = {n: old for n in SIGNALS if (old := signal.getsignal(n)) not in (signal.SIG_IGN, None)}
         for number in before:
             signal.signal(number, lambda number, _: self._pass_on(number))
@@ -238,9 +237,8 @@ class LocalRanks:
                 self.run = Path(store.get(run.RUN).decode())
             where = self._log(first) or "the console"
             reason = run.tell(store, f"{first.fate}\n  try       a look at its log: {where}")
-            self.failed = next(
-                (r for r in self.all if reason.startswith(f"rank {r.rank} failed: ")), first
-            )  # it said so, and may still be ending
+            # it said so, and may still be ending
+            self.failed = next((r for r in self.all if reason.startswith(f"rank {r.rank} failed: ")), first)
 
         if not self.asked:
             self.deadline = min(self.deadline, time.monotonic() + FOLLOW_S)

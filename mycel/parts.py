@@ -57,12 +57,10 @@ class ShardedModel:
     ranks: Any = None  # the communicator
     shapes: dict[str, torch.Size] = field(default_factory=dict)  # of whole parameters and buffers
     layouts: dict[str, Layout] = field(default_factory=dict)  # in which they are held
-    stored: dict[str, Layout] = field(
-        default_factory=dict
-    )  # of a trained parameter's state that is as large as itself, by its name
-    slots: dict[Role, tuple[Layout, Type]] = field(
-        default_factory=dict
-    )  # of each piece of state: how it lies, and its type as a whole
+    # of a trained parameter's state that is as large as itself, by its name
+    stored: dict[str, Layout] = field(default_factory=dict)
+    # of each piece of state: how it lies, and its type as a whole
+    slots: dict[Role, tuple[Layout, Type]] = field(default_factory=dict)
     is_split: bool = False
     _open: int = 0
 

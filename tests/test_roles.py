@@ -208,9 +208,8 @@ def test_the_order_of_inputs_means_nothing(monkeypatch, settings_):
     first, wanted = trained(plain)
     second, got = trained(lambda program: shuffled(plain(program)))
     assert [v.name for v in second.program.inputs] != [v.name for v in first.program.inputs]
-    assert "accumulate" in settings_ or len(second.program.inputs) < len(
-        first.program.inputs
-    )  # a scan over parts takes all of the batch
+    # a scan over parts takes all of the batch
+    assert "accumulate" in settings_ or len(second.program.inputs) < len(first.program.inputs)
     assert all(torch.equal(a, b) for a, b in zip(wanted, got, strict=True))
 
 

@@ -57,11 +57,8 @@ RESERVED = frozenset({"def", "return", "True", "False", "None", "inf", "nan", "c
 
 Atom = Var | bool | int | float | complex | None
 
-PHASES = (
-    "forward",
-    "backward",
-    "update",
-)  # of a training step, in the order in which they may read each other's values
+# of a training step, in the order in which they may read each other's values
+PHASES = ("forward", "backward", "update")
 
 
 class Ref(str):

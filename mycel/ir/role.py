@@ -23,6 +23,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+# what stands behind a kind: fields in capitals, other words as they are
 FORMS = {
     "parameter": ("NAME",),
     "buffer": ("NAME",),
@@ -36,7 +37,7 @@ FORMS = {
     "count": ("NAME",),
     "error": ("of", "OF", "over", "OVER"),
     "outer": ("NAME", "of", "OF"),
-}  # what stands behind a kind: fields in capitals, other words as they are
+}
 HELD = ("parameter", "buffer", "variable")  # lives outside of the call, and is read at each
 
 _PLAIN = re.compile(r"\d+|(?:\d+(?:\.\w+)*\.)?[A-Za-z_]\w*(?:\.\w+)*", re.ASCII)  # a name or a number of the text

@@ -109,9 +109,8 @@ def _buckets(block: Block, sent: Sequence[Sent]) -> list[list[Sent]]:
         )
         bucket = open_.get(key)
         full = bucket is not None and sum(v.type.bytes for x in (*bucket, s) for v in block.eqns[x.at].vars) > BUCKET
-        sends = bucket is not None and any(
-            block.eqns[x.at].outputs[0] in eqn.vars for x in bucket
-        )  # what one of them brings
+        # this message sends what one of them brings
+        sends = bucket is not None and any(block.eqns[x.at].outputs[0] in eqn.vars for x in bucket)
         if bucket is None or full or sends or max(x.begin for x in (*bucket, s)) > min(x.use for x in (*bucket, s)):
             bucket = open_[key] = []
             done.append(bucket)

@@ -88,9 +88,8 @@ class ByAxis:
         before = {node: self.letters(node) for node in self.labels}
         for node in g.options:
             domains[node] = self.setting.labels(node, axis, before[node])
-        for node, label in norm_labels(
-            g, self.setting.given, axis, self.setting.free.get(axis, ())
-        ).items():  # of gradients as they are updated
+        # of gradients as they are updated
+        for node, label in norm_labels(g, self.setting.given, axis, self.setting.free.get(axis, ())).items():
             domains[node] = [label] if label in domains[node] else domains[node]
         for node, t in g.ports.items():
             domains[node] = self._places(node, t, axis)

@@ -32,9 +32,8 @@ class Choice:
     outs: tuple[Layout, ...]
     letters: Mapping[str, Axes] = field(default_factory=dict)
     expand: bool = False
-    through: Mapping[str, tuple[int, ...]] = field(
-        default_factory=dict
-    )  # by axis: operands whose partial sums pass through
+    # by axis: operands whose partial sums pass through
+    through: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -78,14 +77,12 @@ class Options:
             else []
         )
         large = [[k for k in dim if self.fit.sizes[k] > 1] for dim in dims] if self.fit is not None else []
-        self.minor = {
-            k for dim in large for k in dim[1:]
-        }  # letters that are not the slowest of every dim they are part of
+        # letters that are not the slowest of every dim they are part of
+        self.minor = {k for dim in large for k in dim[1:]}
         self.in_joint_dims = {k for dim in large if len(dim) > 1 for k in dim}  # part of a dim of several letters
         self._places: dict[Label, tuple[dict[int, int], dict[int, int]]] = {}
-        self._at: dict[
-            str, tuple[dict[int, int], dict[int, int]]
-        ] = {}  # letters -> the dims they are, by operand and by result
+        # letters -> the dims they are, by operand and by result
+        self._at: dict[str, tuple[dict[int, int], dict[int, int]]] = {}
         if self.fit is not None:
             for side, items in enumerate((self.fit.ins, self.fit.outs)):
                 for i, item in enumerate(items):
@@ -272,9 +269,8 @@ def linear_groups(op: Op, inputs: Sequence[Any], outputs: Sequence[Type]) -> lis
     found = []
     for group in groups:
         types = [inputs[i] for i in group if i < len(inputs)]
-        if len(types) == len(group) and all(
-            _can_owe(t, digits) for t in types
-        ):  # zeros everywhere are a partial sum as well
+        # zeros everywhere are a partial sum as well
+        if len(types) == len(group) and all(_can_owe(t, digits) for t in types):
             found.append(group)
     return found
 

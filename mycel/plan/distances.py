@@ -52,9 +52,8 @@ class Space:
         self.layouts: list[Layout] = []
         self.index: dict[Layout, int] = {}
         shape = (ndim + 1 + len(PARTIAL),) * len(self.axes)
-        self.number: Indices = np.full(
-            (*shape, len(self.orders)), -1, np.int64
-        )  # by place of each axis (from the end if negative) and order
+        # by place of each axis (from the end if negative) and order
+        self.number: Indices = np.full((*shape, len(self.orders)), -1, np.int64)
         self.places: Indices = np.zeros((0, len(self.axes)), np.int64)  # by layout and axis
         self._enumerate([WHOLE, *range(ndim), *(PARTIAL[k] for k in kinds)])
         masks = [[sum(1 << self.axes.index(a) for a in dim) for dim in layout.dims] for layout in self.layouts]

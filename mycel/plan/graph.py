@@ -46,18 +46,15 @@ class Graph:
     runs: dict[str, int] = field(default_factory=dict)
     options: dict[Node, Options] = field(default_factory=dict)
     eqns: dict[Node, Eqn] = field(default_factory=dict)
-    parts: dict[tuple[str, int], list[frozenset[str]]] = field(
-        default_factory=dict
-    )  # letters of an equation that lie independently of the others
+    # letters of an equation that lie independently of the others
+    parts: dict[tuple[str, int], list[frozenset[str]]] = field(default_factory=dict)
     ports: dict[Node, Type] = field(default_factory=dict)
-    edges: Counter[tuple[Source, Node, int, int]] = field(
-        default_factory=Counter
-    )  # (from, to, operand, rows cut off) -> how often
+    # (from, to, operand, rows cut off) -> how often
+    edges: Counter[tuple[Source, Node, int, int]] = field(default_factory=Counter)
     alias: dict[Node, Node] = field(default_factory=dict)
     made: dict[str, dict[Var, Source]] = field(default_factory=dict)
-    own: dict[Node, frozenset[str]] = field(
-        default_factory=dict
-    )  # axes along which values are a rank's own: inside manual regions
+    # axes along which values are a rank's own: inside manual regions
+    own: dict[Node, frozenset[str]] = field(default_factory=dict)
     sizes: Counter[Node] = field(default_factory=Counter)  # how many nodes one stands for, where it does (`alike.py`)
     _parts: dict[tuple[str, int], list[PartItems]] = field(default_factory=dict)
 

@@ -60,9 +60,8 @@ def solve(
     messages inside an operator."""
     along = dict.fromkeys(plan.over, gathered) if plan.zero == 3 else {}
     reduced = frozenset(plan.over) if plan.zero >= 2 else frozenset()
-    first = [
-        a for a in plan.batch_axes() if a in plan.mesh
-    ]  # activations are split by these anyway: what others split of a dim lies inside
+    # activations are split by these anyway: what others split of a dim lies inside
+    first = [a for a in plan.batch_axes() if a in plan.mesh]
     order = [*first, *(a for a in plan.mesh.axes if a not in first)]
     solver = Solver(Graph(whole), Moves(links), costs, price, inputs, along, reduced, order, wide=plan.sums == "fp32")
     return Solved(solver.solve(), solver.gap)

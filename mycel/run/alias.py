@@ -136,9 +136,8 @@ def summing(outer: Block, eqn: Eqn, body: Block) -> dict[int, int]:
         )
         fresh = fresh and len(ours[start].uses) == 1 and not ours[start].is_output  # type: ignore[index]
         new = body.outputs[j]
-        alone = (
-            isinstance(new, Var) and not uses[new].uses and body.outputs.count(new) == 1
-        )  # nobody keeps the sum of one turn
+        # nobody keeps the sum of one turn
+        alone = isinstance(new, Var) and not uses[new].uses and body.outputs.count(new) == 1
         if fresh and alone and len(uses[carry].uses) == 1 and eqn.inputs.count(start) == 1:
             mine[carry] = new
     overwritten = {}

@@ -250,9 +250,8 @@ class Saver:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if (
-            isinstance(error, KeyboardInterrupt) and self.writing is not None
-        ):  # who interrupts does not want to wait for it
+        # who interrupts does not want to wait for it
+        if isinstance(error, KeyboardInterrupt) and self.writing is not None:
             self.writing.abandoned.set()
             self.worker.shutdown()
             self.writing.abandon()  # if it had begun, and nobody was there yet to finish it

@@ -210,9 +210,8 @@ class _Function:
             name = eqn.params["block" if eqn.op is call else "forward"]
             self.line(f"{_unpack(outs)}{self.blocks[name]}({', '.join(args)}){comment}")
         else:
-            if (
-                eqn.op.by_rank and (eqn.op.collective is not None or eqn.op.effect) and eqn.source
-            ):  # told if the others do not answer
+            # told if the others do not answer
+            if eqn.op.by_rank and (eqn.op.collective is not None or eqn.op.effect) and eqn.source:
                 self.line(f"ranks.COMMUNICATORS[-1].at = {' '.join(eqn.line.split())!r}")
             text = self.expression(eqn, args) if over is None else write_into(eqn.op, over, args, eqn.params)
             self.line(f"{', '.join(outs)} = {text}{comment}")

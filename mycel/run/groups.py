@@ -61,9 +61,8 @@ class RankGroup:
         raise NotImplementedError
 
     def sum(self, x: Tensor) -> Works:
-        return (
-            [self.backend.allreduce([_real(x)], dist.AllreduceOptions())] if x.numel() else []
-        )  # the default is the sum
+        # the default is the sum
+        return [self.backend.allreduce([_real(x)], dist.AllreduceOptions())] if x.numel() else []
 
     def scatter(self, out: Tensor, x: Tensor) -> Works:
         return (

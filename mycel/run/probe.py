@@ -26,10 +26,8 @@ from mycel.ir import OPS, Mesh, type_of
 from mycel.run.processes import Processes, world
 from mycel.run.rendezvous import seat
 
-ROUNDS, LEAST_S = (
-    7,
-    0.01,
-)  # a number is the least of so many rounds, each of at least so long: what else a machine does only adds to it
+# a number is the least of so many rounds, each of at least so long: what else a machine does only adds to it
+ROUNDS, LEAST_S = 7, 0.01
 GRAPHED = 20  # runs in one graph of a GPU
 SIZES = {  # by device: what is small and what is large there
     "cpu": {

@@ -154,9 +154,8 @@ class Rendezvous:
     def address(self) -> str:
         """The address by which this host reaches the store: others reach it by that too."""
         addresses = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_DGRAM)
-        family, kind, _, _, address = min(
-            addresses, key=lambda each: each[0] != socket.AF_INET
-        )  # all ranks have to speak the same
+        # all ranks have to speak the same
+        family, kind, _, _, address = min(addresses, key=lambda each: each[0] != socket.AF_INET)
         with socket.socket(family, kind) as probe:
             probe.connect(address)  # nothing is sent: it only asks for the route
             return str(probe.getsockname()[0])

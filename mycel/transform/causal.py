@@ -52,9 +52,8 @@ def _without_mask(eqn: Eqn, at: int, allowed: tuple[Region, Shape] | None) -> Eq
     if allowed is None:
         return eqn
     region, shape = allowed
-    triangle = half(
-        Affine(0, (0,) * (len(shape) - 2) + (1, -1)), shape
-    )  # q - k >= 0: aligned at the top left, as torch does
+    # q - k >= 0: aligned at the top left, as torch does
+    triangle = half(Affine(0, (0,) * (len(shape) - 2) + (1, -1)), shape)
     if region not in (ALL, triangle):
         return eqn
     params = eqn.params if region == ALL else Params(eqn.params | {"causal": True})

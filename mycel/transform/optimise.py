@@ -95,9 +95,8 @@ def optimise(
     params = [[inputs[Role("parameter", p)] for p in group.params] for group in groups]
     given = [_state(new_input, group, own) for group, own in zip(groups, params, strict=True)]
     returned = [p for group, own in zip(groups, params, strict=True) for p in own if gradients or not group.kind]
-    kept = {
-        p: new_input(f"{p.name}.grad", p.type, Role("gradient", of=program.role(p).name)) for p in returned
-    }  # in the groups' order
+    # in the groups' order
+    kept = {p: new_input(f"{p.name}.grad", p.type, Role("gradient", of=program.role(p).name)) for p in returned}
     skipped = new_input("skipped", Type(torch.int64, ()), Role("counter", "skipped"))
     updates: dict[str, Any] = {}
     with b:

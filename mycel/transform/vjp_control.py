@@ -319,9 +319,8 @@ def _scan_backward(
 ) -> str:
     """The body of the backward scan."""
     body = vjp.blocks[pair.forward]
-    shift = len(
-        stacks
-    )  # forward's inputs hold the stacks between carry and rows only in the block `_scan_forward` makes
+    # forward's inputs hold the stacks between carry and rows only in the block `_scan_forward` makes
+    shift = len(stacks)
     assert shift == len(deep)
     b = Builder(phase="backward")
     known: dict[int, Var] = {i: b.input(_name(eqn.inputs[i]), atom_type(eqn.inputs[i])) for i in held}
