@@ -1,15 +1,13 @@
 """What the user says of layouts inside model code: a layout for a value, or a region to be spread by hand.
 
-    h = mycel.shard(h, "dp", None, "tp")               from here on dim 0 over dp, dim 2 over tp; the value stays what
-                                                       it is
+    h = mycel.shard(h, "dp", None, "tp")           from here on dim 0 over dp, dim 2 over tp; the value stays what it is
 
-    with mycel.manual("tp"):                            in here a rank sees what it has itself along tp
-        w = comm.part(self.w, "tp", dim=0)              this rank's part of a value
+    with mycel.manual("tp"):                       in here a rank sees what it has itself along tp
+        w = comm.part(self.w, "tp", dim=0)         this rank's part of a value
         h = comm.all_gather(x @ w.T, "tp", dim=-1)
 
     @mycel.manual("tp", ins=[None, ("tp", None)], outs=(None, "tp"))
-    def column(x, w):                                   x whole, w as this rank's rows; the results of all ranks side by
-                                                        side
+    def column(x, w):                              x whole, w as this rank's rows; the results of all ranks side by side
         return x @ w.T
 
 Values from outside come into a region whole, the same on every rank, unless `ins` says how an argument is split.  What

@@ -1,9 +1,8 @@
 """Starts the ranks of one host as processes, and ends them together.
 
-    launch(["train", "my.yaml"], nproc=4)                                         python -m mycel train my.yaml, four
-    times
-    launch([…], nproc=8, nnodes=2, node_rank=1, rendezvous="10.0.0.1:29500")      the second of two hosts
-    launch(["x", "y"], nproc=2, program=["script.py"])                            any script, or -m module
+    launch(["train", "my.yaml"], nproc=4)                                     python -m mycel train my.yaml, four times
+    launch([…], nproc=8, nnodes=2, node_rank=1, rendezvous="10.0.0.1:29500")  the second of two hosts
+    launch(["x", "y"], nproc=2, program=["script.py"])                        any script, or -m module
 
 The environment of each rank is the one torchrun makes.  The launcher of the first host holds the store in which the
 ranks meet: at the address of the rendezvous, or at a free port of loopback.

@@ -6,12 +6,12 @@ kernels of their own, whose operands and results lie in memory.  Without a compi
 
     a kernel         max(operations / operations a second, bytes / bytes a second) + launch
     merged ones      each value in memory that they read, once, and those that they write; one launch: a *group* hangs
-                     together by values that
-                     are never in memory.  What is standardised across rows (batch norm) is read twice: first for its
-                                           statistics
+                     together by values that are never in memory.  What is standardised across rows (batch norm) is read
+                     twice: first for its statistics
     a collective     as `links.py` has it
-    call, custom     its block          cond    the dearer branch          scan    its length times the body
-                     loop    TURNS times the body
+    call, custom     its block
+    cond             the dearer branch
+    scan, loop       its length times the body, TURNS times the body
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """A program as a graph: what makes values, what uses them, and how often, each distinct block once.
 
 nodes   an equation's independent parts (an optimiser's parameters do not depend on each other's layouts), inputs of
-        blocks, results of branches,
-        and for a value that several use a place of its own
+        blocks, results of branches, and for a value that several use a place of its own
 edges   from what makes a value to each that uses it, through calls, branches and loops
 """
 
@@ -263,8 +262,7 @@ def independent(options: Options) -> list[frozenset[str]]:
     """Groups of letters that never meet in an operand or a result: they are split independently of each other.
 
     All are one group where the operator has a rule for one of them: in  weight[c], index[n] -> rows[n]  the rule for c
-    looks up what is this
-    rank's of the weights and leaves a partial sum, for which every rank needs the same index."""
+    looks up what is this rank's of the weights and leaves a partial sum, for which every rank needs the same index."""
     if options.fit is None:
         return [frozenset()]
     if any(key != "*" for key in options.op.parts):

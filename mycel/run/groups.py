@@ -2,10 +2,10 @@
 
     sum(x)                        x of all added up, in place
     gather(out, x)                out[i] = x of rank i of the group
-    exchange(out, x)              out[i] = x[me] of rank i;  with counts: so many elements from and to each, one behind
-                                  the other
-    scatter(out, x)               out = the sum of x[me] over all          (where the network can: else an exchange, and
-                                  a sum here)
+    exchange(out, x)              out[i] = x[me] of rank i;  with counts: so many elements from and to each,
+                                  one behind the other
+    scatter(out, x)               out = the sum of x[me] over all
+                                  (where the network can: else an exchange, and a sum here)
 
 All tensors are contiguous.  A message is under way until its works have been waited for, and nothing may touch its
 tensors until then.  Groups are made of torch's backends themselves, not by `new_group`: that sorts the ranks, where the

@@ -2,8 +2,8 @@
 exists before any collective.
 
     RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR MASTER_PORT       as torchrun and `mycel.launch` set them
-    TORCHELASTIC_USE_AGENT_STORE=True                        whoever started the ranks holds the store; otherwise rank 0
-    does
+    TORCHELASTIC_USE_AGENT_STORE=True                        whoever started the ranks holds the store;
+                                                             otherwise rank 0 does
 
     stop               why all has to end: written once, by whoever sees it first
     run                the folder of the run, if it is one

@@ -5,8 +5,8 @@ in them.
       shard-00003-00001.safetensors, …   the second one of rank 3
       manifest.json                      {"format", "step", "metric", "meta", "plan",
                                           "files":   {file: {"bytes", "header", "sha256"}},
-                                          "tensors": {name: {"dtype", "shape", "pieces": [{"file", "begin", "offset",
-                                          "shape", "sha256"}]},
+                                          "tensors": {name: {"dtype", "shape", "pieces": [
+                                                          {"file", "begin", "offset", "shape", "sha256"}]},
                                                       partial name: the same and {"partial": "sum"},
                                                       tied name: {"same": name}},
                                           "sha256"}

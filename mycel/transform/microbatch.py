@@ -3,16 +3,14 @@
 shares        loss(part) becomes the part's share in the loss of the whole batch, so that shares sum up (and likewise
               whatever else a part returns that is no row of the batch):
                   a / b     =>  a / count     where b (how many tokens count, say) is of the part and depends on no
-                            parameter; `count` is its sum
+                                              parameter; `count` is its sum
                   sum(x)    =>  sum(x)        over something that has the part's rows: parts sum up by themselves
                   x         =>  x / parts     otherwise: every part weighs the same
               A mean cross entropy is a sum over a count.  Sums of such terms, multiples and casts of them are taken
-                                                           term by term.  Beside the
-              program of a part stands that of the whole batch: what is larger there has the part's rows, and a number
-              that is another one there
-              (sum / len(x)) is taken from there.  A loss that goes beyond that (a root of a mean, say) is no sum over
-                                                   the batch: its parts weigh
-              the same, and the caller is told.
+              term by term.  Beside the program of a part stands that of the whole batch: what is larger there has the
+              part's rows, and a number that is another one there (sum / len(x)) is taken from there.  A loss that goes
+              beyond that (a root of a mean, say) is no sum over the batch: its parts weigh the same, and the caller is
+              told.
 microbatch    a program of one part => a scan over the parts that sums up loss and gradients, puts rows of the batch one
               behind the other, hands buffers from part to part and gives each part random numbers of its own.
 """
