@@ -11,9 +11,8 @@ from mycel.plan.cost import Costs
 from mycel.plan.residuals import Residuals, paired, residuals
 from mycel.sizes import shown
 
-KEEPING = (
-    4.0  # without a budget, keeping a byte for backward is worth moving four: about what compilers' own rules come to
-)
+# without a budget, keeping a byte for backward is worth moving four: about what compilers' own rules come to
+KEEPING = 4.0
 STEPS = 24  # prices tried, each twice the one before
 
 

@@ -114,7 +114,7 @@ class Setting:
 
 
 @dataclass
-class Found:
+class Solution:
     """What an answer does with each node of a graph."""
 
     letters: dict[Node, dict[str, Axes]]  # of an equation's part: what is split

@@ -44,7 +44,7 @@ def parameter_layouts(
     graph = Graph(whole, free)
     solver = Solver(graph, Moves(links), costs, price, inputs, order=order, free=looked)
     solver.solve()
-    return {i: solver.found.places[graph.port(whole.entry, i)] for i in free}
+    return {i: solver.solution.places[graph.port(whole.entry, i)] for i in free}
 
 
 def solve(

@@ -44,9 +44,8 @@ MANIFEST = "manifest.json"
 SHARD_BYTES = 2 << 30
 PIECE_BYTES = 16 << 20
 CHUNK = 4 << 20  # bytes hashed, written or read at a time
-THREADS = (
-    4  # one hashes a shard while another writes it; more saturate neither the disk nor a few cores that also train
-)
+# one hashes a shard while another writes it; more saturate neither the disk nor a few cores that also train
+THREADS = 4
 COMPARED = 256  # pieces compared with others at a time
 NEVER = threading.Event()
 
