@@ -202,14 +202,14 @@ class Program:
 
     def save(self, path: Any) -> None:
         """Write text and constants to one file."""
-        from mycel.ir.store import save
+        from mycel.ir.program_file import save
 
         save(self, path)
 
     @staticmethod
     def load(path: Any) -> Program:
         """Read what `save` wrote; LoadError if it is damaged."""
-        from mycel.ir.store import load
+        from mycel.ir.program_file import load
 
         return load(path)
 

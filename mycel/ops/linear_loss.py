@@ -14,7 +14,7 @@ import functools
 import torch
 
 from mycel.ir import SplitRule, Type, op
-from mycel.ops.gathering import here
+from mycel.ops.gather_scatter import here
 from mycel.ops.rules import cast_like, o
 
 CHUNK = 1 << 26  # logits at a time; twice as many on a GPU in 16 bits

@@ -14,7 +14,7 @@ from typing import Any
 
 from mycel.ir import Atom, Block, Eqn, Program, Type, Var, call, cond, loop, order, runs, scan, walk
 from mycel.plan.choices import Options
-from mycel.plan.region import own_axes
+from mycel.plan.manual_regions import own_axes
 
 Node = tuple[Any, ...]
 

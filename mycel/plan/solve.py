@@ -13,7 +13,7 @@ from mycel.plan.graph import Graph
 from mycel.plan.layouts import Solver
 from mycel.plan.links import Links
 from mycel.plan.moves import Moves
-from mycel.plan.record import Plan
+from mycel.plan.plan import Plan
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from mycel.plan.distances import Distances, Indices, Space, Table
 from mycel.plan.domains import Domain
 from mycel.plan.graph import Graph, Node, Source
 from mycel.plan.least import Name, Sum
+from mycel.plan.manual_regions import fixed_letters
 from mycel.plan.preferences import made_of, norm_labels, updates, weights
-from mycel.plan.region import fixed_letters
 from mycel.plan.setting import Setting, Solution
 
 

@@ -24,9 +24,9 @@ import torch
 
 from mycel.ir import CONTROL, Atom, Block, Eqn, Op, Program, Var, call, cond, custom, lifetimes, loop, order, scan, walk
 from mycel.ops import o
-from mycel.run.alias import given_away, reusable, shared_outputs, summing
 from mycel.run.compile import compiled as compile_function
 from mycel.run.kernels import literal, sources_of, write, write_inplace, write_into
+from mycel.run.memory_sharing import given_away, reusable, shared_outputs, summing
 
 _TAKEN = {*keyword.kwlist, *dir(builtins), "torch", "math", "base64", "device", "ranks"}
 

@@ -1,12 +1,12 @@
 """Who shares memory with whom.
 
-    roots            which inputs of a block each of its values may share memory with
-    shared_outputs   outputs that may share memory with an input the program updates in place; those are copied before
-                     the update
-    given_away       equations of the entry that may write their results over inputs the program updates
-    summing          equations of a scan's body that may add to its carry in place
-    reusable         equations whose result may be written over an operand, because that owns its memory and nobody
-                     reads it afterwards
+roots            which inputs of a block each of its values may share memory with
+shared_outputs   outputs that may share memory with an input the program updates in place; those are copied before
+                 the update
+given_away       equations of the entry that may write their results over inputs the program updates
+summing          equations of a scan's body that may add to its carry in place
+reusable         equations whose result may be written over an operand, because that owns its memory and nobody
+                 reads it afterwards
 """
 
 from __future__ import annotations
