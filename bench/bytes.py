@@ -4,8 +4,7 @@ query on programs.
     python bench/bytes.py
 
 What a layer sends is the difference between a model of three layers and one of two: ends of the model do not count.  b,
-s, h, e are batch, length,
-width and inner width; P is what a layer's parameters take, N, x, y are ranks.
+s, h, e are batch, length, width and inner width; P is what a layer's parameters take, N, x, y are ranks.
 """
 
 from __future__ import annotations

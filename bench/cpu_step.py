@@ -4,8 +4,8 @@ same run.
     python bench/cpu_step.py
 
 Each way starts in a process of its own with empty compile caches, reports the time to its third step, then waits; steps
-are timed in turns, so
-that all see the same machine.  The bar is the better of the two peers for speed, torch.compile for the start.
+are timed in turns, so that all see the same machine.  The bar is the better of the two peers for speed, torch.compile
+for the start.
 """
 
 from __future__ import annotations
@@ -57,9 +57,8 @@ def serve(way: str) -> None:
 def main() -> None:
     here = os.path.dirname(os.path.abspath(__file__))
     caches = tempfile.mkdtemp()
-    subprocess.run(
-        [sys.executable, "-c", "import mycel.step, torch._inductor.compile_fx"], check=True
-    )  # so that no way pays for writing .pyc files
+    # so that no way pays for writing .pyc files
+    subprocess.run([sys.executable, "-c", "import mycel.step, torch._inductor.compile_fx"], check=True)
     running, third, loss = {}, {}, {}
     for way in WAYS:  # one after the other: a start has the machine to itself
         env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": os.path.join(caches, way)}
@@ -80,9 +79,8 @@ def main() -> None:
     for process in running.values():
         process.stdin.close()
         process.wait()
-    best = {
-        way: sorted(ts)[len(ts) // 4] for way, ts in times.items()
-    }  # the lower quartile: what others do to the machine only adds
+    # the lower quartile: what others do to the machine only adds
+    best = {way: sorted(ts)[len(ts) // 4] for way, ts in times.items()}
     print(f"{'how':32} {'step':>9} {'3rd step':>9}   loss of the third")
     for way, name in WAYS.items():
         print(f"{name:32} {best[way] * 1e3:7.1f}ms {third[way]:8.2f}s   {loss[way]:.6f}")

@@ -4,10 +4,8 @@ same run.
     python bench/ddp.py [--ranks 2 4] [--models gpt llama]
 
 Each way is a world of processes of its own, started once; then all are timed in turns, so that they see the same
-machine.  `dp` is compared with DDP,
-`zero2` with FSDP2 that keeps parameters after forward, `zero3` with FSDP2 that reshards.  Fused AdamW on all sides.
-Losses of the third step must
-agree.
+machine.  `dp` is compared with DDP, `zero2` with FSDP2 that keeps parameters after forward, `zero3` with FSDP2 that
+reshards.  Fused AdamW on all sides.  Losses of the third step must agree.
 """
 
 from __future__ import annotations

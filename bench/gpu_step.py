@@ -5,8 +5,8 @@ recomputation.
     python bench/gpu_step.py 1b ours compile
 
 Each way runs in a process of its own with empty compile caches, so that the time to the third step is that of a fresh
-start.
-Model FLOPs a token: 6 (N - input embedding) + 6 layers * width * length (causal attention); MFU is of 989 TFLOP/s.
+start.  Model FLOPs a token: 6 (N - input embedding) + 6 layers * width * length (causal attention); MFU is of 989
+TFLOP/s.
 """
 
 from __future__ import annotations
@@ -132,6 +132,7 @@ def main(args: list[str]) -> None:
     )
     results: dict[tuple[str, str], dict[str, float]] = {}
     caches = tempfile.mkdtemp()
+    # so that no way pays for writing .pyc files
     subprocess.run(
         [
             sys.executable,
@@ -139,7 +140,7 @@ def main(args: list[str]) -> None:
             "import mycel.step, torch._inductor.compile_fx, transformers.models.llama.modeling_llama",
         ],
         check=False,
-    )  # .pyc
+    )
     print(
         f"{'model':6} {'how':42} {'tokens/s':>9} {'MFU':>6} {'peak GiB':>9} {'predicted':>9} {'3rd step':>9}  loss",
         flush=True,

@@ -118,9 +118,8 @@ class Jit:
             return attribute
 
         @functools.wraps(attribute)
-        def method(
-            *args: Any, **kwargs: Any
-        ) -> Any:  # module.eval() and its like return the module: here the jitted one
+        def method(*args: Any, **kwargs: Any) -> Any:
+            # module.eval() and its like return the module: here the jitted one
             out = attribute(*args, **kwargs)
             return self if out is self.fn else out
 

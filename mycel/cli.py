@@ -1,9 +1,9 @@
 """The command line.  The configuration is read and checked first; only then is torch imported.
 
-mycel train [CONFIG.yaml] [a.b=c …]      exit code 0: done, 1: it failed, 2: wrong usage or configuration, 130: Ctrl-C,
-                                         143: SIGTERM
-mycel train … --nproc N                  the same by N processes, or 128 + the signal that killed one, 71: a rank was
-                                         lost
+mycel train [CONFIG.yaml] [a.b=c …]      exit code 0: done, 1: it failed, 2: wrong usage or configuration,
+                                         130: Ctrl-C, 143: SIGTERM
+mycel train … --nproc N                  the same by N processes, or 128 + the signal that killed one,
+                                         71: a rank was lost
 mycel config [CONFIG.yaml] [a.b=c …]
 mycel plan [CONFIG.yaml] [a.b=c …]       the fastest plan for a cluster, which need not be there
 mycel evaluate RUN|FOLDER --data FILE    loss, perplexity and accuracy; or multiple choice

@@ -50,9 +50,8 @@ def part(x: torch.Tensor, axis: str, dim: int = 0) -> torch.Tensor:
 
     def write(region: Open, v: Any) -> Any:
         divided(v.shape[dim], [axis], region.sizes, f"comm.part along {axis}")
-        if (
-            not region.is_inside(v) and region.tracer.eqns is region.eqns and len(region.tracer.manual) == 1
-        ):  # never whole on a rank
+        # never whole on a rank
+        if not region.is_inside(v) and region.tracer.eqns is region.eqns and len(region.tracer.manual) == 1:
             return region.enter(v, tuple((axis,) if d == dim else () for d in range(v.ndim)))
         return o.own_part(v, **_along(region, axis), dim=dim)
 

@@ -1,8 +1,8 @@
 """Gradients as functions: grad, value_and_grad, vjp, jvp, hessian.
 
 Each captures the function as `jit` does, differentiates the program, and runs the result; `.program(*args)` and
-`.source(*args)` show it.
-Called while another function is captured, the derivative becomes part of that program: so they nest to any order.
+`.source(*args)` show it.  Called while another function is captured, the derivative becomes part of that program: so
+they nest to any order.
 """
 
 from __future__ import annotations

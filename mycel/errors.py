@@ -2,8 +2,8 @@
 
 The user's side: `CaptureError` (code that cannot become a program), `TextError` (program text that does not parse),
 `LoadError` (a saved program that is damaged), `PlanError`, `RunError`, `TrainError` and `CheckpointError` (the
-trainer's).  Our side:
-`IRError`, an inconsistent program.
+trainer's).  Our side: `IRError`, an inconsistent program.
+
 Every message says what, where in the user's code, and what to try.
 """
 

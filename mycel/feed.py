@@ -1,13 +1,12 @@
 """A batch on its way to a rank: which part of each tensor is this rank's, cut on the host before it is moved to the
 device.
 
-    a batch of 6 rows under [dp] on Mesh(dp=4)      dp=0  rows 0:2     dp=1  rows 2:4     dp=2  rows 4:6     dp=3  no
-                                                    rows
+    a batch of 6 rows under [dp] on Mesh(dp=4)      dp=0  rows 0:2   dp=1  rows 2:4   dp=2  rows 4:6   dp=3  no rows
 
     step(**batch)                        the whole batch     cut ─▶ move ─▶ run
     take = step.local(**like)            such a batch, which needs no data
-    take(**part)                         this rank's part    pad ─▶ move ─▶ run     no padding in it: step.rows,
-                                         step.slices
+    take(**part)                         this rank's part    pad ─▶ move ─▶ run
+                                         (no padding in it: step.rows, step.slices)
 
 How large the whole is cannot be told from a part (3 of 5 rows, or of 6), and ranks that guess could guess differently:
 so it is said.
@@ -38,8 +37,7 @@ NO_LAYOUTS: Mapping[str, Layout] = {}
 @dataclass(frozen=True)
 class Feed:
     """The whole batch tensors of a program and how they lie; `at`: which of a call's inputs they are; `leaves`: which
-    of them each tensor of
-    the arguments is."""
+    of them each tensor of the arguments is."""
 
     inputs: tuple[Var, ...]
     layouts: tuple[Layout, ...]

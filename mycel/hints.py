@@ -1,25 +1,20 @@
 """What the user says of layouts inside model code: a layout for a value, or a region to be spread by hand.
 
-    h = mycel.shard(h, "dp", None, "tp")               from here on dim 0 over dp, dim 2 over tp; the value stays what
-                                                       it is
+    h = mycel.shard(h, "dp", None, "tp")           from here on dim 0 over dp, dim 2 over tp; the value stays what it is
 
-    with mycel.manual("tp"):                            in here a rank sees what it has itself along tp
-        w = comm.part(self.w, "tp", dim=0)              this rank's part of a value
+    with mycel.manual("tp"):                       in here a rank sees what it has itself along tp
+        w = comm.part(self.w, "tp", dim=0)         this rank's part of a value
         h = comm.all_gather(x @ w.T, "tp", dim=-1)
 
     @mycel.manual("tp", ins=[None, ("tp", None)], outs=(None, "tp"))
-    def column(x, w):                                   x whole, w as this rank's rows; the results of all ranks side by
-                                                        side
+    def column(x, w):                              x whole, w as this rank's rows; the results of all ranks side by side
         return x @ w.T
 
 Values from outside come into a region whole, the same on every rank, unless `ins` says how an argument is split.  What
-leaves a `with` block must be
-the same on all its ranks again, which is checked; a result of a decorated function is taken as `outs` says, and along
-an axis that it does not name
-the first rank's counts: it is sent to the others where they may have another.  A list is one layout for each argument
-or result, a tuple one layout,
-None the whole.  Axes that the region does not name are spread as everywhere else.  Random numbers are the same on all
-                 ranks of a region.  On one
+leaves a `with` block must be the same on all its ranks again, which is checked; a result of a decorated function is
+taken as `outs` says, and along an axis that it does not name the first rank's counts: it is sent to the others where
+they may have another.  A list is one layout for each argument or result, a tuple one layout, None the whole.  Axes that
+the region does not name are spread as everywhere else.  Random numbers are the same on all ranks of a region.  On one
 device, or where an axis has one rank, parts are wholes and nothing is sent.
 """
 
@@ -36,9 +31,8 @@ from mycel.errors import PlanError
 from mycel.ir import Axes, Var
 from mycel.ops import o
 
-OPEN: list[
-    tuple[Axes, Open | None]
-] = []  # the regions around the code that runs: their axes, and what is traced where they have ranks
+# the regions around the code that runs: their axes, and what is traced where they have ranks
+OPEN: list[tuple[Axes, Open | None]] = []
 
 
 def shard(x: torch.Tensor, *layout: Any) -> torch.Tensor:

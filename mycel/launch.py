@@ -1,13 +1,11 @@
 """Starts the ranks of one host as processes, and ends them together.
 
-    launch(["train", "my.yaml"], nproc=4)                                         python -m mycel train my.yaml, four
-    times
-    launch([…], nproc=8, nnodes=2, node_rank=1, rendezvous="10.0.0.1:29500")      the second of two hosts
-    launch(["x", "y"], nproc=2, program=["script.py"])                            any script, or -m module
+    launch(["train", "my.yaml"], nproc=4)                                     python -m mycel train my.yaml, four times
+    launch([…], nproc=8, nnodes=2, node_rank=1, rendezvous="10.0.0.1:29500")  the second of two hosts
+    launch(["x", "y"], nproc=2, program=["script.py"])                        any script, or -m module
 
 The environment of each rank is the one torchrun makes.  The launcher of the first host holds the store in which the
-                                                         ranks meet: at the
-address of the rendezvous, or at a free port of loopback.
+ranks meet: at the address of the rendezvous, or at a free port of loopback.
 
     a rank fails           the others are told through the store who and how, and have FOLLOW_S to end before they are
                            killed
@@ -142,9 +140,8 @@ class LocalRanks:
     def together(self) -> Iterator[None]:
         """Inside, signals are passed on; at the end, however it comes, none is left."""
         before = {}
-        if (
-            threading.current_thread() is threading.main_thread()
-        ):  # no other thread may; what is ignored (by nohup, say) stays so
+        # no other thread may; what is ignored (by nohup, say) stays so
+        if threading.current_thread() is threading.main_thread():
             before = {n: old for n in SIGNALS if (old := signal.getsignal(n)) not in (signal.SIG_IGN, None)}
         for number in before:
             signal.signal(number, lambda number, _: self._pass_on(number))
@@ -239,9 +236,8 @@ class LocalRanks:
                 self.run = Path(store.get(run.RUN).decode())
             where = self._log(first) or "the console"
             reason = run.tell(store, f"{first.fate}\n  try       a look at its log: {where}")
-            self.failed = next(
-                (r for r in self.all if reason.startswith(f"rank {r.rank} failed: ")), first
-            )  # it said so, and may still be ending
+            # it said so, and may still be ending
+            self.failed = next((r for r in self.all if reason.startswith(f"rank {r.rank} failed: ")), first)
 
         if not self.asked:
             self.deadline = min(self.deadline, time.monotonic() + FOLLOW_S)

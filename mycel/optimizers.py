@@ -1,8 +1,7 @@
 """torch's optimisers as groups of a step: which state they keep, which hyper-parameters they read, and where both live.
 
 State stays in torch's own objects (`optimizer.state[p]`), created as torch would; hyper-parameters are read at every
-call.  So
-`optimizer.state_dict()`, schedulers and a later `optimizer.step()` work as if torch had taken the steps.
+call.  So `optimizer.state_dict()`, schedulers and a later `optimizer.step()` work as if torch had taken the steps.
 """
 
 from __future__ import annotations

@@ -5,8 +5,7 @@
     their state    as the parameters; under ZeRO split once more
 
 A parameter's own tensor becomes the rank's part when a step is first compiled, or was made as one (`adopt`); the shape
-of the whole is remembered,
-and shown again whenever the model is captured.
+of the whole is remembered, and shown again whenever the model is captured.
 """
 
 from __future__ import annotations
@@ -58,12 +57,10 @@ class ShardedModel:
     ranks: Any = None  # the communicator
     shapes: dict[str, torch.Size] = field(default_factory=dict)  # of whole parameters and buffers
     layouts: dict[str, Layout] = field(default_factory=dict)  # in which they are held
-    stored: dict[str, Layout] = field(
-        default_factory=dict
-    )  # of a trained parameter's state that is as large as itself, by its name
-    slots: dict[Role, tuple[Layout, Type]] = field(
-        default_factory=dict
-    )  # of each piece of state: how it lies, and its type as a whole
+    # of a trained parameter's state that is as large as itself, by its name
+    stored: dict[str, Layout] = field(default_factory=dict)
+    # of each piece of state: how it lies, and its type as a whole
+    slots: dict[Role, tuple[Layout, Type]] = field(default_factory=dict)
     is_split: bool = False
     _open: int = 0
 
@@ -294,8 +291,7 @@ class ShardedModel:
 
 def roles_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[int, Role]:
     """What a model's tensors are, by id, under the names that its state dict has; tensors that an optimiser changes are
-    parameters,
-    whoever holds them."""
+    parameters, whoever holds them."""
     roles = {id(x): Role("buffer", name) for name, x in model.named_buffers()}
     roles |= {id(p): Role("parameter", name) for name, p in model.named_parameters()}
     for i, group in enumerate(optimizer.param_groups if optimizer is not None else ()):
@@ -317,8 +313,7 @@ def parameter_layouts(
 
 def state_layout(of: Layout, whole: Sequence[int], shape: Sequence[int]) -> Layout:
     """How state of this shape lies, of a parameter whose state as large as itself lies in layout `of`: dims that are
-    the parameter's lie as these
-    do, others (those of a row's or a column's statistics, of a count) are whole."""
+    the parameter's lie as these do, others (those of a row's or a column's statistics, of a count) are whole."""
     if len(shape) != len(whole):
         return Layout.whole(len(shape))
     padded = (*of.dims, *((),) * (len(whole) - len(of.dims)))

@@ -4,8 +4,7 @@
     loss = step(**batch)
 
 `Step.compile` shows the way in one function: capture, a plain list of passes, a plan, lowering, code.  The model's own
-tensors and the
-optimiser's own state change in place.
+tensors and the optimiser's own state change in place.
 """
 
 from __future__ import annotations
@@ -80,17 +79,15 @@ def train_step(
     """A callable that takes one step on a batch and returns its loss, or with `outputs` (loss, what came beside it).
 
     mesh        the devices, e.g. mycel.Mesh(dp=2, tp=4); None: one.  Every rank holds its parts of the model, and calls
-                the step
-                with the whole batch, of which it moves its part to its device, or `step.local(...)` with that part
-                alone
+                the step with the whole batch, of which it moves its part to its device, or `step.local(...)` with that
+                part alone
     plan        "auto", or how to spread the step: a mycel.Plan, a .yaml file, or names of ready plans such as
                 "zero3+tp"
     loss        None: the model returns the loss, or an object or dict with `loss`.  Otherwise loss(output, *rest): the
                 loss gets the last of the positional arguments, as many as it asks for (all, if it takes *args), the
                 model the first ones, as many as it takes; what the loss needs is no optional argument of the model
     precision   "fp32": as the model is written;  "bf16", "fp16": weights and their updates stay as they are, the
-                computation is in 16 bits, sums
-                in 32; fp16 scales the loss
+                computation is in 16 bits, sums in 32; fp16 scales the loss
     accumulate  the batch is split into so many parts along its first dim (a smaller one into the next number that
                 divides it); loss and gradient are those of the whole batch
     clip_norm   gradients are scaled down to this global norm
@@ -257,8 +254,7 @@ class Step:
 
     def local(self, *args: Any, **kwargs: Any) -> Local:
         """The step that is called with this rank's part alone, of batches like this one, which needs no data
-        (device="meta"): of each
-        tensor what `slices` says, or its `rows` where the plan splits nothing else."""
+        (device="meta"): of each tensor what `slices` says, or its `rows` where the plan splits nothing else."""
         return Local(self, args, kwargs)
 
     def usable(self, entry: CompiledStep) -> bool:

@@ -1,9 +1,8 @@
 """Layouts of small programs by trying them all, beside those that the solver finds.
 
 Every combination of labels of all equations and of layouts of all inputs and shared values is priced by itself: seconds
-of computing by the shares of
-letters, of messages inside operators, and of every move by the chain that lowering would write (`Moves.seconds`).  No
-table of the solver is used.
+of computing by the shares of letters, of messages inside operators, and of every move by the chain that lowering would
+write (`Moves.seconds`).  No table of the solver is used.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 tells what it did.
 
 Torch is imported once, so that a job costs milliseconds.  Lines out: {"pid"} of the child, what the child says,
-                                                           {"ended": exit status}.
+{"ended": exit status}.
 """
 
 from __future__ import annotations
@@ -123,9 +123,8 @@ def hold(folder: str) -> None:
     """A run that holds its folder, with a data worker that outlives it."""
     run = RunFolder(folder)
     if os.fork() == 0:
-        say(
-            held=str(run.path), worker=os.getpid()
-        )  # not before it lives: what it let go at its birth it then has let go
+        # not before it lives: what it let go at its birth it then has let go
+        say(held=str(run.path), worker=os.getpid())
         time.sleep(60)
         os._exit(0)
     time.sleep(60)

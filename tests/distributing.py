@@ -63,9 +63,8 @@ def compared(
             assert all(p == parts[0] for p in parts) and parts[0] == want, x
             continue
         whole = put_together(parts, layout, type_of(want), mesh)
-        tolerance = (
-            1e-10 if want.dtype in (torch.float64, torch.complex128) and not single else 1e-5
-        )  # HF's norms compute in f32
+        # HF's norms compute in f32
+        tolerance = 1e-10 if want.dtype in (torch.float64, torch.complex128) and not single else 1e-5
         if not want.is_floating_point() and not want.is_complex():
             assert torch.equal(whole, want), x
         else:

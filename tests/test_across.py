@@ -47,9 +47,8 @@ def test_every_rank_gets_its_part(shape, first, second, start, rng):
     for i, rank in enumerate(target.ranks):
         assert torch.equal(made[rank], part_of(x, target.layout, second, i))
     boxes = [target.box(type_of(x), i) for i in range(second.world)]
-    assert sum(t.numel for t in found) == sum(
-        math.prod(b - a for a, b in box) for box in boxes
-    )  # nothing is sent twice to anybody
+    # nothing is sent twice to anybody
+    assert sum(t.numel for t in found) == sum(math.prod(b - a for a, b in box) for box in boxes)
     own = {t for t in found if t.source == t.target}
     in_rounds = [t for r in rounds(found) for t in r]
     assert sorted(map(repr, in_rounds)) == sorted(repr(t) for t in found if t not in own)

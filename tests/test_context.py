@@ -1,6 +1,5 @@
 """Attention split over a sequence: rows alone, rows and columns in a ring, heads by all-to-all.  In parts it equals the
-whole; a ring sends what its
-formula says and computes each score of a causal triangle once."""
+whole; a ring sends what its formula says and computes each score of a causal triangle once."""
 
 from __future__ import annotations
 

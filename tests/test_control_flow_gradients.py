@@ -115,9 +115,8 @@ def test_gradients_are_finite_differences(name):
     gen = torch.Generator().manual_seed(0)
     eps = 1e-6
     for given in case.arguments:
-        args = [
-            a * 1.0137 + 0.00731 * (i + 1) if i in at else a for i, a in enumerate(given)
-        ]  # off the points where a decision tips
+        # off the points where a decision tips
+        args = [a * 1.0137 + 0.00731 * (i + 1) if i in at else a for i, a in enumerate(given)]
         reset()
         grads = ours(*fresh(args))
         vs = [torch.randn(args[i].shape, generator=gen, dtype=args[i].dtype) for i in at]

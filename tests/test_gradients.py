@@ -213,9 +213,8 @@ def test_second_derivatives_of_operators(name):
     }
     fn = lambda x: (fns[name](x) ** 3).sum()
     y = x.clone().requires_grad_()
-    with nn.attention.sdpa_kernel(
-        nn.attention.SDPBackend.MATH
-    ):  # torch's other attention kernels have no second derivative
+    # torch's other attention kernels have no second derivative
+    with nn.attention.sdpa_kernel(nn.attention.SDPBackend.MATH):
         (first,) = torch.autograd.grad(fn(y), y, create_graph=True)
         (want,) = torch.autograd.grad((first**2).sum(), y)
     ours = mycel.grad(lambda x: (mycel.grad(fn)(x) ** 2).sum())(x)

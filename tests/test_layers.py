@@ -1,8 +1,11 @@
 """Who may look into whom, read from the imports themselves.
 
-errors < ir < ops < {capture | transform | plan} < lower < step < train < cli,   ops < run < {api | step},   capture,
-transform < api < derivatives,
-capture < hints < comm,   capture < custom,   run < launch < cli
+errors < ir < ops < {capture | transform | plan} < lower < step < train < cli
+ops < run < {api | step}
+capture, transform < api < derivatives
+capture < hints < comm
+capture < custom
+run < launch < cli
 """
 
 from __future__ import annotations

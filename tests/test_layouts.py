@@ -190,12 +190,10 @@ def all_layouts(ndim, mesh):
 @pytest.mark.parametrize("extreme", [False, True], ids=["to sums", "to extremes"])
 def test_from_each_layout_to_each_other(shape, mesh, extreme):
     layouts = all_layouts(len(shape), mesh)
-    assert (
-        len(layouts) == len(set(layouts)) == (len(shape) + len(KINDS) + 1) ** 2 + len(shape)
-    )  # a place for each axis; two on one dim in both orders
-    x = torch.randint(
-        1, 100, shape, generator=torch.Generator().manual_seed(0)
-    ).double()  # whole numbers: sums are exact
+    # a place for each axis; two on one dim in both orders
+    assert len(layouts) == len(set(layouts)) == (len(shape) + len(KINDS) + 1) ** 2 + len(shape)
+    # whole numbers: sums are exact
+    x = torch.randint(1, 100, shape, generator=torch.Generator().manual_seed(0)).double()
     for source in layouts:
         given = held(x, source, mesh)
         assert torch.equal(put_together(given, source, type_of(x), mesh), x), source
@@ -292,9 +290,8 @@ def run_in_parts(op, inputs, params, labels, mesh, rng):
 def made_whole(op, example):
     """(inputs, results) of an example on one device."""
     inputs = example.make("f64")
-    if (
-        len({x.dtype for x in inputs if isinstance(x, torch.Tensor) and x.is_floating_point()}) > 1
-    ):  # few digits: what is rounded loses none
+    # few digits: what is rounded loses none
+    if len({x.dtype for x in inputs if isinstance(x, torch.Tensor) and x.is_floating_point()}) > 1:
         inputs = [
             x.bfloat16().to(x.dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in inputs
         ]

@@ -12,9 +12,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 import mycel
 from mycel.errors import CaptureError
 
-database = pytest.importorskip(
-    "torch.testing._internal.common_methods_invocations", exc_type=ImportError
-)  # needs expecttest
+# needs expecttest
+database = pytest.importorskip("torch.testing._internal.common_methods_invocations", exc_type=ImportError)
 
 SAMPLES = 2
 DTYPES = (torch.float32, torch.int64, torch.complex64, torch.bool)

@@ -39,9 +39,8 @@ def wide(x):
 
 def test_every_operator_has_examples():
     held = (*CONTROL, OPS["const"])  # no kernel: the runner has blocks or data for them
-    held += tuple(
-        op for op in OPS.values() if op.effect or op.name.startswith("stack_")
-    )  # what they act on is no tensor: tests of control flow
+    # what they act on is no tensor: tests of control flow
+    held += tuple(op for op in OPS.values() if op.effect or op.name.startswith("stack_"))
     held += tuple(op for op in OPS.values() if op.by_rank)  # they need ranks: tests of layouts
     assert [op.name for op in OPS.values() if op not in held and not op.examples] == []
 

@@ -20,7 +20,7 @@ TABLES = {
     "plan/decided.py": "a plan is text and names operators",
     "plan/choices.py": "the search for layouts",
     "plan/preferences.py": "the search for layouts",
-    "plan/region.py": "the search for layouts",
+    "plan/manual_regions.py": "the search for layouts",
     "capture/bounds.py": "what it knows of sizes, by operator",
     "capture/syntax/runtime.py": "a list of what is cheap enough to compute on both ways",
 }

@@ -100,9 +100,8 @@ def test_the_code_needs_torch_alone(name):
     assert kept == ["import math", "import torch"]
 
 
-BY_RULE = [
-    known.op for known in OPTIMISERS.values() if isinstance(known.op.inplace, functools.partial)
-]  # without a fused kernel of torch's
+# without a fused kernel of torch's
+BY_RULE = [known.op for known in OPTIMISERS.values() if isinstance(known.op.inplace, functools.partial)]
 
 
 @pytest.mark.parametrize("op", BY_RULE, ids=repr)
@@ -111,9 +110,8 @@ def test_16_bits_are_updated_in_32_and_rounded_once(op):
     narrow = [x.to(torch.bfloat16) if isinstance(x, torch.Tensor) and x.ndim else x for x in example.make("f32")]
     wide = [x.float() if isinstance(x, torch.Tensor) and x.ndim else x for x in narrow]
     for got, want in zip(op.kernel(*narrow, **example.params), op.kernel(*wide, **example.params), strict=True):
-        torch.testing.assert_close(
-            got.float(), want.to(got.dtype).float(), rtol=2**-8, atol=0
-        )  # a last bit: sums in another order
+        # a last bit: sums in another order
+        torch.testing.assert_close(got.float(), want.to(got.dtype).float(), rtol=2**-8, atol=0)
 
 
 # -- on ranks --------------------------------------------------------------------------------------------------------

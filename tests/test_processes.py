@@ -88,9 +88,8 @@ def test_when_a_rank_dies_the_others_end_by_themselves_and_say_why(how, tmp_path
         assert "at        model.py:31, in all_reduce over dp" in told
     last_words = console.rpartition("error: rank 1 ")[2]
     assert f"log       {logs[0]}" in last_words
-    last = (
-        "ValueError: a mistake of rank 1" if how in ("raise", "linger") else "the last words of rank 1"
-    )  # a traceback comes after what was said before
+    # a traceback comes after what was said before
+    last = "ValueError: a mistake of rank 1" if how in ("raise", "linger") else "the last words of rank 1"
     assert f"| {last}" in last_words
     assert not any(alive(pid) for pid in notes(tmp_path, "pid-").values())
 
@@ -221,9 +220,8 @@ def test_local_runs_listen_on_loopback_only(tmp_path):
     """The ranks, and the launcher, which holds their store."""
     assert run("meet", 2, tmp_path) == 0
     heard = {address for text in notes(tmp_path, "listens-").values() for address in text.split()}
-    assert heard and heard <= {"0100007F", "0" * 16 + "FFFF00000100007F", "0" * 24 + "01000000"}, (
-        heard
-    )  # 127.0.0.1, the same in IPv6, ::1
+    # 127.0.0.1, the same in IPv6, ::1
+    assert heard and heard <= {"0100007F", "0" * 16 + "FFFF00000100007F", "0" * 24 + "01000000"}, heard
 
 
 def test_ranks_meet_without_anyone_to_hold_the_store(tmp_path):

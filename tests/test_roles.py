@@ -208,9 +208,8 @@ def test_the_order_of_inputs_means_nothing(monkeypatch, settings_):
     first, wanted = trained(plain)
     second, got = trained(lambda program: shuffled(plain(program)))
     assert [v.name for v in second.program.inputs] != [v.name for v in first.program.inputs]
-    assert "accumulate" in settings_ or len(second.program.inputs) < len(
-        first.program.inputs
-    )  # a scan over parts takes all of the batch
+    # a scan over parts takes all of the batch
+    assert "accumulate" in settings_ or len(second.program.inputs) < len(first.program.inputs)
     assert all(torch.equal(a, b) for a, b in zip(wanted, got, strict=True))
 
 
@@ -261,8 +260,7 @@ def main(x: f64[8,4], w: f64[6,4] = parameter weight, m: f64[6,1] = state row_va
 
 def test_state_with_a_shape_of_its_own_and_partial_state_run_and_are_saved(tmp_path):
     """A row's statistics lie as the rows of their parameter; what each rank left behind is a sum, is used and updated
-    as one, and is saved and
-    loaded under another mesh."""
+    as one, and is saved and loaded under another mesh."""
     torch.manual_seed(0)
     model, program = nn.Linear(4, 6, bias=False).double(), Program.parse(FEEDBACK)
     values = [torch.randn(v.shape, dtype=v.dtype) for v in program.inputs]

@@ -202,9 +202,8 @@ def test_memory_is_used_again_only_where_nobody_looks():
         "q = z.sub_(x)",
     ):
         assert line in lean[1], line
-    assert (
-        "g.mul_" not in lean[1] and "v.add_" not in lean[1] and "x." not in lean[1].replace("max.", "")
-    )  # v is an output and lies in g
+    # v is an output and lies in g
+    assert "g.mul_" not in lean[1] and "v.add_" not in lean[1] and "x." not in lean[1].replace("max.", "")
 
 
 @pytest.mark.parametrize("name", [op.name for op in OPS.values() if op.into])

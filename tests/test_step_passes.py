@@ -206,9 +206,8 @@ def test_donated_updates_are_written_in_place():
     stepping = check(transform.optimise(graded(loss_program()), groups(), 1, clip_norm=1.0))
     source = emit(stepping, donate=True, reuse=True)
     main = source.split("def main")[1]
-    assert (
-        main.count("adam_update(") == 1 and ".clone()" not in main and main.count(".copy_(") == 1
-    )  # the count of skipped steps
+    # the count of skipped steps
+    assert main.count("adam_update(") == 1 and ".clone()" not in main and main.count(".copy_(") == 1
     args: list = []
     for v in stepping.inputs:
         torch.manual_seed(len(args))

@@ -31,9 +31,8 @@ def test_saved_by_transformers_loads_bitwise(name, shard, tmp_path):
     model = build(tmp_path, None, weights="load")
     assert type(model.module) is type(there) and model.notes == ()
     assert equal(bits(model.module), bits(there)) and ties(model.module) == ties(there)
-    assert torch.equal(
-        logits(model.module.eval(), batch(name)), logits(there, batch(name))
-    )  # buffers that are not saved, too
+    # buffers that are not saved, too
+    assert torch.equal(logits(model.module.eval(), batch(name)), logits(there, batch(name)))
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("bert", torch.bfloat16), ("t5", torch.float16)])

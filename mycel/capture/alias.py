@@ -1,10 +1,9 @@
 """In-place updates and views, made functional.
 
 Every tensor the user's code holds has a `Cell`: the Var that is its value now.  A view's cell knows its parent's cell
-and the equation that
-made it.  Writing into a view writes into its parent through the operator's `write` rule; reading a view after its
-          parent changed
-replays the equation.  So `x[0] += 1; y = x.sum()` becomes select, add, select_update, sum.
+and the equation that made it.  Writing into a view writes into its parent through the operator's `write` rule; reading
+a view after its parent changed replays the equation.  So `x[0] += 1; y = x.sum()` becomes select, add, select_update,
+sum.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Gradients the user gives: `custom` equations, from `mycel.custom_vjp` and from torch.autograd.Function.
 
 Forward and backward are traced into blocks of their own, side by side; what backward needs beyond arguments and results
-(a Function's saved
-intermediates) becomes further results of forward.
+(a Function's saved intermediates) becomes further results of forward.
 """
 
 from __future__ import annotations

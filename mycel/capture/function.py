@@ -37,10 +37,8 @@ class Captured:
     """A program and its calling convention.
 
     The program's inputs are, in any order: the tensors of the arguments, `state` (where each other tensor lives;
-    several places for tied
-    ones) and the random key; their roles say which is which.  Its results are the tensors of `out`, then those of
-    `effects` (slots that
-    are rebound); its updates are written into their inputs.
+    several places for tied ones) and the random key; their roles say which is which.  Its results are the tensors of
+    `out`, then those of `effects` (slots that are rebound); its updates are written into their inputs.
     """
 
     program: Program

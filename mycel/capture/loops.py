@@ -1,12 +1,9 @@
 """Loops on tensors: `while` becomes `loop`, `for` over a range or over rows becomes `loop` or `scan`.
 
 The state of a loop is what a turn changes: variables that are needed afterwards or at the next turn, attributes and
-items of objects, tensors
-updated in place, and the random key where the body draws.  A first trace of the body finds the state; numbers that
-change become 0-dim
-tensors, what is undefined before the first turn gets a filler; then the body is traced again, until every part ends a
-turn with the type
-it began with.
+items of objects, tensors updated in place, and the random key where the body draws.  A first trace of the body finds
+the state; numbers that change become 0-dim tensors, what is undefined before the first turn gets a filler; then the
+body is traced again, until every part ends a turn with the type it began with.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Tracing a Python closure into a block of its own: the bodies of branches and loops.
 
 While a section is open, the tracer's equations go there.  What the closure changed outside (cells of outer tensors) is
-                                                           noted in a journal, told
-and undone, so that a second branch starts where the first did.  Outer values that a section uses are its free Vars:
-they become operands.
+noted in a journal, told and undone, so that a second branch starts where the first did.  Outer values that a section
+uses are its free Vars: they become operands.
 """
 
 from __future__ import annotations

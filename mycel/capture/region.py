@@ -5,10 +5,9 @@ axes.
     x ───── enter(x) ───▶ x₁ ─▶ equations on parts, `comm` ─▶ y₁ ───── leave(y₁) ───▶ y
 
 A floating point value from outside enters as a whole when it is first used.  When the region is closed, every value
-made in it that is the same on
-all its ranks leaves; one that may differ from rank to rank is refused where it is used outside.  What differs is known
-by following it: parts, a
-rank's index and what is made of them do; sums over all ranks and gathered parts do not.
+made in it that is the same on all its ranks leaves; one that may differ from rank to rank is refused where it is used
+outside.  What differs is known by following it: parts, a rank's index and what is made of them do; sums over all ranks
+and gathered parts do not.
 """
 
 from __future__ import annotations

@@ -2,11 +2,9 @@
 times.
 
 Two module calls are the same block when their equations are the same up to names: same operators, params, types and
-wiring.  Only the first is
-kept; each call passes its own parameters.  Modules that do not repeat stay in line.  A module that draws random numbers
-                                            gets its own key, folded from
-its parent's by its place among the parent's calls: so a block draws different numbers at each call, and the same
-whether it is in line or not.
+wiring.  Only the first is kept; each call passes its own parameters.  Modules that do not repeat stay in line.  A
+module that draws random numbers gets its own key, folded from its parent's by its place among the parent's calls: so a
+block draws different numbers at each call, and the same whether it is in line or not.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 that it changed.
 
 A `Place` is a container (a module's parameter dict, a globals dict, a closure cell …) and a key.  `Places` walks what a
-function can
-reach: the modules among its arguments, closure, globals and attributes, and the functions and classes it names.
+function can reach: the modules among its arguments, closure, globals and attributes, and the functions and classes it
+names.
 
     tensors    read anew at every call; tied parameters have several places and are one tensor
     modules    guarded: train mode, submodules, hooks

@@ -1,10 +1,8 @@
 """Tracing: the user's code runs once on tensors without data, and what it does becomes equations.
 
 Two modes (`modes.py`) bring the tracer what the code does: torch functions as the user called them, and ATen operators.
-Both look up a rule in
-`ops.RULES`; an ATen operator without a rule becomes an `opaque` equation.  Autograd is off: dispatch starts below it.
-What was traced so far is
-its record (`record.py`).
+Both look up a rule in `ops.RULES`; an ATen operator without a rule becomes an `opaque` equation.  Autograd is off:
+dispatch starts below it.  What was traced so far is its record (`record.py`).
 """
 
 from __future__ import annotations

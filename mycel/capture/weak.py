@@ -1,9 +1,8 @@
 """Python numbers that control flow made tensors: 0-dim, i64, f64 or bool, and *weak*.
 
 Arithmetic on them is Python's, so that a loop gives what its written-out turns give: with numbers it stays in i64 and
-f64 (`1 / 2` is 0.5 in f64),
-with other tensors a weak one takes the dtype a Python number would take.  They do not change in place, as numbers do
-not.
+f64 (`1 / 2` is 0.5 in f64), with other tensors a weak one takes the dtype a Python number would take.  They do not
+change in place, as numbers do not.
 """
 
 from __future__ import annotations

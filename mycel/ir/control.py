@@ -2,16 +2,14 @@
 
     y… = call(x…, block=@b)                                b(x…)
     y… = cond(p, x…, then=@a, orelse=@b)                   a(x…) if p else b(x…)
-    s… = loop(c…, s…, test=@t, body=@b, consts=n)          while t(c…, s…): s… = b(c…, s…)        the first n operands
-                                                           are c
-    s…, y… = scan(c…, s…, x…, body=@b, consts=n, carry=m)  for i over dim 0 of x: s…, y_i… = b(c…, s…, x_i…); y =
-                                                           stack(y_i)
+    s… = loop(c…, s…, test=@t, body=@b, consts=n)          while t(c…, s…): s… = b(c…, s…)
+                                                           (the first n operands are c)
+    s…, y… = scan(c…, s…, x…, body=@b, consts=n, carry=m)  for i over dim 0 of x: s…, y_i… = b(c…, s…, x_i…);
+                                                           y = stack(y_i)
 
     y…, z… = custom(x…, forward=@f, backward=@b, wrt=n, outs=k)
-                                                           f(x…), with a gradient of the user's: for the first k outputs
-                                                           y and the first n operands,
-                                                           b(x…, y…, z…, dy…) gives dx…  (dy and dx for floating point
-                                                           values only)
+        f(x…), with a gradient of the user's: for the first k outputs y and the first n operands,
+        b(x…, y…, z…, dy…) gives dx…  (dy and dx for floating point values only)
 
 Their types follow from their blocks (`outputs_of`).  They have no kernel: `run` executes the blocks.
 """

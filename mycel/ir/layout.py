@@ -6,8 +6,7 @@
     f32[64@tp.dp]             dim 0 over two axes, tp the slower
 
 A dim is split from its slowest axis to its fastest, each time into parts of ceil(n / k) elements: the last parts may be
-short or empty.  Every rank
-stores a full part; what lies behind its last valid element is padding, and means nothing.
+short or empty.  Every rank stores a full part; what lies behind its last valid element is padding, and means nothing.
 """
 
 from __future__ import annotations

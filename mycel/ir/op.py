@@ -6,16 +6,13 @@
         return torch.nn.functional.linear(x, w)
 
 The decorated function is the kernel; its positional parameters are the inputs, its keyword-only parameters the static
-params.
-Called with tensors an operator computes; called with `Var`s it writes an equation into the current `Builder`: so
-gradient
-rules and expansions, written with operators, work on both.
+params.  Called with tensors an operator computes; called with `Var`s it writes an equation into the current `Builder`:
+so gradient rules and expansions, written with operators, work on both.
 
 What the fields mean
   dims      the shape and sharding rule (see `dims.py`), or a function (*types, **params) -> dims text or (text, sizes)
   dtype     of the outputs: "promote" | "float" (integers become the default float) | "first" | a dtype | a function of
-            the types;
-            one of these, or a tuple of them for several outputs
+            the types; one of these, or a tuple of them for several outputs
   types     the whole type rule, where shapes cannot be read from dims: (*types, **params) -> Type or tuple of Types
   vjp       (g, y, *inputs, **params) -> one cotangent for each input (None: no gradient)
   flops     a function of the dim sizes (`d.k`, `d.rows` = product of "..."); default: one for each output element
@@ -34,7 +31,7 @@ What the fields mean
   rate      under which name its operations a second are measured: "product", "conv", "attention" …; "": it is bound by
             memory
   precision in mixed precision: "low" in 16 bits, "high" in 32, "kept": it says its dtype itself or has its operand's;
-  "": as its widest operand
+            "": as its widest operand
   commutes  its two operands may change places: "always", or "exactly": not in floating point, where 0.0 and -0.0 tell
             them apart
   moves     its elements are its operand's, in other places
@@ -94,10 +91,9 @@ class Collective:
     along them.
 
     `sent`: bytes a rank puts on the wire for each byte it puts in.  `steps`: messages that wait for each other.
-    `meaning`: what the rank at an index
-    gets, from the tensors of all ranks along the axes, (xs, index, **params) -> y; simulated ranks do it.  `together`:
-    several may go in one message,
-    begun and waited for apart.  `grows`: it brings more than it is given.  `same`: afterwards all ranks have the same.
+    `meaning`: what the rank at an index gets, from the tensors of all ranks along the axes, (xs, index, **params) -> y;
+    simulated ranks do it.  `together`: several may go in one message, begun and waited for apart.  `grows`: it brings
+    more than it is given.  `same`: afterwards all ranks have the same.
     """
 
     sent: Callable[[int], float]

@@ -8,10 +8,8 @@
     Type      dtype and shape
 
 An equation's input is a Var, a Python scalar, or None (an optional operand left out).  Control flow is structured:
-`call`, `cond`,
-`loop` and `scan` hold blocks by reference (`Ref`) to the program's table, so a layer called 32 times is in memory, in
-text and in
-every pass once.
+`call`, `cond`, `loop` and `scan` hold blocks by reference (`Ref`) to the program's table, so a layer called 32 times is
+in memory, in text and in every pass once.
 """
 
 from __future__ import annotations
@@ -59,11 +57,8 @@ RESERVED = frozenset({"def", "return", "True", "False", "None", "inf", "nan", "c
 
 Atom = Var | bool | int | float | complex | None
 
-PHASES = (
-    "forward",
-    "backward",
-    "update",
-)  # of a training step, in the order in which they may read each other's values
+# of a training step, in the order in which they may read each other's values
+PHASES = ("forward", "backward", "update")
 
 
 class Ref(str):
@@ -131,8 +126,8 @@ class Block:
 @dataclass(frozen=True, eq=False)
 class Program:
     """Named blocks and an entry.  The entry's last `len(updates)` outputs are the new values of the inputs named in
-                                   `updates`; `roles`
-    says by name what the entry's inputs are: one that is not there is an argument of its own name."""
+    `updates`; `roles` says by name what the entry's inputs are: one that is not there is an argument of its own
+    name."""
 
     blocks: Mapping[str, Block]
     entry: str = "main"
@@ -207,14 +202,14 @@ class Program:
 
     def save(self, path: Any) -> None:
         """Write text and constants to one file."""
-        from mycel.ir.store import save
+        from mycel.ir.program_file import save
 
         save(self, path)
 
     @staticmethod
     def load(path: Any) -> Program:
         """Read what `save` wrote; LoadError if it is damaged."""
-        from mycel.ir.store import load
+        from mycel.ir.program_file import load
 
         return load(path)
 

@@ -14,8 +14,7 @@
     outer momentum of layers.0.q_proj.weight     state of an optimiser around the optimiser
 
 An input without a role is an argument of its own name.  Positions of inputs mean nothing: whoever gives values to a
-                                                         program, or asks
-which input is which, does so by role.
+program, or asks which input is which, does so by role.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+# what stands behind a kind: fields in capitals, other words as they are
 FORMS = {
     "parameter": ("NAME",),
     "buffer": ("NAME",),
@@ -37,7 +37,7 @@ FORMS = {
     "count": ("NAME",),
     "error": ("of", "OF", "over", "OVER"),
     "outer": ("NAME", "of", "OF"),
-}  # what stands behind a kind: fields in capitals, other words as they are
+}
 HELD = ("parameter", "buffer", "variable")  # lives outside of the call, and is read at each
 
 _PLAIN = re.compile(r"\d+|(?:\d+(?:\.\w+)*\.)?[A-Za-z_]\w*(?:\.\w+)*", re.ASCII)  # a name or a number of the text

@@ -1,10 +1,10 @@
 """Programs as text.  Deterministic, one equation a line with the user's file and line, each block once; `parse` reads
-                      it back.
+it back.
 
 program    = block*                                  the entry is the last block
 block      = "def" name "(" [input ("," input)*] "):" equation* return
 input      = var ["=" role]                          role: see `role.py`; of the entry's inputs alone, and where it is
-           not `batch` and the name
+                                                     not `batch` and the name
 equation   = var ("," var)* "=" op "(" [arg ("," arg)*] ")" ["[" phase "]"] ["#" source]
 return     = "return" [out ("," out)*]               out: atom, or input "=" atom for the new value of that input
 var        = name ":" type                           arg: atom, or param "=" value

@@ -45,10 +45,10 @@ def distribute(program: Program, plan: Plan) -> Distributed:
     program."""
     assert plan.decided is not None
     entry = plan.decided.layouts.get(program.entry)
-    lying = {
+    input_layouts = {
         i: entry.inputs[v.name][1] for i, v in enumerate(program.inputs) if entry is not None and v.name in entry.inputs
     }
-    whole = settled(program, plan, lying)
+    whole = settled(program, plan, input_layouts)
     layouts, moves = plan.decided.laid(whole), Moves(plan.decided.links_of(plan.mesh))
     gathered = frozenset(i for i, v in enumerate(whole.inputs) if v.name in plan.decided.gathered)
     return Distributed(check(spmd(whole, layouts, moves, gathered)), whole, layouts, moves, gathered)
@@ -58,16 +58,16 @@ def settled(program: Program, plan: Plan, inputs: Mapping[int, Layout]) -> Progr
     """The global program to solve layouts for: activations pinned, one layout for each block.  `inputs`: layouts of
     inputs of the entry."""
     split = {i: layout for i, layout in inputs.items() if not layout.is_whole}
-    return settle(pin(known(program, plan.mesh), plan), split)
+    return settle(pin(with_known_axes(program, plan.mesh), plan), split)
 
 
-def known(program: Program, mesh: Mesh) -> Program:
+def with_known_axes(program: Program, mesh: Mesh) -> Program:
     """The program itself; PlanError for a hint that names an axis the mesh lacks."""
     for _, eqn in walk(program):
-        lost = [a for dim in eqn.params["layout"] for a in dim if a not in mesh] if eqn.op is o.shard else []
-        if lost:
+        unknown = [a for dim in eqn.params["layout"] for a in dim if a not in mesh] if eqn.op is o.shard else []
+        if unknown:
             raise PlanError(
-                f"mycel.shard: there is no axis {lost[0]!r}\n  the mesh  {mesh}\n  at        {eqn.source}\n"
+                f"mycel.shard: there is no axis {unknown[0]!r}\n  the mesh  {mesh}\n  at        {eqn.source}\n"
                 f"  try       one of {', '.join(mesh.axes)}"
             )
     return program
@@ -84,7 +84,7 @@ def pin(program: Program, plan: Plan) -> Program:
 
 
 def _pinned(block: Block, wanted: Mapping[str, tuple[tuple[str, ...], ...]]) -> Block:
-    taken = {v.name for v in (*block.inputs, *(v for e in block.eqns for v in e.outputs))}
+    names = {v.name for v in (*block.inputs, *(v for e in block.eqns for v in e.outputs))}
     values: dict[Var, Var] = {}
     eqns: list[Eqn] = []
     for eqn in block.eqns:
@@ -93,9 +93,9 @@ def _pinned(block: Block, wanted: Mapping[str, tuple[tuple[str, ...], ...]]) -> 
             layout = wanted.get(re.sub(r"_\d+$", "", v.name))
             if layout is not None and len(layout) == v.type.ndim:
                 new = f"{v.name}_pinned"
-                while new in taken:
+                while new in names:
                     new += "_"
-                taken.add(new)
+                names.add(new)
                 values[v] = Var(new, v.type)
                 eqns.append(Eqn(o.shard, (v,), Params(layout=layout), (values[v],), eqn.source, eqn.phase))
     return Block(block.inputs, tuple(eqns), tuple(values.get(x, x) if isinstance(x, Var) else x for x in block.outputs))

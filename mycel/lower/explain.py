@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from mycel.ir import Atom, Axes, Block, Eqn, Layout, Program, Var, order, runs, typed, walk
 from mycel.ir.text import value_text
 from mycel.lower.distribute import Distributed
-from mycel.lower.spmd import LoweredBlock, interface, written
+from mycel.lower.spmd import LoweredBlock, interface, lowered_block
 from mycel.plan.links import sent_by
 
 WIDTH = 100  # at most, before the comment of a line
@@ -26,17 +26,17 @@ WIDTH = 100  # at most, before the comment of a line
 def sent(program: Program) -> dict[Axes, float]:
     """Bytes that a rank puts on the wire in one run of a local program, by axes; a loop counts as one turn, a branch as
     taken."""
-    often, found = runs(program), dict[Axes, float]()
+    often, by_axes = runs(program), dict[Axes, float]()
     for name, eqn in walk(program):
         axes, count = sent_by(eqn)
         if count:
-            found[axes] = found.get(axes, 0.0) + often[name] * count
-    return dict(sorted(found.items()))
+            by_axes[axes] = by_axes.get(axes, 0.0) + often[name] * count
+    return dict(sorted(by_axes.items()))
 
 
-def sent_text(found: Mapping[Axes, float]) -> str:
+def sent_text(by_axes: Mapping[Axes, float]) -> str:
     """dp 1,024 bytes, tp 96 bytes"""
-    return ", ".join(f"{'.'.join(axes)} {_bytes(n)}" for axes, n in found.items()) or "nothing"
+    return ", ".join(f"{'.'.join(axes)} {_bytes(n)}" for axes, n in by_axes.items()) or "nothing"
 
 
 def proved(gap: float) -> str:
@@ -46,29 +46,27 @@ def proved(gap: float) -> str:
     return f"at most {100 * gap:.2g} % above the least cost" if gap < 1 else "not proved to be the cheapest"
 
 
-def explain(found: Distributed) -> str:
+def explain(distributed: Distributed) -> str:
     """All blocks, inner ones first."""
-    often = runs(found.whole)
-    return "\n".join(_block(found, name, often[name]) for name in order(found.whole))
+    often = runs(distributed.whole)
+    return "\n".join(_block(distributed, name, often[name]) for name in order(distributed.whole))
 
 
-def _block(found: Distributed, name: str, often: int) -> str:
-    block, laid = found.whole.blocks[name], found.layouts[name]
-    made = written(found.whole, name, found.layouts, found.moves, found.gathered)
+def _block(distributed: Distributed, name: str, often: int) -> str:
+    block, laid = distributed.whole.blocks[name], distributed.layouts[name]
+    lowered = lowered_block(distributed.whole, name, distributed.layouts, distributed.moves, distributed.gathered)
     inputs = [f"{v.name}: {typed(v.type, layout)}" for v, layout in zip(block.inputs, laid.inputs, strict=True)]
     lines: list[tuple[str, str]] = []
-    for eqn, choice, sends in zip(block.eqns, laid.choices, made.made[:-1], strict=True):
-        lines += _messages(made, sends)
-        outs = choice.outs if choice is not None else interface(eqn, found.layouts)[1]
+    for eqn, choice, sends in zip(block.eqns, laid.choices, lowered.by_equation[:-1], strict=True):
+        lines += _messages(lowered, sends)
+        outs = choice.outs if choice is not None else interface(eqn, distributed.layouts)[1]
         lines.append((_equation(eqn, outs), " ".join(eqn.line.split())))
-    lines += _messages(made, made.made[-1])
+    lines += _messages(lowered, lowered.by_equation[-1])
     width = min(max((len(text) for text, _ in lines), default=0), WIDTH)
     times = f"  # {often} times" if often != 1 else ""
     body = [f"  {text:<{width}}  # {note}" if note else f"  {text}" for text, note in lines]
-    return (
-        "\n".join([*_head(name, inputs, times), *body, f"  return {', '.join(_outputs(found, name, block))}".rstrip()])
-        + "\n"
-    )
+    returns = f"  return {', '.join(_outputs(distributed, name, block))}".rstrip()
+    return "\n".join([*_head(name, inputs, times), *body, returns]) + "\n"
 
 
 def _head(name: str, inputs: Sequence[str], times: str) -> list[str]:
@@ -79,14 +77,14 @@ def _head(name: str, inputs: Sequence[str], times: str) -> list[str]:
     return [f"def {name}({times}", *(f"    {x}," for x in inputs), "):"]
 
 
-def _messages(made: LoweredBlock, eqns: Sequence[Eqn]) -> Iterator[tuple[str, str]]:
+def _messages(lowered: LoweredBlock, eqns: Sequence[Eqn]) -> Iterator[tuple[str, str]]:
     """The collectives among the equations that one equation became."""
     for eqn in eqns:
         axes, count = sent_by(eqn)
         if not count:
             continue
         out = eqn.outputs[0]
-        value, after = made.moved.get(out, (None, None))
+        value, after = lowered.moved.get(out, (None, None))
         what = value.name if value is not None else str(next(eqn.vars).type)
         shown = typed(value.type, after) if value is not None and after is not None else str(out.type)
         yield f"{eqn.op.name} {what} over {'.'.join(axes)} -> {shown}", _bytes(count)
@@ -99,10 +97,10 @@ def _equation(eqn: Eqn, outs: Sequence[Layout]) -> str:
     return f"{left} = {eqn.op.name}({', '.join(args)})" if left else f"{eqn.op.name}({', '.join(args)})"
 
 
-def _outputs(found: Distributed, name: str, block: Block) -> Iterator[str]:
-    updates = found.whole.updates if name == found.whole.entry else ()
+def _outputs(distributed: Distributed, name: str, block: Block) -> Iterator[str]:
+    updates = distributed.whole.updates if name == distributed.whole.entry else ()
     first = len(block.outputs) - len(updates)
-    for i, (x, layout) in enumerate(zip(block.outputs, found.layouts[name].outputs, strict=True)):
+    for i, (x, layout) in enumerate(zip(block.outputs, distributed.layouts[name].outputs, strict=True)):
         yield (f"{updates[i - first]}=" if i >= first else "") + _output(x, layout)
 
 

@@ -7,8 +7,7 @@
     w1 = adam(w, gw, …)                                  w1 = adam(w, gw, …)
 
 What is made on the way (gradients) is sent right after it is made.  What could be sent at any time (parts of
-parameters), or takes more memory
-once it has come, is sent one call ahead of its use.
+parameters), or takes more memory once it has come, is sent one call ahead of its use.
 """
 
 from __future__ import annotations
@@ -110,9 +109,8 @@ def _buckets(block: Block, sent: Sequence[Sent]) -> list[list[Sent]]:
         )
         bucket = open_.get(key)
         full = bucket is not None and sum(v.type.bytes for x in (*bucket, s) for v in block.eqns[x.at].vars) > BUCKET
-        sends = bucket is not None and any(
-            block.eqns[x.at].outputs[0] in eqn.vars for x in bucket
-        )  # what one of them brings
+        # this message sends what one of them brings
+        sends = bucket is not None and any(block.eqns[x.at].outputs[0] in eqn.vars for x in bucket)
         if bucket is None or full or sends or max(x.begin for x in (*bucket, s)) > min(x.use for x in (*bucket, s)):
             bucket = open_[key] = []
             done.append(bucket)

@@ -53,9 +53,8 @@ def reside(program: Program, plan: Residuals) -> Program:
         h = halves[key]
         old = program.blocks[f.params["block"]]
         known = {v: x for x, v in zip(f.outputs, old.outputs, strict=True) if isinstance(v, Var)}
-        stay = [
-            (old.outputs[k], f.outputs[k]) for k in h.outs
-        ]  # of a value that is returned twice, the place that stays
+        # of a value that is returned twice, the place that stays
+        stay = [(old.outputs[k], f.outputs[k]) for k in h.outs]
         known.update((v, x) for v, x in stay if isinstance(v, Var))
         for v in h.extra:
             known.setdefault(v, Var(names.name(v.name), v.type))

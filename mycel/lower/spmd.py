@@ -8,10 +8,8 @@
                                                           return z
 
 Each equation gets its operands in the layouts its choice wants (the cheapest chain of moves, from the nearest layout at
-hand) and is written on local
-types.  Where a split leaves padding, what would reach other elements is masked.  What depends on the rank is an
-        operator (`place`), so the text is
-the same on all ranks, however many they are.
+hand) and is written on local types.  Where a split leaves padding, what would reach other elements is masked.  What
+depends on the rank is an operator (`place`), so the text is the same on all ranks, however many they are.
 """
 
 from __future__ import annotations
@@ -64,15 +62,17 @@ class LoweredBlock:
     """The local equations that each equation of a block became, last those for its outputs; and what moves among them
     have made of which value."""
 
-    made: list[list[Eqn]]
+    by_equation: list[list[Eqn]]
     moved: dict[Var, tuple[Var, Layout]]
 
 
-def written(program: Program, name: str, layouts: Layouts, moves: Moves, again: Collection[int] = ()) -> LoweredBlock:
+def lowered_block(
+    program: Program, name: str, layouts: Layouts, moves: Moves, again: Collection[int] = ()
+) -> LoweredBlock:
     """What a block becomes, equation by equation."""
     block = _Block(program, name, layouts, moves)
     block.lowered(again if name == program.entry else ())
-    return LoweredBlock(block.made, block.moved)
+    return LoweredBlock(block.by_equation, block.moved)
 
 
 class At:
@@ -174,24 +174,24 @@ class _Block:
         self.b = Builder()
         self.at_hand: dict[Var, dict[Layout, Atom]] = {}
         self.moved: dict[Var, tuple[Var, Layout]] = {}  # what moves have made: of which value, in which layout
-        self.made: list[list[Eqn]] = []  # of each equation of the block, and last of its outputs
+        self.by_equation: list[list[Eqn]] = []  # of each equation of the block, and last of its outputs
 
     def lowered(self, again: Collection[int] = ()) -> Block:
         for v, layout in zip(self.block.inputs, self.laid.inputs, strict=True):
             self.at_hand[v] = {layout: self.b.input(v.name, layout.local(v.type, self.mesh))}
-        first = {self.block.inputs[i]: dict(self.at_hand[self.block.inputs[i]]) for i in again}
+        as_given = {self.block.inputs[i]: dict(self.at_hand[self.block.inputs[i]]) for i in again}
         with self.b:
             for eqn, choice in zip(self.block.eqns, self.laid.choices, strict=True):
                 self.b.at(eqn)
                 before = len(self.b.eqns)
                 self.equation(eqn, choice)
-                self.made.append(self.b.eqns[before:])
+                self.by_equation.append(self.b.eqns[before:])
                 for v in eqn.vars:
-                    if v in first:
-                        self.at_hand[v] = dict(first[v])
+                    if v in as_given:
+                        self.at_hand[v] = dict(as_given[v])
             self.b.source, before = "", len(self.b.eqns)
             outs = [self.get(x, layout) for x, layout in zip(self.block.outputs, self.laid.outputs, strict=True)]
-            self.made.append(self.b.eqns[before:])
+            self.by_equation.append(self.b.eqns[before:])
         return self.b.block(outs)
 
     def get(self, x: Atom, layout: Layout | None) -> Atom:
@@ -291,23 +291,23 @@ class _Block:
     def expanded(self, eqn: Eqn, choice: Choice, values: list[Atom]) -> Any:
         """The operator's meaning in smaller operators, each on parts as they come."""
         b = Builder()
-        xs = [b.input(f"x{i}", x.type) if isinstance(x, Var) else x for i, x in enumerate(eqn.inputs)]
+        inputs = [b.input(f"x{i}", x.type) if isinstance(x, Var) else x for i, x in enumerate(eqn.inputs)]
         with b:
             assert eqn.op.expand is not None
-            results = eqn.op.expand(*xs, **eqn.params)
+            results = eqn.op.expand(*inputs, **eqn.params)
         results = results if isinstance(results, tuple) else (results,)
         block = b.block(results)
         layouts = [layout for layout in choice.ins if layout is not None]
         inner = Program({"main": block})
         laid = follow(inner, "main", layouts, choice.outs, self.moves)
-        lowered = _Block(inner, "main", {"main": laid}, self.moves)
-        given = [x for x in values if isinstance(x, Var)]
-        lowered.b = self.b
-        for v, layout, x in zip(block.inputs, layouts, given, strict=True):
-            lowered.at_hand[v] = {layout: x}
+        inner_block = _Block(inner, "main", {"main": laid}, self.moves)
+        operands = [x for x in values if isinstance(x, Var)]
+        inner_block.b = self.b
+        for v, layout, x in zip(block.inputs, layouts, operands, strict=True):
+            inner_block.at_hand[v] = {layout: x}
         for e, c in zip(block.eqns, laid.choices, strict=True):
-            lowered.equation(e, c)
-        return tuple(lowered.get(x, layout) for x, layout in zip(block.outputs, laid.outputs, strict=True))
+            inner_block.equation(e, c)
+        return tuple(inner_block.get(x, layout) for x, layout in zip(block.outputs, laid.outputs, strict=True))
 
 
 def interface(eqn: Eqn, layouts: Layouts) -> tuple[tuple[Layout | None, ...], tuple[Layout, ...]]:

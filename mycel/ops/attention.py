@@ -6,8 +6,7 @@ weights.
 
 Shapes are (batch, heads, length, width); k and v may have fewer heads, each shared by a group of q's.  A mask is bool
 (True: attend) or added, and broadcasts.  `causal` lets row i see columns 0 … i, and excludes a mask.  A row that sees
-nothing has y = 0 and lse = -inf.
-Each kernel takes torch's fused one where its limits allow, else plain products.
+nothing has y = 0 and lse = -inf.  Each kernel takes torch's fused one where its limits allow, else plain products.
 """
 
 from __future__ import annotations

@@ -5,9 +5,8 @@
         return add(x, y if alpha == 1 else mul(y, alpha))
 
 A rule takes the torch function's arguments, with Vars for tensors, and returns Vars.  In-place and `out=` forms of an
-ATen overload need no
-rule: capture derives them from the functional one.  An operator whose `aten` field names an overload needs no rule
-                                                     either.
+ATen overload need no rule: capture derives them from the functional one.  An operator whose `aten` field names an
+overload needs no rule either.
 """
 
 from __future__ import annotations

@@ -1,24 +1,22 @@
 """What ranks say to each other, as operators: pure, typed, each over the axes of a mesh it names.
 
-    y = all_reduce(x, axes=("dp",), count=2)                     the sum (or maximum, minimum) over the ranks along dp
-    y = all_gather(x, axes=("tp",), count=4, dim=0, size=10)     the parts of all, joined along a dim and cut to its
-    size
-    y = reduce_scatter(x, axes=("dp",), count=2, dim=0)          each its part of the sum
-    y = all_to_all(x, axes=("cp",), count=2, split=1, join=2)    part i of dim `split` to rank i; what comes in joined
-    along `join`
-    y = permute(x, axes=("cp",), count=2, to=(1, 0))             to rank to[i] from rank i; -1: to nobody (who gets
-    nothing has zeros)
-    y = own_part(x, axes=("tp",), count=4, dim=0)                this rank's part of what all hold
-    y = only_first(x, axes=("tp",), count=4)                     x on the first rank along the axes, zeros on the
-    others: a partial sum
-    t = begin(x, z, op="all_reduce", axes=("dp",), count=2)      the same for several tensors in one message, without
-    waiting;
-    y, w = finish(t, x, z, op="all_reduce", …)                   what it brought
-    i = place(axes=("tp",), count=4)                             this rank's index along the axes
+    y = all_reduce(x, axes=("dp",), count=2)                   the sum (or maximum, minimum) over the ranks along dp
+    y = all_gather(x, axes=("tp",), count=4, dim=0, size=10)   the parts of all, joined along a dim and cut to its size
+    y = reduce_scatter(x, axes=("dp",), count=2, dim=0)        each its part of the sum
+    y = all_to_all(x, axes=("cp",), count=2, split=1, join=2)  part i of dim `split` to rank i;
+                                                               what comes in joined along `join`
+    y = permute(x, axes=("cp",), count=2, to=(1, 0))           to rank to[i] from rank i; -1: to nobody
+                                                               (who gets nothing has zeros)
+    y = own_part(x, axes=("tp",), count=4, dim=0)              this rank's part of what all hold
+    y = only_first(x, axes=("tp",), count=4)                   x on the first rank along the axes, zeros on the others:
+                                                               a partial sum
+    t = begin(x, z, op="all_reduce", axes=("dp",), count=2)    the same for several tensors in one message, unwaited for
+    y, w = finish(t, x, z, op="all_reduce", …)                 what it brought
+    i = place(axes=("tp",), count=4)                           this rank's index along the axes
 
 `count` is the number of ranks along the axes, so that types need no mesh.  Parts are of equal size, the last ones
-padded with zeros where
-needed.  Kernels ask the communicator that the run has put up (`COMMUNICATORS`): real processes or simulated ranks.
+padded with zeros where needed.  Kernels ask the communicator that the run has put up (`COMMUNICATORS`): real processes
+or simulated ranks.
 """
 
 from __future__ import annotations

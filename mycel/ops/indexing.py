@@ -12,7 +12,7 @@ import torch
 
 from mycel.ir import op
 from mycel.ops.capture_rules import captures
-from mycel.ops.gathering import row
+from mycel.ops.gather_scatter import row
 from mycel.ops.rules import cast_like, letters, normal_dim, o, unbroadcast
 from mycel.ops.shape import expanded, flattened, reshaped
 from mycel.ops.slicing import zeros

@@ -4,8 +4,7 @@ the dtype of the product.
     loss, dx, dw = linear_cross_entropy(x, w, None, target)        loss = cross_entropy(x @ w.T, target)
 
 The gradients are made in the same sweep, while a chunk of logits is at hand: nothing of the size of all logits is kept,
-computed twice or
-copied in fp32.  Written by the pass `head` alone, on the way to a gradient.
+computed twice or copied in fp32.  Written by the pass `head` alone, on the way to a gradient.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import functools
 import torch
 
 from mycel.ir import SplitRule, Type, op
-from mycel.ops.gathering import here
+from mycel.ops.gather_scatter import here
 from mycel.ops.rules import cast_like, o
 
 CHUNK = 1 << 26  # logits at a time; twice as many on a GPU in 16 bits

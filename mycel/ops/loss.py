@@ -1,8 +1,7 @@
 """Losses.  Cross entropy and the negative log likelihood are operators, for their big class dim; the rest are rules.
 
 Logits are [n, classes, ...] and targets class indices [n, ...] or probabilities [n, classes, ...].  A mean keeps its
-batch whole; its
-`expand` is a sum over a count, each of which may be split.
+batch whole; its `expand` is a sum over a count, each of which may be split.
 """
 
 from __future__ import annotations

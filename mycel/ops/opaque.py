@@ -218,9 +218,8 @@ def _levels(operands, target, args, kwargs, arity, more=False):
 def opaque_grad(*operands, target, args, kwargs=(), arity):
     """torch's gradient of its operator: operands are its inputs, then cotangents; each further `arity` is one more
     derivative."""
-    operands = [
-        x.detach() for x in operands
-    ]  # a view of a parameter made without autograd says it needs a gradient, and has no graph
+    # a view of a parameter made without autograd says it needs a gradient, and has no graph
+    operands = [x.detach() for x in operands]
     with torch.enable_grad():
         grads = tuple(g.detach() for g in _levels(operands, target, args, kwargs, arity))
     return grads if len(grads) != 1 else grads[0]

@@ -4,8 +4,8 @@
     x = i * G,  x = (x ^ x >> 32) * C1,  x = (x ^ x >> 32) * C2             two murmur3 rounds: the high bits are random
 
 `strides` (default: contiguous) and `offset` place a part within the whole: a split of the tensor keeps the strides of
-the
-whole and starts at the offset of its first element.  A gradient redraws with the same key and site and keeps no mask.
+the whole and starts at the offset of its first element.  A gradient redraws with the same key and site and keeps no
+mask.
 """
 
 from __future__ import annotations

@@ -4,9 +4,8 @@
     y = leave(b, axes=("tp",), counts=(4,), layout=(("tp",), ()))     f32[2,16] -> f32[8,16]    the parts of all ranks
 
 Between the two, types are those of one rank along the region's axes, and the user's code speaks to other ranks itself.
-Along an axis of the region
-that a layout does not name, `enter` gives every rank the same and `leave` is given the same by every rank.  Both are
-linear maps; their transposes:
+Along an axis of the region that a layout does not name, `enter` gives every rank the same and `leave` is given the same
+by every rank.  Both are linear maps; their transposes:
 
     dx = leave(all_reduce(da))     summed where every rank was given the same
     db = only_first(enter(dy))     on the first rank where one value stands for all

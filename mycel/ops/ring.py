@@ -10,13 +10,15 @@ and v follow them, and go home.
 Of a causal triangle the last rank would have most, so it is folded first: of 2n chunks rank r takes r and 2n-1-r, its
 early and its late one.
 
-    rows 0  ◣            rank 0       In turn 0 a rank's chunks on themselves are a smaller triangle.  With keys from a
-            rank before, both its chunks
-         1  ■ ◣          rank 1       see the early keys and neither the late; with keys from a rank behind, its late
-            chunk sees all of them and its
-         2  ■ ■ ◣        rank 1       early one none.  Either way two full blocks: late on early, and one that the rank
-            picks.  Each rank computes
-         3  ■ ■ ■ ◣      rank 0       the same number of scores, and none that is masked.
+    rows 0  ◣            rank 0
+         1  ■ ◣          rank 1
+         2  ■ ■ ◣        rank 1
+         3  ■ ■ ■ ◣      rank 0
+
+In turn 0 a rank's chunks on themselves are a smaller triangle.  With keys from a rank before, both its chunks see the
+early keys and neither the late; with keys from a rank behind, its late chunk sees all of them and its early one none.
+Either way two full blocks: late on early, and one that the rank picks.  Each rank computes the same number of scores,
+and none that is masked.
 
 A mask comes with the rows of a rank and all columns, of which each turn takes those that came by.
 """

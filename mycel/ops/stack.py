@@ -2,8 +2,7 @@
 gradients.
 
 A stack is a chain of pairs, `(rest, top)`, and None when empty: so a push copies nothing and older stacks stay what
-they were.
-Popping an empty stack gives zeros: a cotangent stack nobody wrote to is empty.
+they were.  Popping an empty stack gives zeros: a cotangent stack nobody wrote to is empty.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import torch
 
 from mycel.ir import SplitRule, op
 from mycel.ops.capture_rules import captures
-from mycel.ops.gathering import here
+from mycel.ops.gather_scatter import here
 from mycel.ops.rules import letters, o
 from mycel.ops.shape import reshaped
 

@@ -51,6 +51,5 @@ def cotangents_kernel(z, target, losses, d, classes, ignore_index, BLOCK: tl.con
         x = tl.load(z + i + at, mask=i + at < classes, other=float("-inf"))
         tl.store(d + i + at, tl.where(keep, tl.exp(x - lse), 0.0), mask=i + at < classes)
     tl.debug_barrier()  # behind what the loop has stored there
-    tl.store(
-        d + tl.where(there, hit, 0), tl.where(keep, libdevice.expm1(picked), 0.0), mask=keep
-    )  # p - 1 without loss where p is nearly 1
+    # p - 1 without loss where p is nearly 1
+    tl.store(d + tl.where(there, hit, 0), tl.where(keep, libdevice.expm1(picked), 0.0), mask=keep)

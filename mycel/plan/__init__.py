@@ -7,7 +7,7 @@ from mycel.plan.decide import decide
 from mycel.plan.decided import BlockLayouts, Decided, Predicted, digest
 from mycel.plan.hardware import CPU, Hardware, hardware_of, probe_path, probe_text
 from mycel.plan.links import Links
-from mycel.plan.record import Plan, ready_plans
+from mycel.plan.plan import Plan, ready_plans
 from mycel.plan.residuals import Decision, Residuals, backward_inputs, backward_part, paired, residuals
 from mycel.plan.solve import Solved, parameter_layouts, solve
 

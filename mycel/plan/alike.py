@@ -19,7 +19,7 @@ from typing import Any
 
 from mycel.ir import Layout
 from mycel.plan.graph import Graph, Node, Source
-from mycel.plan.setting import Found, Setting
+from mycel.plan.setting import Setting, Solution
 
 Use = tuple[Source, Node, int, int]
 
@@ -34,15 +34,15 @@ class Alike:
     @staticmethod
     def of(setting: Setting) -> Alike:
         """`setting` asks about the whole graph."""
-        found = Alike(setting.graph)
-        colors = found._refined(_first_colors(setting))
+        alike = Alike(setting.graph)
+        colors = alike._refined(_first_colors(setting))
         firsts: dict[int, Node] = {}
         nodes = [*setting.graph.ports, *setting.graph.options]
         for node in sorted(nodes, key=lambda n: n[0] == "hub"):  # a shared value is that of the node that makes it
-            if node[0] != "hub" or found.first.get(node[1], node[1]) == node[1]:
+            if node[0] != "hub" or alike.first.get(node[1], node[1]) == node[1]:
                 firsts.setdefault(colors[node], node)
-            found.first[node] = firsts.get(colors[node], node)
-        return found
+            alike.first[node] = firsts.get(colors[node], node)
+        return alike
 
     @property
     def graph(self) -> Graph:
@@ -52,23 +52,23 @@ class Alike:
         small.eqns = {n: x for n, x in g.eqns.items() if self.first[n] == n}
         small.ports = {n: x for n, x in g.ports.items() if self.first[n] == n}
         small.sizes = Counter(self.first.values())
-        small.made = {name: {v: self._source(s) for v, s in made.items()} for name, made in g.made.items()}
+        small.sources = {name: {v: self._source(s) for v, s in sources.items()} for name, sources in g.sources.items()}
         small.edges = Counter()
         for (source, node, operand, cut), times in g.edges.items():
             first = self.first.get(node, node)
             small.edges[self._source(source), first, g.operand(first, g.rank_of(node, 0, operand)), cut] += times
         return small
 
-    def spread(self, found: Found) -> Found:
+    def spread(self, solution: Solution) -> Solution:
         """What was found for one of each class, for all nodes."""
         g = self.whole
         letters = {}
         for node in g.options:
             first = self.first[node]
             names = dict(zip(g.letters(first), g.letters(node), strict=True)) if first != node else {}
-            letters[node] = {names.get(k, k): axes for k, axes in found.letters[first].items()}
-        flows = {node: found.flows[self.first[node]] for node in g.options}
-        return Found(letters, flows, {node: found.places[self.first[node]] for node in g.ports})
+            letters[node] = {names.get(k, k): axes for k, axes in solution.letters[first].items()}
+        flows = {node: solution.flows[self.first[node]] for node in g.options}
+        return Solution(letters, flows, {node: solution.places[self.first[node]] for node in g.ports})
 
     def _source(self, source: Source) -> Source:
         first = self.first.get(source.node, source.node)

@@ -15,18 +15,18 @@ from mycel.plan.choices import Choice, Label
 from mycel.plan.domains import Domain
 from mycel.plan.graph import Node, Source
 from mycel.plan.preferences import made_of, norm_labels, place, weights
-from mycel.plan.setting import Found, Setting
+from mycel.plan.setting import Setting, Solution
 
 Labels = Mapping[Node, Mapping[str, Label]]
 
 
-def gap(setting: Setting, axes: Sequence[str], labels: Labels, found: Found) -> tuple[float, float, float]:
+def gap(setting: Setting, axes: Sequence[str], labels: Labels, solution: Solution) -> tuple[float, float, float]:
     """(value, bound, how far the seconds may be above the least, as a share of them)"""
     g = setting.graph
     norms = {a: norm_labels(g, setting.given, a) for a in axes}
-    computing, messages, seconds, bound = 0.0, _moved(setting, axes, found), 0.0, 0.0
+    computing, messages, seconds, bound = 0.0, _moved(setting, axes, solution), 0.0, 0.0
     for node, by_axis in labels.items():
-        domain = Domain.of_one(g.options[node], setting.mesh, {a: by_axis[a] for a in axes}, found.letters[node])
+        domain = Domain.of_one(g.options[node], setting.mesh, {a: by_axis[a] for a in axes}, solution.letters[node])
         often, work = g.often(node), setting.work(node)
         work_s = often * work * float(domain.shares()[0])
         computing += work_s
@@ -35,22 +35,22 @@ def gap(setting: Setting, axes: Sequence[str], labels: Labels, found: Found) -> 
             messages += often * float(domain.messages(g.eqns[node], setting.price)[0])
         bound += often * work / setting.mesh.world
     inputs = {g.port(g.program.entry, i) for i in range(len(g.program.inputs))}
-    for node, layout in found.places.items():
+    for node, layout in solution.places.items():
         if node not in inputs:  # as `together.py` prefers between equals
             messages += 1e-9 * sum(map(len, layout.dims)) + 1e-12 * len(layout.partial)
     value = computing + messages
     return value, bound, (value - bound) / max(seconds + messages, 1e-12)
 
 
-def _moved(setting: Setting, axes: Sequence[str], found: Found) -> float:
+def _moved(setting: Setting, axes: Sequence[str], solution: Solution) -> float:
     """Seconds of all messages between equations, each by what it counts."""
-    g, choices = setting.graph, found.choices(setting.graph)
+    g, choices = setting.graph, solution.choices(setting.graph)
     derived = {a: made_of(g, setting.gathered.get(a, ())) for a in axes}
     counts = {a: weights(g, setting.given, a, derived[a], setting.by, setting.wide) for a in axes}
     total = 0.0
     for (source, node, operand, cut), times in g.edges.items():
-        have = _layout(source.node, source, choices, found)
-        want = choices[node[1], node[2]].ins[operand] if node in g.options else found.places.get(node, Layout(()))
+        have = _layout(source.node, source, choices, solution)
+        want = choices[node[1], node[2]].ins[operand] if node in g.options else solution.places.get(node, Layout(()))
         shift = source.rows - cut
         have, want = _ahead(have, shift), _ahead(want or Layout.whole(len(have.dims)), -shift)
         if have != want:
@@ -58,14 +58,14 @@ def _moved(setting: Setting, axes: Sequence[str], found: Found) -> float:
             often = times * max(counts[a].get((source, node), 1.0) for a in moved)
             total += often * setting.moves.seconds(setting.moved_type(source, node, operand, cut), have, want)
     for source, t, layout in setting.wanted():
-        total += setting.moves.seconds(t, _ahead(_layout(source.node, source, choices, found), source.rows), layout)
+        total += setting.moves.seconds(t, _ahead(_layout(source.node, source, choices, solution), source.rows), layout)
     return total
 
 
-def _layout(node: Node, source: Source, choices: Mapping[tuple[str, int], Choice], found: Found) -> Layout:
+def _layout(node: Node, source: Source, choices: Mapping[tuple[str, int], Choice], solution: Solution) -> Layout:
     """How a value lies where it is made."""
-    if node in found.places:
-        return found.places[node]
+    if node in solution.places:
+        return solution.places[node]
     return Layout(()) if node == ("whole",) else choices[node[1], node[2]].outs[source.output]
 
 

@@ -20,7 +20,7 @@ from mycel.plan.choices import PARTIAL, WHOLE, Label, Options
 from mycel.plan.graph import Graph, Node, Source
 from mycel.plan.least import Sum
 from mycel.plan.preferences import made_of, norm_labels, place, updates, weights
-from mycel.plan.setting import Found, Setting
+from mycel.plan.setting import Setting, Solution
 
 NEVER = float("inf")
 
@@ -44,7 +44,7 @@ class ByAxis:
     def mesh(self) -> Mesh:
         return self.setting.mesh
 
-    def solve(self) -> Found:
+    def solve(self) -> Solution:
         g = self.graph
         self.labels = {node: {} for node in g.options}
         self.places = {node: Layout.whole(t.ndim) for node, t in g.ports.items()}
@@ -52,7 +52,7 @@ class ByAxis:
             self._axis(axis)
         self._reorder()
         flows = {node: {a: x.group for a, x in labels.items() if x.group} for node, labels in self.labels.items()}
-        return Found({node: self.letters(node) for node in g.options}, flows, self.places)
+        return Solution({node: self.letters(node) for node in g.options}, flows, self.places)
 
     def _reorder(self) -> None:
         """Where several axes split a dim of a parameter, or of what is made of it alone or updates it: as it is
@@ -76,10 +76,10 @@ class ByAxis:
 
     def letters(self, node: Node) -> dict[str, Axes]:
         """What the axes so far have split of an equation's part."""
-        found: dict[str, Axes] = {}
+        split: dict[str, Axes] = {}
         for axis, label in self.labels[node].items():
-            found.update((k, (*found.get(k, ()), axis)) for k in label.letter.split())
-        return {k: self.swapped.get((node, k), axes) for k, axes in found.items()} if self.swapped else found
+            split.update((k, (*split.get(k, ()), axis)) for k in label.letter.split())
+        return {k: self.swapped.get((node, k), axes) for k, axes in split.items()} if self.swapped else split
 
     def _axis(self, axis: str) -> None:
         g = self.graph
@@ -88,9 +88,8 @@ class ByAxis:
         before = {node: self.letters(node) for node in self.labels}
         for node in g.options:
             domains[node] = self.setting.labels(node, axis, before[node])
-        for node, label in norm_labels(
-            g, self.setting.given, axis, self.setting.free.get(axis, ())
-        ).items():  # of gradients as they are updated
+        # of gradients as they are updated
+        for node, label in norm_labels(g, self.setting.given, axis, self.setting.free.get(axis, ())).items():
             domains[node] = [label] if label in domains[node] else domains[node]
         for node, t in g.ports.items():
             domains[node] = self._places(node, t, axis)
@@ -160,8 +159,8 @@ class ByAxis:
         """For each value of a node: where the axis lies in its operands, and in its results."""
         if node not in self.graph.options:
             return [{0: x} for x in domain], [{0: x} for x in domain]
-        found = [self.graph.options[node].places(x) for x in domain]
-        return [ins for ins, _ in found], [outs for _, outs in found]
+        places = [self.graph.options[node].places(x) for x in domain]
+        return [ins for ins, _ in places], [outs for _, outs in places]
 
     # -- costs -------------------------------------------------------------------------------------------------------
 
@@ -192,10 +191,10 @@ class ByAxis:
         if have == want:
             return 0.0
         key = (have if have < 0 else 0, want if want < 0 else 0, size, axis)
-        found = self._moving.get(key)
-        if found is None:
-            found = self._moving[key] = self._moved(have, want, size, axis)
-        return found
+        seconds = self._moving.get(key)
+        if seconds is None:
+            seconds = self._moving[key] = self._moved(have, want, size, axis)
+        return seconds
 
     def _moved(self, have: int, want: int, size: float, axis: str) -> float:
         k, links = self.mesh[axis], self.setting.moves.links

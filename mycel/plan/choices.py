@@ -9,8 +9,7 @@ operands and results.
     nothing                x[…,k],    w[n,k]     ->  y[…,n]
 
 A letter that must stay whole (`^`) can be split where its operator has a rule for that (`Op.parts`), or a meaning in
-smaller operators, which are
-then lowered in its place.
+smaller operators, which are then lowered in its place.
 """
 
 from __future__ import annotations
@@ -33,9 +32,8 @@ class Choice:
     outs: tuple[Layout, ...]
     letters: Mapping[str, Axes] = field(default_factory=dict)
     expand: bool = False
-    through: Mapping[str, tuple[int, ...]] = field(
-        default_factory=dict
-    )  # by axis: operands whose partial sums pass through
+    # by axis: operands whose partial sums pass through
+    through: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -79,20 +77,18 @@ class Options:
             else []
         )
         large = [[k for k in dim if self.fit.sizes[k] > 1] for dim in dims] if self.fit is not None else []
-        self.minor = {
-            k for dim in large for k in dim[1:]
-        }  # letters that are not the slowest of every dim they are part of
+        # letters that are not the slowest of every dim they are part of
+        self.minor = {k for dim in large for k in dim[1:]}
         self.in_joint_dims = {k for dim in large if len(dim) > 1 for k in dim}  # part of a dim of several letters
         self._places: dict[Label, tuple[dict[int, int], dict[int, int]]] = {}
-        self._at: dict[
-            str, tuple[dict[int, int], dict[int, int]]
-        ] = {}  # letters -> the dims they are, by operand and by result
+        # letters -> the dims they are, by operand and by result
+        self._dims_of: dict[str, tuple[dict[int, int], dict[int, int]]] = {}
         if self.fit is not None:
             for side, items in enumerate((self.fit.ins, self.fit.outs)):
                 for i, item in enumerate(items):
                     for d, dim in enumerate(item or ()):
                         for letter in dim:
-                            self._at.setdefault(letter, ({}, {}))[side][i] = d
+                            self._dims_of.setdefault(letter, ({}, {}))[side][i] = d
 
     @staticmethod
     def of(eqn: Eqn) -> Options:
@@ -103,14 +99,14 @@ class Options:
     ) -> list[Label]:
         """What can be done along an axis, when letters are split over other axes already; `only`: with these
         letters."""
-        found = [SAME]
+        labels = [SAME]
         if self.fit is not None:
             alone = [k for k in (self.fit.sizes if only is None else only) if not self._is_together(k, before)]
-            found += [Label(k) for k in alone if self.may_split(k, (*before.get(k, ()), axis), mesh)]
-            found += [
+            labels += [Label(k) for k in alone if self.may_split(k, (*before.get(k, ()), axis), mesh)]
+            labels += [
                 Label(key) for key in self.op.parts if " " in key and self._may_split_together(key, axis, before, mesh)
             ]
-        return found + [Label(group=g) for g in self.groups]
+        return labels + [Label(group=g) for g in self.groups]
 
     def may_split(self, letter: str, axes: Axes, mesh: Mesh) -> bool:
         """Can a letter be split over these axes?"""
@@ -225,11 +221,11 @@ class Options:
         outs: dict[int, int] = {}
         letters = dict.fromkeys(label.letter.split(), ("",))
         for letter in letters:
-            ins.update(self._at[letter][0])
-            outs.update(self._at[letter][1])
+            ins.update(self._dims_of[letter][0])
+            outs.update(self._dims_of[letter][1])
             for j in range(len(self.outputs)) if self._may_be_partial(letter) else ():
                 kind = self.partial_kind(letters, letter, j)
-                if kind and j not in self._at[letter][1]:
+                if kind and j not in self._dims_of[letter][1]:
                     outs.setdefault(j, PARTIAL[kind])
         return ins, outs
 
@@ -270,17 +266,16 @@ def linear_groups(op: Op, inputs: Sequence[Any], outputs: Sequence[Type]) -> lis
         return []
     digits = min(t.dtype.to_real().itemsize for t in outputs)
     groups: list[tuple[int, ...]] = [tuple(range(len(inputs)))] if isinstance(op.linear, str) else list(op.linear)
-    found = []
+    passing = []
     for group in groups:
         types = [inputs[i] for i in group if i < len(inputs)]
-        if len(types) == len(group) and all(
-            _can_owe(t, digits) for t in types
-        ):  # zeros everywhere are a partial sum as well
-            found.append(group)
-    return found
+        # zeros everywhere are a partial sum as well
+        if len(types) == len(group) and all(_can_be_partial(t, digits) for t in types):
+            passing.append(group)
+    return passing
 
 
-def _can_owe(x: Any, digits: int) -> bool:
+def _can_be_partial(x: Any, digits: int) -> bool:
     """A floating point tensor, or the literal zero; parts are not rounded before they are added up."""
     if isinstance(x, Type):
         return (x.dtype.is_floating_point or x.dtype.is_complex) and x.dtype.to_real().itemsize <= digits

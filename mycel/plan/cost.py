@@ -2,17 +2,16 @@
 `clock.py`.
 
 A compiler merges elementwise work, reductions and views with what uses them; products, attention and the like are
-kernels of their own, whose
-operands and results lie in memory.  Without a compiler every equation is such a kernel.
+kernels of their own, whose operands and results lie in memory.  Without a compiler every equation is such a kernel.
 
     a kernel         max(operations / operations a second, bytes / bytes a second) + launch
     merged ones      each value in memory that they read, once, and those that they write; one launch: a *group* hangs
-                     together by values that
-                     are never in memory.  What is standardised across rows (batch norm) is read twice: first for its
-                                           statistics
+                     together by values that are never in memory.  What is standardised across rows (batch norm) is read
+                     twice: first for its statistics
     a collective     as `links.py` has it
-    call, custom     its block          cond    the dearer branch          scan    its length times the body
-                     loop    TURNS times the body
+    call, custom     its block
+    cond             the dearer branch
+    scan, loop       its length times the body, TURNS times the body
 """
 
 from __future__ import annotations
@@ -102,8 +101,7 @@ class Costs:
 
     def computing(self, block: Block, compiled: bool) -> list[float]:
         """Seconds of each equation of a block, beside each other; messages and the blocks it holds are not among them.
-        What a group reads is
-        counted where it first reads it."""
+        What a group reads is counted where it first reads it."""
         if not compiled:
             return [0.0 if e.op in CONTROL or is_free(e) or message(e)[0] else self.kernel(e) for e in block.eqns]
         there = self.in_memory(block, compiled)

@@ -11,9 +11,8 @@ from mycel.plan.cost import Costs
 from mycel.plan.residuals import Residuals, paired, residuals
 from mycel.sizes import shown
 
-KEEPING = (
-    4.0  # without a budget, keeping a byte for backward is worth moving four: about what compilers' own rules come to
-)
+# without a budget, keeping a byte for backward is worth moving four: about what compilers' own rules come to
+KEEPING = 4.0
 STEPS = 24  # prices tried, each twice the one before
 
 
@@ -29,7 +28,7 @@ def decide(
     decision.
 
     `recompute`, as a plan says it.  full: everything that can be is computed again; none: only what a compiler would
-                                     merge into its use."""
+    merge into its use."""
     price = KEEPING / costs.hardware.bytes_s if costs.compiled else 0.0
     least = price or 0.01 / costs.hardware.bytes_s
     price = {"auto": price, "full": least * 2.0**STEPS, "none": 0.0}[recompute]

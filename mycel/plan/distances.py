@@ -7,9 +7,8 @@ finds, as tables.
                 axis
 
 For each target the least sum of arcs to it, from all states and for all tensors together: one more arc at a time until
-nothing gets shorter.
-What a rank stores of a dim depends on the ranks that share it alone, not on the order of their axes: bytes are a
-product over dims.
+nothing gets shorter.  What a rank stores of a dim depends on the ranks that share it alone, not on the order of their
+axes: bytes are a product over dims.
 """
 
 from __future__ import annotations
@@ -53,9 +52,8 @@ class Space:
         self.layouts: list[Layout] = []
         self.index: dict[Layout, int] = {}
         shape = (ndim + 1 + len(PARTIAL),) * len(self.axes)
-        self.number: Indices = np.full(
-            (*shape, len(self.orders)), -1, np.int64
-        )  # by place of each axis (from the end if negative) and order
+        # by place of each axis (from the end if negative) and order
+        self.number: Indices = np.full((*shape, len(self.orders)), -1, np.int64)
         self.places: Indices = np.zeros((0, len(self.axes)), np.int64)  # by layout and axis
         self._enumerate([WHOLE, *range(ndim), *(PARTIAL[k] for k in kinds)])
         masks = [[sum(1 << self.axes.index(a) for a in dim) for dim in layout.dims] for layout in self.layouts]

@@ -20,9 +20,8 @@ from mycel.ir import Axes, Eqn, Mesh, part
 from mycel.plan.choices import WHOLE, Label, Options
 from mycel.plan.distances import Indices, Space, Table
 
-Price = Callable[
-    [Eqn, Label, Axes], tuple[float, float]
-]  # what messages inside take: (seconds to start them, seconds on the wire)
+# what messages inside take: (seconds to start them, seconds on the wire)
+Price = Callable[[Eqn, Label, Axes], tuple[float, float]]
 
 
 class Domain:
@@ -117,9 +116,8 @@ class Domain:
             seen: set[str] = set()
             for a in range(len(self.single)):
                 word = self.label(i, a).letter.split()
-                if (
-                    word and word[0] not in seen
-                ):  # letters split together by a rule: every rank goes through all of the others
+                # letters split together by a rule: every rank goes through all of the others
+                if word and word[0] not in seen:
                     seen.add(word[0])
                     n = sizes[word[0]]
                     found[i] *= part(n, letters[word[0]], self.mesh) / n

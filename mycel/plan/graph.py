@@ -1,8 +1,7 @@
 """A program as a graph: what makes values, what uses them, and how often, each distinct block once.
 
 nodes   an equation's independent parts (an optimiser's parameters do not depend on each other's layouts), inputs of
-        blocks, results of branches,
-        and for a value that several use a place of its own
+        blocks, results of branches, and for a value that several use a place of its own
 edges   from what makes a value to each that uses it, through calls, branches and loops
 """
 
@@ -15,7 +14,7 @@ from typing import Any
 
 from mycel.ir import Atom, Block, Eqn, Program, Type, Var, call, cond, loop, order, runs, scan, walk
 from mycel.plan.choices import Options
-from mycel.plan.region import own_axes
+from mycel.plan.manual_regions import own_axes
 
 Node = tuple[Any, ...]
 
@@ -46,18 +45,15 @@ class Graph:
     runs: dict[str, int] = field(default_factory=dict)
     options: dict[Node, Options] = field(default_factory=dict)
     eqns: dict[Node, Eqn] = field(default_factory=dict)
-    parts: dict[tuple[str, int], list[frozenset[str]]] = field(
-        default_factory=dict
-    )  # letters of an equation that lie independently of the others
+    # letters of an equation that lie independently of the others
+    parts: dict[tuple[str, int], list[frozenset[str]]] = field(default_factory=dict)
     ports: dict[Node, Type] = field(default_factory=dict)
-    edges: Counter[tuple[Source, Node, int, int]] = field(
-        default_factory=Counter
-    )  # (from, to, operand, rows cut off) -> how often
+    # (from, to, operand, rows cut off) -> how often
+    edges: Counter[tuple[Source, Node, int, int]] = field(default_factory=Counter)
     alias: dict[Node, Node] = field(default_factory=dict)
-    made: dict[str, dict[Var, Source]] = field(default_factory=dict)
-    own: dict[Node, frozenset[str]] = field(
-        default_factory=dict
-    )  # axes along which values are a rank's own: inside manual regions
+    sources: dict[str, dict[Var, Source]] = field(default_factory=dict)
+    # axes along which values are a rank's own: inside manual regions
+    own: dict[Node, frozenset[str]] = field(default_factory=dict)
     sizes: Counter[Node] = field(default_factory=Counter)  # how many nodes one stands for, where it does (`alike.py`)
     _parts: dict[tuple[str, int], list[PartItems]] = field(default_factory=dict)
 
@@ -82,21 +78,21 @@ class Graph:
     def _return(self) -> None:
         """State that is looked for comes out as it went in."""
         n = len(self.program.results)
-        at = {v.name: i for i, v in enumerate(self.program.inputs)}
+        position = {v.name: i for i, v in enumerate(self.program.inputs)}
         for name, x in zip(self.program.updates, self.program.main.outputs[n:], strict=True):
-            if at[name] in self.free:
-                self._into(self.program.entry, x, self.port(self.program.entry, at[name]), 1)
+            if position[name] in self.free:
+                self._into(self.program.entry, x, self.port(self.program.entry, position[name]), 1)
 
     def _share(self) -> None:
         """What several equations use is moved once for all of them: to a place of its own, from where each takes it."""
         users: dict[Source, list[tuple[Node, int, int]]] = {}
         for source, node, operand, cut in self.edges:
             users.setdefault(source, []).append((node, operand, cut))
-        for source, found in users.items():
+        for source, uses in users.items():
             if (
-                len(found) < 2
+                len(uses) < 2
                 or source.rows
-                or any(cut for _, _, cut in found)
+                or any(cut for _, _, cut in uses)
                 or source.node == ("whole",)
                 or self.own.get(source.node)
             ):
@@ -107,9 +103,9 @@ class Graph:
                 if source.node in self.ports
                 else self.options[source.node].outputs[source.output]
             )
-            often = [self.edges.pop((source, *use)) for use in found]
-            self.edges[source, hub, 0, 0] = max(often)
-            for use, times in zip(found, often, strict=True):
+            counts = [self.edges.pop((source, *use)) for use in uses]
+            self.edges[source, hub, 0, 0] = max(counts)
+            for use, times in zip(uses, counts, strict=True):
                 self.edges[Source(hub, 0), *use] = times
 
     def port(self, block: str, i: int) -> Node:
@@ -119,13 +115,13 @@ class Graph:
         block = self.program.blocks[name]
         for i, v in enumerate(block.inputs):
             self.ports.setdefault(self.port(name, i), v.type)
-        self.made[name] = {v: Source(self.port(name, i), 0) for i, v in enumerate(block.inputs)}
+        self.sources[name] = {v: Source(self.port(name, i), 0) for i, v in enumerate(block.inputs)}
 
     def _block(self, name: str, block: Block) -> None:
-        made, often = self.made[name], self.runs[name]
+        sources, often = self.sources[name], self.runs[name]
         for i, eqn in enumerate(block.eqns):
             if eqn.op in (call, cond, loop, scan):
-                self._control(name, eqn, made, often)
+                self._control(name, eqn, sources, often)
                 continue
             options = Options.of(eqn)
             parts = self.parts[name, i] = independent(options)
@@ -135,13 +131,13 @@ class Graph:
             for k, x in enumerate(eqn.inputs):
                 if isinstance(x, Var):
                     self.edges[
-                        made[x],
+                        sources[x],
                         ("eqn", name, i, _first_part(options.fit.ins if options.fit else None, k, part_of)),
                         k,
                         0,
                     ] += often
             for j, v in enumerate(eqn.outputs):
-                made[v] = Source(
+                sources[v] = Source(
                     ("eqn", name, i, _first_part(options.fit.outs if options.fit else None, j, part_of)), j
                 )
 
@@ -186,9 +182,9 @@ class Graph:
         )
 
     def _items(self, node: Node) -> PartItems:
-        at = (node[1], node[2])
-        if at not in self._parts:
-            fit, parts = self.options[node].fit, self.parts[at]
+        equation = (node[1], node[2])
+        if equation not in self._parts:
+            fit, parts = self.options[node].fit, self.parts[equation]
             assert fit is not None
             part_of = {letter: p for p, own in enumerate(parts) for letter in own}
             letters: list[dict[str, None]] = [{} for _ in parts]
@@ -198,8 +194,8 @@ class Graph:
                     members[_first_part(items, i, part_of)][side].append(i)
                     for letter in (k for dim in item or () for k in dim):
                         letters[part_of[letter]][letter] = None
-            self._parts[at] = [PartItems(tuple(k), m) for k, m in zip(letters, members, strict=True)]
-        return self._parts[at][node[3]]
+            self._parts[equation] = [PartItems(tuple(k), m) for k, m in zip(letters, members, strict=True)]
+        return self._parts[equation][node[3]]
 
     def first_part(self, node: Node, j: int) -> int:
         """Which of the independent parts of a node's equation makes its result j."""
@@ -211,16 +207,16 @@ class Graph:
         )
 
     def source(self, block: str, x: Atom) -> Source | None:
-        return self.made[block].get(x) if isinstance(x, Var) else None
+        return self.sources[block].get(x) if isinstance(x, Var) else None
 
-    def _control(self, name: str, eqn: Eqn, made: dict[Var, Source], often: int) -> None:
+    def _control(self, name: str, eqn: Eqn, sources: dict[Var, Source], often: int) -> None:
         p = eqn.params
         if eqn.op is call:
-            self._pass(eqn.inputs, made, p["block"], often)
+            self._pass(eqn.inputs, sources, p["block"], often)
             outs: list[Source | None] = [self.source(p["block"], x) for x in self.program.blocks[p["block"]].outputs]
         elif eqn.op is cond:
-            self._whole(eqn.inputs[0], made, often)
-            self._pass(eqn.inputs[1:], made, p["then"], often)
+            self._whole(eqn.inputs[0], sources, often)
+            self._pass(eqn.inputs[1:], sources, p["then"], often)
             outs = []
             for j, v in enumerate(eqn.outputs):
                 join: Node = ("out", p["then"], j)
@@ -231,8 +227,8 @@ class Graph:
         else:
             n = p.get("consts", 0)
             m = n + (p.get("carry", 0) if eqn.op is scan else len(eqn.outputs))
-            self._pass(eqn.inputs[:m], made, p["body"], often)
-            self._pass(eqn.inputs[m:], made, p["body"], often, start=m, rows=1)
+            self._pass(eqn.inputs[:m], sources, p["body"], often)
+            self._pass(eqn.inputs[m:], sources, p["body"], often, start=m, rows=1)
             outs = [Source(self.port(p["body"], n + j), 0) for j in range(m - n)]
             for j in range(m - n):
                 self._into(p["body"], self.program.blocks[p["body"]].outputs[j], self.port(p["body"], n + j), often)
@@ -242,32 +238,31 @@ class Graph:
                 row = self.source(p["body"], x)
                 outs.append(row and Source(row.node, row.output, row.rows + 1))
         for v, s in zip(eqn.outputs, outs, strict=True):
-            made[v] = s or Source(("whole",), 0)
+            sources[v] = s or Source(("whole",), 0)
 
     def _into(self, block: str, x: Atom, node: Node, often: int) -> None:
         """An output of a block that a node takes."""
-        found = self.source(block, x)
-        if found is not None:
-            self.edges[found, node, 0, 0] += often
+        source = self.source(block, x)
+        if source is not None:
+            self.edges[source, node, 0, 0] += often
 
     def _pass(
-        self, inputs: Sequence[Atom], made: dict[Var, Source], block: str, often: int, start: int = 0, rows: int = 0
+        self, inputs: Sequence[Atom], sources: dict[Var, Source], block: str, often: int, start: int = 0, rows: int = 0
     ) -> None:
         for k, x in enumerate(inputs):
             if isinstance(x, Var):
-                self.edges[made[x], self.port(block, start + k), 0, rows] += often
+                self.edges[sources[x], self.port(block, start + k), 0, rows] += often
 
-    def _whole(self, x: Atom, made: dict[Var, Source], often: int) -> None:
+    def _whole(self, x: Atom, sources: dict[Var, Source], often: int) -> None:
         if isinstance(x, Var):
-            self.edges[made[x], ("whole",), 0, 0] += often
+            self.edges[sources[x], ("whole",), 0, 0] += often
 
 
 def independent(options: Options) -> list[frozenset[str]]:
     """Groups of letters that never meet in an operand or a result: they are split independently of each other.
 
     All are one group where the operator has a rule for one of them: in  weight[c], index[n] -> rows[n]  the rule for c
-    looks up what is this
-    rank's of the weights and leaves a partial sum, for which every rank needs the same index."""
+    looks up what is this rank's of the weights and leaves a partial sum, for which every rank needs the same index."""
     if options.fit is None:
         return [frozenset()]
     if any(key != "*" for key in options.op.parts):

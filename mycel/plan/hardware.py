@@ -8,14 +8,14 @@ probe file      $MYCEL_PROBE (empty: none), else probe.yaml in $XDG_CACHE_HOME/m
 device: CPU                                     as `Hardware.name`
 launch_s: 3.1e-06
 host_bytes_s: 9.0e+09                           copies between host and device
-unaligned: [0.15, 0.28, 0.6]                    on a GPU: the share left to bf16 products with rows of odd length, of 2,
-                                                of 4
+unaligned: [0.15, 0.28, 0.6]                    on a GPU: the share left to bf16 products with rows of odd length,
+                                                of 2, of 4
 rates:                                          [work, work a second], by work: bytes, or floating-point operations
   memory: [[65536, 4.1e+10], [67108864, 9.2e+09]]
   product.fp32: [[1e+05, 2.0e+10], [1e+09, 9.1e+10]]       also attention, conv; also .bf16
 levels:                                         innermost first: groups of up to so many consecutive ranks
-- {name: host, ranks: 4, busy: 0.9, messages: {all_reduce: [[2, 4096, 1.0e-04], …]}}        [ranks, bytes each puts in,
-  seconds]
+- {name: host, ranks: 4, busy: 0.9, messages: {all_reduce: [[2, 4096, 1.0e-04], …]}}
+                                                messages: [ranks, bytes each puts in, seconds]
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class Hardware:
     reach           the share of `bytes_s`, which a plain addition has, that kernels of a step reach
     attends         the share of `half` and `single` that attention reaches, where it was not measured
     unaligned       the share that products in 16 bits reach whose rows have a length divisible by no more than 1, 2, 4
-    turned          how often a convolution moves its operands and results: libraries turn them to their own layout and
-                    back
+    turned          how often a convolution moves its operands and results:
+                    libraries turn them to their own layout and back
     rates           operations or bytes a second by size, where measured
     levels          the wires to other ranks, innermost first
     """

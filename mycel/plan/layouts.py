@@ -27,7 +27,7 @@ from mycel.plan.bound import gap
 from mycel.plan.by_axis import ByAxis
 from mycel.plan.choices import Choice, Laid, Layouts
 from mycel.plan.graph import Node, Source
-from mycel.plan.setting import Found, Setting
+from mycel.plan.setting import Setting, Solution
 from mycel.plan.together import Together
 from mycel.sizes import shown
 
@@ -38,7 +38,7 @@ FEW, TOGETHER = 100, 3  # parts of equations, and axes, up to which all axes are
 class Solver(Setting):
     """Layouts of all values of a program."""
 
-    found: Found = field(default_factory=lambda: Found({}, {}, {}))
+    solution: Solution = field(default_factory=lambda: Solution({}, {}, {}))
     value: float = math.inf  # of the objective
     bound: float = -math.inf  # what no layouts go below
     gap: float = math.inf  # how far above the least the seconds may be, as a share of them
@@ -48,20 +48,20 @@ class Solver(Setting):
         axes = tuple(a for a in axes if self.mesh[a] > 1)
         alike = Alike.of(self)
         small = replace(self, graph=alike.graph)
-        found = self._together(small, axes) if not self.free else None
-        if found is not None:
-            self.found = alike.spread(found)
+        solution = self._together(small, axes) if not self.free else None
+        if solution is not None:
+            self.solution = alike.spread(solution)
             return self._laid()
         if self.limit is not None:
             raise PlanError("a limit of bytes can be kept where all axes are solved together, in small programs")
         by_axis = ByAxis(small, axes)
-        self.found = alike.spread(by_axis.solve())
+        self.solution = alike.spread(by_axis.solve())
         if self.free:
             return self._laid()
-        self.value, self.bound, self.gap = gap(small, axes, by_axis.labels, self.found)
+        self.value, self.bound, self.gap = gap(small, axes, by_axis.labels, self.solution)
         return self._laid()
 
-    def _together(self, small: Setting, axes: Sequence[str]) -> Found | None:
+    def _together(self, small: Setting, axes: Sequence[str]) -> Solution | None:
         """Solve all axes at once; nothing where that is too much, or not proved."""
         if len(small.graph.options) > FEW or len(axes) > TOGETHER:
             return None
@@ -73,14 +73,14 @@ class Solver(Setting):
         if not answer.chosen or not answer.exact:
             return None
         self.value, self.bound, self.gap = answer.value, answer.bound, 0.0
-        return problem.found(answer.chosen)
+        return problem.solution(answer.chosen)
 
     # -- the layouts that were found ---------------------------------------------------------------------------------
 
     def _laid(self) -> Layouts:
         g = self.graph
         laid: dict[str, Laid] = {}
-        choices = self.found.choices(g)
+        choices = self.solution.choices(g)
         for name in order(g.program):
             block = g.program.blocks[name]
             inputs = [self._input(name, i) for i in range(len(block.inputs))]
@@ -92,7 +92,7 @@ class Solver(Setting):
     def _input(self, name: str, i: int) -> Layout:
         if name == self.graph.program.entry and not self.is_free(i):
             return self.input_layout(i)
-        return self.found.places[self.graph.port(name, i)]
+        return self.solution.places[self.graph.port(name, i)]
 
     def _output(self, name: str, j: int, x: Atom, choices: Mapping[tuple[str, int], Choice]) -> Layout:
         g = self.graph
@@ -104,9 +104,9 @@ class Solver(Setting):
             return Layout.whole(x.type.ndim if isinstance(x, Var) else 0)
         held = self._held(name, j)
         if held is not None:
-            return self.found.places.get(held, Layout())
-        found = g.source(name, x)
-        return self.layout_of(found, choices) if found is not None else Layout(())
+            return self.solution.places.get(held, Layout())
+        source = g.source(name, x)
+        return self.layout_of(source, choices) if source is not None else Layout(())
 
     def _held(self, name: str, j: int) -> Node | None:
         """The node that fixes an output of a branch or a loop's body."""
@@ -124,8 +124,8 @@ class Solver(Setting):
 
     def layout_of(self, source: Source, choices: Mapping[tuple[str, int], Choice]) -> Layout:
         node = source.node
-        if node in self.found.places:
-            layout = self.found.places[node]
+        if node in self.solution.places:
+            layout = self.solution.places[node]
         elif node == ("whole",):
             return Layout(())
         else:
@@ -136,8 +136,8 @@ class Solver(Setting):
 def slowest_first(axes: Sequence[str], layouts: Iterable[Layout]) -> list[str]:
     """Axes in an order in which those before others on a dim come first, as far as the layouts agree."""
     before = {(a, b) for x in layouts for dim in x.dims for i, b in enumerate(dim) for a in dim[:i]}
-    left, found = list(axes), []
+    left, ordered = list(axes), []
     while left:
-        found.append(next((b for b in left if not any((a, b) in before for a in left)), left[0]))
-        left.remove(found[-1])
-    return found
+        ordered.append(next((b for b in left if not any((a, b) in before for a in left)), left[0]))
+        left.remove(ordered[-1])
+    return ordered

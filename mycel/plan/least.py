@@ -257,9 +257,8 @@ class Elimination:
         self.fixed = False  # has a variable got a value that may not be the best?
 
     def _put(self, names: tuple[Name, ...], table: Table) -> None:
-        free = [
-            i for i, n in enumerate(names) if self.sizes[n] > 1
-        ]  # where there is no choice there is nothing to decide
+        # where there is no choice there is nothing to decide
+        free = [i for i, n in enumerate(names) if self.sizes[n] > 1]
         if len(free) < len(names):
             names, table = tuple(names[i] for i in free), table.reshape([table.shape[i] for i in free])
         if not names:
@@ -365,8 +364,7 @@ class Elimination:
         limit: tuple[Mapping[Name, Table], float, float] | None = None,
     ) -> Least:
         """The best choice that so many tries find below `best`; no choice if there is none.  `limit`: weights, what
-        they may come to, and their
-        price in the tables."""
+        they may come to, and their price in the tables."""
         order = self.buckets[::-1]
         weights, most, price = limit or ({}, 0.0, 0.0)
         last = max((i for i, (n, groups) in enumerate(order) if len(groups) > 1 or n in weights), default=-1)
@@ -377,9 +375,8 @@ class Elimination:
         chosen: dict[Name, int] = {}
         kept: dict[Name, int] = {}
         cutoff = best - CLOSE * abs(best) if best < math.inf else best
-        stack: list[
-            list[tuple[float, int, float]]
-        ] = []  # for each variable so far: what is left to try (bound, value, weight), the best last
+        # for each variable so far: what is left to try (bound, value, weight), the best last
+        stack: list[list[tuple[float, int, float]]] = []
         bound, weight = self.bound - price * most, 0.0
         while True:
             if len(stack) > last:  # whatever is left follows

@@ -2,8 +2,8 @@
 
 What a collective sends, and in how many steps, its paragraph says (`ops/collective.py`).
 
-    seconds = bytes sent / bytes a second + steps · start           by level, and where it was measured (`fitted`) by
-    collective too
+    seconds = bytes sent / bytes a second + steps · start      by level, and where it was measured (`fitted`)
+                                                               by collective too
 
 A *level* is one kind of wire (inside a host, between hosts).  Each axis of a mesh lies in one level; axes of the same
 level share its wire.

@@ -66,9 +66,8 @@ def weights(
     free: Collection[int] = (),
 ) -> dict[tuple[Source, Node], float]:
     """Messages that count less, since they go on beside computing: gathered parameters on their way to a layer,
-    gradients to their update.  And
-    those that count more: inputs that were given in parts are meant to be used in parts; with `wide`, what is widened
-    is to be added up wide."""
+    gradients to their update.  And those that count more: inputs that were given in parts are meant to be used in
+    parts; with `wide`, what is widened is to be added up wide."""
     late = {node for node, eqn in g.eqns.items() if updates(eqn) or eqn.op.name == "global_norm"}
     used_as_given = made_of(g, [*(i for i, layout in given.items() if place(layout, axis) >= 0), *free]) - derived
     wanted = {source.node for source, node, _, _ in g.edges if source.node[0] == "hub" and node not in late}

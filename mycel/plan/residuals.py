@@ -9,11 +9,9 @@ For a block f and its backward b, with N the values of f that b reads.  For each
     keep(v) = price · bytes(v)  +  the seconds of writing v to memory, where a compiler would never have written it
 
 which is a minimum cut: an arc source -> e of seconds(e), e -> v of keep(v), u -> e and v -> sink (v in N) without end.
-Inputs of the whole
-step are there anyway and cost nothing.  `price` is what a byte of memory costs in seconds: 0 gives the fastest program;
-                                         the larger it is, the
-less is kept.  Calls in a block count as one equation; between the calls of the outermost block they are not computed
-               again.
+Inputs of the whole step are there anyway and cost nothing.  `price` is what a byte of memory costs in seconds: 0 gives
+the fastest program; the larger it is, the less is kept.  Calls in a block count as one equation; between the calls of
+the outermost block they are not computed again.
 """
 
 from __future__ import annotations
@@ -43,8 +41,7 @@ class Decision:
 @dataclass(frozen=True)
 class Residuals:
     """All decisions of a step: one for each pair of calls, in the order of the backward calls; and the values between
-    the calls that are
-    computed again, by name."""
+    the calls that are computed again, by name."""
 
     body: str
     pairs: tuple[Decision, ...]

@@ -12,9 +12,9 @@ from mycel.plan.choices import SAME, Choice, Label
 from mycel.plan.cost import Costs
 from mycel.plan.domains import Price
 from mycel.plan.graph import Graph, Node, Source
+from mycel.plan.manual_regions import fixed_label, fixed_letters, is_fixed
 from mycel.plan.moves import Moves
 from mycel.plan.preferences import PREFERRED, Given, Weights
-from mycel.plan.region import fixed_label, fixed_letters, is_fixed
 
 
 @dataclass
@@ -114,7 +114,7 @@ class Setting:
 
 
 @dataclass
-class Found:
+class Solution:
     """What an answer does with each node of a graph."""
 
     letters: dict[Node, dict[str, Axes]]  # of an equation's part: what is split

@@ -13,7 +13,7 @@ from mycel.plan.graph import Graph
 from mycel.plan.layouts import Solver
 from mycel.plan.links import Links
 from mycel.plan.moves import Moves
-from mycel.plan.record import Plan
+from mycel.plan.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def parameter_layouts(
     graph = Graph(whole, free)
     solver = Solver(graph, Moves(links), costs, price, inputs, order=order, free=looked)
     solver.solve()
-    return {i: solver.found.places[graph.port(whole.entry, i)] for i in free}
+    return {i: solver.solution.places[graph.port(whole.entry, i)] for i in free}
 
 
 def solve(
@@ -60,9 +60,8 @@ def solve(
     messages inside an operator."""
     along = dict.fromkeys(plan.over, gathered) if plan.zero == 3 else {}
     reduced = frozenset(plan.over) if plan.zero >= 2 else frozenset()
-    first = [
-        a for a in plan.batch_axes() if a in plan.mesh
-    ]  # activations are split by these anyway: what others split of a dim lies inside
+    # activations are split by these anyway: what others split of a dim lies inside
+    first = [a for a in plan.batch_axes() if a in plan.mesh]
     order = [*first, *(a for a in plan.mesh.axes if a not in first)]
     solver = Solver(Graph(whole), Moves(links), costs, price, inputs, along, reduced, order, wide=plan.sums == "fp32")
     return Solved(solver.solve(), solver.gap)

@@ -18,9 +18,9 @@ from mycel.plan.distances import Distances, Indices, Space, Table
 from mycel.plan.domains import Domain
 from mycel.plan.graph import Graph, Node, Source
 from mycel.plan.least import Name, Sum
+from mycel.plan.manual_regions import fixed_letters
 from mycel.plan.preferences import made_of, norm_labels, updates, weights
-from mycel.plan.region import fixed_letters
-from mycel.plan.setting import Found, Setting
+from mycel.plan.setting import Setting, Solution
 
 
 class Together:
@@ -48,17 +48,17 @@ class Together:
         self._edges()
         self._outputs()
 
-    def found(self, chosen: Mapping[Name, int]) -> Found:
+    def solution(self, chosen: Mapping[Name, int]) -> Solution:
         """The values chosen, as layouts."""
-        found = Found({}, {}, {})
+        solution = Solution({}, {}, {})
         for node, (domain, _, _) in self.domains.items():
             value = chosen[node]
-            found.letters[node] = domain.letters[value]
+            solution.letters[node] = domain.letters[value]
             labels = {axis: domain.label(value, a) for a, axis in enumerate(self.axes)}
-            found.flows[node] = {axis: label.group for axis, label in labels.items() if label.group}
+            solution.flows[node] = {axis: label.group for axis, label in labels.items() if label.group}
         for node, numbers in self.ports.items():
-            found.places[node] = self._space(node).layouts[numbers[chosen[node]]]
-        return found
+            solution.places[node] = self._space(node).layouts[numbers[chosen[node]]]
+        return solution
 
     @property
     def lightest(self) -> float:

@@ -1,8 +1,7 @@
 """Memory of the CPU that a step frees stays with the process: the next step takes it again without asking the system.
 
 By default glibc gives large blocks back when they are freed, and the system hands out zeroed pages for the same blocks
-a moment later: some thousand
-page faults a step.
+a moment later: some thousand page faults a step.
 """
 
 from __future__ import annotations

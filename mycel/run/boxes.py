@@ -6,8 +6,8 @@
 A partial tensor, the sum of what ranks hold, is saved as its summands: f32[5]+dp as f32[2@dp,5].
 
 A box is (start, stop) for each dim.  Ranks that differ only along axes that a layout does not use hold the same box;
-                                      one of them saves it, the one
-that has the least to save so far, the largest tensors first.  Every rank finds the same answer by itself.
+one of them saves it, the one that has the least to save so far, the largest tensors first.  Every rank finds the same
+answer by itself.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ if every checksum is right.
                   └ training goes on
 
 A run of one process is one rank.  What is on the disk is in `kept.py`, what is in a checkpoint in `shards.py`, how it
-                                   is read in `reading.py`.
+is read in `reading.py`.
 """
 
 from __future__ import annotations
@@ -61,8 +61,7 @@ class MeshProcess:
     """This process among those of a mesh.
 
     `share` gives each rank the texts of all, in their order.  All call it equally often; it is called by one thread at
-    a time, not always the
-    main one, so it needs a channel of its own.  It raises when a rank is gone.
+    a time, not always the main one, so it needs a channel of its own.  It raises when a rank is gone.
     """
 
     mesh: Mesh
@@ -205,8 +204,7 @@ class Saver:
         they are.
 
         `layouts` says how tensors lie on the mesh, and their global shapes; others are whole on every rank.  All ranks
-        call this with the same
-        step and names; `meta` and `metric` are rank 0's.
+        call this with the same step and names; `meta` and `metric` are rank 0's.
         """
         self.wait()
         self.saves += 1
@@ -252,9 +250,8 @@ class Saver:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if (
-            isinstance(error, KeyboardInterrupt) and self.writing is not None
-        ):  # who interrupts does not want to wait for it
+        # who interrupts does not want to wait for it
+        if isinstance(error, KeyboardInterrupt) and self.writing is not None:
             self.writing.abandoned.set()
             self.worker.shutdown()
             self.writing.abandon()  # if it had begun, and nobody was there yet to finish it

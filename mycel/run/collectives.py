@@ -1,8 +1,7 @@
 """What each collective packs, sends and unpacks; whole tensors in, whole tensors out.
 
 A collective is a generator over the messages of a group (`run/groups.py`): it packs its tensors, yields the messages
-that are then under way, and
-when they have come, unpacks and returns.  Several tensors of one type go in one message:
+that are then under way, and when they have come, unpacks and returns.  Several tensors of one type go in one message:
 
     all_reduce        [ a | b | c ]                 summed where it lies; the results are views of it
     all_gather        [ a | b | c ] of each rank    one row each; a column is one tensor's parts

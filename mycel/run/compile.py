@@ -54,11 +54,8 @@ def warm_up(program: Program, device: torch.device) -> None:
     }
 
     def run() -> None:
-        with (
-            torch.no_grad(),
-            torch.cuda.device(device),
-            contextlib.suppress(RuntimeError),
-        ):  # what fails here fails where it belongs, or not at all
+        # what fails here fails where it belongs, or not at all
+        with torch.no_grad(), torch.cuda.device(device), contextlib.suppress(RuntimeError):
             torch.cuda.synchronize(device)  # this thread meets the device
             for eqn in seen.values():
                 eqn.op.kernel(*(_memory(x.type, device) if isinstance(x, Var) else x for x in eqn.inputs), **eqn.params)

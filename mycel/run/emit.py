@@ -24,9 +24,9 @@ import torch
 
 from mycel.ir import CONTROL, Atom, Block, Eqn, Op, Program, Var, call, cond, custom, lifetimes, loop, order, scan, walk
 from mycel.ops import o
-from mycel.run.alias import given_away, reusable, shared_outputs, summing
 from mycel.run.compile import compiled as compile_function
 from mycel.run.kernels import literal, sources_of, write, write_inplace, write_into
+from mycel.run.memory_sharing import given_away, reusable, shared_outputs, summing
 
 _TAKEN = {*keyword.kwlist, *dir(builtins), "torch", "math", "base64", "device", "ranks"}
 
@@ -210,9 +210,8 @@ class _Function:
             name = eqn.params["block" if eqn.op is call else "forward"]
             self.line(f"{_unpack(outs)}{self.blocks[name]}({', '.join(args)}){comment}")
         else:
-            if (
-                eqn.op.by_rank and (eqn.op.collective is not None or eqn.op.effect) and eqn.source
-            ):  # told if the others do not answer
+            # told if the others do not answer
+            if eqn.op.by_rank and (eqn.op.collective is not None or eqn.op.effect) and eqn.source:
                 self.line(f"ranks.COMMUNICATORS[-1].at = {' '.join(eqn.line.split())!r}")
             text = self.expression(eqn, args) if over is None else write_into(eqn.op, over, args, eqn.params)
             self.line(f"{', '.join(outs)} = {text}{comment}")

@@ -2,14 +2,11 @@
 given.
 
 The lock is flock(2) on FOLDER/.lock.  The kernel drops it when its process ends, however it ends, so the dead never
-                                       block;
-the file stays, and holds pid and host of the owner only so that the other one can be told.
+block; the file stays, and holds pid and host of the owner only so that the other one can be told.
 
 Shared filesystems: between hosts the lock is as good as the filesystem's flock.  NFS (v4, or v3 with lockd), GPFS,
-CephFS and
-Lustre mounted with `-o flock` see each other's locks; Lustre with `-o localflock`, and most FUSE mounts, see only those
-of
-their own host.  Where there is no flock at all, `Lock.held` is False and nothing is guarded.
+CephFS and Lustre mounted with `-o flock` see each other's locks; Lustre with `-o localflock`, and most FUSE mounts, see
+only those of their own host.  Where there is no flock at all, `Lock.held` is False and nothing is guarded.
 """
 
 from __future__ import annotations

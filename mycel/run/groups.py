@@ -2,21 +2,19 @@
 
     sum(x)                        x of all added up, in place
     gather(out, x)                out[i] = x of rank i of the group
-    exchange(out, x)              out[i] = x[me] of rank i;  with counts: so many elements from and to each, one behind
-                                  the other
-    scatter(out, x)               out = the sum of x[me] over all          (where the network can: else an exchange, and
-                                  a sum here)
+    exchange(out, x)              out[i] = x[me] of rank i;  with counts: so many elements from and to each,
+                                  one behind the other
+    scatter(out, x)               out = the sum of x[me] over all
+                                  (where the network can: else an exchange, and a sum here)
 
 All tensors are contiguous.  A message is under way until its works have been waited for, and nothing may touch its
-                             tensors until then.
-Groups are made of torch's backends themselves, not by `new_group`: that sorts the ranks, where the order of the axes
-has to be theirs.
+tensors until then.  Groups are made of torch's backends themselves, not by `new_group`: that sorts the ranks, where the
+order of the axes has to be theirs.
 
 Measured with gloo on loopback (2 and 4 ranks, 4 kB to 64 MB): `_allgather_base` and `_reduce_scatter_base` copy
-everything once more, so broadcasts
-straight into the result take a third of the time at 64 MB and no more at 4 kB, an exchange and a sum here take half;
-point-to-point
-messages are as fast as broadcasts, but every other time wait for the next tick of the scheduler (4 ms).
+everything once more, so broadcasts straight into the result take a third of the time at 64 MB and no more at 4 kB, an
+exchange and a sum here take half; point-to-point messages are as fast as broadcasts, but every other time wait for the
+next tick of the scheduler (4 ms).
 """
 
 from __future__ import annotations
@@ -63,9 +61,8 @@ class RankGroup:
         raise NotImplementedError
 
     def sum(self, x: Tensor) -> Works:
-        return (
-            [self.backend.allreduce([_real(x)], dist.AllreduceOptions())] if x.numel() else []
-        )  # the default is the sum
+        # the default is the sum
+        return [self.backend.allreduce([_real(x)], dist.AllreduceOptions())] if x.numel() else []
 
     def scatter(self, out: Tensor, x: Tensor) -> Works:
         return (

@@ -10,7 +10,7 @@ import torch
 from mycel.errors import RunError
 from mycel.ir import CONTROL, Atom, Block, Eqn, Program, Var, call, cond, custom, lifetimes, loop, scan
 from mycel.ops import o
-from mycel.run.alias import shared_outputs
+from mycel.run.memory_sharing import shared_outputs
 
 Hook = Callable[[Eqn, list[Any], list[Any]], None]
 

@@ -7,8 +7,7 @@
     FOLDER/abandoned-step-00000400   later than a step saved after it: the run went back before it, and on from there
 
 Whoever writes holds the folder's lock (of many ranks, the first), so what it finds in hidden places at its start was
-left by the dead.
-The best checkpoint is the one whose manifest has the lowest metric: no second file can disagree.
+left by the dead.  The best checkpoint is the one whose manifest has the lowest metric: no second file can disagree.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """Measures what this device and its links can do, for planning (`plan/hardware.py` reads it): products, attention,
-convolutions and copies by size
-and dtype, starting a kernel, the host's link, and every collective by size and number of ranks.
+convolutions and copies by size and dtype, starting a kernel, the host's link, and every collective by size and number
+of ranks.
 
     mycel probe                         this device
     mycel probe --nproc 4               and the links between four processes, all of which compute at once: as they will
     torchrun … -m mycel probe           and between hosts
 
 Ranks do the same things at the same time, and the numbers are their mean.  A curve is a list of [work, work a second],
-less the starting of a
-kernel; messages are [ranks, bytes each puts in, seconds], sent by the communicator that steps use.
+less the starting of a kernel; messages are [ranks, bytes each puts in, seconds], sent by the communicator that steps
+use.
 """
 
 from __future__ import annotations
@@ -26,10 +26,8 @@ from mycel.ir import OPS, Mesh, type_of
 from mycel.run.processes import Processes, world
 from mycel.run.rendezvous import seat
 
-ROUNDS, LEAST_S = (
-    7,
-    0.01,
-)  # a number is the least of so many rounds, each of at least so long: what else a machine does only adds to it
+# a number is the least of so many rounds, each of at least so long: what else a machine does only adds to it
+ROUNDS, LEAST_S = 7, 0.01
 GRAPHED = 20  # runs in one graph of a GPU
 SIZES = {  # by device: what is small and what is large there
     "cpu": {

@@ -1,12 +1,11 @@
 """The communicator of real ranks: one process each, over torch.distributed (gloo on the CPU, NCCL on GPUs).
 
-    ranks = world(mesh)                                            from the environment of torchrun or `mycel.launch`
-    ranks.agree({"plan": text, "code": code_version()})            refused on all ranks if it is not the same on all
-    y = ranks.all_reduce(x, ("dp",), "+")                          as in `ops/collective.py`: split and joined by the
-    index along the axes
-    p = ranks.start("all_gather", [a, b], axes=("dp",), dim=0)     the same without waiting, several tensors in one
-    message
-    a, b = ranks.wait(p)
+    ranks = world(mesh)                                           from the environment of torchrun or `mycel.launch`
+    ranks.agree({"plan": text, "code": code_version()})           refused on all ranks if it is not the same on all
+    y = ranks.all_reduce(x, ("dp",), "+")                         as in `ops/collective.py`: split and joined by the
+                                                                  index along the axes
+    p = ranks.start("all_gather", [a, b], axes=("dp",), dim=0)    the same without waiting,
+    a, b = ranks.wait(p)                                          several tensors in one message
 
 Tensors that are given are never changed; where nothing is to be done, they are what comes back.
 """

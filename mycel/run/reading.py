@@ -9,10 +9,8 @@ before it counts.
       └───────┴───────┘                     └───────────────┘
 
 So a checkpoint can be loaded under any mesh and layouts.  What is not read is not checked, but where a whole checkpoint
-                                                           is asked for.
-A partial tensor, saved as its summands, is their sum: a rank among as many reads its own summand, else the first one
-along the axes of the sum
-has all of it, and the others zeros.
+is asked for.  A partial tensor, saved as its summands, is their sum: a rank among as many reads its own summand, else
+the first one along the axes of the sum has all of it, and the others zeros.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 exists before any collective.
 
     RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR MASTER_PORT       as torchrun and `mycel.launch` set them
-    TORCHELASTIC_USE_AGENT_STORE=True                        whoever started the ranks holds the store; otherwise rank 0
-    does
+    TORCHELASTIC_USE_AGENT_STORE=True                        whoever started the ranks holds the store;
+                                                             otherwise rank 0 does
 
     stop               why all has to end: written once, by whoever sees it first
     run                the folder of the run, if it is one
@@ -11,8 +11,7 @@ exists before any collective.
     K/agree/N/…        the facts of the N-th agreement
 
 A world at a loopback address listens on loopback only: the store's socket is bound to the address by which it is known,
-and the messages of
-a rank leave from the address by which it reaches the store.
+and the messages of a rank leave from the address by which it reaches the store.
 """
 
 from __future__ import annotations
@@ -155,9 +154,8 @@ class Rendezvous:
     def address(self) -> str:
         """The address by which this host reaches the store: others reach it by that too."""
         addresses = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_DGRAM)
-        family, kind, _, _, address = min(
-            addresses, key=lambda each: each[0] != socket.AF_INET
-        )  # all ranks have to speak the same
+        # all ranks have to speak the same
+        family, kind, _, _, address = min(addresses, key=lambda each: each[0] != socket.AF_INET)
         with socket.socket(family, kind) as probe:
             probe.connect(address)  # nothing is sent: it only asks for the route
             return str(probe.getsockname()[0])

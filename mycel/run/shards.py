@@ -5,21 +5,18 @@ in them.
       shard-00003-00001.safetensors, …   the second one of rank 3
       manifest.json                      {"format", "step", "metric", "meta", "plan",
                                           "files":   {file: {"bytes", "header", "sha256"}},
-                                          "tensors": {name: {"dtype", "shape", "pieces": [{"file", "begin", "offset",
-                                          "shape", "sha256"}]},
+                                          "tensors": {name: {"dtype", "shape", "pieces": [
+                                                          {"file", "begin", "offset", "shape", "sha256"}]},
                                                       partial name: the same and {"partial": "sum"},
                                                       tied name: {"same": name}},
                                           "sha256"}
 
 A piece is a box of a tensor: `shape` large at `offset` of it, at byte `begin` of a file.  Pieces fill their tensor and,
-behind its header, their
-file, none over another.  Each has a checksum and some MiB at most (one row at least), so a box of a tensor can be read,
-                          and checked, without
-reading much else; those that a rank has of a tensor lie one after the other, and other programs read them as one.  The
-manifest's last line is the
-checksum of all lines before it.  Reading believes the manifest only when that line is right, and tensors only when
-                                  their pieces' checksums are;
-nothing is unpickled or evaluated.
+behind its header, their file, none over another.  Each has a checksum and some MiB at most (one row at least), so a box
+of a tensor can be read, and checked, without reading much else; those that a rank has of a tensor lie one after the
+other, and other programs read them as one.  The manifest's last line is the checksum of all lines before it.  Reading
+believes the manifest only when that line is right, and tensors only when their pieces' checksums are; nothing is
+unpickled or evaluated.
 """
 
 from __future__ import annotations
@@ -47,9 +44,8 @@ MANIFEST = "manifest.json"
 SHARD_BYTES = 2 << 30
 PIECE_BYTES = 16 << 20
 CHUNK = 4 << 20  # bytes hashed, written or read at a time
-THREADS = (
-    4  # one hashes a shard while another writes it; more saturate neither the disk nor a few cores that also train
-)
+# one hashes a shard while another writes it; more saturate neither the disk nor a few cores that also train
+THREADS = 4
 COMPARED = 256  # pieces compared with others at a time
 NEVER = threading.Event()
 

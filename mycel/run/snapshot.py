@@ -27,9 +27,8 @@ from mycel.run.shards import DTYPE_NAMES, Part, StoredTensor
 
 Tensors = dict[str, torch.Tensor]
 Layouts = Mapping[str, tuple[Layout, Dims]]  # by name: how a tensor lies on the mesh, and its global shape
-Copy = Callable[
-    [Tensors], tuple[Tensors, Callable[[], None]]
-]  # to the host; the copies are there once the function returned
+# to the host; the copies are there once the function returned
+Copy = Callable[[Tensors], tuple[Tensors, Callable[[], None]]]
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,7 @@
     the store is gone   whoever held it has died
 
 Then this rank has to end: its next call of a collective raises the reason, and if it makes none within `GRACE_S`, the
-thread prints the
-reason and ends the process, with the exit code `LOST`.
+thread prints the reason and ends the process, with the exit code `LOST`.
 
 Every rank writes where it is to the store, again and again (its beat), so that others can tell: who is silent, and who
 is late, and where.

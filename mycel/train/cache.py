@@ -5,10 +5,8 @@
     CACHE/.trash-…                    on its way out
 
 Who makes a folder holds its key's lock, which the system takes back when the process dies, however it dies.  So a
-`.tmp-` folder
-whose lock is free is a dead process's and is removed.  Where a file system has no locks, two processes may do the same
-                                                        work; the
-first rename wins, and what was left behind is removed after a day.
+`.tmp-` folder whose lock is free is a dead process's and is removed.  Where a file system has no locks, two processes
+may do the same work; the first rename wins, and what was left behind is removed after a day.
 """
 
 from __future__ import annotations

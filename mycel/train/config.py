@@ -3,8 +3,7 @@
     file.yaml  +  a.b=c arguments  ->  Config (frozen, checked)  ->  dump: YAML that loads back equal
 
 Each section is one class; its fields' defaults and descriptions are what `mycel config` prints.  With no model named,
-the embedded small
-one is used, with the settings that suit it beneath whatever else is given.
+the embedded small one is used, with the settings that suit it beneath whatever else is given.
 """
 
 from __future__ import annotations

@@ -1,16 +1,15 @@
 """Models made straight in their parts: a rank never holds more than its parts and the tensor or two that are being
 made.
 
-    constructor ──▶ a parameter is registered: open ──▶ … another one is: cut to this rank's part, its memory given
-    back: closed
+    constructor ──▶ a parameter is registered: open ──▶ … another one is: closed
                                                  ▲                        │
-                                                 └──── written over ◀─────┘        (reading a closed one is refused)
+                                                 └──── written over ◀─────┘
+
+A closed one is cut to this rank's part, its memory given back; reading it is refused.
 
 The constructor runs as it would for one device, with the same draws in the same order, so the parts are those of what
-one device would have,
-bit for bit.  Which parameter is which is known from an outline: the same constructor on the meta device.  A model whose
-              constructor reads what it has
-made before is made whole, and then cut.
+one device would have, bit for bit.  Which parameter is which is known from an outline: the same constructor on the meta
+device.  A model whose constructor reads what it has made before is made whole, and then cut.
 """
 
 from __future__ import annotations

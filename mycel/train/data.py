@@ -1,11 +1,10 @@
 """From files to batches: find, tokenise once, cut into sequences, keep some for validation.
 
-    sources ──identify──▶ content hashes ──cache──▶ Tokens (documents, one after the other) ──cut──▶ Split ──batch──▶
-    arrays
+    sources ──identify──▶ content hashes ──cache──▶ Tokens ──cut──▶ Split ──batch──▶ arrays
+                                                    (documents, one after the other)
 
 Packed, a split is one stream, its documents joined, cut into windows of `length`.  Not packed, each document is a row
-of its own.
-What is cached does not depend on length, packing, split or seed, so changing these costs nothing.
+of its own.  What is cached does not depend on length, packing, split or seed, so changing these costs nothing.
 Labels are the ids themselves (the model shifts them), -100 where a token carries no loss.
 """
 

@@ -1,8 +1,7 @@
 """Where training runs: which device, what it is called, how fast it can be at best, how much memory is in use.
 
 `PEAKS` holds the makers' dense figures (no sparsity, fp32 accumulation) in TFLOP/s; MFU is measured against them.  A
-device that is
-not in the table has no known peak: better no MFU than a wrong one.
+device that is not in the table has no known peak: better no MFU than a wrong one.
 """
 
 from __future__ import annotations

@@ -3,9 +3,8 @@
     loss = Σ parts (mean loss of the part · its tokens with loss) / Σ tokens with loss
 
 In evaluation mode, without gradients, in the precision of training, a few rows at a time; no random state moves.  Where
-ranks hold the model in
-parts, the loss is that of the `step`'s forward pass, which they compute together, each from its own part of the
-sequences.
+ranks hold the model in parts, the loss is that of the `step`'s forward pass, which they compute together, each from its
+own part of the sequences.
 """
 
 from __future__ import annotations

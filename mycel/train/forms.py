@@ -1,7 +1,7 @@
 """What a setting may be: each type carries its rule and the words for it.
 
-    Share = number, >= 0, < 1, "a number from 0 to below 1"      ->      optimizer.momentum is 1.5, not a number from 0
-    to below 1
+    Share = number, >= 0, < 1, "a number from 0 to below 1"
+    ->  optimizer.momentum is 1.5, not a number from 0 to below 1
 
 Numbers are strict: `true` is no 1, and "3" is no 3.
 """

@@ -3,10 +3,9 @@
     y = W x + b   →   y = W x + b + s · B A x        A: [rank, in], B: [out, rank], s = alpha / rank
 
 `add` puts adapters beside chosen linear layers and freezes all else; B starts at zero, so the model is unchanged at
-first.
-`merge` adds s · B A to W and leaves plain layers; `merged` does so for a while.  Files have PEFT's form and names.
-Adapters of half-precision layers are kept and multiplied in float32: their updates are too small for eight bits of
-mantissa.
+first.  `merge` adds s · B A to W and leaves plain layers; `merged` does so for a while.  Files have PEFT's form and
+names.  Adapters of half-precision layers are kept and multiplied in float32: their updates are too small for eight bits
+of mantissa.
 """
 
 from __future__ import annotations

@@ -4,12 +4,9 @@
     {"step": 20, "loss": "nan", "lr": 0.0003}
 
 Strict JSON: a number that JSON does not have is a string that `float` reads ("nan", "inf", "-inf"); `read` gives it
-back as a number.
-A resumed run first cuts off what it is going to write again, so that the file is that of a run without interruption.  A
-file grows by
-whole records only, and a record never stops training: what a full disk refused waits in memory and goes out with the
-next record.
-Every other rank has a file of its own, `metrics-rank3.jsonl`.
+back as a number.  A resumed run first cuts off what it is going to write again, so that the file is that of a run
+without interruption.  A file grows by whole records only, and a record never stops training: what a full disk refused
+waits in memory and goes out with the next record.  Every other rank has a file of its own, `metrics-rank3.jsonl`.
 """
 
 from __future__ import annotations

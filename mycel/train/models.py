@@ -267,9 +267,8 @@ def flops_per_token(module_or_config: Any, length: int) -> float:
         Σ weights (2 forward + 2 backward + 2 if trained)  +  Σ layers 12 · heads · head size · keys
 
     Weights: all but lookup tables (a tied table is multiplied as the output layer, so it counts); of experts, the share
-    a token visits.
-    Keys: half the sequence under a causal mask, all of it otherwise, at most the window of a layer that has one.
-    Recomputation is not counted.
+    a token visits.  Keys: half the sequence under a causal mask, all of it otherwise, at most the window of a layer
+    that has one.  Recomputation is not counted.
     """
     module = (
         module_or_config

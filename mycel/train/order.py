@@ -3,10 +3,9 @@
     position = step * batch + i       epoch = position // count       index = permutation[seed, epoch](position % count)
 
 The permutation is a Feistel network with keyed rounds on the smallest domain 2^(2h) that holds `count`; a value that
-falls
-outside [0, count) is sent through again until it falls inside, which it does as the network is a bijection.  So any
-step is found
-without the steps before it, and an epoch sees every sequence exactly once, also where a batch reaches over its end.
+falls outside [0, count) is sent through again until it falls inside, which it does as the network is a bijection.  So
+any step is found without the steps before it, and an epoch sees every sequence exactly once, also where a batch reaches
+over its end.
 """
 
 from __future__ import annotations

@@ -1,13 +1,10 @@
 """What a person sees of a run: on a terminal one live line, elsewhere one plain line for each report.
 
-    step 120/500  ━━━━────────────  24%  loss 2.4312  val 2.5510  12.3k tok/s  MFU 41.2%  9.1 GiB  lr 3.00e-04  0:42
-                  left
+    step 120/500  ━━━━──────  24%  loss 2.4312  val 2.5510  12.3k tok/s  MFU 41.2%  9.1 GiB  lr 3.00e-04  0:42 left
 
 A terminal too narrow for that gets two rows, and one narrower still the fields that matter most.  Plain lines hold what
-that report
-brought and nothing older, so that a log can be searched.  Nothing here raises: odd numbers are shown as they are, and
-                                                           if nobody
-can read any more (a closed pipe, a log file on a full disk) training goes on without words.
+that report brought and nothing older, so that a log can be searched.  Nothing here raises: odd numbers are shown as
+they are, and if nobody can read any more (a closed pipe, a log file on a full disk) training goes on without words.
 """
 
 from __future__ import annotations

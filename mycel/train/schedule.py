@@ -8,11 +8,9 @@
     constant     lr
 
 From step w on this is transformers' `get_cosine_schedule_with_warmup(num_warmup_steps=w, num_training_steps=steps)`
-(and its
-linear and min-lr forms) at the same step, without an offset.  In the warm-up theirs is `step / w`, which spends step 0
-at rate 0;
-ours is theirs one step later with `w + 1`, so no step is wasted.  The last step is `steps - 1`, one short of the floor,
-for the same reason.
+(and its linear and min-lr forms) at the same step, without an offset.  In the warm-up theirs is `step / w`, which
+spends step 0 at rate 0; ours is theirs one step later with `w + 1`, so no step is wasted.  The last step is
+`steps - 1`, one short of the floor, for the same reason.
 """
 
 from __future__ import annotations

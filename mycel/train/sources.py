@@ -2,10 +2,9 @@
 
 A source is a file, a folder (all its files), a glob, or `stdlib`: the source text of Python's own standard library.  A
 folder that holds .jsonl, .json, .csv or token files gives only these: what lies beside them (a README) is not data.
-Text of any form may be compressed (.gz).
-A file's identity is the hash of its content.  Hashing large files is remembered under their stat (size, both times,
-                                               inode), and
-believed only if the file had rested a while when it was hashed: so a changed file never passes for the old one.
+Text of any form may be compressed (.gz).  A file's identity is the hash of its content.  Hashing large files is
+remembered under their stat (size, both times, inode), and believed only if the file had rested a while when it was
+hashed: so a changed file never passes for the old one.
 """
 
 from __future__ import annotations

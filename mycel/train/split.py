@@ -1,13 +1,11 @@
 """Documents cut into sequences, and divided between training and validation.
 
-    packed       documents joined ── d0 ──┬─ d1 ─┬──── d2 ────    windows of `length`; what is left over at the end is
-                 dropped
-                 windows        |   0   |   1   |   2   |··
+    packed       documents joined ── d0 ──┬─ d1 ─┬──── d2 ────    windows of `length`;
+                 windows        |   0   |   1   |   2   |··       what is left over at the end is dropped
     not packed   every document a row, padded; of a longer one the start of the prompt goes first, then the end
 
 Validation takes whole documents, drawn by the hash of their content, so equal documents fall on one side and adding
-data moves few of
-them.  Where there are too few documents for that (one long text), it takes the windows at the end.
+data moves few of them.  Where there are too few documents for that (one long text), it takes the windows at the end.
 Labels are the ids themselves (the model shifts them), -100 where a token carries no loss.
 """
 

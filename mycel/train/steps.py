@@ -1,12 +1,11 @@
 """The steps of a run, and what happens between them.
 
-    step ─▶ step ─▶ … ─▶ report (every log.every) ─▶ validation (evaluate.every) ─▶ record ─▶ checkpoint
-    (checkpoint.every) ─▶ step ─▶ …
+    step ─▶ step ─▶ … ─▶ report ─▶ validation ─▶ record ─▶ checkpoint ─▶ step ─▶ …
+                   log.every  evaluate.every            checkpoint.every
 
 Nothing waits for the device between reports: losses and gradient norms stay there until a report reads all of them at
-once.  A report's
-loss is the mean over its steps.  Records are on disk before the checkpoint of their step, so a resumed run has them
-                                  all.
+once.  A report's loss is the mean over its steps.  Records are on disk before the checkpoint of their step, so a
+resumed run has them all.
 """
 
 from __future__ import annotations

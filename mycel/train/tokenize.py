@@ -1,9 +1,8 @@
 """Text to token ids and back: plain bytes, or the tokenizer of a Hugging Face folder.
 
 `load_tokenizer("bytes")` needs nothing; `load_tokenizer(folder)` reads local files only and runs no code from the
-folder.
-A tokenizer's fingerprint is a hash of all that decides its ids, so that tokens cached under it are never served for
-another.
+folder.  A tokenizer's fingerprint is a hash of all that decides its ids, so that tokens cached under it are never
+served for another.
 """
 
 from __future__ import annotations

@@ -6,8 +6,7 @@ ranks hold.
     parts  ──gather, one tensor at a time──▶  files
 
 The files are first mapped as they are: no byte of a tensor is read until every name and shape fits, and of a part none
-that the rank does not hold.
-Only safetensors are read; nothing is unpickled.
+that the rank does not hold.  Only safetensors are read; nothing is unpickled.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
       lr: 1e-3            ->      places   {("optimizer", "lr"): run.yaml:2:3, …}
 
 The words are YAML 1.2's: `1e-3` is a number, `yes`, `12:30` and `2024-01-01` are text.  Anything that could be meant in
-two ways (a key
-given twice, a tag, a key that is no text) is a mistake; mistakes are collected, so that all of them are told at once.
+two ways (a key given twice, a tag, a key that is no text) is a mistake; mistakes are collected, so that all of them are
+told at once.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
     y: f32[3,2] = mul(b, 1)                             (y is b)
 
 Only what is exact in floating point (the sign of zero apart) and keeps the type: a rewrite whose result has another
-type is
-not made.  Rules look at operands only, which are already rewritten, so one pass over a block leaves nothing to rewrite.
+type is not made.  Rules look at operands only, which are already rewritten, so one pass over a block leaves nothing to
+rewrite.
 """
 
 from __future__ import annotations

@@ -2,14 +2,12 @@
 
     n: i64[8]         = iota(dim=0, dtype=i64, shape=(8,))
     q: i64[1,1,8,1]   = reshape(n, shape=(1, 1, 8, 1))
-    k: i64[1,1,1,8]   = reshape(n, shape=(1, 1, 1, 8))                  (dead now)
+    k: i64[1,1,1,8]   = reshape(n, shape=(1, 1, 1, 8))      (dead now)
     m: bool[1,1,8,8]  = le(k, q)
-    y, lse = attention(query, key, value, m)                        =>  y, lse = attention(query, key, value, None,
-    causal=True)
+    y, lse = attention(query, key, value, m)            =>  y, lse = attention(query, key, value, None, causal=True)
 
 Values are followed as functions of their index (`indexed.py`), never computed, so the size does not matter.  Blocks are
-followed
-through their calls: an input of a block is known if all its calls agree on it.  What is not known stays.
+followed through their calls: an input of a block is known if all its calls agree on it.  What is not known stays.
 """
 
 from __future__ import annotations
@@ -53,9 +51,8 @@ def _without_mask(eqn: Eqn, at: int, allowed: tuple[Region, Shape] | None) -> Eq
     if allowed is None:
         return eqn
     region, shape = allowed
-    triangle = half(
-        Affine(0, (0,) * (len(shape) - 2) + (1, -1)), shape
-    )  # q - k >= 0: aligned at the top left, as torch does
+    # q - k >= 0: aligned at the top left, as torch does
+    triangle = half(Affine(0, (0,) * (len(shape) - 2) + (1, -1)), shape)
     if region not in (ALL, triangle):
         return eqn
     params = eqn.params if region == ALL else Params(eqn.params | {"causal": True})

@@ -5,8 +5,7 @@
     c: f32[2] = add(a, b)
 
 Two blocks that differ in names and source lines only become one, and two constants of the same bits become one, so that
-calls
-and uses of them meet here too.
+calls and uses of them meet here too.
 """
 
 from __future__ import annotations

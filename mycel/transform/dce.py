@@ -9,11 +9,9 @@
       return y
 
 Liveness is one worklist over *slots*: the inputs and outputs of blocks, the operands and results of control-flow
-equations.  An
-equation that holds blocks ties slots together (operand k of a call and input k of its block; state k of a loop, of its
-test and of
-its body …): tied slots are kept or dropped together.  The entry's inputs always stay, and so do equations with an
-                                                       effect.
+equations.  An equation that holds blocks ties slots together (operand k of a call and input k of its block; state k of
+a loop, of its test and of its body …): tied slots are kept or dropped together.  The entry's inputs always stay, and so
+do equations with an effect.
 """
 
 from __future__ import annotations

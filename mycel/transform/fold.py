@@ -6,13 +6,10 @@
     y: f32[4] = mul(x, c)                                  y: f32[4] = mul(x, 2.0)
 
 A result is written as `full` if it is one number, as `iota` if it counts, else as `const` up to `LIMIT` elements;
-larger ones
-stay as they are, and so do views of constants.  One number everywhere folds at any size, through operators on elements
-                                                 and
-through those that only move elements.  A 0-dim constant becomes a literal operand where the operator's type does not
-                                        change by it
-(a Python scalar promotes less than a 0-dim tensor) and the promoted dtype holds its value.  Random operators are left
-alone.
+larger ones stay as they are, and so do views of constants.  One number everywhere folds at any size, through operators
+on elements and through those that only move elements.  A 0-dim constant becomes a literal operand where the operator's
+type does not change by it (a Python scalar promotes less than a 0-dim tensor) and the promoted dtype holds its value.
+Random operators are left alone.
 """
 
 from __future__ import annotations

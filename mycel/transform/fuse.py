@@ -6,8 +6,8 @@ y: f32[4,8] = add(h, b)                                         =>  y: f32[4,8] 
 c: f32[2,8,5,5] = conv(x, w, …)
 y: f32[2,8,5,5] = add(c, reshape(b, shape=(8,1,1)))             =>  y: f32[2,8,5,5] = conv_bias(x, w, b, …)
 
-y: f32[2,4,8,16], lse: f32[2,4,8] = attention(q, k, v, mask)    =>  y: f32[2,4,8,16] = sdpa(q, k, v, mask)      if lse
-is not used
+y: f32[2,4,8,16], lse: f32[2,4,8] = attention(q, k, v, mask)    =>  y: f32[2,4,8,16] = sdpa(q, k, v, mask)
+                                                                    (if lse is not used)
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """A product whose only use is a cross entropy becomes one operator with it, so that its logits are never whole.
 
-    l: bf16[4,8,100] = linear(x, w)
-    f: f32[4,8,100]  = cast(l, dtype=f32)
+    l: bf16[4,8,100] = linear(x, w)                     r: bf16[32,16] = reshape(x, shape=(32, 16))
+    f: f32[4,8,100]  = cast(l, dtype=f32)           =>  loss, dr, dw   = linear_cross_entropy(r, w, None, target)
     z: f32[32,100]   = reshape(f, shape=(32, 100))
-    loss, logp       = cross_entropy(z, target)          =>     r: bf16[32,16] = reshape(x, shape=(32, 16))
-                                                                loss, dr, dw   = linear_cross_entropy(r, w, None,
-                                                                target)
+    loss, logp       = cross_entropy(z, target)
 
 What lies between the two may take or reshape rows, add a bias and widen: it is done to the rows of x instead.  The log
 probabilities must be unused.

@@ -1,8 +1,8 @@
 """Identities: the docstring of each is the rewrite, and the table at the end says where each is tried.
 
 Rules look at operands only, which are already rewritten.  A scalar in a rule stands for a literal or for a `full` of
-                                                           it.  A rule returns a value (or
-one for each output), a new equation `(op, inputs, params)`, or None where it does not apply.
+it.  A rule returns a value (or one for each output), a new equation `(op, inputs, params)`, or None where it does not
+apply.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """What is known of a tensor as a function of its index.
 
     Affine   offset + Σ steps · index                              iota and its sums, shifts, slices
-    Choice   `yes` inside a region of the index space, else `no`   comparisons of Affine, full, and operators on
-             elements of these
+    Choice   `yes` inside a region of the index space, else `no`   comparisons of Affine, full,
+                                                                   and operators on elements of these
 
 An operator on elements is applied to Choices by its own kernel, on one element for each combination of regions, so
-rounding,
-promotion and infinities are exactly torch's.  An Affine is kept only where its dtype holds all its numbers exactly.
+rounding, promotion and infinities are exactly torch's.  An Affine is kept only where its dtype holds all its numbers
+exactly.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
     y = f(x)    =>    y, ty = f_tangents(x, tx)
 
 No operator needs a rule of its own: its gradient rule `dx = J' dy` is linear in dy, and pulling tx back through *that*
-gives J tx.
-Control flow maps to itself with tangents as further operands; loops carry them as further state.
+gives J tx.  Control flow maps to itself with tangents as further operands; loops carry them as further state.
 """
 
 from __future__ import annotations

@@ -3,16 +3,14 @@
 shares        loss(part) becomes the part's share in the loss of the whole batch, so that shares sum up (and likewise
               whatever else a part returns that is no row of the batch):
                   a / b     =>  a / count     where b (how many tokens count, say) is of the part and depends on no
-                            parameter; `count` is its sum
+                                              parameter; `count` is its sum
                   sum(x)    =>  sum(x)        over something that has the part's rows: parts sum up by themselves
                   x         =>  x / parts     otherwise: every part weighs the same
               A mean cross entropy is a sum over a count.  Sums of such terms, multiples and casts of them are taken
-                                                           term by term.  Beside the
-              program of a part stands that of the whole batch: what is larger there has the part's rows, and a number
-              that is another one there
-              (sum / len(x)) is taken from there.  A loss that goes beyond that (a root of a mean, say) is no sum over
-                                                   the batch: its parts weigh
-              the same, and the caller is told.
+              term by term.  Beside the program of a part stands that of the whole batch: what is larger there has the
+              part's rows, and a number that is another one there (sum / len(x)) is taken from there.  A loss that goes
+              beyond that (a root of a mean, say) is no sum over the batch: its parts weigh the same, and the caller is
+              told.
 microbatch    a program of one part => a scan over the parts that sums up loss and gradients, puts rows of the batch one
               behind the other, hands buffers from part to part and gives each part random numbers of its own.
 """
@@ -39,8 +37,8 @@ NEXT = 1 << 40  # the key of the next part is the child of this one's that no dr
 @dataclass(frozen=True)
 class Term:
     """A summand of the loss: `value`, divided by `count` or by nothing (`sums`: parts sum up) or by the number of
-    parts; then `outer`, equations
-    that are linear in it, from the inside out.  `limits`: what is done to the count once it is summed."""
+    parts; then `outer`, equations that are linear in it, from the inside out.  `limits`: what is done to the count once
+    it is summed."""
 
     value: Atom
     count: Var | None = None
@@ -56,7 +54,7 @@ def shares(
     an input for each count; the program of the counts alone; and the lines of what is no sum over the batch.
 
     `whole`: the program of the whole batch.  By name: `active`, inputs that are differentiated; `split`, inputs that
-                                              are parts of something."""
+    are parts of something."""
     large = _means_apart(whole.main)
     program = replace(
         program,
@@ -152,8 +150,7 @@ def _linear_in(eqn: Eqn) -> int:
 
 class _Loss:
     """A loss taken apart: which of its values depend on parameters (`moving`), and which on the part (`varying`);
-    `large`: an equation as it is
-    for the whole batch.  `unseen`: lines of what could not be taken apart."""
+    `large`: an equation as it is for the whole batch.  `unseen`: lines of what could not be taken apart."""
 
     def __init__(self, program: Program, whole: Block, active: Collection[str], split: Collection[str]) -> None:
         main = program.main

@@ -1,12 +1,11 @@
 """A program that returns gradients -> a program that takes the step: clip, skip what is not finite, update parameters
 and optimiser state.
 
-    loss, d_w = …                                        loss, d_w = …
-    return loss, d_w                                     norm  = global_norm(d_w)
-                                                  =>     skip  = 1 - isfinite(norm)
-                                                         w', m', v', t' = adam(w, m, v, t, d_w, lr, …, scale, skip,
-                                                         count=1)
-                                                         return loss, norm, updates: w', m', v', t', skipped + skip
+    loss, d_w = …              loss, d_w = …
+    return loss, d_w           norm  = global_norm(d_w)
+                        =>     skip  = 1 - isfinite(norm)
+                               w', m', v', t' = adam(w, m, v, t, d_w, lr, …, scale, skip, count=1)
+                               return loss, norm, updates: w', m', v', t', skipped + skip
 
 Gradients are divided by `scale`: the loss scale of half precision times what clipping takes away.  A skipped step
 changes no state at all: updates of buffers are undone as well.  A group without a kind is not updated here: whoever
@@ -95,9 +94,8 @@ def optimise(
     params = [[inputs[Role("parameter", p)] for p in group.params] for group in groups]
     given = [_state(new_input, group, own) for group, own in zip(groups, params, strict=True)]
     returned = [p for group, own in zip(groups, params, strict=True) for p in own if gradients or not group.kind]
-    kept = {
-        p: new_input(f"{p.name}.grad", p.type, Role("gradient", of=program.role(p).name)) for p in returned
-    }  # in the groups' order
+    # in the groups' order
+    kept = {p: new_input(f"{p.name}.grad", p.type, Role("gradient", of=program.role(p).name)) for p in returned}
     skipped = new_input("skipped", Type(torch.int64, ()), Role("counter", "skipped"))
     updates: dict[str, Any] = {}
     with b:

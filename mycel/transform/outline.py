@@ -11,8 +11,8 @@ compiled as one.
                                                    return y
 
 A *unit* is what a compiler gets at once: a block without branches, loops and effects, of at most `SIZE` equations with
-those of the blocks it calls.
-Blocks that are too large, or hold what cannot be compiled, are cut up; their calls of units stay.
+those of the blocks it calls.  Blocks that are too large, or hold what cannot be compiled, are cut up; their calls of
+units stay.
 """
 
 from __future__ import annotations
@@ -53,8 +53,7 @@ def _size(eqn: Eqn, sizes: dict[str, float]) -> float:
 
 def outline(program: Program, is_worth: Callable[[str, Sequence[Eqn]], bool]) -> tuple[Program, set[str]]:
     """The program with those stretches of plain equations that are worth a compiler's seconds as blocks; and the names
-    of the blocks to compile.
-    `is_worth` is asked with the name of the block that a stretch stands in."""
+    of the blocks to compile.  `is_worth` is asked with the name of the block that a stretch stands in."""
     whole = units(program)
     blocks = dict(program.blocks)
     outlined: set[str] = set()

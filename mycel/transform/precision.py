@@ -1,8 +1,9 @@
 """A program in fp32 -> the same in 16 bits, where that is safe: products and attention in 16 bits, sums, exponentials
 and losses in 32.
 
-    y: f32[8,16] = linear(x, w)                =>      x16: bf16[8,4] = cast(x);   w16: bf16[16,4] = cast(w);   y:
-                                               bf16[8,16] = linear(x16, w16)
+    y: f32[8,16] = linear(x, w)                =>      x16: bf16[8,4]  = cast(x)
+                                                       w16: bf16[16,4] = cast(w)
+                                                       y:   bf16[8,16] = linear(x16, w16)
     s: f32[8]    = sum(y, dims=(1,))           =>      s: f32[8] = sum(cast(y, dtype=f32), dims=(1,))
 
     low     products and attention: operands in 16 bits, and so the result; a bias added to it follows
@@ -10,8 +11,8 @@ and losses in 32.
     others  as wide as their widest operand
 
 Weights stay what they are and are cast where they are used; so their gradients come out in 32 bits.  Blocks are made
-anew for the types they are
-called with; what branches and loops hand over keeps its type.  The first result, the loss, keeps its type too.
+anew for the types they are called with; what branches and loops hand over keeps its type.  The first result, the loss,
+keeps its type too.
 """
 
 from __future__ import annotations

@@ -9,10 +9,9 @@ order,
     dx += op.vjp(dy, y, x)
 
 and what the backward equations use of the forward ones are the residuals.  Which of them to keep or recompute is
-decided elsewhere.
-`call` becomes a call of the forward block and, in reverse, of the backward block, made once for all calls; `cond`,
-`loop` and `scan` map to
-themselves (`vjp_control.py`).  The result is an ordinary program: it can be simplified, read, and differentiated again.
+decided elsewhere.  `call` becomes a call of the forward block and, in reverse, of the backward block, made once for all
+calls; `cond`, `loop` and `scan` map to themselves (`vjp_control.py`).  The result is an ordinary program: it can be
+simplified, read, and differentiated again.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class Pair:
     cotangents.
 
     `reused`: which inputs of the block backward reads.  `given`: for which outputs it takes cotangents.  `gives`: for
-                                                         which inputs it returns them.
+    which inputs it returns them.
     """
 
     forward: str
@@ -50,16 +49,14 @@ def value_and_grad(
     """The program that also returns the gradient of one scalar result, behind the first `after` (default: all) results.
 
     `wrt` names inputs by position; a Type among them stands for a value the program does not use.  The gradient of what
-    the result does
-    not depend on is zeros, or None if not `dense`.
+    the result does not depend on is zeros, or None if not `dense`.
     """
     return Vjp(program).forward_and_backward(list(wrt), result, len(program.results) if after is None else after, dense)
 
 
 def forward_and_backward(program: Program, wrt: Sequence[int], after: int) -> tuple[Program, Program, list[int]]:
     """Two programs: the first returns residuals behind its first `after` results; the second takes them and cotangents
-    of those results, and
-    returns gradients.  Also: for which results it takes cotangents."""
+    of those results, and returns gradients.  Also: for which results it takes cotangents."""
     return Vjp(program).apart(list(wrt), after)
 
 

@@ -1,16 +1,16 @@
 """Reverse mode of control flow: `cond`, `loop` and `scan` map to themselves.
 
-y = cond(p, x, then=@a, orelse=@b)     =>  y, r = cond(p, x, then=@a_forward, orelse=@b_forward)
-                                           dx = cond(p, r, dy, then=@a_backward, orelse=@b_backward)
+y = cond(p, x, then=@a, orelse=@b)  =>  y, r = cond(p, x, then=@a_forward, orelse=@b_forward)
+                                        dx = cond(p, r, dy, then=@a_backward, orelse=@b_backward)
 
-s = loop(c, s0, test=@t, body=@b)      =>  s, k = loop(c, s0, empty, test=@t, body=@b_forward)      pushes residuals on
-                                       the stacks k
-                                           ds, dc = loop(c, k, ds, 0, test=@holds, body=@b_backward)   pops them, adds
-                                           up dc
+s = loop(c, s0, test=@t, body=@b)   =>  s, k = loop(c, s0, empty, test=@t, body=@b_forward)
+                                        ds, dc = loop(c, k, ds, 0, test=@holds, body=@b_backward)
 
-s, y = scan(c, s0, x, body=@b)         =>  s, y, r = scan(c, s0, x, body=@b_forward)                residuals are rows
-                                       like y
-                                           ds, dc, dx = scan(c, ds, 0, r, x, dy, body=@b_backward, reversed)
+s, y = scan(c, s0, x, body=@b)      =>  s, y, r = scan(c, s0, x, body=@b_forward)
+                                        ds, dc, dx = scan(c, ds, 0, r, x, dy, body=@b_backward, reversed)
+
+The forward loop pushes residuals on the stacks k; the backward one pops them and adds up dc.  The residuals of a scan
+are rows like y.
 """
 
 from __future__ import annotations
@@ -319,9 +319,8 @@ def _scan_backward(
 ) -> str:
     """The body of the backward scan."""
     body = vjp.blocks[pair.forward]
-    shift = len(
-        stacks
-    )  # forward's inputs hold the stacks between carry and rows only in the block `_scan_forward` makes
+    # forward's inputs hold the stacks between carry and rows only in the block `_scan_forward` makes
+    shift = len(stacks)
     assert shift == len(deep)
     b = Builder(phase="backward")
     known: dict[int, Var] = {i: b.input(_name(eqn.inputs[i]), atom_type(eqn.inputs[i])) for i in held}

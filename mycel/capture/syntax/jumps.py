@@ -8,11 +8,9 @@
                                                  x = f(x)
 
 A branch that always leaves takes the rest of its list into the other branch.  Returns that then stand at the ends of
-the branches at the end of
-the function stay returns; if there are others, all become `returned, result` flags.  Where a jump may or may not have
-happened, the rest is
-guarded by `if not flag`; such an `if` is marked `guard`: what is undefined on its other side can only be read where
-Python would fail too.
+the branches at the end of the function stay returns; if there are others, all become `returned, result` flags.  Where a
+jump may or may not have happened, the rest is guarded by `if not flag`; such an `if` is marked `guard`: what is
+undefined on its other side can only be read where Python would fail too.
 """
 
 from __future__ import annotations

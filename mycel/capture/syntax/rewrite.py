@@ -13,8 +13,8 @@
     f(x)                            m.call(f)(x)
 
 Bodies are closures over the function's own variables, so the runtime reads and writes those through the closures'
-cells.  Names with an @
-cannot clash with the user's.  Tests that can only be Python values (`x is None`, isinstance …) keep their `if`.
+cells.  Names with an @ cannot clash with the user's.  Tests that can only be Python values (`x is None`, isinstance …)
+keep their `if`.
 """
 
 from __future__ import annotations

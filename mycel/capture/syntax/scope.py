@@ -6,8 +6,7 @@
                     turn)
 
 Liveness runs backwards over structured code whose jumps are gone (see `jumps.py`).  Names that functions written inside
-may touch, and names
-declared nonlocal or global, are always live.
+may touch, and names declared nonlocal or global, are always live.
 """
 
 from __future__ import annotations

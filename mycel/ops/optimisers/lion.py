@@ -1,7 +1,7 @@
 """Lion: the sign of a blend of momentum and gradient.
 
 torch has none.  Any optimiser class of that name is taken, such as lion-pytorch's, with lr, betas and weight_decay; its
-                 further options must be off.
+further options must be off.
 """
 
 from __future__ import annotations

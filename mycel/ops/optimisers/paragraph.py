@@ -14,15 +14,14 @@ rule for one parameter.
         return new_p, {"exp_avg": new_exp_avg}
 
 The rule is written with operators.  The paragraph makes an operator of it that updates all parameters of a group in one
-                                     equation:
+equation:
 
     p1' p2' m1' m2' = lion(p1 p2 m1 m2, g1 g2, lr, beta1, beta2, weight_decay, scale, skip, count=2)
 
 What is updated comes first, in the order of the results; gradients are divided by `scale` (None: taken as they are) and
-turned around by
-`maximize`; where `skip` is 1 nothing changes.  Hyper-parameters are scalar operands, since schedules change them from
-                                                step to step; the kernels
-take numbers or tensors.  The operator writes its results over its operands where the state of a step is donated.
+turned around by `maximize`; where `skip` is 1 nothing changes.  Hyper-parameters are scalar operands, since schedules
+change them from step to step; the kernels take numbers or tensors.  The operator writes its results over its operands
+where the state of a step is donated.
 
 What the fields mean
   classes    names in torch.optim, each with the options it implies where a group does not state them

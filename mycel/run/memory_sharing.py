@@ -1,12 +1,12 @@
 """Who shares memory with whom.
 
-`roots`: which inputs of a block each of its values may share memory with.
-`shared_outputs`: outputs that may share memory with an input the program updates in place; those are copied before the
-update.
-`given_away`: equations of the entry that may write their results over inputs the program updates.
-`summing`: equations of a scan's body that may add to its carry in place.
-`reusable`: equations whose result may be written over an operand, because that owns its memory and nobody reads it
-afterwards.
+roots            which inputs of a block each of its values may share memory with
+shared_outputs   outputs that may share memory with an input the program updates in place; those are copied before
+                 the update
+given_away       equations of the entry that may write their results over inputs the program updates
+summing          equations of a scan's body that may add to its carry in place
+reusable         equations whose result may be written over an operand, because that owns its memory and nobody
+                 reads it afterwards
 """
 
 from __future__ import annotations
@@ -46,9 +46,8 @@ def roots(program: Program) -> dict[str, Roots]:
 
 def may_share(eqn: Eqn) -> bool:
     """May its result lie in the memory of its operand?  A view does; and what a rank has already is not copied for it:
-                                                         its own part, the first
-    rank's value, a sum over one rank.  Messages that are begun and finished apart are real ones, and bring new
-                                        memory."""
+    its own part, the first rank's value, a sum over one rank.  Messages that are begun and finished apart are real
+    ones, and bring new memory."""
     return eqn.op.write is not None or (eqn.op.by_rank and len(set(eqn.vars)) == 1)
 
 
@@ -92,9 +91,8 @@ def shared_outputs(program: Program) -> set[int]:
 
 def given_away(program: Program) -> dict[int, set[int]]:
     """Equations of the entry (by index) that may run over the memory of their first operands, because these are inputs
-    which their results replace
-    and nobody reads afterwards; with the operands (by position) that must be copied first, because such a kernel may
-    overwrite them."""
+    which their results replace and nobody reads afterwards; with the operands (by position) that must be copied first,
+    because such a kernel may overwrite them."""
     block, known = program.main, roots(program)[program.entry]
     family = families(block)
     new = (
@@ -122,8 +120,7 @@ def given_away(program: Program) -> dict[int, set[int]]:
 
 def summing(outer: Block, eqn: Eqn, body: Block) -> dict[int, int]:
     """Equations of a scan's body (by index) whose result may be written over an operand: a carry that they alone read
-    and replace, and that
-    started in memory nobody else knows."""
+    and replace, and that started in memory nobody else knows."""
     producers = {v: e for e in outer.eqns for v in e.outputs}
     n, m = eqn.params.get("consts", 0), eqn.params.get("carry", 0)
     uses = chains(body)
@@ -139,9 +136,8 @@ def summing(outer: Block, eqn: Eqn, body: Block) -> dict[int, int]:
         )
         fresh = fresh and len(ours[start].uses) == 1 and not ours[start].is_output  # type: ignore[index]
         new = body.outputs[j]
-        alone = (
-            isinstance(new, Var) and not uses[new].uses and body.outputs.count(new) == 1
-        )  # nobody keeps the sum of one turn
+        # nobody keeps the sum of one turn
+        alone = isinstance(new, Var) and not uses[new].uses and body.outputs.count(new) == 1
         if fresh and alone and len(uses[carry].uses) == 1 and eqn.inputs.count(start) == 1:
             mine[carry] = new
     overwritten = {}

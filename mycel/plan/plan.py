@@ -10,14 +10,14 @@
     zero: 3 over dp                    # optimiser state (1), gradients (2), parameters (3) split over axes
     microbatches: 4                    # the batch in so many parts, one after the other (`accumulate`)
     sums: fp32                         # partial sums travel in 32 bits; as computed (default): in the precision of the
-                                       product that leaves them
+                                       # product that leaves them
     recompute: full                    # in backward: all that can be; none; auto (default): what the memory budget asks
-                                       for, at least cost
+                                       # for, at least cost
 
 Everything else is decided for a program (`decided`: layouts, residuals, by name; see decided.py) and what that comes to
 is `predicted`.  A plan with its decisions, written and read back, lowers the same program to the same text without a
 search.  Ready plans (`mycel/plans/*.yaml`) are such files without a mesh; "zero3+tp" is two of them laid over each
-         other.
+other.
 """
 
 from __future__ import annotations
@@ -54,8 +54,7 @@ _ZERO = re.compile(r"\s*([0-3])\s*(?:over\s+([\w. ,]+))?\s*")
 @dataclass(frozen=True)
 class Plan:
     """What is given, and for a program what was decided and predicted; `loose`: patterns may match nothing (ready plans
-    know several families
-    of models)."""
+    know several families of models)."""
 
     mesh: Mesh
     parameters: Mapping[str, Any] = field(default_factory=dict)

@@ -1,10 +1,9 @@
 """Manual regions and hints in the search for layouts: what is fixed, and which values are a rank's own.
 
-a = enter(x, axes=("tp",), layout=((), ("tp",)))      x[d0,p1@tp] -> a[d0,q1]       fixed along tp, free along other
-                                                      axes
-b = gelu(a)                                           along tp every rank has its own: no label but SAME
-y = leave(b, axes=("tp",), layout=((), ("tp",)))      b[d0,p1] -> y[d0,q1@tp]       fixed along tp
-z = shard(y, layout=(("dp",), ()))                    fixed along all axes
+a = enter(x, axes=("tp",), layout=((), ("tp",)))   x[d0,p1@tp] -> a[d0,q1]   fixed along tp, free along other axes
+b = gelu(a)                                        along tp every rank has its own: no label but SAME
+y = leave(b, axes=("tp",), layout=((), ("tp",)))   b[d0,p1] -> y[d0,q1@tp]   fixed along tp
+z = shard(y, layout=(("dp",), ()))                 fixed along all axes
 """
 
 from __future__ import annotations
@@ -25,8 +24,7 @@ def is_fixed(eqn: Eqn, axis: str) -> bool:
 
 def fixed_letters(eqn: Eqn, options: Options, own: frozenset[str] = frozenset()) -> dict[str, Axes]:
     """What the user's layout of a `shard`, `enter` or `leave` splits; a dim of one element has no letter and stays
-    whole, and a `shard` of what is a
-    rank's own along some axes says nothing of those."""
+    whole, and a `shard` of what is a rank's own along some axes says nothing of those."""
     if eqn.op.name not in ("shard", "enter", "leave"):
         return {}
     assert options.fit is not None
