@@ -208,7 +208,7 @@ def without_host_data(args: tuple[Any, ...], kwargs: dict[str, Any], device: tor
 
 
 def refuse_without_data(args: tuple[Any, ...], kwargs: dict[str, Any], model: torch.nn.Module) -> None:
-    """TrainError for a call on tensors of the meta device, where the model has data."""
+    """TrainError for a call on tensors of the meta device where the model has data, or the other way round."""
     tensors: list[torch.Tensor] = []
     flatten((args, kwargs), tensors)
     has_data = all(p.device.type != "meta" for p in model.parameters())
@@ -216,6 +216,12 @@ def refuse_without_data(args: tuple[Any, ...], kwargs: dict[str, Any], model: to
         raise TrainError(
             "the batch holds no data: it is on the meta device\n"
             "  try       a batch with data; step.prepare(**batch) compiles for one without"
+        )
+    bare = all(p.device.type == "meta" for p in model.parameters()) and any(True for _ in model.parameters())
+    if bare and any(x.device.type != "meta" for x in tensors):
+        raise TrainError(
+            "the model holds no data: parameters are on the meta device\n"
+            "  try       model.to_empty(device=...) and loading its weights; step.prepare(**batch) needs no data"
         )
 
 

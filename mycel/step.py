@@ -252,6 +252,12 @@ class Step:
         for p, g in gradients:
             p.grad = g if self.settings.grads else None
 
+    def __deepcopy__(self, memo: Any) -> Step:
+        raise TrainError(
+            "a step was copied: it belongs to its model and optimizer, whose tensors it changes in place\n"
+            "  try       copy.deepcopy(model), an optimizer for the copy, and a train_step of both"
+        )
+
     def local(self, *args: Any, **kwargs: Any) -> Local:
         """The step that is called with this rank's part alone, of batches like this one, which needs no data
         (device="meta"): of each tensor what `slices` says, or its `rows` where the plan splits nothing else."""

@@ -1,5 +1,6 @@
 """What train_step takes: models and losses of every form; and what it says to those who misuse it."""
 
+import copy
 import functools
 
 import pytest
@@ -342,3 +343,14 @@ def test_a_step_inside_of_captured_code_is_refused():
     pair = both(mlp, sgd(), cross_entropy)
     with pytest.raises(TrainError, match="captured"):
         mycel.jit(lambda x, y: pair.step(x, y))(X, Y)
+
+
+def test_a_step_is_not_copied_and_takes_data():
+    model, batch = mlp(), rows(0)
+    step = mycel.train_step(model, torch.optim.SGD(model.parameters(), 0.1), loss=cross_entropy, compile=False)
+    with pytest.raises(TrainError, match="a step was copied"):
+        copy.deepcopy(step)
+    bare = mlp().to("meta")
+    step = mycel.train_step(bare, torch.optim.SGD(bare.parameters(), 0.1), loss=cross_entropy, compile=False)
+    with pytest.raises(TrainError, match="the model holds no data"):
+        step(*batch)
