@@ -20,27 +20,14 @@ DTYPES = (torch.float32, torch.int64, torch.complex64, torch.bool)
 ON_VALUES = "its shape depends on values"
 READS = "it reads values"
 REFUSED = {
-    "allclose": READS,
-    "argwhere": ON_VALUES,
     "as_strided": "the strides of an argument may change from call to call",
     "as_strided_copy": "the strides of an argument may change from call to call",
     "as_strided_scatter": "the strides of an argument may change from call to call",
-    "bincount": ON_VALUES,
-    "combinations": ON_VALUES,
-    "equal": READS,
-    "item": READS,
-    "linalg.lstsq": ON_VALUES,
-    "masked_select": ON_VALUES,
-    "nn.functional.one_hot": "the number of classes is read from values",
-    "nonzero": ON_VALUES,
     "resize_": "it makes elements of no value",
     "resize_as_": "it makes elements of no value",
     "sparse.mm": "sparse",
     "sparse.sampled_addmm": "sparse",
-    "tensor_split": READS,
     "to_sparse": "sparse",
-    "unique": ON_VALUES,
-    "unique_consecutive": ON_VALUES,
 }
 SHAPES_ARGUMENT = "it changes the shape of an argument"
 REFUSED_IN_PLACE = {
