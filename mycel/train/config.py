@@ -153,7 +153,7 @@ class Parallel(Section):
 
     mesh: forms.Axes | None = Field(default=None, description="{dp: 2, tp: 2}; null: dp, as many as processes run")
     plan: forms.Plan | None = Field(
-        default=None, description="names, a .yaml file, a plan, auto; null: by axes"
+        default=None, description="zero3+tp, a .yaml file, a plan, auto; null: by axes"
     )
 
     @property
