@@ -556,3 +556,15 @@ def test_what_torch_refuses_may_be_caught(fn):
     same(fast(X), fn(X))
     with pytest.raises(RuntimeError):
         mycel.jit(lambda x: x.view(3, 5))(X)
+
+
+def test_a_number_made_on_the_host_is_one_of_the_program():
+    """As in a model's layer drop on a GPU: torch mixes tensors without dims, of whichever device they are."""
+
+    def drop(x):
+        return x * torch.full([], 2.0, device="cpu") + (torch.rand([], device="cpu") < 0.5)
+
+    program = mycel.capture(drop, torch.empty(2, 3, device="meta"))
+    assert [v.type.shape for v in program.results] == [(2, 3)]
+    with pytest.raises(mycel.CaptureError, match="made on cpu in a program on meta"):
+        mycel.capture(lambda x: x + torch.ones(3, device="cpu"), torch.empty(2, 3, device="meta"))

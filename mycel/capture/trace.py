@@ -130,7 +130,8 @@ class Tracer(Record):
             return self._write(func, known, args, kwargs)
         if known.reads is not None:
             return self._ask(func, known.reads, args, kwargs)
-        if (device := kwargs.get("device")) is not None:
+        is_number = len(args) > 0 and isinstance(args[0], (list, tuple)) and not args[0]  # a size without dims
+        if (device := kwargs.get("device")) is not None and not is_number:  # torch mixes numbers of any device
             self._check_device(torch.device(device))
         before = len(self.eqns)
         with self._misfits(func, args, kwargs):
