@@ -403,7 +403,12 @@ def _is_open_module(name: str) -> bool:
     return root not in sys.stdlib_module_names and root not in _LIBRARIES
 
 
-_LIBRARIES = ("torch", "mycel", "transformers", "numpy", "scipy")
+_LIBRARIES = {
+    "torch", "mycel", "transformers", "numpy", "scipy",
+    # tools, which hold no tensors of a model, and of which there is a lot to walk through
+    "pytest", "_pytest", "pluggy", "hypothesis", "expecttest", "rich", "tqdm", "wandb", "tensorboard", "matplotlib",
+    "pandas", "sympy", "pydantic", "typer", "click", "tokenizers", "datasets", "yaml",
+}  # fmt: skip
 
 
 def _is_plain_object(value: Any) -> bool:
