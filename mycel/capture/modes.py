@@ -191,9 +191,12 @@ def _set_item(mode: FunctionMode, func: Any, x: torch.Tensor, key: Any, value: A
 
 
 def _with_constants(mode: FunctionMode, key: Any) -> Any:
-    """A subscript in which lists of numbers are constants of the program: torch would make tensors of them unseen."""
+    """A subscript in which lists of numbers are constants of the program: torch would make tensors of them unseen.  A
+    list of lists by itself is a tuple, as in torch."""
+    if isinstance(key, list) and any(isinstance(k, list) for k in key):
+        key = tuple(key)
     if isinstance(key, tuple):
-        return tuple(_with_constants(mode, k) for k in key)
+        return tuple(_make_constant(mode, torch.tensor, k) if _is_numbers(k) else k for k in key)
     return _make_constant(mode, torch.tensor, key) if _is_numbers(key) else key
 
 

@@ -125,7 +125,8 @@ class Tracer(Record):
         if known.dynamic:
             return self._dynamic(func, args, kwargs)
         if known.strided:
-            args = (self._in_memory_order(*args), *args[1:])
+            written = func is torch.ops.aten.as_strided_scatter.default  # what is written stands before the size
+            args = (self._in_memory_order(args[0], *args[1 + written :]), *args[1:])
         if known.written and known.rule is None:
             return self._write(func, known, args, kwargs)
         if known.reads is not None:
