@@ -14,6 +14,21 @@ import torch
 torch.set_num_threads(1)
 
 
+# whole files of processes, sweeps and searches, which `make check` leaves out
+SLOW = {
+    "across", "alike", "architectures", "brute", "checkpoint_faults", "checkpoint_mesh", "checkpoint_ranks", "commands",
+    "control_flow_random", "cutting", "data_cache", "distribute", "feed", "layouts", "manual", "optimisers", "plan",
+    "processes", "search", "step_memory", "step_models", "step_state", "torch_update", "train", "train_export",
+    "train_faults", "train_lora", "train_messages", "train_ranks", "train_resume", "weights",
+}  # fmt: skip
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.path.stem.removeprefix("test_") in SLOW:
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _collected():
     """What a module of tests leaves alive (caches, libraries) is not gone through again by every later collection."""

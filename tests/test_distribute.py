@@ -180,6 +180,7 @@ def made(name):
 def quick(monkeypatch):
     """Layouts need not be the cheapest to be right."""
     monkeypatch.setattr(least, "LARGEST", 1 << 10)
+    monkeypatch.setattr(least, "WHOLE_TABLE", 1 << 10)
     monkeypatch.setattr(least, "BALLS", 1)
 
 
