@@ -157,15 +157,15 @@ MODELS = {
     ),
 }
 TIMES = {
-    "mlp": 80,
-    "convolutions": 40,
-    "branches": 30,
-    "llama": 40,
-    "qwen3": 25,
-    "gpt2": 25,
-    "bert": 25,
-    "t5": 15,
-    "vit": 25,
+    "mlp": 40,
+    "convolutions": 20,
+    "branches": 15,
+    "llama": 20,
+    "qwen3": 10,
+    "gpt2": 10,
+    "bert": 10,
+    "t5": 5,
+    "vit": 10,
 }
 
 
