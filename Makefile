@@ -5,7 +5,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: setup train test check accept bench clean
+.PHONY: setup train test sweeps check accept bench clean
 
 setup: $(READY)
 
@@ -21,6 +21,9 @@ train: setup           ## a small model on Python's own sources: about three min
 
 test: setup            ## everything
 	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+sweeps: setup          ## everything, and all cases of the long sweeps
+	MYCEL_SWEEPS=all $(BIN)/python -m pytest -n 2 --dist worksteal
 
 check: setup           ## lint, types, fast tests
 	$(BIN)/ruff check mycel tests bench docs

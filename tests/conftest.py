@@ -1,5 +1,6 @@
 """Tests run on one thread each, on the CPU, and do not talk."""
 
+import collections
 import gc
 import os
 
@@ -23,10 +24,33 @@ SLOW = {
 }  # fmt: skip
 
 
-def pytest_collection_modifyitems(items):
+# of long sweeps `make test` runs every k-th case; MYCEL_SWEEPS=all runs all of them (`make sweeps`)
+EVERY = {
+    "test_random_plans": 2, "test_ready_plans_and_their_products": 2, "test_ready_plans_are_the_same_when_read_back": 2,
+    "test_every_operator_in_every_layout": 2, "test_every_operator_in_every_pair_of_labels": 4,
+    "test_from_each_layout_to_each_other": 2, "test_four_steps_are_torchs": 2, "test_under_any_plan": 2,
+    "test_simulated_ranks_take_the_step_of_one_device": 3, "test_fifty_steps_are_those_of_pytorch": 2,
+    "test_every_budget_is_kept_by_computing_no_more_than_it_takes": 2, "test_a_step_under_a_budget_is_the_same_step": 2,
+    "test_generated_code_can_be_compiled": 3, "test_a_family_of_models": 2, "test_gradients_are_autograds": 2,
+    "test_cross_entropies_under_plans_by_chance": 2, "test_loss_and_gradient_are_those_of_the_whole_batch": 2,
+    "test_the_cheapest_of_all": 2,
+}  # fmt: skip
+
+
+def pytest_collection_modifyitems(config, items):
+    cases = collections.Counter()
+    kept, left = [], []
     for item in items:
         if item.path.stem.removeprefix("test_") in SLOW:
             item.add_marker(pytest.mark.slow)
+        name = item.originalname
+        number, cases[name] = cases[name], cases[name] + 1
+        by_name = any("::" in str(arg) for arg in config.args)
+        is_all = by_name or os.environ.get("MYCEL_SWEEPS") == "all"
+        (kept if is_all or number % EVERY.get(name, 1) == 0 else left).append(item)
+    if left:
+        config.hook.pytest_deselected(items=left)
+        items[:] = kept
 
 
 @pytest.fixture(autouse=True, scope="module")
