@@ -8,12 +8,13 @@ import random
 
 import pytest
 import torch
-from brute import compare, random_case
+from brute import Case, compare, random_case
 from distributing import spread
 
 import mycel
 from mycel import lower
-from mycel.ir import Mesh, Type
+from mycel.ir import Builder, Layout, Mesh, Program, Type, check
+from mycel.ops import o
 from mycel.plan import CPU, Plan, layouts
 from mycel.plan.distances import Distances
 from mycel.plan.links import CPU_LINK, Links
@@ -65,3 +66,19 @@ def test_the_order_of_axes_does_not_matter():
     program = mycel.capture(mlp, torch.randn(64, 256), torch.randn(256, 1024), torch.randn(1024, 256))
     found = [spread(program, Plan(mesh), {}, frozenset(), CPU) for mesh in (Mesh(a=2, b=4), Mesh(b=4, a=2))]
     assert lower.sent(found[0].local) == lower.sent(found[1].local)
+
+
+def test_two_alike_need_not_lie_alike_under_a_limit():
+    """Two equal transposes of a value that is split: where memory is for one of them whole, one is."""
+    b = Builder()
+    y = b.input("y", Type(torch.float32, (256, 256)))
+    with b:
+        o.permute(y, dims=(1, 0))
+        o.permute(y, dims=(1, 0))
+        product = o.linear(y, y)
+    given = {0: Layout(((), ("a",)))}
+    case = Case(check(Program({"main": b.block([product])})), Mesh(a=3), given)
+    every = case.every()
+    assert every is not None
+    for limit in sorted({size for _, size in every}):
+        compare(case, every, limit)

@@ -7,6 +7,7 @@ gathered, updated and counted in a norm in the same way.
 Which nodes are alike is found as for isomorphic graphs: at first all of the same operator and types are, then those are
 told apart whose neighbours are, until nothing changes.  What hangs on the same node in the same way costs least with
 the same layout, so that solving the small graph solves the large one; its size does not depend on a model's depth.
+Under a limit of bytes that does not hold: one of two that are alike may be small and the other large.
 """
 
 from __future__ import annotations
@@ -30,6 +31,11 @@ class Alike:
 
     whole: Graph
     first: dict[Node, Node] = field(default_factory=dict)  # each node -> the one that stands for its class
+
+    @staticmethod
+    def none(graph: Graph) -> Alike:
+        """Every node by itself."""
+        return Alike(graph, {node: node for node in (*graph.ports, *graph.options)})
 
     @staticmethod
     def of(setting: Setting) -> Alike:

@@ -46,7 +46,7 @@ class Solver(Setting):
     def solve(self) -> Layouts:
         axes = self.order or slowest_first(self.mesh.axes, self.given.values())
         axes = tuple(a for a in axes if self.mesh[a] > 1)
-        alike = Alike.of(self)
+        alike = Alike.of(self) if self.limit is None else Alike.none(self.graph)
         small = replace(self, graph=alike.graph)
         solution = self._together(small, axes) if not self.free else None
         if solution is not None:
