@@ -6,7 +6,7 @@ and `lower.lowered` of that Plan is the program that runs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from mycel import lower, plan
@@ -42,18 +42,59 @@ def planned(task: Task, given: Plan) -> tuple[Plan, lower.Lowered]:
     is."""
     if given.decided is not None:
         return _applied(task, given)
-    laid_out, spread = with_layouts(task, given)
-    local = lower.local_of(task.program, spread)
-    links = task.hardware.links(given.mesh)
-    clock = plan.Clock(task.hardware, links)
-    ready: dict[int, tuple[lower.Lowered, dict[str, tuple[str, ...]]]] = {}
+    step = LaidOut.of(task, given)
+    outcome = plan.decide(step.under, step.pairs, step.costs, task.budget, given.recompute)
+    return step.plan_of(outcome), outcome.lowered
 
-    def lowered(residuals: Residuals) -> tuple[lower.Lowered, dict[str, tuple[str, ...]]]:
-        resident = lower.with_residuals(local, residuals, spread)
-        if not task.compiled or not task.outlines:
-            return lower.Lowered(lower.finished(resident, spread), spread=spread), {}
-        costs = plan.Costs(resident, task.hardware, True, links)
-        least, regions = WORTH * clock(resident, resident.blocks).seconds, dict[str, tuple[str, ...]]()
+
+@dataclass(frozen=True)
+class Outcome:
+    """A step lowered under a decision of what backward computes again."""
+
+    residuals: Residuals
+    lowered: lower.Lowered
+    regions: Mapping[str, tuple[str, ...]]
+    times: plan.Times
+
+
+@dataclass
+class LaidOut:
+    """A step whose layouts are decided: what is left is what backward computes again, and what is compiled as one."""
+
+    task: Task
+    plan: Plan
+    spread: lower.Distributed | None
+    local: Program
+    costs: plan.Costs
+    clock: plan.Clock
+
+    @staticmethod
+    def of(task: Task, given: Plan) -> LaidOut:
+        laid_out, spread = with_layouts(task, given)
+        local = lower.local_of(task.program, spread)
+        links = task.hardware.links(given.mesh)
+        costs = plan.Costs(local, task.hardware, task.compiled, links)
+        return LaidOut(task, laid_out, spread, local, costs, plan.Clock(task.hardware, links))
+
+    @property
+    def pairs(self) -> int:
+        """Calls of blocks with their backward."""
+        return len(list(plan.paired(self.local.blocks[self.task.body])))
+
+    def under(self, prices: Sequence[float]) -> Outcome:
+        """Lowered, where keeping a byte costs so many seconds."""
+        residuals = plan.residuals(self.local, self.task.body, self.costs, prices)
+        resident = lower.with_residuals(self.local, residuals, self.spread)
+        names, regions = frozenset[str](), dict[str, tuple[str, ...]]()
+        if self.task.compiled and self.task.outlines:
+            resident, names, regions = self._outlined(resident)
+        done = lower.Lowered(lower.finished(resident, self.spread), names, self.spread)
+        return Outcome(residuals, done, regions, self.clock(done.program, self.compiled(done)))
+
+    def _outlined(self, resident: Program) -> tuple[Program, frozenset[str], dict[str, tuple[str, ...]]]:
+        """Stretches between calls that are worth compiling as one; by block the first value of each."""
+        costs = plan.Costs(resident, self.task.hardware, True, self.clock.links)
+        least, regions = WORTH * self.clock(resident, resident.blocks).seconds, dict[str, tuple[str, ...]]()
 
         def is_worth(block: str, run: Sequence[Eqn]) -> bool:
             worth = costs.gain(run) > least
@@ -62,20 +103,18 @@ def planned(task: Task, given: Plan) -> tuple[Plan, lower.Lowered]:
             return worth
 
         outlined, names = lower.with_regions(resident, is_worth)
-        return lower.Lowered(lower.finished(outlined, spread), names, spread), regions
+        return outlined, names, regions
 
-    def measure(residuals: Residuals) -> plan.Times:
-        ready.clear()
-        ready[id(residuals)] = made = lowered(residuals)
-        return clock(made[0].program, made[0].regions)
+    def compiled(self, done: lower.Lowered) -> Collection[str]:
+        """The blocks that a compiler takes whole: without outlines, as if that were all."""
+        return done.regions if self.task.outlines or not self.task.compiled else done.program.blocks
 
-    costs = plan.Costs(local, task.hardware, task.compiled, links)
-    residuals, times = plan.decide(local, task.body, costs, measure, task.budget, given.recompute)
-    done, regions = ready.get(id(residuals)) or lowered(residuals)
-    assert laid_out.decided is not None and laid_out.predicted is not None
-    decided = replace(laid_out.decided, residuals=residuals, regions=regions)
-    predicted = Predicted.of(times, task.budget, laid_out.predicted.gap)
-    return replace(given, decided=decided, predicted=predicted), done
+    def plan_of(self, outcome: Outcome) -> Plan:
+        """Everything decided."""
+        assert self.plan.decided is not None and self.plan.predicted is not None
+        decided = replace(self.plan.decided, residuals=outcome.residuals, regions=outcome.regions)
+        predicted = Predicted.of(outcome.times, self.task.budget, self.plan.predicted.gap)
+        return replace(self.plan, decided=decided, predicted=predicted)
 
 
 def with_layouts(task: Task, given: Plan) -> tuple[Plan, lower.Distributed | None]:

@@ -13,6 +13,7 @@ message is a bound for all of them; a plan within `NEAR` of it ends the search.
 
 from __future__ import annotations
 
+import functools
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,16 +24,17 @@ import torch
 
 from mycel import lower, plan
 from mycel.errors import PlanError
-from mycel.ir import Layout, Mesh, Program, runs, walk
+from mycel.ir import Layout, Mesh, Program, runs, unchecked, walk
 from mycel.parts import ShardedModel, UnshardedStep
-from mycel.plan import Clock, Costs, Plan, Times
+from mycel.plan import Costs, Plan, Times
 from mycel.plan.cluster import Cluster
 from mycel.plan.links import sent_by
-from mycel.planning import Task, planned
+from mycel.planning import LaidOut, Outcome, Task
+from mycel.shallow import Shallow
 from mycel.sizes import shown
 
 NEAR = 0.01  # a plan this close to the bound ends the search
-WORSE = 1.05  # where twice as many ranks for tp are slower by this, twice in turn, more are not tried
+WORSE = 1.02  # a direction that is slower by this is left: more tp (where twice in turn), lower levels of ZeRO
 TENSOR = 64  # the largest number of ranks a parameter is split over by tp
 LEVELS = (0, 1, 2, 3)  # of ZeRO
 
@@ -127,7 +129,7 @@ class Search:
         self.memory, self.compiled, self.say = memory or cluster.memory, compiled, say
         self.given = dict(given or {})
         self._make, self._steps = make, dict[int, UnshardedStep]()
-        self._parameters: dict[tuple[int, int, int], dict[str, Any]] = {}
+        self._parameters: dict[tuple[bool, int], dict[str, Any]] = {}
         self._priced: dict[Shape, Candidate] = {}
 
     # -- the step and what it holds
@@ -196,23 +198,31 @@ class Search:
 
     def parameters(self, shape: Shape) -> dict[str, Any]:
         """Layouts over tp, by pattern; those that stay whole are left out."""
-        key = (shape.dp, shape.cp, shape.tp)
+        key = (shape.cp > 1, shape.tp)
         if key not in self._parameters:
-            program, bare = self.program, replace(shape, zero=0, microbatches=1)
-            batch_only = self._batch_plan(bare)
-            inputs, _ = ShardedModel(self.model, self.optimizer, batch_only).given(self.step(1))
-            whole = lower.settled(program, batch_only, inputs)
-            links = self.cluster.hardware.links(batch_only.mesh)
-            costs = Costs(whole, self.cluster.hardware, self.compiled)
-            roles = [program.role(v) for v in program.inputs]
-            at = {role.name: i for i, role in enumerate(roles) if role.kind == "parameter"}
-            free = {i: i for i in at.values()}
-            for i, (role, v) in enumerate(zip(roles, program.inputs, strict=True)):
-                if role.kind == "state" and role.of in at and v.shape == program.inputs[at[role.of]].shape:
-                    free[i] = at[role.of]
-            found = plan.parameter_layouts(whole, batch_only, inputs, free, ("tp",), costs, links, lower.Prices(links))
-            self._parameters[key] = patterns({name: found[i] for name, i in at.items()})
+            found = None
+            if self.shallow is not None:
+                found = patterns(self._parameter_layouts(shape, self.shallow.steps(1)[0]))
+                if any(re.search(r"\d", name) for name in found):  # layers that differ: each has its say
+                    found = None
+            self._parameters[key] = found if found is not None else patterns(self._parameter_layouts(shape, self.step(1)))
         return self._parameters[key]
+
+    def _parameter_layouts(self, shape: Shape, unsharded: UnshardedStep) -> dict[str, Layout]:
+        """The layouts over tp that cost least, by name."""
+        program, batch_only = unsharded.program, self._batch_plan(replace(shape, zero=0, microbatches=1))
+        inputs, _ = ShardedModel(self.model, self.optimizer, batch_only).given(unsharded)
+        whole = lower.settled(program, batch_only, inputs)
+        links = self.cluster.hardware.links(batch_only.mesh)
+        costs = Costs(whole, self.cluster.hardware, self.compiled)
+        roles = [program.role(v) for v in program.inputs]
+        at = {role.name: i for i, role in enumerate(roles) if role.kind == "parameter"}
+        free = {i: i for i in at.values()}
+        for i, (role, v) in enumerate(zip(roles, program.inputs, strict=True)):
+            if role.kind == "state" and role.of in at and v.shape == program.inputs[at[role.of]].shape:
+                free[i] = at[role.of]
+        found = plan.parameter_layouts(whole, batch_only, inputs, free, ("tp",), costs, links, lower.Prices(links))
+        return {name: found[i] for name, i in at.items()}
 
     def _batch_plan(self, shape: Shape) -> Plan:
         mesh = shape.mesh
@@ -225,7 +235,8 @@ class Search:
         """The plan of a shape, decided and timed; or by how much it does not fit."""
         if shape not in self._priced:
             self.say(str(shape))
-            self._priced[shape] = self._price(shape)
+            with unchecked():
+                self._priced[shape] = self._price(shape)
         return self._priced[shape]
 
     def _price(self, shape: Shape) -> Candidate:
@@ -233,35 +244,61 @@ class Search:
             return Candidate(shape, why=f"out of memory by {shown(self.held(shape) - self.memory)}")
         return self._timed(shape, self.written(shape))
 
+    @functools.cached_property
+    def shallow(self) -> Shallow | None:
+        """The model with fewer layers, where that stands for all of it."""
+        return Shallow.of(self.model, self._make, self.step(1))
+
     def _timed(self, shape: Shape, written: Plan) -> Candidate:
-        unsharded = self.step(shape.microbatches)
-        inputs, gathered = (
-            ShardedModel(self.model, self.optimizer, written).given(unsharded)
-            if written.mesh.world > 1
-            else ({}, frozenset[int]())
-        )
-        hardware = self.cluster.hardware
-        task = Task(
-            unsharded.program, unsharded.body, hardware, self.compiled, inputs, gathered, self.memory, outlines=False
-        )
         try:
-            decided, done = planned(task, written)
+            candidate = self._timed_shallow(shape, written) if self.shallow is not None else None
+            return candidate or self._timed_whole(shape, written)
         except PlanError as e:
             if "too much" not in str(e):
                 raise
             more = re.search(r": ([\d.]+ \w+) too much", str(e))
             return Candidate(shape, why=f"out of memory by {more[1] if more else 'some'}")
-        links = hardware.links(written.mesh)
-        times = Clock(hardware, links)(done.program, done.program.blocks if self.compiled else ())
-        sent: dict[str, float] = {}
-        count = runs(done.program)
-        for name, eqn in walk(done.program):
-            axes, size = sent_by(eqn)
-            if size:
-                level = links.of(axes).name
-                sent[level] = sent.get(level, 0.0) + count[name] * size
-        again = sum(pair.seconds for pair in decided.residuals.pairs) * shape.microbatches
-        return Candidate(shape, decided, times, sent, again)
+
+    def _timed_whole(self, shape: Shape, written: Plan) -> Candidate:
+        laid_out = self._laid_out(self.step(shape.microbatches), written)
+        outcome = plan.decide(laid_out.under, laid_out.pairs, laid_out.costs, self.memory, written.recompute)
+        again, sent = _again(outcome, shape), _sent(outcome, laid_out)
+        return Candidate(shape, laid_out.plan_of(outcome), outcome.times, sent, again)
+
+    def _timed_shallow(self, shape: Shape, written: Plan) -> Candidate | None:
+        """From steps with fewer layers; nothing where their layouts differ."""
+        assert self.shallow is not None
+        shallow = self.shallow
+        laid_out = [self._laid_out(step, written) for step in shallow.steps(shape.microbatches)]
+        if not _alike([x.plan for x in laid_out]):
+            return None
+        pairs = round(shallow.sum([x.pairs for x in laid_out]))
+        estimates: dict[float, _Estimate] = {}
+
+        def under(prices: Sequence[float]) -> _Estimate:
+            """Some pairs at the first price, the others at the last."""
+            for price in {prices[0], prices[-1]} - {*estimates}:
+                outcomes = [x.under([price]) for x in laid_out]
+                estimates[price] = _Estimate(
+                    shallow.times([x.times for x in outcomes]),
+                    shallow.sum([_again(x, shape) for x in outcomes]),
+                    shallow.by_name([_sent(x, y) for x, y in zip(outcomes, laid_out, strict=True)]),
+                )
+            share = (len(prices) - 1) / max(pairs, 1)
+            return estimates[prices[-1]].mixed(estimates[prices[0]], share)
+
+        best = plan.decide(under, pairs, laid_out[0].costs, self.memory, written.recompute)
+        return Candidate(shape, written, best.times, best.sent, best.again)
+
+    def _laid_out(self, unsharded: UnshardedStep, written: Plan) -> LaidOut:
+        inputs, gathered = (
+            ShardedModel(self.model, self.optimizer, written).given(unsharded)
+            if written.mesh.world > 1
+            else ({}, frozenset[int]())
+        )
+        program, body, hardware = unsharded.program, unsharded.body, self.cluster.hardware
+        task = Task(program, body, hardware, self.compiled, inputs, gathered, self.memory, outlines=False)
+        return LaidOut.of(task, written)
 
     def checked(self, written: Plan) -> str:
         """Does a plan still fit this model and cluster?  What it comes to; PlanError where it does not."""
@@ -334,9 +371,12 @@ class Search:
         fixed = int(str(level).split()[0]) if level is not None else None
         parts = self.given.get("microbatches")
         worse = 0  # sizes of tp, one after the other, that were slower than smaller ones
+        split_length = True  # did splitting the sequence help, the last time it was tried?
         for tp in dict.fromkeys(mesh.tp for mesh in meshes):
             before, fastest = self._fastest(), float("inf")
             for mesh in (m for m in meshes if m.tp == tp):
+                if mesh.cp > 1 and not split_length and fastest < float("inf"):
+                    break
                 zero = fixed if fixed is not None else 3 if mesh.dp > 1 else 0
                 first = replace(mesh, zero=zero)
                 for count in [parts] if parts else _microbatches(self.rows // mesh.dp):
@@ -345,6 +385,8 @@ class Search:
                     if self._priced[first].fits or self.held(first) > (self.memory or float("inf")):
                         break
                 seconds = self._priced[first].seconds
+                if mesh.cp > 1:
+                    split_length = seconds < fastest
                 if seconds > fastest:
                     break
                 fastest = seconds
@@ -352,10 +394,18 @@ class Search:
             if worse == 2:
                 break
         ranked = sorted((c for c in self._priced.values() if c.fits), key=lambda c: c.seconds)
-        for shape in [c.shape for c in ranked[:2]]:
-            levels = [] if fixed is not None or shape.dp == 1 else [z for z in LEVELS if z != shape.zero]
-            # without microbatches a gradient is there once: level 2 is level 1
-            yield from (replace(shape, zero=z) for z in levels if z != 2 or shape.microbatches > 1)
+        for shape in [c.shape for c in ranked[:2] if c.seconds <= self._fastest() * WORSE]:
+            levels = [] if fixed is not None or shape.dp == 1 else sorted(LEVELS, reverse=True)
+            before = self._priced[shape].seconds
+            for zero in levels:
+                # without microbatches a gradient is there once: level 2 is level 1
+                if zero == shape.zero or (zero == 2 and shape.microbatches == 1):
+                    continue
+                yield replace(shape, zero=zero)
+                seconds = self._priced[replace(shape, zero=zero)].seconds
+                if seconds > before * WORSE:
+                    break  # a lower level waits longer for the same, or does not fit
+                before = min(before, seconds)
         if not parts:  # fewer values computed again
             for shape in [c.shape for c in self._priced.values() if c.again and c.seconds == self._fastest()]:
                 more = [n for n in _microbatches(self.rows // shape.dp) if n > shape.microbatches][:1]
@@ -389,6 +439,64 @@ class Search:
             f"  nearest   {nearest.shape if nearest else ''}: {nearest.why if nearest else ''}\n"
             f"  try       {max(devices, self.cluster.world * 2)} devices, a smaller batch, or more memory"
         )
+
+
+@dataclass(frozen=True)
+class _Estimate:
+    """Figures of a step, from those of steps with fewer layers."""
+
+    times: Times
+    again: float
+    sent: Mapping[str, float]
+
+    def mixed(self, other: _Estimate, share: float) -> _Estimate:
+        """Where so much of the step is as in the other."""
+        if not share:
+            return self
+
+        def between(a: float, b: float) -> float:
+            return a + share * (b - a)
+
+        def by_name(a: Mapping[str, float], b: Mapping[str, float]) -> dict[str, float]:
+            return {name: between(a.get(name, 0.0), b.get(name, 0.0)) for name in dict.fromkeys([*a, *b])}
+
+        a, b = self.times, other.times
+        times = replace(
+            a,
+            seconds=between(a.seconds, b.seconds),
+            totals=by_name(a.totals, b.totals),
+            peak={name: int(n) for name, n in by_name(a.peak, b.peak).items()},
+        )
+        return _Estimate(times, between(self.again, other.again), by_name(self.sent, other.sent))
+
+
+def _again(outcome: Outcome, shape: Shape) -> float:
+    """Seconds of computing again."""
+    return sum(pair.seconds for pair in outcome.residuals.pairs) * shape.microbatches
+
+
+def _sent(outcome: Outcome, laid_out: LaidOut) -> dict[str, float]:
+    """Bytes that a rank sends, by link level."""
+    sent: dict[str, float] = {}
+    program, links = outcome.lowered.program, laid_out.clock.links
+    count = runs(program)
+    for name, eqn in walk(program):
+        axes, size = sent_by(eqn)
+        if size and links is not None:
+            level = links.of(axes).name
+            sent[level] = sent.get(level, 0.0) + count[name] * size
+    return sent
+
+
+def _alike(plans: Sequence[Plan]) -> bool:
+    """Do the blocks that several programs share lie alike in them?  Their entries differ."""
+    first, *others = [p.decided.layouts for p in plans if p.decided is not None]
+    return all(
+        layouts[name] == first[name]
+        for layouts in others
+        for name in layouts.keys() & first.keys()
+        if name != "main" and layouts[name].values.keys() == first[name].values.keys()
+    )
 
 
 def patterns(layouts: Mapping[str, Layout]) -> dict[str, Any]:

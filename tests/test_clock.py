@@ -298,16 +298,26 @@ def test_messages_that_recomputation_sends_again_are_charged(one):
     costs = Costs(program, CPU, False, links)
     times, sent = {}, {}
     for how in ("none", "full"):
-        kept, times[how] = plan.decide(
-            program, one.made.body, costs, lambda r: clock(lower.reside(program, r), CPU, links), None, how
-        )
-        local = lower.reside(program, kept)
+        decided = plan.decide(lambda prices: under(program, one.made.body, costs, prices), 0, costs, None, how)
+        local, times[how] = decided.program, decided.times
         runs = lower.sent(local)
         sent[how] = sum(runs.values())
         wire = [links.seconds(*message(e)) for e in itertools.chain(*(b.eqns for b in flat_calls(local)))]
         assert near(times[how].totals["network"], sum(wire))
     assert sent["full"] > sent["none"] and times["full"].totals["network"] > times["none"].totals["network"]
     assert times["full"].seconds > times["none"].seconds
+
+
+@dataclass
+class Resident:
+    program: Program
+    times: plan.Times
+
+
+def under(program: Program, body: str, costs: Costs, prices) -> Resident:
+    """What a rank runs where keeping a byte costs so much."""
+    local = lower.reside(program, plan.residuals(program, body, costs, prices))
+    return Resident(local, clock(local, costs.hardware, costs.links))
 
 
 def flat_calls(program: Program):

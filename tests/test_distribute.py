@@ -379,7 +379,7 @@ def test_what_is_computed_again_is_the_same_on_ranks(names, sizes):
     found = one.under(Plan.read(names, mesh))
     program = check(transform.simplify(found.local))
     costs = Costs(program, CPU, False)
-    full, _ = decide(program, one.made.body, costs, lambda r: clock(lower.reside(program, r), CPU), None, "full")
+    full = residuals(program, one.made.body, costs, [1.0])  # a byte is dearer than computing anything
     assert any(d.seconds for d in full.pairs)
     local = check(lower.overlap(check(lower.hoist(lower.reside(program, full)))))
     compared(one.made.program, found, mesh, start_values(one), local)

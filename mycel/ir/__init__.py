@@ -1,7 +1,7 @@
 """The IR: five records, the dims language, the checker, text, and one walker.  Imports nothing of ours but errors."""
 
 from mycel.ir.build import Builder
-from mycel.ir.check import check
+from mycel.ir.check import check, unchecked
 from mycel.ir.control import CONTROL, atom_type, call, cond, custom, loop, scan
 from mycel.ir.layout import Axes, Layout, Mesh, extent, is_even, parse_typed, part, read_layout, typed
 from mycel.ir.op import BUILDERS, OPS, Collective, Cost, Op, SplitRule, op
@@ -61,5 +61,6 @@ __all__ = [
     "substitute",
     "type_of",
     "typed",
+    "unchecked",
     "walk",
 ]

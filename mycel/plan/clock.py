@@ -121,6 +121,11 @@ class Times:
         assert self.clock is not None and self.program is not None
         return self.clock.events(self.program, self.compiled)
 
+    def points(self) -> dict[tuple[object, ...], int]:
+        """Bytes alive besides inputs at the first, the last and the fullest of the equations that do the same."""
+        assert self.clock is not None and self.program is not None
+        return self.clock.points(self.program, self.compiled)
+
     def __str__(self) -> str:
         return times_text(
             self.seconds, {name: (part.total, part.exposed) for name, part in self.parts.items()}, self.assumed
@@ -169,6 +174,16 @@ class Clock:
     def events(self, program: Program, compiled: frozenset[str]) -> Iterator[Event]:
         walk = _Walk(self, program, compiled)
         return walk.events(program.entry, False, [0.0] * len(self.streams))
+
+    def points(self, program: Program, compiled: frozenset[str]) -> dict[tuple[object, ...], int]:
+        seen: dict[tuple[object, ...], list[int]] = {}
+        for key, alive in _Walk(self, program, compiled).alive(program.entry):
+            seen.setdefault(key, []).append(alive)
+        return {
+            (*key, which): x
+            for key, v in seen.items()
+            for which, x in (("first", v[0]), ("last", v[-1]), ("most", max(v)))
+        }
 
     def _held_bytes(self, inputs: tuple[Var, ...]) -> int:
         """What is there between steps."""
@@ -324,6 +339,20 @@ class _Walk:
                 else:
                     tokens[i] = state[line.stream]
                     state[0] += line.busy * line.seconds
+
+    def alive(self, name: str, before: int = 0) -> Iterator[tuple[tuple[object, ...], int]]:
+        """What each equation does and the bytes alive while it runs, of a block and of the bodies of its scans."""
+        compiled = name in self.compiled
+        alive = before
+        for line in self._lines(name, compiled):
+            eqn, inner = line.eqn, line.inner
+            if line.kind == "hold":
+                inner = self.held(eqn, compiled).peak + _stacked(eqn)
+                if eqn.op is scan:
+                    yield from self.alive(eqn.params["body"], alive + _stacked(eqn))
+            alive += line.new
+            yield (name, eqn.op.name, tuple(map(str, eqn.refs)), eqn.phase), alive + max(inner - line.new, 0)
+            alive -= line.freed
 
     def _turns(self, eqn: Eqn, inside: bool) -> Iterator[str]:
         """The blocks that an equation runs, one after the other; of two branches the longer."""
