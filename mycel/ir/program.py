@@ -70,10 +70,14 @@ class Ref(str):
 class Params(dict[str, Any]):
     """Static params of an equation: a dict that is not changed after it is made."""
 
-    __slots__ = ()
+    __slots__ = ("_hash",)
 
     def __hash__(self) -> int:  # type: ignore[override]
-        return hash(tuple(sorted((k, repr(v)) for k, v in self.items())))
+        try:
+            return self._hash
+        except AttributeError:
+            self._hash = hash(tuple(sorted((k, repr(v)) for k, v in self.items())))
+            return self._hash
 
     def __setitem__(self, key: str, value: Any) -> None:
         raise TypeError("params of an equation do not change")

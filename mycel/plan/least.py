@@ -102,21 +102,27 @@ class Sum:
         while todo:
             name = next(iter(todo))
             del todo[name]
-            mine = kept[name]
-            own = alone[name][mine]
+            own = alone[name]
             more = own[:, None] - own  # how much more value a costs than b, at the least
-            for other, table in near[name].items():
-                t = table[np.ix_(mine, kept[other])]
+            for t in near[name].values():
                 more = more + (t[:, None, :] - t).min(-1)
             worse = (more > CLOSE * max(1e-9, float(np.abs(own).max()))).any(1)
             if worse.any():
-                kept[name] = mine[~worse]
+                rest = ~worse
+                kept[name], alone[name] = kept[name][rest], own[rest]
+                for other, t in near[name].items():
+                    near[name][other] = t[rest]
+                    near[other][name] = near[other][name][:, rest]
                 todo.update(dict.fromkeys(n for n in near[name] if len(kept[n]) > 1))
                 if len(kept[name]) > 1:
                     todo[name] = None
-        small = Sum({n: len(k) for n, k in kept.items()})
+        small, settled = Sum({n: len(k) for n, k in kept.items()}), 0.0
         for names, t in self.tables:
-            small.add(names, t[np.ix_(*(kept[n] for n in names))])
+            if any(len(kept[n]) > 1 for n in names):
+                small.add(names, t[np.ix_(*(kept[n] for n in names))])
+            else:
+                settled += float(t[tuple(kept[n][0] for n in names)])
+        small.add((), settled)
         return small, kept
 
     def _good(self) -> dict[Name, int]:
@@ -292,7 +298,7 @@ class Elimination:
     def run(self, fixing: bool = False) -> None:
         """Eliminate all variables; with `fixing`, where all tables would be too large, the one with the most neighbours
         gets a value instead."""
-        sizes = {n: (n in self.late, self._size(n)) for n in self.sizes}
+        sizes = {n: (n in self.late, self._size(n)) for n, size in self.sizes.items() if size > 1}
         count = itertools.count()
         heap = [(key, next(count), n) for n, key in sizes.items()]
         heapq.heapify(heap)
@@ -331,9 +337,11 @@ class Elimination:
         done = []
         for scope, tables in groups:
             axes = (*scope, name)
-            total = np.zeros([self.sizes[n] for n in axes])
-            for names, t in tables:
+            total = _aligned(*tables[0], axes)
+            for names, t in tables[1:]:
                 total = total + _aligned(names, t, axes)
+            if total.shape != (shape := tuple(self.sizes[n] for n in axes)):
+                total = np.broadcast_to(total, shape)
             done.append(Group(tuple(scope), total, total.min(-1)))
             self._put(tuple(scope), done[-1].least)
         self.buckets.append((name, done))
@@ -414,6 +422,9 @@ class Elimination:
         for name, groups in reversed(self.buckets):
             if name not in chosen:
                 chosen[name] = int(np.argmin(_more(groups, chosen)))
+        for name, size in self.sizes.items():
+            if size == 1:
+                chosen[name] = 0
 
 
 def total(tables: Iterable[tuple[tuple[Name, ...], Table]], chosen: Mapping[Name, int]) -> float:
@@ -454,6 +465,8 @@ def merged(tables: Sequence[tuple[tuple[Name, ...], Table]]) -> list[tuple[tuple
 
 def _aligned(names: tuple[Name, ...], table: Table, axes: tuple[Name, ...]) -> Table:
     """A table over some variables as one over `axes`, to be broadcast."""
+    if names == axes:
+        return table
     order = sorted(range(len(names)), key=lambda i: axes.index(names[i]))
     present = {names[i] for i in order}
     shape = iter(table.transpose(order).shape)
