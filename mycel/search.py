@@ -37,6 +37,7 @@ NEAR = 0.01  # a plan this close to the bound ends the search
 WORSE = 1.02  # a direction that is slower by this is left: more tp (where twice in turn), lower levels of ZeRO
 TENSOR = 64  # the largest number of ranks a parameter is split over by tp
 LEVELS = (0, 1, 2, 3)  # of ZeRO
+SMALL = 1e-3  # a value, against the largest of its block, whose layout matters little
 
 
 @dataclass(frozen=True)
@@ -205,7 +206,7 @@ class Search:
                 found = patterns(self._parameter_layouts(shape, self.shallow.steps(1)[0]))
                 if any(re.search(r"\d", name) for name in found):  # layers that differ: each has its say
                     found = None
-            self._parameters[key] = found if found is not None else patterns(self._parameter_layouts(shape, self.step(1)))
+            self._parameters[key] = patterns(self._parameter_layouts(shape, self.step(1))) if found is None else found
         return self._parameters[key]
 
     def _parameter_layouts(self, shape: Shape, unsharded: UnshardedStep) -> dict[str, Layout]:
@@ -489,14 +490,19 @@ def _sent(outcome: Outcome, laid_out: LaidOut) -> dict[str, float]:
 
 
 def _alike(plans: Sequence[Plan]) -> bool:
-    """Do the blocks that several programs share lie alike in them?  Their entries differ."""
+    """Do the blocks that several programs share lie alike in them?  Those that take all parameters differ anyway, and
+    of what is small (gains of norms, biases) two layouts may cost the same."""
     first, *others = [p.decided.layouts for p in plans if p.decided is not None]
-    return all(
-        layouts[name] == first[name]
-        for layouts in others
-        for name in layouts.keys() & first.keys()
-        if name != "main" and layouts[name].values.keys() == first[name].values.keys()
-    )
+    for layouts in others:
+        for name in layouts.keys() & first.keys():
+            a, b = first[name], layouts[name]
+            if a.inputs.keys() != b.inputs.keys():
+                continue
+            large = SMALL * max((t.bytes for x in a.values.values() for t, _ in x.results), default=0)
+            for key, value in a.values.items():
+                if value != b.values.get(key) and any(t.bytes > large for t, _ in value.results):
+                    return False
+    return True
 
 
 def patterns(layouts: Mapping[str, Layout]) -> dict[str, Any]:

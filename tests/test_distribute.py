@@ -33,7 +33,7 @@ import mycel
 from mycel import lower, transform
 from mycel.errors import PlanError
 from mycel.ir import Layout, Mesh, call, chains, check, walk
-from mycel.plan import CPU, Costs, Plan, clock, decide, least, ready_plans
+from mycel.plan import CPU, Costs, Plan, least, ready_plans, residuals
 from mycel.run import interpret, simulate
 from mycel.run.simulate import spread_out
 

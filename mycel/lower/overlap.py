@@ -7,11 +7,14 @@
     w1 = adam(w, gw, …)                                  w1 = adam(w, gw, …)
 
 What is made on the way (gradients) is sent right after it is made.  What could be sent at any time (parts of
-parameters), or takes more memory once it has come, is sent one call ahead of its use.
+parameters), or takes more memory once it has come, is sent one call ahead of its use.  What takes less memory once it
+has come (a rank's part of a gradient) is waited for one call later: what was sent stays until then, and the link is
+busy with the next one anyway.
 """
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -23,7 +26,7 @@ BUCKET = 32 << 20  # bytes in one message
 
 @dataclass(frozen=True)
 class Sent:
-    """A collective of a block: where it stands, where it can begin, where its result is first used."""
+    """A collective of a block: where it stands, where it can begin, where it ends."""
 
     at: int
     begin: int
@@ -42,7 +45,7 @@ def _overlapped(block: Block) -> Block:
     uses = chains(block)
     calls = [i for i, e in enumerate(block.eqns) if e.op in (call, custom, scan, loop)]
     begin = {i: _ready(block, i, uses, calls) for i in collectives}
-    sent = [Sent(i, begin[i], _first_use(block, i, uses, begin)) for i in collectives]
+    sent = [Sent(i, begin[i], _end(block, i, uses, calls, begin)) for i in collectives]
     buckets = [b for b in _buckets(block, sent) if len(b) > 1 or b[0].begin < b[0].use - 1 and _works(block, b[0])]
     gone = {s.at for b in buckets for s in b}
     begins: dict[int, list[int]] = {}
@@ -78,9 +81,15 @@ def _ready(block: Block, i: int, uses: Mapping[Var, Chain], calls: Sequence[int]
     return min(ready, i)
 
 
-def _first_use(block: Block, i: int, uses: Mapping[Var, Chain], begin: Mapping[int, int]) -> int:
-    """Where its result is needed; another collective needs it where that begins."""
-    return min((begin.get(u, u) for u in uses[block.eqns[i].outputs[0]].uses), default=len(block.eqns))
+def _end(block: Block, i: int, uses: Mapping[Var, Chain], calls: Sequence[int], begin: Mapping[int, int]) -> int:
+    """Where its result is needed (another collective needs it where that begins); or behind the next call, if what it
+    sends takes more memory."""
+    eqn = block.eqns[i]
+    use = min((begin.get(u, u) for u in uses[eqn.outputs[0]].uses), default=len(block.eqns))
+    after = bisect.bisect_left(calls, begin[i])
+    if after < len(calls) and sum(v.type.bytes for v in eqn.vars) > eqn.outputs[0].type.bytes:
+        use = min(use, calls[after] + 1)
+    return use
 
 
 def _works(block: Block, s: Sent) -> bool:

@@ -7,7 +7,8 @@
       …                                                      a = exp(x)
                                                              …
 
-The equations that are computed again stand right before their first use.
+The equations that are computed again stand right before their first use.  An operand of theirs that backward has made
+anew (a gathered weight) is taken from there.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from mycel.ir import Atom, Block, Builder, Eqn, Params, Program, Ref, Var, chains, lookup, prune, substitute
-from mycel.plan import Residuals, backward_inputs, backward_part, paired
+from mycel.plan import Residuals, backward_inputs, backward_part, expressions, paired, twins
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ def reside(program: Program, plan: Residuals) -> Program:
     """The program in which each pair of calls hands over what its decision keeps."""
     program = replace(program, blocks={**program.blocks, plan.body: _loose(program.blocks[plan.body], set(plan.again))})
     body = program.blocks[plan.body]
-    uses = chains(body)
+    uses, made = chains(body), expressions(body)
     blocks, eqns = dict(program.blocks), list(body.eqns)
     names = Builder()
     names.reserve(v.name for v in (*body.inputs, *(v for e in body.eqns for v in e.outputs)))
@@ -63,7 +64,12 @@ def reside(program: Program, plan: Residuals) -> Program:
             params=Params(block=Ref(h.forward)),
             outputs=(*(f.outputs[k] for k in h.outs), *(known[v] for v in h.extra)),
         )
-        inputs = (*(f.inputs[k] for k in h.reused), *(known[v] for v in h.kept), *(b.inputs[k] for k in h.rest))
+        again = twins(made, f, b)
+        inputs = (
+            *(lookup(f.inputs[k], again) for k in h.reused),
+            *(known[v] for v in h.kept),
+            *(b.inputs[k] for k in h.rest),
+        )
         eqns[j] = replace(b, params=Params(block=Ref(h.backward)), inputs=inputs)
     blocks[plan.body] = Block(body.inputs, tuple(eqns), body.outputs)
     return prune(replace(program, blocks=blocks))

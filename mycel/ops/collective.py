@@ -21,6 +21,7 @@ or simulated ranks.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -28,6 +29,8 @@ import torch
 from mycel.errors import GradientError, RunError
 from mycel.ir import OPS, Collective, Type, op
 from mycel.ops.rules import o
+
+RING = 8  # ranks
 
 COMMUNICATORS: list[Any] = []  # the innermost is asked; owned by the runs
 
@@ -97,13 +100,19 @@ def ring(k):
     return (k - 1) / k
 
 
+def steps(k: int) -> int:
+    """Messages that wait for each other: those of a ring between a few ranks; between many, libraries send small ones
+    along trees."""
+    return k - 1 if k <= RING else RING - 1 + math.ceil(math.log2(k / RING))
+
+
 def turns(k):
     return k - 1
 
 
 ALL_REDUCE = Collective(
     lambda k: 2 * ring(k),
-    lambda k: 2 * (k - 1),
+    lambda k: 2 * steps(k),
     lambda xs, index, *, axes, count, kind="+": reduced(xs, kind),
     True,
     same=True,
@@ -136,7 +145,7 @@ def gather_transpose(g, x, *, axes, count, dim, size):
     linear=((0,),),
     compiles=False,
     by_rank=True,
-    collective=Collective(turns, turns, gathered, together=True, grows=True, same=True),
+    collective=Collective(turns, steps, gathered, together=True, grows=True, same=True),
 )
 def all_gather(x, *, axes, count, dim, size):
     """The parts of all ranks along the axes, joined along `dim` and cut to `size`."""
@@ -156,7 +165,7 @@ def scatter_transpose(g, x, *, axes, count, dim, kind="+"):
     vjp=linear_in_first(scatter_transpose),
     compiles=False,
     by_rank=True,
-    collective=Collective(ring, turns, scattered, together=True),
+    collective=Collective(ring, steps, scattered, together=True),
 )
 def reduce_scatter(x, *, axes, count, dim, kind="+"):
     """This rank's part along `dim` of the sum (maximum, minimum) of x over the ranks along the axes."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from mycel.ir import CONTROL, Block, Eqn, Program, Var, call, chains, lifetimes
@@ -78,6 +78,27 @@ def backward_inputs(program: Program, block: Block, forward: int, backward: int)
     return {v: of[x] for x, v in zip(b.inputs, outer.inputs, strict=True) if isinstance(x, Var) and x in of}
 
 
+def expressions(block: Block) -> dict[Var, object]:
+    """What each value between calls is made of: two that are equal here are the same tensor.  A weight that is gathered
+    for forward and gathered again for backward is one of these."""
+    made: dict[Var, object] = {}
+    for eqn in block.eqns:
+        if eqn.op in CONTROL or eqn.op.effect or len(eqn.outputs) != 1:
+            continue
+        made[eqn.outputs[0]] = hash((eqn.op.name, eqn.params, tuple(_made_of(x, made) for x in eqn.inputs)))
+    return made
+
+
+def _made_of(x: object, made: Mapping[Var, object]) -> object:
+    return made.get(x, x) if isinstance(x, Var) else x
+
+
+def twins(made: Mapping[Var, object], forward: Eqn, backward: Eqn) -> dict[Var, Var]:
+    """Operands of a call -> those of the call of its backward that are the same tensor made once more."""
+    there = {made[y]: y for y in backward.vars if y in made}
+    return {x: there[made[x]] for x in forward.vars if x in made and made[x] in there}
+
+
 def residuals(program: Program, body: str, costs: Costs, prices: Sequence[float]) -> Residuals:
     """The cheapest decisions where a byte costs `prices[i]` seconds for the i-th pair (the last one for all further
     pairs)."""
@@ -86,14 +107,16 @@ def residuals(program: Program, body: str, costs: Costs, prices: Sequence[float]
     free = set(block.inputs)
     readers = Counter(v for eqn in block.eqns if eqn.op is call and is_backward(eqn) for v in set(eqn.vars))
     memo: dict[object, tuple[tuple[str, ...], float, int]] = {}
+    made = expressions(block)
     for k, (i, j) in enumerate(paired(block)):
         price = prices[min(k, len(prices) - 1)]
         f, b = block.eqns[i], block.eqns[j]
         inner = program.blocks[f.params["block"]]
         needed = tuple(dict.fromkeys(backward_inputs(program, block, i, j).values()))
         share: dict[Var, float] = {}
+        again = twins(made, f, b)
         for x, v in zip(f.inputs, inner.inputs, strict=True):
-            share[v] = 0.0 if not isinstance(x, Var) or x in free else 1 / max(readers[x], 1)
+            share[v] = 0.0 if not isinstance(x, Var) or x in free or x in again else 1 / max(readers[x], 1)
         for x, out in zip(f.outputs, inner.outputs, strict=True):
             if isinstance(out, Var) and out not in share and readers[x] > (x in b.inputs):
                 share[out] = 0.0
@@ -128,11 +151,11 @@ def _lifetimes(block: Block, costs: Costs) -> dict[Var, float]:
 
 
 def backward_part(block: Block) -> set[Eqn]:
-    """Equations written by differentiation, and all that depend on them."""
+    """Equations written by differentiation, those of the update, and all that depend on them."""
     late: set[Var] = set()
     eqns = set()
     for eqn in block.eqns:
-        if is_backward(eqn) or any(v in late for v in eqn.vars):
+        if eqn.phase != "forward" or any(v in late for v in eqn.vars):
             late.update(eqn.outputs)
             eqns.add(eqn)
     return eqns
