@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
 from mycel.errors import PlanError
-from mycel.plan.clock import DEVICE, Times
+from mycel.ir import DEVICE
+from mycel.plan.clock import Times
 from mycel.plan.cost import Costs
 from mycel.sizes import shown
 

@@ -27,9 +27,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mycel.errors import PlanError
-from mycel.ir import CONTROL, Atom, Axes, Block, Eqn, Layout, Mesh, Program, Type, Var, parse_typed, typed
+from mycel.ir import CONTROL, DEVICE, Atom, Axes, Block, Eqn, Layout, Mesh, Program, Type, Var, parse_typed, typed
 from mycel.plan.choices import Choice, Laid, Layouts, Options
-from mycel.plan.clock import DEVICE, Times, times_text
+from mycel.plan.clock import Times, times_text
 from mycel.plan.links import Link, Links
 from mycel.plan.residuals import Decision, Residuals
 
