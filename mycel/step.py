@@ -47,11 +47,11 @@ from mycel.feed import (
     without_host_data,
 )
 from mycel.forward import Forward, called, device_of, evaluating
-from mycel.ir import Mesh, Program, Role, Var, check
+from mycel.ir import DEVICE, Mesh, Program, Role, Var, check
 from mycel.objective import Batch, objective, refuse_outputs
 from mycel.parts import ShardedModel, UnshardedStep, roles_of
 from mycel.planning import Task, planned
-from mycel.run import keep_freed_memory, load, start_workers, warm_up, without_collector
+from mycel.run import HostSpace, keep_freed_memory, load, moves, start_workers, warm_up, without_collector
 from mycel.several_optimizers import SeveralOptimizers, each_of
 from mycel.sizes import parse_bytes, shown
 from mycel.step_state import StepState
@@ -214,6 +214,7 @@ class Step:
         self._evaluation: Forward | None = None
         self._adding: _Adding | None = None
         self._counters: dict[str, torch.Tensor] = {}
+        self._host: HostSpace | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """One step on a batch; returns its loss (with `outputs`, and these), which stays on the device.  Only this
@@ -309,6 +310,9 @@ class Step:
         if done.regions:
             warm_up(program, made.captured.device)
         code, source = load(program, made.captured.device, reuse=True, donate=True, compiled=set(done.regions))
+        if moves(program):
+            self._host = (self._host or HostSpace(made.captured.device)).prepare(program)
+            code = self._host.connected(code)
         feed = feed_of(made.captured, made.program)
         if self.parts is not None and done.spread is not None:
             code, feed = self.parts.connected(code), self.parts.feed(made, done.spread)
@@ -520,9 +524,12 @@ class Step:
 
         def of_group(group: optimizers.Bound) -> list[Any]:
             hyper = group.hyper(self.optimizer)  # before its state is made: a first step is one without
-            return [*(group.state(self.optimizer) if self.parts is None else self.parts.state(group)), *hyper]
+            state = group.state(self.optimizer, homes) if self.parts is None else self.parts.state(group, homes)
+            return [*state, *hyper]
 
         # in the order in which the passes add inputs: then values need no rearranging at each call
+        on_host = [program.role(v) for v in program.inputs if v.type.space != DEVICE]
+        homes = {role: self._host.homes[role] for role in on_host} if self._host is not None else {}
         counters = [program.role(v) for v in program.inputs_of("counter")]
         grouped = [([*g.group.state_roles(), *g.group.hyper_roles()], partial(of_group, g)) for g in made.groups]
         trained = {name: p for g in made.groups for p, name in zip(g.params, g.group.params, strict=True)}

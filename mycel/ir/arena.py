@@ -30,8 +30,8 @@ class Arena:
     size: int
 
 
-def arena_of(program: Program, name: str) -> Arena:
-    """Of one block."""
+def arena_of(program: Program, name: str, base: int = 0) -> Arena:
+    """Of one block, from byte `base` on."""
     block = program.blocks[name]
     begun = {e.outputs[0]: i for i, e in enumerate(block.eqns) if e.op.transfers and e.op.effect}
     ends = lifetimes(block)
@@ -46,17 +46,21 @@ def arena_of(program: Program, name: str) -> Arena:
             else:
                 spans[start] = (start, ends[host][1], rounded(host.type.bytes))
     offsets, size = packed(spans)
-    return Arena(offsets, over, size)
+    return Arena({i: base + at for i, at in offsets.items()}, over, size)
 
 
 def arenas(program: Program) -> dict[str, Arena]:
-    """Of all blocks that bring values to the host."""
+    """Of all blocks that bring values to the host, one behind the other."""
     moving = [
         name
         for name in order(program)
         if any(e.op.transfers and e.params["to"] == HOST for e in program.blocks[name].eqns)
     ]
-    return {name: arena_of(program, name) for name in moving}
+    found, base = dict[str, Arena](), 0
+    for name in moving:
+        own = found[name] = arena_of(program, name, base)
+        base += own.size
+    return found
 
 
 def host_bytes(program: Program) -> int:

@@ -18,6 +18,7 @@ import torch
 from mycel.errors import IRError
 from mycel.ir import DEVICE, HOST, Type, op
 
+TOKEN = Type(torch.int64, ())  # of a move that has begun
 HOST_SPACES: list[Any] = []  # the innermost is asked; owned by the runs
 
 
@@ -29,7 +30,7 @@ def moved_type(x, to):
 
 def begun_type(x, *, to):
     moved_type(x, to)
-    return Type(torch.int64, ())
+    return TOKEN
 
 
 def like(x, device=None):

@@ -478,7 +478,7 @@ def _stacked(eqn: Eqn) -> int:
 
 def _remember(lines: Sequence[Line], block: Block, there: Collection[Var] | None) -> None:
     """Enters what each line makes and frees; `there`: the values that lie in memory, None: all."""
-    owner = _owners(block)
+    owner = owners(block)
     end: dict[Var, int] = {}
     for v, (_, last) in lifetimes(block).items():
         if v in owner:
@@ -496,7 +496,7 @@ def _remember(lines: Sequence[Line], block: Block, there: Collection[Var] | None
             line.inner = scratch(*line.eqn.input_types, **line.eqn.params) + sum(map(size, line.eqn.outputs))
 
 
-def _owners(block: Block) -> dict[Var, Var]:
+def owners(block: Block) -> dict[Var, Var]:
     """Values -> the value whose memory they lie in; inputs own nothing here, their memory is the caller's."""
     owner: dict[Var, Var] = {}
     inputs = set(block.inputs)
