@@ -78,14 +78,19 @@ class Mover:
 
     def could(self, program: Program) -> list[plan.Absence]:
         """The values of its body that may leave."""
-        times = self.clock.starts(program, self.body, self.done.regions)
-        return plan.absences(program, self.body, times) if self.offload.activations != "none" else []
+        if self.offload.activations == "none":
+            return []
+        return plan.absences(program, self.body, self._starts(program, self.body), self.clock.hardware)
+
+    def _starts(self, program: Program, block: str) -> list[float]:
+        """When its equations begin, and when all have ended."""
+        return [start for start, _ in self.clock.spans(program, block, self.done.regions)]
 
     def _fewest(self, on_host: bool) -> Choice:
         base = self.split if on_host else self.done.program
         block, regions = base.blocks[self.body], self.done.regions
-        times = self.clock.starts(base, self.body, regions)
-        entry_times = times if self.body == base.entry else self.clock.starts(base, base.entry, regions)
+        times = self._starts(base, self.body)
+        entry_times = times if self.body == base.entry else self._starts(base, base.entry)
         hardware = self.clock.hardware
         could = self.could(base)
 

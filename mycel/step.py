@@ -331,6 +331,11 @@ class Step:
     def _task(self, made: UnshardedStep) -> Task:
         """What there is to plan."""
         device = made.captured.device
+        if device.type not in ("cuda", "cpu") and not self._given().offload.is_none:
+            raise PlanError(
+                f"offload: a device of type {device.type} has no pinned memory that Mycel knows of\n"
+                "  try       offload: none"
+            )
         inputs, gathered = self.parts.given(made) if self.parts is not None else ({}, frozenset[int]())
         if self.parts is not None and not self.by_rule:
             split = (name for name in self.parts.stored if not self.parts.layouts[name].is_whole)
@@ -659,6 +664,7 @@ class Step:
         ]
         if device.type == "cuda":
             lines.append(f"measured peak    {shown(torch.cuda.max_memory_allocated(device))}")
+        lines += self._travels(entry)
         foreign = sorted({e.params["target"] for b in entry.program.blocks.values() for e in b.eqns if e.op.foreign})
         lines += [f"as torch has it  {', '.join(foreign)}"] if foreign else []
         spread = entry.lowered.spread
@@ -676,6 +682,15 @@ class Step:
         again = {axes: n - once.get(axes, 0.0) for axes, n in all_.items() if n > once.get(axes, 0.0)}
         lines += [f"of that          {lower.sent_text(again)} because backward computes values again"] if again else []
         return "\n".join([*lines, "", lower.explain(spread)])
+
+    def _travels(self, entry: CompiledStep) -> list[str]:
+        """What it moves between host and device, one line for each value."""
+        if not moves(entry.program):
+            return []
+        hardware = plan.hardware_of(device_of(self.model))
+        clock = plan.Clock(hardware, hardware.links(entry.plan.mesh), moves=True)
+        texts = [str(t) for t in plan.travels(entry.program, clock, entry.lowered.regions)]
+        return [f"{'moved' if i == 0 else '':<16} {text}" for i, text in enumerate(texts)]
 
 
 class _Adding(Step):

@@ -259,6 +259,9 @@ def brute_peak(program: Program) -> int:
                 v = source[v].inputs[0]
             return v
 
+        def lies(v):
+            return v.type.space == DEVICE and source[v].op.name != "begin_move"
+
         def alive(v, i):
             reads = [j for j, e in enumerate(eqns) for u in e.vars if shows(u) is v]
             is_output = any(isinstance(o, Var) and shows(o) is v for o in outputs)
@@ -268,7 +271,7 @@ def brute_peak(program: Program) -> int:
         source_at = {v: i for i, e in enumerate(eqns) for v in e.outputs}
         found = below
         for i, eqn in enumerate(eqns):
-            here = sum(size(v) for v in first if shows(v) is v and v.type.space == DEVICE and alive(v, i))
+            here = sum(size(v) for v in first if shows(v) is v and lies(v) and alive(v, i))
             found = max(found, below + here)
             if eqn.op.name == "call":
                 own = sum(size(v) for v in eqn.outputs)

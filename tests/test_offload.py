@@ -1,11 +1,14 @@
 """Offload changes no arithmetic: losses and parameters are to the bit those of a step that moves nothing, on one device
 and on ranks; the planned peak fits the budget of each memory space and is what a walk of every equation sees."""
 
+import copy
 import itertools
 import random
 
 import pytest
 import torch
+import torch.nn.functional as F
+import yaml
 from distributing import OneDevice, start_values
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,8 +16,8 @@ from models import llama
 from stepping import adamw, both
 from test_clock import brute_peak
 from test_step_memory import measured
+from torch import nn
 
-import mycel
 from mycel import Mesh, Plan, Program, lower
 from mycel.errors import IRError, PlanError, RunError
 from mycel.ir import DEVICE, HOST, Layout, arenas, check, host_bytes
@@ -30,8 +33,24 @@ HOST_STATE = {"activations": "host", "optimizer": "host"}
 
 
 def small_llama(**more):
+    """Layers are blocks."""
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
-    return llama(**{"num_hidden_layers": 3, "vocab_size": 128, **sizes, **more})
+    return llama(**{"num_hidden_layers": 2, "vocab_size": 128, **sizes, **more})
+
+
+class Stack(nn.Module):
+    """Layers are equations of the body."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(128, width), nn.Linear(width, 128)
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = x + F.dropout(F.gelu(layer(x)), 0.1)
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
 def tokens(i=0, rows=4, length=16):
@@ -115,7 +134,7 @@ def generated(rng: random.Random) -> Program:
         last = f"k{i}"
     lines.append(f"  g: f32[64,64] = matmul({last}, x2) [backward]")
     last = "g"
-    for i, n in reversed(list(enumerate(rows))):
+    for i in reversed(range(len(rows))):
         if rng.random() < 0.9:
             lines.append(f"  s{i}: f32[] = sum(v{i}, dims=(0, 1)) [backward]")
             lines.append(f"  d{i}: f32[64,64] = mul({last}, s{i}) [backward]")
@@ -138,7 +157,7 @@ def test_the_planned_peak_fits_and_is_what_a_walk_sees(seed):
     assert choice.times.peak[DEVICE] == brute_peak(moved) and Program.parse(str(moved)) == moved
     assert choice.times.peak[HOST] == host_bytes(moved)
     if not mover.spaces.fit(choice.times):  # then no fewer bytes on their way would have
-        every = moves_of(program.main, mover.could(program), clock.starts(program, "main"), CPU, 1)
+        every = moves_of(program.main, mover.could(program), mover._starts(program, "main"), CPU, 1)
         assert clock(lower.offload(program, Offloaded("main", every))).peak[DEVICE] > budget
     values = [torch.randn(v.shape) for v in program.inputs]
     assert torch.equal(interpret(moved, values)[0], interpret(program, values)[0])
@@ -167,7 +186,7 @@ def free():
     return trained("auto")
 
 
-@pytest.mark.parametrize("share", [0.8, 0.6, 0.47])
+@pytest.mark.parametrize("share", [0.65, 0.48])
 def test_a_budget_is_kept_by_moving_and_the_step_is_the_same(free, share):
     step, values = free
     budget = int(step.plan.peak * share)
@@ -176,14 +195,10 @@ def test_a_budget_is_kept_by_moving_and_the_step_is_the_same(free, share):
     assert moving.plan.peak <= budget and moving.plan.decided.moved
     assert moving.plan.predicted.seconds < 1.3 * step.plan.predicted.seconds
     assert moving.plan.predicted.host == host_bytes(moving.program)
-    replayed, replayed_values = trained(Plan.read(str_to_data(moving.plan)), memory=budget)
+    replayed, replayed_values = trained(yaml.safe_load(str(moving.plan)), memory=budget)
     assert str(replayed.program) == str(moving.program) and same(values, replayed_values)
-
-
-def str_to_data(plan):
-    import yaml
-
-    return yaml.safe_load(str(plan))
+    text = moving.explain()
+    assert all(f" {m.value}: " in text for m in moving.plan.decided.moved.moved) and "lives there" in text
 
 
 @pytest.mark.parametrize(
@@ -192,55 +207,59 @@ def str_to_data(plan):
     ids=str,
 )
 def test_all_on_the_host_is_the_same_step(settings):
-    moving, values = trained({"offload": HOST_STATE}, **settings)
-    assert same(values, trained("auto", **settings)[1])
+    moving, values = trained({"offload": HOST_STATE}, make=Stack, **settings)
+    assert same(values, trained("auto", make=Stack, **settings)[1])
     on_host = [v for v in moving.program.inputs if v.type.space == HOST]
     assert {moving.program.role(v).name for v in on_host} == {"exp_avg", "exp_avg_sq"}
     assert moving.plan.decided.moved.moved and len(arenas(moving.program)) >= 1
 
 
 def test_a_step_takes_what_is_predicted(free):
-    pair = both(small_llama, adamw(), plan={"offload": "auto"}, memory=int(free[0].plan.peak * 0.5))
+    pair = both(small_llama, adamw(), plan={"offload": "auto"}, memory=int(free[0].plan.peak * 0.6))
     took, predicted = measured(pair, tokens())
-    tokens_begun = 512 * 16  # numbers that stand for moves under way, which are no tensors
-    assert predicted - tokens_begun <= took <= predicted
+    assert 0.98 * predicted <= took <= predicted
 
 
 def test_moving_is_never_slower_than_computing_again(free):
-    for share in (0.9, 0.75):
-        budget = int(free[0].plan.peak * share)
-        steps = [both(small_llama, adamw(), plan=p, memory=budget).step for p in ("auto", {"offload": "auto"})]
-        again, moving = (s.prepare(**tokens()).plan.predicted.seconds for s in steps)
-        assert moving <= again
+    budget = int(free[0].plan.peak * 0.85)
+    steps = [both(small_llama, adamw(), plan=p, memory=budget).step for p in ("auto", {"offload": "auto"})]
+    again, moving = (s.prepare(**tokens()).plan.predicted.seconds for s in steps)
+    assert moving <= again
 
 
-def test_state_on_the_host_is_loaded_and_saved(free):
-    moving, values = trained({"offload": {"optimizer": "host"}}, steps=2)
-    fresh = both(small_llama, adamw(), plan={"offload": {"optimizer": "host"}}).step
-    fresh.prepare(**tokens())
-    fresh.load_state_dict(moving.state_dict())
-    assert torch.equal(fresh(**tokens(2)), free[1][2])
-    plain = both(small_llama, adamw()).step
-    plain.load_state_dict(moving.state_dict())
-    assert torch.equal(plain(**tokens(2)), free[1][2])
+def further(step):
+    """The loss of one more step, and the parameters after it."""
+    torch.manual_seed(5)  # of dropout
+    return [step(**tokens(2)), *(p.detach().clone() for p in step.model.parameters())]
 
 
-@pytest.mark.parametrize("names, sizes", [("zero3", {"dp": 2}), ("zero1+tp", {"dp": 2, "tp": 2})], ids=str)
-def test_ranks_move_their_own_part(names, sizes):
-    mesh = Mesh(sizes)
-    one = OneDevice.of(small_llama(num_hidden_layers=2), tokens(), clip_norm=1.0)
-    outs = {}
+def test_state_on_the_host_is_loaded_and_saved():
+    on_host = {"offload": {"optimizer": "host"}}
+    moving, _ = trained(on_host, steps=2, make=Stack)
+    saved = copy.deepcopy(moving.state_dict())
+    third = further(moving)
+    for plan in (on_host, "auto"):
+        fresh = both(Stack, adamw(), plan=plan).step.prepare(**tokens())
+        fresh.load_state_dict(saved)
+        assert same(further(fresh), third)
+
+
+@pytest.mark.parametrize(
+    "names, sizes, make", [("zero3", {"dp": 2}, small_llama), ("zero1+tp", {"dp": 2, "tp": 2}, Stack)], ids=str
+)
+def test_ranks_move_their_own_part(names, sizes, make):
+    mesh, outs = Mesh(sizes), []
+    one = OneDevice.of(make(), tokens(), clip_norm=1.0)
     for offload in ("none", HOST_STATE):
-        written = Plan.read(names, mesh)
-        written = Plan.read({**written.data(), "offload": offload})
+        written = Plan.read({**Plan.read(names, mesh).data(), "offload": offload})
         inputs, gathered = ShardedModel(one.model, one.optimizer, written).given(one.made)
-        decided, done = planned(Task(one.made.program, one.made.body, CPU, False, inputs, gathered), written)
-        values = [spread_out(x, inputs.get(i, Layout.whole(x.ndim)), mesh) for i, x in enumerate(start_values(one))]
-        outs[str(offload)] = simulate(done.program, mesh, values)
+        task = Task(one.made.program, one.made.body, CPU, False, inputs, gathered)
+        decided, done = planned(task, written)
         assert bool(decided.decided.moved) == (offload != "none")
-        again = planned(Task(one.made.program, one.made.body, CPU, False, inputs, gathered), decided)[1]
-        assert str(again.program) == str(done.program)
-    for plain, moved in zip(*outs.values(), strict=True):
+        assert str(planned(task, decided)[1].program) == str(done.program)
+        values = [spread_out(x, inputs.get(i, Layout.whole(x.ndim)), mesh) for i, x in enumerate(start_values(one))]
+        outs.append(simulate(done.program, mesh, values))
+    for plain, moved in zip(*outs, strict=True):
         assert all(map(torch.equal, plain, moved))
 
 
@@ -261,23 +280,22 @@ def test_a_plan_that_means_nothing_is_refused(written, message):
         Plan.read({"offload": written})
 
 
-def test_too_little_memory_says_where_and_how_much(free):
-    peak = free[0].plan.peak
-    with pytest.raises(PlanError, match=r"(?s)at least .* on the device, the budget is .* too much.*peak"):
-        trained({"offload": "auto"}, memory=peak // 5)
+def test_too_little_memory_says_where_and_how_much():
+    with pytest.raises(PlanError, match=r"(?s)at least .* on the device, the budget is 20.00 KiB: .* too much.*peak"):
+        trained({"offload": "auto"}, memory="20KiB", make=Stack)
     with pytest.raises(PlanError, match=r"needs .* on the host, which has 1.00 KiB: .* too much"):
-        trained({"offload": {"optimizer": "host", "host": "1KiB"}})
+        trained({"offload": {"optimizer": "host", "host": "1KiB"}}, make=Stack)
 
 
 def test_a_host_without_memory_is_told_before_the_first_step(monkeypatch):
     monkeypatch.setattr(host_space, "available", lambda: 1024)
     with pytest.raises(RunError, match=r"a step needs .* on the host, which has 1.00 KiB free"):
-        both(small_llama, adamw(), plan={"offload": HOST_STATE}).step.prepare(**tokens())
+        both(Stack, adamw(), plan={"offload": HOST_STATE}).step.prepare(**tokens())
 
 
-def test_a_value_that_is_not_there_is_refused(free):
-    data = str_to_data(trained({"offload": HOST_STATE}, steps=1)[0].plan)
+def test_a_value_that_is_not_there_is_refused():
+    data = yaml.safe_load(str(trained({"offload": HOST_STATE}, steps=1, make=Stack)[0].plan))
     values = data["decided"]["moved"]["values"]
     values["nothing"] = values.pop(next(iter(values)))
     with pytest.raises(PlanError, match="there is no value nothing to move"):
-        trained(Plan.read(data), steps=1)
+        trained(data, steps=1, make=Stack)

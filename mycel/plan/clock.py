@@ -194,10 +194,10 @@ class Clock:
     def events(self, program: Program, compiled: frozenset[str]) -> Iterator[Event]:
         return _Walk(self, program, compiled).events(program.entry, False, [0.0] * len(self.streams))
 
-    def starts(self, program: Program, name: str, compiled: Collection[str] = ()) -> list[float]:
-        """When each equation of a block begins on the stream that computes, from a start at which all streams are
-        free; and last, when all have."""
-        return _Walk(self, program, frozenset(compiled)).starts(name, [0.0] * len(self.streams))
+    def spans(self, program: Program, name: str, compiled: Collection[str] = ()) -> list[tuple[float, float]]:
+        """For each equation of a block, when the stream that computes comes to it and when it is done (what it begins,
+        where that is), from a start at which all streams are free; and last, when all have been."""
+        return _Walk(self, program, frozenset(compiled)).spans(name, [0.0] * len(self.streams))
 
     def points(self, program: Program, compiled: frozenset[str]) -> dict[tuple[object, ...], int]:
         seen: dict[tuple[object, ...], list[int]] = {}
@@ -382,13 +382,13 @@ class _Walk:
             yield (name, eqn.op.name, tuple(map(str, eqn.refs)), eqn.phase), alive + max(inner - line.new, 0)
             alive -= line.freed
 
-    def starts(self, name: str, state: Row) -> list[float]:
+    def spans(self, name: str, state: Row) -> list[tuple[float, float]]:
         """As `events`, of this block's own equations alone."""
         tokens: dict[int, float] = {}
-        begins = []
+        spans = []
         compiled = name in self.compiled
         for i, line in enumerate(self._lines(name, compiled)):
-            begins.append(state[0])
+            start = state[0]
             if line.kind == "work":
                 state[0] += line.seconds
             elif line.kind == "hold":
@@ -397,10 +397,10 @@ class _Walk:
             elif line.kind == "finish":
                 state[0] = max(state[0], tokens[line.token])
             else:
-                state[line.stream] = max(state[0], state[line.stream]) + line.seconds
-                tokens[i] = state[line.stream]
+                state[line.stream] = tokens[i] = max(state[0], state[line.stream]) + line.seconds
                 state[0] = state[line.stream] if line.kind == "wait" else state[0] + line.busy * line.seconds
-        return [*begins, state[0]]
+            spans.append((start, tokens.get(i, state[0])))
+        return [*spans, (state[0], state[0])]
 
     def _turns(self, eqn: Eqn, inside: bool) -> Iterator[str]:
         """The blocks that an equation runs, one after the other; of two branches the longer."""
@@ -485,7 +485,7 @@ def _remember(lines: Sequence[Line], block: Block, there: Collection[Var] | None
             end[owner[v]] = max(end.get(owner[v], -1), last)
     for line in lines:
         own = [v for v in line.eqn.outputs if owner.get(v) is v and (there is None or v in there)]
-        own = [v for v in own if v.type.space == DEVICE]
+        own = [v for v in own if v.type.space == DEVICE and line.eqn.op is not o.begin_move]  # it stands for a copy
         at = lines[line.token] if line.kind == "finish" else line
         at.new += sum(map(size, own))
         for v in own:

@@ -18,13 +18,13 @@ waits for copies, where there is no memory for them.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from mycel.errors import PlanError
 from mycel.ir import CONTROL, DEVICE, Block, Eqn, Program, Var, call, chains
-from mycel.plan.clock import Clock, owners, size
+from mycel.plan.clock import owners, size
 from mycel.plan.hardware import Hardware
 from mycel.sizes import parse_bytes
 
@@ -146,7 +146,7 @@ class Absence:
         return size(self.var)
 
 
-def absences(program: Program, name: str, times: Sequence[float]) -> list[Absence]:
+def absences(program: Program, name: str, times: Sequence[float], hardware: Hardware) -> list[Absence]:
     """Values of a block that may leave the device between forward and backward, in the order in which they are made:
     those alone in their memory, which nobody reads for longer than two copies take."""
     block = program.blocks[name]
@@ -165,7 +165,7 @@ def absences(program: Program, name: str, times: Sequence[float]) -> list[Absenc
         gap = max(((times[b] - times[a], a, b) for a, b in zip([at, *reads], reads, strict=False)), default=(0.0, 0, 0))
         before, use = gap[1], gap[2]
         late = [v for v in family if any(i >= use for i in uses[v].uses) and uses[v].defined <= before]
-        if gap[0] > 0 and late == [of] and not any(uses[v].is_output for v in family):
+        if gap[0] > 2 * hardware.move_s(size(of)) and late == [of] and not any(uses[v].is_output for v in family):
             found.append(Absence(of, at, before, use))
     least = sum(a.bytes for a in found) // SMALL
     return sorted((a for a in found if a.bytes >= least), key=lambda a: (a.made, a.var.name))

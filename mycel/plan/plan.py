@@ -46,8 +46,8 @@ _Dumper: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)  # the C ones are t
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 READY = Path(__file__).parent.parent / "plans"
 KEYS = (
-    "mesh", "parameters", "batch", "activations", "zero", "microbatches", "sums", "recompute", "offload", "loose", "decided",
-    "predicted",
+    "mesh", "parameters", "batch", "activations", "zero", "microbatches", "sums", "recompute", "offload", "loose",
+    "decided", "predicted",
 )  # fmt: skip
 ALONE = frozenset({"microbatches", "recompute", "offload"})  # what may be said of one device, without a mesh
 RECOMPUTE = ("auto", "full", "none")
@@ -72,7 +72,7 @@ class Plan:
     predicted: Predicted | None = None
     sums: str = "as computed"
     microbatches: int = 1
-    offload: Offload = Offload()
+    offload: Offload = field(default_factory=Offload)
 
     def __post_init__(self) -> None:
         for name, entry in self.parameters.items():
