@@ -11,7 +11,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -55,6 +55,7 @@ class Mover:
     clock: plan.Clock
     offload: Offload
     spaces: Spaces
+    compiled: Collection[str] = ()
 
     def choices(self) -> list[Choice]:
         """Ways to run it, those that fit the spaces if any does: the one with the fewest moves for each way to keep
@@ -84,11 +85,11 @@ class Mover:
 
     def _starts(self, program: Program, block: str) -> list[float]:
         """When its equations begin, and when all have ended."""
-        return [start for start, _ in self.clock.spans(program, block, self.done.regions)]
+        return [start for start, _ in self.clock.spans(program, block, self.compiled)]
 
     def _fewest(self, on_host: bool) -> Choice:
         base = self.split if on_host else self.done.program
-        block, regions = base.blocks[self.body], self.done.regions
+        block = base.blocks[self.body]
         times = self._starts(base, self.body)
         entry_times = times if self.body == base.entry else self._starts(base, base.entry)
         hardware = self.clock.hardware
@@ -98,7 +99,7 @@ class Mover:
             moved = plan.moves_of(block, could[:count], times, hardware, window)
             streamed = plan.streams_of(base, self.state, entry_times, hardware, ahead) if on_host else ()
             planned = Offloaded(self.body, moved, streamed, self.chunk if on_host else 0)
-            return Choice(planned, self.clock(lower.offload(self.done.program, planned), regions))
+            return Choice(planned, self.clock(lower.offload(self.done.program, planned), self.compiled))
 
         count, window, ahead = len(could), ENDLESS, 2 * self.chunk
         best = choice(count, window, ahead)

@@ -119,9 +119,7 @@ class LaidOut:
     def plan_of(self, outcome: Outcome) -> Plan:
         """Everything decided."""
         assert self.plan.decided is not None and self.plan.predicted is not None
-        decided = replace(
-            self.plan.decided, residuals=outcome.residuals, regions=outcome.regions, moved=outcome.moved
-        )
+        decided = replace(self.plan.decided, residuals=outcome.residuals, regions=outcome.regions, moved=outcome.moved)
         predicted = Predicted.of(outcome.times, self.task.budget, self.plan.predicted.gap)
         return replace(self.plan, decided=decided, predicted=predicted)
 

@@ -3,7 +3,7 @@ memory is what is alive."""
 
 import itertools
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
