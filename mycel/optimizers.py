@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from mycel.errors import TrainError
-from mycel.ir import NAMES
+from mycel.ir import NAMES, Role
 from mycel.ops.optimisers import OPTIMISERS, Optimiser, StateSlot
 from mycel.ops.optimisers.paragraph import INDIFFERENT
 from mycel.several_optimizers import SeveralOptimizers, each_of, owner
@@ -156,14 +156,23 @@ class Bound:
     def state(
         self,
         optimizer: torch.optim.Optimizer,
+        homes: Mapping[Role, torch.Tensor],
         fill: Callable[[torch.nn.Parameter, StateSlot, float], torch.Tensor] | None = None,
     ) -> list[torch.Tensor]:
-        """The state tensors, slot by slot, made where there are none yet (by `fill`, where a rank holds parts)."""
+        """The state tensors, slot by slot, made where there are none yet (by `fill`, where a rank holds parts); those
+        that live on the host, in their `homes`."""
         options = optimizer.param_groups[self.index]
         return [
-            _slot(optimizer.state[p], self.group.slot(name), p, options, fill or whole_slot)
-            for name in self.group.slots
-            for p in self.params
+            _slot(
+                optimizer.state[p],
+                self.group.slot(slot),
+                p,
+                options,
+                fill or whole_slot,
+                homes.get(Role("state", slot, of=name)),
+            )
+            for slot in self.group.slots
+            for p, name in zip(self.params, self.group.params, strict=True)
         ]
 
 
@@ -187,14 +196,20 @@ def _slot(
     p: torch.nn.Parameter,
     options: Mapping[str, Any],
     fill: Callable[..., torch.Tensor],
+    home: torch.Tensor | None,
 ) -> torch.Tensor:
     held = state.get(slot.name)
-    if held is None:
+    if home is not None:
+        if held is not home:  # new, or loaded
+            state[slot.name] = home.fill_(slot.value(options)) if held is None else home.copy_(held)
+    elif held is None:
         state[slot.name] = fill(p, slot, slot.value(options))
     elif slot.scalar and (not isinstance(held, torch.Tensor) or held.device != p.device or held.dtype != torch.float32):
         state[slot.name] = torch.as_tensor(held, dtype=torch.float32).to(
             p.device
         )  # torch keeps it on the host, its fused kernels on the device
+    elif not slot.scalar and held.device != p.device:  # it lived on the host under another plan
+        state[slot.name] = held.to(p.device)
     return state[slot.name]
 
 

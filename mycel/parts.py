@@ -190,9 +190,9 @@ class ShardedModel:
             module.register_state_dict_pre_hook(refuse_state)
         self.optimizer.register_state_dict_pre_hook(refuse_state)
 
-    def state(self, group: Bound) -> list[torch.Tensor]:
-        """A group's optimiser state in parts, made where there is none yet; what torch made of a parameter before it
-        was split is cut as well."""
+    def state(self, group: Bound, homes: Mapping[Role, torch.Tensor]) -> list[torch.Tensor]:
+        """A group's optimiser state in parts, made where there is none yet (on the host, in `homes`); what torch made
+        of a parameter before it was split is cut as well."""
         names = {id(p): name for p, name in zip(group.params, group.group.params, strict=True)}
 
         def fill(p: torch.nn.Parameter, slot: StateSlot, value: float) -> torch.Tensor:
@@ -206,7 +206,7 @@ class ShardedModel:
                 held = self.optimizer.state[p].get(slot.name)
                 if held is not None and not slot.scalar:
                     self.optimizer.state[p][slot.name] = self._cut(held, Role("state", slot.name, of=names[id(p)]), p)
-        return group.state(self.optimizer, fill)
+        return group.state(self.optimizer, homes, fill)
 
     def _cut(self, held: torch.Tensor, role: Role, p: torch.nn.Parameter) -> torch.Tensor:
         """This rank's part of state: as it is, of the whole, or of state that no step has changed yet, which is one

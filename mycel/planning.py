@@ -6,13 +6,15 @@ and `lower.lowered` of that Plan is the program that runs.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from mycel import lower, plan
 from mycel.errors import PlanError
-from mycel.ir import Eqn, Layout, Program
-from mycel.plan import Decided, Hardware, Plan, Predicted, Residuals
+from mycel.ir import DEVICE, HOST, Eqn, Layout, Program
+from mycel.offloading import Choice, Mover, Spaces
+from mycel.plan import Decided, Hardware, Offloaded, Plan, Predicted, Residuals
 from mycel.sizes import shown
 
 WORTH = 0.005  # the share of a step that compiling a stretch between calls must save
@@ -43,18 +45,22 @@ def planned(task: Task, given: Plan) -> tuple[Plan, lower.Lowered]:
     if given.decided is not None:
         return _applied(task, given)
     step = LaidOut.of(task, given)
-    outcome = plan.decide(step.under, step.pairs, step.costs, task.budget, given.recompute)
+    if given.offload.is_none:
+        outcome = plan.decide(step.under, step.pairs, step.costs, task.budget, given.recompute)
+    else:
+        outcome = _with_moves(step, given)
     return step.plan_of(outcome), outcome.lowered
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """A step lowered under a decision of what backward computes again."""
+    """A step lowered under a decision of what backward computes again, and what is on the host meanwhile."""
 
     residuals: Residuals
     lowered: lower.Lowered
     regions: Mapping[str, tuple[str, ...]]
     times: plan.Times
+    moved: Offloaded | None = None
 
 
 @dataclass
@@ -74,7 +80,8 @@ class LaidOut:
         local = lower.local_of(task.program, spread)
         links = task.hardware.links(given.mesh)
         costs = plan.Costs(local, task.hardware, task.compiled, links)
-        return LaidOut(task, laid_out, spread, local, costs, plan.Clock(task.hardware, links))
+        clock = plan.Clock(task.hardware, links, moves=not given.offload.is_none)
+        return LaidOut(task, laid_out, spread, local, costs, clock)
 
     @property
     def pairs(self) -> int:
@@ -112,9 +119,78 @@ class LaidOut:
     def plan_of(self, outcome: Outcome) -> Plan:
         """Everything decided."""
         assert self.plan.decided is not None and self.plan.predicted is not None
-        decided = replace(self.plan.decided, residuals=outcome.residuals, regions=outcome.regions)
+        decided = replace(self.plan.decided, residuals=outcome.residuals, regions=outcome.regions, moved=outcome.moved)
         predicted = Predicted.of(outcome.times, self.task.budget, self.plan.predicted.gap)
         return replace(self.plan, decided=decided, predicted=predicted)
+
+
+def _with_moves(step: LaidOut, given: Plan) -> Outcome:
+    """What backward computes again and what is moved: the fastest that fits both memory spaces.  Moving takes no time
+    from computing, so a step that computes longer than the best one takes is no better whatever it moves."""
+    task, offload = step.task, given.offload
+    spaces = Spaces(task.budget, offload.host if offload.host is not None else task.hardware.host_memory)
+    best: tuple[Outcome, Choice] | None = None
+    nearest: Choice | None = None
+    forced = "host" in (offload.activations, offload.optimizer)
+
+    def attempt(outcome: Outcome) -> bool:
+        """Is it still worth computing more again?"""
+        nonlocal best, nearest
+        alone = Choice(Offloaded(task.body), outcome.times)
+        if best is not None and alone.times.seconds >= best[1].times.seconds:
+            return False
+        mover = Mover(outcome.lowered, task.body, step.clock, offload, spaces, step.compiled(outcome.lowered))
+        for choice in [alone] if spaces.fit(alone.times) and not forced else mover.choices():
+            if not spaces.fit(choice.times):
+                nearest = min((c for c in (nearest, choice) if c), key=lambda c: sum(spaces.short(c.times)))
+            elif best is None or choice.times.seconds < best[1].times.seconds:
+                best = outcome, choice
+        return True
+
+    if task.budget is not None and not forced:
+        with contextlib.suppress(PlanError):  # without moves, which are to be no slower
+            outcome = plan.decide(step.under, step.pairs, step.costs, task.budget, given.recompute)
+            best = outcome, Choice(Offloaded(task.body), outcome.times)
+    tried: list[tuple[float, Residuals]] = []
+    for price in plan.ladder(step.costs, given.recompute):
+        residuals = plan.residuals(step.local, task.body, step.costs, [price])
+        if tried and residuals == tried[-1][1]:
+            continue
+        tried.append((price, residuals))
+        if not attempt(step.under([price])):
+            break
+    if best is None:
+        assert nearest is not None
+        raise PlanError(_too_little(nearest.times, spaces))
+    at = next((i for i, (_, residuals) in enumerate(tried) if residuals == best[0].residuals), 0)
+    if at and step.pairs:  # some layers at the price before
+        for share in (1, 2, 3):
+            cheap = [i * share // 4 != (i + 1) * share // 4 for i in range(step.pairs)]
+            attempt(step.under([*(tried[at - is_cheap][0] for is_cheap in cheap), tried[at][0]]))
+    outcome, (moved, times) = best
+    if not moved:
+        return outcome
+    return replace(outcome, lowered=lower.with_moves(outcome.lowered, moved), times=times, moved=moved)
+
+
+def _too_little(times: plan.Times, spaces: Spaces) -> str:
+    """What is missing, and where."""
+    device, host = spaces.short(times)
+    lines = []
+    if device:
+        lines += [
+            f"a step needs at least {shown(times.peak[DEVICE])} on the device, the budget is "
+            f"{shown(spaces.device or 0)}: {shown(device)} too much",
+            f"  of which  {shown(times.held)} are parameters, optimiser state and the batch",
+            f"  peak      {times.at or 'in the update'}",
+        ]
+    if host:
+        lines.append(
+            f"a step needs {shown(times.peak[HOST])} on the host, which has {shown(spaces.host or 0)}: "
+            f"{shown(host)} too much"
+        )
+    lines.append("  tried     computing again what can be, and moving to the host what the plan lets")
+    return "\n".join([*lines, f"  try       {plan.LESS}"])
 
 
 def with_layouts(task: Task, given: Plan) -> tuple[Plan, lower.Distributed | None]:

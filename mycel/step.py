@@ -47,11 +47,11 @@ from mycel.feed import (
     without_host_data,
 )
 from mycel.forward import Forward, called, device_of, evaluating
-from mycel.ir import Mesh, Program, Role, Var, check
+from mycel.ir import DEVICE, Mesh, Program, Role, Var, check
 from mycel.objective import Batch, objective, refuse_outputs
 from mycel.parts import ShardedModel, UnshardedStep, roles_of
 from mycel.planning import Task, planned
-from mycel.run import keep_freed_memory, load, start_workers, warm_up, without_collector
+from mycel.run import HostSpace, keep_freed_memory, load, moves, start_workers, warm_up, without_collector
 from mycel.several_optimizers import SeveralOptimizers, each_of
 from mycel.sizes import parse_bytes, shown
 from mycel.step_state import StepState
@@ -91,7 +91,8 @@ def train_step(
     accumulate  the batch is split into so many parts along its first dim (a smaller one into the next number that
                 divides it); loss and gradient are those of the whole batch
     clip_norm   gradients are scaled down to this global norm
-    memory      the peak to stay below, in bytes or as "20GiB": what does not fit is computed again in backward
+    memory      the peak to stay below, in bytes or as "20GiB": what does not fit is computed again in backward, or
+                waits on the host (plan={"offload": "auto"})
     compile     True, False, or "auto": where there is a GPU
     clip_value  no element of a gradient is larger than this
     outputs     step(batch) is (loss, outputs): what the model returned, or what the loss returned more, as in
@@ -214,6 +215,7 @@ class Step:
         self._evaluation: Forward | None = None
         self._adding: _Adding | None = None
         self._counters: dict[str, torch.Tensor] = {}
+        self._host: HostSpace | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """One step on a batch; returns its loss (with `outputs`, and these), which stays on the device.  Only this
@@ -309,6 +311,9 @@ class Step:
         if done.regions:
             warm_up(program, made.captured.device)
         code, source = load(program, made.captured.device, reuse=True, donate=True, compiled=set(done.regions))
+        if moves(program):
+            self._host = (self._host or HostSpace(made.captured.device)).prepare(program)
+            code = self._host.connected(code)
         feed = feed_of(made.captured, made.program)
         if self.parts is not None and done.spread is not None:
             code, feed = self.parts.connected(code), self.parts.feed(made, done.spread)
@@ -327,6 +332,11 @@ class Step:
     def _task(self, made: UnshardedStep) -> Task:
         """What there is to plan."""
         device = made.captured.device
+        if device.type not in ("cuda", "cpu") and not self._given().offload.is_none:
+            raise PlanError(
+                f"offload: a device of type {device.type} has no pinned memory that Mycel knows of\n"
+                "  try       offload: none"
+            )
         inputs, gathered = self.parts.given(made) if self.parts is not None else ({}, frozenset[int]())
         if self.parts is not None and not self.by_rule:
             split = (name for name in self.parts.stored if not self.parts.layouts[name].is_whole)
@@ -520,9 +530,12 @@ class Step:
 
         def of_group(group: optimizers.Bound) -> list[Any]:
             hyper = group.hyper(self.optimizer)  # before its state is made: a first step is one without
-            return [*(group.state(self.optimizer) if self.parts is None else self.parts.state(group)), *hyper]
+            state = group.state(self.optimizer, homes) if self.parts is None else self.parts.state(group, homes)
+            return [*state, *hyper]
 
         # in the order in which the passes add inputs: then values need no rearranging at each call
+        on_host = [program.role(v) for v in program.inputs if v.type.space != DEVICE]
+        homes = {role: self._host.homes[role] for role in on_host} if self._host is not None else {}
         counters = [program.role(v) for v in program.inputs_of("counter")]
         grouped = [([*g.group.state_roles(), *g.group.hyper_roles()], partial(of_group, g)) for g in made.groups]
         trained = {name: p for g in made.groups for p, name in zip(g.params, g.group.params, strict=True)}
@@ -652,6 +665,7 @@ class Step:
         ]
         if device.type == "cuda":
             lines.append(f"measured peak    {shown(torch.cuda.max_memory_allocated(device))}")
+        lines += self._travels(entry)
         foreign = sorted({e.params["target"] for b in entry.program.blocks.values() for e in b.eqns if e.op.foreign})
         lines += [f"as torch has it  {', '.join(foreign)}"] if foreign else []
         spread = entry.lowered.spread
@@ -669,6 +683,15 @@ class Step:
         again = {axes: n - once.get(axes, 0.0) for axes, n in all_.items() if n > once.get(axes, 0.0)}
         lines += [f"of that          {lower.sent_text(again)} because backward computes values again"] if again else []
         return "\n".join([*lines, "", lower.explain(spread)])
+
+    def _travels(self, entry: CompiledStep) -> list[str]:
+        """What it moves between host and device, one line for each value."""
+        if not moves(entry.program):
+            return []
+        hardware = plan.hardware_of(device_of(self.model))
+        clock = plan.Clock(hardware, hardware.links(entry.plan.mesh), moves=True)
+        texts = [str(t) for t in plan.travels(entry.program, clock, entry.lowered.regions)]
+        return [f"{'moved' if i == 0 else '':<16} {text}" for i, text in enumerate(texts)]
 
 
 class _Adding(Step):

@@ -45,12 +45,21 @@ def model_tensors(model: nn.Module, frozen: bool = True) -> Tensors:
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
     """The optimiser's state as it is held, by parameter and slot."""
+    settle_copies(optimizer)
     return {
         f"{name}.{slot}": x
         for name, p in model.named_parameters()
         for slot, x in optimizer.state.get(p, {}).items()
         if isinstance(x, torch.Tensor)
     }
+
+
+def settle_copies(optimizer: torch.optim.Optimizer) -> None:
+    """Wait until state that lives on the host has come there: the device writes it whenever it gets to it."""
+    for p, held in optimizer.state.items():
+        if p.is_cuda and any(isinstance(x, torch.Tensor) and x.dim() and not x.is_cuda for x in held.values()):
+            torch.cuda.synchronize(p.device)
+            return
 
 
 def layouts(model: nn.Module, optimizer: torch.optim.Optimizer, parts: ShardedModel | None) -> Layouts:
@@ -110,6 +119,7 @@ class StepState:
 
     def state_dict(self) -> dict[str, Any]:
         """{"model", "optimizer", "step"}: the first two as torch's own, whole on every rank; all of them call this."""
+        settle_copies(self.optimizer)
         with self._open():
             model = {name: self._whole(name, x) for name, x in self.model.state_dict(keep_vars=True).items()}
             optimizer = self.optimizer.state_dict()

@@ -18,9 +18,8 @@ from torch.utils._pytree import tree_leaves
 import mycel
 from mycel import Program
 from mycel.errors import PlanError
-from mycel.ir import check
+from mycel.ir import DEVICE, check
 from mycel.plan import CPU, clock
-from mycel.plan.clock import DEVICE
 from mycel.run import load
 from mycel.sizes import parse_bytes
 

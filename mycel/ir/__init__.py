@@ -1,5 +1,6 @@
 """The IR: five records, the dims language, the checker, text, and one walker.  Imports nothing of ours but errors."""
 
+from mycel.ir.arena import GRAIN, Arena, arenas, host_bytes, rounded
 from mycel.ir.build import Builder
 from mycel.ir.check import check, unchecked
 from mycel.ir.control import CONTROL, atom_type, call, cond, custom, loop, scan
@@ -7,17 +8,21 @@ from mycel.ir.layout import Axes, Layout, Mesh, extent, is_even, parse_typed, pa
 from mycel.ir.op import BUILDERS, OPS, Collective, Cost, Op, SplitRule, op
 from mycel.ir.program import PHASES, Atom, Block, Eqn, Params, Program, Ref, Var
 from mycel.ir.role import HELD, Role
-from mycel.ir.types import DTYPES, NAMES, Type, is_float, promote, type_of
+from mycel.ir.types import DEVICE, DTYPES, HOST, NAMES, Type, is_float, promote, type_of
 from mycel.ir.walk import Chain, chains, lifetimes, lookup, order, prune, rewrite, runs, substitute, walk
 
 __all__ = [
     "BUILDERS",
     "CONTROL",
+    "DEVICE",
     "DTYPES",
+    "GRAIN",
     "HELD",
+    "HOST",
     "NAMES",
     "OPS",
     "PHASES",
+    "Arena",
     "Atom",
     "Axes",
     "Block",
@@ -36,6 +41,7 @@ __all__ = [
     "SplitRule",
     "Type",
     "Var",
+    "arenas",
     "atom_type",
     "call",
     "chains",
@@ -43,6 +49,7 @@ __all__ = [
     "cond",
     "custom",
     "extent",
+    "host_bytes",
     "is_even",
     "is_float",
     "lifetimes",
@@ -56,6 +63,7 @@ __all__ = [
     "prune",
     "read_layout",
     "rewrite",
+    "rounded",
     "runs",
     "scan",
     "substitute",

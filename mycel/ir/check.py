@@ -10,9 +10,10 @@ from contextvars import ContextVar
 from typing import Any
 
 from mycel.errors import IRError
-from mycel.ir.control import CONTROL, outputs_of
+from mycel.ir.control import CONTROL, call, outputs_of, scan
 from mycel.ir.program import PHASES, Atom, Block, Eqn, Program, Var
 from mycel.ir.role import Role
+from mycel.ir.types import DEVICE
 from mycel.ir.walk import order
 
 _TRUSTED: ContextVar[bool] = ContextVar("trusted", default=False)
@@ -64,6 +65,7 @@ def _check_eqn(program: Program, eqn: Eqn, known: dict[str, Var]) -> None:
     for x in eqn.inputs:
         _check_defined(x, known, "input")
     _check_arguments(eqn)
+    _check_spaces(eqn)
     types = outputs_of(eqn, program.blocks) if eqn.op in CONTROL else eqn.op.infer(eqn.input_types, eqn.params)
     stated = tuple(v.type for v in eqn.outputs)
     if types != stated:
@@ -74,6 +76,13 @@ def _check_eqn(program: Program, eqn: Eqn, known: dict[str, Var]) -> None:
         if var.name in known:
             raise IRError(f"{var.name} is defined twice")
         known[var.name] = var
+
+
+def _check_spaces(eqn: Eqn) -> None:
+    """Operators compute on the device; what lies on the host is moved, or handed on to a block."""
+    away = next((v for v in eqn.vars if v.type.space != DEVICE), None)
+    if away is not None and not eqn.op.transfers and eqn.op not in (call, scan):
+        raise IRError(f"computes on the device, but {away.name} lies on the {away.type.space}")
 
 
 def _check_phases(name: str, block: Block) -> None:

@@ -24,7 +24,7 @@ import torch
 from mycel.errors import IRError
 from mycel.ir.op import Op, op
 from mycel.ir.program import Atom, Block, Eqn, Var
-from mycel.ir.types import Type, is_float, type_of
+from mycel.ir.types import DEVICE, Type, is_float, type_of
 
 
 @op()
@@ -98,9 +98,13 @@ def outputs_of(eqn: Eqn, blocks: Mapping[str, Block]) -> tuple[Type, ...]:
     for t in types[m:]:
         if not isinstance(t, Type) or not t.shape or t.shape[0] != length:
             raise IRError(f"scan of length {length} over {t}")
+        if t.space != DEVICE:
+            raise IRError(f"scan over {t}: its turns are taken of values on the device")
     body = _apply(p["body"], blocks, types[:m] + [Type(t.dtype, t.shape[1:]) for t in types[m:]])
     if body[: m - n] != tuple(types[n:m]):
         raise IRError(f"scan: {p['body']} gives {_show(body[: m - n])} for a carry of {_show(types[n:m])}")
+    if any(t.space != DEVICE for t in body[m - n :]):
+        raise IRError(f"scan: {p['body']} gives rows on the host: {_show(body[m - n :])}")
     return body[: m - n] + tuple(Type(t.dtype, (length, *t.shape)) for t in body[m - n :])
 
 

@@ -19,7 +19,7 @@ from mycel.ir.check import check
 from mycel.ir.op import OPS
 from mycel.ir.program import NAN, PHASES, RESERVED, Atom, Block, Eqn, Params, Program, Ref, Var
 from mycel.ir.role import Role, unquoted
-from mycel.ir.types import DTYPES, Type
+from mycel.ir.types import DEVICE, DTYPES, HOST, Type
 
 _TOKEN = re.compile(
     r"""(?P<space>[ \t]+)|(?P<newline>\n)|(?P<comment>\#[^\x00-\x08\x0a-\x1f\x7f\x85\u2028\u2029]*)
@@ -253,7 +253,16 @@ class _Parser:
             self.expect("(")
             inner = self.type()
             self.expect(")")
+            if inner.space != DEVICE:
+                self.fail(f"a stack of values on the {inner.space}", token)
             return Type(inner.dtype, inner.shape, inner.depth + 1)
+        if token.text == HOST:
+            self.expect("(")
+            inner = self.type()
+            self.expect(")")
+            if inner.space != DEVICE or inner.depth:
+                self.fail(f"{inner} on the host", token)
+            return inner.on(HOST)
         if token.text not in DTYPES:
             self.fail(f"no dtype named {token.text}", token)
         self.expect("[")

@@ -8,7 +8,7 @@ input      = var ["=" role]                          role: see `role.py`; of the
 equation   = var ("," var)* "=" op "(" [arg ("," arg)*] ")" ["[" phase "]"] ["#" source]
 return     = "return" [out ("," out)*]               out: atom, or input "=" atom for the new value of that input
 var        = name ":" type                           arg: atom, or param "=" value
-type       = dtype "[" [int ("," int)*] "]" | "stack(" type ")"
+type       = dtype "[" [int ("," int)*] "]" | "stack(" type ")" | "host(" type ")"
 atom       = name | scalar | "None"                  value: scalar | string | dtype | "@" block | "(" value* ")"
 """
 

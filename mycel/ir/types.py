@@ -1,10 +1,10 @@
-"""Types of values: a dtype and a static shape, e.g. `bf16[64,4096]`; `stack(f32[2])` is a loop's stack of such
-values."""
+"""Types of values: a dtype and a static shape, e.g. `bf16[64,4096]`; `stack(f32[2])` is a loop's stack of such values,
+`host(bf16[64,4096])` lies in the host's memory instead of the device's."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -29,15 +29,18 @@ NAMES = {
     torch.float8_e5m2: "f8e5m2",
 }
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
+DEVICE, HOST = SPACES = ("device", "host")  # where a value lies
 
 
 @dataclass(frozen=True, slots=True)
 class Type:
-    """What a value is.  `depth` counts how many loop stacks are wrapped around it (0: a plain tensor)."""
+    """What a value is.  `depth` counts how many loop stacks are wrapped around it (0: a plain tensor); `space` is where
+    it lies."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     depth: int = 0
+    space: str = DEVICE
 
     @property
     def ndim(self) -> int:
@@ -51,9 +54,14 @@ class Type:
     def bytes(self) -> int:
         return self.numel * self.dtype.itemsize
 
+    def on(self, space: str) -> Type:
+        """The same in another memory space."""
+        return replace(self, space=space)
+
     def __str__(self) -> str:
         text = f"{NAMES[self.dtype]}[{','.join(map(str, self.shape))}]"
-        return "stack(" * self.depth + text + ")" * self.depth
+        text = "stack(" * self.depth + text + ")" * self.depth
+        return text if self.space == DEVICE else f"{self.space}({text})"
 
 
 def type_of(x: torch.Tensor) -> Type:

@@ -6,20 +6,22 @@ hoist        what blocks gather, their callers gather
 fuse         updates of many parameters in one
 outline      stretches between calls that are compiled as one
 overlap      collectives begin early and end late
+offload      values leave for the host and come back
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mycel import transform
 from mycel.ir import Eqn, Program, check
 from mycel.lower.distribute import Distributed, distribute
 from mycel.lower.hoist import hoist
+from mycel.lower.offload import offload
 from mycel.lower.overlap import overlap
 from mycel.lower.residency import reside
-from mycel.plan import Plan, Residuals
+from mycel.plan import Offloaded, Plan, Residuals
 
 
 @dataclass(frozen=True)
@@ -37,10 +39,12 @@ def lowered(program: Program, plan: Plan) -> Lowered:
     spread = distribute(program, plan) if plan.mesh.world > 1 else None
     resident = with_residuals(local_of(program, spread), plan.decided.residuals, spread)
     if not plan.decided.compiled:
-        return Lowered(finished(resident, spread), spread=spread)
-    chosen = plan.decided.regions
-    outlined, names = with_regions(resident, lambda block, run: run[0].outputs[0].name in chosen.get(block, ()))
-    return Lowered(finished(outlined, spread), names, spread)
+        done = Lowered(finished(resident, spread), spread=spread)
+    else:
+        chosen = plan.decided.regions
+        outlined, names = with_regions(resident, lambda block, run: run[0].outputs[0].name in chosen.get(block, ()))
+        done = Lowered(finished(outlined, spread), names, spread)
+    return with_moves(done, plan.decided.moved)
 
 
 def local_of(program: Program, spread: Distributed | None) -> Program:
@@ -60,3 +64,7 @@ def with_regions(resident: Program, is_worth: Callable[[str, Sequence[Eqn]], boo
 
 def finished(program: Program, spread: Distributed | None) -> Program:
     return program if spread is None else check(overlap(program))
+
+
+def with_moves(done: Lowered, moved: Offloaded | None) -> Lowered:
+    return replace(done, program=check(offload(done.program, moved))) if moved else done

@@ -3,12 +3,13 @@
     times = clock(program, hardware, links, compiled)
     times.seconds, times.parts, times.peak, times.events()
 
-A rank has streams: one that computes, and one for each level of its links.  Their states are the times at which they
-are free, c and l.  What an equation of s seconds does to them:
+A rank has streams: one that computes, one for each level of its links, and where it moves values between host and
+device, one for each way.  Their states are the times at which they are free, c and l.  What an equation of s seconds
+does to them:
 
     a kernel                      c' = c + s
     a collective                  c' = l' = max(c, l) + s                       it waits for its message
-    t = begin(…)                  t = l' = max(c, l) + s;   c' = c + busy · s   busy: what sending takes from computing
+    t = begin(…), begin_move(…)   t = l' = max(c, l) + s;   c' = c + busy · s   busy: what sending takes from computing
     finish(t)                     c' = max(c, t)
 
 All of it is linear in (max, +).  So a block is one small matrix M, exact wherever it is called and whatever is still on
@@ -19,7 +20,8 @@ power of TURNS, which is assumed and said.
 Memory goes in the same walk: an equation's results are alive from where it starts (a message's from its `begin`) to
 their last use; a called block needs its own peak on top, a scan the rows of all its turns.  Inputs of the entry
 (parameters, state, the batch) are there all the time.  In a compiled block only values that lie in memory count; a view
-has the memory of what it shows.
+has the memory of what it shows, a result that is written over an operand the operand's.  What lies on the host is
+counted apart, where `ir/arena.py` lays it out.
 """
 
 from __future__ import annotations
@@ -29,15 +31,31 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from mycel.ir import CONTROL, Block, Eqn, Program, Var, call, cond, custom, lifetimes, loop, scan
+from mycel.ir import (
+    CONTROL,
+    DEVICE,
+    HOST,
+    Block,
+    Eqn,
+    Program,
+    Var,
+    call,
+    cond,
+    custom,
+    host_bytes,
+    lifetimes,
+    loop,
+    rounded,
+    scan,
+    walk,
+)
 from mycel.ops import o
 from mycel.plan.cost import TURNS, Costs
 from mycel.plan.hardware import Hardware
 from mycel.plan.links import Link, Links, message
 
-GRAIN = 512  # bytes: what allocators round up to
 WORKSPACE = 100 << 20  # what the libraries for products and attention take on a GPU, once: as seen on an H200
-COMPUTE, DEVICE = "compute", "device"  # a stream and a memory space
+COMPUTE, TO_HOST, TO_DEVICE = "compute", "to host", "to device"  # streams besides those of links
 FREE = Link(math.inf, 0.0)  # where no links are given
 NEVER = -math.inf
 
@@ -151,12 +169,14 @@ class Clock:
 
     hardware: Hardware
     links: Links | None = None
+    moves: bool = False  # between host and device
     _lines: dict[tuple[int, bool], tuple[Block, list[Line]]] = field(default_factory=dict)  # by id, with the block
     _held: dict[int, tuple[tuple[Var, ...], int]] = field(default_factory=dict)  # by id, with the inputs
 
     @cached_property
     def streams(self) -> tuple[str, ...]:
-        return (COMPUTE, *(self.links.levels if self.links is not None else ()))
+        levels = self.links.levels if self.links is not None else ()
+        return (COMPUTE, *levels, *((TO_HOST, TO_DEVICE) if self.moves else ()))
 
     def __call__(self, program: Program, compiled: Collection[str] = ()) -> Times:
         """Of one run; `compiled`: the blocks a compiler takes whole."""
@@ -164,7 +184,7 @@ class Clock:
         whole = self.summary(program, names)
         held = self._held_bytes(program.inputs)
         totals = dict(zip(self.streams, whole.totals, strict=True))
-        peak = {DEVICE: held + whole.peak}
+        peak = {DEVICE: held + whole.peak} | ({HOST: host_bytes(program)} if self.moves else {})
         return Times(_seconds(whole), totals, peak, held, whole.at, whole.assumed, self, program, names)
 
     def summary(self, program: Program, compiled: frozenset[str] = frozenset(), free: int = -1) -> Summary:
@@ -172,8 +192,12 @@ class Clock:
         return _Walk(self, program, compiled, free).block(program.entry, False)
 
     def events(self, program: Program, compiled: frozenset[str]) -> Iterator[Event]:
-        walk = _Walk(self, program, compiled)
-        return walk.events(program.entry, False, [0.0] * len(self.streams))
+        return _Walk(self, program, compiled).events(program.entry, False, [0.0] * len(self.streams))
+
+    def spans(self, program: Program, name: str, compiled: Collection[str] = ()) -> list[tuple[float, float]]:
+        """For each equation of a block, when the stream that computes comes to it and when it is done (what it begins,
+        where that is), from a start at which all streams are free; and last, when all have been."""
+        return _Walk(self, program, frozenset(compiled)).spans(name, [0.0] * len(self.streams))
 
     def points(self, program: Program, compiled: frozenset[str]) -> dict[tuple[object, ...], int]:
         seen: dict[tuple[object, ...], list[int]] = {}
@@ -189,7 +213,8 @@ class Clock:
         """What is there between steps."""
         key = id(inputs)
         if key not in self._held:
-            self._held[key] = (inputs, sum(map(size, inputs)) + (WORKSPACE if self.hardware.memory else 0))
+            here = sum(size(v) for v in inputs if v.type.space == DEVICE)
+            self._held[key] = (inputs, here + (WORKSPACE if self.hardware.memory else 0))
         return self._held[key][1]
 
     # -- a block as lines: what does not depend on the blocks it holds
@@ -206,12 +231,15 @@ class Clock:
         lines = []
         for i, (eqn, seconds) in enumerate(zip(block.eqns, costs.computing(block, compiled), strict=True)):
             name, axes, _ = message(eqn)
-            if eqn.op is o.begin:
+            if eqn.op in (o.begin, o.begin_move):
                 begun[eqn.outputs[0]] = i
             if eqn.op in CONTROL:
                 lines.append(Line(eqn, "hold"))
-            elif eqn.op is o.finish:
+            elif eqn.op in (o.finish, o.finish_move):
                 lines.append(Line(eqn, "finish", token=begun[next(eqn.vars)]))
+            elif eqn.op is o.begin_move:
+                way = self.streams.index(TO_HOST if eqn.params["to"] == HOST else TO_DEVICE)
+                lines.append(Line(eqn, "begin", self.hardware.move_s(next(eqn.vars).type.bytes), way))
             elif name:
                 link = self.links.of(axes) if self.links is not None else FREE
                 stream = self.streams.index(link.name) if self.links is not None else 0
@@ -224,7 +252,7 @@ class Clock:
 
 def clock(program: Program, hardware: Hardware, links: Links | None = None, compiled: Collection[str] = ()) -> Times:
     """The times of one run of a local program; whoever asks about many that share blocks keeps a `Clock`."""
-    return Clock(hardware, links)(program, compiled)
+    return Clock(hardware, links, any(e.op.transfers for _, e in walk(program)))(program, compiled)
 
 
 def milliseconds(seconds: float) -> str:
@@ -233,7 +261,7 @@ def milliseconds(seconds: float) -> str:
 
 def size(v: Var) -> int:
     """Bytes as an allocator gives them."""
-    return -(-v.type.bytes // GRAIN) * GRAIN
+    return rounded(v.type.bytes)
 
 
 @dataclass
@@ -354,6 +382,26 @@ class _Walk:
             yield (name, eqn.op.name, tuple(map(str, eqn.refs)), eqn.phase), alive + max(inner - line.new, 0)
             alive -= line.freed
 
+    def spans(self, name: str, state: Row) -> list[tuple[float, float]]:
+        """As `events`, of this block's own equations alone."""
+        tokens: dict[int, float] = {}
+        spans = []
+        compiled = name in self.compiled
+        for i, line in enumerate(self._lines(name, compiled)):
+            start = state[0]
+            if line.kind == "work":
+                state[0] += line.seconds
+            elif line.kind == "hold":
+                matrix = self.held(line.eqn, compiled).matrix
+                state = [max(w + t for w, t in zip(row, state, strict=True)) for row in matrix]
+            elif line.kind == "finish":
+                state[0] = max(state[0], tokens[line.token])
+            else:
+                state[line.stream] = tokens[i] = max(state[0], state[line.stream]) + line.seconds
+                state[0] = state[line.stream] if line.kind == "wait" else state[0] + line.busy * line.seconds
+            spans.append((start, tokens.get(i, state[0])))
+        return [*spans, (state[0], state[0])]
+
     def _turns(self, eqn: Eqn, inside: bool) -> Iterator[str]:
         """The blocks that an equation runs, one after the other; of two branches the longer."""
         p = eqn.params
@@ -430,13 +478,14 @@ def _stacked(eqn: Eqn) -> int:
 
 def _remember(lines: Sequence[Line], block: Block, there: Collection[Var] | None) -> None:
     """Enters what each line makes and frees; `there`: the values that lie in memory, None: all."""
-    owner = _owners(block)
+    owner = owners(block)
     end: dict[Var, int] = {}
     for v, (_, last) in lifetimes(block).items():
         if v in owner:
             end[owner[v]] = max(end.get(owner[v], -1), last)
     for line in lines:
         own = [v for v in line.eqn.outputs if owner.get(v) is v and (there is None or v in there)]
+        own = [v for v in own if v.type.space == DEVICE and line.eqn.op is not o.begin_move]  # it stands for a copy
         at = lines[line.token] if line.kind == "finish" else line
         at.new += sum(map(size, own))
         for v in own:
@@ -447,7 +496,7 @@ def _remember(lines: Sequence[Line], block: Block, there: Collection[Var] | None
             line.inner = scratch(*line.eqn.input_types, **line.eqn.params) + sum(map(size, line.eqn.outputs))
 
 
-def _owners(block: Block) -> dict[Var, Var]:
+def owners(block: Block) -> dict[Var, Var]:
     """Values -> the value whose memory they lie in; inputs own nothing here, their memory is the caller's."""
     owner: dict[Var, Var] = {}
     inputs = set(block.inputs)
@@ -458,6 +507,9 @@ def _owners(block: Block) -> dict[Var, Var]:
                 inputs.update(eqn.outputs)
             elif first in owner:
                 owner.update((v, owner[first]) for v in eqn.outputs)
-        elif eqn.op.inplace is None:  # what is updated in place has its memory already
+        elif eqn.op.inplace is None:
             owner.update((v, v) for v in eqn.outputs)
+        else:  # what is updated in place has its memory already
+            pairs = zip(eqn.inputs, eqn.outputs, strict=False)
+            owner.update((y, owner[x]) for x, y in pairs if isinstance(x, Var) and x in owner)
     return owner

@@ -43,8 +43,8 @@ def alignment(eqn: Eqn) -> int:
 
 
 def is_free(eqn: Eqn) -> bool:
-    """Does it run nothing: a view, a constant?"""
-    return eqn.op.write is not None or eqn.op.free
+    """Does it run nothing here: a view, a constant, half of a move, which has a stream of its own?"""
+    return eqn.op.write is not None or eqn.op.free or eqn.op.transfers
 
 
 @dataclass

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
 from mycel.errors import PlanError
-from mycel.plan.clock import DEVICE, Times
+from mycel.ir import DEVICE
+from mycel.plan.clock import Times
 from mycel.plan.cost import Costs
 from mycel.sizes import shown
 
@@ -33,10 +34,8 @@ def decide(under: Under[D], pairs: int, costs: Costs, budget: int | None, recomp
 
     `recompute`, as a plan says it.  full: everything that can be is computed again; none: only what a compiler would
     merge into its use."""
-    price = KEEPING / costs.hardware.bytes_s if costs.compiled else 0.0
-    least = price or 0.01 / costs.hardware.bytes_s
-    price = {"auto": price, "full": least * 2.0**STEPS, "none": 0.0}[recompute]
-    outcome = under([price])
+    prices = ladder(costs, recompute)
+    outcome = under(prices[:1])
     peak = outcome.times.peak[DEVICE]
     if budget is None or peak <= budget:
         return outcome
@@ -44,17 +43,17 @@ def decide(under: Under[D], pairs: int, costs: Costs, budget: int | None, recomp
         what = f"a step with recompute: {recompute} needs {shown(peak)}, the budget is {shown(budget)}"
         raise PlanError(f"{what}: {shown(peak - budget)} too much\n  try       recompute: auto")
     smallest, best = outcome.times, None
-    low, high = 0, STEPS  # a price of least * 2^low is too low, 2^high is not known to be enough
+    low, high = 0, len(prices) - 1  # the price at `low` is too low, that at `high` is not known to be enough
     while high - low > 1:
         k = (low + high) // 2
-        outcome = under([least * 2.0**k])
+        outcome = under([prices[k]])
         smallest = min(smallest, outcome.times, key=lambda t: t.peak[DEVICE])
         if outcome.times.peak[DEVICE] <= budget:
             high, best = k, outcome
         else:
             low = k
     if best is not None:
-        return _mixed(under, pairs, budget, least * 2.0**low if low else price, least * 2.0**high, best)
+        return _mixed(under, pairs, budget, prices[low], prices[high], best)
     peak = smallest.peak[DEVICE]
     raise PlanError(
         f"a step needs at least {shown(peak)}, the budget is {shown(budget)}: {shown(peak - budget)} too much\n"
@@ -63,6 +62,15 @@ def decide(under: Under[D], pairs: int, costs: Costs, budget: int | None, recomp
         "  tried     computing everything again that can be\n"
         f"  try       {LESS}"
     )
+
+
+def ladder(costs: Costs, recompute: str = "auto") -> list[float]:
+    """Prices of a byte, in seconds, to try one after the other."""
+    price = KEEPING / costs.hardware.bytes_s if costs.compiled else 0.0
+    least = price or 0.01 / costs.hardware.bytes_s
+    if recompute != "auto":
+        return [least * 2.0**STEPS if recompute == "full" else 0.0]
+    return [price, *(least * 2.0**k for k in range(1, STEPS + 1))]
 
 
 def _mixed(under: Under[D], pairs: int, budget: int, cheap: float, dear: float, best: D) -> D:

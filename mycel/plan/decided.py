@@ -12,6 +12,11 @@
       residuals:
         body: main
         pairs: [{block: layer_forward, calls: 4, keep: [h, a], seconds: 0.0001, bytes: 4096}]
+      moved:                                 # to the host: values of the body, and inputs that lie there
+        body: main
+        values: {h: [x_4, dx_3]}             # it has left before x_4 is made, and begins to come back before dx_3 is
+        inputs: {w.exp_avg: [[w_7], w_9]}    # it begins to come before w_7 is made, its new value has left before w_9
+        chunk: 1048576                       # bytes of state in one update
 
 A value's line says its operator, the letters of the operator's dims that are split, the partial sums that pass through
 it (`+tp(0,1)`: of operands 0 and 1), and the type of the result with its layout.
@@ -27,13 +32,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mycel.errors import PlanError
-from mycel.ir import CONTROL, Atom, Axes, Block, Eqn, Layout, Mesh, Program, Type, Var, parse_typed, typed
+from mycel.ir import CONTROL, DEVICE, HOST, Atom, Axes, Block, Eqn, Layout, Mesh, Program, Type, Var, parse_typed, typed
 from mycel.plan.choices import Choice, Laid, Layouts, Options
-from mycel.plan.clock import DEVICE, Times, times_text
+from mycel.plan.clock import TO_DEVICE, TO_HOST, Times, times_text
 from mycel.plan.links import Link, Links
+from mycel.plan.offload import Offloaded, equation_key
 from mycel.plan.residuals import Decision, Residuals
 
-KEYS = ("program", "compiled", "links", "gathered", "layouts", "residuals", "regions")
+KEYS = ("program", "compiled", "links", "gathered", "layouts", "residuals", "regions", "moved")
 SHOWN = 3  # differences that a refusal names
 _SPLIT = re.compile(r"(\S+)@(\w+(?:\.\w+)*)")
 _THROUGH = re.compile(r"\+(\w+)\(([\d,]*)\)")
@@ -102,7 +108,7 @@ class BlockLayouts:
         return BlockLayouts(
             {v.name: (v.type, layout) for v, layout in zip(block.inputs, laid.inputs, strict=True)},
             {
-                key(i, e): EquationLayout.of(e, c)
+                equation_key(i, e): EquationLayout.of(e, c)
                 for i, (e, c) in enumerate(zip(block.eqns, laid.choices, strict=True))
                 if c is not None
             },
@@ -112,7 +118,8 @@ class BlockLayouts:
     def laid(self, block: Block) -> Laid:
         """The same by positions, for a block that `differences` finds nothing wrong with."""
         choices = tuple(
-            x.choice(e) if (x := self.values.get(key(i, e))) is not None else None for i, e in enumerate(block.eqns)
+            x.choice(e) if (x := self.values.get(equation_key(i, e))) is not None else None
+            for i, e in enumerate(block.eqns)
         )
         return Laid(
             tuple(layout for _, layout in self.inputs.values()), choices, tuple(layout for _, layout in self.outputs)
@@ -134,7 +141,7 @@ class BlockLayouts:
             yield f"inputs are {', '.join(here)}, in the plan {', '.join(there)}"
 
     def _other_values(self, block: Block) -> Iterator[str]:
-        values = {key(i, e): e for i, e in enumerate(block.eqns) if e.op not in CONTROL}
+        values = {equation_key(i, e): e for i, e in enumerate(block.eqns) if e.op not in CONTROL}
         for name in dict.fromkeys((*values, *self.values)):
             if name not in values or name not in self.values:
                 yield f"{name} is {'not in the plan' if name in values else 'in the plan only'}"
@@ -175,6 +182,7 @@ class Decided:
     layouts     by block; on one device the inputs of the entry alone
     residuals   what forward keeps for backward
     regions     by block, the stretches between calls that are compiled as one, each by its first value
+    moved       what is on the host while it is not needed
     """
 
     program: str
@@ -184,6 +192,7 @@ class Decided:
     gathered: tuple[str, ...] = ()
     layouts: Mapping[str, BlockLayouts] = field(default_factory=dict)
     regions: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    moved: Offloaded | None = None
 
     def links_of(self, mesh: Mesh) -> Links:
         return Links(mesh, named=self.links)
@@ -218,6 +227,7 @@ class Decided:
         data |= {"layouts": {name: x.data() for name, x in self.layouts.items()}} if self.layouts else {}
         data["residuals"] = _residuals_data(self.residuals)
         data |= {"regions": {name: list(firsts) for name, firsts in self.regions.items()}} if self.regions else {}
+        data |= {"moved": self.moved.data()} if self.moved else {}
         return data
 
     @staticmethod
@@ -234,6 +244,7 @@ class Decided:
                 tuple(data.get("gathered", ())),
                 {name: BlockLayouts.read(x) for name, x in data.get("layouts", {}).items()},
                 {name: tuple(firsts) for name, firsts in data.get("regions", {}).items()},
+                Offloaded.read(data["moved"]) if data.get("moved") else None,
             )
         except (KeyError, TypeError, ValueError, AttributeError) as e:
             what = f"{e} is missing" if isinstance(e, KeyError) else str(e)
@@ -250,6 +261,7 @@ class Predicted:
     peak, held   bytes: of the whole step, and of what is there between steps; `at` is the line of the peak
     seconds      of one step; `parts`: of each stream, in all and exposed; `assumed`: what they rest on
     gap          how far the layouts may be above the cheapest, as a share of their seconds; 0: none cost less
+    host         bytes on the host, of a step that moves values there
     """
 
     peak: int
@@ -260,18 +272,24 @@ class Predicted:
     seconds: float = 0.0
     parts: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     assumed: tuple[str, ...] = ()
+    host: int = 0
 
     @staticmethod
     def of(times: Times, budget: int | None, gap: float) -> Predicted:
-        parts = {name: (part.total, part.exposed) for name, part in times.parts.items()}
-        return Predicted(times.peak[DEVICE], times.held, times.at, budget, gap, times.seconds, parts, times.assumed)
+        parts = {
+            name: (part.total, part.exposed)
+            for name, part in times.parts.items()
+            if part.total or name not in (TO_HOST, TO_DEVICE)
+        }
+        device, host = times.peak[DEVICE], times.peak.get(HOST, 0)
+        return Predicted(device, times.held, times.at, budget, gap, times.seconds, parts, times.assumed, host)
 
     def __str__(self) -> str:
         """The seconds and their parts."""
         return times_text(self.seconds, self.parts, self.assumed)
 
     def data(self) -> dict[str, Any]:
-        own = {k: v for k, v in vars(self).items() if v is not None}
+        own = {k: v for k, v in vars(self).items() if v is not None and (k != "host" or v)}
         return {**own, "parts": {name: list(part) for name, part in self.parts.items()}, "assumed": list(self.assumed)}
 
     @staticmethod
@@ -283,11 +301,6 @@ class Predicted:
             raise PlanError(
                 f"{where}: predicted cannot be read\n  because   {e}\n  try       leave `predicted` out"
             ) from e
-
-
-def key(i: int, eqn: Eqn) -> str:
-    """The name an equation goes by in a plan."""
-    return eqn.outputs[0].name if eqn.outputs else f"#{i}"
 
 
 def digest(program: Program) -> str:

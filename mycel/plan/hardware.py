@@ -52,6 +52,7 @@ class Hardware:
                     libraries turn them to their own layout and back
     rates           operations or bytes a second by size, where measured
     levels          the wires to other ranks, innermost first
+    host_bytes_s    copies between host and device, each way; `host_memory`: bytes of the host, where known
     """
 
     name: str
@@ -61,6 +62,7 @@ class Hardware:
     launch_s: float
     memory: int | None = None
     host_bytes_s: float = 25e9
+    host_memory: int | None = None
     reach: float = 1.0
     attends: float = 1.0
     unaligned: tuple[float, ...] = (1.0, 1.0, 1.0)
@@ -81,6 +83,10 @@ class Hardware:
         """Bytes a second of a kernel that reads and writes so many."""
         curve = self.rates.get("memory")
         return self.reach * (rate(curve, size) if curve else self.bytes_s)
+
+    def move_s(self, size: float) -> float:
+        """Seconds of copying so many bytes between host and device."""
+        return size / self.host_bytes_s + self.launch_s
 
     def links(self, mesh: Mesh) -> Links:
         """The wires of a mesh whose last axis is the fastest: each axis has the innermost level in which its ranks
@@ -113,8 +119,8 @@ def rate(curve: Curve, work: float) -> float:
 # --parts); other GPUs are taken to be alike.
 SEEN: dict[str, Any] = {"launch_s": 8e-6, "reach": 0.65, "attends": 0.6, "unaligned": (0.15, 0.33, 0.33), "turned": 3.0}
 KNOWN = {
-    "H200": Hardware("H200", 750e12, 370e12, 4.0e12, **SEEN),
-    "H100": Hardware("H100", 720e12, 355e12, 2.8e12, **SEEN),
+    "H200": Hardware("H200", 750e12, 370e12, 4.0e12, host_bytes_s=53e9, **SEEN),
+    "H100": Hardware("H100", 720e12, 355e12, 2.8e12, host_bytes_s=50e9, **SEEN),
     "A100": Hardware("A100", 250e12, 125e12, 1.6e12, **SEEN),
     "L40S": Hardware("L40S", 290e12, 145e12, 0.7e12, **SEEN),
     "4090": Hardware("4090", 260e12, 130e12, 0.85e12, **SEEN),

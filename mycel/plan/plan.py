@@ -13,6 +13,8 @@
                                        # product that leaves them
     recompute: full                    # in backward: all that can be; none; auto (default): what the memory budget asks
                                        # for, at least cost
+    offload: auto                      # what is not needed now may live on the host, where the memory budget asks for
+                                       # it; none (default); or {activations: auto, optimizer: host, host: 64GiB}
 
 Everything else is decided for a program (`decided`: layouts, residuals, by name; see decided.py) and what that comes to
 is `predicted`.  A plan with its decisions, written and read back, lowers the same program to the same text without a
@@ -36,6 +38,7 @@ import yaml
 from mycel.errors import PlanError
 from mycel.ir import Axes, Layout, Mesh, part, read_layout
 from mycel.plan.decided import Decided, Predicted
+from mycel.plan.offload import Offload
 from mycel.plan.residuals import Residuals
 from mycel.sizes import shown
 
@@ -43,9 +46,10 @@ _Dumper: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)  # the C ones are t
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 READY = Path(__file__).parent.parent / "plans"
 KEYS = (
-    "mesh", "parameters", "batch", "activations", "zero", "microbatches", "sums", "recompute", "loose", "decided",
-    "predicted",
+    "mesh", "parameters", "batch", "activations", "zero", "microbatches", "sums", "recompute", "offload", "loose",
+    "decided", "predicted",
 )  # fmt: skip
+ALONE = frozenset({"microbatches", "recompute", "offload"})  # what may be said of one device, without a mesh
 RECOMPUTE = ("auto", "full", "none")
 SUMS = ("as computed", "fp32")
 _ZERO = re.compile(r"\s*([0-3])\s*(?:over\s+([\w. ,]+))?\s*")
@@ -68,6 +72,7 @@ class Plan:
     predicted: Predicted | None = None
     sums: str = "as computed"
     microbatches: int = 1
+    offload: Offload = field(default_factory=Offload)
 
     def __post_init__(self) -> None:
         for name, entry in self.parameters.items():
@@ -122,6 +127,8 @@ class Plan:
                     "  try       names with layouts, such as  '*.q_proj.weight': [tp, -]"
                 )
         written = data.get("mesh")
+        if mesh is None and written is None and data and ALONE.issuperset(data):
+            written = {}
         if mesh is None and not isinstance(written, Mapping):
             raise PlanError(f"{where}: no mesh is given\n  try       mesh: {{dp: 2}} in the plan, or mesh=Mesh(dp=2)")
         text = str(data.get("zero") or 0)
@@ -137,6 +144,7 @@ class Plan:
             own, dict(data.get("parameters") or {}), data.get("batch") or (), dict(data.get("activations") or {}),
             int(zero[1]), over, str(data.get("recompute") or "auto"), bool(data.get("loose")), decided, predicted,
             str(data.get("sums") or "as computed"), data.get("microbatches") or 1,
+            Offload.read(data.get("offload"), where),
         )  # fmt: skip
         return found._on(mesh, where)
 
@@ -164,6 +172,7 @@ class Plan:
         found |= {"microbatches": self.microbatches} if self.microbatches > 1 else {}
         found |= {"sums": self.sums} if self.sums != "as computed" else {}
         found |= {"recompute": self.recompute} if self.recompute != "auto" else {}
+        found |= {"offload": self.offload.data()} if self.offload != Offload() else {}
         found |= {"loose": True} if self.loose else {}
         found |= {"decided": self.decided.data()} if self.decided is not None else {}
         found |= {"predicted": self.predicted.data()} if self.predicted is not None else {}
@@ -211,6 +220,7 @@ class Plan:
             + (f"; budget {shown(p.budget)}" if p.budget else "")
         ]
         lines += [f"  at             {p.at}"] if p.at else []
+        lines += [f"on the host      {shown(p.host)}"] if p.host else []
         count = Counter((d.block, d.keep) for d in self.residuals.pairs)
         first = {(d.block, d.keep): d for d in reversed(self.residuals.pairs)}
         for (block, keep), calls in count.items():

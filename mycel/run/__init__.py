@@ -3,15 +3,18 @@
 from mycel.run.allocator import keep_freed_memory
 from mycel.run.compile import start_workers, warm_up, without_collector
 from mycel.run.emit import emit, load
+from mycel.run.host_space import HostSpace, moves
 from mycel.run.interpret import interpret, not_finite
 from mycel.run.processes import world
 from mycel.run.simulate import part_of, simulate
 
 __all__ = [
+    "HostSpace",
     "emit",
     "interpret",
     "keep_freed_memory",
     "load",
+    "moves",
     "not_finite",
     "part_of",
     "simulate",

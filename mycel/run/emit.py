@@ -17,18 +17,37 @@ import keyword
 import linecache
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Container, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from mycel.ir import CONTROL, Atom, Block, Eqn, Op, Program, Var, call, cond, custom, lifetimes, loop, order, scan, walk
+from mycel.ir import (
+    CONTROL,
+    DEVICE,
+    Arena,
+    Atom,
+    Block,
+    Eqn,
+    Op,
+    Program,
+    Var,
+    arenas,
+    call,
+    cond,
+    custom,
+    lifetimes,
+    loop,
+    order,
+    scan,
+    walk,
+)
 from mycel.ops import o
 from mycel.run.compile import compiled as compile_function
 from mycel.run.kernels import literal, sources_of, write, write_inplace, write_into
 from mycel.run.memory_sharing import given_away, reusable, shared_outputs, summing
 
-_TAKEN = {*keyword.kwlist, *dir(builtins), "torch", "math", "base64", "device", "ranks"}
+_TAKEN = {*keyword.kwlist, *dir(builtins), "torch", "math", "base64", "device", "ranks", "spaces"}
 
 
 def emit(program: Program, device: torch.device | str = "cpu", reuse: bool = False, donate: bool = False) -> str:
@@ -41,17 +60,18 @@ def emit(program: Program, device: torch.device | str = "cpu", reuse: bool = Fal
     needed = _helpers(program, donate)
     names = _block_names(program, needed)
     inlined = _inlined(program)
-    shared = shared_outputs(program)
+    shared, placed = shared_outputs(program), arenas(program)
     functions = []
     for block in order(program):
         if block not in inlined:
             main = block == program.entry
-            function = _Function(program, block, names, inlined, set(needed), shared if main else set(), reuse)
+            function = _Function(program, block, names, inlined, set(needed), shared if main else set(), reuse, placed)
             functions.append(function.donating_source() if main and donate else function.source())
     body = "\n\n\n".join([*needed.values(), *functions]) + "\n"
     head = ["import base64"] if any(_is_bytes(c) for c in program.consts.values()) else []
     head += ["import math", "", "import torch"]
     head += ["", "from mycel.ops import collective as ranks"] if re.search(r"\branks\.", body) else []
+    head += ["", "from mycel.ops import space as spaces"] if re.search(r"\bspaces\.", body) else []
     if program.consts or re.search(r"\bdevice\b", body):
         head += ["", f"device = torch.device({str(device)!r})"]
     head += [f"{_const(k)} = {_constant_text(c)}" for k, c in program.consts.items()]
@@ -107,6 +127,7 @@ class _Function:
         helpers: set[str],
         copies: set[int],
         reuse: bool,
+        placed: Mapping[str, Arena],
     ) -> None:
         self.program, self.block, self.blocks, self.inlined, self.copies = (
             program,
@@ -120,8 +141,12 @@ class _Function:
         self.lines: list[str] = []
         self.indent = 1
         self.reuse = reuse
+        self.donates = False
         self.given: dict[int, set[int]] = {}
+        self.over: dict[Atom, str] = {}  # moves to the host that are written over an input, by their tokens
         self.around = self.block  # the block whose equation is being written
+        self.arenas = placed
+        self.held_blocks = {id(block): name for name, block in program.blocks.items()}
 
     def source(self) -> str:
         names: dict[Var, str] = {}
@@ -133,7 +158,7 @@ class _Function:
 
     def donating_source(self) -> str:
         """The entry, its updates written into its inputs."""
-        self.given = given_away(self.program)
+        self.donates, self.given = True, given_away(self.program)
         names: dict[Var, str] = {}
         args = [self.named(v, names) for v in self.block.inputs]
         by_name = {v.name: names[v] for v in self.block.inputs}
@@ -163,12 +188,16 @@ class _Function:
         over = {**reusable(block), **(summed or {})} if self.reuse else {}
         for i, eqn in enumerate(block.eqns):
             self.around = block
+            passed_on: Sequence[Atom] = ()  # operands whose memory, and name, are a result's from here on
             if block is self.block and i in self.given:
                 self.update(eqn, names, self.given[i])
+                passed_on = eqn.inputs[: len(eqn.outputs)]
+            elif eqn.op.transfers:
+                self.move(i, eqn, names)
             else:
                 self.equation(eqn, names, over.get(i))
             own.update(eqn.outputs)
-            gone = [names[v] for v in dead[i] if v in own]
+            gone = [names[v] for v in dead[i] if v in own and v not in passed_on]
             if gone:
                 self.line("del " + ", ".join(gone))
 
@@ -221,6 +250,22 @@ class _Function:
         args = [self.atom(x, names) + (".clone()" if k in copies else "") for k, x in enumerate(eqn.inputs)]
         names.update((y, names[x]) for x, y in zip(eqn.inputs, eqn.outputs, strict=False))  # type: ignore[index]
         self.line(write_inplace(eqn.op, args, eqn.params))
+
+    def move(self, i: int, eqn: Eqn, names: dict[Var, str]) -> None:
+        """Half of a move; what it brings to the host has its place there, or an input's."""
+        arena = self.arenas.get(self.held_blocks[id(self.around)])
+        args = [self.atom(x, names) for x in eqn.inputs] + [f"to={eqn.params['to']!r}"]
+        if eqn.op.effect and arena is not None and i in arena.at:
+            args.append(f"at={arena.at[i]}")
+        elif eqn.op.effect and arena is not None and i in arena.over and self.donates:
+            args.append(f"over={names[arena.over[i]]}")
+            self.over[eqn.outputs[0]] = names[arena.over[i]]
+        if eqn.op.effect and eqn.params["to"] == DEVICE:
+            args.append("device=device")
+        if not eqn.op.effect and eqn.inputs[0] in self.over:  # the input is its new value from here on
+            names[eqn.outputs[0]] = self.over[eqn.inputs[0]]
+        comment = f"  # {' '.join(eqn.line.split())}" if eqn.line else ""
+        self.line(f"{self.named(eqn.outputs[0], names)} = spaces.{eqn.op.name}({', '.join(args)}){comment}")
 
     def expression(self, eqn: Eqn, args: list[str]) -> str:
         if eqn.op.by_rank:
@@ -335,7 +380,7 @@ def _helpers(program: Program, donate: bool) -> dict[str, str]:
         sorted(
             (k, text)
             for op in ops
-            if not _is_written_here(op) and not op.by_rank
+            if not _is_written_here(op) and not op.by_rank and not op.transfers
             for k, text in sources_of(op, donate).items()
         )
     )

@@ -91,8 +91,9 @@ def shared_outputs(program: Program) -> set[int]:
 
 def given_away(program: Program) -> dict[int, set[int]]:
     """Equations of the entry (by index) that may run over the memory of their first operands, because these are inputs
-    which their results replace and nobody reads afterwards; with the operands (by position) that must be copied first,
-    because such a kernel may overwrite them."""
+    which their results replace, or lie in memory of their own (optimiser state that came from the host), and nobody
+    reads them afterwards; with the operands (by position) that must be copied first, because such a kernel may
+    overwrite them."""
     block, known = program.main, roots(program)[program.entry]
     family = families(block)
     new = (
@@ -102,15 +103,20 @@ def given_away(program: Program) -> dict[int, set[int]]:
     )
     last = lifetimes(block)
     position = {v: i for i, v in enumerate(block.inputs)}
+    owned = {v for e in block.eqns if e.op.fresh for v in e.outputs if len(family[v]) == 1}
     copied_operands = {}
     for i, eqn in enumerate(block.eqns):
         if eqn.op.inplace is None:
             continue
         over, results = eqn.inputs[: len(eqn.outputs)], set(eqn.outputs)
         mine = {position[x] for x in over if isinstance(x, Var) and x in position}
-        replaced = all(isinstance(x, Var) and new.get(x.name) == y for x, y in zip(over, eqn.outputs, strict=True))
+        free = {x for x in over if x in owned and last[x][1] == i}  # type: ignore[index]
+        replaced = all(
+            x in free or (isinstance(x, Var) and x in position and new.get(x.name) == y)
+            for x, y in zip(over, eqn.outputs, strict=True)
+        )
         later = any(last[v][1] > i and at & mine for v, at in known.items() if v not in results)
-        if replaced and not later and len(mine) == len(over):
+        if replaced and not later and len(mine) + len(free) == len(over):
             rest = range(len(over), len(eqn.inputs))
             held = [eqn.inputs[k] for k in rest]
             tensors = [(k, x) for k, x in zip(rest, held, strict=True) if isinstance(x, Var) and x.ndim]

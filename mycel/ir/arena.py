@@ -1,0 +1,105 @@
+"""Where values on the host lie: one piece of memory for each block that moves any, laid out before it runs.
+
+    bytes     h0 ├──────────┤                 h0 and h2 are never there at once, and lie in the same place
+              h1      ├───────────┤
+              h2                 ├────┤
+
+A value is there from where its move begins to its last use.  What replaces an input that lies on the host is written
+over that input, and takes nothing more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from mycel.ir.program import Block, Program, Var
+from mycel.ir.types import DEVICE, HOST
+from mycel.ir.walk import lifetimes, order
+
+GRAIN = 512  # bytes: what memory is rounded up to
+
+
+@dataclass(frozen=True)
+class Arena:
+    """The values of a block on the host, by the place of the `begin_move` that brings them there: offsets in bytes;
+    `over`: the inputs of the program that some replace; `size` of all."""
+
+    at: Mapping[int, int]
+    over: Mapping[int, Var]
+    size: int
+
+
+def arena_of(program: Program, name: str, base: int = 0) -> Arena:
+    """Of one block, from byte `base` on."""
+    block = program.blocks[name]
+    begun = {e.outputs[0]: i for i, e in enumerate(block.eqns) if e.op.transfers and e.op.effect}
+    ends = lifetimes(block)
+    replaced = _replaced(program, block) if name == program.entry else {}
+    over: dict[int, Var] = {}
+    spans: dict[int, tuple[int, int, int]] = {}
+    for eqn in block.eqns:
+        if eqn.op.transfers and not eqn.op.effect and eqn.params["to"] == HOST:
+            host, start = eqn.outputs[0], begun[next(eqn.vars)]
+            if host in replaced and ends[replaced[host]][1] < start:
+                over[start] = replaced[host]
+            else:
+                spans[start] = (start, ends[host][1], rounded(host.type.bytes))
+    offsets, size = packed(spans)
+    return Arena({i: base + at for i, at in offsets.items()}, over, size)
+
+
+def arenas(program: Program) -> dict[str, Arena]:
+    """Of all blocks that bring values to the host, one behind the other."""
+    moving = [
+        name
+        for name in order(program)
+        if any(e.op.transfers and e.params["to"] == HOST for e in program.blocks[name].eqns)
+    ]
+    found, base = dict[str, Arena](), 0
+    for name in moving:
+        own = found[name] = arena_of(program, name, base)
+        base += own.size
+    return found
+
+
+def host_bytes(program: Program) -> int:
+    """What a program keeps on the host: inputs that lie there, and what it brings there."""
+    held = sum(rounded(v.type.bytes) for v in program.inputs if v.type.space != DEVICE)
+    return held + sum(a.size for a in arenas(program).values())
+
+
+def _replaced(program: Program, block: Block) -> dict[Var, Var]:
+    """New values of inputs that lie on the host -> these inputs."""
+    inputs = {v.name: v for v in block.inputs}
+    new = block.outputs[len(block.outputs) - len(program.updates) :] if program.updates else ()
+    pairs = zip(new, (inputs[name] for name in program.updates), strict=True)
+    return {x: v for x, v in pairs if isinstance(x, Var) and v.type.space != DEVICE}
+
+
+def packed(spans: Mapping[int, tuple[int, int, int]]) -> tuple[dict[int, int], int]:
+    """(first, last, bytes) of each value -> offsets at which no two that are there at once overlap, and the bytes of
+    all; the largest are placed first, each at the lowest place that is free."""
+    offsets: dict[int, int] = {}
+    size = 0
+    for key in sorted(spans, key=lambda k: (-spans[k][2], spans[k][0])):
+        first, last, need = spans[key]
+        beside = sorted(
+            (offsets[k], offsets[k] + spans[k][2]) for k in offsets if spans[k][0] <= last and first <= spans[k][1]
+        )
+        offsets[key] = at = _lowest(beside, need)
+        size = max(size, at + need)
+    return offsets, size
+
+
+def _lowest(taken: Iterable[tuple[int, int]], need: int) -> int:
+    at = 0
+    for start, end in taken:
+        if start - at >= need:
+            break
+        at = max(at, end)
+    return at
+
+
+def rounded(size: int) -> int:
+    return -(-size // GRAIN) * GRAIN

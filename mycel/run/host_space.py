@@ -1,0 +1,140 @@
+"""The host's memory beside the device's: pinned, made once before the first step, and two streams of copies.
+
+    inputs that lie on the host     each has a home there for as long as the step is, by its role
+    values that are there a while   one piece of memory for all, laid out by `ir/arena.py`
+
+On a GPU a copy waits for what the device has computed when it begins, and whoever finishes it waits for the copy, on
+the device's own streams: the host waits for nothing.  Memory is not given back while a copy reads or writes it, because
+a program holds what it moves until the move is finished.  On a CPU the host is simulated: the same places, real copies.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mycel.errors import RunError
+from mycel.ir import DEVICE, HOST, Program, Role, Type, arenas, rounded
+from mycel.ops.space import HOST_SPACES, like
+from mycel.sizes import shown
+
+
+class HostSpace:
+    """What the programs of one step have on the host of a device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.homes: dict[Role, torch.Tensor] = {}
+        self.arena = torch.empty(0, dtype=torch.uint8)
+        self._views: dict[Any, torch.Tensor] = {}
+        self._pinned: list[int] = []
+        if device.type == "cuda":
+            self.leaving, self.coming = torch.cuda.Stream(device), torch.cuda.Stream(device)
+            weakref.finalize(self, _unpin, self._pinned)
+
+    def prepare(self, program: Program) -> HostSpace:
+        """Make room for what a program has here; RunError if there is none."""
+        new = {
+            program.role(v): v.type
+            for v in program.inputs
+            if v.type.space != DEVICE and not _is_home(self.homes.get(program.role(v)), v.type)
+        }
+        arena = sum(a.size for a in arenas(program).values())
+        arena = arena if arena > self.arena.numel() else 0
+        need = arena + sum(rounded(t.bytes) for t in new.values())
+        if need > available():
+            raise RunError(
+                f"a step needs {shown(need)} on the host, which has {shown(available())} free\n"
+                "  try       a larger memory=, or a host budget in the plan: offload: {activations: auto, host: …}"
+            )
+        memory = self._memory(need)
+        if arena:
+            self.arena, self._views = memory[:arena], {}
+        at = arena
+        for role, type in new.items():
+            self.homes[role] = memory[at : at + type.bytes].view(type.dtype).view(type.shape)
+            at += rounded(type.bytes)
+        return self
+
+    def _memory(self, size: int) -> torch.Tensor:
+        """Bytes of the host that the device reads and writes by itself.  Not by way of torch's pinned allocator, which
+        rounds up to a power of two."""
+        memory = torch.empty(size, dtype=torch.uint8)
+        if self.device.type == "cuda" and size:
+            error = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), size, 0))
+            if error:
+                raise RunError(
+                    f"the host refused to pin {shown(size)} of its memory (CUDA error {error})\n"
+                    "  try       offload: none, or a larger limit of locked memory (ulimit -l)"
+                )
+            self._pinned.append(memory.data_ptr())
+        return memory
+
+    # -- moves, as `ops/space.py` asks for them
+
+    def begin(self, x: torch.Tensor, to: str, at: int | None, over: torch.Tensor | None) -> Any:
+        if to == DEVICE:
+            return self._copy(like(x, self.device), x, to)
+        return self._copy(over if over is not None else self._place(x, at), x, to)
+
+    def finish(self, token: Any) -> torch.Tensor:
+        y, copied = token
+        if copied is not None:
+            torch.cuda.current_stream(self.device).wait_event(copied)
+        return y
+
+    def _copy(self, y: torch.Tensor, x: torch.Tensor, to: str) -> tuple[torch.Tensor, Any]:
+        if self.device.type != "cuda":
+            return y.copy_(x), None
+        stream = self.leaving if to == HOST else self.coming
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            y.copy_(x, non_blocking=True)
+        return y, stream.record_event()
+
+    def _place(self, x: torch.Tensor, at: int | None) -> torch.Tensor:
+        """Memory for a copy of x at a byte of the arena, its elements in x's order."""
+        if at is None:
+            return like(x, "cpu")
+        key = at, x.dtype, x.shape, x.stride()
+        if key not in self._views:
+            flat = self.arena[at : at + x.numel() * x.itemsize].view(x.dtype)
+            self._views[key] = flat.as_strided(x.shape, like(x, "meta").stride())
+        return self._views[key]
+
+    def connected(self, code: Callable[..., Any]) -> Callable[..., Any]:
+        """The code with this host to move to."""
+
+        def run(*inputs: Any) -> Any:
+            HOST_SPACES.append(self)
+            try:
+                return code(*inputs)
+            finally:
+                HOST_SPACES.pop()
+
+        return run
+
+
+def moves(program: Program) -> bool:
+    """Has a program anything on the host?"""
+    return bool(arenas(program)) or any(v.type.space != DEVICE for v in program.inputs)
+
+
+def available() -> int:
+    """Bytes of the host that are free, or can be."""
+    lines = Path("/proc/meminfo").read_text().splitlines() if Path("/proc/meminfo").is_file() else []
+    known: Mapping[str, int] = {name: int(rest.split()[0]) << 10 for name, rest in (x.split(":", 1) for x in lines)}
+    return known.get("MemAvailable", 1 << 62)
+
+
+def _is_home(held: torch.Tensor | None, type: Type) -> bool:
+    return held is not None and held.dtype == type.dtype and tuple(held.shape) == type.shape
+
+
+def _unpin(addresses: list[int]) -> None:
+    for address in addresses:
+        torch.cuda.cudart().cudaHostUnregister(address)

@@ -1,0 +1,301 @@
+"""Offload changes no arithmetic: losses and parameters are to the bit those of a step that moves nothing, on one device
+and on ranks; the planned peak fits the budget of each memory space and is what a walk of every equation sees."""
+
+import copy
+import itertools
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+import yaml
+from distributing import OneDevice, start_values
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import llama
+from stepping import adamw, both
+from test_clock import brute_peak
+from test_step_memory import measured
+from torch import nn
+
+from mycel import Mesh, Plan, Program, lower
+from mycel.errors import IRError, PlanError, RunError
+from mycel.ir import DEVICE, HOST, Layout, arenas, check, host_bytes
+from mycel.ir.arena import packed
+from mycel.offloading import Mover, Spaces
+from mycel.parts import ShardedModel
+from mycel.plan import CPU, Clock, Offload, Offloaded, moves_of
+from mycel.planning import Task, planned
+from mycel.run import host_space, interpret, load, simulate
+from mycel.run.simulate import spread_out
+
+HOST_STATE = {"activations": "host", "optimizer": "host"}
+
+
+def small_llama(**more):
+    """Layers are blocks."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
+    return llama(**{"num_hidden_layers": 2, "vocab_size": 128, **sizes, **more})
+
+
+class Stack(nn.Module):
+    """Layers are equations of the body."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(128, width), nn.Linear(width, 128)
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = x + F.dropout(F.gelu(layer(x)), 0.1)
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+def tokens(i=0, rows=4, length=16):
+    ids = torch.randint(3, 97, (rows, length), generator=torch.Generator().manual_seed(i))
+    return {"input_ids": ids, "labels": ids}
+
+
+# -- the IR ----------------------------------------------------------------------------------------------------------
+
+TEXT = """def main(x: f32[64,64], s: host(f32[64,64]) = state m of w):
+  a: f32[64,64] = matmul(x, x)
+  t: i64[] = begin_move(a, to="host")
+  b: f32[64,64] = matmul(a, x)
+  h: host(f32[64,64]) = finish_move(t, a, to="host")
+  c: f32[64,64] = matmul(b, x)
+  u: i64[] = begin_move(h, to="device")
+  d: f32[64,64] = matmul(c, x)
+  a2: f32[64,64] = finish_move(u, h, to="device")
+  e: f32[64,64] = add(d, a2)
+  q: i64[] = begin_move(s, to="device")
+  s1: f32[64,64] = finish_move(q, s, to="device")
+  s2: f32[64,64] = add(s1, e)
+  r: i64[] = begin_move(s2, to="host")
+  s3: host(f32[64,64]) = finish_move(r, s2, to="host")
+  return e, s=s3
+"""
+
+
+def test_text_with_moves_reads_back_and_runs():
+    program = Program.parse(TEXT)
+    assert Program.parse(str(program)) == program and str(program) == TEXT
+    x, s = torch.randn(64, 64), torch.randn(64, 64)
+    e, new = interpret(program, [x, s])
+    held = s.clone()
+    code, source = load(program, torch.device("cpu"), reuse=True, donate=True)
+    assert torch.equal(code(x, held)[0], e) and torch.equal(held, new), "the new state is written over the old"
+    assert "over=s" in source and torch.equal(new, s + e)
+    assert host_bytes(program) == 2 * 64 * 64 * 4, "the state, and one value that is there a while"
+
+
+@pytest.mark.parametrize(
+    "line, wrong",
+    [
+        ("c: f32[64,64] = matmul(b, x)", "c: f32[64,64] = matmul(b, h)"),
+        ('h: host(f32[64,64]) = finish_move(t, a, to="host")', 'h: f32[64,64] = finish_move(t, a, to="host")'),
+        ('u: i64[] = begin_move(h, to="device")', 'u: i64[] = begin_move(c, to="device")'),
+        ("return e, s=s3", "return e, s=s2"),
+    ],
+)
+def test_the_checker_knows_where_values_lie(line, wrong):
+    assert line in TEXT
+    with pytest.raises(IRError):
+        Program.parse(TEXT.replace(line, wrong))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20), st.integers(1, 9)), max_size=12))
+def test_values_that_are_there_at_once_lie_apart(drawn):
+    spans = {i: (min(a, b), max(a, b), size) for i, (a, b, size) in enumerate(drawn)}
+    offsets, size = packed(spans)
+    assert size == max((offsets[i] + spans[i][2] for i in spans), default=0) <= sum(s[2] for s in spans.values())
+    for i, j in itertools.combinations(spans, 2):
+        together = spans[i][0] <= spans[j][1] and spans[j][0] <= spans[i][1]
+        apart = offsets[i] + spans[i][2] <= offsets[j] or offsets[j] + spans[j][2] <= offsets[i]
+        assert apart or not together
+
+
+# -- generated programs ----------------------------------------------------------------------------------------------
+
+
+def generated(rng: random.Random) -> Program:
+    """Forward values of several sizes, some read once more in forward, most of them in backward, in reverse."""
+    rows = [rng.choice((16, 32, 64)) for _ in range(rng.randint(4, 9))]
+    lines, last = [], "x"
+    for i, n in enumerate(rows):
+        lines.append(f"  w{i}: f32[{n},32] = slice(x, dim=0, start=0, stop={n}, step=1)")
+        lines.append(f"  v{i}: f32[{n},32] = exp(w{i})" if rng.random() < 0.5 else f"  v{i}: f32[{n},32] = neg(w{i})")
+        if rng.random() < 0.3:
+            lines.append(f"  r{i}: f32[32,{n}] = permute(v{i}, dims=(1, 0))")
+        lines.append(f"  k{i}: f32[64,64] = matmul({last}, x2)")
+        last = f"k{i}"
+    lines.append(f"  g: f32[64,64] = matmul({last}, x2) [backward]")
+    last = "g"
+    for i in reversed(range(len(rows))):
+        if rng.random() < 0.9:
+            lines.append(f"  s{i}: f32[] = sum(v{i}, dims=(0, 1)) [backward]")
+            lines.append(f"  d{i}: f32[64,64] = mul({last}, s{i}) [backward]")
+            last = f"d{i}"
+    text = "\n".join(["def main(x: f32[64,64], x2: f32[64,64]):", *lines, f"  return {last}\n"])
+    text = text.replace("slice(x, ", "slice(y, ").replace("x: f32[64,64], ", "x: f32[64,64], y: f32[64,32], ")
+    return check(Program.parse(text))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_planned_peak_fits_and_is_what_a_walk_sees(seed):
+    rng = random.Random(seed)
+    program = generated(rng)
+    clock = Clock(CPU, moves=True)
+    free = clock(program)
+    budget = int(free.held + (free.peak[DEVICE] - free.held) * rng.uniform(0.3, 1.0))
+    mover = Mover(lower.Lowered(program), "main", clock, Offload("auto"), Spaces(budget, None))
+    (choice,) = mover.choices()
+    moved = check(lower.offload(program, choice.moved))
+    assert choice.times.peak[DEVICE] == brute_peak(moved) and Program.parse(str(moved)) == moved
+    assert choice.times.peak[HOST] == host_bytes(moved)
+    if not mover.spaces.fit(choice.times):  # then no fewer bytes on their way would have
+        every = moves_of(program.main, mover.could(program), mover._starts(program, "main"), CPU, 1)
+        assert clock(lower.offload(program, Offloaded("main", every))).peak[DEVICE] > budget
+    values = [torch.randn(v.shape) for v in program.inputs]
+    assert torch.equal(interpret(moved, values)[0], interpret(program, values)[0])
+    code, _ = load(moved, torch.device("cpu"), reuse=True)
+    space = host_space.HostSpace(torch.device("cpu")).prepare(moved)
+    assert torch.equal(space.connected(code)(*values)[0], interpret(program, values)[0])
+    assert space.arena.numel() == host_bytes(moved)
+
+
+# -- steps -----------------------------------------------------------------------------------------------------------
+
+
+def trained(plan, steps=3, memory=None, make=small_llama, **settings):
+    """A step after so many, and its losses and parameters."""
+    pair = both(make, adamw(), plan=plan, memory=memory, **settings)
+    losses = [pair.step(**tokens(i)) for i in range(steps)]
+    return pair.step, [*losses, *(p.detach().clone() for p in pair.model.parameters())]
+
+
+def same(a, b):
+    return len(a) == len(b) and all(map(torch.equal, a, b))
+
+
+@pytest.fixture(scope="module")
+def free():
+    return trained("auto")
+
+
+@pytest.mark.parametrize("share", [0.65, 0.48])
+def test_a_budget_is_kept_by_moving_and_the_step_is_the_same(free, share):
+    step, values = free
+    budget = int(step.plan.peak * share)
+    moving, moved_values = trained({"offload": "auto"}, memory=budget)
+    assert same(values, moved_values)
+    assert moving.plan.peak <= budget and moving.plan.decided.moved
+    assert moving.plan.predicted.seconds < 1.3 * step.plan.predicted.seconds
+    assert moving.plan.predicted.host == host_bytes(moving.program)
+    replayed, replayed_values = trained(yaml.safe_load(str(moving.plan)), memory=budget)
+    assert str(replayed.program) == str(moving.program) and same(values, replayed_values)
+    text = moving.explain()
+    assert all(f" {m.value}: " in text for m in moving.plan.decided.moved.moved) and "lives there" in text
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"accumulate": 2, "clip_norm": 0.5}, {"precision": "bf16"}, {"precision": "fp16", "clip_norm": 1.0}],
+    ids=str,
+)
+def test_all_on_the_host_is_the_same_step(settings):
+    moving, values = trained({"offload": HOST_STATE}, make=Stack, **settings)
+    assert same(values, trained("auto", make=Stack, **settings)[1])
+    on_host = [v for v in moving.program.inputs if v.type.space == HOST]
+    assert {moving.program.role(v).name for v in on_host} == {"exp_avg", "exp_avg_sq"}
+    assert moving.plan.decided.moved.moved and len(arenas(moving.program)) >= 1
+
+
+def test_a_step_takes_what_is_predicted(free):
+    pair = both(small_llama, adamw(), plan={"offload": "auto"}, memory=int(free[0].plan.peak * 0.6))
+    took, predicted = measured(pair, tokens())
+    assert 0.98 * predicted <= took <= predicted
+
+
+def test_moving_is_never_slower_than_computing_again(free):
+    budget = int(free[0].plan.peak * 0.85)
+    steps = [both(small_llama, adamw(), plan=p, memory=budget).step for p in ("auto", {"offload": "auto"})]
+    again, moving = (s.prepare(**tokens()).plan.predicted.seconds for s in steps)
+    assert moving <= again
+
+
+def further(step):
+    """The loss of one more step, and the parameters after it."""
+    torch.manual_seed(5)  # of dropout
+    return [step(**tokens(2)), *(p.detach().clone() for p in step.model.parameters())]
+
+
+def test_state_on_the_host_is_loaded_and_saved():
+    on_host = {"offload": {"optimizer": "host"}}
+    moving, _ = trained(on_host, steps=2, make=Stack)
+    saved = copy.deepcopy(moving.state_dict())
+    third = further(moving)
+    for plan in (on_host, "auto"):
+        fresh = both(Stack, adamw(), plan=plan).step.prepare(**tokens())
+        fresh.load_state_dict(saved)
+        assert same(further(fresh), third)
+
+
+@pytest.mark.parametrize(
+    "names, sizes, make", [("zero3", {"dp": 2}, small_llama), ("zero1+tp", {"dp": 2, "tp": 2}, Stack)], ids=str
+)
+def test_ranks_move_their_own_part(names, sizes, make):
+    mesh, outs = Mesh(sizes), []
+    one = OneDevice.of(make(), tokens(), clip_norm=1.0)
+    for offload in ("none", HOST_STATE):
+        written = Plan.read({**Plan.read(names, mesh).data(), "offload": offload})
+        inputs, gathered = ShardedModel(one.model, one.optimizer, written).given(one.made)
+        task = Task(one.made.program, one.made.body, CPU, False, inputs, gathered)
+        decided, done = planned(task, written)
+        assert bool(decided.decided.moved) == (offload != "none")
+        assert str(planned(task, decided)[1].program) == str(done.program)
+        values = [spread_out(x, inputs.get(i, Layout.whole(x.ndim)), mesh) for i, x in enumerate(start_values(one))]
+        outs.append(simulate(done.program, mesh, values))
+    for plain, moved in zip(*outs, strict=True):
+        assert all(map(torch.equal, plain, moved))
+
+
+# -- bad input -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "written, message",
+    [
+        ("everything", "offload is 'everything'"),
+        ({"gradient": "host"}, "unknown key 'gradient'"),
+        ({"optimizer": "disk"}, "optimizer is 'disk'"),
+        ({"activations": "auto", "host": -1}, "host is -1"),
+    ],
+)
+def test_a_plan_that_means_nothing_is_refused(written, message):
+    with pytest.raises(PlanError, match=message):
+        Plan.read({"offload": written})
+
+
+def test_too_little_memory_says_where_and_how_much():
+    with pytest.raises(PlanError, match=r"(?s)at least .* on the device, the budget is 20.00 KiB: .* too much.*peak"):
+        trained({"offload": "auto"}, memory="20KiB", make=Stack)
+    with pytest.raises(PlanError, match=r"needs .* on the host, which has 1.00 KiB: .* too much"):
+        trained({"offload": {"optimizer": "host", "host": "1KiB"}}, make=Stack)
+
+
+def test_a_host_without_memory_is_told_before_the_first_step(monkeypatch):
+    monkeypatch.setattr(host_space, "available", lambda: 1024)
+    with pytest.raises(RunError, match=r"a step needs .* on the host, which has 1.00 KiB free"):
+        both(Stack, adamw(), plan={"offload": HOST_STATE}).step.prepare(**tokens())
+
+
+def test_a_value_that_is_not_there_is_refused():
+    data = yaml.safe_load(str(trained({"offload": HOST_STATE}, steps=1, make=Stack)[0].plan))
+    values = data["decided"]["moved"]["values"]
+    values["nothing"] = values.pop(next(iter(values)))
+    with pytest.raises(PlanError, match="there is no value nothing to move"):
+        trained(data, steps=1, make=Stack)
