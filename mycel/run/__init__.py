@@ -5,7 +5,7 @@ from mycel.run.compile import start_workers, warm_up, without_collector
 from mycel.run.emit import emit, load
 from mycel.run.interpret import interpret, not_finite
 from mycel.run.processes import world
-from mycel.run.simulate import part_of, simulate
+from mycel.run.simulate import part_of, simulate, simulate_stages
 
 __all__ = [
     "emit",
@@ -15,6 +15,7 @@ __all__ = [
     "not_finite",
     "part_of",
     "simulate",
+    "simulate_stages",
     "start_workers",
     "warm_up",
     "without_collector",
