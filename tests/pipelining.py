@@ -15,7 +15,7 @@ from distributing import OneDevice, start_values
 
 from mycel import lower, transform
 from mycel.ir import Layout, Mesh, Program, check, type_of
-from mycel.lower.stages import Pipeline, pipelined
+from mycel.lower.stages import Pipeline, pipelined, plain_sums
 from mycel.plan import Plan
 from mycel.plan.schedule import PipelineSchedule
 from mycel.plan.stages import StepFlow
@@ -27,7 +27,8 @@ def local_program(one: OneDevice, inner: Plan | None) -> tuple[Program, lower.Di
     """What a rank of a stage would run if there was one stage."""
     spread = one.under(inner) if inner is not None and inner.mesh.world > 1 else None
     local = transform.simplify(spread.local if spread is not None else one.made.program)
-    return check(transform.fuse(local if spread is None else lower.hoist(local))), spread
+    fused = transform.fuse(local if spread is None else lower.hoist(local))
+    return plain_sums(check(fused), one.made.body), spread
 
 
 def random_starts(local: Program, body: str, stages: int, rng: random.Random) -> list[str]:
@@ -53,8 +54,7 @@ def pipeline_equals(
     serial, values = one.made.program, start_values(one, seed, poison)
     layouts = spread.inputs if spread is not None else [Layout.whole(v.type.ndim) for v in serial.inputs]
     given = {
-        serial.role(v): spread_out(x, layout, mesh)
-        for v, x, layout in zip(serial.inputs, values, layouts, strict=True)
+        serial.role(v): spread_out(x, layout, mesh) for v, x, layout in zip(serial.inputs, values, layouts, strict=True)
     }
     found = simulate_stages(programs, mesh, "pp", [[given[p.role(v)] for v in p.inputs] for p in programs])
     outs = spread.outputs if spread is not None else [None] * len(serial.main.outputs)

@@ -26,7 +26,23 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from mycel.errors import PlanError
-from mycel.ir import Atom, Axes, Block, Builder, Eqn, Params, Program, Ref, Role, Var, call, check, prune, substitute
+from mycel.ir import (
+    Atom,
+    Axes,
+    Block,
+    Builder,
+    Eqn,
+    Params,
+    Program,
+    Ref,
+    Role,
+    Var,
+    call,
+    chains,
+    check,
+    prune,
+    substitute,
+)
 from mycel.lower.split_calls import CallSplitter
 from mycel.ops import o
 from mycel.ops.optimisers import OPTIMISERS
@@ -50,7 +66,8 @@ class Pipeline:
 
 
 def pipelined(program: Program, body: str, starts: Sequence[str], schedule: PipelineSchedule, axis: str) -> Pipeline:
-    """The programs of all ranks; `starts`: the values whose equations begin the second and later stages."""
+    """The programs of all ranks, of a step with `plain_sums`; `starts`: the values whose equations begin the second and
+    later stages."""
     stages = apart(cut_at(program, body, starts))
     parts = _StageParts(stages, schedule.splits)
     entry = _Entry(_Loop(parts, schedule))
@@ -75,7 +92,55 @@ def cut_at(program: Program, body: str, starts: Sequence[str]) -> StageMap:
     return cut(flow, [by_name[name] for name in starts])
 
 
-# -- parameters of several stages
+# -- sums over microbatches
+
+MOVES = (
+    o.all_reduce, o.all_gather, o.reduce_scatter, o.reduce_scatter_wide, o.all_to_all, o.permute_ranks, o.own_part,
+    o.spread, o.only_first,
+)  # fmt: skip
+
+
+def plain_sums(program: Program, name: str) -> Program:
+    """Sums that travel from one layout to another in each microbatch, and back: what is added travels alone.
+
+    s = only_first(total); t = add(s, d); total' = all_reduce(t)    =>    e = all_reduce(d); total' = add(total, e)
+
+    Such moves are all that lowering puts between a carry and what is added to it, and they end where they began."""
+    flow = StepFlow(program, name)
+    block, body = flow.block, flow.body
+    uses = chains(block)
+    replaced: dict[int, list[Eqn]] = {}
+    outputs = list(block.outputs)
+    names = Builder()
+    names.reserve(v.name for v in (*block.inputs, *(v for e in block.eqns for v in e.outputs)))
+
+    def only_reader(v: Var) -> int | None:
+        return uses[v].uses[0] if len(uses[v].uses) == 1 and not uses[v].is_output else None
+
+    for j, carry in enumerate(body.carried):
+        new, path, at = block.outputs[j], list[int](), only_reader(carry)
+        while at is not None and block.eqns[at].op in (*MOVES, o.add):
+            path.append(at)
+            result = block.eqns[at].outputs[0]
+            if result == new:
+                break
+            at = only_reader(result)
+        adds = [i for i in path if block.eqns[i].op is o.add]
+        if j in flow.sums or len(adds) != 1 or not path or block.eqns[path[-1]].outputs[0] != new:
+            continue
+        behind = path[path.index(adds[0]) + 1 :]
+        moved = {carry, *(v for i in path for v in block.eqns[i].outputs)}
+        addend = next(x for x in block.eqns[adds[0]].inputs if x not in moved)
+        builder = Builder(beside=names)
+        builder.at(block.eqns[adds[0]])
+        with builder:
+            for i in behind:
+                addend = block.eqns[i].op(addend, **block.eqns[i].params)
+            outputs[j] = o.add(carry, addend)
+        replaced |= {i: [] for i in path} | {adds[0]: builder.eqns}
+    eqns = [e for i, old in enumerate(block.eqns) for e in replaced.get(i, [old])]
+    changed = Block(block.inputs, tuple(eqns), tuple(outputs))
+    return check(replace(program, blocks={**program.blocks, name: changed}))
 
 
 def apart(stages: StageMap) -> StageMap:
@@ -502,7 +567,8 @@ class _Entry:
                 need |= {x for x in _of_group(eqn, kept.groups[i])[0] if isinstance(x, Var)}
             else:
                 need |= set(eqn.vars)
-        kept.inputs = {v for v in self.main.inputs if v in need}
+        changed = self.updates(rank) if norm else {}
+        kept.inputs = {v for v in self.main.inputs if v in need or v.name in changed}
         return kept
 
 

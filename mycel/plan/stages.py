@@ -7,7 +7,8 @@ type) is *free*: cheap, and computed by every stage that asks for it.  Staged fo
 
     forward     stages one after the other in the order of the program: values cross upwards
     backward    the last stage that has what the equation reads of forward (made there, received there, or its
-                parameters), and to which its cotangents come down: so the backward of a layer is where the layer is
+                parameters), and to which its cotangents come down: so the backward of a layer is where the layer is.
+                What reads cotangents alone (the gradient of a bias) goes further down, to who needs it and has these
     sums        a carry of the scan that only adds up (loss, gradients) belongs to whoever makes what is added
     state       a carry that is read (a running mean) belongs to the one stage that reads it
 """
@@ -21,6 +22,7 @@ from functools import cached_property
 from mycel.errors import PlanError
 from mycel.ir import Atom, Block, Eqn, Program, Var, chains, scan
 from mycel.ops import o
+from mycel.ops.optimisers import OPTIMISERS
 from mycel.plan.residuals import backward_part
 
 PARAMETERS, DATA = 1, 2  # what a value depends on; both: it is staged
@@ -92,8 +94,8 @@ class StepFlow:
         self.flags = self._flags()
 
     def _backward(self) -> frozenset[int]:
-        """Equations of the backward pass, by index.  What ends a carry of forward (the sum of a loss over ranks) is none,
-        wherever it was written."""
+        """Equations of the backward pass, by index.  What ends a carry of forward (the sum of a loss over ranks) is
+        none, wherever it was written."""
         eqns, uses = self.block.eqns, chains(self.block)
         written = backward_part(self.block)
         late = {i for i, e in enumerate(eqns) if e in written}
@@ -161,6 +163,23 @@ class StepFlow:
         """Staged forward equations, in their order."""
         return tuple(i for i in range(len(self.block.eqns)) if i in self.staged and i not in self.backward)
 
+    @cached_property
+    def trained(self) -> dict[int, Var]:
+        """Carries that sum up a gradient -> the input of the body that is its parameter."""
+        main, results = self.program.main, {v: j for j, v in enumerate(self.body.eqn.outputs[: self.body.carry])}
+        makers = {v: e for e in main.eqns for v in e.outputs if e is not self.body.eqn}
+        inside = {x: v for v, x in self.body.outer.items() if isinstance(x, Var)}
+        found: dict[int, Var] = {}
+        for eqn in main.eqns[self.body.at + 1 :]:
+            if eqn.op.name not in OPTIMISERS:
+                continue
+            count = eqn.params["count"]
+            for k in range(count):
+                at = [v for v in _sources(eqn.inputs[k], makers) if v in inside]
+                gradients = _sources(eqn.inputs[len(eqn.outputs) + k], makers)
+                found.update({results[v]: at[0] for v in gradients if v in results and at})
+        return {j: inside[v] for j, v in found.items()}
+
     def behind(self, eqn: Eqn) -> set[Var]:
         """What an equation reads, free values opened: inputs of the body and staged values."""
         opened, open_ = set[Var](), list(eqn.vars)
@@ -173,6 +192,18 @@ class StepFlow:
             if maker is not None and maker not in self.staged:
                 open_ += self.block.eqns[maker].vars
         return {v for v in opened if v not in self.makers or self.makers[v] in self.staged}
+
+
+def _sources(x: Atom, makers: Mapping[Var, Eqn]) -> set[Var]:
+    """The values of the entry that one comes from, not by way of a global norm: inputs, and results of the scan."""
+    open_, seen = [x] if isinstance(x, Var) else [], set[Var]()
+    while open_:
+        v = open_.pop()
+        if v not in seen:
+            seen.add(v)
+            eqn = makers.get(v)
+            open_ += eqn.vars if eqn is not None and eqn.op is not o.global_norm else ()
+    return {v for v in seen if v not in makers}
 
 
 def _all(flags: Mapping[Var, int], values: Sequence[Var] | object) -> int:
@@ -220,6 +251,7 @@ def cut(flow: StepFlow, starts: Sequence[int]) -> StageMap:
             continue
         eqns[i] = _backward_stage(flow, eqn, stages, of, have, users)
         of.update(dict.fromkeys(eqn.outputs, eqns[i]))
+    _sink(flow, eqns, of, have, users)
     frozen = {v: frozenset(s) for v, s in have.items()}
     stage_map = StageMap(flow, stages, eqns, of, frozen, {v: frozenset(s) for v, s in users.items()})
     _refuse_shared_state(stage_map)
@@ -263,6 +295,38 @@ def _backward_stage(
             last = min(last, of[v])
     both = (t for t in range(last, -1, -1) if all(t in stages_of for stages_of in wanted))
     return next(both, last)
+
+
+def _sink(
+    flow: StepFlow,
+    eqns: dict[int, int],
+    of: dict[Var, int],
+    have: Mapping[Var, set[int]],
+    users: Mapping[Var, set[int]],
+) -> None:
+    """Backward equations that only lower stages need, of values that these have anyway, go there."""
+    block, uses = flow.block, chains(flow.block)
+    readers: dict[Var, set[int]] = {}  # staged values -> stages whose equations read them
+    for i, stage in eqns.items():
+        for v in block.eqns[i].vars:
+            if v in of:
+                readers.setdefault(v, set()).add(stage)
+    ends = {s.eqn: max(users.get(flow.trained.get(j), {of.get(s.addend, 0)})) for j, s in flow.sums.items()}
+    for i in sorted(eqns, reverse=True):
+        if i not in flow.backward:
+            continue
+        eqn, stage = block.eqns[i], eqns[i]
+        asked = [eqns.get(u, ends.get(u)) for v in eqn.outputs for u in uses[v].uses]
+        if not asked or None in asked or any(uses[v].is_output for v in eqn.outputs):
+            continue
+        lower = max(a for a in asked if a is not None)
+        read = [v for v in eqn.vars if v in of]
+        there = all(v not in have and (of[v] == lower or lower in readers[v]) for v in read)
+        if lower < stage and there:
+            eqns[i] = lower
+            of.update(dict.fromkeys(eqn.outputs, lower))
+            for v in read:
+                readers[v].add(lower)
 
 
 def starts_of(flow: StepFlow, names: Sequence[str]) -> list[int]:

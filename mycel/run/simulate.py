@@ -59,7 +59,9 @@ def simulate_stages(
     for i, (program, given) in enumerate(zip(programs, inputs, strict=True)):
         if len(given) != len(program.inputs):
             raise RunError(f"stage {i} takes {len(program.inputs)} inputs, was given {len(given)}")
-        device = next((x.device for values in given for x in values if isinstance(x, torch.Tensor)), torch.device("cpu"))
+        device = next(
+            (x.device for values in given for x in values if isinstance(x, torch.Tensor)), torch.device("cpu")
+        )
         stages.append(_StageRanks(program, mesh, device, i, queues))
     waiting = dict(enumerate(stage.run(list(given)) for stage, given in zip(stages, inputs, strict=True)))
     reasons: dict[int, str] = {}
