@@ -19,6 +19,8 @@ from mycel.plan.schedule import (
     bound,
     interleaved,
     named,
+    orders_text,
+    read_orders,
     searched,
     stages_a_rank,
     timeline,
@@ -130,6 +132,13 @@ def _before(kind: str, step: StageStep) -> bool:
     return "FBW".index(kind) < "FBW".index(step.kind)
 
 
+def test_orders_are_read_back():
+    best = searched((0, 1, 2), 4, random_costs(3, 0))
+    assert read_orders(orders_text(best), best.place, 4) == best
+    with pytest.raises(PlanError, match="not that of this step"):
+        read_orders(orders_text(best), best.place, 5)
+
+
 def test_room_is_kept_or_refused():
     costs = StageCosts.equal(4)
     assert max(searched(range(4), 8, costs, room=4).held()) <= 4
@@ -138,8 +147,9 @@ def test_room_is_kept_or_refused():
 
 
 def test_names():
-    assert stages_a_rank("zbv") == 2 and stages_a_rank("1f1b") == 1 and stages_a_rank("interleaved") is None
-    with pytest.raises(PlanError, match="known     gpipe, 1f1b, interleaved, zbh1, zbv, searched"):
+    assert [stages_a_rank(n) for n in ("zbv", "1f1b", "interleaved", "interleaved 3")] == [2, 1, 2, 3]
+    assert named("interleaved 3", 2, 4) == interleaved(2, 4, 3)
+    with pytest.raises(PlanError, match="known     gpipe, 1f1b, interleaved, zbh1, zbv, searched; interleaved 3"):
         named("2f2b", 2, 2)
 
 

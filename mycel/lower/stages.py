@@ -47,7 +47,7 @@ from mycel.lower.split_calls import CallSplitter
 from mycel.ops import o
 from mycel.ops.optimisers import OPTIMISERS
 from mycel.plan.schedule import BACKWARD, FORWARD, KINDS, WEIGHT, PipelineSchedule, StageStep
-from mycel.plan.stages import STAGED, CarrySum, StageMap, StepFlow, cut
+from mycel.plan.stages import STAGED, CarrySum, StageMap, StepFlow, cut, refuse_shared_state
 from mycel.transform.dce import dce
 
 NAMES = {FORWARD: "forward", BACKWARD: "backward", WEIGHT: "weight"}
@@ -89,7 +89,9 @@ def cut_at(program: Program, body: str, starts: Sequence[str]) -> StageMap:
                 f"the plan begins a stage at {name}, which this step does not make on its way forward\n"
                 "  try       plan.given, to decide anew"
             )
-    return cut(flow, [by_name[name] for name in starts])
+    stages = cut(flow, [by_name[name] for name in starts])
+    refuse_shared_state(stages)
+    return stages
 
 
 # -- sums over microbatches

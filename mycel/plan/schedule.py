@@ -26,6 +26,7 @@ pattern is that of the next one that does, without the steps of those that are n
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -353,16 +354,40 @@ NAMED: dict[str, Callable[[int, int], PipelineSchedule]] = {
 SCHEDULES = (*NAMED, "searched")
 
 
-def named(name: str, ranks: int, microbatches: int, chunks: int = 2) -> PipelineSchedule:
-    """A schedule by its name; `chunks`: stages of a rank, where the name leaves that open."""
-    if name not in NAMED:
-        raise PlanError(f"schedule: {name!r}\n  known     {', '.join(SCHEDULES)}")
-    return interleaved(ranks, microbatches, chunks) if name == "interleaved" else NAMED[name](ranks, microbatches)
+def named(name: str, ranks: int, microbatches: int) -> PipelineSchedule:
+    """A schedule by its name; "interleaved 3" has three stages a rank."""
+    chunks, word = stages_a_rank(name), name.split(maxsplit=1)[0]
+    return interleaved(ranks, microbatches, chunks) if word == "interleaved" else NAMED[word](ranks, microbatches)
 
 
-def stages_a_rank(name: str) -> int | None:
-    """How many stages each rank has under a schedule; None: any number that is the same for all."""
-    return {"zbv": 2, "interleaved": None}.get(name, 1)
+def stages_a_rank(name: str) -> int:
+    """How many stages each rank has under a schedule; PlanError for one that is not known."""
+    word, *more = str(name).split()
+    numbers = [int(n) for n in more if n.isdigit()]
+    if word not in SCHEDULES or len(more) > (word == "interleaved") or len(numbers) < len(more) or 0 in numbers:
+        raise PlanError(f"schedule: {name!r}\n  known     {', '.join(SCHEDULES)}; interleaved 3: three stages a rank")
+    return numbers[0] if numbers else {"zbv": 2, "interleaved": 2}.get(word, 1)
+
+
+def orders_text(schedule: PipelineSchedule) -> tuple[str, ...]:
+    """The order of each rank in words that `read_orders` takes."""
+    return tuple(" ".join(map(str, order)) for order in schedule.orders)
+
+
+def read_orders(texts: Sequence[str], place: Sequence[int], microbatches: int) -> PipelineSchedule:
+    """What `orders_text` wrote; PlanError for a schedule that is none."""
+    orders = []
+    for text in texts:
+        steps = [re.fullmatch(r"([FBW])(\d+)\.(\d+)", word) for word in text.split()]
+        orders.append(tuple(StageStep(m[1], int(m[2]), int(m[3])) for m in steps if m is not None))
+    splits = any(s.kind == WEIGHT for order in orders for s in order)
+    schedule = PipelineSchedule("searched", microbatches, tuple(place), splits, tuple(orders))
+    wanted = set(itertools.product(KINDS if splits else KINDS[:2], range(len(place)), range(microbatches)))
+    found = [(s.kind, s.stage, s.microbatch) for order in orders for s in order]
+    if set(found) != wanted or len(found) != len(wanted):
+        raise PlanError("the order of a searched schedule is not that of this step\n  try       plan.given")
+    list(schedule.in_time())
+    return schedule
 
 
 # -- searched

@@ -164,6 +164,16 @@ class StepFlow:
         return tuple(i for i in range(len(self.block.eqns)) if i in self.staged and i not in self.backward)
 
     @cached_property
+    def state(self) -> dict[Var, set[int]]:
+        """Carries that are read and changed: the equations that do."""
+        found: dict[Var, set[int]] = {}
+        for j, (v, new) in enumerate(zip(self.body.carried, self.block.outputs, strict=False)):
+            if j not in self.sums and isinstance(new, Var) and self.flags[v] == STAGED:
+                ends = {self.makers[new]} if new in self.makers else set[int]()
+                found[v] = ends | {i for i in self.staged if v in self.behind(self.block.eqns[i])}
+        return {v: used for v, used in found.items() if used}
+
+    @cached_property
     def trained(self) -> dict[int, Var]:
         """Carries that sum up a gradient -> the input of the body that is its parameter."""
         main, results = self.program.main, {v: j for j, v in enumerate(self.body.eqn.outputs[: self.body.carry])}
@@ -253,22 +263,16 @@ def cut(flow: StepFlow, starts: Sequence[int]) -> StageMap:
         of.update(dict.fromkeys(eqn.outputs, eqns[i]))
     _sink(flow, eqns, of, have, users)
     frozen = {v: frozenset(s) for v, s in have.items()}
-    stage_map = StageMap(flow, stages, eqns, of, frozen, {v: frozenset(s) for v, s in users.items()})
-    _refuse_shared_state(stage_map)
-    return stage_map
+    return StageMap(flow, stages, eqns, of, frozen, {v: frozenset(s) for v, s in users.items()})
 
 
-def _refuse_shared_state(stages: StageMap) -> None:
+def refuse_shared_state(stages: StageMap) -> None:
     """PlanError where what one microbatch leaves to the next is no matter of one stage's forward steps."""
     flow = stages.flow
-    for j, (v, new) in enumerate(zip(flow.body.carried, flow.block.outputs, strict=False)):
-        if j in flow.sums or not isinstance(new, Var) or flow.flags[v] != STAGED:
-            continue
-        readers = {i for i in stages.eqns if v in flow.behind(flow.block.eqns[i])}
-        ends = {flow.makers[new]} if new in flow.makers else set[int]()
-        places = {stages.eqns.get(i) for i in readers | ends}
-        if len(places) > 1 or (readers | ends) & flow.backward:
-            at = flow.block.eqns[min(readers | ends)].source
+    for v, used in flow.state.items():
+        places = {stages.eqns.get(i) for i in used}
+        if len(places) > 1 or used & flow.backward:
+            at = flow.block.eqns[min(used)].source
             raise PlanError(
                 f"{v.name} is changed by each microbatch and used in stages {sorted(map(str, places))}\n"
                 f"  at        {at}\n  try       a cut that leaves all that uses it in one stage"

@@ -82,7 +82,6 @@ class RankGroup:
             self.backend.alltoall_base(_bytes(out), _bytes(x), [n * size for n in received], [n * size for n in sent])
         ]
 
-
     def send(self, x: Tensor, to: int, tag: int) -> Works:
         raise RunError(
             "ranks on GPUs do not send each other single messages yet, and a pipeline needs them\n"
