@@ -303,14 +303,18 @@ class Step:
         with self.parts.whole() if self.parts is not None else contextlib.nullcontext():
             made = self._unsharded(args, kwargs, data)
         decided, done = planned(self._task(made), self._given())
-        program = done.program
         if self.parts is not None:
             self.parts.split(made.captured.device)
+            if done.pipeline is not None:
+                done = done.at(self.parts.place)
+                self.parts.hold(done.pipeline)
+                made = self.parts.own(made)
+        program = done.program
         if done.regions:
             warm_up(program, made.captured.device)
         code, source = load(program, made.captured.device, reuse=True, donate=True, compiled=set(done.regions))
         feed = feed_of(made.captured, made.program)
-        if self.parts is not None and done.spread is not None:
+        if self.parts is not None:
             code, feed = self.parts.connected(code), self.parts.feed(made, done.spread)
         call, local = self._bound(made, program, code, feed)
         signature = optimizers.signature(self.optimizer, self.by_rule)
@@ -359,7 +363,7 @@ class Step:
     def _unsharded(self, args: tuple[Any, ...], kwargs: dict[str, Any], data: Arguments | None = None) -> UnshardedStep:
         """The whole step as one program, on one device; manual regions are those of the mesh.  `data`: the batch, where
         the arguments hold none."""
-        with meshed(self.written.mesh if self.written is not None else None):
+        with meshed(self.written.inside.mesh if self.written is not None else None):
             return self._captured(args, kwargs, data or (args, kwargs))
 
     def _captured(self, args: tuple[Any, ...], kwargs: dict[str, Any], data: Arguments) -> UnshardedStep:

@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "transform": {"errors", "ir", "ops"},
     "plan": {"errors", "ir", "ops", "sizes"},
     "lower": {"errors", "ir", "ops", "transform", "plan"},
-    "planning": {"errors", "sizes", "ir", "plan", "lower"},
+    "planning": {"errors", "sizes", "ir", "ops", "plan", "lower"},
     "run": {"errors", "ir", "ops"},
     "api": {"errors", "ir", "ops", "capture", "transform", "run"},
     "derivatives": {"errors", "ir", "ops", "capture", "transform", "run", "api"},

@@ -54,6 +54,11 @@ NAMES = {FORWARD: "forward", BACKWARD: "backward", WEIGHT: "weight"}
 TURN = "next_part"  # what is carried from microbatch to microbatch by every rank: the key
 
 
+def step_name(kind: str, stage: int) -> str:
+    """The name of the block of a stage's step."""
+    return f"{NAMES[kind]}_{stage}"
+
+
 @dataclass(frozen=True)
 class Pipeline:
     """The program of each rank along the axis of stages; `owners`: the ranks that hold an input of the step, by
@@ -380,7 +385,7 @@ class _StageParts:
         read |= set(self.wanted(kind, s))
         takes = tuple(dict.fromkeys(v for e in eqns for v in e.vars if v not in made))
         gives = tuple(v for v in made if v in read)
-        return StagePart(f"{NAMES[kind]}_{s}", Block(takes, eqns, gives), takes, gives)
+        return StagePart(step_name(kind, s), Block(takes, eqns, gives), takes, gives)
 
 
 # -- the loop over microbatches, in the order of a schedule

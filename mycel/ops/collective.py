@@ -324,7 +324,7 @@ def finish(token, *xs, op, axes, count, kind="+", dims=(), sizes=()):
 # -- from one rank to another: what programs that differ say to each other, in order by their tags
 
 
-@op(types=lambda *xs, **_: Type(torch.int64, ()), compiles=False, by_rank=True, effect=True)
+@op(types=lambda *xs, **_: Type(torch.int64, ()), free=True, compiles=False, by_rank=True, effect=True)
 def begin_send(*xs, axes, count, to, tag):
     """Begin to send tensors to the rank with the index `to` along the axes, which receives them under the same tag."""
     return communicator().start_send(xs, axes, to, tag)
