@@ -2,6 +2,7 @@
 
 pipeline_equals   results on every stage, and new parameters, buffers and optimiser state on those that hold them, equal
                   those of one device
+Tied              a small model whose head is its embedding
 random_starts     units at which stages begin, by chance
 """
 
@@ -12,6 +13,7 @@ from collections.abc import Sequence
 
 import torch
 from distributing import OneDevice, start_values
+from torch import nn
 
 from mycel import lower, transform
 from mycel.ir import Layout, Mesh, Program, check, type_of
@@ -21,6 +23,31 @@ from mycel.plan.schedule import PipelineSchedule
 from mycel.plan.stages import StepFlow
 from mycel.run import interpret, simulate_stages
 from mycel.run.simulate import put_together, spread_out
+
+
+class Layer(nn.Module):
+    def __init__(self, width: int, dropout: float) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.drop = nn.Dropout(dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.drop(self.down(torch.tanh(self.up(self.norm(x)))))
+
+
+class Tied(nn.Module):
+    """Embedding, layers, and a head that is the embedding."""
+
+    def __init__(self, layers: int = 4, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(12, 4)
+        self.layers = nn.ModuleList([Layer(4, dropout) for _ in range(layers)])
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return nn.functional.cross_entropy((x @ self.embed.weight.T).flatten(0, 1), labels.flatten())
 
 
 def local_program(one: OneDevice, inner: Plan | None) -> tuple[Program, lower.Distributed | None]:

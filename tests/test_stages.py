@@ -11,7 +11,7 @@ import pytest
 import torch
 from distributing import OneDevice
 from golden import golden
-from pipelining import local_program, pipeline_equals
+from pipelining import Tied, local_program, pipeline_equals
 from torch import nn
 
 from mycel.errors import PlanError, RunError
@@ -21,31 +21,6 @@ from mycel.plan import Plan
 from mycel.plan.schedule import NAMED, interleaved, named
 from mycel.plan.stages import StepFlow, starts_of
 from mycel.run import simulate_stages
-
-
-class Layer(nn.Module):
-    def __init__(self, width: int, dropout: float) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
-        self.drop = nn.Dropout(dropout)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.drop(self.down(torch.tanh(self.up(self.norm(x)))))
-
-
-class Tied(nn.Module):
-    """Embedding, layers, and a head that is the embedding."""
-
-    def __init__(self, layers: int = 4, dropout: float = 0.0) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(12, 4)
-        self.layers = nn.ModuleList([Layer(4, dropout) for _ in range(layers)])
-
-    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        x = self.embed(ids)
-        for layer in self.layers:
-            x = layer(x)
-        return nn.functional.cross_entropy((x @ self.embed.weight.T).flatten(0, 1), labels.flatten())
 
 
 class Normed(nn.Module):
