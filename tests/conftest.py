@@ -19,9 +19,8 @@ torch.set_num_threads(1)
 SLOW = {
     "across", "alike", "architectures", "brute", "checkpoint_faults", "checkpoint_mesh", "checkpoint_ranks", "commands",
     "control_flow_random", "cutting", "data_cache", "distribute", "feed", "layouts", "manual", "optimisers", "pipeline",
-    "plan",
-    "processes", "search", "stages", "step_memory", "step_models", "step_state", "torch_update", "train", "train_export",
-    "train_faults", "train_lora", "train_messages", "train_ranks", "train_resume", "weights",
+    "plan", "processes", "search", "stages", "step_memory", "step_models", "step_state", "torch_update", "train",
+    "train_export", "train_faults", "train_lora", "train_messages", "train_ranks", "train_resume", "weights",
 }  # fmt: skip
 
 
@@ -36,7 +35,6 @@ ONE_IN = {
     "test_generated_code_can_be_compiled": 3, "test_a_family_of_models": 2, "test_gradients_are_autograds": 2,
     "test_cross_entropies_under_plans_by_chance": 2, "test_loss_and_gradient_are_those_of_the_whole_batch": 2,
     "test_the_cheapest_of_all": 2, "test_pipelined_is_serial": 3, "test_cut_anywhere": 3, "test_kinds_of_steps": 2,
-    "test_families": 2,
 }  # fmt: skip
 
 
