@@ -45,7 +45,7 @@ from mycel.ir import (
 )
 from mycel.lower.split_calls import CallSplitter
 from mycel.ops import o
-from mycel.ops.optimisers import OPTIMISERS
+from mycel.ops.optimisers import is_group_update
 from mycel.plan.schedule import BACKWARD, FORWARD, KINDS, WEIGHT, PipelineSchedule, StageStep
 from mycel.plan.stages import STAGED, CarrySum, StageMap, StepFlow, cut, refuse_shared_state
 from mycel.transform.dce import dce
@@ -549,7 +549,7 @@ class _Entry:
         }
         for eqn in self.main.eqns[self.body.at + 1 :]:
             ranks = set().union(*(reached.get(v, set()) for v in eqn.vars))
-            if eqn.op.name in OPTIMISERS or eqn.op is o.global_norm:
+            if is_group_update(eqn.op) or eqn.op is o.global_norm:
                 ranks = set()
             reached.update(dict.fromkeys(eqn.outputs, ranks))
         return {v: min(ranks, default=0) for v, ranks in reached.items()}
@@ -569,7 +569,7 @@ class _Entry:
             kept.eqns.add(i)
             if norm and eqn.op is o.global_norm:
                 need |= {v for v in eqn.vars if self.norm_of.get(v, 0) == rank}
-            elif eqn.op.name in OPTIMISERS:
+            elif is_group_update(eqn.op):
                 kept.groups[i] = [k for k in range(eqn.params["count"]) if _column(eqn, k) & need]
                 need |= {x for x in _of_group(eqn, kept.groups[i])[0] if isinstance(x, Var)}
             else:

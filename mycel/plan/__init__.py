@@ -17,7 +17,7 @@ from mycel.plan.stages import StepBody, StepFlow, starts_of
 __all__ = [
     "CPU", "STAGE_AXIS", "BlockLayouts", "Clock", "Costs", "Decided", "Decision", "Hardware", "Layouts", "Links",
     "PipelineSchedule", "Plan", "Predicted", "Residuals", "Solved", "StageCosts", "StepBody", "StepFlow",
-    "StreamShare", "Times", "backward_inputs", "backward_part", "best_cut", "clock", "cut_blocks", "decide", "digest", "hardware_of",
-    "orders_text", "paired", "parameter_layouts", "probe_path", "probe_text", "ready_plans", "residuals", "searched",
-    "solve", "starts_of", "timeline",
+    "StreamShare", "Times", "backward_inputs", "backward_part", "best_cut", "clock", "cut_blocks", "decide", "digest",
+    "hardware_of", "orders_text", "paired", "parameter_layouts", "probe_path", "probe_text", "ready_plans",
+    "residuals", "searched", "solve", "starts_of", "timeline",
 ]  # fmt: skip

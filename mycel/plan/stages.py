@@ -22,7 +22,7 @@ from functools import cached_property
 from mycel.errors import PlanError
 from mycel.ir import Atom, Block, Eqn, Program, Var, chains, scan
 from mycel.ops import o
-from mycel.ops.optimisers import OPTIMISERS
+from mycel.ops.optimisers import is_group_update
 from mycel.plan.residuals import backward_part
 
 PARAMETERS, DATA = 1, 2  # what a value depends on; both: it is staged
@@ -181,7 +181,7 @@ class StepFlow:
         inside = {x: v for v, x in self.body.outer.items() if isinstance(x, Var)}
         found: dict[int, Var] = {}
         for eqn in main.eqns[self.body.at + 1 :]:
-            if eqn.op.name not in OPTIMISERS:
+            if not is_group_update(eqn.op):
                 continue
             count = eqn.params["count"]
             for k in range(count):
