@@ -224,8 +224,8 @@ class ShardedModel:
 
     @contextlib.contextmanager
     def complete(self) -> Iterator[None]:
-        """Inside, every rank has its part of what all stages hold; all ranks enter it.  What it is at the end, those who
-        hold it keep."""
+        """Inside, every rank has its part of what all stages hold; all ranks enter it.  What it is at the end, those
+        who hold it keep."""
         if not self.owners or self._completed:
             yield
             return

@@ -60,6 +60,7 @@ class Outcome:
     times: plan.Times
     stages: tuple[str, ...] = ()
     orders: tuple[str, ...] = ()
+    steps: plan.StageCosts | None = None
 
 
 @dataclass
@@ -125,7 +126,8 @@ class LaidOut:
             best = plan.searched(schedule.place, schedule.microbatches, self._stage_costs(split))
             orders = plan.orders_text(best)
         done = under(self.plan.schedule, orders)
-        return Outcome(residuals, done, regions, self._pipeline_times(done), starts, orders)
+        costs = self._stage_costs(done)
+        return Outcome(residuals, done, regions, self._pipeline_times(done, costs), starts, orders, costs)
 
     def _starts(self, flow: plan.StepFlow) -> list[int]:
         """The units at which stages begin: of the modules the plan names, or where the clock has them end."""
@@ -155,12 +157,11 @@ class LaidOut:
         longest = max((sum(v.type.bytes for v in e.vars) for e in sent), default=0)
         return plan.StageCosts(*kinds, message=link.start_s + longest / link.bytes_s)
 
-    def _pipeline_times(self, done: lower.Lowered) -> plan.Times:
+    def _pipeline_times(self, done: lower.Lowered, costs: plan.StageCosts) -> plan.Times:
         """The ranks beside each other: the loop over microbatches as its schedule has it, and the longest of what they
         do around it; memory is that of the rank which needs most."""
         assert done.pipeline is not None
-        costs, schedule = self._stage_costs(done), done.pipeline.schedule
-        line = plan.timeline(schedule, costs)
+        line = plan.timeline(done.pipeline.schedule, costs)
         alone = [self.clock(p, self.compiled(done)) for p in done.pipeline.programs]
         around = max(max(t.seconds - work, 0.0) for t, work in zip(alone, line.work, strict=True))
         fullest = max(alone, key=lambda t: t.peak[DEVICE])
@@ -200,7 +201,7 @@ class LaidOut:
             orders=outcome.orders,
         )
         predicted = Predicted.of(outcome.times, self.task.budget, self.plan.predicted.gap)
-        return replace(self.plan, decided=decided, predicted=predicted)
+        return replace(self.plan, decided=decided, predicted=replace(predicted, steps=outcome.steps))
 
 
 def with_layouts(task: Task, given: Plan) -> tuple[Plan, lower.Distributed | None]:

@@ -658,7 +658,8 @@ class Step:
             lines.append(f"measured peak    {shown(torch.cuda.max_memory_allocated(device))}")
         foreign = sorted({e.params["target"] for b in entry.program.blocks.values() for e in b.eqns if e.op.foreign})
         lines += [f"as torch has it  {', '.join(foreign)}"] if foreign else []
-        spread = entry.lowered.spread
+        spread, pipeline = entry.lowered.spread, entry.lowered.pipeline
+        lines += [lower.schedule_text(pipeline.schedule, entry.plan)] if pipeline is not None else []
         if spread is None:
             return "\n".join([*lines, "", str(entry.program)])
         assert entry.plan.predicted is not None

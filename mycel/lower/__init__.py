@@ -1,7 +1,7 @@
 """Program + Plan -> the programs that run.  Rewriting never decides."""
 
 from mycel.lower.distribute import Distributed, distribute, settled
-from mycel.lower.explain import explain, proved, sent, sent_text
+from mycel.lower.explain import explain, proved, schedule_text, sent, sent_text
 from mycel.lower.hoist import hoist
 from mycel.lower.lowered import Lowered, finished, local_of, lowered, staged, with_regions, with_residuals
 from mycel.lower.overlap import overlap
@@ -11,6 +11,6 @@ from mycel.lower.stages import Pipeline, plain_sums, step_name
 
 __all__ = [
     "Distributed", "Lowered", "Pipeline", "Prices", "distribute", "explain", "finished", "hoist", "local_of",
-    "lowered", "overlap", "plain_sums", "proved", "reside", "sent", "sent_text", "settled", "staged", "step_name",
-    "with_regions", "with_residuals",
+    "lowered", "overlap", "plain_sums", "proved", "reside", "schedule_text", "sent", "sent_text", "settled",
+    "staged", "step_name", "with_regions", "with_residuals",
 ]  # fmt: skip

@@ -32,6 +32,7 @@ from mycel.plan.choices import Choice, Laid, Layouts, Options
 from mycel.plan.clock import DEVICE, Times, times_text
 from mycel.plan.links import Link, Links
 from mycel.plan.residuals import Decision, Residuals
+from mycel.plan.schedule import StageCosts
 
 KEYS = ("program", "compiled", "links", "gathered", "layouts", "residuals", "regions", "stages", "orders")
 SHOWN = 3  # differences that a refusal names
@@ -258,6 +259,7 @@ class Predicted:
     peak, held   bytes: of the whole step, and of what is there between steps; `at` is the line of the peak
     seconds      of one step; `parts`: of each stream, in all and exposed; `assumed`: what they rest on
     gap          how far the layouts may be above the cheapest, as a share of their seconds; 0: none cost less
+    steps        of a pipeline: seconds of the forward, backward and weight steps of each stage, and of a message
     """
 
     peak: int
@@ -268,6 +270,7 @@ class Predicted:
     seconds: float = 0.0
     parts: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     assumed: tuple[str, ...] = ()
+    steps: StageCosts | None = None
 
     @staticmethod
     def of(times: Times, budget: int | None, gap: float) -> Predicted:
@@ -280,14 +283,16 @@ class Predicted:
 
     def data(self) -> dict[str, Any]:
         own = {k: v for k, v in vars(self).items() if v is not None}
+        own |= {"steps": self.steps.data()} if self.steps is not None else {}
         return {**own, "parts": {name: list(part) for name, part in self.parts.items()}, "assumed": list(self.assumed)}
 
     @staticmethod
     def read(data: Any, where: str) -> Predicted:
         try:
             parts = {name: (float(total), float(exposed)) for name, (total, exposed) in data.get("parts", {}).items()}
-            return Predicted(**{**data, "parts": parts, "assumed": tuple(data.get("assumed", ()))})
-        except (TypeError, ValueError, AttributeError) as e:
+            steps = StageCosts.read(data["steps"]) if data.get("steps") else None
+            return Predicted(**{**data, "parts": parts, "assumed": tuple(data.get("assumed", ())), "steps": steps})
+        except (TypeError, ValueError, AttributeError, KeyError) as e:
             raise PlanError(
                 f"{where}: predicted cannot be read\n  because   {e}\n  try       leave `predicted` out"
             ) from e

@@ -30,11 +30,13 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from mycel.errors import PlanError
 
 FORWARD, BACKWARD, WEIGHT = "F", "B", "W"
 KINDS = (FORWARD, BACKWARD, WEIGHT)
+WIDTH = 110  # columns of a drawing
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -70,6 +72,14 @@ class StageCosts:
     def equal(stages: int, forward: float = 1.0, backward: float = 1.0, weight: float = 1.0) -> StageCosts:
         """All stages alike."""
         return StageCosts((forward,) * stages, (backward,) * stages, (weight,) * stages)
+
+    def data(self) -> dict[str, Any]:
+        """Plain data that `read` takes back."""
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in vars(self).items()}
+
+    @staticmethod
+    def read(data: Mapping[str, Any]) -> StageCosts:
+        return StageCosts(**{k: tuple(v) if isinstance(v, list) else v for k, v in data.items()})
 
     def of(self, step: StageStep, splits: bool) -> float:
         """Of one step; backward has the weights with it where the schedule does not split them."""
@@ -194,16 +204,17 @@ class PipelineTimes:
         return max(span - work for span, work in zip(spans, self.work, strict=True))
 
     def __str__(self) -> str:
-        """A row for each rank, a box for each step, dots where it waits; so many columns for the shortest step."""
+        """A row for each rank, a box for each step, dots where it waits; as wide as the labels need, up to WIDTH."""
         shortest = min((self.end[s] - self.start[s] for s in self.end if self.end[s] > self.start[s]), default=1.0)
         several = self.schedule.stages > self.schedule.ranks
         widest = max((len(_label(s, several)) for s in self.end), default=1) + 1
-        unit, rows = shortest / widest, []
+        unit, rows = max(shortest / widest, self.seconds / WIDTH), []
         for rank, order in enumerate(self.schedule.orders):
             row = ""
             for step in order:
                 row += "." * (round(self.start[step] / unit) - len(row))
-                row += _label(step, several).ljust(round(self.end[step] / unit) - len(row), "-")
+                columns = max(round(self.end[step] / unit) - len(row), 0)
+                row += _label(step, several).ljust(columns, "-")[:columns]
             rows.append(f"rank {rank}  {row}")
         return "\n".join(rows)
 
@@ -305,20 +316,26 @@ def zbh1(ranks: int, microbatches: int) -> PipelineSchedule:
     return PipelineSchedule("zbh1", microbatches, tuple(range(ranks)), True, tuple(orders))
 
 
+class _Steps:
+    """The steps of a rank with two stages, each kind of each of them in the order of microbatches."""
+
+    def __init__(self, stages: tuple[int, int]) -> None:
+        self.stages, self.steps = stages, list[StageStep]()
+        self.count = {(kind, chunk): 0 for kind in KINDS for chunk in (0, 1)}
+
+    def add(self, kinds: str, chunk: int) -> None:
+        for kind in kinds:
+            self.steps.append(StageStep(kind, self.stages[chunk], self.count[kind, chunk]))
+            self.count[kind, chunk] += 1
+
+
 def zbv(ranks: int, microbatches: int) -> PipelineSchedule:
     """Stage i and stage 2p - 1 - i on rank i: the last rank turns a microbatch round, the first sees its loss."""
     full = max(2 * ranks - 1, microbatches)
     orders = []
     for rank in range(ranks):
-        stages = (rank, 2 * ranks - 1 - rank)
-        count = {(kind, chunk): 0 for kind in KINDS for chunk in (0, 1)}
-        steps: list[StageStep] = []
-
-        def add(kinds: str, chunk: int, stages=stages, count=count, steps=steps) -> None:
-            for kind in kinds:
-                steps.append(StageStep(kind, stages[chunk], count[kind, chunk]))
-                count[kind, chunk] += 1
-
+        steps = _Steps((rank, 2 * ranks - 1 - rank))
+        add, count = steps.add, steps.count
         for _ in range(2 * (ranks - rank) - 1):
             add("F", 0)
         for _ in range(rank):
@@ -339,7 +356,7 @@ def zbv(ranks: int, microbatches: int) -> PipelineSchedule:
         for chunk in (1, 0):
             while count["W", chunk] < count["B", chunk]:
                 add("W", chunk)
-        orders.append(_whole(steps, microbatches))
+        orders.append(_whole(steps.steps, microbatches))
     place = tuple(s if s < ranks else 2 * ranks - 1 - s for s in range(2 * ranks))
     return PipelineSchedule("zbv", microbatches, place, True, tuple(orders))
 
