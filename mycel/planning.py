@@ -14,7 +14,18 @@ from mycel import lower, plan
 from mycel.errors import PlanError
 from mycel.ir import Eqn, Layout, Program
 from mycel.ops import o
-from mycel.plan import Decided, Hardware, Plan, Predicted, Residuals
+from mycel.plan import (
+    Clock,
+    Costs,
+    Decided,
+    Hardware,
+    Plan,
+    Predicted,
+    Residuals,
+    StageCosts,
+    StepFlow,
+    Times,
+)
 from mycel.plan.clock import DEVICE
 from mycel.sizes import shown
 
@@ -71,8 +82,8 @@ class LaidOut:
     plan: Plan
     spread: lower.Distributed | None
     local: Program
-    costs: plan.Costs
-    clock: plan.Clock
+    costs: Costs
+    clock: Clock
 
     @staticmethod
     def of(task: Task, given: Plan) -> LaidOut:
@@ -129,7 +140,7 @@ class LaidOut:
         costs = self._stage_costs(done)
         return Outcome(residuals, done, regions, self._pipeline_times(done, costs), starts, orders, costs)
 
-    def _starts(self, flow: plan.StepFlow) -> list[int]:
+    def _starts(self, flow: StepFlow) -> list[int]:
         """The units at which stages begin: of the modules the plan names, or where the clock has them end."""
         given = self.plan
         if not isinstance(given.stages, int):
@@ -139,7 +150,7 @@ class LaidOut:
         blocks = plan.cut_blocks(flow, costs, self.clock.links.of((plan.STAGE_AXIS,)))
         return [blocks[i].unit for i in plan.best_cut(blocks, given.stages, flow.body.length)]
 
-    def _stage_costs(self, done: lower.Lowered) -> plan.StageCosts:
+    def _stage_costs(self, done: lower.Lowered) -> StageCosts:
         """Seconds of the steps of each stage, and of the longest message between them."""
         assert done.pipeline is not None and self.clock.links is not None
         schedule, programs = done.pipeline.schedule, done.pipeline.programs
@@ -151,13 +162,13 @@ class LaidOut:
                 return 0.0
             return self.clock(replace(program, entry=name, updates=(), roles={}), self.compiled(done)).seconds
 
-        kinds = [tuple(seconds(kind, s) for s in range(schedule.stages)) for kind in "FBW"]
+        forward, backward, weight = (tuple(seconds(kind, s) for s in range(schedule.stages)) for kind in "FBW")
         link = self.clock.links.of((plan.STAGE_AXIS,))
         sent = [e for p in programs for e in p.main.eqns if e.op is o.begin_send and e.phase != "update"]
         longest = max((sum(v.type.bytes for v in e.vars) for e in sent), default=0)
-        return plan.StageCosts(*kinds, message=link.start_s + longest / link.bytes_s)
+        return StageCosts(forward, backward, weight, link.start_s + longest / link.bytes_s)
 
-    def _pipeline_times(self, done: lower.Lowered, costs: plan.StageCosts) -> plan.Times:
+    def _pipeline_times(self, done: lower.Lowered, costs: StageCosts) -> Times:
         """The ranks beside each other: the loop over microbatches as its schedule has it, and the longest of what they
         do around it; memory is that of the rank which needs most."""
         assert done.pipeline is not None

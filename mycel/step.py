@@ -306,9 +306,8 @@ class Step:
         if self.parts is not None:
             self.parts.split(made.captured.device)
             if done.pipeline is not None:
-                done = done.at(self.parts.place)
                 self.parts.hold(done.pipeline)
-                made = self.parts.own(made)
+                done, made = done.at(self.parts.place), self.parts.own(made)
         program = done.program
         if done.regions:
             warm_up(program, made.captured.device)

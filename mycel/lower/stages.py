@@ -210,10 +210,10 @@ def apart(stages: StageMap) -> StageMap:
         for old, more in added.items():
             own = Var(whole.name(old.name), old.type)
             outs[outs.index(old)] = own
-            total: Var = own
+            whole_sum: Var = own
             for x in more:
-                total = o.add(total, x)
-            totals[old] = total
+                whole_sum = o.add(whole_sum, x)
+            totals[old] = whole_sum
     results = tuple(v for more in added.values() for v in more)
     again = replace(body.eqn, inputs=operands, params=params, outputs=(*outs[:m], *results, *outs[m:]))
     main = program.main
@@ -236,18 +236,14 @@ def _starts(stages: StageMap) -> list[int]:
 
 def _shares(stages: StageMap, summed: CarrySum) -> list[list[Var]]:
     """What is added to a sum, stage by stage; the last stage first, which made its own first."""
-    flow = stages.flow
-    readers: dict[Var, int] = {}
-    for eqn in flow.block.eqns:
-        for v in eqn.vars:
-            readers[v] = readers.get(v, 0) + 1
+    flow, readers = stages.flow, stages.flow.readers
     by_stage: dict[int, list[Var]] = {}
     open_ = [summed.addend]
     while open_:
         x = open_.pop(0)
         at = flow.makers.get(x)
-        eqn = flow.block.eqns[at] if at is not None else None
-        if eqn is not None and readers[x] == 1 and eqn.op in (o.add, o.cast):
+        if at is not None and readers[x] == 1 and flow.block.eqns[at].op in (o.add, o.cast):
+            eqn = flow.block.eqns[at]
             inner = list(eqn.vars)
             widens = eqn.op is o.cast and _is_sum(flow, inner, readers)
             same = eqn.op is o.add and len(inner) == 2 and all(v.shape == x.shape for v in inner)

@@ -15,7 +15,8 @@ type) is *free*: cheap, and computed by every stage that asks for it.  Staged fo
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -164,6 +165,11 @@ class StepFlow:
         return tuple(i for i in range(len(self.block.eqns)) if i in self.staged and i not in self.backward)
 
     @cached_property
+    def readers(self) -> Mapping[Var, int]:
+        """How often equations read a value."""
+        return Counter(v for e in self.block.eqns for v in e.vars)
+
+    @cached_property
     def state(self) -> dict[Var, set[int]]:
         """Carries that are read and changed: the equations that do."""
         found: dict[Var, set[int]] = {}
@@ -216,9 +222,9 @@ def _sources(x: Atom, makers: Mapping[Var, Eqn]) -> set[Var]:
     return {v for v in seen if v not in makers}
 
 
-def _all(flags: Mapping[Var, int], values: Sequence[Var] | object) -> int:
+def _all(flags: Mapping[Var, int], values: Iterable[Var]) -> int:
     found = 0
-    for v in values:  # type: ignore[attr-defined]
+    for v in values:
         found |= flags.get(v, 0)
     return found
 
@@ -315,7 +321,10 @@ def _sink(
         for v in block.eqns[i].vars:
             if v in of:
                 readers.setdefault(v, set()).add(stage)
-    ends = {s.eqn: max(users.get(flow.trained.get(j), {of.get(s.addend, 0)})) for j, s in flow.sums.items()}
+    ends: dict[int, int] = {}
+    for j, s in flow.sums.items():
+        own = {of.get(s.addend, 0)}
+        ends[s.eqn] = max(users.get(flow.trained[j], own) if j in flow.trained else own)
     for i in sorted(eqns, reverse=True):
         if i not in flow.backward:
             continue

@@ -9,7 +9,7 @@ can go on, RunError says who waits for whom.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,6 +39,7 @@ from mycel.ops import o
 from mycel.ops.collective import COMMUNICATORS, each, reduced
 
 Values = list[Any]  # one for each rank; a literal stands for itself on all
+Waiting = Generator[str, None, list[Values]]  # what is waited for, and in the end what has come
 
 
 def simulate(program: Program, mesh: Mesh, inputs: Sequence[Values]) -> list[Values]:
@@ -234,7 +235,7 @@ class _StageRanks(_Ranks):
             values.update(zip(eqn.outputs, (yield from self.waited(eqn, args)), strict=True))
         self.results = [values[x] if isinstance(x, Var) else [x] * self.n for x in block.outputs]
 
-    def waited(self, eqn: Eqn, args: list[Values]) -> Iterator[str]:
+    def waited(self, eqn: Eqn, args: list[Values]) -> Waiting:
         """An equation of the entry."""
         p, queues, token = eqn.params, self.queues, [[torch.tensor(0)] * self.n]
         at = f"at {eqn.line or 'the end of the step'}"
@@ -259,7 +260,7 @@ class _StageRanks(_Ranks):
             return (yield from self.between_stages(eqn, args, at))
         return self.eqn(eqn, args)
 
-    def between_stages(self, eqn: Eqn, args: list[Values], at: str) -> Iterator[str]:
+    def between_stages(self, eqn: Eqn, args: list[Values], at: str) -> Waiting:
         """A collective over the stages: ranks of the same place in each."""
         board = self.queues.boards.setdefault(self.collectives, {})
         self.collectives += 1
