@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from mycel import lower, plan, transform
+from mycel import lower, plan
 from mycel.capture import MISS, Captured, Facts, bind, make_room
 from mycel.capture import capture as capture_call
 from mycel.capture.bind import Call
@@ -46,12 +46,13 @@ class Forward:
         self.entries: list[Signature] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        for entry in self.entries:
-            out = entry.call(args, kwargs)
-            if out is not MISS:
-                return out
-        refuse_without_data(args, kwargs, self.model)
-        return self.prepare(*args, **kwargs).entries[0].call(args, kwargs)
+        with self.parts.complete() if self.parts is not None else contextlib.nullcontext():
+            for entry in self.entries:
+                out = entry.call(args, kwargs)
+                if out is not MISS:
+                    return out
+            refuse_without_data(args, kwargs, self.model)
+            return self.prepare(*args, **kwargs).entries[0].call(args, kwargs)
 
     def local(self, *args: Any, **kwargs: Any) -> Local:
         """The same, called with this rank's part of batches like this one, which needs no data: see `Step.local`."""
@@ -81,9 +82,9 @@ class Forward:
             inputs, gathered = parts.given(unsharded)
             task = Task(program, program.entry, plan.hardware_of(captured.device), False, inputs, gathered)
             spread = with_layouts(task, parts.plan.given)[1]
-            assert spread is not None
             parts.split(captured.device)
-            local = check(lower.overlap(check(lower.hoist(transform.simplify(spread.local)))))
+            local = lower.local_of(program, spread)
+            local = local if spread is None else check(lower.overlap(check(lower.hoist(local))))
             run, feed = parts.connected(load(local, captured.device, reuse=True)[0]), parts.feed(unsharded, spread)
 
         def bound(batch: tuple[Var, ...], fed: Fed) -> Call:

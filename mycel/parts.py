@@ -5,7 +5,8 @@
     their state    as the parameters; under ZeRO split once more
 
 A parameter's own tensor becomes the rank's part when a step is first compiled, or was made as one (`adopt`); the shape
-of the whole is remembered, and shown again whenever the model is captured.
+of the whole is remembered, and shown again whenever the model is captured.  In a pipeline a rank holds what its stages
+use (`hold`), and what others hold just while it is asked for (`complete`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import functools
 import math
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -24,11 +25,11 @@ from mycel.capture import Captured
 from mycel.errors import PlanError, TrainError
 from mycel.feed import Feed, feed_of
 from mycel.ir import Layout, Program, Role, Type, part
-from mycel.lower import Distributed
+from mycel.lower import Distributed, Pipeline
 from mycel.ops.collective import COMMUNICATORS
 from mycel.ops.optimisers import StateSlot
 from mycel.optimizers import Bound
-from mycel.plan import Plan
+from mycel.plan import STAGE_AXIS, Plan
 from mycel.run import boxes, part_of, world
 from mycel.run.rendezvous import seat
 
@@ -62,7 +63,10 @@ class ShardedModel:
     # of each piece of state: how it lies, and its type as a whole
     slots: dict[Role, tuple[Layout, Type]] = field(default_factory=dict)
     is_split: bool = False
+    # in a pipeline: the places along its axis that hold a tensor, by name; what is not there, all do
+    owners: dict[str, tuple[int, ...]] = field(default_factory=dict)
     _open: int = 0
+    _completed: bool = False
 
     def __post_init__(self) -> None:
         self.shapes = {name: x.shape for name, x in self.tensors()}
@@ -175,6 +179,94 @@ class ShardedModel:
         if done or self.plan.zero:
             self._guard(bool(done))
 
+    # -- stages of a pipeline
+
+    @property
+    def place(self) -> int:
+        """Of this rank along the axis of stages."""
+        return self.plan.mesh.index(self.ranks.rank, (STAGE_AXIS,))
+
+    def is_own(self, name: str) -> bool:
+        return self.place in self.owners.get(name, (self.place,))
+
+    def hold(self, pipeline: Pipeline) -> None:
+        """From now on this rank holds what its stages use."""
+        owners = {role.name: ranks for role, ranks in pipeline.owners.items() if role.kind in ("parameter", "buffer")}
+        by_id = {id(x): name for name, x in reversed(list(self.tensors())) if name in owners}
+        owners = {name: owners[by_id[id(x)]] for name, x in self.tensors() if id(x) in by_id}
+        if self.owners and owners != self.owners:
+            other = next(name for name in owners if owners[name] != self.owners.get(name))
+            raise PlanError(
+                f"the stages of this batch would hold other parameters than those of the first one: {other}\n"
+                "  try       stages: by the names of modules, or batches of one shape"
+            )
+        if not self.owners:
+            self._guard(True)
+        self.owners = owners
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """What other stages hold is not here."""
+        for name, x in self.tensors():
+            if not self.is_own(name):
+                x.data = _without_data(x, self.shapes[name])
+                self.optimizer.state.pop(x, None)
+
+    def own(self, unsharded: UnshardedStep) -> UnshardedStep:
+        """A step whose groups have the parameters of this rank."""
+        groups = []
+        for bound in unsharded.groups:
+            mine = [i for i, name in enumerate(bound.group.params) if self.is_own(name)]
+            group = replace(bound.group, params=tuple(bound.group.params[i] for i in mine))
+            if mine:
+                groups.append(replace(bound, group=group, params=tuple(bound.params[i] for i in mine)))
+        return replace(unsharded, groups=tuple(groups))
+
+    @contextlib.contextmanager
+    def complete(self) -> Iterator[None]:
+        """Inside, every rank has its part of what all stages hold; all ranks enter it.  What it is at the end, those
+        who hold it keep."""
+        if not self.owners or self._completed:
+            yield
+            return
+        self._completed = True
+        try:
+            self._fetch()
+            yield
+        finally:
+            self._completed = False
+            self._let_go()
+
+    def _fetch(self) -> None:
+        """What others hold, from the first of them."""
+        done: set[int] = set()
+        for name, x in self.tensors():
+            if name not in self.owners or id(x) in done:
+                continue
+            done.add(id(x))
+            shape = boxes.stored(tuple(self.shapes[name]), self.layouts[name], self.plan.mesh)
+            held = self._from_first(name, x.data, shape, x.dtype)
+            if not self.is_own(name):
+                x.data = held
+        params = dict(self.model.named_parameters())
+        roles = [role for role in self.slots if role.kind == "state" and role.of in params]
+        there = torch.tensor([role.name in self.optimizer.state.get(params[role.of], {}) for role in roles])
+        there = self.ranks.all_reduce(there.int(), (STAGE_AXIS,), ">").bool()
+        for role, is_there in zip(roles, there.tolist(), strict=True):
+            if is_there and role.of in self.owners:
+                layout, type = self.slots[role]
+                state = self.optimizer.state[params[role.of]]
+                shape = boxes.stored(type.shape, layout, self.plan.mesh)
+                held = self._from_first(role.of, state.get(role.name), shape, type.dtype)
+                if not self.is_own(role.of):
+                    state[role.name] = held
+
+    def _from_first(self, name: str, held: Any, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor as the first of those who hold it has it."""
+        first = self.owners[name][0]
+        own = held if self.place == first else torch.zeros(tuple(shape), dtype=dtype, device=self.ranks.device)
+        return self.ranks.all_gather(own.unsqueeze(0).to(self.ranks.device), (STAGE_AXIS,), 0)[first].clone()
+
     def _guard(self, model: bool) -> None:
         """Whoever calls the `model`, if that is in parts, or asks it or the optimiser for their state, is told what to
         do instead."""
@@ -267,9 +359,10 @@ class ShardedModel:
 
     # -- what this rank takes of a batch
 
-    def feed(self, unsharded: UnshardedStep, sharded: Distributed) -> Feed:
+    def feed(self, unsharded: UnshardedStep, sharded: Distributed | None) -> Feed:
         """How a step that lies as was found is fed on this rank."""
-        layouts = {v.name: layout for v, layout in zip(sharded.whole.inputs, sharded.inputs, strict=True)}
+        lying = zip(sharded.whole.inputs, sharded.inputs, strict=True) if sharded is not None else ()
+        layouts = {v.name: layout for v, layout in lying}
         return feed_of(unsharded.captured, unsharded.program, layouts, self.plan.mesh, self.ranks.rank)
 
     def slices(self, name: str, shape: Sequence[int]) -> tuple[slice, ...]:

@@ -1,4 +1,5 @@
-"""From a step's program to its plan: layouts, what backward computes again, what is compiled as one.
+"""From a step's program to its plan: layouts, what backward computes again, what is compiled as one, and of a pipeline
+where it is cut and in which order its steps run.
 
 Deciding needs prices of lowered programs, so this room looks into both `plan` and `lower`; what comes out is a Plan,
 and `lower.lowered` of that Plan is the program that runs.
@@ -14,7 +15,20 @@ from mycel import lower, plan
 from mycel.errors import PlanError
 from mycel.ir import DEVICE, HOST, Eqn, Layout, Program
 from mycel.offloading import Choice, Mover, Spaces
-from mycel.plan import Decided, Hardware, Offloaded, Plan, Predicted, Residuals
+from mycel.ops import o
+from mycel.plan import (
+    Clock,
+    Costs,
+    Decided,
+    Hardware,
+    Offloaded,
+    Plan,
+    Predicted,
+    Residuals,
+    StageCosts,
+    StepFlow,
+    Times,
+)
 from mycel.sizes import shown
 
 WORTH = 0.005  # the share of a step that compiling a stretch between calls must save
@@ -44,6 +58,8 @@ def planned(task: Task, given: Plan) -> tuple[Plan, lower.Lowered]:
     is."""
     if given.decided is not None:
         return _applied(task, given)
+    if given.is_pipeline and not given.offload.is_none:
+        raise PlanError("a pipeline moves nothing to the host yet\n  try       offload: none, or a plan without stages")
     step = LaidOut.of(task, given)
     if given.offload.is_none:
         outcome = plan.decide(step.under, step.pairs, step.costs, task.budget, given.recompute)
@@ -61,6 +77,9 @@ class Outcome:
     regions: Mapping[str, tuple[str, ...]]
     times: plan.Times
     moved: Offloaded | None = None
+    stages: tuple[str, ...] = ()
+    orders: tuple[str, ...] = ()
+    steps: plan.StageCosts | None = None
 
 
 @dataclass
@@ -71,13 +90,13 @@ class LaidOut:
     plan: Plan
     spread: lower.Distributed | None
     local: Program
-    costs: plan.Costs
-    clock: plan.Clock
+    costs: Costs
+    clock: Clock
 
     @staticmethod
     def of(task: Task, given: Plan) -> LaidOut:
         laid_out, spread = with_layouts(task, given)
-        local = lower.local_of(task.program, spread)
+        local = lower.local_of(task.program, spread, given.is_pipeline)
         links = task.hardware.links(given.mesh)
         costs = plan.Costs(local, task.hardware, task.compiled, links)
         clock = plan.Clock(task.hardware, links, moves=not given.offload.is_none)
@@ -95,8 +114,84 @@ class LaidOut:
         names, regions = frozenset[str](), dict[str, tuple[str, ...]]()
         if self.task.compiled and self.task.outlines:
             resident, names, regions = self._outlined(resident)
+        if self.plan.is_pipeline:
+            return self._in_stages(residuals, resident, names, regions)
         done = lower.Lowered(lower.finished(resident, self.spread), names, self.spread)
         return Outcome(residuals, done, regions, self.clock(done.program, self.compiled(done)))
+
+    def _in_stages(
+        self,
+        residuals: Residuals,
+        resident: Program,
+        names: frozenset[str],
+        regions: Mapping[str, tuple[str, ...]],
+    ) -> Outcome:
+        """A pipeline: cut as the plan says or by the clock, its schedule as named or searched."""
+        assert self.plan.decided is not None
+        body = self.task.body
+        summed = lower.plain_sums(resident, body)
+        flow = plan.StepFlow(summed, body)
+        starts = tuple(flow.block.eqns[i].outputs[0].name for i in self._starts(flow))
+        decided = replace(self.plan.decided, residuals=residuals, stages=starts)
+
+        def under(schedule: str, orders: tuple[str, ...] = ()) -> lower.Lowered:
+            ordered = replace(self.plan, schedule=schedule, decided=replace(decided, orders=orders))
+            return lower.staged(summed, names, self.spread, ordered, body)
+
+        orders: tuple[str, ...] = ()
+        if self.plan.schedule == "searched":
+            split = under("zbh1")
+            assert split.pipeline is not None
+            schedule = split.pipeline.schedule
+            best = plan.searched(schedule.place, schedule.microbatches, self._stage_costs(split))
+            orders = plan.orders_text(best)
+        done = under(self.plan.schedule, orders)
+        costs = self._stage_costs(done)
+        times = self._pipeline_times(done, costs)
+        return Outcome(residuals, done, regions, times, stages=starts, orders=orders, steps=costs)
+
+    def _starts(self, flow: StepFlow) -> list[int]:
+        """The units at which stages begin: of the modules the plan names, or where the clock has them end."""
+        given = self.plan
+        if not isinstance(given.stages, int):
+            return plan.starts_of(flow, given.stages)
+        costs = plan.Costs(flow.program, self.task.hardware, self.task.compiled, self.clock.links)
+        assert self.clock.links is not None
+        blocks = plan.cut_blocks(flow, costs, self.clock.links.of((plan.STAGE_AXIS,)))
+        return [blocks[i].unit for i in plan.best_cut(blocks, given.stages, flow.body.length)]
+
+    def _stage_costs(self, done: lower.Lowered) -> StageCosts:
+        """Seconds of the steps of each stage, and of the longest message between them."""
+        assert done.pipeline is not None and self.clock.links is not None
+        schedule, programs = done.pipeline.schedule, done.pipeline.programs
+
+        def seconds(kind: str, stage: int) -> float:
+            program = programs[schedule.place[stage]]
+            name = lower.step_name(kind, stage)
+            if name not in program.blocks:
+                return 0.0
+            return self.clock(replace(program, entry=name, updates=(), roles={}), self.compiled(done)).seconds
+
+        forward, backward, weight = (tuple(seconds(kind, s) for s in range(schedule.stages)) for kind in "FBW")
+        link = self.clock.links.of((plan.STAGE_AXIS,))
+        sent = [e for p in programs for e in p.main.eqns if e.op is o.begin_send and e.phase != "update"]
+        longest = max((sum(v.type.bytes for v in e.vars) for e in sent), default=0)
+        return StageCosts(forward, backward, weight, link.start_s + longest / link.bytes_s)
+
+    def _pipeline_times(self, done: lower.Lowered, costs: StageCosts) -> Times:
+        """The ranks beside each other: the loop over microbatches as its schedule has it, and the longest of what they
+        do around it; memory is that of the rank which needs most."""
+        assert done.pipeline is not None
+        line = plan.timeline(done.pipeline.schedule, costs)
+        alone = [self.clock(p, self.compiled(done)) for p in done.pipeline.programs]
+        around = max(max(t.seconds - work, 0.0) for t, work in zip(alone, line.work, strict=True))
+        fullest = max(alone, key=lambda t: t.peak[DEVICE])
+        busiest = max(alone, key=lambda t: t.seconds)
+        bubble = line.seconds - max(line.work)
+        shares = {**busiest.parts, "bubble": plan.StreamShare(bubble, bubble)}
+        return replace(
+            fullest, seconds=line.seconds + around, assumed=busiest.assumed, clock=None, program=None, shares=shares
+        )
 
     def _outlined(self, resident: Program) -> tuple[Program, frozenset[str], dict[str, tuple[str, ...]]]:
         """Stretches between calls that are worth compiling as one; by block the first value of each."""
@@ -119,9 +214,16 @@ class LaidOut:
     def plan_of(self, outcome: Outcome) -> Plan:
         """Everything decided."""
         assert self.plan.decided is not None and self.plan.predicted is not None
-        decided = replace(self.plan.decided, residuals=outcome.residuals, regions=outcome.regions, moved=outcome.moved)
+        decided = replace(
+            self.plan.decided,
+            residuals=outcome.residuals,
+            regions=outcome.regions,
+            moved=outcome.moved,
+            stages=outcome.stages,
+            orders=outcome.orders,
+        )
         predicted = Predicted.of(outcome.times, self.task.budget, self.plan.predicted.gap)
-        return replace(self.plan, decided=decided, predicted=predicted)
+        return replace(self.plan, decided=decided, predicted=replace(predicted, steps=outcome.steps))
 
 
 def _with_moves(step: LaidOut, given: Plan) -> Outcome:
@@ -196,6 +298,9 @@ def _too_little(times: plan.Times, spaces: Spaces) -> str:
 def with_layouts(task: Task, given: Plan) -> tuple[Plan, lower.Distributed | None]:
     """The plan with layouts decided, and the program spread over the ranks; on one device there is nothing to
     decide."""
+    if given.is_pipeline:  # as each stage's ranks would do it
+        inside, spread = with_layouts(task, given.inside)
+        return replace(given, decided=inside.decided, predicted=inside.predicted), spread
     nothing = Residuals(task.body, ())
     if given.mesh.world == 1:
         main = task.program.main
@@ -230,7 +335,7 @@ def _applied(task: Task, decided_plan: Plan) -> tuple[Plan, lower.Lowered]:
             f"the plan needs {shown(decided_plan.peak)}, the budget is {shown(budget)}\n"
             "  try       plan.given, to decide anew"
         )
-    if decided_plan.mesh.world == 1:
+    if decided_plan.inside.mesh.world == 1:
         decided.refuse_other(task.program)
     done = lower.lowered(task.program, decided_plan)
     if done.spread is not None:

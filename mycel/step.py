@@ -305,9 +305,12 @@ class Step:
         with self.parts.whole() if self.parts is not None else contextlib.nullcontext():
             made = self._unsharded(args, kwargs, data)
         decided, done = planned(self._task(made), self._given())
-        program = done.program
         if self.parts is not None:
             self.parts.split(made.captured.device)
+            if done.pipeline is not None:
+                self.parts.hold(done.pipeline)
+                done, made = done.at(self.parts.place), self.parts.own(made)
+        program = done.program
         if done.regions:
             warm_up(program, made.captured.device)
         code, source = load(program, made.captured.device, reuse=True, donate=True, compiled=set(done.regions))
@@ -315,7 +318,7 @@ class Step:
             self._host = (self._host or HostSpace(made.captured.device)).prepare(program)
             code = self._host.connected(code)
         feed = feed_of(made.captured, made.program)
-        if self.parts is not None and done.spread is not None:
+        if self.parts is not None:
             code, feed = self.parts.connected(code), self.parts.feed(made, done.spread)
         call, local = self._bound(made, program, code, feed)
         signature = optimizers.signature(self.optimizer, self.by_rule)
@@ -369,7 +372,7 @@ class Step:
     def _unsharded(self, args: tuple[Any, ...], kwargs: dict[str, Any], data: Arguments | None = None) -> UnshardedStep:
         """The whole step as one program, on one device; manual regions are those of the mesh.  `data`: the batch, where
         the arguments hold none."""
-        with meshed(self.written.mesh if self.written is not None else None):
+        with meshed(self.written.inside.mesh if self.written is not None else None):
             return self._captured(args, kwargs, data or (args, kwargs))
 
     def _captured(self, args: tuple[Any, ...], kwargs: dict[str, Any], data: Arguments) -> UnshardedStep:
@@ -668,7 +671,8 @@ class Step:
         lines += self._travels(entry)
         foreign = sorted({e.params["target"] for b in entry.program.blocks.values() for e in b.eqns if e.op.foreign})
         lines += [f"as torch has it  {', '.join(foreign)}"] if foreign else []
-        spread = entry.lowered.spread
+        spread, pipeline = entry.lowered.spread, entry.lowered.pipeline
+        lines += [lower.schedule_text(pipeline.schedule, entry.plan)] if pipeline is not None else []
         if spread is None:
             return "\n".join([*lines, "", str(entry.program)])
         assert entry.plan.predicted is not None

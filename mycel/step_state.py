@@ -10,6 +10,7 @@ model.NAME, optimizer.NAME.SLOT, step.NAME          tensors of a checkpoint
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -91,6 +92,17 @@ def wanted(parts: ShardedModel, own: Tensors, manifest: Manifest) -> Wanted:
     return specs
 
 
+def of_all_stages(method: Callable[..., Any]) -> Callable[..., Any]:
+    """In a pipeline: while every rank has what all stages hold."""
+
+    @functools.wraps(method)
+    def run(self: StepState, *args: Any, **kwargs: Any) -> Any:
+        with self.split.complete() if self.split is not None else contextlib.nullcontext():
+            return method(self, *args, **kwargs)
+
+    return run
+
+
 class StepState:
     """The state of one step; `counters` gives and takes the numbers that it keeps."""
 
@@ -117,6 +129,7 @@ class StepState:
 
     # -- whole -------------------------------------------------------------------------------------------------------
 
+    @of_all_stages
     def state_dict(self) -> dict[str, Any]:
         """{"model", "optimizer", "step"}: the first two as torch's own, whole on every rank; all of them call this."""
         settle_copies(self.optimizer)
@@ -131,6 +144,7 @@ class StepState:
             state[i] = {slot: self._whole_slot(name, slot, x) for slot, x in held.items()}
         return {"model": model, "optimizer": {**optimizer, "state": state}, "step": self.counters()}
 
+    @of_all_stages
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from what `state_dict` gave, under any plan; every rank is given all of it, and takes its part."""
         if missing := [name for name in ("model", "optimizer", "step") if name not in state]:
@@ -156,27 +170,31 @@ class StepState:
         if parts is None:
             yield self.model
             return
+        with parts.complete(), parts.opened():
+            yield from self._gathered(parts, rank)
+
+    def _gathered(self, parts: ShardedModel, rank: int | None) -> Iterator[nn.Module]:
+        """The model put together from the parts of all ranks; then in parts again."""
         held = {name: x for name, x in parts.tensors() if not parts.layouts[name].is_whole}
         before = {name: x.data for name, x in held.items()}
-        with parts.opened():
-            done: set[int] = set()
+        done: set[int] = set()
+        for name, x in held.items():
+            if id(x) not in done:
+                done.add(id(x))
+                gathered = parts.gather(before[name], parts.layouts[name], parts.shapes[name])
+                if rank is None or rank == self.rank:
+                    x.data = gathered.clone() if gathered is before[name] else gathered
+        try:
+            yield self.model
+        finally:
+            done.clear()
             for name, x in held.items():
-                if id(x) not in done:
-                    done.add(id(x))
-                    gathered = parts.gather(before[name], parts.layouts[name], parts.shapes[name])
-                    if rank is None or rank == self.rank:
-                        x.data = gathered.clone() if gathered is before[name] else gathered
-            try:
-                yield self.model
-            finally:
-                done.clear()
-                for name, x in held.items():
-                    if id(x) in done:
-                        continue
-                    done.add(id(x))
-                    if rank is None:
-                        before[name].copy_(part_of(x.data, parts.layouts[name], parts.plan.mesh, self.rank))
-                    x.data = before[name]
+                if id(x) in done:
+                    continue
+                done.add(id(x))
+                if rank is None:
+                    before[name].copy_(part_of(x.data, parts.layouts[name], parts.plan.mesh, self.rank))
+                x.data = before[name]
 
     def _whole(self, name: str, x: Any) -> Any:
         if not isinstance(x, torch.Tensor):
@@ -219,6 +237,7 @@ class StepState:
         self._process().tell(None)  # it is there for all
         return folder
 
+    @of_all_stages
     def save(self, folder: str | Path, number: int, keep: int) -> Path:
         """A checkpoint FOLDER/step-NUMBER, written by all ranks; when this returns it is on disk."""
         with self._open():
@@ -233,6 +252,7 @@ class StepState:
             raise CheckpointError(next(iter(saver.poll()), "nothing was saved"))
         return saver.last
 
+    @of_all_stages
     def load(self, folder: str | Path) -> int:
         """Continue from the newest undamaged checkpoint in a folder (or from the checkpoint that it is), saved under
         any plan: the number of steps it was saved after.  A folder of weights alone gives the model those."""

@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "plan": {"errors", "ir", "ops", "sizes"},
     "lower": {"errors", "ir", "ops", "transform", "plan"},
     "offloading": {"ir", "plan", "lower"},
-    "planning": {"errors", "sizes", "ir", "plan", "lower", "offloading"},
+    "planning": {"errors", "sizes", "ir", "ops", "plan", "lower", "offloading"},
     "run": {"errors", "sizes", "ir", "ops"},
     "api": {"errors", "ir", "ops", "capture", "transform", "run"},
     "derivatives": {"errors", "ir", "ops", "capture", "transform", "run", "api"},

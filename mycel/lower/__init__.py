@@ -1,16 +1,17 @@
 """Program + Plan -> the programs that run.  Rewriting never decides."""
 
 from mycel.lower.distribute import Distributed, distribute, settled
-from mycel.lower.explain import explain, proved, sent, sent_text
+from mycel.lower.explain import explain, proved, schedule_text, sent, sent_text
 from mycel.lower.hoist import hoist
-from mycel.lower.lowered import Lowered, finished, local_of, lowered, with_moves, with_regions, with_residuals
+from mycel.lower.lowered import Lowered, finished, local_of, lowered, staged, with_moves, with_regions, with_residuals
 from mycel.lower.offload import offload, split_updates
 from mycel.lower.overlap import overlap
 from mycel.lower.price import Prices
 from mycel.lower.residency import reside
+from mycel.lower.stages import Pipeline, plain_sums, step_name
 
 __all__ = [
-    "Distributed", "Lowered", "Prices", "distribute", "explain", "finished", "hoist", "local_of", "lowered",
-    "offload", "overlap", "proved", "reside", "sent", "sent_text", "settled", "split_updates", "with_moves",
-    "with_regions", "with_residuals",
+    "Distributed", "Lowered", "Pipeline", "Prices", "distribute", "explain", "finished", "hoist", "local_of",
+    "lowered", "offload", "overlap", "plain_sums", "proved", "reside", "schedule_text", "sent", "sent_text",
+    "settled", "split_updates", "staged", "step_name", "with_moves", "with_regions", "with_residuals",
 ]  # fmt: skip

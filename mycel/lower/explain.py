@@ -18,9 +18,11 @@ from mycel.ir import Atom, Axes, Block, Eqn, Layout, Program, Var, order, runs, 
 from mycel.ir.text import value_text
 from mycel.lower.distribute import Distributed
 from mycel.lower.spmd import LoweredBlock, interface, lowered_block
+from mycel.plan import PipelineSchedule, Plan, timeline
 from mycel.plan.links import sent_by
 
 WIDTH = 100  # at most, before the comment of a line
+SHOWN = 64  # stages times microbatches that a schedule is drawn for
 
 
 def sent(program: Program) -> dict[Axes, float]:
@@ -110,3 +112,23 @@ def _output(x: Atom, layout: Layout) -> str:
 
 def _bytes(count: float) -> str:
     return f"{count:,.0f} bytes"
+
+
+def schedule_text(schedule: PipelineSchedule, plan: Plan) -> str:
+    """A pipeline: where it is cut, how long ranks wait, and a row of steps for each of them."""
+    assert plan.decided is not None and plan.predicted is not None
+    lines = [
+        f"pipeline         {schedule.stages} stages on {schedule.ranks} ranks, {schedule.microbatches} microbatches, "
+        f"schedule {plan.schedule}"
+    ]
+    lines += [f"  begin at       {', '.join(plan.decided.stages)}"]
+    if plan.predicted.steps is not None:
+        times = timeline(schedule, plan.predicted.steps)
+        lines += [
+            f"  in all         {times.seconds * 1e3:.2f} ms, of which ranks wait "
+            f"{', '.join(f'{idle * 1e3:.2f}' for idle in times.idle)} ms"
+        ]
+        lines += (
+            [f"  {row}" for row in str(times).splitlines()] if schedule.microbatches * schedule.stages <= SHOWN else []
+        )
+    return "\n".join(lines)

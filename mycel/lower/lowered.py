@@ -5,6 +5,7 @@ reside       what forward does not keep, backward computes again
 hoist        what blocks gather, their callers gather
 fuse         updates of many parameters in one
 outline      stretches between calls that are compiled as one
+stages       of a pipeline: one program for the ranks of each
 overlap      collectives begin early and end late
 offload      values leave for the host and come back
 """
@@ -21,35 +22,58 @@ from mycel.lower.hoist import hoist
 from mycel.lower.offload import offload
 from mycel.lower.overlap import overlap
 from mycel.lower.residency import reside
-from mycel.plan import Offloaded, Plan, Residuals
+from mycel.lower.stages import Pipeline, pipelined, plain_sums
+from mycel.plan import STAGE_AXIS, Offloaded, Plan, Residuals, StepBody
 
 
 @dataclass(frozen=True)
 class Lowered:
-    """The program of every rank, the blocks of it to compile; and on several ranks how it was spread."""
+    """The program of every rank, the blocks of it to compile; and on several ranks how it was spread.  Of a pipeline
+    `program` is that of the ranks of one place, the first, and `pipeline` has all of them."""
 
     program: Program
     regions: frozenset[str] = frozenset()
     spread: Distributed | None = None
+    pipeline: Pipeline | None = None
+
+    def at(self, place: int) -> Lowered:
+        """As the ranks of one place of the pipeline run it."""
+        assert self.pipeline is not None
+        return replace(self, program=self.pipeline.programs[place])
 
 
 def lowered(program: Program, plan: Plan) -> Lowered:
     """A global program under a plan that is decided."""
     assert plan.decided is not None
-    spread = distribute(program, plan) if plan.mesh.world > 1 else None
-    resident = with_residuals(local_of(program, spread), plan.decided.residuals, spread)
-    if not plan.decided.compiled:
-        done = Lowered(finished(resident, spread), spread=spread)
-    else:
+    inside = plan.inside
+    spread = distribute(program, inside) if inside.mesh.world > 1 else None
+    resident = with_residuals(local_of(program, spread, plan.is_pipeline), plan.decided.residuals, spread)
+    names = frozenset[str]()
+    if plan.decided.compiled:
         chosen = plan.decided.regions
-        outlined, names = with_regions(resident, lambda block, run: run[0].outputs[0].name in chosen.get(block, ()))
-        done = Lowered(finished(outlined, spread), names, spread)
-    return with_moves(done, plan.decided.moved)
+        resident, names = with_regions(resident, lambda block, run: run[0].outputs[0].name in chosen.get(block, ()))
+    if plan.is_pipeline:
+        body = plan.decided.residuals.body
+        return staged(plain_sums(resident, body), names, spread, plan, body)
+    return with_moves(Lowered(finished(resident, spread), names, spread), plan.decided.moved)
 
 
-def local_of(program: Program, spread: Distributed | None) -> Program:
-    """What is left to a rank of a program."""
-    return program if spread is None else check(transform.simplify(spread.local))
+def staged(summed: Program, regions: frozenset[str], spread: Distributed | None, plan: Plan, body: str) -> Lowered:
+    """The stages of a step with plain sums, as its plan has decided."""
+    assert plan.decided is not None
+    parts = StepBody.of(summed, body).length
+    schedule = plan.schedule_of(parts)
+    pipeline = pipelined(summed, body, plan.decided.stages, schedule, STAGE_AXIS)
+    done = replace(pipeline, programs=tuple(check(overlap(p)) for p in pipeline.programs))
+    names = regions | {name for name, of in pipeline.derived.items() if of in regions}
+    return Lowered(done.programs[0], names, spread, done)
+
+
+def local_of(program: Program, spread: Distributed | None, simplified: bool = False) -> Program:
+    """What is left to a rank of a program; `simplified`, where nothing is."""
+    if spread is None and not simplified:
+        return program
+    return check(transform.simplify(program if spread is None else spread.local))
 
 
 def with_residuals(local: Program, residuals: Residuals, spread: Distributed | None) -> Program:

@@ -12,6 +12,10 @@
                                                                a partial sum
     t = begin(x, z, op="all_reduce", axes=("dp",), count=2)    the same for several tensors in one message, unwaited for
     y, w = finish(t, x, z, op="all_reduce", …)                 what it brought
+    t = begin_send(x, z, axes=("pp",), count=4, to=1, tag=7)   tensors to the rank with this index along the axes,
+    finish_send(t, x, z, …)                                    without waiting; they have been taken, and may change
+    t = begin_receive(axes=("pp",), count=4, source=0, tag=7, shapes=…, dtypes=…)
+    x, z = finish_receive(t, …)                                what a rank sent under the same tag
     i = place(axes=("tp",), count=4)                           this rank's index along the axes
 
 `count` is the number of ranks along the axes, so that types need no mesh.  Parts are of equal size, the last ones
@@ -323,6 +327,39 @@ def finish(token, *xs, op, axes, count, kind="+", dims=(), sizes=()):
     ys = communicator().wait(token)
     if op == "all_gather":
         ys = [y if y.shape[d] == n else y.narrow(d, 0, n) for y, d, n in zip(ys, dims, sizes, strict=True)]
+    return tuple(ys) if len(ys) > 1 else ys[0]
+
+
+# -- from one rank to another: what programs that differ say to each other, in order by their tags
+
+
+@op(types=lambda *xs, **_: Type(torch.int64, ()), free=True, compiles=False, by_rank=True, effect=True)
+def begin_send(*xs, axes, count, to, tag):
+    """Begin to send tensors to the rank with the index `to` along the axes, which receives them under the same tag."""
+    return communicator().start_send(xs, axes, to, tag)
+
+
+@op(types=lambda token, *xs, **_: Type(torch.int64, ()), free=True, compiles=False, by_rank=True, effect=True)
+def finish_send(token, *xs, axes, count, to, tag):
+    """Wait until tensors have been taken; until then nobody may write over them."""
+    communicator().wait_sent(token)
+    return token
+
+
+@op(types=lambda *, shapes, dtypes, **_: Type(torch.int64, ()), free=True, compiles=False, by_rank=True, effect=True)
+def begin_receive(*, axes, count, source, tag, shapes, dtypes):
+    """Be ready for tensors of these shapes and types from the rank with the index `source` along the axes."""
+    return communicator().start_receive(shapes, dtypes, axes, source, tag)
+
+
+def received_types(token, *, shapes, dtypes, **_):
+    return tuple(Type(dtype, shape) for shape, dtype in zip(shapes, dtypes, strict=True))
+
+
+@op(types=received_types, free=True, compiles=False, by_rank=True, effect=True)
+def finish_receive(token, *, axes, count, source, tag, shapes, dtypes):
+    """What another rank has sent."""
+    ys = communicator().wait_received(token)
     return tuple(ys) if len(ys) > 1 else ys[0]
 
 

@@ -1,8 +1,9 @@
 """Reads a program and a device, returns a Plan.  Deciding never rewrites."""
 
 from mycel.plan.choices import Layouts
-from mycel.plan.clock import Clock, Times, clock
+from mycel.plan.clock import Clock, StreamShare, Times, clock
 from mycel.plan.cost import Costs
+from mycel.plan.cuts import best_cut, cut_blocks
 from mycel.plan.decide import LESS, decide, ladder
 from mycel.plan.decided import BlockLayouts, Decided, Predicted, digest
 from mycel.plan.hardware import CPU, Hardware, hardware_of, probe_path, probe_text
@@ -20,7 +21,7 @@ from mycel.plan.offload import (
     state_inputs,
     streams_of,
 )
-from mycel.plan.plan import Plan, ready_plans
+from mycel.plan.plan import STAGE_AXIS, Plan, ready_plans
 from mycel.plan.residuals import (
     Decision,
     Residuals,
@@ -31,13 +32,17 @@ from mycel.plan.residuals import (
     residuals,
     twins,
 )
+from mycel.plan.schedule import PipelineSchedule, StageCosts, orders_text, searched, timeline
 from mycel.plan.solve import Solved, parameter_layouts, solve
+from mycel.plan.stages import StepBody, StepFlow, starts_of
 from mycel.plan.travels import travels
 
 __all__ = [
-    "CPU", "LESS", "Absence", "BlockLayouts", "Clock", "Costs", "Decided", "Decision", "Hardware", "Layouts",
-    "Links", "MovedValue", "Offload", "Offloaded", "Plan", "Predicted", "Residuals", "Solved", "StreamedInput",
-    "Times", "absences", "backward_inputs", "backward_part", "chunk_bytes", "clock", "decide", "digest",
-    "equation_key", "expressions", "hardware_of", "ladder", "moves_of", "paired", "parameter_layouts", "probe_path",
-    "probe_text", "ready_plans", "residuals", "solve", "state_inputs", "streams_of", "travels", "twins",
+    "CPU", "LESS", "STAGE_AXIS", "Absence", "BlockLayouts", "Clock", "Costs", "Decided", "Decision", "Hardware",
+    "Layouts", "Links", "MovedValue", "Offload", "Offloaded", "PipelineSchedule", "Plan", "Predicted", "Residuals",
+    "Solved", "StageCosts", "StepBody", "StepFlow", "StreamShare", "StreamedInput", "Times", "absences",
+    "backward_inputs", "backward_part", "best_cut", "chunk_bytes", "clock", "cut_blocks", "decide", "digest",
+    "equation_key", "expressions", "hardware_of", "ladder", "moves_of", "orders_text", "paired",
+    "parameter_layouts", "probe_path", "probe_text", "ready_plans", "residuals", "searched", "solve", "starts_of",
+    "state_inputs", "streams_of", "timeline", "travels", "twins",
 ]  # fmt: skip

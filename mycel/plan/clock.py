@@ -124,10 +124,13 @@ class Times:
     clock: Clock | None = field(default=None, repr=False, compare=False)
     program: Program | None = field(default=None, repr=False, compare=False)
     compiled: frozenset[str] = frozenset()
+    shares: Mapping[str, StreamShare] | None = None  # of a pipeline, whose ranks run different programs
 
     @cached_property
-    def parts(self) -> dict[str, StreamShare]:
+    def parts(self) -> Mapping[str, StreamShare]:
         """Each stream's share, computing first."""
+        if self.shares is not None:
+            return self.shares
         assert self.clock is not None and self.program is not None
         without = {
             name: self.clock.summary(self.program, self.compiled, free=i) for i, name in enumerate(self.clock.streams)

@@ -38,8 +38,11 @@ from mycel.plan.clock import TO_DEVICE, TO_HOST, Times, times_text
 from mycel.plan.links import Link, Links
 from mycel.plan.offload import Offloaded, equation_key
 from mycel.plan.residuals import Decision, Residuals
+from mycel.plan.schedule import StageCosts
 
-KEYS = ("program", "compiled", "links", "gathered", "layouts", "residuals", "regions", "moved")
+KEYS = (
+    "program", "compiled", "links", "gathered", "layouts", "residuals", "regions", "moved", "stages", "orders",
+)  # fmt: skip
 SHOWN = 3  # differences that a refusal names
 _SPLIT = re.compile(r"(\S+)@(\w+(?:\.\w+)*)")
 _THROUGH = re.compile(r"\+(\w+)\(([\d,]*)\)")
@@ -183,6 +186,8 @@ class Decided:
     residuals   what forward keeps for backward
     regions     by block, the stretches between calls that are compiled as one, each by its first value
     moved       what is on the host while it is not needed
+    stages      of a pipeline: the values at which the second and later ones begin
+    orders      of a searched schedule: the steps of each rank
     """
 
     program: str
@@ -193,6 +198,8 @@ class Decided:
     layouts: Mapping[str, BlockLayouts] = field(default_factory=dict)
     regions: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     moved: Offloaded | None = None
+    stages: tuple[str, ...] = ()
+    orders: tuple[str, ...] = ()
 
     def links_of(self, mesh: Mesh) -> Links:
         return Links(mesh, named=self.links)
@@ -228,6 +235,8 @@ class Decided:
         data["residuals"] = _residuals_data(self.residuals)
         data |= {"regions": {name: list(firsts) for name, firsts in self.regions.items()}} if self.regions else {}
         data |= {"moved": self.moved.data()} if self.moved else {}
+        data |= {"stages": list(self.stages)} if self.stages else {}
+        data |= {"orders": list(self.orders)} if self.orders else {}
         return data
 
     @staticmethod
@@ -245,6 +254,8 @@ class Decided:
                 {name: BlockLayouts.read(x) for name, x in data.get("layouts", {}).items()},
                 {name: tuple(firsts) for name, firsts in data.get("regions", {}).items()},
                 Offloaded.read(data["moved"]) if data.get("moved") else None,
+                tuple(data.get("stages", ())),
+                tuple(data.get("orders", ())),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as e:
             what = f"{e} is missing" if isinstance(e, KeyError) else str(e)
@@ -262,6 +273,7 @@ class Predicted:
     seconds      of one step; `parts`: of each stream, in all and exposed; `assumed`: what they rest on
     gap          how far the layouts may be above the cheapest, as a share of their seconds; 0: none cost less
     host         bytes on the host, of a step that moves values there
+    steps        of a pipeline: seconds of the forward, backward and weight steps of each stage, and of a message
     """
 
     peak: int
@@ -273,6 +285,7 @@ class Predicted:
     parts: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     assumed: tuple[str, ...] = ()
     host: int = 0
+    steps: StageCosts | None = None
 
     @staticmethod
     def of(times: Times, budget: int | None, gap: float) -> Predicted:
@@ -290,14 +303,16 @@ class Predicted:
 
     def data(self) -> dict[str, Any]:
         own = {k: v for k, v in vars(self).items() if v is not None and (k != "host" or v)}
+        own |= {"steps": self.steps.data()} if self.steps is not None else {}
         return {**own, "parts": {name: list(part) for name, part in self.parts.items()}, "assumed": list(self.assumed)}
 
     @staticmethod
     def read(data: Any, where: str) -> Predicted:
         try:
             parts = {name: (float(total), float(exposed)) for name, (total, exposed) in data.get("parts", {}).items()}
-            return Predicted(**{**data, "parts": parts, "assumed": tuple(data.get("assumed", ()))})
-        except (TypeError, ValueError, AttributeError) as e:
+            steps = StageCosts.read(data["steps"]) if data.get("steps") else None
+            return Predicted(**{**data, "parts": parts, "assumed": tuple(data.get("assumed", ())), "steps": steps})
+        except (TypeError, ValueError, AttributeError, KeyError) as e:
             raise PlanError(
                 f"{where}: predicted cannot be read\n  because   {e}\n  try       leave `predicted` out"
             ) from e

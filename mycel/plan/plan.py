@@ -9,6 +9,10 @@
       hidden_states: [dp, tp, -]
     zero: 3 over dp                    # optimiser state (1), gradients (2), parameters (3) split over axes
     microbatches: 4                    # the batch in so many parts, one after the other (`accumulate`)
+    stages: 4                          # of a pipeline, cut where the clock says; or the module each begins with:
+                                       # [embed, layers.4, layers.8, layers.12].  The mesh is that inside a stage
+    schedule: zbv                      # gpipe, 1f1b (default), interleaved, interleaved 3 (stages a rank), zbh1, zbv,
+                                       # searched
     sums: fp32                         # partial sums travel in 32 bits; as computed (default): in the precision of the
                                        # product that leaves them
     recompute: full                    # in backward: all that can be; none; auto (default): what the memory budget asks
@@ -40,16 +44,18 @@ from mycel.ir import Axes, Layout, Mesh, part, read_layout
 from mycel.plan.decided import Decided, Predicted
 from mycel.plan.offload import Offload
 from mycel.plan.residuals import Residuals
+from mycel.plan.schedule import PipelineSchedule, named, read_orders, stages_a_rank
 from mycel.sizes import shown
 
 _Dumper: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)  # the C ones are ten times as fast
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 READY = Path(__file__).parent.parent / "plans"
 KEYS = (
-    "mesh", "parameters", "batch", "activations", "zero", "microbatches", "sums", "recompute", "offload", "loose",
-    "decided", "predicted",
+    "mesh", "parameters", "batch", "activations", "zero", "microbatches", "stages", "schedule", "sums", "recompute",
+    "offload", "loose", "decided", "predicted",
 )  # fmt: skip
 ALONE = frozenset({"microbatches", "recompute", "offload"})  # what may be said of one device, without a mesh
+STAGE_AXIS = "pp"  # of the mesh of a pipeline: the slowest, ranks of one stage lie together
 RECOMPUTE = ("auto", "full", "none")
 SUMS = ("as computed", "fp32")
 _ZERO = re.compile(r"\s*([0-3])\s*(?:over\s+([\w. ,]+))?\s*")
@@ -73,8 +79,11 @@ class Plan:
     sums: str = "as computed"
     microbatches: int = 1
     offload: Offload = field(default_factory=Offload)
+    stages: int | tuple[str, ...] = 1
+    schedule: str = "1f1b"
 
     def __post_init__(self) -> None:
+        self._lay_stages()
         for name, entry in self.parameters.items():
             read_layout(entry, self.mesh, f"parameters: {name}")
         for name, entry in self.activations.items():
@@ -93,6 +102,57 @@ class Plan:
             raise PlanError(f"microbatches: {self.microbatches!r}\n  try       a whole number, at least 1")
         if self.sums not in SUMS:
             raise PlanError(f"sums: {self.sums!r}\n  known     {', '.join(SUMS)}")
+
+    # -- stages of a pipeline ----------------------------------------------------------------------------------------
+
+    def _lay_stages(self) -> None:
+        """Stages have an axis of their own in the mesh of all ranks, on which no tensor lies in parts."""
+        named, chunks = not isinstance(self.stages, int), stages_a_rank(self.schedule)
+        if isinstance(self.stages, bool) or self.stage_count < 1 or (named and self.stage_count < 2):
+            raise PlanError(
+                f"stages: {self.stages!r}\n  try       a whole number, or for each stage the module it begins with"
+            )
+        if not self.is_pipeline:
+            return
+        if self.stage_count % chunks:
+            raise PlanError(
+                f"stages: {self.stage_count}, but schedule {self.schedule} gives each rank {chunks}\n"
+                f"  try       stages: {-(-self.stage_count // chunks) * chunks}"
+            )
+        ranks = self.stage_count // chunks
+        sizes = self.mesh.sizes()
+        if sizes.setdefault(STAGE_AXIS, ranks) != ranks:
+            raise PlanError(
+                f"stages: {self.stage_count} under schedule {self.schedule} are {ranks} ranks, the mesh has "
+                f"{STAGE_AXIS}={sizes[STAGE_AXIS]}\n  the mesh  {self.mesh}\n"
+                f"  try       the mesh inside a stage alone: {self.inside.mesh}"
+            )
+        object.__setattr__(self, "mesh", Mesh({STAGE_AXIS: ranks, **sizes}))
+
+    @property
+    def stage_count(self) -> int:
+        return self.stages if isinstance(self.stages, int) else len(self.stages)
+
+    @property
+    def is_pipeline(self) -> bool:
+        return self.stage_count > 1
+
+    def schedule_of(self, microbatches: int) -> PipelineSchedule:
+        """The order of steps for so many microbatches; of a searched schedule, as it was decided."""
+        chunks = stages_a_rank(self.schedule)
+        ranks = self.stage_count // chunks
+        if self.schedule != "searched":
+            return named(self.schedule, ranks, microbatches)
+        assert self.decided is not None
+        return read_orders(self.decided.orders, tuple(range(ranks)), microbatches)
+
+    @property
+    def inside(self) -> Plan:
+        """The plan of the ranks of one stage, by themselves."""
+        if not self.is_pipeline:
+            return self
+        mesh = Mesh({axis: n for axis, n in self.mesh.sizes().items() if axis != STAGE_AXIS})
+        return replace(self, mesh=mesh, stages=1, schedule="1f1b")
 
     # -- reading and writing -----------------------------------------------------------------------------------------
 
@@ -129,6 +189,12 @@ class Plan:
         written = data.get("mesh")
         if mesh is None and written is None and data and ALONE.issuperset(data):
             written = {}
+        stages = data.get("stages") or 1
+        if isinstance(stages, (list, tuple)):
+            stages = tuple(map(str, stages))
+        elif not isinstance(stages, int):
+            raise PlanError(f"{where}: stages is {stages!r}\n  try       a number, or a list of names of modules")
+        written = {} if written is None and stages != 1 else written  # one rank for each stage
         if mesh is None and not isinstance(written, Mapping):
             raise PlanError(f"{where}: no mesh is given\n  try       mesh: {{dp: 2}} in the plan, or mesh=Mesh(dp=2)")
         text = str(data.get("zero") or 0)
@@ -144,13 +210,13 @@ class Plan:
             own, dict(data.get("parameters") or {}), data.get("batch") or (), dict(data.get("activations") or {}),
             int(zero[1]), over, str(data.get("recompute") or "auto"), bool(data.get("loose")), decided, predicted,
             str(data.get("sums") or "as computed"), data.get("microbatches") or 1,
-            Offload.read(data.get("offload"), where),
+            Offload.read(data.get("offload"), where), stages, str(data.get("schedule") or "1f1b"),
         )  # fmt: skip
         return found._on(mesh, where)
 
     def _on(self, mesh: Mesh | None, where: str) -> Plan:
         """The plan for a mesh: what was decided for another one is refused."""
-        if mesh is None or mesh == self.mesh:
+        if mesh is None or mesh in (self.mesh, self.inside.mesh):
             return self
         if self.decided is not None:
             raise PlanError(
@@ -161,7 +227,7 @@ class Plan:
 
     def data(self) -> dict[str, Any]:
         """Plain data that `read` takes back."""
-        found: dict[str, Any] = {"mesh": self.mesh.sizes()}
+        found: dict[str, Any] = {"mesh": self.inside.mesh.sizes()}
         found |= {"parameters": {k: _plain(v) for k, v in self.parameters.items()}} if self.parameters else {}
         if self.batch:
             found["batch"] = (
@@ -170,6 +236,9 @@ class Plan:
         found |= {"activations": {k: _plain(v) for k, v in self.activations.items()}} if self.activations else {}
         found |= {"zero": f"{self.zero} over {'.'.join(self.over)}"} if self.zero else {}
         found |= {"microbatches": self.microbatches} if self.microbatches > 1 else {}
+        if self.is_pipeline:
+            found["stages"] = self.stages if isinstance(self.stages, int) else list(self.stages)
+            found["schedule"] = self.schedule
         found |= {"sums": self.sums} if self.sums != "as computed" else {}
         found |= {"recompute": self.recompute} if self.recompute != "auto" else {}
         found |= {"offload": self.offload.data()} if self.offload != Offload() else {}

@@ -6,7 +6,7 @@ from mycel.run.emit import emit, load
 from mycel.run.host_space import HostSpace, moves
 from mycel.run.interpret import interpret, not_finite
 from mycel.run.processes import world
-from mycel.run.simulate import part_of, simulate
+from mycel.run.simulate import part_of, simulate, simulate_stages
 
 __all__ = [
     "HostSpace",
@@ -18,6 +18,7 @@ __all__ = [
     "not_finite",
     "part_of",
     "simulate",
+    "simulate_stages",
     "start_workers",
     "warm_up",
     "without_collector",

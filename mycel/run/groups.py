@@ -6,6 +6,8 @@
                                   one behind the other
     scatter(out, x)               out = the sum of x[me] over all
                                   (where the network can: else an exchange, and a sum here)
+    send(x, to, tag)              x of this rank, into the tensor that another one receives under the same tag
+    receive(out, source, tag)
 
 All tensors are contiguous.  A message is under way until its works have been waited for, and nothing may touch its
 tensors until then.  Groups are made of torch's backends themselves, not by `new_group`: that sorts the ranks, where the
@@ -25,6 +27,8 @@ from typing import Any
 
 import torch
 from torch import distributed as dist
+
+from mycel.errors import RunError
 
 Works = list[dist.Work]
 Tensor = torch.Tensor
@@ -78,6 +82,14 @@ class RankGroup:
             self.backend.alltoall_base(_bytes(out), _bytes(x), [n * size for n in received], [n * size for n in sent])
         ]
 
+    def send(self, x: Tensor, to: int, tag: int) -> Works:
+        raise RunError(
+            "ranks on GPUs do not send each other single messages yet, and a pipeline needs them\n"
+            "  try       a plan without stages, or ranks on the CPU"
+        )
+
+    receive = send
+
 
 class Gloo(RankGroup):
     """Processes that speak over TCP, each from its own address; without one, from the one that gloo chooses."""
@@ -101,6 +113,12 @@ class Gloo(RankGroup):
             return []
         out[self.index].copy_(x)
         return [self._broadcast(_bytes(row), i) for i, row in enumerate(out)]
+
+    def send(self, x: Tensor, to: int, tag: int) -> Works:
+        return [self.backend.send([_bytes(x)], to, tag)] if x.numel() else []
+
+    def receive(self, out: Tensor, source: int, tag: int) -> Works:
+        return [self.backend.recv([_bytes(out)], source, tag)] if out.numel() else []
 
     def _broadcast(self, x: Tensor, root: int) -> dist.Work:
         options = dist.BroadcastOptions()

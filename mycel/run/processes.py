@@ -6,6 +6,7 @@
                                                                   index along the axes
     p = ranks.start("all_gather", [a, b], axes=("dp",), dim=0)    the same without waiting,
     a, b = ranks.wait(p)                                          several tensors in one message
+    ranks.start_send([x], ("pp",), 1, tag=3)                      from one rank to another, told apart by tags
 
 Tensors that are given are never changed; where nothing is to be done, they are what comes back.
 """
@@ -44,6 +45,17 @@ class Pending:
     results: list[Tensor]
     flights: list[tuple[list[int], Works, Messages]]
     place: PendingCollective | None = None
+
+
+@dataclass
+class PendingTransfer:
+    """Tensors on their way to another rank, or from it; `peer`: its rank."""
+
+    tensors: list[Tensor]
+    works: Works
+    what: str
+    at: str
+    peer: int
 
 
 class Processes:
@@ -126,6 +138,56 @@ class Processes:
         watch.leave(pending.place, _reached() if pending.results and pending.results[0].is_cuda else None)
         pending.flights, pending.place = [], None
         return pending.results
+
+    # -- from one rank to another
+
+    def start_send(self, xs: Sequence[Tensor], axes: Axes, to: int, tag: int) -> PendingTransfer:
+        """Begin to send tensors to the rank with an index along the axes, under tags from this one on."""
+        group, peer = self._peers(axes, to)
+        tensors = [x.contiguous() for x in xs]
+        works = [work for i, x in enumerate(tensors) for work in group.send(x, to, tag + i)]
+        return PendingTransfer(tensors, works, f"a message to rank {peer}", self.at, peer)
+
+    def start_receive(
+        self, shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype], axes: Axes, source: int, tag: int
+    ) -> PendingTransfer:
+        """Be ready for tensors from the rank with an index along the axes."""
+        group, peer = self._peers(axes, source)
+        tensors = [
+            torch.empty(tuple(shape), dtype=dtype, device=self.device)
+            for shape, dtype in zip(shapes, dtypes, strict=True)
+        ]
+        works = [work for i, x in enumerate(tensors) for work in group.receive(x, source, tag + i)]
+        return PendingTransfer(tensors, works, f"a message from rank {peer}", self.at, peer)
+
+    def wait_sent(self, pending: PendingTransfer) -> None:
+        """The tensors have been taken: their memory may change."""
+        self._arrived(pending)
+
+    def wait_received(self, pending: PendingTransfer) -> list[Tensor]:
+        """What has come."""
+        self._arrived(pending)
+        return pending.tensors
+
+    def _arrived(self, pending: PendingTransfer) -> None:
+        watch = self._watch()
+        place = watch.enter(pending.what, pending.at, (pending.peer,))
+        try:
+            for work in pending.works:
+                work.wait()
+        except RuntimeError as e:
+            raise watch.explain(place, e) from e
+        watch.leave(place)
+
+    def _peers(self, axes: Axes, index: int) -> tuple[RankGroup, int]:
+        """The group in which messages between two ranks go, and the rank of the other."""
+        ranks = self.mesh.group(self.rank, axes)
+        group = self.groups.get((axes, self.device.type))
+        if group is None:
+            place = self._watch().enter(f"the first message over {'.'.join(axes)}", self.at, ranks)
+            group = self._group(axes, self.device.type, place)
+            self._watch().leave(place)
+        return group, ranks[index]
 
     def agree(self, facts: Mapping[str, str]) -> None:
         """Refuse, on all ranks, a world whose ranks do not have the same facts: the text of the plan, of the

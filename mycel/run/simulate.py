@@ -1,11 +1,16 @@
 """N ranks of a local program in one process, in step: every value is a list, one tensor a rank.
 
 The reference for all that lowers: deterministic, no process group.  Ranks must agree on where control flow goes.
+
+`simulate_stages` runs programs that differ, one for the ranks of each stage, each as far as it can: a receive waits for
+its message, the end of a send until it has been received, a collective over the stages for all of them.  Where nobody
+can go on, RunError says who waits for whom.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -34,6 +39,7 @@ from mycel.ops import o
 from mycel.ops.collective import COMMUNICATORS, each, reduced
 
 Values = list[Any]  # one for each rank; a literal stands for itself on all
+Waiting = Generator[str, None, list[Values]]  # what is waited for, and in the end what has come
 
 
 def simulate(program: Program, mesh: Mesh, inputs: Sequence[Values]) -> list[Values]:
@@ -42,6 +48,61 @@ def simulate(program: Program, mesh: Mesh, inputs: Sequence[Values]) -> list[Val
         raise RunError(f"the program takes {len(program.inputs)} inputs, was given {len(inputs)}")
     device = next((x.device for values in inputs for x in values if isinstance(x, torch.Tensor)), torch.device("cpu"))
     return _Ranks(program, mesh, device).block(program.main, list(inputs))
+
+
+def simulate_stages(
+    programs: Sequence[Program], mesh: Mesh, axis: str, inputs: Sequence[Sequence[Values]]
+) -> list[list[Values]]:
+    """Run the programs of all stages, each on the ranks of a mesh of its own; `axis` is the name of the axis of stages
+    in their messages, `inputs` and results are those of `simulate` for each stage."""
+    queues = _Queues(len(programs), axis)
+    stages = []
+    for i, (program, given) in enumerate(zip(programs, inputs, strict=True)):
+        if len(given) != len(program.inputs):
+            raise RunError(f"stage {i} takes {len(program.inputs)} inputs, was given {len(given)}")
+        device = next(
+            (x.device for values in given for x in values if isinstance(x, torch.Tensor)), torch.device("cpu")
+        )
+        stages.append(_StageRanks(program, mesh, device, i, queues))
+    waiting = dict(enumerate(stage.run(list(given)) for stage, given in zip(stages, inputs, strict=True)))
+    reasons: dict[int, str] = {}
+    while waiting:
+        before = queues.moves
+        for i, steps in list(waiting.items()):
+            try:
+                reasons[i] = next(steps)
+            except StopIteration:
+                del waiting[i]
+                queues.moves += 1
+        if waiting and queues.moves == before:
+            lines = "\n".join(f"  stage {i}   {reasons[i]}" for i in waiting)
+            raise RunError(f"the stages wait for each other and nobody can go on\n{lines}")
+    if queues.messages:
+        source, target, tag = next(iter(queues.messages))
+        raise RunError(f"stage {source} has sent message {tag} to stage {target}, which never received it")
+    return [stage.results for stage in stages]
+
+
+@dataclass
+class _Queues:
+    """Messages under way between stages, and what they have put into collectives so far; `moves` counts what has
+    happened."""
+
+    stages: int
+    axis: str
+    messages: dict[tuple[int, int, int], list[Values]] = field(default_factory=dict)
+    boards: dict[int, dict[int, tuple[Eqn, list[Values]]]] = field(default_factory=dict)
+    moves: int = 0
+
+    def put(self, source: int, target: int, tag: int, values: list[Values]) -> None:
+        if (source, target, tag) in self.messages:
+            raise RunError(f"stage {source} has sent message {tag} to stage {target} twice")
+        self.messages[source, target, tag] = values
+        self.moves += 1
+
+    def take(self, source: int, target: int, tag: int) -> list[Values]:
+        self.moves += 1
+        return self.messages.pop((source, target, tag))
 
 
 class _Rank:
@@ -155,6 +216,76 @@ class _Ranks:
         """What was begun, tensor by tensor."""
         how = {k: v for k, v in p.items() if k != "op"}
         return [self.together(OPS[p["op"]], xs, each(i, **how)) for i, xs in enumerate(args)]
+
+
+class _StageRanks(_Ranks):
+    """The ranks of one stage, which wait for those of others."""
+
+    def __init__(self, program: Program, mesh: Mesh, device: torch.device, stage: int, queues: _Queues) -> None:
+        super().__init__(program, mesh, device)
+        self.stage, self.queues, self.results = stage, queues, list[Values]()
+        self.collectives = 0
+
+    def run(self, inputs: list[Values]) -> Iterator[str]:
+        """Goes on until it has to wait, and says what for."""
+        block = self.program.main
+        values: dict[Var, Values] = dict(zip(block.inputs, inputs, strict=True))
+        for eqn in block.eqns:
+            args = [values[x] if isinstance(x, Var) else [x] * self.n for x in eqn.inputs]
+            values.update(zip(eqn.outputs, (yield from self.waited(eqn, args)), strict=True))
+        self.results = [values[x] if isinstance(x, Var) else [x] * self.n for x in block.outputs]
+
+    def waited(self, eqn: Eqn, args: list[Values]) -> Waiting:
+        """An equation of the entry."""
+        p, queues, token = eqn.params, self.queues, [[torch.tensor(0)] * self.n]
+        at = f"at {eqn.line or 'the end of the step'}"
+        if eqn.op is o.begin_send:
+            queues.put(self.stage, p["to"], p["tag"], args)
+            return token
+        if eqn.op is o.finish_send:
+            while (self.stage, p["to"], p["tag"]) in queues.messages:
+                yield f"{at}: waits until stage {p['to']} has received message {p['tag']}"
+            return token
+        if eqn.op is o.begin_receive:
+            return token
+        if eqn.op is o.finish_receive:
+            while (p["source"], self.stage, p["tag"]) not in queues.messages:
+                yield f"{at}: waits for message {p['tag']} of stage {p['source']}"
+            sent = queues.take(p["source"], self.stage, p["tag"])
+            for v, xs in zip(eqn.outputs, sent, strict=True):
+                if any((tuple(x.shape), x.dtype) != (v.shape, v.dtype) for x in xs):
+                    raise RunError(f"stage {self.stage} receives {v}, was sent {tuple(xs[0].shape)} {xs[0].dtype}")
+            return sent
+        if p.get("axes") == (queues.axis,) and eqn.op is not o.begin:
+            return (yield from self.between_stages(eqn, args, at))
+        return self.eqn(eqn, args)
+
+    def between_stages(self, eqn: Eqn, args: list[Values], at: str) -> Waiting:
+        """A collective over the stages: ranks of the same place in each."""
+        board = self.queues.boards.setdefault(self.collectives, {})
+        self.collectives += 1
+        board[self.stage] = eqn, args[1:] if eqn.op is o.finish else args
+        self.queues.moves += 1
+        while len(board) < self.queues.stages:
+            missing = [str(i) for i in range(self.queues.stages) if i not in board]
+            yield f"{at}: waits in {eqn.op.name} for stage {', '.join(missing)}"
+        if len({(e.op.name, str(e.params)) for e, _ in board.values()}) > 1:
+            raise RunError(f"stages meet in different collectives: {[e.op.name for e, _ in board.values()]}")
+        p: Mapping[str, Any] = eqn.params
+        op = OPS[p["op"]] if eqn.op is o.finish else eqn.op
+        how = {k: v for k, v in p.items() if k != "op"}
+        assert op.collective is not None
+        return [
+            [
+                op.collective.meaning(
+                    [board[s][1][i][r] for s in range(self.queues.stages)],
+                    self.stage,
+                    **(each(i, **how) if eqn.op is o.finish else how),
+                )
+                for r in range(self.n)
+            ]
+            for i in range(len(board[self.stage][1]))
+        ]
 
 
 # -- between a whole tensor and the parts of all ranks

@@ -2,8 +2,9 @@
 `OPTIMISERS`."""
 
 from mycel.ops.optimisers import adam, factored, lion, muon, rprop, scaled, sgd
-from mycel.ops.optimisers.paragraph import OPTIMISERS, Optimiser, StateSlot, optimiser
+from mycel.ops.optimisers.paragraph import OPTIMISERS, Optimiser, StateSlot, is_group_update, optimiser
 
 __all__ = [
-    "OPTIMISERS", "Optimiser", "StateSlot", "adam", "factored", "lion", "muon", "optimiser", "rprop", "scaled", "sgd",
+    "OPTIMISERS", "Optimiser", "StateSlot", "adam", "factored", "is_group_update", "lion", "muon", "optimiser",
+    "rprop", "scaled", "sgd",
 ]  # fmt: skip

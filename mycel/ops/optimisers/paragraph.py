@@ -58,6 +58,11 @@ OPTIMISERS: dict[str, Optimiser] = {}
 INDIFFERENT = ("foreach", "fused", "capturable", "differentiable")  # how torch computes, not what
 
 
+def is_group_update(op: Op) -> bool:
+    """Does it update a group of parameters, `count` of them?"""
+    return op.name in OPTIMISERS
+
+
 @dataclass(frozen=True)
 class StateSlot:
     """One tensor of a parameter's state: of the parameter's shape; with one element along some of its dims (`ones`); or

@@ -1,0 +1,120 @@
+"""Where to cut a step into stages: by the clock, so that no stage is much longer than another, where little is sent.
+
+Units (staged forward equations, with what of backward belongs to them) are put together to *blocks*, each around one
+that takes time, and divided where least goes from one to the next.  With t_s the seconds of a stage for one microbatch
+and x_i those of the messages at a cut, a step of m microbatches takes about
+
+    (m - 1) · max_s t_s  +  Σ_s t_s  +  Σ_i x_i
+
+as under 1f1b; the cut that makes this least is found by going through the blocks once for each number of stages,
+keeping of all cuts before a block those that no other beats in both, the longest stage and the messages (`best_cut`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mycel.errors import PlanError
+from mycel.ir import Var
+from mycel.plan.cost import Costs
+from mycel.plan.links import Link
+from mycel.plan.stages import StageMap, StepFlow, cut
+
+WORTH = 0.002  # the share of a microbatch that a unit takes to be a block of its own
+
+
+@dataclass(frozen=True)
+class CutBlock:
+    """Units that stay together: the first of them, their seconds forward and backward, and those of the messages where
+    a stage begins with them."""
+
+    unit: int
+    seconds: float
+    message: float = 0.0
+
+
+def cut_blocks(flow: StepFlow, costs: Costs, link: Link) -> list[CutBlock]:
+    """The blocks of a step."""
+    units = list(flow.units)
+    fine = cut(flow, units[1:])
+    seconds = [0.0] * len(units)
+    for i, place in fine.eqns.items():
+        seconds[place] += costs.seconds(flow.block.eqns[i])
+    crossing = [0.0] * (len(units) + 1)  # how much more goes over a cut before this unit than before the last
+    for v, (low, high) in _spans(fine).items():
+        crossing[low + 1] += v.type.bytes
+        crossing[high + 1] -= v.type.bytes
+    sizes = list(itertools.accumulate(crossing))
+    messages = [2 * link.start_s + size / link.bytes_s if i else 0.0 for i, size in enumerate(sizes[:-1])]
+    for used in flow.state.values():  # what a microbatch leaves to the next stays in one stage
+        places = [fine.eqns[i] for i in used if i in fine.eqns]
+        for i in range(min(places, default=0) + 1, max(places, default=0) + 1):
+            messages[i] = math.inf
+    return _joined(units, seconds, messages)
+
+
+def _spans(fine: StageMap) -> dict[Var, tuple[int, int]]:
+    """Of values that others read: the first and the last unit between which they go, up or down."""
+    spans: dict[Var, tuple[int, int]] = {}
+    for i, place in fine.eqns.items():
+        for v in fine.flow.block.eqns[i].vars:
+            home = fine.of.get(v)
+            if home is not None and home != place:
+                low, high = spans.get(v, (home, home))
+                spans[v] = min(low, place), max(high, place)
+    return spans
+
+
+def _joined(units: Sequence[int], seconds: Sequence[float], messages: Sequence[float]) -> list[CutBlock]:
+    """Between two units that take time, the cut is where least is sent."""
+    least = WORTH * sum(seconds)
+    heavy = [i for i, s in enumerate(seconds) if s > least] or [0]
+    starts = [0]
+    for before, after in itertools.pairwise(heavy):
+        starts.append(min(range(before + 1, after + 1), key=lambda i: (messages[i], -i)))
+    ends = [*starts[1:], len(units)]
+    return [CutBlock(units[a], sum(seconds[a:b]), messages[a]) for a, b in zip(starts, ends, strict=True)]
+
+
+def cut_seconds(blocks: Sequence[CutBlock], starts: Sequence[int], microbatches: int) -> float:
+    """What a cut is worth; `starts`: the blocks at which the second and later stages begin."""
+    edges = [0, *starts, len(blocks)]
+    stages = [sum(b.seconds for b in blocks[x:y]) for x, y in itertools.pairwise(edges)]
+    return (microbatches - 1) * max(stages) + sum(stages) + sum(blocks[i].message for i in starts)
+
+
+def best_cut(blocks: Sequence[CutBlock], stages: int, microbatches: int) -> list[int]:
+    """The blocks at which the second and later stages begin; no other cut is worth less."""
+    if stages > len(blocks):
+        raise PlanError(
+            f"stages: {stages}, but the step has {len(blocks)} parts that take time\n"
+            f"  try       stages: {len(blocks)}, or less"
+        )
+    before = [0.0, *itertools.accumulate(b.seconds for b in blocks)]
+    # by the number of blocks: cuts as (the longest stage, messages, where stages begin), none beaten in both
+    fronts: list[list[tuple[float, float, tuple[int, ...]]]] = [
+        [(before[i], 0.0, ())] if i else [] for i in range(len(blocks) + 1)
+    ]
+    for stage in range(2, stages + 1):
+        following: list[list[tuple[float, float, tuple[int, ...]]]] = [[] for _ in fronts]
+        for end in range(stage, len(blocks) - (stages - stage) + 1):
+            options = [
+                (max(longest, before[end] - before[i]), sent + blocks[i].message, (*starts, i))
+                for i in range(stage - 1, end)
+                for longest, sent, starts in fronts[i]
+            ]
+            following[end] = _unbeaten(options)
+        fronts = following
+    best = min(fronts[-1], key=lambda option: ((microbatches - 1) * option[0] + option[1], option[2]))
+    return list(best[2])
+
+
+def _unbeaten(options: list[tuple[float, float, tuple[int, ...]]]) -> list[tuple[float, float, tuple[int, ...]]]:
+    kept: list[tuple[float, float, tuple[int, ...]]] = []
+    for option in sorted(options):
+        if not kept or option[1] < kept[-1][1]:
+            kept.append(option)
+    return kept

@@ -1,0 +1,486 @@
+"""Schedules of a pipeline as data: which step of which stage a rank runs next, for each microbatch once.
+
+    schedule = named("1f1b", ranks=4, microbatches=8)
+    schedule.orders[0]           (F0.0, F0.1, F0.2, F0.3, B0.0, F0.4, B0.1, …)      what rank 0 does, in its order
+    timeline(schedule, costs)    when each step starts and ends, how long ranks idle; PlanError where ranks wait in a
+                                 circle
+
+A step is F (forward), B (backward; of what the stage was given, where weights have a step of their own) or W (the
+gradients of weights) of a stage and a microbatch, and waits for
+
+    F(s, m)   F(s - 1, m)                 B(s, m)   F(s, m) and B(s + 1, m)                 W(s, m)   B(s, m)
+
+With p ranks and F, B, W the seconds of a rank's steps of one microbatch, ranks idle for
+
+    gpipe        all forward, then all backward                                             (p - 1) (F + B + W)
+    1f1b         one forward, one backward in turn; rank i holds p - i microbatches         (p - 1) (F + B + W)
+    interleaved  as 1f1b, each rank with v stages that lie p apart                          (p - 1) (F + B + W) / v
+    zbh1         as 1f1b, weights where there was nothing to do; holds as many              (p - 1) (F + B - W)
+    zbv          two stages a rank, down the ranks and up again, weights apart              0 where F = B = W
+    searched     by the costs: the best of list schedules and of all the above; `bound` says how much less is possible
+
+(Narayanan et al. 2021, Qi et al. 2023 and 2024.)  A schedule for a number of microbatches that does not fill its
+pattern is that of the next one that does, without the steps of those that are not there.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from mycel.errors import PlanError
+
+FORWARD, BACKWARD, WEIGHT = "F", "B", "W"
+KINDS = (FORWARD, BACKWARD, WEIGHT)
+WIDTH = 110  # columns of a drawing
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class StageStep:
+    """One step of one stage for one microbatch."""
+
+    kind: str
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.kind}{self.stage}.{self.microbatch}"
+
+    @property
+    def words(self) -> str:
+        """For people: stage 2, backward of microbatch 5"""
+        what = {FORWARD: "forward", BACKWARD: "backward", WEIGHT: "weight gradients"}[self.kind]
+        return f"stage {self.stage}, {what} of microbatch {self.microbatch}"
+
+
+@dataclass(frozen=True)
+class StageCosts:
+    """Seconds of each stage's steps for one microbatch, of a message between ranks, and bytes that a stage holds of a
+    microbatch from its forward to its last step."""
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    weight: tuple[float, ...]
+    message: float = 0.0
+    held: tuple[float, ...] = ()
+
+    @staticmethod
+    def equal(stages: int, forward: float = 1.0, backward: float = 1.0, weight: float = 1.0) -> StageCosts:
+        """All stages alike."""
+        return StageCosts((forward,) * stages, (backward,) * stages, (weight,) * stages)
+
+    def data(self) -> dict[str, Any]:
+        """Plain data that `read` takes back."""
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in vars(self).items()}
+
+    @staticmethod
+    def read(data: Mapping[str, Any]) -> StageCosts:
+        kinds = (tuple(map(float, data[name])) for name in ("forward", "backward", "weight"))
+        return StageCosts(*kinds, float(data["message"]), tuple(map(float, data["held"])))
+
+    def of(self, step: StageStep, splits: bool) -> float:
+        """Of one step; backward has the weights with it where the schedule does not split them."""
+        if step.kind == FORWARD:
+            return self.forward[step.stage]
+        if step.kind == WEIGHT:
+            return self.weight[step.stage]
+        return self.backward[step.stage] + (0.0 if splits else self.weight[step.stage])
+
+    def all(self, stage: int) -> float:
+        return self.forward[stage] + self.backward[stage] + self.weight[stage]
+
+
+@dataclass(frozen=True)
+class PipelineSchedule:
+    """The order of steps of each rank; `place`: the rank of each stage; `splits`: do weights have steps of their
+    own?"""
+
+    name: str
+    microbatches: int
+    place: tuple[int, ...]
+    splits: bool
+    orders: tuple[tuple[StageStep, ...], ...]
+
+    @property
+    def stages(self) -> int:
+        return len(self.place)
+
+    @property
+    def ranks(self) -> int:
+        return len(self.orders)
+
+    @property
+    def last_kind(self) -> str:
+        """After which step nothing of a microbatch is held any more."""
+        return WEIGHT if self.splits else BACKWARD
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        return tuple(s for s, r in enumerate(self.place) if r == rank)
+
+    def awaited(self, step: StageStep) -> list[StageStep]:
+        """The steps it waits for."""
+        if step.kind == FORWARD:
+            return [replace(step, stage=step.stage - 1)] if step.stage else []
+        if step.kind == WEIGHT:
+            return [replace(step, kind=BACKWARD)]
+        above = [replace(step, stage=step.stage + 1)] if step.stage + 1 < self.stages else []
+        return [replace(step, kind=FORWARD), *above]
+
+    @cached_property
+    def position(self) -> Mapping[StageStep, tuple[int, int]]:
+        """Of each step: its rank, and the how manieth it is there."""
+        return {step: (r, i) for r, order in enumerate(self.orders) for i, step in enumerate(order)}
+
+    def in_time(self) -> Iterator[tuple[int, StageStep]]:
+        """All steps with their ranks, each behind all that it waits for; PlanError where ranks wait in a circle."""
+        at, done = [0] * self.ranks, set[StageStep]()
+        while any(at[r] < len(order) for r, order in enumerate(self.orders)):
+            moved = False
+            for r, order in enumerate(self.orders):
+                while at[r] < len(order) and all(a in done for a in self.awaited(order[at[r]])):
+                    done.add(order[at[r]])
+                    yield r, order[at[r]]
+                    at[r] += 1
+                    moved = True
+            if not moved:
+                raise PlanError(self._stuck(at, done))
+
+    def _stuck(self, at: Sequence[int], done: set[StageStep]) -> str:
+        lines = []
+        for r, order in enumerate(self.orders):
+            if at[r] < len(order):
+                missing = next(a for a in self.awaited(order[at[r]]) if a not in done)
+                lines.append(f"  rank {r}    at {order[at[r]]} waits for {missing} of rank {self.place[missing.stage]}")
+        return "\n".join([f"schedule {self.name}: ranks wait for each other in a circle", *lines])
+
+    def held(self, of_stage: Sequence[float] = ()) -> list[float]:
+        """The most that each rank holds at once: microbatches between their forward and their last step, or what
+        `of_stage` says these take."""
+        sizes = of_stage or (1.0,) * self.stages
+        most = []
+        for order in self.orders:
+            now, peak = 0.0, 0.0
+            for step in order:
+                if step.kind == FORWARD:
+                    now += sizes[step.stage]
+                    peak = max(peak, now)
+                elif step.kind == self.last_kind:
+                    now -= sizes[step.stage]
+            most.append(peak)
+        return most
+
+
+@dataclass(frozen=True)
+class PipelineTimes:
+    """When each step starts and ends."""
+
+    schedule: PipelineSchedule
+    start: Mapping[StageStep, float]
+    end: Mapping[StageStep, float]
+
+    @property
+    def seconds(self) -> float:
+        """From the first start to the last end."""
+        return max(self.end.values(), default=0.0)
+
+    @property
+    def work(self) -> list[float]:
+        """What each rank computes."""
+        return [sum(self.end[s] - self.start[s] for s in order) for order in self.schedule.orders]
+
+    @property
+    def idle(self) -> list[float]:
+        """How long each rank has nothing to do while the pipeline runs."""
+        return [self.seconds - work for work in self.work]
+
+    @property
+    def bubble(self) -> float:
+        """The most that a rank waits between its own first step and its last: what a step costs where the next one may
+        start on some ranks while others still end this one."""
+        spans = [self.end[order[-1]] - self.start[order[0]] if order else 0.0 for order in self.schedule.orders]
+        return max(span - work for span, work in zip(spans, self.work, strict=True))
+
+    def __str__(self) -> str:
+        """A row for each rank, a box for each step, dots where it waits; as wide as the labels need, up to WIDTH."""
+        shortest = min((self.end[s] - self.start[s] for s in self.end if self.end[s] > self.start[s]), default=1.0)
+        several = self.schedule.stages > self.schedule.ranks
+        widest = max((len(_label(s, several)) for s in self.end), default=1) + 1
+        unit, rows = max(shortest / widest, self.seconds / WIDTH), []
+        for rank, order in enumerate(self.schedule.orders):
+            row = ""
+            for step in order:
+                row += "." * (round(self.start[step] / unit) - len(row))
+                columns = max(round(self.end[step] / unit) - len(row), 0)
+                row += _label(step, several).ljust(columns, "-")[:columns]
+            rows.append(f"rank {rank}  {row}")
+        return "\n".join(rows)
+
+
+def _label(step: StageStep, several: bool) -> str:
+    return str(step) if several else f"{step.kind}{step.microbatch}"
+
+
+def timeline(schedule: PipelineSchedule, costs: StageCosts) -> PipelineTimes:
+    """Every rank runs its steps in their order, each as soon as what it waits for is there."""
+    start: dict[StageStep, float] = {}
+    end: dict[StageStep, float] = {}
+    free = [0.0] * schedule.ranks
+    for rank, step in schedule.in_time():
+        came = [end[a] + (costs.message if schedule.place[a.stage] != rank else 0.0) for a in schedule.awaited(step)]
+        start[step] = max([free[rank], *came])
+        free[rank] = end[step] = start[step] + costs.of(step, schedule.splits)
+    return PipelineTimes(schedule, start, end)
+
+
+def bound(place: Sequence[int], microbatches: int, costs: StageCosts) -> float:
+    """No schedule of these stages on these ranks is shorter: each rank waits for the first microbatch to come down to
+    it, does all of its work, and its last backward step has to come up to the first stage again."""
+    stages = len(place)
+    down = list(itertools.accumulate(costs.forward, initial=0.0))  # before the forward step of a stage
+    up = [*itertools.accumulate(costs.backward, initial=0.0)]  # behind the backward step of a stage
+    least = down[-1] + up[-1] + costs.weight[0]
+    for rank in set(place):
+        own = [s for s in range(stages) if place[s] == rank]
+        both = sum(costs.forward[s] + costs.backward[s] for s in own)
+        after = up[min(own)] + (costs.weight[0] if min(own) else min(costs.weight[s] for s in own))
+        least = max(
+            least,
+            down[min(own)] + microbatches * sum(costs.all(s) for s in own),
+            down[min(own)] + microbatches * both + after,
+        )
+    return least
+
+
+# -- the named ones: (ranks, microbatches) -> orders
+
+
+def _whole(steps: Iterable[StageStep], microbatches: int) -> tuple[StageStep, ...]:
+    """Without the microbatches that are not there: steps wait for those of their own microbatch alone."""
+    return tuple(s for s in steps if s.microbatch < microbatches)
+
+
+def gpipe(ranks: int, microbatches: int) -> PipelineSchedule:
+    """All forward, then all backward."""
+    orders = [
+        tuple(StageStep(kind, r, m) for kind in (FORWARD, BACKWARD) for m in range(microbatches)) for r in range(ranks)
+    ]
+    return PipelineSchedule("gpipe", microbatches, tuple(range(ranks)), False, tuple(orders))
+
+
+def one_f_one_b(ranks: int, microbatches: int) -> PipelineSchedule:
+    """Rank i runs p - 1 - i microbatches forward, then forward and backward in turn."""
+    return replace(interleaved(ranks, microbatches, 1), name="1f1b")
+
+
+def interleaved(ranks: int, microbatches: int, chunks: int = 2) -> PipelineSchedule:
+    """Each rank has `chunks` stages that lie `ranks` apart, and takes them in turn for `ranks` microbatches at a
+    time."""
+    full = -(-microbatches // ranks) * ranks if chunks > 1 else microbatches
+    orders = []
+    for rank in range(ranks):
+        turns = [
+            (chunk, m)
+            for group in range(0, full, ranks)
+            for chunk in range(chunks)
+            for m in range(group, min(group + ranks, full))
+        ]
+        ahead = [StageStep(FORWARD, chunk * ranks + rank, m) for chunk, m in turns]
+        back = [StageStep(BACKWARD, (chunks - 1 - chunk) * ranks + rank, m) for chunk, m in turns]
+        warm = ranks - 1 - rank if chunks == 1 else (ranks - 1 - rank) * 2 + (chunks - 1) * ranks
+        warm = min(warm, len(ahead))
+        steady = [step for pair in zip(ahead[warm:], back, strict=False) for step in pair]
+        orders.append(_whole([*ahead[:warm], *steady, *back[len(ahead) - warm :]], microbatches))
+    place = tuple(s % ranks for s in range(ranks * chunks))
+    return PipelineSchedule("interleaved", microbatches, place, False, tuple(orders))
+
+
+def zbh1(ranks: int, microbatches: int) -> PipelineSchedule:
+    """1f1b where rank i puts off the weights of i microbatches, to do them while the last ones come back."""
+    orders = []
+    for rank, order in enumerate(one_f_one_b(ranks, microbatches).orders):
+        steps: list[StageStep] = []
+        backward = weight = 0
+        last_forward = max(i for i, s in enumerate(order) if s.kind == FORWARD)
+        for i, step in enumerate(order):
+            steps.append(step)
+            if step.kind == BACKWARD:
+                backward += 1
+                if backward - weight > rank or i > last_forward:
+                    steps.append(StageStep(WEIGHT, rank, weight))
+                    weight += 1
+        steps += [StageStep(WEIGHT, rank, m) for m in range(weight, backward)]
+        orders.append(tuple(steps))
+    return PipelineSchedule("zbh1", microbatches, tuple(range(ranks)), True, tuple(orders))
+
+
+class _Steps:
+    """The steps of a rank with two stages, each kind of each of them in the order of microbatches."""
+
+    def __init__(self, stages: tuple[int, int]) -> None:
+        self.stages, self.steps = stages, list[StageStep]()
+        self.count = {(kind, chunk): 0 for kind in KINDS for chunk in (0, 1)}
+
+    def add(self, kinds: str, chunk: int) -> None:
+        for kind in kinds:
+            self.steps.append(StageStep(kind, self.stages[chunk], self.count[kind, chunk]))
+            self.count[kind, chunk] += 1
+
+
+def zbv(ranks: int, microbatches: int) -> PipelineSchedule:
+    """Stage i and stage 2p - 1 - i on rank i: the last rank turns a microbatch round, the first sees its loss."""
+    full = max(2 * ranks - 1, microbatches)
+    orders = []
+    for rank in range(ranks):
+        steps = _Steps((rank, 2 * ranks - 1 - rank))
+        add, count = steps.add, steps.count
+        for _ in range(2 * (ranks - rank) - 1):
+            add("F", 0)
+        for _ in range(rank):
+            add("F", 1)
+            add("F", 0)
+        for _ in range(ranks - rank):
+            add("FBW", 1)
+        while count["F", 1] < count["F", 0] or count["F", 0] < full:
+            if count["F", 0] < full:
+                add("F", 0)
+            add("BW", 0)
+            add("FBW", 1)
+        for _ in range(rank):
+            add("B", 0)
+            add("B", 1)
+        for _ in range(ranks - rank):
+            add("BW", 0)
+        for chunk in (1, 0):
+            while count["W", chunk] < count["B", chunk]:
+                add("W", chunk)
+        orders.append(_whole(steps.steps, microbatches))
+    place = tuple(s if s < ranks else 2 * ranks - 1 - s for s in range(2 * ranks))
+    return PipelineSchedule("zbv", microbatches, place, True, tuple(orders))
+
+
+NAMED: dict[str, Callable[[int, int], PipelineSchedule]] = {
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "interleaved": interleaved,
+    "zbh1": zbh1,
+    "zbv": zbv,
+}
+SCHEDULES = (*NAMED, "searched")
+
+
+def named(name: str, ranks: int, microbatches: int) -> PipelineSchedule:
+    """A schedule by its name; "interleaved 3" has three stages a rank."""
+    chunks, word = stages_a_rank(name), name.split(maxsplit=1)[0]
+    return interleaved(ranks, microbatches, chunks) if word == "interleaved" else NAMED[word](ranks, microbatches)
+
+
+def stages_a_rank(name: str) -> int:
+    """How many stages each rank has under a schedule; PlanError for one that is not known."""
+    word, *more = str(name).split()
+    numbers = [int(n) for n in more if n.isdigit()]
+    if word not in SCHEDULES or len(more) > (word == "interleaved") or len(numbers) < len(more) or 0 in numbers:
+        raise PlanError(f"schedule: {name!r}\n  known     {', '.join(SCHEDULES)}; interleaved 3: three stages a rank")
+    return numbers[0] if numbers else {"zbv": 2, "interleaved": 2}.get(word, 1)
+
+
+def orders_text(schedule: PipelineSchedule) -> tuple[str, ...]:
+    """The order of each rank in words that `read_orders` takes."""
+    return tuple(" ".join(map(str, order)) for order in schedule.orders)
+
+
+def read_orders(texts: Sequence[str], place: Sequence[int], microbatches: int) -> PipelineSchedule:
+    """What `orders_text` wrote; PlanError for a schedule that is none."""
+    orders = []
+    for text in texts:
+        steps = [re.fullmatch(r"([FBW])(\d+)\.(\d+)", word) for word in text.split()]
+        orders.append(tuple(StageStep(m[1], int(m[2]), int(m[3])) for m in steps if m is not None))
+    splits = any(s.kind == WEIGHT for order in orders for s in order)
+    schedule = PipelineSchedule("searched", microbatches, tuple(place), splits, tuple(orders))
+    wanted = set(itertools.product(KINDS if splits else KINDS[:2], range(len(place)), range(microbatches)))
+    found = [(s.kind, s.stage, s.microbatch) for order in orders for s in order]
+    if set(found) != wanted or len(found) != len(wanted):
+        raise PlanError("the order of a searched schedule is not that of this step\n  try       plan.given")
+    list(schedule.in_time())
+    return schedule
+
+
+# -- searched
+
+
+def searched(place: Sequence[int], microbatches: int, costs: StageCosts, room: float | None = None) -> PipelineSchedule:
+    """The shortest of several list schedules and of the named ones for these stages on these ranks; `room`: what a rank
+    may hold at once (microbatches, or as `costs.held` says)."""
+    place, ranks = tuple(place), len(set(place))
+    known = [make(ranks, microbatches) for make in NAMED.values()]
+    known.append(interleaved(ranks, microbatches, len(place) // ranks))
+    candidates = [s for s in known if s.place == place]
+    for splits, forward_first, ahead in itertools.product((True, False), (False, True), (1, 2, None)):
+        limit = [len(place) if ahead is None else ahead * (ranks - r) * (len(place) // ranks) for r in range(ranks)]
+        candidates.append(_listed(place, microbatches, costs, splits, forward_first, limit))
+    fitting = [s for s in candidates if room is None or max(s.held(costs.held)) <= room]
+    if not fitting:
+        least = min(max(s.held(costs.held)) for s in candidates)
+        raise PlanError(
+            f"no schedule fits: a rank has room for {room:g}, and needs {least:g}\n"
+            "  try       more stages, smaller microbatches, or recompute: full"
+        )
+    best = min(fitting, key=lambda s: (timeline(s, costs).seconds, max(s.held(costs.held))))
+    return replace(best, name="searched")
+
+
+def _listed(
+    place: tuple[int, ...],
+    microbatches: int,
+    costs: StageCosts,
+    splits: bool,
+    forward_first: bool,
+    limit: Sequence[int],
+) -> PipelineSchedule:
+    """List scheduling: whichever rank can start first takes, of the steps that can start then, backward before forward
+    (or the other way round), weights last; never more than `limit` microbatches in its stages at once."""
+    ranks, stages = len(set(place)), len(place)
+    kinds = KINDS if splits else (FORWARD, BACKWARD)
+    empty = PipelineSchedule("listed", microbatches, place, splits, ((),) * ranks)
+    orders: list[list[StageStep]] = [[] for _ in range(ranks)]
+    free, inside = [0.0] * ranks, [0] * ranks
+    end: dict[StageStep, float] = {}
+    following = {(kind, s): 0 for kind in kinds for s in range(stages)}  # the next microbatch of each
+    rank_of = {FORWARD: 0 if forward_first else 1, BACKWARD: 1 if forward_first else 0, WEIGHT: 2}
+
+    def ready(step: StageStep) -> float | None:
+        """When it could start; None: what it waits for has no time yet."""
+        when = free[place[step.stage]]
+        for a in empty.awaited(step):
+            if a not in end:
+                return None
+            when = max(when, end[a] + (costs.message if place[a.stage] != place[step.stage] else 0.0))
+        return when
+
+    for _ in range(len(kinds) * stages * microbatches):
+        choices = []
+        for (kind, s), m in following.items():
+            rank, step = place[s], StageStep(kind, s, m)
+            full = inside[rank] >= limit[rank]
+            # a full rank takes what is on its way already: a stage behind its first
+            if m == microbatches or (kind == FORWARD and full and s == min(_of(place, rank))):
+                continue
+            when = ready(step)
+            if when is not None:
+                choices.append((when, rank_of[kind], m, -s if kind == FORWARD else s, step))
+        _, _, _, _, step = min(choices)
+        when = ready(step)
+        assert when is not None
+        rank = place[step.stage]
+        end[step] = free[rank] = when + costs.of(step, splits)
+        orders[rank].append(step)
+        following[step.kind, step.stage] += 1
+        inside[rank] += (step.kind == FORWARD) - (step.kind == kinds[-1])
+    return replace(empty, orders=tuple(map(tuple, orders)))
+
+
+def _of(place: Sequence[int], rank: int) -> list[int]:
+    return [s for s, r in enumerate(place) if r == rank]

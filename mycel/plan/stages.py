@@ -1,0 +1,381 @@
+"""Which equation of a training step belongs to which stage of a pipeline, read off the program itself.
+
+A step with microbatches is a scan whose body is forward and backward of one of them (`transform/microbatch.py`).  What
+of the body depends on parameters *and* on the batch is *staged*; all else (masks, positions, weights cast to another
+type) is *free*: cheap, and computed by every stage that asks for it.  Staged forward equations, in their order, are the
+*units* of a pipeline.  A cut names the units at which stages begin; the rest follows:
+
+    forward     stages one after the other in the order of the program: values cross upwards
+    backward    the last stage that has what the equation reads of forward (made there, received there, or its
+                parameters), and to which its cotangents come down: so the backward of a layer is where the layer is.
+                What reads cotangents alone (the gradient of a bias) goes further down, to who needs it and has these
+    sums        a carry of the scan that only adds up (loss, gradients) belongs to whoever makes what is added
+    state       a carry that is read (a running mean) belongs to the one stage that reads it
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from mycel.errors import PlanError
+from mycel.ir import Atom, Block, Eqn, Program, Var, chains, scan
+from mycel.ops import o
+from mycel.ops.optimisers import is_group_update
+from mycel.plan.residuals import backward_part
+
+PARAMETERS, DATA = 1, 2  # what a value depends on; both: it is staged
+STAGED = PARAMETERS | DATA
+
+
+@dataclass(frozen=True)
+class StepBody:
+    """The scan over microbatches: where it stands in the entry, its block, how many operands are the same for all and
+    how many are carried on."""
+
+    at: int
+    eqn: Eqn
+    name: str
+    block: Block
+    consts: int
+    carry: int
+
+    @staticmethod
+    def of(program: Program, name: str) -> StepBody:
+        for i, eqn in enumerate(program.main.eqns):
+            if eqn.op is scan and eqn.params["body"] == name:
+                p = eqn.params
+                return StepBody(i, eqn, name, program.blocks[name], p.get("consts", 0), p.get("carry", 0))
+        raise PlanError(
+            "a pipeline of one microbatch has nothing to do at the same time\n  try       microbatches: 2, or more"
+        )
+
+    @property
+    def length(self) -> int:
+        return int(self.eqn.params["length"])
+
+    @property
+    def held(self) -> tuple[Var, ...]:
+        return self.block.inputs[: self.consts]
+
+    @property
+    def carried(self) -> tuple[Var, ...]:
+        return self.block.inputs[self.consts : self.consts + self.carry]
+
+    @property
+    def pieces(self) -> tuple[Var, ...]:
+        return self.block.inputs[self.consts + self.carry :]
+
+    @property
+    def outer(self) -> dict[Var, Atom]:
+        """What the entry gives for each input; of pieces, all of them."""
+        return dict(zip(self.block.inputs, self.eqn.inputs, strict=True))
+
+
+@dataclass(frozen=True)
+class CarrySum:
+    """A carry that an equation of the body (by index) adds `addend` to, and nobody else reads."""
+
+    carry: int
+    eqn: int
+    addend: Var
+
+
+class StepFlow:
+    """What depends on what in a step, before it is cut."""
+
+    def __init__(self, program: Program, name: str) -> None:
+        self.program, self.body = program, StepBody.of(program, name)
+        self.block = self.body.block
+        self.backward = self._backward()
+        self.makers = {v: i for i, e in enumerate(self.block.eqns) for v in e.outputs}
+        self.sums = self._sums()
+        self.flags = self._flags()
+
+    def _backward(self) -> frozenset[int]:
+        """Equations of the backward pass, by index.  What ends a carry of forward (the sum of a loss over ranks) is
+        none, wherever it was written."""
+        eqns, uses = self.block.eqns, chains(self.block)
+        written = backward_part(self.block)
+        late = {i for i, e in enumerate(eqns) if e in written}
+        makers = {v: i for i, e in enumerate(eqns) for v in e.outputs}
+        for i in range(len(eqns) - 1, -1, -1):
+            ends = all(uses[v].is_output or uses[v].uses for v in eqns[i].outputs)
+            read = {u for v in eqns[i].outputs for u in uses[v].uses}
+            before = {makers[v] for v in eqns[i].vars if v in makers}
+            if i in late and ends and not read & late and not before & late and before:
+                late.discard(i)
+        return frozenset(late)
+
+    def _sums(self) -> dict[int, CarrySum]:
+        """By carry."""
+        uses, sums = chains(self.block), {}
+        for j, (carry, new) in enumerate(zip(self.body.carried, self.block.outputs, strict=False)):
+            at = uses[carry].uses
+            if len(at) != 1 or uses[carry].is_output or not isinstance(new, Var) or self.makers.get(new) != at[0]:
+                continue
+            eqn = self.block.eqns[at[0]]
+            if eqn.op is o.add and eqn.inputs[0] == carry and not uses[new].uses and isinstance(eqn.inputs[1], Var):
+                sums[j] = CarrySum(j, at[0], eqn.inputs[1])
+        return sums
+
+    def _flags(self) -> dict[Var, int]:
+        """What each value of the body depends on."""
+        outer, program = dict[Var, int](), self.program
+        for v in program.inputs:
+            kind = program.role(v).kind
+            changes = kind in ("buffer", "variable") and v.name in program.updates
+            outer[v] = PARAMETERS if kind == "parameter" else DATA if kind in ("batch", "key", "count") else 0
+            outer[v] = STAGED if changes else outer[v]
+        for eqn in program.main.eqns[: self.body.at]:
+            outer.update(dict.fromkeys(eqn.outputs, _all(outer, eqn.vars)))
+        flags = {v: _all(outer, [x] if isinstance(x, Var) else []) for v, x in self.body.outer.items()}
+        for v in self.body.pieces:
+            flags[v] |= DATA
+        while True:
+            for eqn in self.block.eqns:
+                flags.update(dict.fromkeys(eqn.outputs, _all(flags, eqn.vars)))
+            news = zip(self.body.carried, self.block.outputs, strict=False)
+            late = [
+                v
+                for j, (v, new) in enumerate(news)
+                if j not in self.sums and isinstance(new, Var) and flags[new] | flags[v] != flags[v]
+            ]
+            if not late:
+                return flags
+            for v in late:  # a carry depends on all that its last turn did
+                flags[v] = STAGED
+
+    @cached_property
+    def summing(self) -> frozenset[int]:
+        """Equations that add to a carry."""
+        return frozenset(s.eqn for s in self.sums.values())
+
+    @cached_property
+    def staged(self) -> frozenset[int]:
+        """Staged equations but those that add to a carry, by index."""
+        eqns = enumerate(self.block.eqns)
+        return frozenset(i for i, e in eqns if i not in self.summing and _all(self.flags, e.vars) == STAGED)
+
+    @cached_property
+    def units(self) -> tuple[int, ...]:
+        """Staged forward equations, in their order."""
+        return tuple(i for i in range(len(self.block.eqns)) if i in self.staged and i not in self.backward)
+
+    @cached_property
+    def readers(self) -> Mapping[Var, int]:
+        """How often equations read a value."""
+        return Counter(v for e in self.block.eqns for v in e.vars)
+
+    @cached_property
+    def state(self) -> dict[Var, set[int]]:
+        """Carries that are read and changed: the equations that do."""
+        found: dict[Var, set[int]] = {}
+        for j, (v, new) in enumerate(zip(self.body.carried, self.block.outputs, strict=False)):
+            if j not in self.sums and isinstance(new, Var) and self.flags[v] == STAGED:
+                ends = {self.makers[new]} if new in self.makers else set[int]()
+                found[v] = ends | {i for i in self.staged if v in self.behind(self.block.eqns[i])}
+        return {v: used for v, used in found.items() if used}
+
+    @cached_property
+    def trained(self) -> dict[int, Var]:
+        """Carries that sum up a gradient -> the input of the body that is its parameter."""
+        main, results = self.program.main, {v: j for j, v in enumerate(self.body.eqn.outputs[: self.body.carry])}
+        makers = {v: e for e in main.eqns for v in e.outputs if e is not self.body.eqn}
+        inside = {x: v for v, x in self.body.outer.items() if isinstance(x, Var)}
+        found: dict[int, Var] = {}
+        for eqn in main.eqns[self.body.at + 1 :]:
+            if not is_group_update(eqn.op):
+                continue
+            count = eqn.params["count"]
+            for k in range(count):
+                at = [v for v in _sources(eqn.inputs[k], makers) if v in inside]
+                gradients = _sources(eqn.inputs[len(eqn.outputs) + k], makers)
+                found.update({results[v]: at[0] for v in gradients if v in results and at})
+        return {j: inside[v] for j, v in found.items()}
+
+    def behind(self, eqn: Eqn) -> set[Var]:
+        """What an equation reads, free values opened: inputs of the body and staged values."""
+        opened, open_ = set[Var](), list(eqn.vars)
+        while open_:
+            v = open_.pop()
+            if v in opened:
+                continue
+            opened.add(v)
+            maker = self.makers.get(v)
+            if maker is not None and maker not in self.staged:
+                open_ += self.block.eqns[maker].vars
+        return {v for v in opened if v not in self.makers or self.makers[v] in self.staged}
+
+
+def _sources(x: Atom, makers: Mapping[Var, Eqn]) -> set[Var]:
+    """The values of the entry that one comes from, not by way of a global norm: inputs, and results of the scan."""
+    open_, seen = [x] if isinstance(x, Var) else [], set[Var]()
+    while open_:
+        v = open_.pop()
+        if v not in seen:
+            seen.add(v)
+            eqn = makers.get(v)
+            open_ += eqn.vars if eqn is not None and eqn.op is not o.global_norm else ()
+    return {v for v in seen if v not in makers}
+
+
+def _all(flags: Mapping[Var, int], values: Iterable[Var]) -> int:
+    found = 0
+    for v in values:
+        found |= flags.get(v, 0)
+    return found
+
+
+@dataclass(frozen=True)
+class StageMap:
+    """A step cut into stages: of staged equations (by index) and values the stage.  `have`: stages that have a staged
+    forward value once forward is done; `users`: stages whose forward equations read an input of the body."""
+
+    flow: StepFlow
+    stages: int
+    eqns: Mapping[int, int]
+    of: Mapping[Var, int]
+    have: Mapping[Var, frozenset[int]]
+    users: Mapping[Var, frozenset[int]]
+
+    def home(self, summed: CarrySum) -> int:
+        """The stage a sum belongs to."""
+        return self.of.get(summed.addend, self.stages - 1)
+
+
+def cut(flow: StepFlow, starts: Sequence[int]) -> StageMap:
+    """The stages of a step; `starts`: the units (equations of the body, by index) at which the second and later stages
+    begin."""
+    block, stages = flow.block, len(starts) + 1
+    eqns: dict[int, int] = {}
+    of: dict[Var, int] = {}
+    have: dict[Var, set[int]] = {}
+    users: dict[Var, set[int]] = {}
+    for i in flow.units:
+        stage = sum(i >= s for s in starts)
+        eqns[i] = stage
+        for v in flow.behind(block.eqns[i]):
+            (have if v in of else users).setdefault(v, set()).add(stage)
+        for v in block.eqns[i].outputs:
+            of[v] = stage
+            have[v] = {stage}
+    for i, eqn in enumerate(block.eqns):
+        if i not in flow.staged or i in eqns:
+            continue
+        eqns[i] = _backward_stage(flow, eqn, stages, of, have, users)
+        of.update(dict.fromkeys(eqn.outputs, eqns[i]))
+    _sink(flow, eqns, of, have, users)
+    frozen = {v: frozenset(s) for v, s in have.items()}
+    return StageMap(flow, stages, eqns, of, frozen, {v: frozenset(s) for v, s in users.items()})
+
+
+def refuse_shared_state(stages: StageMap) -> None:
+    """PlanError where what one microbatch leaves to the next is no matter of one stage's forward steps."""
+    flow = stages.flow
+    for v, used in flow.state.items():
+        places = {stages.eqns.get(i) for i in used}
+        if len(places) > 1 or used & flow.backward:
+            at = flow.block.eqns[min(used)].source
+            raise PlanError(
+                f"{v.name} is changed by each microbatch and used in stages {sorted(map(str, places))}\n"
+                f"  at        {at}\n  try       a cut that leaves all that uses it in one stage"
+            )
+
+
+def _backward_stage(
+    flow: StepFlow,
+    eqn: Eqn,
+    stages: int,
+    of: Mapping[Var, int],
+    have: Mapping[Var, set[int]],
+    users: Mapping[Var, set[int]],
+) -> int:
+    """The last stage to which its cotangents come down, and that has what it reads of forward."""
+    last, wanted = stages - 1, list[set[int]]()
+    for v in flow.behind(eqn):
+        if v not in of:  # an input of the body: a parameter is where forward used it
+            if v in users and flow.flags[v] & PARAMETERS:
+                wanted.append(users[v])
+        elif v in have:
+            wanted.append(have[v] | set(range(of[v] + 1)))  # made there, received there, or it comes down as others do
+        else:
+            last = min(last, of[v])
+    both = (t for t in range(last, -1, -1) if all(t in stages_of for stages_of in wanted))
+    return next(both, last)
+
+
+def _sink(
+    flow: StepFlow,
+    eqns: dict[int, int],
+    of: dict[Var, int],
+    have: Mapping[Var, set[int]],
+    users: Mapping[Var, set[int]],
+) -> None:
+    """Backward equations that only lower stages need, of values that these have anyway, go there."""
+    block, uses = flow.block, chains(flow.block)
+    readers: dict[Var, set[int]] = {}  # staged values -> stages whose equations read them
+    for i, stage in eqns.items():
+        for v in block.eqns[i].vars:
+            if v in of:
+                readers.setdefault(v, set()).add(stage)
+    ends: dict[int, int] = {}
+    for j, s in flow.sums.items():
+        own = {of.get(s.addend, 0)}
+        ends[s.eqn] = max(users.get(flow.trained[j], own) if j in flow.trained else own)
+    for i in sorted(eqns, reverse=True):
+        if i not in flow.backward:
+            continue
+        eqn, stage = block.eqns[i], eqns[i]
+        asked = [eqns.get(u, ends.get(u)) for v in eqn.outputs for u in uses[v].uses]
+        if not asked or None in asked or any(uses[v].is_output for v in eqn.outputs):
+            continue
+        lower = max(a for a in asked if a is not None)
+        read = [v for v in eqn.vars if v in of]
+        there = all(v not in have and (of[v] == lower or lower in readers[v]) for v in read)
+        if lower < stage and there:
+            eqns[i] = lower
+            of.update(dict.fromkeys(eqn.outputs, lower))
+            for v in read:
+                readers[v].add(lower)
+
+
+def starts_of(flow: StepFlow, names: Sequence[str]) -> list[int]:
+    """The units at which the modules (or parameters) with these names begin; the first of them begins the first
+    stage."""
+    program, reads = flow.program, dict[int, set[str]]()
+    names_of = _names_of_inputs(flow)
+    for i in flow.units:
+        reads[i] = {name for v in flow.behind(flow.block.eqns[i]) for name in names_of.get(v, ())}
+    starts = []
+    for name in names[1:]:
+        unit = next((i for i in flow.units if any(_is_in(n, name) for n in reads[i])), None)
+        if unit is None:
+            known = sorted({program.role(v).name.rsplit(".", 1)[0] for v in program.inputs_of("parameter")})
+            raise PlanError(
+                f"stages: {name}: no part of the step reads a parameter of it\n"
+                f"  try       names of modules, such as {', '.join(known[:4])}"
+            )
+        starts.append(unit)
+    if sorted(set(starts)) != starts or (starts and starts[0] == flow.units[0]):
+        raise PlanError(
+            f"stages: {', '.join(names)}: they do not begin one after the other in the step\n"
+            "  try       one name for each stage, the module it begins with, in the order in which the model calls them"
+        )
+    return starts
+
+
+def _names_of_inputs(flow: StepFlow) -> dict[Var, set[str]]:
+    """Inputs of the body -> the parameters they come from."""
+    program = flow.program
+    names = {v: {program.role(v).name} for v in program.inputs_of("parameter")}
+    for eqn in program.main.eqns[: flow.body.at]:
+        of_eqn = set().union(*(names.get(v, set()) for v in eqn.vars))
+        names.update({v: of_eqn for v in eqn.outputs if of_eqn})
+    return {v: names[x] for v, x in flow.body.outer.items() if isinstance(x, Var) and x in names}
+
+
+def _is_in(name: str, module: str) -> bool:
+    return name == module or name.startswith(f"{module}.")

@@ -1,0 +1,215 @@
+"""The law of pipelines: the programs of all stages, run together, do what the serial step does, wherever it is cut,
+under every schedule, whatever lies inside a stage; and what is sent and held is what the cut asks for."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import models
+import pytest
+import torch
+from distributing import OneDevice
+from golden import golden
+from pipelining import Tied, local_program, pipeline_equals
+from torch import nn
+
+from mycel.errors import PlanError, RunError
+from mycel.ir import Mesh, Program, Role
+from mycel.lower.stages import pipelined
+from mycel.plan import Plan
+from mycel.plan.schedule import NAMED, interleaved, named
+from mycel.plan.stages import StepFlow, starts_of
+from mycel.run import simulate_stages
+
+
+class Normed(nn.Module):
+    """Running means, which each microbatch changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)
+        )
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.body(x), labels)
+
+
+def tied(microbatches: int = 4, layers: int = 4, dropout: float = 0.0, **settings) -> OneDevice:
+    torch.manual_seed(0)
+    batch = {"ids": torch.randint(0, 12, (8, 3)), "labels": torch.randint(0, 12, (8, 3))}
+    batch["labels"][:3] = -100  # microbatches count unequally
+    return OneDevice.of(
+        Tied(layers, dropout).double(), batch, accumulate=microbatches, **{"clip_norm": 0.05, **settings}
+    )
+
+
+@pytest.fixture(scope="module")
+def steps() -> dict[int, OneDevice]:
+    return {m: tied(m) for m in (2, 4)}
+
+
+INNER = {
+    "alone": None,
+    "dp": Plan(Mesh(dp=2), batch=["dp"]),
+    "zero1": Plan(Mesh(dp=2), batch=["dp"], zero=1, over=("dp",)),
+    "zero3": Plan(Mesh(dp=2), batch=["dp"], zero=3, over=("dp",)),
+    "tp": Plan(Mesh(tp=2), {"*.up.weight": ["tp", "-"], "*.up.bias": ["tp"], "*.down.weight": ["-", "tp"]}, loose=True),
+    "dp tp": Plan(
+        Mesh(dp=2, tp=2), {"*.up.weight": ["tp", "-"], "embed.weight": ["tp", "-"]}, ["dp"], zero=2, over=("dp",)
+    ),
+}
+
+
+@pytest.mark.parametrize("inner", INNER)
+@pytest.mark.parametrize("name", NAMED)
+def test_pipelined_is_serial(name, inner, steps):
+    rng = random.Random(f"{name} {inner}")
+    microbatches, ranks = rng.choice([2, 4]), rng.choice([2, 3])
+    schedule = named(name, ranks, microbatches)
+    pipeline_equals(steps[microbatches], schedule, rng, INNER[inner], seed=rng.randrange(99))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_cut_anywhere(seed, steps):
+    """Any unit may begin a stage, also in the middle of a line."""
+    rng = random.Random(seed)
+    ranks = rng.randint(2, 5)
+    schedule = rng.choice([named(rng.choice(["1f1b", "zbh1", "gpipe"]), ranks, 4), interleaved(2, 4, 3)])
+    pipeline_equals(steps[4], schedule, rng, seed=seed)
+
+
+FAMILIES = {
+    "llama": (models.llama, models.text, "interleaved"),
+    "gpt2": (models.gpt2, models.text, "zbv"),
+    "bert": (models.bert, models.padded, "1f1b"),
+    "t5": (models.t5, models.seq2seq, "zbh1"),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families(family):
+    make, batch_of, name = FAMILIES[family]
+    torch.manual_seed(0)
+    model, batch = make().double(), batch_of()
+    batch = {k: torch.cat([x, x.flip(1)]) if isinstance(x, torch.Tensor) else x for k, x in batch.items()}
+    batch.setdefault("labels", batch["input_ids"].flip(1))
+    one = OneDevice.of(model, batch, accumulate=4, clip_norm=0.1)
+    pipeline_equals(one, named(name, 2, 4), random.Random(family))
+
+
+@pytest.mark.parametrize("kind", ["dropout", "skipped", "batch norm", "bf16", "fp16", "grads", "sgd"])
+def test_kinds_of_steps(kind):
+    rng = random.Random(kind)
+    if kind == "batch norm":
+        torch.manual_seed(0)
+        batch = {"x": torch.randn(8, 4), "labels": torch.randint(0, 3, (8,))}
+        one = OneDevice.of(Normed(), batch, accumulate=2)
+        starts = ["body.3"]
+        local, _ = local_program(one, None)
+        flow = StepFlow(local, one.made.body)
+        names = [flow.block.eqns[i].outputs[0].name for i in starts_of(flow, ["body.0", *starts])]
+        pipeline_equals(one, named("gpipe", 2, 2), names)
+        return
+    settings = {"bf16": {"precision": "bf16"}, "fp16": {"precision": "fp16"}, "grads": {"grads": True}}.get(kind, {})
+    one = tied(dropout=0.2 if kind == "dropout" else 0.0, **settings)
+    if kind == "sgd":
+        one = OneDevice.of(one.model, one.batch, torch.optim.SGD(one.model.parameters(), lr=0.1), accumulate=4)
+    pipeline_equals(one, named("zbv", 2, 4), rng, poison=kind == "skipped")
+
+
+def at_layers(one: OneDevice, *layers: int) -> tuple[Program, list[str]]:
+    local, _ = local_program(one, None)
+    flow = StepFlow(local, one.made.body)
+    starts = starts_of(flow, ["embed", *(f"layers.{i}" for i in layers)])
+    return local, [flow.block.eqns[i].outputs[0].name for i in starts]
+
+
+def test_what_is_sent(steps):
+    """Between neighbours one activation up and one cotangent down for each microbatch; of what they share, the sums of
+    the whole step alone; and the loss to everyone."""
+    one = steps[4]
+    local, starts = at_layers(one, 1, 2, 3)
+    pipeline = pipelined(local, one.made.body, starts, named("1f1b", 4, 4), "pp")
+    sent = Counter()
+    for rank, program in enumerate(pipeline.programs):
+        for eqn in program.main.eqns:
+            if eqn.op.name == "begin_send":
+                sent[rank, eqn.params["to"], tuple(eqn.inputs[0].shape)] += 1
+    activation = (2, 3, 4)
+    up = {(r, r + 1, activation): 4 for r in range(3)}
+    down = {(r + 1, r, activation): 4 for r in range(3)}
+    loss = {(3, r, ()): 1 for r in range(3)}
+    shared = {(3, 0, (12, 4)): 1, (0, 3, (12, 4)): 1}
+    assert sent == {**up, **down, **loss, **shared}
+
+
+def test_who_holds_what(steps):
+    one = steps[4]
+    local, starts = at_layers(one, 2)
+    owners = pipelined(local, one.made.body, starts, named("1f1b", 2, 4), "pp").owners
+    assert owners[Role("parameter", "embed.weight")] == (0, 1)
+    assert owners[Role("state", "exp_avg", of="embed.weight")] == (0, 1)
+    assert owners[Role("parameter", "layers.1.up.weight")] == (0,)
+    assert owners[Role("state", "exp_avg_sq", of="layers.2.up.weight")] == (1,)
+    assert owners[Role("counter", "skipped")] == (0, 1)
+
+
+def test_weights_are_a_step_of_their_own(steps):
+    """What is waited for holds no product of weights, and all of these are in the steps of weights."""
+    one = steps[4]
+    local, starts = at_layers(one, 2)
+    last = pipelined(local, one.made.body, starts, named("zbh1", 2, 4), "pp").programs[1]
+
+    def operators(name: str) -> list[str]:
+        eqns = last.blocks[name].eqns
+        return [op for e in eqns for op in (operators(e.params["block"]) if e.op.name == "call" else [e.op.name])]
+
+    assert "linear_weight" not in operators("backward_1") and operators("weight_1").count("linear_weight") == 5
+
+
+def test_golden(steps):
+    local, starts = at_layers(tied(2, 2, clip_norm=None), 1)
+    pipeline = pipelined(local, "part", starts, named("1f1b", 2, 2), "pp")
+    golden("stages", "\n\n".join(f"rank {r}\n\n{p}" for r, p in enumerate(pipeline.programs)))
+
+
+def test_stages_that_wait_for_each_other_are_named():
+    texts = [
+        """
+def main(x: f32[2]):
+  t: i64[] = begin_receive(axes=("pp",), count=2, dtypes=(f32,), shapes=((2,),), source=1, tag=1)  # a.py:1
+  y: f32[2] = finish_receive(t, axes=("pp",), count=2, dtypes=(f32,), shapes=((2,),), source=1, tag=1)  # a.py:1
+  u: i64[] = begin_send(y, axes=("pp",), count=2, tag=0, to=1)
+  return y
+""",
+        """
+def main(x: f32[2]):
+  t: i64[] = begin_receive(axes=("pp",), count=2, dtypes=(f32,), shapes=((2,),), source=0, tag=0)  # b.py:7
+  y: f32[2] = finish_receive(t, axes=("pp",), count=2, dtypes=(f32,), shapes=((2,),), source=0, tag=0)  # b.py:7
+  u: i64[] = begin_send(y, axes=("pp",), count=2, tag=1, to=0)
+  return y
+""",
+    ]
+    programs = [Program.parse(text) for text in texts]
+    with pytest.raises(RunError) as e:
+        simulate_stages(programs, Mesh(), "pp", [[[torch.ones(2)]]] * 2)
+    assert str(e.value).splitlines() == [
+        "the stages wait for each other and nobody can go on",
+        "  stage 0   at a.py:1: waits for message 1 of stage 1",
+        "  stage 1   at b.py:7: waits for message 0 of stage 0",
+    ]
+
+
+def test_refusals(steps):
+    local, _ = local_program(steps[4], None)
+    flow = StepFlow(local, "part")
+    with pytest.raises(PlanError, match="no part of the step reads a parameter of it"):
+        starts_of(flow, ["embed", "layer.9"])
+    with pytest.raises(PlanError, match="one after the other"):
+        starts_of(flow, ["embed", "layers.2", "layers.1"])
+    with pytest.raises(PlanError, match="microbatches: 2, or more"):
+        StepFlow(tied(1).made.program, "main")
+    with pytest.raises(PlanError, match="which this step does not make on its way forward"):
+        pipelined(local, "part", ["nothing"], named("1f1b", 2, 4), "pp")
