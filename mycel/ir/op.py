@@ -44,6 +44,7 @@ What the fields mean
   foreign   torch's own operator, `target` by name, of which nothing else is known
   by_rank   its value depends on the rank, or on other ranks
   collective  what ranks say to each other for it: bytes, steps, meaning (`Collective`)
+  sent_as_sum  along the axes it names its operands are partial sums, and along no other: what follows reduces them
   linear    operands it is linear in: groups of places, each linear together while the others stay; "all": all of them.
             A partial sum passes through
   parts     how a part is computed where the kernel on parts is not it: {letter: Part}; "*" for whatever letter is
@@ -140,6 +141,7 @@ class Op:
     foreign: bool = False
     by_rank: bool = False
     collective: Collective | None = None
+    sent_as_sum: bool = False
     linear: Sequence[tuple[int, ...]] | str = ()
     parts: dict[str, SplitRule] = field(default_factory=dict)
     defaults: dict[str, Any] = field(default_factory=dict)

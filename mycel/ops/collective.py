@@ -10,6 +10,8 @@
     y = own_part(x, axes=("tp",), count=4, dim=0)              this rank's part of what all hold
     y = only_first(x, axes=("tp",), count=4)                   x on the first rank along the axes, zeros on the others:
                                                                a partial sum
+    y = exchange_rows(x, axes=("dp",), count=2)                row i to rank i, row i from rank i: encoded messages
+    y = gather_rows(x, axes=("dp",), count=2)                  the rows of all
     t = begin(x, z, op="all_reduce", axes=("dp",), count=2)    the same for several tensors in one message, unwaited for
     y, w = finish(t, x, z, op="all_reduce", …)                 what it brought
     i = place(axes=("tp",), count=4)                           this rank's index along the axes
@@ -203,6 +205,34 @@ def all_to_all(x, *, axes, count, split, join, size):
     return y if y.shape[join] == size else y.narrow(join, 0, size)
 
 
+@op(
+    "r^ ... -> r ...",
+    dtype="first",
+    compiles=False,
+    by_rank=True,
+    collective=Collective(
+        ring, lambda k: 1, lambda xs, index, *, axes, count: torch.stack([x[index] for x in xs]), together=True
+    ),
+)
+def exchange_rows(x, *, axes, count):
+    """Row i goes to rank i along the axes; row i of the result is what rank i sent here."""
+    return communicator().exchange_rows(x, axes)
+
+
+@op(
+    lambda x, *, axes, count: resized(x, {0: count * x.shape[0]}),
+    types=lambda x, *, axes, count: with_size(x, 0, count * x.shape[0]),
+    compiles=False,
+    by_rank=True,
+    collective=Collective(
+        turns, turns, lambda xs, index, *, axes, count: torch.cat(list(xs)), together=True, same=True
+    ),
+)
+def gather_rows(x, *, axes, count):
+    """The rows of all ranks along the axes; what is encoded is small, so it is sent as soon as it is there."""
+    return communicator().gather_rows(x, axes)
+
+
 def permute_transpose(g, x, *, axes, count, to):
     back = [-1] * count
     for i, j in enumerate(to):
@@ -302,8 +332,8 @@ def finish_types(token, *xs, op, **how):
 @op(types=lambda *xs, **_: Type(torch.int64, ()), compiles=False, by_rank=True, effect=True)
 def begin(*xs, op, axes, count, kind="+", dims=(), sizes=()):
     """Begin a collective on several tensors; `finish` waits for it."""
-    how = {} if op == "all_reduce" else {"dim": list(dims)}
-    how |= {} if op == "all_gather" else {"kind": kind}
+    how = {"dim": list(dims)} if dims else {}
+    how |= {"kind": kind} if op in ("all_reduce", "reduce_scatter") else {}
     xs = [padded(x, d, count) for x, d in zip(xs, dims, strict=True)] if op == "reduce_scatter" else xs
     return communicator().start(op, xs, axes=axes, **how)
 

@@ -59,6 +59,11 @@ class Setting:
             return [label if len(parts) == 1 or label.letter in parts[node[3]] else SAME]
         if axis in own:
             return [SAME]
+        if eqn.op.sent_as_sum:
+            groups = [x for x in options.labels(self.mesh, axis, before) if x.group]
+            if axis in eqn.params["axes"]:
+                return groups[-1:]  # of all operands that can be
+            return [x for x in options.labels(self.mesh, axis, before) if not x.group]
         if len(parts) == 1:
             return options.labels(self.mesh, axis, before)
         return [x for x in options.labels(self.mesh, axis, before, sorted(parts[node[3]])) if not x.group]
