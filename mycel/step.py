@@ -406,9 +406,20 @@ class Step:
         if counting is not None:
             program = check(transform.microbatch(program, counting, batch.parts, split, rows))
             body = transform.BODY
+        program = self._compressed(program, [name for g in groups for name in g.group.params], results)
         clipping = (s.clip_norm, s.clip_value) if self.by_rule else (None, None)
         program = check(transform.optimise(program, [g.group for g in groups], results, *clipping, s.grads))
         return UnshardedStep(captured, program, tuple(groups), results, body)
+
+    def _compressed(self, program: Program, names: Sequence[str], results: int) -> Program:
+        """The program with the gradients compressed that the plan says."""
+        how = self.written.compressed() if self.written is not None else None
+        if how is None or self.parts is None:
+            return program
+        trained = {name: self.parts.shapes[name] for name in names if name in self.parts.shapes}
+        how.refuse_unused(trained)
+        chosen = how.of(trained)
+        return check(transform.compress_gradients(program, names, results, chosen, how.axis)) if chosen else program
 
     def _for_all_parts(self, captured: Captured, whole: Captured, batch: Batch, data: Arguments) -> Captured:
         """What was captured for the first part, where what the batch decided is decided so by every part."""

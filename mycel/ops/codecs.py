@@ -61,6 +61,7 @@ def wide(dtype):
     types=lambda g, e, key, **_: (g, g),
     linear=((0,), (0, 1)),
     sent_as_sum=True,
+    padding="zeros",
     examples=['f[4,6], None, None, codec="int8", axes=("dp",)', 'f[3], f[3], i64[], codec="int8", axes=("dp",)'],
 )
 def compressed(g, e, key, *, codec, axes):
@@ -68,10 +69,10 @@ def compressed(g, e, key, *, codec, axes):
     return g + 0 if e is None else g + e, torch.zeros_like(g)
 
 
-@op("... -> ...", dtype="first", examples=["f[2,3]"], fresh=True)
+@op("... -> ...", dtype="first", examples=["f[2,3]"], free=True)
 def summed(x):
     """A sum that was compressed has come: from here on it is whole, or in parts."""
-    return x.clone()
+    return x
 
 
 def moved(x, dim):

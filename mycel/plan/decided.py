@@ -33,7 +33,7 @@ from mycel.plan.clock import DEVICE, Times, times_text
 from mycel.plan.links import Link, Links
 from mycel.plan.residuals import Decision, Residuals
 
-KEYS = ("program", "compiled", "links", "gathered", "layouts", "residuals", "regions")
+KEYS = ("program", "compiled", "links", "gathered", "layouts", "residuals", "regions", "compress")
 SHOWN = 3  # differences that a refusal names
 _SPLIT = re.compile(r"(\S+)@(\w+(?:\.\w+)*)")
 _THROUGH = re.compile(r"\+(\w+)\(([\d,]*)\)")
@@ -175,6 +175,7 @@ class Decided:
     layouts     by block; on one device the inputs of the entry alone
     residuals   what forward keeps for backward
     regions     by block, the stretches between calls that are compiled as one, each by its first value
+    compress    the codec that `compress: auto` has come to
     """
 
     program: str
@@ -184,6 +185,7 @@ class Decided:
     gathered: tuple[str, ...] = ()
     layouts: Mapping[str, BlockLayouts] = field(default_factory=dict)
     regions: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    compress: str = ""
 
     def links_of(self, mesh: Mesh) -> Links:
         return Links(mesh, named=self.links)
@@ -218,6 +220,7 @@ class Decided:
         data |= {"layouts": {name: x.data() for name, x in self.layouts.items()}} if self.layouts else {}
         data["residuals"] = _residuals_data(self.residuals)
         data |= {"regions": {name: list(firsts) for name, firsts in self.regions.items()}} if self.regions else {}
+        data |= {"compress": self.compress} if self.compress else {}
         return data
 
     @staticmethod
@@ -234,6 +237,7 @@ class Decided:
                 tuple(data.get("gathered", ())),
                 {name: BlockLayouts.read(x) for name, x in data.get("layouts", {}).items()},
                 {name: tuple(firsts) for name, firsts in data.get("regions", {}).items()},
+                str(data.get("compress", "")),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as e:
             what = f"{e} is missing" if isinstance(e, KeyError) else str(e)

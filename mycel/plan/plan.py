@@ -11,6 +11,7 @@
     microbatches: 4                    # the batch in so many parts, one after the other (`accumulate`)
     sums: fp32                         # partial sums travel in 32 bits; as computed (default): in the precision of the
                                        # product that leaves them
+    compress: {dp: int8+ef}            # gradients travel along dp in fewer bytes; by pattern; auto (compression.py)
     recompute: full                    # in backward: all that can be; none; auto (default): what the memory budget asks
                                        # for, at least cost
 
@@ -35,6 +36,7 @@ import yaml
 
 from mycel.errors import PlanError
 from mycel.ir import Axes, Layout, Mesh, part, read_layout
+from mycel.plan.compression import CANDIDATES, CompressedAxis, read_compress
 from mycel.plan.decided import Decided, Predicted
 from mycel.plan.residuals import Residuals
 from mycel.sizes import shown
@@ -43,8 +45,8 @@ _Dumper: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)  # the C ones are t
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 READY = Path(__file__).parent.parent / "plans"
 KEYS = (
-    "mesh", "parameters", "batch", "activations", "zero", "microbatches", "sums", "recompute", "loose", "decided",
-    "predicted",
+    "mesh", "parameters", "batch", "activations", "zero", "microbatches", "sums", "compress", "recompute", "loose",
+    "decided", "predicted",
 )  # fmt: skip
 RECOMPUTE = ("auto", "full", "none")
 SUMS = ("as computed", "fp32")
@@ -68,6 +70,7 @@ class Plan:
     predicted: Predicted | None = None
     sums: str = "as computed"
     microbatches: int = 1
+    compress: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name, entry in self.parameters.items():
@@ -88,6 +91,7 @@ class Plan:
             raise PlanError(f"microbatches: {self.microbatches!r}\n  try       a whole number, at least 1")
         if self.sums not in SUMS:
             raise PlanError(f"sums: {self.sums!r}\n  known     {', '.join(SUMS)}")
+        read_compress(self.compress, self.mesh, self.batch_axes())
 
     # -- reading and writing -----------------------------------------------------------------------------------------
 
@@ -136,7 +140,7 @@ class Plan:
         found = Plan(
             own, dict(data.get("parameters") or {}), data.get("batch") or (), dict(data.get("activations") or {}),
             int(zero[1]), over, str(data.get("recompute") or "auto"), bool(data.get("loose")), decided, predicted,
-            str(data.get("sums") or "as computed"), data.get("microbatches") or 1,
+            str(data.get("sums") or "as computed"), data.get("microbatches") or 1, data.get("compress") or {},
         )  # fmt: skip
         return found._on(mesh, where)
 
@@ -163,6 +167,7 @@ class Plan:
         found |= {"zero": f"{self.zero} over {'.'.join(self.over)}"} if self.zero else {}
         found |= {"microbatches": self.microbatches} if self.microbatches > 1 else {}
         found |= {"sums": self.sums} if self.sums != "as computed" else {}
+        found |= {"compress": _plain_mapping(self.compress)} if self.compress else {}
         found |= {"recompute": self.recompute} if self.recompute != "auto" else {}
         found |= {"loose": True} if self.loose else {}
         found |= {"decided": self.decided.data()} if self.decided is not None else {}
@@ -261,6 +266,23 @@ class Plan:
     def activation_layout(self, name: str) -> Layout:
         return read_layout(self.activations[name], self.mesh, f"activations: {name}")
 
+    def compressed(self) -> CompressedAxis | None:
+        """How gradients are compressed; None where they are not, or along one rank alone."""
+        found = read_compress(self.compress, self.mesh, self.batch_axes())
+        if found is None or self.mesh[found.axis] == 1:
+            return None
+        if not found.auto:
+            return found
+        decided = self.decided.compress if self.decided is not None else ""
+        return read_compress({found.axis: decided}, self.mesh, self.batch_axes()) if decided else found
+
+    def compressions(self) -> list[Plan]:
+        """The plans to choose from: itself, or where `compress` is auto, one for each choice."""
+        found = self.compressed()
+        if found is None or not found.auto:
+            return [self]
+        return [replace(self, compress={found.axis: text}) for text in CANDIDATES]
+
     def batch_axes(self) -> list[str]:
         """The axes that split the batch."""
         entries = self.batch.values() if isinstance(self.batch, Mapping) else [self.batch]
@@ -333,6 +355,10 @@ def _joined(a: Sequence[Any], b: Sequence[Any]) -> list[Any]:
 
 def _plain(entry: Any) -> Any:
     return list(map(_plain, entry)) if isinstance(entry, (list, tuple)) else entry
+
+
+def _plain_mapping(entry: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: _plain_mapping(v) if isinstance(v, Mapping) else v for k, v in entry.items()}
 
 
 def _near(pattern: str, names: Iterable[str]) -> list[str]:
