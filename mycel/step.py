@@ -47,7 +47,8 @@ from mycel.feed import (
     without_host_data,
 )
 from mycel.forward import Forward, called, device_of, evaluating
-from mycel.ir import Mesh, Program, Role, Var, check
+from mycel.ir import Mesh, Program, Role, Type, Var, check
+from mycel.message_state import KINDS, MessageState
 from mycel.objective import Batch, objective, refuse_outputs
 from mycel.parts import ShardedModel, UnshardedStep, roles_of
 from mycel.planning import Task, planned
@@ -209,7 +210,8 @@ class Step:
         self._told = False  # that it is not
         self.grad_norm: torch.Tensor | None = None
         self._gradients: dict[str, torch.Tensor] = {}
-        self.state = StepState(model, optimizer, self.parts, self.counters, self.set_counters)
+        self.messages = MessageState(self.parts)
+        self.state = StepState(model, optimizer, self.parts, self.counters, self.set_counters, self.messages)
         self.steps = 0  # taken, skipped ones among them
         self._evaluation: Forward | None = None
         self._adding: _Adding | None = None
@@ -533,7 +535,12 @@ class Step:
             hyper = group.hyper(self.optimizer)  # before its state is made: a first step is one without
             return [*(group.state(self.optimizer) if self.parts is None else self.parts.state(group)), *hyper]
 
+        def kept(of_messages: Sequence[tuple[Role, Type]]) -> list[torch.Tensor]:
+            return [self.messages.value(role, type, device) for role, type in of_messages]
+
         # in the order in which the passes add inputs: then values need no rearranging at each call
+        of_messages = [(program.role(v), v.type) for v in program.inputs if program.role(v).kind in KINDS]
+        messages = [([role for role, _ in of_messages], partial(kept, of_messages))] if of_messages else []
         counters = [program.role(v) for v in program.inputs_of("counter")]
         grouped = [([*g.group.state_roles(), *g.group.hyper_roles()], partial(of_group, g)) for g in made.groups]
         trained = {name: p for g in made.groups for p, name in zip(g.params, g.group.params, strict=True)}
@@ -545,7 +552,7 @@ class Step:
             [r for r in counters if r != transform.LOSS_SCALE],
         )
         counted = [([r], partial(counter, r)) for r in others]
-        return [*(([r], partial(counter, r)) for r in scale), *grouped, *left, *counted]
+        return [*(([r], partial(counter, r)) for r in scale), *messages, *grouped, *left, *counted]
 
     def _gradient(self, p: torch.nn.Parameter, name: str) -> torch.Tensor:
         """Where the program puts the gradient of a parameter."""
@@ -687,7 +694,8 @@ class _Adding(Step):
 
     def __init__(self, of: Step) -> None:
         settings = replace(of.settings, clip_norm=None, clip_value=None)
-        super().__init__(of.model, of.optimizer, None, settings, of.written)
+        exact = replace(of.written, compress={}) if of.written is not None else None  # their mean is what counts
+        super().__init__(of.model, of.optimizer, None, settings, exact)
         self.fn, self.taken, self.parts, self.by_rule = of.fn, of.taken, of.parts, False
         self.sums = Accumulation()
 

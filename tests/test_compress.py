@@ -3,16 +3,18 @@ and with a codec that loses nothing the step is that of one device."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from distributing import start_values
 from torch import nn
 
 import mycel
-from distributing import start_values
 from mycel.errors import PlanError
 from mycel.ir import Role, type_of
+from mycel.launch import launch
 from mycel.plan import CPU, Plan
 from mycel.planning import Task, planned
 from mycel.run import interpret, simulate
@@ -224,6 +226,15 @@ def converged(codec: str, steps: int = 120) -> float:
 def test_error_feedback_converges_where_plain_compression_does_not(memory):
     assert converged("int4") > 0.9
     assert converged(f"int4+{memory}") < 0.2
+
+
+def test_in_two_processes_and_on_from_a_checkpoint_to_the_bit(tmp_path):
+    child = str(Path(__file__).parent / "compress_child.py")
+    env = {"OMP_NUM_THREADS": "1", "MYCEL_TIMEOUT": "60"}
+    assert launch([str(tmp_path)], 2, program=[child], env=env, logs=tmp_path / "logs") == 0
+    for name in ("int8", "topk", "chance"):
+        first, second = (torch.load(tmp_path / f"{name}-{rank}.pt") for rank in range(2))
+        assert all(torch.equal(x, second[k]) for k, x in first.items())
 
 
 @pytest.mark.parametrize("compress, why", [

@@ -12,8 +12,8 @@ stay the same to the bit.
                                                                    r = add_own_row(l, k, axes=("dp",), count=4)
 
 What the second encoding loses, the rank whose part it is keeps with its own: the sum of all that ranks keep and what
-they received is the sum of what they had.  A `reduce_scatter` is the first half alone.  Where nobody asks for r, nothing
-is kept.  A sum that is no such collective stays as it is, exact.
+they received is the sum of what they had.  A `reduce_scatter` is the first half alone.  Where nobody asks for r,
+nothing is kept.  A sum that is no such collective stays as it is, exact.
 """
 
 from __future__ import annotations

@@ -20,7 +20,6 @@ import torch
 
 from mycel.ir import Type, op
 from mycel.ops.codec_kernels import codec_of
-from mycel.ops.collective import communicator
 
 MEMORIES = ("", "ef", "ef21")
 
@@ -151,14 +150,3 @@ def decode_sum(code, key, *, codec, row, shape, dim=0):
         return decode_rows(code, key, codec_of(codec), shape, row, True)
     lying = [shape[dim], *(n for d, n in enumerate(shape) if d != dim)]
     return decode_rows(code, key, codec_of(codec), lying, row, True).movedim(0, dim).contiguous()
-
-
-@op("..., r^ -> ...", dtype="first", compiles=False, by_rank=True, fresh=True)
-def add_own_row(x, row, *, axes, count):
-    """x, the part of which that is this rank's has `row` added: part i of `count`, each as many elements as the row
-    has, of x as it lies."""
-    y = x.clone()
-    start = communicator().index(axes) * row.numel()
-    n = max(0, min(row.numel(), x.numel() - start))
-    y.view(-1)[start : start + n] += row.view(-1)[:n]
-    return y

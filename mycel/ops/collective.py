@@ -12,6 +12,7 @@
                                                                a partial sum
     y = exchange_rows(x, axes=("dp",), count=2)                row i to rank i, row i from rank i: encoded messages
     y = gather_rows(x, axes=("dp",), count=2)                  the rows of all
+    y = add_own_row(x, r, axes=("dp",), count=2)               r added to this rank's part of x
     t = begin(x, z, op="all_reduce", axes=("dp",), count=2)    the same for several tensors in one message, unwaited for
     y, w = finish(t, x, z, op="all_reduce", …)                 what it brought
     i = place(axes=("tp",), count=4)                           this rank's index along the axes
@@ -304,6 +305,17 @@ def spread(x, *, axes, count, dim, size):
 def only_first(x, *, axes, count):
     """x on the first rank along the axes, zeros on the others."""
     return x if communicator().index(axes) == 0 else torch.zeros_like(x)
+
+
+@op("..., r^ -> ...", dtype="first", compiles=False, by_rank=True, fresh=True)
+def add_own_row(x, row, *, axes, count):
+    """x, the part of which that is this rank's has `row` added: part i of `count`, each as many elements as the row
+    has, of x as it lies."""
+    y = x.clone()
+    start = communicator().index(axes) * row.numel()
+    n = max(0, min(row.numel(), x.numel() - start))
+    y.view(-1)[start : start + n] += row.view(-1)[:n]
+    return y
 
 
 @op(
