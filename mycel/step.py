@@ -303,8 +303,7 @@ class Step:
         data = args, kwargs
         args, kwargs = without_host_data(args, kwargs, device)
         with self.parts.whole() if self.parts is not None else contextlib.nullcontext():
-            made = self._unsharded(args, kwargs, data)
-        decided, done = planned(self._task(made), self._given())
+            made, decided, done = self._planned(args, kwargs, data)
         program = done.program
         if self.parts is not None:
             self.parts.split(made.captured.device)
@@ -313,10 +312,31 @@ class Step:
         code, source = load(program, made.captured.device, reuse=True, donate=True, compiled=set(done.regions))
         feed = feed_of(made.captured, made.program)
         if self.parts is not None and done.spread is not None:
+            if decided.compress:
+                self.parts.ranks.agree({"how gradients are compressed": str(decided.compressed())})
             code, feed = self.parts.connected(code), self.parts.feed(made, done.spread)
         call, local = self._bound(made, program, code, feed)
         signature = optimizers.signature(self.optimizer, self.by_rule)
         return CompiledStep(done, source, decided, call, local, feed, signature, made.captured.facts)
+
+    def _planned(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], data: Arguments
+    ) -> tuple[UnshardedStep, plan.Plan, lower.Lowered]:
+        """The step, its plan and what that makes of it; where `compress` is auto, of all choices the quickest."""
+        given = self._given()
+        with meshed(given.mesh if self.written is not None else None):
+            body = self._captured(args, kwargs, data)
+        choices = given.compressions()
+        tried = []
+        for choice in choices:
+            made = self._updated(body, choice)
+            tried.append((made, *planned(self._task(made), choice)))
+        if len(choices) == 1:
+            return tried[0]
+        seconds = [decided.predicted.seconds if decided.predicted is not None else 0.0 for _, decided, _ in tried]
+        best = seconds.index(min(seconds))  # of equals the first: it loses least
+        made, decided, done = tried[best]
+        return made, given.with_compression(decided, dict(zip(plan.CANDIDATES, seconds, strict=True))), done
 
     def _choose_update(self) -> None:
         """Is the update part of the program, or torch's?  The latter is said once."""
@@ -362,9 +382,10 @@ class Step:
         """The whole step as one program, on one device; manual regions are those of the mesh.  `data`: the batch, where
         the arguments hold none."""
         with meshed(self.written.mesh if self.written is not None else None):
-            return self._captured(args, kwargs, data or (args, kwargs))
+            return self._updated(self._captured(args, kwargs, data or (args, kwargs)), self._given())
 
     def _captured(self, args: tuple[Any, ...], kwargs: dict[str, Any], data: Arguments) -> UnshardedStep:
+        """Loss and gradients."""
         s = self.settings
         batch = Batch(args, kwargs, s.accumulate)
         known = roles_of(self.model, self.optimizer)
@@ -408,14 +429,18 @@ class Step:
         if counting is not None:
             program = check(transform.microbatch(program, counting, batch.parts, split, rows))
             body = transform.BODY
-        program = self._compressed(program, [name for g in groups for name in g.group.params], results)
-        clipping = (s.clip_norm, s.clip_value) if self.by_rule else (None, None)
-        program = check(transform.optimise(program, [g.group for g in groups], results, *clipping, s.grads))
         return UnshardedStep(captured, program, tuple(groups), results, body)
 
-    def _compressed(self, program: Program, names: Sequence[str], results: int) -> Program:
-        """The program with the gradients compressed that the plan says."""
-        how = self.written.compressed() if self.written is not None else None
+    def _updated(self, body: UnshardedStep, given: plan.Plan) -> UnshardedStep:
+        """Loss and gradients -> the whole step, with gradients compressed as a plan says."""
+        s, groups = self.settings, [g.group for g in body.groups]
+        clipping = (s.clip_norm, s.clip_value) if self.by_rule else (None, None)
+        program = self._compressed(body.program, [name for g in groups for name in g.params], body.results, given)
+        return replace(body, program=check(transform.optimise(program, groups, body.results, *clipping, s.grads)))
+
+    def _compressed(self, program: Program, names: Sequence[str], results: int, given: plan.Plan) -> Program:
+        """The program with the gradients compressed that a plan says."""
+        how = given.compressed()
         if how is None or self.parts is None:
             return program
         trained = {name: self.parts.shapes[name] for name in names if name in self.parts.shapes}
@@ -680,6 +705,8 @@ class Step:
             f"mesh             {entry.plan.mesh}; layouts {lower.proved(entry.plan.predicted.gap)}; sums "
             f"{entry.plan.sums}"
         )
+        compressed = entry.plan.compress_text()
+        lines += [f"compressed       {compressed}"] if compressed else []
         share, whole = self.parts.left_whole() if self.parts is not None else (0.0, [])
         lines += [f"left whole       {share:.0%} of the matrices: {', '.join(whole[:3])}"] if share > 0.3 else []
         all_, once = lower.sent(entry.program), lower.sent(spread.local)

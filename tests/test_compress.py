@@ -3,11 +3,14 @@ and with a codec that loses nothing the step is that of one device."""
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from distributing import start_values
 from torch import nn
 
@@ -16,6 +19,7 @@ from mycel.errors import PlanError
 from mycel.ir import Role, type_of
 from mycel.launch import launch
 from mycel.plan import CPU, Plan
+from mycel.plan.links import Link
 from mycel.planning import Task, planned
 from mycel.run import interpret, simulate
 from mycel.run.simulate import put_together, spread_out
@@ -235,6 +239,39 @@ def test_in_two_processes_and_on_from_a_checkpoint_to_the_bit(tmp_path):
     for name in ("int8", "topk", "chance"):
         first, second = (torch.load(tmp_path / f"{name}-{rank}.pt") for rank in range(2))
         assert all(torch.equal(x, second[k]) for k, x in first.items())
+
+
+def chosen(link: Link, monkeypatch, plan: Any = None) -> tuple[Plan, str]:
+    """What `auto` comes to over such a link, and the program it makes."""
+    monkeypatch.setattr("mycel.step.plan.hardware_of", lambda device: replace(CPU, levels=(link,)))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512))
+    plan = plan or Plan.read({"mesh": {"dp": 2}, "batch": ["dp"], "compress": {"dp": "auto"}})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = mycel.train_step(model, optimizer, nn.functional.mse_loss, plan=plan, compile=False)
+    batch = torch.randn(64, 512), torch.randn(64, 512)
+    _, decided, lowered = step._planned(batch, {}, (batch, {}))
+    return decided, str(lowered.program)
+
+
+def test_auto_compresses_where_the_clock_says_so_and_says_why_not(monkeypatch):
+    slow, program = chosen(Link(1e7, 1e-4), monkeypatch)
+    assert slow.decided.compress == "int4+ef" and "encode_residual" in program
+    assert re.match(r"along dp int4\+ef: [\d.]+ ms a step, exact [\d.]+ ms$", slow.compress_text())
+    again, same = chosen(Link(1e12, 1e-7), monkeypatch, Plan.read(yaml.safe_load(str(slow))))  # nothing is chosen anew
+    assert same == program and again == slow
+    fast, program = chosen(Link(1e12, 1e-7), monkeypatch)
+    assert fast.decided.compress == "exact" and "encode" not in program and "all_reduce" in program
+    assert "links are fast: compression would cost" in fast.compress_text()
+
+
+def test_small_tensors_vectors_and_what_is_said_to_stay_exact(monkeypatch):
+    shapes = {"a.weight": (64, 64), "a.bias": (8192,), "b.weight": (8, 8), "router.weight": (128, 64), "c.w": (99, 99)}
+    plan = lambda how: Plan.read({"mesh": {"dp": 2}, "batch": ["dp"], "compress": {"dp": how}})
+    assert set(plan("int8").compressed().of(shapes)) == {"a.weight", "c.w"}
+    given = plan({"c.*": "exact", "router.*": "int4+ef", "*": "int8"}).compressed().of(shapes)
+    assert {name: str(how) for name, how in given.items()} == {"a.weight": "int8", "router.weight": "int4+ef"}
+    assert Plan.read({"mesh": {"dp": 1}, "batch": ["dp"], "compress": {"dp": "int8"}}).compressed() is None
 
 
 @pytest.mark.parametrize("compress, why", [

@@ -2,6 +2,7 @@
 
 from mycel.plan.choices import Layouts
 from mycel.plan.clock import Clock, Times, clock
+from mycel.plan.compression import CANDIDATES
 from mycel.plan.cost import Costs
 from mycel.plan.decide import decide
 from mycel.plan.decided import BlockLayouts, Decided, Predicted, digest
@@ -12,7 +13,8 @@ from mycel.plan.residuals import Decision, Residuals, backward_inputs, backward_
 from mycel.plan.solve import Solved, parameter_layouts, solve
 
 __all__ = [
-    "CPU", "BlockLayouts", "Clock", "Costs", "Decided", "Decision", "Hardware", "Layouts", "Links", "Plan",
-    "Predicted", "Residuals", "Solved", "Times", "backward_inputs", "backward_part", "clock", "decide", "digest",
-    "hardware_of", "paired", "parameter_layouts", "probe_path", "probe_text", "ready_plans", "residuals", "solve",
+    "CANDIDATES", "CPU", "BlockLayouts", "Clock", "Costs", "Decided", "Decision", "Hardware", "Layouts", "Links",
+    "Plan", "Predicted", "Residuals", "Solved", "Times", "backward_inputs", "backward_part", "clock", "decide", "digest",
+    "hardware_of", "paired", "parameter_layouts", "probe_path", "probe_text", "ready_plans", "residuals",
+    "solve",
 ]  # fmt: skip

@@ -101,5 +101,15 @@ def read_codec(text: Any, where: str) -> Compression | None:
         raise PlanError(f"{where}: {e}\n  try       {hint}") from e
 
 
+def choice_text(seconds: Mapping[str, float], chosen: str) -> str:
+    """Why `auto` chose as it did: the seconds of a step by each choice."""
+    ms = {text: f"{s * 1e3:.3g} ms" for text, s in seconds.items()}
+    if chosen != EXACT:
+        return f"{chosen}: {ms[chosen]} a step, exact {ms[EXACT]}"
+    text, best = min(((t, s) for t, s in seconds.items() if t != EXACT), key=lambda x: x[1])
+    more = (best - seconds[EXACT]) * 1e3
+    return f"exact: links are fast: compression would cost {more:.3g} ms a step ({text} {ms[text]}, exact {ms[EXACT]})"
+
+
 def _hint(axes: Sequence[str]) -> str:
     return f"compress: {{{axes[0]}: int8+ef}}" if axes else "a mesh with an axis that splits the batch"

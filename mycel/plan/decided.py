@@ -254,6 +254,7 @@ class Predicted:
     peak, held   bytes: of the whole step, and of what is there between steps; `at` is the line of the peak
     seconds      of one step; `parts`: of each stream, in all and exposed; `assumed`: what they rest on
     gap          how far the layouts may be above the cheapest, as a share of their seconds; 0: none cost less
+    compress     where `compress: auto` chose: the seconds of a step by each of its choices
     """
 
     peak: int
@@ -264,6 +265,7 @@ class Predicted:
     seconds: float = 0.0
     parts: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     assumed: tuple[str, ...] = ()
+    compress: Mapping[str, float] = field(default_factory=dict)
 
     @staticmethod
     def of(times: Times, budget: int | None, gap: float) -> Predicted:
@@ -275,7 +277,7 @@ class Predicted:
         return times_text(self.seconds, self.parts, self.assumed)
 
     def data(self) -> dict[str, Any]:
-        own = {k: v for k, v in vars(self).items() if v is not None}
+        own = {k: v for k, v in vars(self).items() if v is not None and (k != "compress" or v)}
         return {**own, "parts": {name: list(part) for name, part in self.parts.items()}, "assumed": list(self.assumed)}
 
     @staticmethod

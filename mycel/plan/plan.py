@@ -36,7 +36,7 @@ import yaml
 
 from mycel.errors import PlanError
 from mycel.ir import Axes, Layout, Mesh, part, read_layout
-from mycel.plan.compression import CANDIDATES, CompressedAxis, read_compress
+from mycel.plan.compression import CANDIDATES, CompressedAxis, choice_text, read_compress
 from mycel.plan.decided import Decided, Predicted
 from mycel.plan.residuals import Residuals
 from mycel.sizes import shown
@@ -269,12 +269,11 @@ class Plan:
     def compressed(self) -> CompressedAxis | None:
         """How gradients are compressed; None where they are not, or along one rank alone."""
         found = read_compress(self.compress, self.mesh, self.batch_axes())
+        if found is not None and found.auto and self.decided is not None and self.decided.compress:
+            found = read_compress({found.axis: self.decided.compress}, self.mesh, self.batch_axes())
         if found is None or self.mesh[found.axis] == 1:
             return None
-        if not found.auto:
-            return found
-        decided = self.decided.compress if self.decided is not None else ""
-        return read_compress({found.axis: decided}, self.mesh, self.batch_axes()) if decided else found
+        return found if found.auto or any(how is not None for _, how in found.patterns) else None
 
     def compressions(self) -> list[Plan]:
         """The plans to choose from: itself, or where `compress` is auto, one for each choice."""
@@ -282,6 +281,23 @@ class Plan:
         if found is None or not found.auto:
             return [self]
         return [replace(self, compress={found.axis: text}) for text in CANDIDATES]
+
+    def with_compression(self, tried: Plan, seconds: Mapping[str, float]) -> Plan:
+        """This plan, where `compress` is auto, decided as one of its choices was."""
+        assert tried.decided is not None and tried.predicted is not None
+        (text,) = tried.compress.values()
+        decided, predicted = replace(tried.decided, compress=text), replace(tried.predicted, compress=seconds)
+        return replace(self, decided=decided, predicted=predicted)
+
+    def compress_text(self) -> str:
+        """How gradients travel, and why, for people; "" where nothing is compressed."""
+        if self.decided is not None and self.decided.compress and self.predicted is not None:
+            return f"along {next(iter(self.compress))} {choice_text(self.predicted.compress, self.decided.compress)}"
+        how = self.compressed()
+        if how is None:
+            return ""
+        said = ", ".join(f"{pattern} {entry or 'exact'}" for pattern, entry in how.patterns)
+        return f"along {how.axis} {said}"
 
     def batch_axes(self) -> list[str]:
         """The axes that split the batch."""
