@@ -560,12 +560,12 @@ class Step:
             hyper = group.hyper(self.optimizer)  # before its state is made: a first step is one without
             return [*(group.state(self.optimizer) if self.parts is None else self.parts.state(group)), *hyper]
 
-        def kept(of_messages: Sequence[tuple[Role, Type]]) -> list[torch.Tensor]:
-            return [self.messages.value(role, type, device) for role, type in of_messages]
+        def of_all(messages: Sequence[tuple[Role, Type]]) -> list[torch.Tensor]:
+            return [self.messages.value(role, type, device) for role, type in messages]
 
         # in the order in which the passes add inputs: then values need no rearranging at each call
         of_messages = [(program.role(v), v.type) for v in program.inputs if program.role(v).kind in KINDS]
-        messages = [([role for role, _ in of_messages], partial(kept, of_messages))] if of_messages else []
+        messages = [([role for role, _ in of_messages], partial(of_all, of_messages))] if of_messages else []
         counters = [program.role(v) for v in program.inputs_of("counter")]
         grouped = [([*g.group.state_roles(), *g.group.hyper_roles()], partial(of_group, g)) for g in made.groups]
         trained = {name: p for g in made.groups for p, name in zip(g.params, g.group.params, strict=True)}

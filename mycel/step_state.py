@@ -219,7 +219,7 @@ class StepState:
         """A checkpoint FOLDER/step-NUMBER, written by all ranks; when this returns it is on disk."""
         with self._open():
             tensors = {f"model.{name}": x for name, x in model_tensors(self.model).items()}
-            lying = layouts(self.model, self.optimizer, self.split) | self.messages.layouts()
+            lying = {**layouts(self.model, self.optimizer, self.split), **self.messages.layouts()}
         tensors |= {f"optimizer.{name}": x for name, x in optimizer_tensors(self.model, self.optimizer).items()}
         tensors |= {f"step.{name}": x for name, x in self.counters().items()} | self.messages.tensors()
         plan = str(self.split.plan.given) if self.split is not None else None

@@ -92,11 +92,11 @@ class Form:
     `shared`: it takes the share of elements that are kept.  `rounds`: it can be unbiased, by chance.  `draws`: it needs
     a key in any case, for decoding too, and draws the same for every row: all ranks know what others drew."""
 
-    encode: Callable
-    decode: Callable
+    encode: Callable[..., torch.Tensor]
+    decode: Callable[..., torch.Tensor]
     bytes: Callable[[Codec], int]
     block: int
-    bound: Callable
+    bound: Callable[..., torch.Tensor]
     shared: bool = False
     rounds: bool = False
     draws: bool = False

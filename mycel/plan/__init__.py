@@ -14,7 +14,7 @@ from mycel.plan.solve import Solved, parameter_layouts, solve
 
 __all__ = [
     "CANDIDATES", "CPU", "BlockLayouts", "Clock", "Costs", "Decided", "Decision", "Hardware", "Layouts", "Links",
-    "Plan", "Predicted", "Residuals", "Solved", "Times", "backward_inputs", "backward_part", "clock", "decide", "digest",
-    "hardware_of", "paired", "parameter_layouts", "probe_path", "probe_text", "ready_plans", "residuals",
+    "Plan", "Predicted", "Residuals", "Solved", "Times", "backward_inputs", "backward_part", "clock", "decide",
+    "digest", "hardware_of", "paired", "parameter_layouts", "probe_path", "probe_text", "ready_plans", "residuals",
     "solve",
 ]  # fmt: skip

@@ -49,7 +49,8 @@ def tensors(parts: Assembly, losses: list[torch.Tensor], norms: list[torch.Tenso
 
 def layouts(parts: Assembly) -> Layouts:
     """How these tensors lie on the mesh, and their global shapes; others are whole on every rank."""
-    return step_state.layouts(parts.module, parts.optimizer, parts.step.parts) | parts.step.messages.layouts()
+    lying = step_state.layouts(parts.module, parts.optimizer, parts.step.parts)
+    return {**lying, **parts.step.messages.layouts()}
 
 
 def identity(parts: Assembly) -> dict[str, Any]:

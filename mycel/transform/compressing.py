@@ -45,10 +45,10 @@ def compress_gradients(
 
 @dataclass
 class Sent:
-    """A gradient on its way: itself, its partial sum and what was lost of it."""
+    """A gradient on its way: its dtype, itself as it is sent, its partial sum and what was lost of it; and the inputs
+    it has."""
 
-    name: str
-    how: Compression
+    dtype: torch.dtype
     gradient: Any
     partial: Var
     lost: Var
@@ -83,7 +83,7 @@ class _Compressing:
         self.b.source, self.b.phase = "", "update"
         with self.b:
             for at, message in sent.items():
-                outputs[at] = self.ended(message, outputs[at].dtype)
+                outputs[at] = self.ended(message)
             if self.key is not None:
                 self.updates[self.key.name] = o.add(self.key, 1)
         eqns = [*behind.get(-1, ()), *(e for i, eqn in enumerate(main.eqns) for e in (eqn, *behind.get(i, ())))]
@@ -125,9 +125,9 @@ class _Compressing:
                 partial, lost = o.compressed(o.sub(x, e), None, key, **how_sent)
             else:
                 partial, lost = o.compressed(x, e, key, **how_sent)
-        return Sent(name, how, x, partial, lost, error, received)
+        return Sent(g.dtype, x, partial, lost, error, received)
 
-    def ended(self, message: Sent, dtype: torch.dtype) -> Any:
+    def ended(self, message: Sent) -> Any:
         """Where it is used: what has come."""
         z = o.summed(message.partial)
         if message.received is not None and message.error is not None:
@@ -136,7 +136,7 @@ class _Compressing:
             self.updates[message.error.name] = self.unscaled(o.sub(message.gradient, message.lost))
         elif message.error is not None:
             self.updates[message.error.name] = self.unscaled(message.lost)
-        return z if z.dtype == dtype else o.cast(z, dtype=dtype)
+        return z if z.dtype == message.dtype else o.cast(z, dtype=message.dtype)
 
     def scaled(self, x: Any) -> Any:
         return x if x is None or self.scale is None else o.mul(x, o.cast(self.scale, dtype=x.dtype))
