@@ -157,8 +157,9 @@ class _Compressed:
         if message.dim is not None:
             self.values[eqn.outputs[0]] = self.received(message, p["count"], eqn.outputs[0].shape, message.dim)
             return
-        if message.gathered is None:
-            self.gather(message, p["axes"], p["count"])
+        for other in self.messages.values():  # first those that were sent first
+            if other.dim is None and other.gathered is None:
+                self.gather(other, p["axes"], p["count"])
         self.expected[eqn.outputs[0]] = message, None if eqn.op is o.all_reduce else eqn
 
     def received(self, message: Message, count: int, shape: Sequence[int], dim: int = 0) -> Var:

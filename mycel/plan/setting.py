@@ -131,6 +131,8 @@ class Solution:
         choices: dict[tuple[str, int], Choice] = {}
         for (name, i), parts in g.parts.items():
             node = ("eqn", name, i, 0)
+            if node not in g.eqns:
+                continue  # another one stands for it
             letters = {k: axes for p in range(len(parts)) for k, axes in self.letters["eqn", name, i, p].items()}
             letters |= fixed_letters(g.eqns[node], g.options[node], g.own.get(node, frozenset()))
             choices[name, i] = g.options[node].laid(letters, self.flows[node])
