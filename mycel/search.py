@@ -205,7 +205,9 @@ class Search:
                 found = patterns(self._parameter_layouts(shape, self.shallow.steps(1)[0]))
                 if any(re.search(r"\d", name) for name in found):  # layers that differ: each has its say
                     found = None
-            self._parameters[key] = found if found is not None else patterns(self._parameter_layouts(shape, self.step(1)))
+            self._parameters[key] = (
+                found if found is not None else patterns(self._parameter_layouts(shape, self.step(1)))
+            )
         return self._parameters[key]
 
     def _parameter_layouts(self, shape: Shape, unsharded: UnshardedStep) -> dict[str, Layout]:

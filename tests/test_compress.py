@@ -93,7 +93,8 @@ class Compressed:
 
 
 CODECS = ["bf16", "int8", "int4", "int8+stochastic", "int8+ef", "fp16+ef", "int4+ef", "sign+ef", "topk(0.05)+ef",
-          "randomk(0.2)+ef", "int4+stochastic+ef", "int8+ef21", "topk(0.1)+ef21"]  # fmt: skip
+          "randomk(0.2)+ef", "int4+stochastic+ef", "int8+ef21", "topk(0.1)+ef21", "powersgd(3)+ef",
+          "powersgd(2)+ef21"]  # fmt: skip
 MESHES: dict[str, dict[str, Any]] = {
     "dp": {"mesh": {"dp": 3}},
     "dp and tp": {"mesh": {"dp": 2, "tp": 2}, "parameters": {"up.weight": ["tp", "-"], "down.weight": ["-", "tp"]}},
@@ -123,7 +124,7 @@ def received(case: Compressed, name: str, values: dict[str, Any], after: dict[st
 @pytest.mark.parametrize("kind", ["dp", "zero 3"])
 def test_what_is_received_and_what_is_kept_are_all_there_was(kind, codec):
     """ef: gradient + old errors = received + new errors.  ef21: gradient = received + what ranks have yet to say."""
-    if kind != "dp" and codec not in ("int8+ef", "int4+ef21", "topk(0.05)+ef", "randomk(0.2)+ef"):
+    if kind != "dp" and codec not in ("int8+ef", "int4+ef21", "topk(0.05)+ef", "randomk(0.2)+ef", "powersgd(3)+ef"):
         return
     case = Compressed({**MESHES[kind], "codec": codec})
     values = case.values()
@@ -148,7 +149,9 @@ def test_what_is_received_and_what_is_kept_are_all_there_was(kind, codec):
             assert not torch.equal(came, gradient)
 
 
-@pytest.mark.parametrize("codec", ["int8+ef", "int4+stochastic", "randomk(0.2)+ef", "topk(0.05)+ef21"])
+@pytest.mark.parametrize(
+    "codec", ["int8+ef", "int4+stochastic", "randomk(0.2)+ef", "topk(0.05)+ef21", "powersgd(2)+ef"]
+)
 def test_replicas_are_the_same_to_the_bit(codec):
     case = Compressed({"mesh": {"dp": 4}, "codec": codec})
     got = case.ranks(case.values())
@@ -157,7 +160,7 @@ def test_replicas_are_the_same_to_the_bit(codec):
             assert all(torch.equal(x, parts[0]) for x in parts), name
 
 
-@pytest.mark.parametrize("codec", ["int8+ef", "topk(0.1)+ef21"])
+@pytest.mark.parametrize("codec", ["int8+ef", "topk(0.1)+ef21", "powersgd(2)+ef"])
 def test_a_skipped_step_keeps_errors(codec):
     case = Compressed({"mesh": {"dp": 2}, "codec": codec})
     values = case.values(poison=True)
@@ -283,6 +286,8 @@ def test_small_tensors_vectors_and_what_is_said_to_stay_exact(monkeypatch):
     ({"dp": {"*.nothing": "int8"}}, r"\*.nothing matches no parameter"),
     ({"dp": {"up.*": "topk(3)+ef"}}, r"compress: dp: up.*more than 0 and at most 1"),
     ({"dp": "topk(0.01)"}, r"topk\(0.01\)\+ef"),
+    ({"dp": {"*.bias": "powersgd(2)+ef"}}, r"bias: powersgd\(2\), but up.bias is \[67\]: of rank 1"),
+    ({"dp": "powersgd(0)+ef"}, "powersgd has a rank"),
 ])  # fmt: skip
 def test_refusals(compress, why):
     model = Small()

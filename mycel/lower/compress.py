@@ -11,6 +11,9 @@ stay the same to the bit.
                                                                    z = decode(a, key, codec="int8", …)
                                                                    r = add_own_row(l, k, axes=("dp",), count=4)
 
+    powersgd(r)     p = (g + e) q for a random q, summed; its columns made orthonormal; (g + e)' p, summed; z is their
+                    product, and r is g + e without what of it is in the span of p: two small all-reduces
+
 What the second encoding loses, the rank whose part it is keeps with its own: the sum of all that ranks keep and what
 they received is the sum of what they had.  A `reduce_scatter` is the first half alone.  Where nobody asks for r,
 nothing is kept.  A sum that is no such collective stays as it is, exact.
@@ -25,6 +28,7 @@ from dataclasses import dataclass, replace
 from mycel.ir import Atom, Block, Builder, Eqn, Program, Var, substitute
 from mycel.ops import o
 from mycel.ops.codec_kernels import codec_of
+from mycel.ops.codecs import rank_of
 
 BY_RANK = 0x5851F42D4C957F2D  # between the keys of two ranks
 SECOND = 0x14057B7EF767814F  # between those of the two encodings
@@ -48,6 +52,7 @@ class Message:
     left: Var | None = None
     rows: Var | None = None
     gathered: tuple[Var, Atom, int] | None = None  # with the key and the length of a row
+    basis: Var | None = None  # of powersgd
     total: Var | None = None
 
     @property
@@ -124,11 +129,15 @@ class _Compressed:
             return
         dims = {x.params["dim"] if x.op is o.reduce_scatter and not self.gathered(x) else None for x in asked}
         keeps = r in self.users or r in self.main.outputs
-        message = Message(eqn, dims.pop() if len(dims) == 1 else None, keeps)
+        scattered = len(dims) == 1 and not rank_of(eqn.params["codec"])
+        message = Message(eqn, dims.pop() if scattered else None, keeps)
         self.messages[y] = message
         if message.dim is None:
             self.again.update((gather, message) for x in asked for gather in self.gathered(x))
         p = asked[0].params
+        if rank_of(message.codec):
+            self.sketch(message, p["axes"], p["count"])
+            return
         self.encode(message, g, e, self.key(key, p, message.codec), p["count"])
         assert message.rows is not None
         message.rows = o.exchange_rows(message.rows, axes=p["axes"], count=p["count"])
@@ -158,8 +167,10 @@ class _Compressed:
             self.values[eqn.outputs[0]] = self.received(message, p["count"], eqn.outputs[0].shape, message.dim)
             return
         for other in self.messages.values():  # first those that were sent first
-            if other.dim is None and other.gathered is None:
+            if other.dim is None and other.gathered is None and not rank_of(other.codec):
                 self.gather(other, p["axes"], p["count"])
+            elif other.basis is not None and other.gathered is None:
+                self.project(other, p["axes"], p["count"])
         self.expected[eqn.outputs[0]] = message, None if eqn.op is o.all_reduce else eqn
 
     def received(self, message: Message, count: int, shape: Sequence[int], dim: int = 0) -> Var:
@@ -186,8 +197,29 @@ class _Compressed:
     def decoded(self, message: Message) -> Var:
         assert message.gathered is not None
         rows, key, row = message.gathered
+        if message.basis is not None:
+            return o.reshape(o.linear(message.basis, rows), shape=message.given.shape)
         whole = o.decode(rows, key, codec=message.codec, row=row, shape=message.given.shape)
         return whole if whole.dtype == message.given.dtype else o.cast(whole, dtype=message.given.dtype)
+
+    def sketch(self, message: Message, axes: tuple[str, ...], count: int) -> None:
+        """The sum of all ranks' matrices, times a few random columns."""
+        g, e, key = message.eqn.inputs
+        assert isinstance(g, Var)
+        sides = g.shape[0], math.prod(g.shape[1:])
+        matrix = o.reshape(g if e is None else o.add(g, e), shape=sides)
+        columns = min(rank_of(message.codec), *sides)
+        drawn = o.normal(key, 0, shape=(sides[1], columns), dtype=g.dtype)
+        message.left = matrix
+        message.basis = o.all_reduce(o.matmul(matrix, drawn), axes=axes, count=count)
+
+    def project(self, message: Message, axes: tuple[str, ...], count: int) -> None:
+        """What of each rank's matrix is in their span, and what is not."""
+        message.basis = o.orthonormal(message.basis)
+        own = o.linear_weight(message.left, message.basis)
+        rest = o.sub(message.left, o.linear(message.basis, own))
+        self.values[message.eqn.outputs[1]] = o.reshape(rest, shape=message.given.shape)
+        message.gathered = o.all_reduce(own, axes=axes, count=count), None, 0
 
     def key(self, key: Atom, p: object, codec: str) -> Atom:
         """Ranks draw apart, unless all must know what each drew."""

@@ -8,12 +8,15 @@
     y = decode(c, key, codec="int8", row=250, shape=(10, 100))     the rows one behind the other
     y = decode_sum(c, key, codec="int8", row=250, shape=(250,))    the rows added up, in 32 bits
 
+    q = orthonormal(p)                                             columns that span what those of p do
+
 `lower/compress` makes of the first two the others and ordinary collectives.  `dim`: rows are parts of that dim, not of
 all elements as they lie.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 import torch
@@ -35,11 +38,21 @@ class Compression:
     def __str__(self) -> str:
         return self.codec + (f"+{self.memory}" if self.memory else "")
 
+    @property
+    def draws(self) -> bool:
+        """Does it need a key?"""
+        return bool(rank_of(self.codec)) or codec_of(self.codec).draws
+
     @staticmethod
     def parse(text: str) -> Compression:
-        """`int8+ef`, `topk(0.01)+ef21`, `int4(block=64)+stochastic`; ValueError says what is wrong."""
+        """`int8+ef`, `powersgd(4)+ef`, `topk(0.01)+ef21`, `int8(block=64)`; ValueError says what is wrong."""
         words = [w.strip() for w in text.split("+")]
         memory = words.pop() if len(words) > 1 and words[-1] in MEMORIES[1:] else ""
+        if words[0].startswith("powersgd"):
+            rank = rank_of("+".join(words))
+            if not rank or not memory:
+                raise ValueError("powersgd has a rank, and loses what is not of it: powersgd(4)+ef")
+            return Compression(f"powersgd({rank})", memory)
         codec = codec_of("+".join(words))
         if memory and codec.drawn_alike and codec.stochastic:
             raise ValueError(f"{codec} makes up for what it loses by itself: without +stochastic, or without +{memory}")
@@ -48,6 +61,12 @@ class Compression:
         if not memory and codec.name == "sign":
             raise ValueError(f"{codec} alone does not converge: {codec}+ef")
         return Compression(str(codec), memory)
+
+
+def rank_of(text: str) -> int:
+    """The rank of powersgd(4); 0 for a codec of rows."""
+    match = re.fullmatch(r"powersgd\(\s*([1-9]\d*)\s*\)", text)
+    return int(match[1]) if match else 0
 
 
 def wide(dtype):
@@ -150,3 +169,9 @@ def decode_sum(code, key, *, codec, row, shape, dim=0):
         return decode_rows(code, key, codec_of(codec), shape, row, True)
     lying = [shape[dim], *(n for d, n in enumerate(shape) if d != dim)]
     return decode_rows(code, key, codec_of(codec), lying, row, True).movedim(0, dim).contiguous()
+
+
+@op("n^ r^ -> n r", dtype="first", compiles=False, fresh=True, flops=lambda d: 2 * d.n * d.r * d.r, examples=["f[6,3]"])
+def orthonormal(p):
+    """Orthonormal columns that span what the columns of p do."""
+    return torch.linalg.qr(p).Q

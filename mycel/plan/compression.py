@@ -22,7 +22,7 @@ from typing import Any
 from mycel.errors import PlanError
 from mycel.ir import Mesh
 from mycel.ops.codec_kernels import FORMS
-from mycel.ops.codecs import Compression
+from mycel.ops.codecs import Compression, rank_of
 
 SMALL = 4096  # elements; below it a message's start costs more than its bytes
 EXEMPT = ("*router*", "*norm*")  # a little noise changes much, and they are few
@@ -45,6 +45,7 @@ class CompressedAxis:
             pattern, how = next(((p, how) for p, how in self.patterns if fnmatchcase(name, p)), ("", None))
             if how is not None and (pattern != "*" or not is_exempt(name, shape)):
                 chosen[name] = how
+                refuse_rank(name, shape, how, f"compress: {self.axis}: {pattern}")
         return chosen
 
     def refuse_unused(self, shapes: Collection[str]) -> None:
@@ -58,6 +59,16 @@ class CompressedAxis:
 def is_exempt(name: str, shape: Sequence[int]) -> bool:
     """Is it left alone unless it is named?"""
     return len(shape) < 2 or math.prod(shape) < SMALL or any(fnmatchcase(name, p) for p in EXEMPT)
+
+
+def refuse_rank(name: str, shape: Sequence[int], how: Compression, where: str) -> None:
+    """PlanError where a parameter is no matrix of that rank."""
+    rank, sides = rank_of(how.codec), (shape[0], math.prod(shape[1:])) if len(shape) > 1 else (1, math.prod(shape))
+    if rank and rank > min(sides):
+        raise PlanError(
+            f"{where}: {how.codec}, but {name} is {list(shape)}: of rank {min(sides)} at most\n"
+            f"  try       a rank below {min(sides)}, or  {name}: int8+ef"
+        )
 
 
 def read_compress(entry: Any, mesh: Mesh, batch_axes: Sequence[str]) -> CompressedAxis | None:
@@ -96,7 +107,7 @@ def read_codec(text: Any, where: str) -> Compression | None:
         return Compression.parse(str(text))
     except ValueError as e:
         name = str(text).split("+")[0].split("(")[0].strip()
-        close = get_close_matches(name, (*FORMS, EXACT), 1)
+        close = get_close_matches(name, (*FORMS, "powersgd", EXACT), 1)
         hint = f"{close[0]}" if close and close[0] != name else "int8+ef, int4+ef, topk(0.01)+ef, bf16, exact or auto"
         raise PlanError(f"{where}: {e}\n  try       {hint}") from e
 

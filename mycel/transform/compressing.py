@@ -28,7 +28,6 @@ import torch
 
 from mycel.ir import Builder, Eqn, Program, Role, Type, Var
 from mycel.ops import o
-from mycel.ops.codec_kernels import codec_of
 from mycel.ops.codecs import Compression
 from mycel.transform.scaling import LOSS_SCALE
 
@@ -108,17 +107,16 @@ class _Compressing:
     def begun(self, name: str, how: Compression, g: Var, site: int) -> Sent:
         """Right behind the gradient: what is sent, from there on."""
         wide = torch.promote_types(g.dtype, torch.float32)
-        codec = codec_of(how.codec)
         error = received = None
         if how.memory:
             error = self.input(f"{name}.error", Type(wide, g.shape), Role("error", of=name, over=self.axis))
         if how.memory == "ef21":
             received = self.input(f"{name}.received", Type(wide, g.shape), Role("outer", "received", of=name))
-        if codec.draws and self.key is None:
+        if how.draws and self.key is None:
             self.key = self.input("draws", Type(torch.int64, ()), DRAWS)
         with self.b:
             x = g if g.dtype == wide else o.cast(g, dtype=wide)
-            key = o.fold_in(self.key, data=site) if codec.draws else None
+            key = o.fold_in(self.key, data=site) if how.draws else None
             e = self.scaled(error)
             how_sent = {"codec": how.codec, "axes": (self.axis,)}
             if received is not None:
