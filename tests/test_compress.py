@@ -19,7 +19,7 @@ from mycel.errors import PlanError
 from mycel.ir import Role, type_of
 from mycel.launch import launch
 from mycel.plan import CPU, Plan
-from mycel.plan.links import Link
+from mycel.plan.links import Link, message
 from mycel.planning import Task, planned
 from mycel.run import interpret, simulate
 from mycel.run.simulate import put_together, spread_out
@@ -100,6 +100,8 @@ MESHES: dict[str, dict[str, Any]] = {
     "dp and tp": {"mesh": {"dp": 2, "tp": 2}, "parameters": {"up.weight": ["tp", "-"], "down.weight": ["-", "tp"]}},
     "zero 1": {"mesh": {"dp": 2}, "zero": "1 over dp"},
     "zero 3": {"mesh": {"dp": 4}, "zero": "3 over dp"},
+    "two levels": {"mesh": {"dp": 2, "near": 2}, "batch": ["dp.near"]},
+    "microbatches": {"mesh": {"dp": 2}, "zero": "2 over dp", "microbatches": 2},
 }
 
 
@@ -112,6 +114,7 @@ def test_with_a_codec_that_loses_nothing_the_step_is_that_of_one_device(kind, me
     for name, want in wanted.items():
         if not name.startswith("error"):
             torch.testing.assert_close(case.whole(name, got[name], want), want, rtol=1e-4, atol=1e-5)
+    assert "encode" in str(case.lowered.program)
 
 
 def received(case: Compressed, name: str, values: dict[str, Any], after: dict[str, Any]) -> torch.Tensor:
@@ -147,6 +150,17 @@ def test_what_is_received_and_what_is_kept_are_all_there_was(kind, codec):
         else:
             torch.testing.assert_close(came, gradient, rtol=0, atol=float(gradient.abs().max()) * 0.6)
             assert not torch.equal(came, gradient)
+
+
+def test_along_other_axes_sums_are_exact_and_come_first():
+    """Encoded bytes travel along dp alone, and once, however many microbatches there are."""
+    for kind in ("two levels", "microbatches"):
+        lowered = Compressed({**MESHES[kind], "codec": "int8+ef"}).lowered.program
+        sent = [e for block in lowered.blocks.values() for e in block.eqns if message(e)[0] == "exchange_rows"]
+        assert sent and all(e.params["axes"] == ("dp",) and e in lowered.main.eqns for e in sent)
+        if kind == "two levels":
+            exact = [e for e in lowered.main.eqns if message(e)[1] == ("near",)]
+            assert sum(v.type.numel for e in exact for v in e.vars) >= 2 * 40 * 67
 
 
 @pytest.mark.parametrize(
