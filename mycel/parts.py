@@ -326,7 +326,9 @@ class ShardedModel:
                 self.optimizer.state[p][role.name] = self._cut(held, role, p)
 
     def gather(self, x: torch.Tensor, layout: Layout, shape: Sequence[int]) -> torch.Tensor:
-        """The whole of a tensor of which this rank has a part; all ranks call it."""
+        """The whole of a tensor of which this rank has a part, or a summand; all ranks call it."""
+        for axis, kind in layout.partial:
+            x = self.ranks.all_reduce(x, (axis,), kind)
         for dim, axes in enumerate(layout.dims):
             for k in range(len(axes) - 1, -1, -1):  # the fastest first: each axis has padding of its own
                 x = self.ranks.all_gather(x, axes[k : k + 1], dim).narrow(

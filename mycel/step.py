@@ -47,7 +47,8 @@ from mycel.feed import (
     without_host_data,
 )
 from mycel.forward import Forward, called, device_of, evaluating
-from mycel.ir import DEVICE, Mesh, Program, Role, Var, check
+from mycel.ir import DEVICE, Mesh, Program, Role, Type, Var, check
+from mycel.message_state import KINDS, MessageState
 from mycel.objective import Batch, objective, refuse_outputs
 from mycel.parts import ShardedModel, UnshardedStep, roles_of
 from mycel.planning import Task, planned
@@ -210,7 +211,8 @@ class Step:
         self._told = False  # that it is not
         self.grad_norm: torch.Tensor | None = None
         self._gradients: dict[str, torch.Tensor] = {}
-        self.state = StepState(model, optimizer, self.parts, self.counters, self.set_counters)
+        self.messages = MessageState(self.parts)
+        self.state = StepState(model, optimizer, self.parts, self.counters, self.set_counters, self.messages)
         self.steps = 0  # taken, skipped ones among them
         self._evaluation: Forward | None = None
         self._adding: _Adding | None = None
@@ -303,8 +305,7 @@ class Step:
         data = args, kwargs
         args, kwargs = without_host_data(args, kwargs, device)
         with self.parts.whole() if self.parts is not None else contextlib.nullcontext():
-            made = self._unsharded(args, kwargs, data)
-        decided, done = planned(self._task(made), self._given())
+            made, decided, done = self._planned(args, kwargs, data)
         if self.parts is not None:
             self.parts.split(made.captured.device)
             if done.pipeline is not None:
@@ -319,10 +320,31 @@ class Step:
             code = self._host.connected(code)
         feed = feed_of(made.captured, made.program)
         if self.parts is not None:
+            if decided.compress:
+                self.parts.ranks.agree({"how gradients are compressed": str(decided.compressed())})
             code, feed = self.parts.connected(code), self.parts.feed(made, done.spread)
         call, local = self._bound(made, program, code, feed)
         signature = optimizers.signature(self.optimizer, self.by_rule)
         return CompiledStep(done, source, decided, call, local, feed, signature, made.captured.facts)
+
+    def _planned(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], data: Arguments
+    ) -> tuple[UnshardedStep, plan.Plan, lower.Lowered]:
+        """The step, its plan and what that makes of it; where `compress` is auto, of all choices the quickest."""
+        given = self._given()
+        with meshed(given.inside.mesh if self.written is not None else None):
+            body = self._captured(args, kwargs, data)
+        choices = given.compressions()
+        tried = []
+        for choice in choices:
+            made = self._updated(body, choice)
+            tried.append((made, *planned(self._task(made), choice)))
+        if len(choices) == 1:
+            return tried[0]
+        seconds = [decided.predicted.seconds if decided.predicted is not None else 0.0 for _, decided, _ in tried]
+        best = seconds.index(min(seconds))  # of equals the first: it loses least
+        made, decided, done = tried[best]
+        return made, given.with_compression(decided, dict(zip(plan.CANDIDATES, seconds, strict=True))), done
 
     def _choose_update(self) -> None:
         """Is the update part of the program, or torch's?  The latter is said once."""
@@ -373,9 +395,10 @@ class Step:
         """The whole step as one program, on one device; manual regions are those of the mesh.  `data`: the batch, where
         the arguments hold none."""
         with meshed(self.written.inside.mesh if self.written is not None else None):
-            return self._captured(args, kwargs, data or (args, kwargs))
+            return self._updated(self._captured(args, kwargs, data or (args, kwargs)), self._given())
 
     def _captured(self, args: tuple[Any, ...], kwargs: dict[str, Any], data: Arguments) -> UnshardedStep:
+        """Loss and gradients."""
         s = self.settings
         batch = Batch(args, kwargs, s.accumulate)
         known = roles_of(self.model, self.optimizer)
@@ -419,9 +442,24 @@ class Step:
         if counting is not None:
             program = check(transform.microbatch(program, counting, batch.parts, split, rows))
             body = transform.BODY
-        clipping = (s.clip_norm, s.clip_value) if self.by_rule else (None, None)
-        program = check(transform.optimise(program, [g.group for g in groups], results, *clipping, s.grads))
         return UnshardedStep(captured, program, tuple(groups), results, body)
+
+    def _updated(self, body: UnshardedStep, given: plan.Plan) -> UnshardedStep:
+        """Loss and gradients -> the whole step, with gradients compressed as a plan says."""
+        s, groups = self.settings, [g.group for g in body.groups]
+        clipping = (s.clip_norm, s.clip_value) if self.by_rule else (None, None)
+        program = self._compressed(body.program, [name for g in groups for name in g.params], body.results, given)
+        return replace(body, program=check(transform.optimise(program, groups, body.results, *clipping, s.grads)))
+
+    def _compressed(self, program: Program, names: Sequence[str], results: int, given: plan.Plan) -> Program:
+        """The program with the gradients compressed that a plan says."""
+        how = given.compressed()
+        if how is None or self.parts is None:
+            return program
+        trained = {name: self.parts.shapes[name] for name in names if name in self.parts.shapes}
+        how.refuse_unused(trained)
+        chosen = how.of(trained)
+        return check(transform.compress_gradients(program, names, results, chosen, how.axis)) if chosen else program
 
     def _for_all_parts(self, captured: Captured, whole: Captured, batch: Batch, data: Arguments) -> Captured:
         """What was captured for the first part, where what the batch decided is decided so by every part."""
@@ -536,9 +574,14 @@ class Step:
             state = group.state(self.optimizer, homes) if self.parts is None else self.parts.state(group, homes)
             return [*state, *hyper]
 
+        def of_all(messages: Sequence[tuple[Role, Type]]) -> list[torch.Tensor]:
+            return [self.messages.value(role, type, device) for role, type in messages]
+
         # in the order in which the passes add inputs: then values need no rearranging at each call
         on_host = [program.role(v) for v in program.inputs if v.type.space != DEVICE]
         homes = {role: self._host.homes[role] for role in on_host} if self._host is not None else {}
+        of_messages = [(program.role(v), v.type) for v in program.inputs if program.role(v).kind in KINDS]
+        messages = [([role for role, _ in of_messages], partial(of_all, of_messages))] if of_messages else []
         counters = [program.role(v) for v in program.inputs_of("counter")]
         grouped = [([*g.group.state_roles(), *g.group.hyper_roles()], partial(of_group, g)) for g in made.groups]
         trained = {name: p for g in made.groups for p, name in zip(g.params, g.group.params, strict=True)}
@@ -550,7 +593,7 @@ class Step:
             [r for r in counters if r != transform.LOSS_SCALE],
         )
         counted = [([r], partial(counter, r)) for r in others]
-        return [*(([r], partial(counter, r)) for r in scale), *grouped, *left, *counted]
+        return [*(([r], partial(counter, r)) for r in scale), *messages, *grouped, *left, *counted]
 
     def _gradient(self, p: torch.nn.Parameter, name: str) -> torch.Tensor:
         """Where the program puts the gradient of a parameter."""
@@ -680,6 +723,8 @@ class Step:
             f"mesh             {entry.plan.mesh}; layouts {lower.proved(entry.plan.predicted.gap)}; sums "
             f"{entry.plan.sums}"
         )
+        compressed = entry.plan.compress_text()
+        lines += [f"compressed       {compressed}"] if compressed else []
         share, whole = self.parts.left_whole() if self.parts is not None else (0.0, [])
         lines += [f"left whole       {share:.0%} of the matrices: {', '.join(whole[:3])}"] if share > 0.3 else []
         all_, once = lower.sent(entry.program), lower.sent(spread.local)
@@ -703,7 +748,8 @@ class _Adding(Step):
 
     def __init__(self, of: Step) -> None:
         settings = replace(of.settings, clip_norm=None, clip_value=None)
-        super().__init__(of.model, of.optimizer, None, settings, of.written)
+        exact = replace(of.written, compress={}) if of.written is not None else None  # their mean is what counts
+        super().__init__(of.model, of.optimizer, None, settings, exact)
         self.fn, self.taken, self.parts, self.by_rule = of.fn, of.taken, of.parts, False
         self.sums = Accumulation()
 

@@ -5,6 +5,7 @@ in parts    ─▶ save(folder), load(folder)           checkpoints (`run/checkp
 the model   ─▶ whole(), export(folder)
 
 model.NAME, optimizer.NAME.SLOT, step.NAME          tensors of a checkpoint
+error.AXIS.NAME, outer.SLOT.NAME                    and what messages keep (`message_state.py`)
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch import nn
 
 from mycel.errors import CheckpointError, TrainError
 from mycel.ir import Layout, Role
+from mycel.message_state import MessageState, role_of
 from mycel.parts import ShardedModel
 from mycel.run import part_of
 from mycel.run.checkpoint import ALONE, Loaded, MeshProcess, Saver, load, load_latest, load_latest_parts
@@ -85,7 +87,8 @@ def wanted(parts: ShardedModel, own: Tensors, manifest: Manifest) -> Wanted:
             continue
         kind, _, rest = name.partition(".")
         owner, _, slot = rest.rpartition(".")
-        known = parts.slots.get(Role("state", slot, of=owner)) if kind == "optimizer" else None
+        role = Role("state", slot, of=owner) if kind == "optimizer" else role_of(name)
+        known = parts.slots.get(role) if role is not None else None
         shape = saved.value_shape
         fits = known is not None and known[1].shape == shape
         specs[name] = known[0] if known and fits else Layout.whole(len(shape)), shape, saved.dtype
@@ -113,9 +116,10 @@ class StepState:
         parts: ShardedModel | None,
         counters: Callable[[], Tensors],
         set_counters: Callable[[Mapping[str, torch.Tensor]], None],
+        messages: MessageState,
     ) -> None:
         self.model, self.optimizer, self.parts = model, optimizer, parts
-        self.counters, self.set_counters = counters, set_counters
+        self.counters, self.set_counters, self.messages = counters, set_counters, messages
         self._ranks: MeshProcess | None = None
 
     @property
@@ -142,7 +146,8 @@ class StepState:
         for i, held in optimizer["state"].items():
             name = names.get(id(ordered[i]), "")
             state[i] = {slot: self._whole_slot(name, slot, x) for slot, x in held.items()}
-        return {"model": model, "optimizer": {**optimizer, "state": state}, "step": self.counters()}
+        whole = {"model": model, "optimizer": {**optimizer, "state": state}, "step": self.counters()}
+        return whole | ({"messages": self.messages.gathered()} if self.messages.held else {})
 
     @of_all_stages
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -161,6 +166,7 @@ class StepState:
         if self.split is not None:
             self.split.cut_state()
         self.set_counters(state["step"])
+        self.messages.take({name: x.clone() for name, x in state.get("messages", {}).items()}, whole=True)
 
     @contextlib.contextmanager
     def whole(self, rank: int | None = None) -> Iterator[nn.Module]:
@@ -242,9 +248,9 @@ class StepState:
         """A checkpoint FOLDER/step-NUMBER, written by all ranks; when this returns it is on disk."""
         with self._open():
             tensors = {f"model.{name}": x for name, x in model_tensors(self.model).items()}
-            lying = layouts(self.model, self.optimizer, self.split)
+            lying = {**layouts(self.model, self.optimizer, self.split), **self.messages.layouts()}
         tensors |= {f"optimizer.{name}": x for name, x in optimizer_tensors(self.model, self.optimizer).items()}
-        tensors |= {f"step.{name}": x for name, x in self.counters().items()}
+        tensors |= {f"step.{name}": x for name, x in self.counters().items()} | self.messages.tensors()
         plan = str(self.split.plan.given) if self.split is not None else None
         with Saver(folder, keep, asynchronous=False, ranks=self._process(), plan=plan) as saver:
             saver.save(number, tensors, {"optimizer": self._plain(), "steps": number}, layouts=lying)
@@ -302,6 +308,7 @@ class StepState:
         for group, options in zip(self.optimizer.param_groups, plain.get("groups", ()), strict=False):
             group.update({k: tuple(v) if isinstance(v, list) else v for k, v in options.items()})
         self.set_counters(named("step."))
+        self.messages.take(loaded.tensors, whole=self.split is None)
 
     def _plain(self) -> dict[str, Any]:
         """What of the optimiser is no tensor, and JSON can hold: options of its groups, numbers among its state."""

@@ -42,7 +42,8 @@ MAY_IMPORT = {
     "feed": {"errors", "ir", "capture", "run"},
     "parts": {"errors", "ir", "ops", "capture", "plan", "lower", "run", "optimizers", "feed"},
     "forward": {"ir", "capture", "transform", "plan", "lower", "run", "feed", "parts", "planning"},
-    "step_state": {"errors", "ir", "parts", "run"},
+    "message_state": {"ir", "parts", "run"},
+    "step_state": {"errors", "ir", "parts", "message_state", "run"},
     "step": {
         "errors",
         "sizes",
@@ -61,6 +62,7 @@ MAY_IMPORT = {
         "feed",
         "parts",
         "forward",
+        "message_state",
         "step_state",
         "planning",
     },

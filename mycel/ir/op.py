@@ -45,6 +45,7 @@ What the fields mean
   by_rank   its value depends on the rank, or on other ranks
   collective  what ranks say to each other for it: bytes, steps, meaning (`Collective`)
   transfers it moves a value between memory spaces: it alone takes operands that lie on the host
+  sent_as_sum  along the axes it names its operands are partial sums, and along no other: what follows reduces them
   linear    operands it is linear in: groups of places, each linear together while the others stay; "all": all of them.
             A partial sum passes through
   parts     how a part is computed where the kernel on parts is not it: {letter: Part}; "*" for whatever letter is
@@ -142,6 +143,7 @@ class Op:
     by_rank: bool = False
     collective: Collective | None = None
     transfers: bool = False
+    sent_as_sum: bool = False
     linear: Sequence[tuple[int, ...]] | str = ()
     parts: dict[str, SplitRule] = field(default_factory=dict)
     defaults: dict[str, Any] = field(default_factory=dict)

@@ -1,5 +1,6 @@
 """Program + Plan -> the programs that run.  Rewriting never decides."""
 
+from mycel.lower.compress import compress
 from mycel.lower.distribute import Distributed, distribute, settled
 from mycel.lower.explain import explain, proved, schedule_text, sent, sent_text
 from mycel.lower.hoist import hoist
@@ -11,7 +12,7 @@ from mycel.lower.residency import reside
 from mycel.lower.stages import Pipeline, plain_sums, step_name
 
 __all__ = [
-    "Distributed", "Lowered", "Pipeline", "Prices", "distribute", "explain", "finished", "hoist", "local_of",
-    "lowered", "offload", "overlap", "plain_sums", "proved", "reside", "schedule_text", "sent", "sent_text",
-    "settled", "split_updates", "staged", "step_name", "with_moves", "with_regions", "with_residuals",
+    "Distributed", "Lowered", "Pipeline", "Prices", "compress", "distribute", "explain", "finished", "hoist",
+    "local_of", "lowered", "offload", "overlap", "plain_sums", "proved", "reside", "schedule_text", "sent",
+    "sent_text", "settled", "split_updates", "staged", "step_name", "with_moves", "with_regions", "with_residuals",
 ]  # fmt: skip

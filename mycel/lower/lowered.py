@@ -1,6 +1,7 @@
 """The whole way from a step's program to the one that every rank runs, as its plan has decided: no solver, no prices.
 
 distribute   local types, explicit collectives (on one device nothing to do)
+compress     sums of gradients on encoded bytes
 reside       what forward does not keep, backward computes again
 hoist        what blocks gather, their callers gather
 fuse         updates of many parameters in one
@@ -17,6 +18,7 @@ from dataclasses import dataclass, replace
 
 from mycel import transform
 from mycel.ir import Eqn, Program, check
+from mycel.lower.compress import compress
 from mycel.lower.distribute import Distributed, distribute
 from mycel.lower.hoist import hoist
 from mycel.lower.offload import offload
@@ -73,7 +75,7 @@ def local_of(program: Program, spread: Distributed | None, simplified: bool = Fa
     """What is left to a rank of a program; `simplified`, where nothing is."""
     if spread is None and not simplified:
         return program
-    return check(transform.simplify(program if spread is None else spread.local))
+    return check(transform.simplify(program if spread is None else check(compress(spread.local))))
 
 
 def with_residuals(local: Program, residuals: Residuals, spread: Distributed | None) -> Program:

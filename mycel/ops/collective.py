@@ -10,6 +10,9 @@
     y = own_part(x, axes=("tp",), count=4, dim=0)              this rank's part of what all hold
     y = only_first(x, axes=("tp",), count=4)                   x on the first rank along the axes, zeros on the others:
                                                                a partial sum
+    y = exchange_rows(x, axes=("dp",), count=2)                row i to rank i, row i from rank i: encoded messages
+    y = gather_rows(x, axes=("dp",), count=2)                  the rows of all
+    y = add_own_row(x, r, axes=("dp",), count=2)               r added to this rank's part of x
     t = begin(x, z, op="all_reduce", axes=("dp",), count=2)    the same for several tensors in one message, unwaited for
     y, w = finish(t, x, z, op="all_reduce", …)                 what it brought
     t = begin_send(x, z, axes=("pp",), count=4, to=1, tag=7)   tensors to the rank with this index along the axes,
@@ -216,6 +219,34 @@ def all_to_all(x, *, axes, count, split, join, size):
     return y if y.shape[join] == size else y.narrow(join, 0, size)
 
 
+@op(
+    "r^ ... -> r ...",
+    dtype="first",
+    compiles=False,
+    by_rank=True,
+    collective=Collective(
+        ring, lambda k: 1, lambda xs, index, *, axes, count: torch.stack([x[index] for x in xs]), together=True
+    ),
+)
+def exchange_rows(x, *, axes, count):
+    """Row i goes to rank i along the axes; row i of the result is what rank i sent here."""
+    return communicator().exchange_rows(x, axes)
+
+
+@op(
+    lambda x, *, axes, count: resized(x, {0: count * x.shape[0]}),
+    types=lambda x, *, axes, count: with_size(x, 0, count * x.shape[0]),
+    compiles=False,
+    by_rank=True,
+    collective=Collective(
+        turns, turns, lambda xs, index, *, axes, count: torch.cat(list(xs)), together=True, same=True
+    ),
+)
+def gather_rows(x, *, axes, count):
+    """The rows of all ranks along the axes; what is encoded is small, so it is sent as soon as it is there."""
+    return communicator().gather_rows(x, axes)
+
+
 def permute_transpose(g, x, *, axes, count, to):
     back = [-1] * count
     for i, j in enumerate(to):
@@ -289,6 +320,17 @@ def only_first(x, *, axes, count):
     return x if communicator().index(axes) == 0 else torch.zeros_like(x)
 
 
+@op("..., r^ -> ...", dtype="first", compiles=False, by_rank=True, fresh=True)
+def add_own_row(x, row, *, axes, count):
+    """x, the part of which that is this rank's has `row` added: part i of `count`, each as many elements as the row
+    has, of x as it lies."""
+    y = x.clone()
+    start = communicator().index(axes) * row.numel()
+    n = max(0, min(row.numel(), x.numel() - start))
+    y.view(-1)[start : start + n] += row.view(-1)[:n]
+    return y
+
+
 @op(
     types=lambda *, axes, count: Type(torch.int64, ()),
     vjp=lambda g, y, **_: (),
@@ -315,8 +357,8 @@ def finish_types(token, *xs, op, **how):
 @op(types=lambda *xs, **_: Type(torch.int64, ()), compiles=False, by_rank=True, effect=True)
 def begin(*xs, op, axes, count, kind="+", dims=(), sizes=()):
     """Begin a collective on several tensors; `finish` waits for it."""
-    how = {} if op == "all_reduce" else {"dim": list(dims)}
-    how |= {} if op == "all_gather" else {"kind": kind}
+    how = {"dim": list(dims)} if dims else {}
+    how |= {"kind": kind} if op in ("all_reduce", "reduce_scatter") else {}
     xs = [padded(x, d, count) for x, d in zip(xs, dims, strict=True)] if op == "reduce_scatter" else xs
     return communicator().start(op, xs, axes=axes, **how)
 

@@ -2,6 +2,7 @@
 
 from mycel.plan.choices import Layouts
 from mycel.plan.clock import Clock, StreamShare, Times, clock
+from mycel.plan.compression import CANDIDATES
 from mycel.plan.cost import Costs
 from mycel.plan.cuts import best_cut, cut_blocks
 from mycel.plan.decide import LESS, decide, ladder
@@ -38,11 +39,11 @@ from mycel.plan.stages import StepBody, StepFlow, starts_of
 from mycel.plan.travels import travels
 
 __all__ = [
-    "CPU", "LESS", "STAGE_AXIS", "Absence", "BlockLayouts", "Clock", "Costs", "Decided", "Decision", "Hardware",
-    "Layouts", "Links", "MovedValue", "Offload", "Offloaded", "PipelineSchedule", "Plan", "Predicted", "Residuals",
-    "Solved", "StageCosts", "StepBody", "StepFlow", "StreamShare", "StreamedInput", "Times", "absences",
-    "backward_inputs", "backward_part", "best_cut", "chunk_bytes", "clock", "cut_blocks", "decide", "digest",
-    "equation_key", "expressions", "hardware_of", "ladder", "moves_of", "orders_text", "paired",
+    "CANDIDATES", "CPU", "LESS", "STAGE_AXIS", "Absence", "BlockLayouts", "Clock", "Costs", "Decided", "Decision",
+    "Hardware", "Layouts", "Links", "MovedValue", "Offload", "Offloaded", "PipelineSchedule", "Plan", "Predicted",
+    "Residuals", "Solved", "StageCosts", "StepBody", "StepFlow", "StreamShare", "StreamedInput", "Times",
+    "absences", "backward_inputs", "backward_part", "best_cut", "chunk_bytes", "clock", "cut_blocks", "decide",
+    "digest", "equation_key", "expressions", "hardware_of", "ladder", "moves_of", "orders_text", "paired",
     "parameter_layouts", "probe_path", "probe_text", "ready_plans", "residuals", "searched", "solve", "starts_of",
     "state_inputs", "streams_of", "timeline", "travels", "twins",
 ]  # fmt: skip

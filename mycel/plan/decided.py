@@ -42,6 +42,7 @@ from mycel.plan.schedule import StageCosts
 
 KEYS = (
     "program", "compiled", "links", "gathered", "layouts", "residuals", "regions", "moved", "stages", "orders",
+    "compress",
 )  # fmt: skip
 SHOWN = 3  # differences that a refusal names
 _SPLIT = re.compile(r"(\S+)@(\w+(?:\.\w+)*)")
@@ -188,6 +189,7 @@ class Decided:
     moved       what is on the host while it is not needed
     stages      of a pipeline: the values at which the second and later ones begin
     orders      of a searched schedule: the steps of each rank
+    compress    the codec that `compress: auto` has come to
     """
 
     program: str
@@ -200,6 +202,7 @@ class Decided:
     moved: Offloaded | None = None
     stages: tuple[str, ...] = ()
     orders: tuple[str, ...] = ()
+    compress: str = ""
 
     def links_of(self, mesh: Mesh) -> Links:
         return Links(mesh, named=self.links)
@@ -237,6 +240,7 @@ class Decided:
         data |= {"moved": self.moved.data()} if self.moved else {}
         data |= {"stages": list(self.stages)} if self.stages else {}
         data |= {"orders": list(self.orders)} if self.orders else {}
+        data |= {"compress": self.compress} if self.compress else {}
         return data
 
     @staticmethod
@@ -256,6 +260,7 @@ class Decided:
                 Offloaded.read(data["moved"]) if data.get("moved") else None,
                 tuple(data.get("stages", ())),
                 tuple(data.get("orders", ())),
+                str(data.get("compress", "")),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as e:
             what = f"{e} is missing" if isinstance(e, KeyError) else str(e)
@@ -274,6 +279,7 @@ class Predicted:
     gap          how far the layouts may be above the cheapest, as a share of their seconds; 0: none cost less
     host         bytes on the host, of a step that moves values there
     steps        of a pipeline: seconds of the forward, backward and weight steps of each stage, and of a message
+    compress     where `compress: auto` chose: the seconds of a step by each of its choices
     """
 
     peak: int
@@ -286,6 +292,7 @@ class Predicted:
     assumed: tuple[str, ...] = ()
     host: int = 0
     steps: StageCosts | None = None
+    compress: Mapping[str, float] = field(default_factory=dict)
 
     @staticmethod
     def of(times: Times, budget: int | None, gap: float) -> Predicted:
@@ -302,7 +309,7 @@ class Predicted:
         return times_text(self.seconds, self.parts, self.assumed)
 
     def data(self) -> dict[str, Any]:
-        own = {k: v for k, v in vars(self).items() if v is not None and (k != "host" or v)}
+        own = {k: v for k, v in vars(self).items() if v is not None and (k not in ("host", "compress") or v)}
         own |= {"steps": self.steps.data()} if self.steps is not None else {}
         return {**own, "parts": {name: list(part) for name, part in self.parts.items()}, "assumed": list(self.assumed)}
 

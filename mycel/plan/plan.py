@@ -15,6 +15,7 @@
                                        # searched
     sums: fp32                         # partial sums travel in 32 bits; as computed (default): in the precision of the
                                        # product that leaves them
+    compress: {dp: int8+ef}            # gradients travel along dp in fewer bytes; by pattern; auto (compression.py)
     recompute: full                    # in backward: all that can be; none; auto (default): what the memory budget asks
                                        # for, at least cost
     offload: auto                      # what is not needed now may live on the host, where the memory budget asks for
@@ -41,6 +42,7 @@ import yaml
 
 from mycel.errors import PlanError
 from mycel.ir import Axes, Layout, Mesh, part, read_layout
+from mycel.plan.compression import CANDIDATES, CompressedAxis, choice_text, read_compress
 from mycel.plan.decided import Decided, Predicted
 from mycel.plan.offload import Offload
 from mycel.plan.residuals import Residuals
@@ -51,8 +53,8 @@ _Dumper: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)  # the C ones are t
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 READY = Path(__file__).parent.parent / "plans"
 KEYS = (
-    "mesh", "parameters", "batch", "activations", "zero", "microbatches", "stages", "schedule", "sums", "recompute",
-    "offload", "loose", "decided", "predicted",
+    "mesh", "parameters", "batch", "activations", "zero", "microbatches", "stages", "schedule", "sums", "compress",
+    "recompute", "offload", "loose", "decided", "predicted",
 )  # fmt: skip
 ALONE = frozenset({"microbatches", "recompute", "offload"})  # what may be said of one device, without a mesh
 STAGE_AXIS = "pp"  # of the mesh of a pipeline: the slowest, ranks of one stage lie together
@@ -81,6 +83,7 @@ class Plan:
     offload: Offload = field(default_factory=Offload)
     stages: int | tuple[str, ...] = 1
     schedule: str = "1f1b"
+    compress: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._lay_stages()
@@ -102,6 +105,7 @@ class Plan:
             raise PlanError(f"microbatches: {self.microbatches!r}\n  try       a whole number, at least 1")
         if self.sums not in SUMS:
             raise PlanError(f"sums: {self.sums!r}\n  known     {', '.join(SUMS)}")
+        read_compress(self.compress, self.mesh, self.batch_axes())
 
     # -- stages of a pipeline ----------------------------------------------------------------------------------------
 
@@ -211,6 +215,7 @@ class Plan:
             int(zero[1]), over, str(data.get("recompute") or "auto"), bool(data.get("loose")), decided, predicted,
             str(data.get("sums") or "as computed"), data.get("microbatches") or 1,
             Offload.read(data.get("offload"), where), stages, str(data.get("schedule") or "1f1b"),
+            data.get("compress") or {},
         )  # fmt: skip
         return found._on(mesh, where)
 
@@ -240,6 +245,7 @@ class Plan:
             found["stages"] = self.stages if isinstance(self.stages, int) else list(self.stages)
             found["schedule"] = self.schedule
         found |= {"sums": self.sums} if self.sums != "as computed" else {}
+        found |= {"compress": _plain_mapping(self.compress)} if self.compress else {}
         found |= {"recompute": self.recompute} if self.recompute != "auto" else {}
         found |= {"offload": self.offload.data()} if self.offload != Offload() else {}
         found |= {"loose": True} if self.loose else {}
@@ -340,6 +346,39 @@ class Plan:
     def activation_layout(self, name: str) -> Layout:
         return read_layout(self.activations[name], self.mesh, f"activations: {name}")
 
+    def compressed(self) -> CompressedAxis | None:
+        """How gradients are compressed; None where they are not, or along one rank alone."""
+        found = read_compress(self.compress, self.mesh, self.batch_axes())
+        if found is not None and found.auto and self.decided is not None and self.decided.compress:
+            found = read_compress({found.axis: self.decided.compress}, self.mesh, self.batch_axes())
+        if found is None or self.mesh[found.axis] == 1:
+            return None
+        return found if found.auto or any(how is not None for _, how in found.patterns) else None
+
+    def compressions(self) -> list[Plan]:
+        """The plans to choose from: itself, or where `compress` is auto, one for each choice."""
+        found = self.compressed()
+        if found is None or not found.auto:
+            return [self]
+        return [replace(self, compress={found.axis: text}) for text in CANDIDATES]
+
+    def with_compression(self, tried: Plan, seconds: Mapping[str, float]) -> Plan:
+        """This plan, where `compress` is auto, decided as one of its choices was."""
+        assert tried.decided is not None and tried.predicted is not None
+        (text,) = tried.compress.values()
+        decided, predicted = replace(tried.decided, compress=text), replace(tried.predicted, compress=seconds)
+        return replace(self, decided=decided, predicted=predicted)
+
+    def compress_text(self) -> str:
+        """How gradients travel, and why, for people; "" where nothing is compressed."""
+        if self.decided is not None and self.decided.compress and self.predicted is not None:
+            return f"along {next(iter(self.compress))} {choice_text(self.predicted.compress, self.decided.compress)}"
+        how = self.compressed()
+        if how is None:
+            return ""
+        said = ", ".join(f"{pattern} {entry or 'exact'}" for pattern, entry in how.patterns)
+        return f"along {how.axis} {said}"
+
     def batch_axes(self) -> list[str]:
         """The axes that split the batch."""
         entries = self.batch.values() if isinstance(self.batch, Mapping) else [self.batch]
@@ -412,6 +451,10 @@ def _joined(a: Sequence[Any], b: Sequence[Any]) -> list[Any]:
 
 def _plain(entry: Any) -> Any:
     return list(map(_plain, entry)) if isinstance(entry, (list, tuple)) else entry
+
+
+def _plain_mapping(entry: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: _plain_mapping(v) if isinstance(v, Mapping) else v for k, v in entry.items()}
 
 
 def _near(pattern: str, names: Iterable[str]) -> list[str]:

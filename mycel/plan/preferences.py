@@ -68,7 +68,7 @@ def weights(
     """Messages that count less, since they go on beside computing: gathered parameters on their way to a layer,
     gradients to their update.  And those that count more: inputs that were given in parts are meant to be used in
     parts; with `wide`, what is widened is to be added up wide."""
-    late = {node for node, eqn in g.eqns.items() if updates(eqn) or eqn.op.name == "global_norm"}
+    late = {node for node, eqn in g.eqns.items() if updates(eqn) or eqn.op.name in ("global_norm", "summed")}
     used_as_given = made_of(g, [*(i for i, layout in given.items() if place(layout, axis) >= 0), *free]) - derived
     wanted = {source.node for source, node, _, _ in g.edges if source.node[0] == "hub" and node not in late}
     late |= {node for node in g.ports if node[0] == "hub" and node not in wanted}  # on its way to updates alone

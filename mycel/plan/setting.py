@@ -59,6 +59,11 @@ class Setting:
             return [label if len(parts) == 1 or label.letter in parts[node[3]] else SAME]
         if axis in own:
             return [SAME]
+        if eqn.op.sent_as_sum:
+            groups = [x for x in options.labels(self.mesh, axis, before) if x.group]
+            if axis in eqn.params["axes"]:
+                return groups[-1:]  # of all operands that can be
+            return [x for x in options.labels(self.mesh, axis, before) if not x.group]
         if len(parts) == 1:
             return options.labels(self.mesh, axis, before)
         return [x for x in options.labels(self.mesh, axis, before, sorted(parts[node[3]])) if not x.group]
@@ -126,6 +131,8 @@ class Solution:
         choices: dict[tuple[str, int], Choice] = {}
         for (name, i), parts in g.parts.items():
             node = ("eqn", name, i, 0)
+            if node not in g.eqns:
+                continue  # another one stands for it
             letters = {k: axes for p in range(len(parts)) for k, axes in self.letters["eqn", name, i, p].items()}
             letters |= fixed_letters(g.eqns[node], g.options[node], g.own.get(node, frozenset()))
             choices[name, i] = g.options[node].laid(letters, self.flows[node])

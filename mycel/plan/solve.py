@@ -59,7 +59,9 @@ def solve(
     """`inputs`: layouts of inputs of the entry; `gathered`: those that are used whole along ZeRO's axes; `price`: of
     messages inside an operator."""
     along = dict.fromkeys(plan.over, gathered) if plan.zero == 3 else {}
-    reduced = frozenset(plan.over) if plan.zero >= 2 else frozenset()
+    compressed = plan.compressed()
+    at_the_end = frozenset({compressed.axis}) if compressed is not None else frozenset[str]()  # what is encoded once
+    reduced = frozenset(plan.over) - at_the_end if plan.zero >= 2 else frozenset()
     # activations are split by these anyway: what others split of a dim lies inside
     first = [a for a in plan.batch_axes() if a in plan.mesh]
     order = [*first, *(a for a in plan.mesh.axes if a not in first)]

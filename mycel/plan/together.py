@@ -115,9 +115,7 @@ class Together:
         setting, space = self.setting, self._space(node)
         if node[:2] == ("in", self.graph.program.entry):
             layout = setting.given.get(node[2], Layout.whole(t.ndim))
-            return np.array(
-                [space.index[Layout(tuple(tuple(a for a in dim if a in self.axes) for dim in layout.dims))]]
-            )
+            return np.array([space.index[self._along(layout)]])
         own, waits = (
             self.graph.own.get(node, frozenset()),
             setting.reduced if node[1] in setting.bodies else frozenset(),
@@ -224,8 +222,13 @@ class Together:
     def _outputs(self) -> None:
         for source, t, layout in self.setting.wanted():
             have = self._ahead(self._made(source, t), t.ndim, source.rows)
-            target = Layout(tuple(tuple(a for a in dim if a in self.axes) for dim in layout.dims))
-            self.sum.add((source.node,), self.distances.table(t)[have, self.distances.space(t.ndim).index[target]])
+            target = self.distances.space(t.ndim).index[self._along(layout)]
+            self.sum.add((source.node,), self.distances.table(t)[have, target])
+
+    def _along(self, layout: Layout) -> Layout:
+        """The same along the axes that are solved for."""
+        dims = tuple(tuple(a for a in dim if a in self.axes) for dim in layout.dims)
+        return Layout(dims, tuple(x for x in layout.partial if x[0] in self.axes))
 
 
 def in_order(g: Graph) -> list[Node]:

@@ -3,6 +3,7 @@
     model.NAME               parameters that train, and buffers
     optimizer.NAME.SLOT      torch's own optimiser state, by the name of its parameter
     step.NAME                counters of the step, loss scale
+    error.AXIS.NAME …        what messages keep (`message_state.py`)
     loop.losses, loop.norms  of the steps since the last report, so that the next one is the same as without
                              interruption
 
@@ -40,7 +41,7 @@ def tensors(parts: Assembly, losses: list[torch.Tensor], norms: list[torch.Tenso
     """The state as it is now: the tensors themselves, not copies."""
     state = {f"model.{name}": x for name, x in step_state.model_tensors(parts.module, frozen=False).items()}
     state |= {f"optimizer.{n}": x for n, x in step_state.optimizer_tensors(parts.module, parts.optimizer).items()}
-    state |= {f"step.{name}": x for name, x in parts.step.counters().items()}
+    state |= {f"step.{name}": x for name, x in parts.step.counters().items()} | parts.step.messages.tensors()
     for name, values in (("losses", losses), ("norms", norms)):
         state[f"loop.{name}"] = torch.stack([x.detach().float() for x in values]) if values else torch.zeros(0)
     return state
@@ -48,7 +49,8 @@ def tensors(parts: Assembly, losses: list[torch.Tensor], norms: list[torch.Tenso
 
 def layouts(parts: Assembly) -> Layouts:
     """How these tensors lie on the mesh, and their global shapes; others are whole on every rank."""
-    return step_state.layouts(parts.module, parts.optimizer, parts.step.parts)
+    lying = step_state.layouts(parts.module, parts.optimizer, parts.step.parts)
+    return {**lying, **parts.step.messages.layouts()}
 
 
 def identity(parts: Assembly) -> dict[str, Any]:
@@ -133,6 +135,7 @@ def restore(loaded: Loaded, parts: Assembly) -> list[str]:
         owner, _, slot = name.rpartition(".")
         parts.optimizer.state[parameters[owner]][slot] = x.to(parts.device)
     parts.step.set_counters(_part(loaded, "step."))
+    parts.step.messages.take(loaded.tensors, whole=parts.step.parts is None)
     before, now = loaded.meta["machine"], machine(parts)
     changed = [f"{name} was {before[name]}, is {now[name]}" for name in now if before.get(name, now[name]) != now[name]]
     return (

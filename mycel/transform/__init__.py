@@ -8,6 +8,7 @@ from mycel.ir import Program, check
 from mycel.transform import vjp_control  # noqa: F401  enters control flow into vjp
 from mycel.transform.algebra import algebra
 from mycel.transform.causal import causal
+from mycel.transform.compressing import DRAWS, compress_gradients
 from mycel.transform.coupling import coupled
 from mycel.transform.cse import cse
 from mycel.transform.dce import dce
@@ -39,12 +40,14 @@ def simplify(program: Program, hints: bool = False) -> Program:
 
 __all__ = [
     "BODY",
+    "DRAWS",
     "LOSS_SCALE",
     "SIMPLIFY",
     "ParameterGroup",
     "Pass",
     "algebra",
     "causal",
+    "compress_gradients",
     "coupled",
     "cse",
     "dce",

@@ -1,0 +1,76 @@
+"""What messages of a step keep from one to the next: errors of compression, what has been received so far.  By role, as
+this rank holds it; part of every checkpoint.
+
+    error.dp.up.weight         error of up.weight over dp        each rank's own: its whole is the sum over dp
+    outer.received.up.weight   outer received of up.weight       lies as the optimiser's state of up.weight
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from mycel.ir import Layout, Role, Type
+from mycel.parts import ShardedModel
+from mycel.run import part_of
+
+KINDS = ("error", "outer")
+Tensors = dict[str, torch.Tensor]
+
+
+class MessageState:
+    """The tensors by role; `whole`: those that were loaded before it was known how ranks hold them."""
+
+    def __init__(self, parts: ShardedModel | None) -> None:
+        self.parts = parts
+        self.held: dict[Role, torch.Tensor] = {}
+        self.whole: set[Role] = set()
+
+    def value(self, role: Role, type: Type, device: torch.device) -> torch.Tensor:
+        """This rank's own, of this type: zeros at first."""
+        if role in self.whole and self.parts is not None:
+            layout, _ = self.parts.slots[role]
+            self.held[role] = part_of(self.held[role], layout, self.parts.plan.mesh, self.parts.ranks.rank).clone()
+        self.whole.discard(role)
+        if role not in self.held:
+            self.held[role] = torch.zeros(type.shape, dtype=type.dtype)
+        self.held[role] = self.held[role].to(device)
+        return self.held[role]
+
+    def tensors(self) -> Tensors:
+        """As they are held, by the names they have in a checkpoint."""
+        return {name_of(role): x for role, x in self.held.items()}
+
+    def layouts(self) -> dict[str, tuple[Layout, tuple[int, ...]]]:
+        """How they lie on the mesh, with the shapes of the whole."""
+        slots = self.parts.slots if self.parts is not None else {}
+        return {name_of(role): (slots[role][0], slots[role][1].shape) for role in self.held if role in slots}
+
+    def gathered(self) -> Tensors:
+        """Whole, on every rank; all of them call this."""
+        found = {}
+        for role, x in self.held.items():
+            known = self.parts.slots.get(role) if self.parts is not None and role not in self.whole else None
+            found[name_of(role)] = (
+                x if known is None or self.parts is None else self.parts.gather(x, known[0], known[1].shape)
+            )
+        return found
+
+    def take(self, tensors: Mapping[str, torch.Tensor], whole: bool) -> None:
+        """Continue from these; what is not among them starts anew.  `whole`: they are not this rank's parts."""
+        self.held = {role: x for name, x in tensors.items() if (role := role_of(name)) is not None}
+        self.whole = set(self.held) if whole else set()
+
+
+def name_of(role: Role) -> str:
+    return f"{role.kind}.{role.over or role.name}.{role.of}"
+
+
+def role_of(name: str) -> Role | None:
+    """The role of a tensor in a checkpoint; None for what is none of a message's."""
+    kind, _, rest = name.partition(".")
+    first, _, of = rest.partition(".")
+    fields: dict[str, Any] = {"over": first} if kind == "error" else {"name": first}
+    return Role(kind, of=of, **fields) if kind in KINDS and of else None

@@ -1,0 +1,374 @@
+"""Codecs: numbers in fewer bytes, in blocks of fixed size.  A paragraph each: how a block is encoded and decoded.
+
+    fp32              4 bytes an element, nothing lost
+    bf16, fp16        2 bytes; fp16 with a power of two beside each block, so that nothing overflows
+    int8, int4        whole multiples of largest / 127, largest / 7; the scale beside each block
+    sign              one bit, and the mean of |x| beside each block
+    topk(0.01)        the largest of each block, in bf16, and where they are
+    randomk(0.1)      elements at places that all ranks draw alike, which need not be sent
+
+`int8(block=128)` has blocks of another size; with `+stochastic` the mean over keys is what was encoded: int8, int4 and
+bf16 round up or down by chance, randomk makes up for what it leaves out.  Of a block with a number that is not finite
+something decodes to one that is not: whoever checks the sum finds out.
+
+Rows are encoded apart, each to the same number of bytes: row i is what goes to rank i.  On the CPU int8 and int4 run in
+C where there is a compiler (`native_codecs.py`), to the same bytes.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from mycel.ops.native_codecs import native
+
+TINY = 1e-35  # blocks whose largest element is below it are zero
+LEVELS = {"int8": 127, "int4": 7}
+LARGEST = torch.finfo(torch.bfloat16).max
+MOST = 4096  # elements in a block
+
+
+@dataclass(frozen=True)
+class Codec:
+    """One codec with its settings: `share` of the elements are kept; `stochastic`: rounded by chance."""
+
+    name: str
+    block: int
+    share: float = 1.0
+    stochastic: bool = False
+
+    @property
+    def kept(self) -> int:
+        """Elements that are kept of each block."""
+        return max(1, math.ceil(self.share * self.block))
+
+    @property
+    def block_bytes(self) -> int:
+        return FORMS[self.name].bytes(self)
+
+    def size(self, n: int) -> int:
+        """Bytes of a row of n elements."""
+        return -(-n // self.block) * self.block_bytes
+
+    @property
+    def draws(self) -> bool:
+        """Does it need a key?"""
+        return self.stochastic or FORMS[self.name].draws
+
+    @property
+    def drawn_alike(self) -> bool:
+        """Must all ranks have the same key?"""
+        return FORMS[self.name].draws
+
+    @property
+    def is_exact(self) -> bool:
+        return FORMS[self.name].exact
+
+    @property
+    def is_unbiased(self) -> bool:
+        """Is the mean over keys what was encoded?"""
+        return self.is_exact or self.stochastic
+
+    def bound(self, x):
+        """The largest error of each element of blocks [n, block]."""
+        return FORMS[self.name].bound(self, x)
+
+    def __str__(self) -> str:
+        form = FORMS[self.name]
+        said = [f"{self.share:g}"] * (self.share < 1) + [f"block={self.block}"] * (self.block != form.block)
+        return self.name + (f"({', '.join(said)})" if said else "") + "+stochastic" * self.stochastic
+
+
+@dataclass(frozen=True)
+class Form:
+    """What a codec does with blocks f32[n, block] -> u8[n, bytes] and back; `noise(block)`: numbers in [0, 1) for each
+    element.
+
+    `shared`: it takes the share of elements that are kept.  `rounds`: it can be unbiased, by chance.  `draws`: it needs
+    a key in any case, for decoding too, and draws the same for every row: all ranks know what others drew."""
+
+    encode: Callable[..., torch.Tensor]
+    decode: Callable[..., torch.Tensor]
+    bytes: Callable[[Codec], int]
+    block: int
+    bound: Callable[..., torch.Tensor]
+    shared: bool = False
+    rounds: bool = False
+    draws: bool = False
+    exact: bool = False
+
+
+FORMS: dict[str, Form] = {}
+_SPEC = re.compile(r"\s*([a-z]\w*)\s*(?:\(([^()]*)\))?\s*(\+\s*stochastic)?\s*")
+
+
+@functools.cache
+def codec_of(text: str) -> Codec:
+    """The codec of a text such as int8, int8(block=128)+stochastic, topk(0.01); ValueError says what is wrong."""
+    match = _SPEC.fullmatch(text)
+    form = FORMS.get(match[1]) if match else None
+    if match is None or form is None:
+        raise ValueError(f"there is no codec {text!r}: {', '.join(FORMS)}")
+    share, block = None, form.block
+    for item in filter(None, (match[2] or "").split(",")):
+        name, _, value = item.rpartition("=")
+        try:
+            if name.strip() == "block":
+                block = int(value)
+            elif not name.strip() and form.shared:
+                share = float(value)
+            else:
+                raise ValueError
+        except ValueError:
+            raise ValueError(f"{match[1]} takes no {item.strip()!r}") from None
+    if form.shared and (share is None or not 0 < share <= 1):
+        raise ValueError(f"{match[1]} keeps a share of the elements, more than 0 and at most 1: {match[1]}(0.01)")
+    if block not in range(16, MOST + 1, 16):
+        raise ValueError(f"a block of {block} elements: a multiple of 16, at most {MOST}")
+    if match[3] and not form.rounds:
+        raise ValueError(f"{match[1]} does not round by chance")
+    return Codec(match[1], block, 1.0 if share is None else share, bool(match[3]))
+
+
+# -- rows of blocks --------------------------------------------------------------------------------------------------
+
+
+def encode_rows(x, e, key, codec: Codec, rows: int, row: int, left: bool):
+    """Rows of x + e (e may be None), one behind the other -> u8[rows, size], and with `left` what is left over, as x is
+    shaped."""
+    wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
+    v = wide if e is None else None
+    run = native() if codec.name in LEVELS and x.is_cpu and wide.dtype == torch.float32 else None
+    if run is not None:
+        return run.encode(wide, e, seed_of(key) if codec.stochastic else 0, codec, rows, row, left)
+    v = wide + e if v is None else v
+    blocks = blocks_of(v.float(), codec, rows, row)
+    noise = functools.partial(noise_of, key, blocks, blocks.shape[0] // rows if codec.drawn_alike else 0)
+    code = FORMS[codec.name].encode(codec, blocks, noise).view(rows, codec.size(row))
+    return code, (v - decode_rows(code, key, codec, v.shape, row, False).to(v.dtype) if left else None)
+
+
+def decode_rows(code, key, codec: Codec, shape, row: int, added: bool):
+    """u8[rows, size] -> f32[shape]: the rows one behind the other, or added up."""
+    rows, n = code.shape[0], math.prod(shape)
+    run = native() if codec.name in LEVELS and code.is_cpu else None
+    if run is not None:
+        return run.decode(code, codec, n, row, added).view(shape)
+    blocks = code.reshape(-1, codec.block_bytes)
+    noise = functools.partial(noise_of, key, blocks, blocks.shape[0] // rows)
+    y = FORMS[codec.name].decode(codec, blocks, noise).view(rows, -1)[:, :row]
+    if added:
+        total = y[0]
+        for other in y[1:]:
+            total = total + other
+        return total[:n].reshape(shape)
+    return y.reshape(-1)[:n].view(shape)
+
+
+def blocks_of(v, codec: Codec, rows: int, row: int):
+    """f32 rows one behind the other -> [blocks, block], filled up with zeros."""
+    flat, n = v.reshape(-1), v.numel()
+    if n < rows * row:
+        flat = torch.nn.functional.pad(flat, (0, rows * row - n))
+    y = flat.view(rows, row)
+    more = -(-row // codec.block) * codec.block - row
+    return (torch.nn.functional.pad(y, (0, more)) if more else y).reshape(-1, codec.block)
+
+
+def seed_of(key) -> int:
+    """32 bits of a key."""
+    key = int(key)
+    return (key ^ (key >> 32)) & 0xFFFFFFFF
+
+
+def noise_of(key, blocks, period: int, width: int):
+    """[0, 1) for each of `width` elements of each block: a hash of the key and the element's place (murmur3's end, in
+    32 bits); with a `period`, the same again after so many blocks."""
+    mask = 0xFFFFFFFF
+    h = torch.arange((period or blocks.shape[0]) * width, device=blocks.device)
+    h = (h * 0x9E3779B1 & mask) ^ ((key ^ (key >> 32)) & mask)
+    h = ((h ^ (h >> 16)) * 0x85EBCA6B) & mask
+    h = ((h ^ (h >> 13)) * 0xC2B2AE35) & mask
+    h = h ^ (h >> 16)
+    unit = ((h >> 8).float() * 2.0**-24).view(-1, width)
+    return unit.repeat(blocks.shape[0] // period, 1) if period else unit
+
+
+def as_bytes(x):
+    return x.contiguous().view(torch.uint8)
+
+
+# -- the codecs ------------------------------------------------------------------------------------------------------
+
+
+def fp32_encode(codec, x, noise):
+    return as_bytes(x)
+
+
+def fp32_decode(codec, code, noise):
+    return code.contiguous().view(torch.float32)
+
+
+FORMS["fp32"] = Form(fp32_encode, fp32_decode, lambda c: 4 * c.block, 256, lambda c, x: torch.zeros_like(x), exact=True)
+
+
+def bf16_encode(codec, x, noise):
+    """Finite numbers stay finite."""
+    x = torch.where(torch.isfinite(x), x.clamp(-LARGEST, LARGEST), x)
+    if not codec.stochastic:
+        return as_bytes(x.to(torch.bfloat16))
+    more = (noise(codec.block) * 2.0**16).to(torch.int32)  # below the last bit that is kept
+    bits = torch.where(torch.isfinite(x), x.view(torch.int32) + more, x.view(torch.int32))
+    return as_bytes((bits >> 16).to(torch.int16))
+
+
+def bf16_decode(codec, code, noise):
+    return code.contiguous().view(torch.bfloat16).float()
+
+
+FORMS["bf16"] = Form(
+    bf16_encode,
+    bf16_decode,
+    lambda c: 2 * c.block,
+    256,
+    lambda c, x: x.abs() * (2.0**-7 if c.stochastic else 2.0**-8) + 1e-40,
+    rounds=True,
+)
+
+
+def fp16_encode(codec, x, noise):
+    """The power of two that brings the largest below 2^15."""
+    top = x.abs().amax(1, keepdim=True)
+    _, exponent = torch.frexp(torch.where(torch.isfinite(top), top, 0))
+    scale = torch.ldexp(torch.ones_like(top), exponent - 15)
+    scale = torch.where(top >= TINY, scale, torch.ones_like(top))
+    scale = torch.where(torch.isfinite(top), scale, torch.nan)
+    return torch.cat([as_bytes(scale), as_bytes((x / scale).half())], 1)
+
+
+def fp16_decode(codec, code, noise):
+    return code[:, 4:].contiguous().view(torch.float16).float() * code[:, :4].contiguous().view(torch.float32)
+
+
+FORMS["fp16"] = Form(
+    fp16_encode,
+    fp16_decode,
+    lambda c: 4 + 2 * c.block,
+    256,
+    lambda c, x: x.abs() * 2.0**-11 + x.abs().amax(1, keepdim=True) * 2.0**-38 + TINY,
+)
+
+
+def integer_encode(codec, x, noise):
+    levels = LEVELS[codec.name]
+    top = x.abs().amax(1, keepdim=True)
+    finite, large = torch.isfinite(top), top >= TINY
+    scale = torch.where(large, top / levels, 0)
+    scale = torch.where(finite, scale, torch.nan)
+    y = torch.where(finite, x * torch.where(large, levels / top, 0), 0)
+    y = torch.floor(y + noise(codec.block)).clamp(-levels, levels) if codec.stochastic else torch.round(y)
+    if codec.name == "int8":
+        return torch.cat([as_bytes(scale), as_bytes(y.to(torch.int8))], 1)
+    low, high = (y.to(torch.int16) + 8).to(torch.uint8).chunk(2, 1)
+    return torch.cat([as_bytes(scale), low | (high << 4)], 1)
+
+
+def integer_decode(codec, code, noise):
+    scale, code = code[:, :4].contiguous().view(torch.float32), code[:, 4:]
+    if codec.name == "int8":
+        return code.contiguous().view(torch.int8).float() * scale
+    return (torch.cat([code & 15, code >> 4], 1).to(torch.int16) - 8).float() * scale
+
+
+def integer_bound(codec, x):
+    """Half a step, or a whole one by chance; and the rounding of the arithmetic."""
+    step = x.abs().amax(1, keepdim=True) / LEVELS[codec.name]
+    return (step * ((1.0 if codec.stochastic else 0.5) + 1e-4) + TINY).expand_as(x)
+
+
+FORMS["int8"] = Form(integer_encode, integer_decode, lambda c: 4 + c.block, 256, integer_bound, rounds=True)
+FORMS["int4"] = Form(integer_encode, integer_decode, lambda c: 4 + c.block // 2, 128, integer_bound, rounds=True)
+
+
+def sign_encode(codec, x, noise):
+    """Bit j of byte i is element j * block / 8 + i."""
+    scale = (x.abs() / codec.block).sum(1, keepdim=True)
+    scale = torch.where(torch.isfinite(scale), scale, torch.nan)
+    bits = (x >= 0).to(torch.uint8).view(-1, 8, codec.block // 8)
+    code = functools.reduce(torch.bitwise_or, (bits[:, j] << j for j in range(8)))
+    return torch.cat([as_bytes(scale), code], 1)
+
+
+def sign_decode(codec, code, noise):
+    scale, code = code[:, :4].contiguous().view(torch.float32), code[:, 4:]
+    bits = torch.cat([(code >> j) & 1 for j in range(8)], 1)
+    return (bits.float() * 2 - 1) * scale
+
+
+FORMS["sign"] = Form(
+    sign_encode,
+    sign_decode,
+    lambda c: 4 + c.block // 8,
+    512,
+    lambda c, x: torch.maximum(x.abs(), x.abs().mean(1, keepdim=True)) * (1 + 1e-5) + TINY,
+)
+
+
+def topk_encode(codec, x, noise):
+    """Places in 16 bits, values in bf16."""
+    at = x.abs().topk(codec.kept, 1).indices
+    values = x.gather(1, at)
+    values = torch.where(torch.isfinite(values), values.clamp(-LARGEST, LARGEST), values)
+    return torch.cat([as_bytes(at.to(torch.int16)), as_bytes(values.to(torch.bfloat16))], 1)
+
+
+def topk_decode(codec, code, noise):
+    at, values = code.split(2 * codec.kept, 1)
+    y = torch.zeros(code.shape[0], codec.block, device=code.device)
+    at = at.contiguous().view(torch.int16).long().clamp(0, codec.block - 1)
+    return y.scatter(1, at, values.contiguous().view(torch.bfloat16).float())
+
+
+def topk_bound(codec, x):
+    """What is left out is no larger than what is kept."""
+    least = x.abs().topk(codec.kept, 1).values[:, -1:]
+    return torch.where(x.abs() > least, x.abs() * 2.0**-8, least) + 1e-40
+
+
+FORMS["topk"] = Form(topk_encode, topk_decode, lambda c: 4 * c.kept, 1024, topk_bound, shared=True)
+
+
+def drawn_places(codec, noise, device):
+    """Evenly spaced from a random start: each element of a block is as likely as any other."""
+    steps = torch.arange(codec.kept, device=device) * codec.block // codec.kept
+    return (steps + (noise(1) * codec.block).long()) % codec.block
+
+
+def randomk_encode(codec, x, noise):
+    """A number that is not finite is sent, wherever it is."""
+    values = x.gather(1, drawn_places(codec, noise, x.device))
+    values = values * (codec.block / codec.kept) if codec.stochastic else values
+    strange = ~torch.isfinite(x).all(1, keepdim=True)
+    return as_bytes(torch.where(strange, torch.nan, values))
+
+
+def randomk_decode(codec, code, noise):
+    y = torch.zeros(code.shape[0], codec.block, device=code.device)
+    return y.scatter(1, drawn_places(codec, noise, code.device), code.contiguous().view(torch.float32))
+
+
+FORMS["randomk"] = Form(
+    randomk_encode,
+    randomk_decode,
+    lambda c: 4 * c.kept,
+    1024,
+    lambda c, x: x.abs() * (max(1.0, c.block / c.kept - 1) if c.stochastic else 1.0) * (1 + 1e-5),
+    shared=True,
+    rounds=True,
+    draws=True,
+)

@@ -1,0 +1,177 @@
+"""Messages in fewer bytes, as operators: pure, typed, of fixed size.  What a codec does is in `codec_kernels.py`.
+
+    y, r = compressed(g, e, key, axes=("dp",), codec="int8")       a gradient on its way to a sum over dp: y is g + e
+    z = summed(y)                                                  up to what its codec loses, and that is r.  In a
+                                                                   global program nothing is lost: r is zero
+    c = encode(x, key, codec="int8", rows=4, row=250)              rows of x, one behind the other, as bytes
+    c, r = encode_residual(x, e, key, codec="int8", …)             of x + e, and what is left over
+    y = decode(c, key, codec="int8", row=250, shape=(10, 100))     the rows one behind the other
+    y = decode_sum(c, key, codec="int8", row=250, shape=(250,))    the rows added up, in 32 bits
+
+    q = orthonormal(p)                                             columns that span what those of p do
+
+`lower/compress` makes of the first two the others and ordinary collectives.  `dim`: rows are parts of that dim, not of
+all elements as they lie.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import torch
+
+from mycel.ir import Type, op
+from mycel.ops.codec_kernels import codec_of
+
+MEMORIES = ("", "ef", "ef21")
+
+
+@dataclass(frozen=True)
+class Compression:
+    """How a gradient travels: its codec, and what becomes of what that loses.  ef: it is added to the next gradient
+    (EF14).  ef21: what travels is the difference to what has been received so far."""
+
+    codec: str
+    memory: str = ""
+
+    def __str__(self) -> str:
+        return self.codec + (f"+{self.memory}" if self.memory else "")
+
+    @property
+    def draws(self) -> bool:
+        """Does it need a key?"""
+        return bool(rank_of(self.codec)) or codec_of(self.codec).draws
+
+    @staticmethod
+    def parse(text: str) -> Compression:
+        """`int8+ef`, `powersgd(4)+ef`, `topk(0.01)+ef21`, `int8(block=64)`; ValueError says what is wrong."""
+        words = [w.strip() for w in text.split("+")]
+        memory = words.pop() if len(words) > 1 and words[-1] in MEMORIES[1:] else ""
+        if words[0].startswith("powersgd"):
+            rank = rank_of("+".join(words))
+            if not rank or not memory:
+                raise ValueError("powersgd has a rank, and loses what is not of it: powersgd(4)+ef")
+            return Compression(f"powersgd({rank})", memory)
+        codec = codec_of("+".join(words))
+        if memory and codec.drawn_alike and codec.stochastic:
+            raise ValueError(f"{codec} makes up for what it loses by itself: without +stochastic, or without +{memory}")
+        if not memory and codec.share < 1 and not codec.stochastic:
+            raise ValueError(f"{codec} alone would never send most of a gradient: {codec}+ef")
+        if not memory and codec.name == "sign":
+            raise ValueError(f"{codec} alone does not converge: {codec}+ef")
+        return Compression(str(codec), memory)
+
+
+def rank_of(text: str) -> int:
+    """The rank of powersgd(4); 0 for a codec of rows."""
+    match = re.fullmatch(r"powersgd\(\s*([1-9]\d*)\s*\)", text)
+    return int(match[1]) if match else 0
+
+
+def wide(dtype):
+    """Residuals are kept in 32 bits at least."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+@op(
+    lambda g, e, key, **_: f"..., {'' if e is None else '...'}, -> ..., ...",
+    types=lambda g, e, key, **_: (g, g),
+    linear=((0,), (0, 1)),
+    sent_as_sum=True,
+    padding="zeros",
+    examples=['f[4,6], None, None, codec="int8", axes=("dp",)', 'f[3], f[3], i64[], codec="int8", axes=("dp",)'],
+)
+def compressed(g, e, key, *, codec, axes):
+    """g + e on its way to a sum over the axes, and what its codec will have lost of it."""
+    return g + 0 if e is None else g + e, torch.zeros_like(g)
+
+
+@op("... -> ...", dtype="first", examples=["f[2,3]"], free=True)
+def summed(x):
+    """A sum that was compressed has come: from here on it is whole, or in parts."""
+    return x
+
+
+def moved(x, dim):
+    """A dim first, the others as they were."""
+    return x.movedim(dim, 0) if dim else x
+
+
+def encoded_type(codec, rows, row):
+    return Type(torch.uint8, (rows, codec_of(codec).size(row)))
+
+
+@op(
+    types=lambda x, key, *, codec, rows, row, dim=0: encoded_type(codec, rows, row),
+    compiles=False,
+    fresh=True,
+    examples=[
+        'f32[4,50], None, codec="int8", rows=2, row=100', 'f[3,7], i64[], codec="randomk(0.1)", rows=2, row=12, dim=1',
+        'bf16[30], i64[], codec="int4+stochastic", rows=4, row=8',
+    ],
+)  # fmt: skip
+def encode(x, key, *, codec, rows, row, dim=0):
+    """Rows of x, each as the same number of bytes."""
+    from mycel.ops.codec_kernels import codec_of, encode_rows
+
+    x = x.movedim(dim, 0) if dim else x
+    return encode_rows(x, None, key, codec_of(codec), rows, row, False)[0]
+
+
+@op(
+    types=lambda x, e, key, *, codec, rows, row, dim=0: (
+        encoded_type(codec, rows, row),
+        Type(wide(x.dtype), x.shape),
+    ),
+    compiles=False,
+    fresh=True,
+    examples=[
+        'f32[4,50], f32[4,50], None, codec="int8", rows=2, row=100', 'f[30], None, i64[], codec="int4", rows=4, row=8',
+        'f[3,7], f[3,7], None, codec="sign", rows=2, row=12, dim=1',
+    ],
+)  # fmt: skip
+def encode_residual(x, e, key, *, codec, rows, row, dim=0):
+    """Rows of x + e as bytes, and x + e without what these say."""
+    from mycel.ops.codec_kernels import codec_of, encode_rows
+
+    if not dim:
+        return encode_rows(x, e, key, codec_of(codec), rows, row, True)
+    x, e = x.movedim(dim, 0), None if e is None else e.movedim(dim, 0)
+    code, left = encode_rows(x, e, key, codec_of(codec), rows, row, True)
+    return code, left.movedim(0, dim).contiguous()
+
+
+@op(
+    types=lambda code, key, *, codec, row, shape: Type(torch.float32, tuple(shape)),
+    compiles=False,
+    fresh=True,
+    examples=['u8[2,264], None, codec="int8(block=128)", row=200, shape=(4,99)'],
+)
+def decode(code, key, *, codec, row, shape):
+    """The rows, one behind the other."""
+    from mycel.ops.codec_kernels import codec_of, decode_rows
+
+    return decode_rows(code, key, codec_of(codec), shape, row, False)
+
+
+@op(
+    types=lambda code, key, *, codec, row, shape, dim=0: Type(torch.float32, tuple(shape)),
+    compiles=False,
+    fresh=True,
+    examples=['u8[2,264], None, codec="int8(block=128)", row=200, shape=(8,25), dim=1'],
+)
+def decode_sum(code, key, *, codec, row, shape, dim=0):
+    """The sum of the rows; `dim` is the one that rows are parts of."""
+    from mycel.ops.codec_kernels import codec_of, decode_rows
+
+    if not dim:
+        return decode_rows(code, key, codec_of(codec), shape, row, True)
+    lying = [shape[dim], *(n for d, n in enumerate(shape) if d != dim)]
+    return decode_rows(code, key, codec_of(codec), lying, row, True).movedim(0, dim).contiguous()
+
+
+@op("n^ r^ -> n r", dtype="first", compiles=False, fresh=True, flops=lambda d: 2 * d.n * d.r * d.r, examples=["f[6,3]"])
+def orthonormal(p):
+    """Orthonormal columns that span what the columns of p do."""
+    return torch.linalg.qr(p).Q

@@ -1,0 +1,126 @@
+"""What a plan says of compressed gradients:
+
+    compress: {dp: int8+ef}                          matrices; small tensors, vectors and routers stay exact
+    compress: {dp: {"*.mlp.*": int4+ef, "*": int8+ef, "lm_head.*": exact}}
+                                                     the first pattern that matches; "*" leaves out the same as above,
+                                                     what another pattern names is compressed whatever it is
+    compress: {dp: auto}                             whatever the clock finds quickest, exact among it
+
+Gradients are compressed on their way along one axis, which splits the batch.  What a codec's text may be says
+`ops/codec_kernels.py`; `+ef` and `+ef21` keep what it loses.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from typing import Any
+
+from mycel.errors import PlanError
+from mycel.ir import Mesh
+from mycel.ops.codec_kernels import FORMS
+from mycel.ops.codecs import Compression, rank_of
+
+SMALL = 4096  # elements; below it a message's start costs more than its bytes
+EXEMPT = ("*router*", "*norm*")  # a little noise changes much, and they are few
+EXACT, AUTO = "exact", "auto"
+CANDIDATES = (EXACT, "int8+ef", "int4+ef")  # of auto, the least lossy first
+
+
+@dataclass(frozen=True)
+class CompressedAxis:
+    """By pattern of parameters how gradients travel along an axis; None: exactly.  `auto`: not decided yet."""
+
+    axis: str
+    patterns: tuple[tuple[str, Compression | None], ...]
+    auto: bool = False
+
+    def of(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, Compression]:
+        """Of parameters of these shapes, those that are compressed."""
+        chosen = {}
+        for name, shape in shapes.items():
+            pattern, how = next(((p, how) for p, how in self.patterns if fnmatchcase(name, p)), ("", None))
+            if how is not None and (pattern != "*" or not is_exempt(name, shape)):
+                chosen[name] = how
+                refuse_rank(name, shape, how, f"compress: {self.axis}: {pattern}")
+        return chosen
+
+    def refuse_unused(self, shapes: Collection[str]) -> None:
+        """PlanError for a pattern that matches none of these parameters."""
+        for pattern, _ in self.patterns:
+            if pattern != "*" and not any(fnmatchcase(name, pattern) for name in shapes):
+                near = get_close_matches(pattern.strip("*."), shapes, 3, 0.3) or list(shapes)[:3]
+                raise PlanError(f"compress: {self.axis}: {pattern} matches no parameter\n  try       {', '.join(near)}")
+
+
+def is_exempt(name: str, shape: Sequence[int]) -> bool:
+    """Is it left alone unless it is named?"""
+    return len(shape) < 2 or math.prod(shape) < SMALL or any(fnmatchcase(name, p) for p in EXEMPT)
+
+
+def refuse_rank(name: str, shape: Sequence[int], how: Compression, where: str) -> None:
+    """PlanError where a parameter is no matrix of that rank."""
+    rank, sides = rank_of(how.codec), (shape[0], math.prod(shape[1:])) if len(shape) > 1 else (1, math.prod(shape))
+    if rank and rank > min(sides):
+        raise PlanError(
+            f"{where}: {how.codec}, but {name} is {list(shape)}: of rank {min(sides)} at most\n"
+            f"  try       a rank below {min(sides)}, or  {name}: int8+ef"
+        )
+
+
+def read_compress(entry: Any, mesh: Mesh, batch_axes: Sequence[str]) -> CompressedAxis | None:
+    """What `compress` says; None for nothing.  PlanError says what is wrong with it."""
+    if not entry:
+        return None
+    if not isinstance(entry, Mapping):
+        raise PlanError(f"compress: {entry!r}\n  try       an axis and a codec, such as  compress: {{dp: int8+ef}}")
+    axis, *others = entry
+    if others:
+        raise PlanError(
+            f"compress: names {', '.join(map(str, entry))}\n"
+            "  try       one axis, that of the slowest link: along others sums stay exact"
+        )
+    if axis not in mesh:
+        raise PlanError(f"compress: there is no axis {axis!r}\n  the mesh  {mesh}\n  try       {_hint(batch_axes)}")
+    if axis not in batch_axes:
+        raise PlanError(
+            f"compress: along {axis} gradients are no sums, since it does not split the batch: what travels there must "
+            f"be exact\n  try       {_hint(batch_axes)}"
+        )
+    said = entry[axis]
+    if said == AUTO:
+        return CompressedAxis(axis, (), auto=True)
+    patterns = said if isinstance(said, Mapping) else {"*": said}
+    where = f"compress: {axis}" if isinstance(said, Mapping) else "compress"
+    return CompressedAxis(axis, tuple((str(p), read_codec(how, f"{where}: {p if patterns is said else axis}"))
+                                      for p, how in patterns.items()))  # fmt: skip
+
+
+def read_codec(text: Any, where: str) -> Compression | None:
+    """How a gradient travels; None: exactly."""
+    if text == EXACT:
+        return None
+    try:
+        return Compression.parse(str(text))
+    except ValueError as e:
+        name = str(text).split("+")[0].split("(")[0].strip()
+        close = get_close_matches(name, (*FORMS, "powersgd", EXACT), 1)
+        hint = f"{close[0]}" if close and close[0] != name else "int8+ef, int4+ef, topk(0.01)+ef, bf16, exact or auto"
+        raise PlanError(f"{where}: {e}\n  try       {hint}") from e
+
+
+def choice_text(seconds: Mapping[str, float], chosen: str) -> str:
+    """Why `auto` chose as it did: the seconds of a step by each choice."""
+    ms = {text: f"{s * 1e3:.3g} ms" for text, s in seconds.items()}
+    if chosen != EXACT:
+        return f"{chosen}: {ms[chosen]} a step, exact {ms[EXACT]}"
+    text, best = min(((t, s) for t, s in seconds.items() if t != EXACT), key=lambda x: x[1])
+    more = (best - seconds[EXACT]) * 1e3
+    return f"exact: links are fast: compression would cost {more:.3g} ms a step ({text} {ms[text]}, exact {ms[EXACT]})"
+
+
+def _hint(axes: Sequence[str]) -> str:
+    return f"compress: {{{axes[0]}: int8+ef}}" if axes else "a mesh with an axis that splits the batch"

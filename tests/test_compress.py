@@ -1,0 +1,311 @@
+"""Steps whose gradients are compressed, on simulated ranks: nothing of a gradient gets lost, replicas stay the same,
+and with a codec that loses nothing the step is that of one device."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from distributing import start_values
+from torch import nn
+
+import mycel
+from mycel.errors import PlanError
+from mycel.ir import Role, type_of
+from mycel.launch import launch
+from mycel.plan import CPU, Plan
+from mycel.plan.links import Link, message
+from mycel.planning import Task, planned
+from mycel.run import interpret, simulate
+from mycel.run.simulate import put_together, spread_out
+
+
+class Small(nn.Module):
+    """Matrices that divide and such that do not, and what is not compressed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(40, 67), nn.Linear(67, 40, bias=False)
+        self.head = nn.Linear(40, 5)
+
+    def forward(self, x, y):
+        return nn.functional.cross_entropy(self.head(self.down(torch.relu(self.up(x)))), y)
+
+
+COMPRESSED = {"up.weight", "down.weight"}
+
+
+class Compressed:
+    """A step under a plan: its serial program beside the ranks', on the same values."""
+
+    def __init__(self, written: dict[str, Any], optimizer: Any = None, **settings: Any) -> None:
+        torch.manual_seed(0)
+        self.model = Small()
+        self.batch = {"x": torch.randn(24, 40), "y": torch.randint(0, 5, (24,))}
+        optimizer = optimizer or torch.optim.SGD(self.model.parameters(), lr=1.0)
+        patterns = dict.fromkeys(COMPRESSED, written.pop("codec"))
+        self.plan = Plan.read({"batch": ["dp"], **written, "compress": {"dp": patterns}})
+        step = mycel.train_step(self.model, optimizer, plan=self.plan, compile=False, **settings)
+        self.made = step._unsharded((), self.batch)
+        task = step._task(self.made)
+        task = Task(task.program, task.body, CPU, False, task.inputs, task.gathered)
+        self.lowered = planned(task, self.plan)[1]
+        self.program = self.made.program
+        self.names = [*(str(self.program.role(v)) for v in self.program.inputs)]
+
+    def values(self, poison: bool = False) -> dict[str, torch.Tensor]:
+        values = dict(zip(self.names, start_values(self, poison=poison), strict=True))
+        return values | {n: values[n] * 0 for n in values if n.startswith("hyper") and not n.startswith("hyper lr")}
+
+    def serial(self, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return self.named(interpret(self.program, list(values.values())))
+
+    def named(self, outs: list[Any]) -> dict[str, Any]:
+        """Results and updates by what they are."""
+        n = len(outs) - len(self.program.updates)
+        roles = {v.name: str(self.program.role(v)) for v in self.program.inputs}
+        return {"loss": outs[0], "norm": outs[1]} | {
+            roles[u]: x for u, x in zip(self.program.updates, outs[n:], strict=True)
+        }
+
+    def ranks(self, values: dict[str, torch.Tensor] | dict[str, list[torch.Tensor]]) -> dict[str, list[torch.Tensor]]:
+        """On all ranks; values are whole, or lists of the ranks' own."""
+        spread = self.lowered.spread
+        given = [
+            x if isinstance(x, list) else spread_out(x, layout, self.plan.mesh)
+            for x, layout in zip(values.values(), spread.inputs, strict=True)
+        ]
+        return self.named(simulate(self.lowered.program, self.plan.mesh, given))
+
+    def whole(self, name: str, parts: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+        layouts = dict(zip(self.names, self.lowered.spread.inputs, strict=True))
+        layout = layouts.get(name)
+        return parts[0] if layout is None else put_together(parts, layout, type_of(like), self.plan.mesh)
+
+    @property
+    def captured(self):  # what `start_values` asks for
+        return self.made.captured
+
+
+CODECS = ["bf16", "int8", "int4", "int8+stochastic", "int8+ef", "fp16+ef", "int4+ef", "sign+ef", "topk(0.05)+ef",
+          "randomk(0.2)+ef", "int4+stochastic+ef", "int8+ef21", "topk(0.1)+ef21", "powersgd(3)+ef",
+          "powersgd(2)+ef21"]  # fmt: skip
+MESHES: dict[str, dict[str, Any]] = {
+    "dp": {"mesh": {"dp": 3}},
+    "dp and tp": {"mesh": {"dp": 2, "tp": 2}, "parameters": {"up.weight": ["tp", "-"], "down.weight": ["-", "tp"]}},
+    "zero 1": {"mesh": {"dp": 2}, "zero": "1 over dp"},
+    "zero 3": {"mesh": {"dp": 4}, "zero": "3 over dp"},
+    "two levels": {"mesh": {"dp": 2, "near": 2}, "batch": ["dp.near"]},
+    "microbatches": {"mesh": {"dp": 2}, "zero": "2 over dp", "microbatches": 2},
+}
+
+
+@pytest.mark.parametrize("memory", ["", "+ef", "+ef21"])
+@pytest.mark.parametrize("kind", MESHES)
+def test_with_a_codec_that_loses_nothing_the_step_is_that_of_one_device(kind, memory):
+    case = Compressed({**MESHES[kind], "codec": f"fp32{memory}"})
+    values = case.values()
+    wanted, got = case.serial(values), case.ranks(values)
+    for name, want in wanted.items():
+        if not name.startswith("error"):
+            torch.testing.assert_close(case.whole(name, got[name], want), want, rtol=1e-4, atol=1e-5)
+    assert "encode" in str(case.lowered.program)
+
+
+def received(case: Compressed, name: str, values: dict[str, Any], after: dict[str, Any]) -> torch.Tensor:
+    """The gradient that SGD with lr 0.01 was given."""
+    before = values[f"parameter {name}"]
+    return (before - case.whole(f"parameter {name}", after[f"parameter {name}"], before)) / 0.01
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("kind", ["dp", "zero 3"])
+def test_what_is_received_and_what_is_kept_are_all_there_was(kind, codec):
+    """ef: gradient + old errors = received + new errors.  ef21: gradient = received + what ranks have yet to say."""
+    if kind != "dp" and codec not in ("int8+ef", "int4+ef21", "topk(0.05)+ef", "randomk(0.2)+ef", "powersgd(3)+ef"):
+        return
+    case = Compressed({**MESHES[kind], "codec": codec})
+    values = case.values()
+    exact = Compressed({**MESHES[kind], "codec": "exact"})
+    plain = {name: values[name] for name in exact.names}
+    wanted, got = exact.serial(plain), case.ranks(values)
+    for name in COMPRESSED:
+        gradient = (values[f"parameter {name}"] - wanted[f"parameter {name}"]) / 0.01
+        came, error = received(case, name, values, got), f"error of {name} over dp"
+        assert torch.isfinite(came).all()
+        if codec.endswith("+ef"):
+            before, after = values[error], case.whole(error, got[error], values[error])
+            torch.testing.assert_close(came + after, gradient + before, rtol=1e-3, atol=2e-4)
+            assert after.norm() < (gradient + before).norm() * case.plan.mesh["dp"]
+        elif codec.endswith("+ef21"):
+            kept, total = (f"error of {name} over dp", f"outer received of {name}")
+            torch.testing.assert_close(came, case.whole(total, got[total], values[total]), rtol=1e-3, atol=2e-4)
+            moved = case.whole(kept, got[kept], values[kept]) - values[kept]
+            torch.testing.assert_close(came - values[total], moved, rtol=1e-3, atol=2e-4)
+        else:
+            torch.testing.assert_close(came, gradient, rtol=0, atol=float(gradient.abs().max()) * 0.6)
+            assert not torch.equal(came, gradient)
+
+
+def test_along_other_axes_sums_are_exact_and_come_first():
+    """Encoded bytes travel along dp alone, and once, however many microbatches there are."""
+    for kind in ("two levels", "microbatches"):
+        lowered = Compressed({**MESHES[kind], "codec": "int8+ef"}).lowered.program
+        sent = [e for block in lowered.blocks.values() for e in block.eqns if message(e)[0] == "exchange_rows"]
+        assert sent and all(e.params["axes"] == ("dp",) and e in lowered.main.eqns for e in sent)
+        if kind == "two levels":
+            exact = [e for e in lowered.main.eqns if message(e)[1] == ("near",)]
+            assert sum(v.type.numel for e in exact for v in e.vars) >= 2 * 40 * 67
+
+
+@pytest.mark.parametrize(
+    "codec", ["int8+ef", "int4+stochastic", "randomk(0.2)+ef", "topk(0.05)+ef21", "powersgd(2)+ef"]
+)
+def test_replicas_are_the_same_to_the_bit(codec):
+    case = Compressed({"mesh": {"dp": 4}, "codec": codec})
+    got = case.ranks(case.values())
+    for name, parts in got.items():
+        if name.startswith(("parameter", "outer", "counter")):
+            assert all(torch.equal(x, parts[0]) for x in parts), name
+
+
+@pytest.mark.parametrize("codec", ["int8+ef", "topk(0.1)+ef21", "powersgd(2)+ef"])
+def test_a_skipped_step_keeps_errors(codec):
+    case = Compressed({"mesh": {"dp": 2}, "codec": codec})
+    values = case.values(poison=True)
+    got = case.ranks(values)
+    assert int(got["counter skipped"][0]) == 1
+    for name, parts in got.items():
+        if name.startswith(("error", "outer", "parameter")):
+            assert torch.equal(case.whole(name, parts, values[name]), values[name])
+
+
+def test_errors_are_kept_without_the_loss_scale():
+    """Twice the scale: the same errors."""
+    case = Compressed({"mesh": {"dp": 2}, "codec": "int8+ef"}, precision="fp16")
+    values, error = case.values(), "error of up.weight over dp"
+    double = values | {"counter loss_scale": values["counter loss_scale"] * 2}
+    first, second = case.ranks(values)[error], case.ranks(double)[error]
+    for a, b in zip(first, second, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-4)
+
+
+def test_the_bytes_sent_are_those_of_the_codec():
+    """2 (n - 1) / n of the encoded size along a ring, and exactly what is not compressed beside it."""
+    case = Compressed({"mesh": {"dp": 4}, "codec": "int8+ef"})
+    sent = mycel.lower.sent(case.lowered.program)["dp",]
+    n = 40 * 67
+    row = -(-n // 4)
+    encoded = 2 * 4 * (-(-row // 256) * 260)
+    exact = 4 * (67 + 40 * 5 + 5)
+    assert abs(sent - 2 * 3 / 4 * (encoded + exact)) <= 0.03 * sent
+
+
+class Apart(nn.Module):
+    """Gradients of one rank's rows have a large part that cancels over both ranks, and a small one that does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(32, 8))
+
+    def forward(self, x, y):
+        return 0.5 * ((x @ self.w.T - y) ** 2).sum(1).mean()
+
+
+def converged(codec: str, steps: int = 120) -> float:
+    """How far from the best weights the step ends, where gradients are small."""
+    gen = torch.Generator().manual_seed(0)
+    half = torch.randn(16, 8, generator=gen)
+    half = 0.3 * (half - half.mean(0)) / half.std(0)
+    half[:, 0] = 1.0
+    best = torch.ones(32, 8)
+    x, away = half.repeat(2, 1), torch.tensor([3.0, -3.0]).repeat_interleave(16)[:, None]
+    model, batch = Apart(), {"x": x, "y": x @ best.T + away}
+    plan = Plan.read({"mesh": {"dp": 2}, "batch": ["dp"], "compress": {"dp": {"w": codec}}})
+    step = mycel.train_step(model, torch.optim.SGD(model.parameters(), lr=0.5), plan=plan, compile=False)
+    made = step._unsharded((), batch)
+    lowered = planned(step._task(made), plan)[1]
+    program = made.program
+    state: dict[str, list[torch.Tensor]] = {}
+    for v, layout in zip(program.inputs, lowered.spread.inputs, strict=True):
+        role = program.role(v)
+        value = batch[role.name] if role.kind == "batch" else torch.full(v.shape, 0.5 if role.name == "lr" else 0)
+        state[v.name] = spread_out(value.to(v.dtype), layout, plan.mesh)
+    for _ in range(steps):
+        outs = simulate(lowered.program, plan.mesh, list(state.values()))
+        state |= dict(zip(program.updates, outs[len(outs) - len(program.updates) :], strict=True))
+    w = state[program.by_role()[Role("parameter", "w")].name][0]
+    return float((w - best)[:, 1:].abs().mean())
+
+
+@pytest.mark.parametrize("memory", ["ef", "ef21"])
+def test_error_feedback_converges_where_plain_compression_does_not(memory):
+    assert converged("int4") > 0.9
+    assert converged(f"int4+{memory}") < 0.2
+
+
+def test_in_two_processes_and_on_from_a_checkpoint_to_the_bit(tmp_path):
+    child = str(Path(__file__).parent / "compress_child.py")
+    env = {"OMP_NUM_THREADS": "1", "MYCEL_TIMEOUT": "60"}
+    assert launch([str(tmp_path)], 2, program=[child], env=env, logs=tmp_path / "logs") == 0
+    for name in ("int8", "topk", "chance"):
+        first, second = (torch.load(tmp_path / f"{name}-{rank}.pt") for rank in range(2))
+        assert all(torch.equal(x, second[k]) for k, x in first.items())
+
+
+def chosen(link: Link, monkeypatch, plan: Any = None) -> tuple[Plan, str]:
+    """What `auto` comes to over such a link, and the program it makes."""
+    monkeypatch.setattr("mycel.step.plan.hardware_of", lambda device: replace(CPU, levels=(link,)))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512))
+    plan = plan or Plan.read({"mesh": {"dp": 2}, "batch": ["dp"], "compress": {"dp": "auto"}})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = mycel.train_step(model, optimizer, nn.functional.mse_loss, plan=plan, compile=False)
+    batch = torch.randn(64, 512), torch.randn(64, 512)
+    _, decided, lowered = step._planned(batch, {}, (batch, {}))
+    return decided, str(lowered.program)
+
+
+def test_auto_compresses_where_the_clock_says_so_and_says_why_not(monkeypatch):
+    slow, program = chosen(Link(1e7, 1e-4), monkeypatch)
+    assert slow.decided.compress == "int4+ef" and "encode_residual" in program
+    assert re.match(r"along dp int4\+ef: [\d.]+ ms a step, exact [\d.]+ ms$", slow.compress_text())
+    again, same = chosen(Link(1e12, 1e-7), monkeypatch, Plan.read(yaml.safe_load(str(slow))))  # nothing is chosen anew
+    assert same == program and again == slow
+    fast, program = chosen(Link(1e12, 1e-7), monkeypatch)
+    assert fast.decided.compress == "exact" and "encode" not in program and "all_reduce" in program
+    assert "links are fast: compression would cost" in fast.compress_text()
+
+
+def test_small_tensors_vectors_and_what_is_said_to_stay_exact(monkeypatch):
+    shapes = {"a.weight": (64, 64), "a.bias": (8192,), "b.weight": (8, 8), "router.weight": (128, 64), "c.w": (99, 99)}
+    plan = lambda how: Plan.read({"mesh": {"dp": 2}, "batch": ["dp"], "compress": {"dp": how}})
+    assert set(plan("int8").compressed().of(shapes)) == {"a.weight", "c.w"}
+    given = plan({"c.*": "exact", "router.*": "int4+ef", "*": "int8"}).compressed().of(shapes)
+    assert {name: str(how) for name, how in given.items()} == {"a.weight": "int8", "router.weight": "int4+ef"}
+    assert Plan.read({"mesh": {"dp": 1}, "batch": ["dp"], "compress": {"dp": "int8"}}).compressed() is None
+
+
+@pytest.mark.parametrize("compress, why", [
+    ({"dp": "int9+ef"}, r"compress: dp: there is no codec 'int9'.*\n  try       int"),
+    ({"tp": "int8"}, "along tp gradients are no sums"),
+    ({"pp": "int8"}, "there is no axis 'pp'"),
+    ({"dp": "int8", "tp": "int8"}, "one axis"),
+    ("int8", "an axis and a codec"),
+    ({"dp": {"*.nothing": "int8"}}, r"\*.nothing matches no parameter"),
+    ({"dp": {"up.*": "topk(3)+ef"}}, r"compress: dp: up.*more than 0 and at most 1"),
+    ({"dp": "topk(0.01)"}, r"topk\(0.01\)\+ef"),
+    ({"dp": {"*.bias": "powersgd(2)+ef"}}, r"bias: powersgd\(2\), but up.bias is \[67\]: of rank 1"),
+    ({"dp": "powersgd(0)+ef"}, "powersgd has a rank"),
+])  # fmt: skip
+def test_refusals(compress, why):
+    model = Small()
+    with pytest.raises(PlanError, match=why):
+        plan = Plan.read({"mesh": {"dp": 2, "tp": 2}, "batch": ["dp"], "compress": compress})
+        step = mycel.train_step(model, torch.optim.SGD(model.parameters()), plan=plan, compile=False)
+        step._unsharded((), {"x": torch.randn(4, 40), "y": torch.zeros(4, dtype=torch.int64)})
