@@ -60,7 +60,9 @@ def planned(task: Task, given: Plan) -> tuple[Plan, lower.Lowered]:
         return _applied(task, given)
     if given.is_pipeline and (given.compress or not given.offload.is_none):
         what = "compresses no gradients" if given.compress else "moves nothing to the host"
-        raise PlanError(f"a pipeline {what} yet\n  try       compress: {{}} and offload: none, or a plan without stages")
+        raise PlanError(
+            f"a pipeline {what} yet\n  try       compress: {{}} and offload: none, or a plan without stages"
+        )
     step = LaidOut.of(task, given)
     if given.offload.is_none:
         outcome = plan.decide(step.under, step.pairs, step.costs, task.budget, given.recompute)

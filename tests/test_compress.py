@@ -156,7 +156,7 @@ def test_along_other_axes_sums_are_exact_and_come_first():
     """Encoded bytes travel along dp alone, and once, however many microbatches there are."""
     for kind in ("two levels", "microbatches"):
         lowered = Compressed({**MESHES[kind], "codec": "int8+ef"}).lowered.program
-        sent = [e for block in lowered.blocks.values() for e in block.eqns if message(e)[0] == "exchange_rows"]
+        sent = [e for block in lowered.blocks.values() for e in block.eqns if message(e)[0] == "exchange_chunks"]
         assert sent and all(e.params["axes"] == ("dp",) and e in lowered.main.eqns for e in sent)
         if kind == "two levels":
             exact = [e for e in lowered.main.eqns if message(e)[1] == ("near",)]

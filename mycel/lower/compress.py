@@ -3,11 +3,11 @@ up those of its own part, and sends the sum to all, encoded once more.  Everyone
 stay the same to the bit.
 
     y, r = compressed(g, e, key, axes=("dp",), codec="int8")       c, l = encode_residual(g, e, key, codec="int8", …)
-    …                                                              d = exchange_rows(c, axes=("dp",), count=4)
+    …                                                              d = exchange_chunks(c, axes=("dp",), count=4)
     z = all_reduce(y, axes=("dp",), count=4)               =>      …
     w = summed(z)                                                  s = decode_sum(d, key, codec="int8", …)
                                                                    f, k = encode_residual(s, None, key, codec="int8", …)
-                                                                   a = gather_rows(f, axes=("dp",), count=4)
+                                                                   a = gather_chunks(f, axes=("dp",), count=4)
                                                                    z = decode(a, key, codec="int8", …)
                                                                    r = add_own_row(l, k, axes=("dp",), count=4)
 
@@ -140,7 +140,7 @@ class _Compressed:
             return
         self.encode(message, g, e, self.key(key, p, message.codec), p["count"])
         assert message.rows is not None
-        message.rows = o.exchange_rows(message.rows, axes=p["axes"], count=p["count"])
+        message.rows = o.exchange_chunks(message.rows, axes=p["axes"], count=p["count"])
         if message.dim is not None and message.left is not None:
             self.values[r] = message.left
 
@@ -192,7 +192,7 @@ class _Compressed:
             self.values[r] = o.add_own_row(message.left, left, axes=axes, count=count)
         else:
             code = o.encode(total, key, rows=1, **how)
-        message.gathered = o.gather_rows(code, axes=axes, count=count), base, row
+        message.gathered = o.gather_chunks(code, axes=axes, count=count), base, row
 
     def decoded(self, message: Message) -> Var:
         assert message.gathered is not None

@@ -10,8 +10,8 @@
     y = own_part(x, axes=("tp",), count=4, dim=0)              this rank's part of what all hold
     y = only_first(x, axes=("tp",), count=4)                   x on the first rank along the axes, zeros on the others:
                                                                a partial sum
-    y = exchange_rows(x, axes=("dp",), count=2)                row i to rank i, row i from rank i: encoded messages
-    y = gather_rows(x, axes=("dp",), count=2)                  the rows of all
+    y = exchange_chunks(x, axes=("dp",), count=2)                row i to rank i, row i from rank i: encoded messages
+    y = gather_chunks(x, axes=("dp",), count=2)                  the rows of all
     y = add_own_row(x, r, axes=("dp",), count=2)               r added to this rank's part of x
     t = begin(x, z, op="all_reduce", axes=("dp",), count=2)    the same for several tensors in one message, unwaited for
     y, w = finish(t, x, z, op="all_reduce", …)                 what it brought
@@ -228,9 +228,9 @@ def all_to_all(x, *, axes, count, split, join, size):
         ring, lambda k: 1, lambda xs, index, *, axes, count: torch.stack([x[index] for x in xs]), together=True
     ),
 )
-def exchange_rows(x, *, axes, count):
+def exchange_chunks(x, *, axes, count):
     """Row i goes to rank i along the axes; row i of the result is what rank i sent here."""
-    return communicator().exchange_rows(x, axes)
+    return communicator().exchange_chunks(x, axes)
 
 
 @op(
@@ -242,9 +242,9 @@ def exchange_rows(x, *, axes, count):
         turns, turns, lambda xs, index, *, axes, count: torch.cat(list(xs)), together=True, same=True
     ),
 )
-def gather_rows(x, *, axes, count):
+def gather_chunks(x, *, axes, count):
     """The rows of all ranks along the axes; what is encoded is small, so it is sent as soon as it is there."""
-    return communicator().gather_rows(x, axes)
+    return communicator().gather_chunks(x, axes)
 
 
 def permute_transpose(g, x, *, axes, count, to):

@@ -5,7 +5,7 @@ that are then under way, and when they have come, unpacks and returns.  Several 
 
     all_reduce        [ a | b | c ]                 summed where it lies; the results are views of it
     all_gather        [ a | b | c ] of each rank    one row each; a column is one tensor's parts
-    reduce_scatter    a row for each rank, of its parts of a, b and c; exchange_rows likewise
+    reduce_scatter    a row for each rank, of its parts of a, b and c; exchange_chunks likewise
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def all_to_all(group: RankGroup, xs: list[Tensor], split: int, join: int) -> Mes
     return [_side_by_side(parts, join)]
 
 
-def exchange_rows(group: RankGroup, xs: list[Tensor]) -> Messages:
+def exchange_chunks(group: RankGroup, xs: list[Tensor]) -> Messages:
     rows = [x.reshape(group.count, -1) for x in xs]
     x = (rows[0] if len(rows) == 1 else torch.cat(rows, 1)).contiguous()
     parts = torch.empty_like(x)
@@ -102,7 +102,7 @@ def exchange_rows(group: RankGroup, xs: list[Tensor]) -> Messages:
     return [part.reshape(y.shape) for part, y in zip(parts.split([r.shape[1] for r in rows], 1), xs, strict=True)]
 
 
-def gather_rows(group: RankGroup, xs: list[Tensor]) -> Messages:
+def gather_chunks(group: RankGroup, xs: list[Tensor]) -> Messages:
     return all_gather(group, xs, [0] * len(xs))
 
 
@@ -157,8 +157,8 @@ COLLECTIVES: dict[str, Callable[..., Messages]] = {
     "all_gather": all_gather,
     "reduce_scatter": reduce_scatter,
     "all_to_all": all_to_all,
-    "exchange_rows": exchange_rows,
-    "gather_rows": gather_rows,
+    "exchange_chunks": exchange_chunks,
+    "gather_chunks": gather_chunks,
     "permute": permute,
     "exchange": exchange,
 }

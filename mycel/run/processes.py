@@ -92,13 +92,13 @@ class Processes:
         """Part i of dim `split` to index i; what comes in joined along `join`."""
         return self.wait(self.start("all_to_all", [x], axes=axes, at=at, split=split, join=join))[0]
 
-    def exchange_rows(self, x: Tensor, axes: Axes, at: str = "") -> Tensor:
+    def exchange_chunks(self, x: Tensor, axes: Axes, at: str = "") -> Tensor:
         """Row i to index i, and from it."""
-        return self.wait(self.start("exchange_rows", [x], axes=axes, at=at))[0]
+        return self.wait(self.start("exchange_chunks", [x], axes=axes, at=at))[0]
 
-    def gather_rows(self, x: Tensor, axes: Axes, at: str = "") -> Tensor:
+    def gather_chunks(self, x: Tensor, axes: Axes, at: str = "") -> Tensor:
         """The rows of all."""
-        return self.wait(self.start("gather_rows", [x], axes=axes, at=at))[0]
+        return self.wait(self.start("gather_chunks", [x], axes=axes, at=at))[0]
 
     def permute(self, x: Tensor, axes: Axes, to: Sequence[int], at: str = "") -> Tensor:
         """From index i to index to[i], -1: to nobody; zeros where nothing comes."""
