@@ -83,7 +83,7 @@ class Forward:
             spread = with_layouts(task, parts.plan.given)[1]
             assert spread is not None
             parts.split(captured.device)
-            local = check(lower.overlap(check(lower.hoist(transform.simplify(spread.local)))))
+            local = check(lower.overlap(check(lower.hoist(transform.simplify(spread.local, ranks=True)))))
             run, feed = parts.connected(load(local, captured.device, reuse=True)[0]), parts.feed(unsharded, spread)
 
         def bound(batch: tuple[Var, ...], fed: Fed) -> Call:

@@ -429,7 +429,7 @@ class Step:
     def _prepared(self, captured: Captured) -> Program:
         """The loss, simplified, in its precision, with its head."""
         half = PRECISIONS[self.settings.precision]
-        program = transform.simplify(captured.program, hints=self.parts is not None)
+        program = transform.simplify(captured.program, ranks=self.parts is not None)
         if half is not None:
             program = check(transform.precision(program, half))
         return check(transform.head(program, mean=half is not torch.float16 and self.settings.accumulate == 1))
@@ -466,7 +466,7 @@ class Step:
         ordered = [reached[name] for g in groups for name in g.group.params]
         block = replace(made.main, outputs=(*outs[:results], *ordered, *outs[results + len(wrt) :]))
         return transform.simplify(
-            replace(made, blocks={**made.blocks, made.entry: block}), hints=self.parts is not None
+            replace(made, blocks={**made.blocks, made.entry: block}), ranks=self.parts is not None
         ), groups
 
     def _bound(self, made: UnshardedStep, program: Program, code: Callable[..., Any], feed: Feed) -> tuple[Call, Call]:

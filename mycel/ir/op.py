@@ -32,6 +32,7 @@ What the fields mean
             memory
   precision in mixed precision: "low" in 16 bits, "high" in 32, "kept": it says its dtype itself or has its operand's;
             "": as its widest operand
+  kept      operands, by position, that stay as wide as they are where others become 16 bits
   commutes  its two operands may change places: "always", or "exactly": not in floating point, where 0.0 and -0.0 tell
             them apart
   moves     its elements are its operand's, in other places
@@ -49,6 +50,7 @@ What the fields mean
   parts     how a part is computed where the kernel on parts is not it: {letter: Part}; "*" for whatever letter is
             split, "q k" for two together
   aten      ATen overloads that mean exactly this, with the same arguments in the same order ("exp.default")
+  for_ranks it is one operator so that ranks can share it; where there are none its `expand` takes its place
   effect    it is run for what it does, not for its value: never left out
   defaults  of static params; read from the kernel's signature where they are not given
   examples  argument lists the laws run on, e.g. "f[2,3], i64[3]<5, dim=1" (grammar in tests/examples.py)
@@ -130,6 +132,7 @@ class Op:
     product: bool = False
     rate: str = ""
     precision: str = ""
+    kept: tuple[int, ...] = ()
     commutes: str = ""
     moves: bool = False
     scalars: tuple[int, ...] = ()
@@ -139,6 +142,7 @@ class Op:
     stacks: bool = False
     foreign: bool = False
     by_rank: bool = False
+    for_ranks: bool = False
     collective: Collective | None = None
     linear: Sequence[tuple[int, ...]] | str = ()
     parts: dict[str, SplitRule] = field(default_factory=dict)

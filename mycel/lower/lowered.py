@@ -45,7 +45,7 @@ def lowered(program: Program, plan: Plan) -> Lowered:
 
 def local_of(program: Program, spread: Distributed | None) -> Program:
     """What is left to a rank of a program."""
-    return program if spread is None else check(transform.simplify(spread.local))
+    return program if spread is None else check(transform.simplify(spread.local, ranks=True))
 
 
 def with_residuals(local: Program, residuals: Residuals, spread: Distributed | None) -> Program:

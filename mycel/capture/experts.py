@@ -1,0 +1,129 @@
+"""Layers of experts of model libraries: one operator, whichever way the library would compute them.
+
+transformers' experts keep all weights of a layer in one tensor and choose an implementation by a setting: a loop over
+the experts that were hit (whose shapes depend on the routing), a product for each token and choice (with a copy of its
+expert's weights), grouped products.  All mean the same; while code is traced it is `experts` (`ops/expert_layer.py`).
+What an expert does between its two products is read from its own code, traced by itself.  A layer that does more than
+that is left to the library.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from mycel.capture.trace import TRACING, Tracer
+from mycel.ir import Eqn, Var
+from mycel.ir.types import NAMES
+from mycel.ops import o
+
+LIBRARY = "transformers.integrations.moe"
+Forward = Callable[..., torch.Tensor]
+
+
+@contextlib.contextmanager
+def as_one_operator() -> Iterator[None]:
+    """In here layers of experts that are traced become one operator each."""
+    library: Any = sys.modules.get(LIBRARY)
+    if library is None:
+        yield
+        return
+    plain = library.ExpertsInterface.get_interface
+
+    def chosen(interface: Any, implementation: str, default: Forward) -> Forward:
+        other = plain(interface, implementation, default)
+
+        def forward(module: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
+            gate = gate_of(TRACING[-1], module) if len(args) == 3 and not kwargs else None
+            return other(module, *args, **kwargs) if gate is None else layer(TRACING[-1], module, *args, gate)
+
+        return forward
+
+    library.ExpertsInterface.get_interface = chosen
+    try:
+        yield
+    finally:
+        library.ExpertsInterface.get_interface = plain
+
+
+def layer(
+    tracer: Tracer, module: Any, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate: tuple[str, str]
+) -> torch.Tensor:
+    """The layer as one equation."""
+    up = module.gate_up_proj if module.has_gate else module.up_proj
+    bias = (module.gate_up_proj_bias if module.has_gate else module.up_proj_bias) if module.has_bias else None
+
+    def rule(x: Var, ids: Var, *rest: Any) -> Any:
+        ids = ids if ids.dtype == torch.int64 else o.cast(ids, dtype=torch.int64)
+        x = x if x.dtype == rest[1].dtype else o.cast(x, dtype=rest[1].dtype)
+        y = o.experts(x, ids, *rest, gate=gate[0], form=gate[1], transposed=bool(module.is_transposed))
+        return y if y.dtype == dtype else o.cast(y, dtype=dtype)
+
+    dtype = x.dtype
+    down_bias = module.down_proj_bias if module.has_bias else None
+    y: torch.Tensor = tracer.wrap(tracer.apply(rule, (x, ids, weights, up, module.down_proj, bias, down_bias), {}))
+    return y
+
+
+def gate_of(tracer: Tracer, module: Any) -> tuple[str, str] | None:
+    """What a layer does between its products, as text, and how it parts a hidden row; None if it does more than that
+    with more than one row."""
+    if module.has_post_expert_norm or module._is_expert_parallel:
+        return None
+    up = module.gate_up_proj if module.has_gate else module.up_proj
+    width = up.shape[2] if module.is_transposed else up.shape[1]
+    before, region = len(tracer.eqns), tracer.regions[-1]
+    children, sites = len(region.children), region.sites
+    h = torch.zeros(1, width, dtype=up.dtype, device=tracer.device)
+    start = len(tracer.eqns)
+    out = module._apply_gate(h) if module.has_gate else module.act_fn(h)
+    text = expression(tracer.eqns[start:], tracer.cell(h).read(), tracer.cell(out).read())
+    tracer.undo(before)
+    del region.children[children:]
+    region.sites = sites
+    return text
+
+
+def expression(eqns: Sequence[Eqn], h: Var, out: Var) -> tuple[str, str] | None:
+    """Equations on one row as text of its parts, and what the parts are."""
+    texts: dict[Any, str] = {}
+    form = ""
+    for eqn in eqns:
+        part = parts_of(eqn, h)
+        if part is not None:
+            texts.update(part[0])
+            form = part[1] if form in ("", part[1]) else "mixed"
+        elif eqn.op.vjp is not None and len(eqn.outputs) == 1 and _is_on_elements(eqn):
+            if h in eqn.inputs:
+                texts[h], form = "a", "whole" if form in ("", "whole") else "mixed"
+            if not all(v in texts for v in eqn.vars):
+                return None
+            operands = [texts[x] if isinstance(x, Var) else repr(x) for x in eqn.inputs]
+            operands += [f"{k}={NAMES.get(v, repr(v))}" for k, v in eqn.params.items()]
+            texts[eqn.outputs[0]] = f"{eqn.op.name}({', '.join(operands)})"
+        else:
+            return None
+    return (texts[out], form) if out in texts and form not in ("", "mixed") else None
+
+
+def _is_on_elements(eqn: Eqn) -> bool:
+    """Does each element of its result come from the same element of its operands?"""
+    return isinstance(eqn.op.dims, str) and set(eqn.op.dims) <= set("., ->")
+
+
+def parts_of(eqn: Eqn, h: Var) -> tuple[dict[Var, str], str] | None:
+    """The parts of a row that an equation gives: its halves, its even or odd elements."""
+    p, n = eqn.params, h.shape[1]
+    if not eqn.inputs or eqn.inputs[0] != h or p.get("dim") != 1:
+        return None
+    if eqn.op is o.split and tuple(p["sizes"]) == (n // 2, n // 2):
+        return dict(zip(eqn.outputs, "ab", strict=True)), "halves"
+    if eqn.op is not o.slice:
+        return None
+    where = p["start"], min(p["stop"], n), p.get("step", 1)
+    known = {(0, n // 2, 1): "a", (n // 2, n, 1): "b", (0, n, 2): "a", (1, n, 2): "b"}
+    return ({eqn.outputs[0]: known[where]}, "halves" if where[2] == 1 else "pairs") if where in known else None
