@@ -202,6 +202,7 @@ class Step:
     ) -> None:
         self.model, self.optimizer, self.settings, self.written = model, optimizer, settings, written
         self.parts = ShardedModel(model, optimizer, written) if written is not None and written.mesh.world > 1 else None
+        self.for_ranks = self.parts is not None  # is what they share kept in the program?
         self.fn = objective(model, loss)
         self.taken = objective(model, loss, settings.outputs) if settings.outputs else self.fn
         self.entries: list[CompiledStep] = []
@@ -354,7 +355,11 @@ class Step:
 
     def unsharded(self, *args: Any, **kwargs: Any) -> UnshardedStep:
         """The step as one program on one device, for such a batch: what there is to plan."""
-        return self._unsharded(args, kwargs)
+        was, self.for_ranks = self.for_ranks, True
+        try:
+            return self._unsharded(args, kwargs)
+        finally:
+            self.for_ranks = was
 
     def _unsharded(self, args: tuple[Any, ...], kwargs: dict[str, Any], data: Arguments | None = None) -> UnshardedStep:
         """The whole step as one program, on one device; manual regions are those of the mesh.  `data`: the batch, where
@@ -429,7 +434,7 @@ class Step:
     def _prepared(self, captured: Captured) -> Program:
         """The loss, simplified, in its precision, with its head."""
         half = PRECISIONS[self.settings.precision]
-        program = transform.simplify(captured.program, ranks=self.parts is not None)
+        program = transform.simplify(captured.program, ranks=self.for_ranks)
         if half is not None:
             program = check(transform.precision(program, half))
         return check(transform.head(program, mean=half is not torch.float16 and self.settings.accumulate == 1))
@@ -466,7 +471,7 @@ class Step:
         ordered = [reached[name] for g in groups for name in g.group.params]
         block = replace(made.main, outputs=(*outs[:results], *ordered, *outs[results + len(wrt) :]))
         return transform.simplify(
-            replace(made, blocks={**made.blocks, made.entry: block}), ranks=self.parts is not None
+            replace(made, blocks={**made.blocks, made.entry: block}), ranks=self.for_ranks
         ), groups
 
     def _bound(self, made: UnshardedStep, program: Program, code: Callable[..., Any], feed: Feed) -> tuple[Call, Call]:
