@@ -74,28 +74,31 @@ OPS: dict[str, Op] = {}
 
 @dataclass(frozen=True)
 class SplitRule:
-    """A rule for a split letter: write(at, *local inputs, **params) -> local outputs, written with operators,
+    """A rule for a split letter (or several, split over the same axes): write(at, *local inputs, **params) -> local outputs, written with operators,
     collectives among them.
 
     `at` tells where the part lies (lower/spmd.py: At).
     `partial`: the kind in which outputs without the letter are partial over its axes, or one for each output.
     `uneven`: it copes with padding.
+    `outer`: of letters split together, one that slower axes may split as well.
     """
 
     write: Callable[..., Any]
     partial: str | tuple[str, ...] = ""
     uneven: bool = False
+    outer: str = ""
 
 
 @dataclass(frozen=True)
 class Collective:
-    """What ranks say to each other for an operator of one tensor; its params tell the axes and the `count` k of ranks
+    """What ranks say to each other for an operator of one tensor (or of several: then each rank's are a tuple); its params tell the axes and the `count` k of ranks
     along them.
 
     `sent`: bytes a rank puts on the wire for each byte it puts in.  `steps`: messages that wait for each other.
     `meaning`: what the rank at an index gets, from the tensors of all ranks along the axes, (xs, index, **params) -> y;
     simulated ranks do it.  `together`: several may go in one message, begun and waited for apart.  `grows`: it brings
-    more than it is given.  `same`: afterwards all ranks have the same.
+    more than it is given.  `same`: afterwards all ranks have the same.  `counted`: how much is sent is data, as a rule
+    the smaller of what it is given and what it brings.
     """
 
     sent: Callable[[int], float]
@@ -104,6 +107,7 @@ class Collective:
     together: bool = False
     grows: bool = False
     same: bool = False
+    counted: bool = False
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,7 +8,7 @@ Its letters say how it is divided, whatever the routing:
     e     experts: each rank goes through all tokens and computes what its experts are chosen for; results are partial
           sums.  Where tokens are split over the same axis they are gathered and the sums scattered: for k choices of a
           token and r ranks that sends r/k of what an exchange of rows would
-    n e   tokens and experts over the same ranks: rows travel to the ranks of their experts and back (`exchange.py`)
+    n e   tokens and experts over the same ranks: rows travel to the ranks of their experts and back (`expert_exchange.py`)
     f     the inner width, where up's columns lie in its order (not in halves); results are partial sums
 
 Where there are no ranks its meaning in smaller operators (`experts.py`) takes its place, before it is differentiated.
@@ -19,7 +19,8 @@ from __future__ import annotations
 
 import torch
 
-from mycel.ir import SplitRule, Type, op
+from mycel.ir import OPS, SplitRule, Type, op
+from mycel.ops.expert_exchange import exchanged, exchanged_grad
 from mycel.ops.experts import dispatch, grouped_matmul, grouped_rows, grouped_sum, grouped_weight, route
 from mycel.ops.gates import FORMS, Evaluation, joined, parts
 from mycel.ops.rules import o
@@ -121,25 +122,24 @@ def experts_flops(d):
     return 2 * d.n * d.k * d.d * d.f * (getattr(d, "c", 1) + 1)
 
 
-def local(at, ids, up_bias, down_bias, elsewhere):
-    """Choices counted from this rank's first expert; a bias behind the second product is added once."""
-    if at.axes("e"):
-        ids, elsewhere = o.sub(ids, at.start("e")), True
-        real = at.valid("e")  # behind them lies padding, whose experts are another rank's
-        ids = ids if isinstance(real, int) else o.where(o.lt(ids, real), ids, -1)
-    if at.axes("f") and down_bias is not None:
-        down_bias = o.only_first(down_bias, axes=at.axes("f"), count=at.count("f"))
-    return ids, up_bias, down_bias, elsewhere
+def split_layer(name, exchanged):
+    """How a rank computes its share of the layer, whichever letters are split; `exchanged`: where its tokens and experts
+    are split over the same axes."""
 
+    def write(at, *operands, elsewhere=False, **params):
+        *before, ids, weights, up, down, up_bias, down_bias = operands
+        if at.axes("f") and down_bias is not None:  # added once
+            down_bias = o.only_first(down_bias, axes=at.axes("f"), count=at.count("f"))
+        behind = weights, up, down, up_bias, down_bias
+        if set(at.axes("e")) & set(at.axes("n")):
+            return exchanged(at, *before, ids, *behind, **params)
+        if at.axes("e"):
+            ids, elsewhere = o.sub(ids, at.start("e")), True
+            real = at.valid("e")  # behind them lies padding, whose experts are another rank's
+            ids = ids if isinstance(real, int) else o.where(o.lt(ids, real), ids, -1)
+        return OPS[name](*before, ids, *behind, elsewhere=elsewhere, **params)
 
-def experts_part(at, x, ids, weights, up, down, up_bias, down_bias, *, elsewhere=False, **params):
-    ids, up_bias, down_bias, elsewhere = local(at, ids, up_bias, down_bias, elsewhere)
-    return experts(x, ids, weights, up, down, up_bias, down_bias, elsewhere=elsewhere, **params)
-
-
-def experts_grad_part(at, g, x, ids, weights, up, down, up_bias, down_bias, *, elsewhere=False, **params):
-    ids, up_bias, down_bias, elsewhere = local(at, ids, up_bias, down_bias, elsewhere)
-    return experts_grad(g, x, ids, weights, up, down, up_bias, down_bias, elsewhere=elsewhere, **params)
+    return write
 
 
 def experts_vjp(g, y, x, ids, weights, up, down, up_bias, down_bias, **params):
@@ -148,6 +148,8 @@ def experts_vjp(g, y, x, ids, weights, up, down, up_bias, down_bias, **params):
     return dx, None, dweights, dup, ddown, dup_bias, None if down_bias is None else biases.pop(0)
 
 
+split_experts = split_layer("experts", exchanged)
+split_grad = split_layer("experts_grad", exchanged_grad)
 HALVES = 'gate="mul(silu(a), b)", form="halves"'
 EXAMPLES = [
     f"f[4,3], i64[4,2]<3, f[4,2], f[3,8,3], f[3,3,4], None, None, {HALVES}",
@@ -167,8 +169,9 @@ EXAMPLES = [
     fresh=True,
     product=True, rate="product", compiles=False, apart=True, for_ranks=True, precision="low", kept=(2,),
     parts={
-        "e": SplitRule(experts_part, partial="+", uneven=True),
-        "f": SplitRule(experts_part, partial="+"),
+        "e": SplitRule(split_experts, partial="+", uneven=True),
+        "f": SplitRule(split_experts, partial="+"),
+        "n e": SplitRule(split_experts, uneven=True, outer="n"),
     },
     examples=EXAMPLES,
 )  # fmt: skip
@@ -194,8 +197,9 @@ def experts(x, ids, weights, up, down, up_bias, down_bias, *, gate, form, transp
     linear=((0,),),
     product=True, rate="product", compiles=False, apart=True,
     parts={
-        "e": SplitRule(experts_grad_part, partial="+", uneven=True),
-        "f": SplitRule(experts_grad_part, partial=("+", "+", "", "", "", "")),
+        "e": SplitRule(split_grad, partial="+", uneven=True),
+        "f": SplitRule(split_grad, partial=("+", "+", "", "", "", "")),
+        "n e": SplitRule(split_grad, partial="+", uneven=True, outer="n"),
     },
     examples=[f"f[{e[2:5]}], {e}" for e in EXAMPLES],
 )  # fmt: skip
