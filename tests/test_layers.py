@@ -4,7 +4,7 @@ errors < ir < ops < {capture | transform | plan} < lower < step < train < cli
 ops < run < {api | step}
 capture, transform < api < derivatives
 capture < hints < comm
-capture < custom
+capture < {custom | mixture}
 run < launch < cli
 """
 
@@ -31,6 +31,7 @@ MAY_IMPORT = {
     "api": {"errors", "ir", "ops", "capture", "transform", "run"},
     "derivatives": {"errors", "ir", "ops", "capture", "transform", "run", "api"},
     "custom": {"errors", "capture"},
+    "mixture": {"errors", "capture"},
     "hints": {"errors", "ir", "ops", "capture"},
     "comm": {"errors", "ops", "capture", "hints"},
     "objective": {"errors", "ir", "capture"},
@@ -85,7 +86,7 @@ MAY_IMPORT = {
     "launch": {"errors", "run"},
     "cli": {"errors", "plan", "run", "train", "launch", "search_text"},
     "__main__": {"cli"},
-    "__init__": {"errors", "ir", "plan", "api", "derivatives", "custom", "hints", "comm", "step"},
+    "__init__": {"errors", "ir", "plan", "api", "derivatives", "custom", "hints", "comm", "mixture", "step"},
 }
 
 

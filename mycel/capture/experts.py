@@ -23,6 +23,7 @@ from mycel.ops import o
 
 LIBRARY = "transformers.integrations.moe"
 Forward = Callable[..., torch.Tensor]
+Gate = tuple[str, str]  # what is done with the parts of a hidden row, as text; what the parts are (`ops/gates.py`)
 
 
 @contextlib.contextmanager
@@ -38,8 +39,8 @@ def as_one_operator() -> Iterator[None]:
         other = plain(interface, implementation, default)
 
         def forward(module: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
-            gate = gate_of(TRACING[-1], module) if len(args) == 3 and not kwargs else None
-            return other(module, *args, **kwargs) if gate is None else layer(TRACING[-1], module, *args, gate)
+            gate = gate_of_module(TRACING[-1], module) if len(args) == 3 and not kwargs else None
+            return other(module, *args, **kwargs) if gate is None else as_module(TRACING[-1], module, *args, gate)
 
         return forward
 
@@ -50,45 +51,54 @@ def as_one_operator() -> Iterator[None]:
         library.ExpertsInterface.get_interface = plain
 
 
-def layer(
-    tracer: Tracer, module: Any, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate: tuple[str, str]
-) -> torch.Tensor:
-    """The layer as one equation."""
-    up = module.gate_up_proj if module.has_gate else module.up_proj
-    bias = (module.gate_up_proj_bias if module.has_gate else module.up_proj_bias) if module.has_bias else None
-
-    def rule(x: Var, ids: Var, *rest: Any) -> Any:
-        ids = ids if ids.dtype == torch.int64 else o.cast(ids, dtype=torch.int64)
-        x = x if x.dtype == rest[1].dtype else o.cast(x, dtype=rest[1].dtype)
-        y = o.experts(x, ids, *rest, gate=gate[0], form=gate[1], transposed=bool(module.is_transposed))
-        return y if y.dtype == dtype else o.cast(y, dtype=dtype)
-
-    dtype = x.dtype
-    down_bias = module.down_proj_bias if module.has_bias else None
-    y: torch.Tensor = tracer.wrap(tracer.apply(rule, (x, ids, weights, up, module.down_proj, bias, down_bias), {}))
-    return y
-
-
-def gate_of(tracer: Tracer, module: Any) -> tuple[str, str] | None:
-    """What a layer does between its products, as text, and how it parts a hidden row; None if it does more than that
-    with more than one row."""
+def gate_of_module(tracer: Tracer, module: Any) -> Gate | None:
+    """What a layer of the library does between its products; None if it does more than that, with more than a row."""
     if module.has_post_expert_norm or module._is_expert_parallel:
         return None
     up = module.gate_up_proj if module.has_gate else module.up_proj
     width = up.shape[2] if module.is_transposed else up.shape[1]
+    return traced_gate(tracer, module._apply_gate if module.has_gate else module.act_fn, width, up.dtype)
+
+
+def as_module(
+    tracer: Tracer, module: Any, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate: Gate
+) -> torch.Tensor:
+    """A layer of the library as one equation."""
+    up = module.gate_up_proj if module.has_gate else module.up_proj
+    bias = (module.gate_up_proj_bias if module.has_gate else module.up_proj_bias) if module.has_bias else None
+    down_bias = module.down_proj_bias if module.has_bias else None
+    operands = x, ids, weights, up, module.down_proj, bias, down_bias
+    return traced_layer(tracer, operands, gate, bool(module.is_transposed))
+
+
+def traced_layer(tracer: Tracer, operands: Sequence[Any], gate: Gate, transposed: bool) -> torch.Tensor:
+    """A layer of experts as one equation, its tokens in the dtype of its weights."""
+
+    def rule(x: Var, ids: Var, weights: Var, up: Var, *rest: Any) -> Any:
+        ids = ids if ids.dtype == torch.int64 else o.cast(ids, dtype=torch.int64)
+        rows = x if x.dtype == up.dtype else o.cast(x, dtype=up.dtype)
+        y = o.experts(rows, ids, weights, up, *rest, gate=gate[0], form=gate[1], transposed=transposed)
+        return y if y.dtype == x.dtype else o.cast(y, dtype=x.dtype)
+
+    y: torch.Tensor = tracer.wrap(tracer.apply(rule, operands, {}))
+    return y
+
+
+def traced_gate(tracer: Tracer, fn: Callable[..., Any], width: int, dtype: torch.dtype) -> Gate | None:
+    """What a function does with a hidden row, traced by itself; None if it is not made of operators on elements."""
     before, region = len(tracer.eqns), tracer.regions[-1]
     children, sites = len(region.children), region.sites
-    h = torch.zeros(1, width, dtype=up.dtype, device=tracer.device)
+    h = torch.zeros(1, width, dtype=dtype, device=tracer.device)
     start = len(tracer.eqns)
-    out = module._apply_gate(h) if module.has_gate else module.act_fn(h)
-    text = expression(tracer.eqns[start:], tracer.cell(h).read(), tracer.cell(out).read())
+    out = fn(h)
+    gate = expression(tracer.eqns[start:], tracer.cell(h).read(), tracer.cell(out).read())
     tracer.undo(before)
     del region.children[children:]
     region.sites = sites
-    return text
+    return gate
 
 
-def expression(eqns: Sequence[Eqn], h: Var, out: Var) -> tuple[str, str] | None:
+def expression(eqns: Sequence[Eqn], h: Var, out: Var) -> Gate | None:
     """Equations on one row as text of its parts, and what the parts are."""
     texts: dict[Any, str] = {}
     form = ""

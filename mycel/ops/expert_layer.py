@@ -98,6 +98,36 @@ def rows_here(ids, experts, elsewhere):
     return here[mine.argsort(stable=True)], torch.bincount(mine, minlength=experts)
 
 
+def layer_kernel(x, ids, weights, up, down, up_bias, down_bias, elsewhere, **how):
+    order, counts = rows_here(ids, up.shape[0], elsewhere)
+    token = order // ids.shape[1]
+    rows = Rows(x.index_select(0, token), counts, up, up_bias, **how)
+    y = rows.product(rows.gate.value, down, down_bias) * weights.reshape(-1)[order].unsqueeze(1)
+    return torch.zeros_like(x, dtype=y.dtype).index_add(0, token, y).to(x.dtype)
+
+
+def grad_kernel(g, x, ids, weights, up, down, up_bias, down_bias, elsewhere, **how):
+    """A weight's cotangent is what its row's result and the token's cotangent have in common: what the gate gave and
+    the cotangent taken back through `down` have it too."""
+    order, counts = rows_here(ids, up.shape[0], elsewhere)
+    token, scale = order // ids.shape[1], weights.reshape(-1)[order].unsqueeze(1)
+    rows = Rows(x.index_select(0, token), counts, up, up_bias, **how)
+    g = g.index_select(0, token)
+    da = rows.back(g, down)
+    common = (da * rows.gate.value).sum(1, dtype=weights.dtype)
+    if down_bias is not None:
+        common = common + (g * rows.each(down_bias)).sum(1, dtype=weights.dtype)
+    dy, dh = (g * scale).to(x.dtype), rows.pulled((da * scale).to(x.dtype))
+    grads = [
+        torch.zeros_like(x).index_add_(0, token, rows.back(dh, up)),
+        weights.new_zeros(weights.numel()).index_copy_(0, order, common).view_as(weights),
+        rows.weight(dh, rows.x),
+        rows.weight(dy, rows.gate.value),
+    ]
+    grads += [] if up_bias is None else [grouped_sum(dh, counts)]
+    return *grads, *([] if down_bias is None else [grouped_sum(dy, counts)])
+
+
 def layer_dims(x, ids, weights, up, down, up_bias, down_bias, *, form, transposed=False, **_):
     """Letters of the operands; the hidden width u is f, (c f) or (f c) for c parts of f each."""
     u = {"whole": "f^", "halves": "(c^ f^)", "pairs": "(f^ c^)"}[form]
@@ -178,12 +208,10 @@ EXAMPLES = [
 def experts(x, ids, weights, up, down, up_bias, down_bias, *, gate, form, transposed=False, elsewhere=False):
     """Each token through the experts it chose, the sum of what they give by their weights; `elsewhere`: experts that
     are not here, whose numbers are out of range, count nothing"""
-    order, counts = rows_here(ids, up.shape[0], elsewhere)
-    token = order // ids.shape[1]
+    from mycel.ops.expert_layer import layer_kernel  # generated code has no classes beside it
+
     how = {"gate": gate, "form": form, "transposed": transposed}
-    rows = Rows(x.index_select(0, token), counts, up, up_bias, **how)
-    y = rows.product(rows.gate.value, down, down_bias) * weights.reshape(-1)[order].unsqueeze(1)
-    return torch.zeros_like(x, dtype=y.dtype).index_add(0, token, y).to(x.dtype)
+    return layer_kernel(x, ids, weights, up, down, up_bias, down_bias, elsewhere, **how)
 
 
 @op(
@@ -205,21 +233,7 @@ def experts(x, ids, weights, up, down, up_bias, down_bias, *, gate, form, transp
 )  # fmt: skip
 def experts_grad(g, x, ids, weights, up, down, up_bias, down_bias, *, gate, form, transposed=False, elsewhere=False):
     """The gradients of `experts` for x, weights, up, down and the biases there are; hidden rows are computed again"""
-    order, counts = rows_here(ids, up.shape[0], elsewhere)
-    token, scale = order // ids.shape[1], weights.reshape(-1)[order].unsqueeze(1)
+    from mycel.ops.expert_layer import grad_kernel
+
     how = {"gate": gate, "form": form, "transposed": transposed}
-    rows = Rows(x.index_select(0, token), counts, up, up_bias, **how)
-    g = g.index_select(0, token)
-    da = rows.back(g, down)
-    common = (da * rows.gate.value).sum(1, dtype=weights.dtype)
-    if down_bias is not None:
-        common = common + (g * rows.each(down_bias)).sum(1, dtype=weights.dtype)
-    dy, dh = (g * scale).to(x.dtype), rows.pulled((da * scale).to(x.dtype))
-    grads = [
-        torch.zeros_like(x).index_add_(0, token, rows.back(dh, up)),
-        weights.new_zeros(weights.numel()).index_copy_(0, order, common).view_as(weights),
-        rows.weight(dh, rows.x),
-        rows.weight(dy, rows.gate.value),
-    ]
-    grads += [] if up_bias is None else [grouped_sum(dh, counts)]
-    return *grads, *([] if down_bias is None else [grouped_sum(dy, counts)])
+    return grad_kernel(g, x, ids, weights, up, down, up_bias, down_bias, elsewhere, **how)
