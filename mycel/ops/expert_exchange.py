@@ -70,8 +70,8 @@ class Travel:
         return o.exchange_rows(rows, self.got, self.sent, axes=self.axes, count=self.count, rows=self.here)
 
 
-def exchanged(at, x, ids, weights, *operands, **params):
-    """`experts` with its tokens and experts over the same ranks."""
+def exchanged(at, x, ids, weights, *operands, hit, **params):
+    """`experts` with its tokens and experts over the same ranks; `hit`: which choices count, None for all."""
     travel = Travel(at, ids)
     rows = travel.out(travel.sorted(x))
     ones = o.full(1.0, shape=(travel.there, 1), dtype=weights.dtype)
@@ -79,7 +79,7 @@ def exchanged(at, x, ids, weights, *operands, **params):
     return o.combine(travel.back(y), weights, travel.order)
 
 
-def exchanged_grad(at, g, x, ids, weights, *operands, **params):
+def exchanged_grad(at, g, x, ids, weights, *operands, hit, **params):
     """`experts_grad` likewise: a row and its cotangent go as one."""
     travel, width = Travel(at, ids), x.shape[1]
     both = travel.out(o.cat(travel.sorted(x), travel.sorted(g), dim=1))
@@ -88,4 +88,5 @@ def exchanged_grad(at, g, x, ids, weights, *operands, **params):
     dx, dweights, *rest = o.experts_grad(g_there, x_there, travel.experts, scale, *operands, elsewhere=True, **params)
     dx = o.collect(travel.back(dx), travel.order, chosen=travel.chosen)
     dweights = o.index_select(travel.back(dweights), o.inverse_order(travel.order), dim=0)
-    return dx, o.reshape(dweights, shape=tuple(weights.shape)), *rest
+    dweights = o.reshape(dweights, shape=tuple(weights.shape))
+    return dx, dweights if hit is None else o.where(hit, dweights, 0.0), *rest

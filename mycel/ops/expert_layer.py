@@ -160,14 +160,14 @@ def split_layer(name, exchanged):
         *before, ids, weights, up, down, up_bias, down_bias = operands
         if at.axes("f") and down_bias is not None:  # added once
             down_bias = o.only_first(down_bias, axes=at.axes("f"), count=at.count("f"))
-        behind = weights, up, down, up_bias, down_bias
         if set(at.axes("e")) & set(at.axes("n")):
-            return exchanged(at, *before, ids, *behind, **params)
+            ids, weights, hit = at_hand(ids, weights, at.sizes["e"], elsewhere)
+            return exchanged(at, *before, ids, weights, up, down, up_bias, down_bias, hit=hit, **params)
         if at.axes("e"):
             ids, elsewhere = o.sub(ids, at.start("e")), True
             real = at.valid("e")  # behind them lies padding, whose experts are another rank's
             ids = ids if isinstance(real, int) else o.where(o.lt(ids, real), ids, -1)
-        return OPS[name](*before, ids, *behind, elsewhere=elsewhere, **params)
+        return OPS[name](*before, ids, weights, up, down, up_bias, down_bias, elsewhere=elsewhere, **params)
 
     return write
 
