@@ -18,8 +18,8 @@ torch.set_num_threads(1)
 # whole files of processes, sweeps and searches, which `make check` leaves out
 SLOW = {
     "across", "alike", "architectures", "brute", "checkpoint_faults", "checkpoint_mesh", "checkpoint_ranks", "commands",
-    "control_flow_random", "cutting", "data_cache", "distribute", "experts", "feed", "layouts", "manual", "optimisers", "plan",
-    "processes", "search", "step_memory", "step_models", "step_state", "torch_update", "train", "train_export",
+    "control_flow_random", "cutting", "data_cache", "distribute", "experts", "feed", "layouts", "manual", "optimisers",
+    "plan", "processes", "search", "step_memory", "step_models", "step_state", "torch_update", "train", "train_export",
     "train_faults", "train_lora", "train_messages", "train_ranks", "train_resume", "weights",
 }  # fmt: skip
 

@@ -14,6 +14,7 @@ import mycel
 from mycel import Mesh
 from mycel.ir import walk
 
+
 def alike(a, b) -> None:
     torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
 

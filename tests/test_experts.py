@@ -18,7 +18,7 @@ from torch import nn
 
 import mycel
 from mycel import Mesh, Plan
-from mycel.errors import CaptureError, RunError
+from mycel.errors import CaptureError
 from mycel.ir import walk
 from mycel.launch import launch
 
@@ -51,10 +51,11 @@ def test_a_family_trains_as_in_torch(name):
 
 
 def test_every_implementation_is_the_same_program():
-    programs = [
-        mycel.capture(lambda ids, m=family("mixtral", how): m(input_ids=ids).logits, text()["input_ids"])
-        for how in IMPLEMENTATIONS
-    ]
+    def captured(how):
+        model = family("mixtral", how)
+        return mycel.capture(lambda ids: model(input_ids=ids).logits, text()["input_ids"])
+
+    programs = [captured(how) for how in IMPLEMENTATIONS]
     assert len(set(map(str, programs))) == 1
     assert [e.op.name for _, e in walk(programs[0])].count("experts") == 1  # of a block that is called for each layer
 

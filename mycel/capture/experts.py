@@ -40,7 +40,7 @@ def as_one_operator() -> Iterator[None]:
 
         def forward(module: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
             gate = gate_of_module(TRACING[-1], module) if len(args) == 3 and not kwargs else None
-            return other(module, *args, **kwargs) if gate is None else as_module(TRACING[-1], module, *args, gate)
+            return other(module, *args, **kwargs) if gate is None else as_module(TRACING[-1], module, gate, *args)
 
         return forward
 
@@ -61,7 +61,7 @@ def gate_of_module(tracer: Tracer, module: Any) -> Gate | None:
 
 
 def as_module(
-    tracer: Tracer, module: Any, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate: Gate
+    tracer: Tracer, module: Any, gate: Gate, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
     """A layer of the library as one equation."""
     up = module.gate_up_proj if module.has_gate else module.up_proj

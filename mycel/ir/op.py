@@ -74,8 +74,8 @@ OPS: dict[str, Op] = {}
 
 @dataclass(frozen=True)
 class SplitRule:
-    """A rule for a split letter (or several, split over the same axes): write(at, *local inputs, **params) -> local outputs, written with operators,
-    collectives among them.
+    """A rule for a split letter, or for several over the same axes: write(at, *local inputs, **params) -> local
+    outputs, written with operators, collectives among them.
 
     `at` tells where the part lies (lower/spmd.py: At).
     `partial`: the kind in which outputs without the letter are partial over its axes, or one for each output.
@@ -91,8 +91,8 @@ class SplitRule:
 
 @dataclass(frozen=True)
 class Collective:
-    """What ranks say to each other for an operator of one tensor (or of several: then each rank's are a tuple); its params tell the axes and the `count` k of ranks
-    along them.
+    """What ranks say to each other for an operator of one tensor (of several: each rank's are a tuple); its params tell
+    the axes and the `count` k of ranks along them.
 
     `sent`: bytes a rank puts on the wire for each byte it puts in.  `steps`: messages that wait for each other.
     `meaning`: what the rank at an index gets, from the tensors of all ranks along the axes, (xs, index, **params) -> y;

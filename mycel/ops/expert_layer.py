@@ -8,7 +8,8 @@ Its letters say how it is divided, whatever the routing:
     e     experts: each rank goes through all tokens and computes what its experts are chosen for; results are partial
           sums.  Where tokens are split over the same axis they are gathered and the sums scattered: for k choices of a
           token and r ranks that sends r/k of what an exchange of rows would
-    n e   tokens and experts over the same ranks: rows travel to the ranks of their experts and back (`expert_exchange.py`)
+    n e   tokens and experts over the same ranks: rows travel to the ranks of their experts and back
+          (`expert_exchange.py`)
     f     the inner width, where up's columns lie in its order (not in halves); results are partial sums
 
 Where there are no ranks its meaning in smaller operators (`experts.py`) takes its place, before it is differentiated.
@@ -153,7 +154,7 @@ def experts_flops(d):
 
 
 def split_layer(name, exchanged):
-    """How a rank computes its share of the layer, whichever letters are split; `exchanged`: where its tokens and experts
+    """How a rank computes its share of the layer, whichever letters are split; `exchanged`: where tokens and experts
     are split over the same axes."""
 
     def write(at, *operands, elsewhere=False, **params):
@@ -183,7 +184,7 @@ split_grad = split_layer("experts_grad", exchanged_grad)
 HALVES = 'gate="mul(silu(a), b)", form="halves"'
 EXAMPLES = [
     f"f[4,3], i64[4,2]<3, f[4,2], f[3,8,3], f[3,3,4], None, None, {HALVES}",
-    f"f[6,4], i64[6,2]<2, f[6,2], f[4,4,8], f[4,4,4], f[4,8], f[4,4], "
+    "f[6,4], i64[6,2]<2, f[6,2], f[4,4,8], f[4,4,4], f[4,8], f[4,4], "
     'gate="mul(add(b, 1), mul(a, sigmoid(mul(a, 1.7))))", form="pairs", transposed=True',
     'f[4,3], i64[4,1]<1, f[4,1], f[2,4,3], f[2,3,4], None, None, gate="relu(a)", form="whole"',
     f"f[4,3], i64[4,2]<6, f[4,2], f[3,8,3], f[3,3,4], None, None, {HALVES}, elsewhere=True",

@@ -45,7 +45,7 @@ def inverse_order(order):
 
 @op(
     lambda x, order, *, chosen: "n^ d, m^ -> m d",
-    vjp=lambda g, y, x, order, *, chosen: (collect(g, order, chosen=chosen), None),
+    vjp=lambda g, y, x, order, *, chosen: (o.collect(g, order, chosen=chosen), None),
     dtype="first",
     linear=((0,),),
     examples=["f[3,4], i64[6]!, chosen=2", "f[4,3], i64[4]!, chosen=1"],
@@ -90,7 +90,7 @@ def combine_vjp(g, z, y, weights, order):
     apart=True,
 )
 def combine(y, weights, order):
-    """The sum over each token's choices, each with its weight; as wide as the wider of rows and weights, rounded once"""
+    """The sum over each token's choices, each with its weight; computed as wide as the wider of both"""
     back = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
     rows = y.index_select(0, back).view(*weights.shape, y.shape[1])
     return (rows * weights.unsqueeze(2)).sum(1).to(y.dtype)
@@ -182,7 +182,7 @@ def grouped_weight(g, x, counts):
 
 @op(
     lambda b, counts, *, rows: ("e^ n, e^ -> m n", {"m": rows}),
-    vjp=lambda g, y, b, counts, *, rows: (grouped_sum(g, counts), None),
+    vjp=lambda g, y, b, counts, *, rows: (o.grouped_sum(g, counts), None),
     dtype="first",
     linear=((0,),),
     apart=True, compiles=False,

@@ -35,7 +35,9 @@ def buckets(name: str, xs: Sequence[Tensor], how: dict[str, Any]) -> list[tuple[
     may go alone."""
     together: dict[object, list[int]] = {}
     for i, x in enumerate(xs):
-        alone = name in ("all_to_all", "permute", "exchange", "exchange_rows") or (name != "all_reduce" and x.nbytes >= ALONE_BYTES)
+        alone = name in ("all_to_all", "permute", "exchange", "exchange_rows") or (
+            name != "all_reduce" and x.nbytes >= ALONE_BYTES
+        )
         together.setdefault(i if alone else (x.dtype, x.device), []).append(i)
     if "dim" not in how:
         return [(bucket, how) for bucket in together.values()]
