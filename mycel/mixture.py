@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from mycel.capture import TRACING, refuse, traced_gate, traced_layer
-from mycel.errors import CaptureError
+from mycel.capture import OBSERVED, TRACING, Routing, refuse, traced_gate, traced_layer
+from mycel.errors import CaptureError, RunError, TrainError
 
 Tensor = torch.Tensor
 
@@ -84,3 +84,51 @@ def _eager(x: Any, ids: Any, weights: Any, up: Any, down: Any, gate: Any, up_bia
         rows.append(y if down_bias is None else y + down_bias[i])
     y = torch.cat(rows) * weights.reshape(-1)[order].unsqueeze(1)
     return torch.zeros_like(x, dtype=y.dtype).index_add(0, token, y).to(x.dtype)
+
+
+# -- where tokens go
+
+
+def routing(model: torch.nn.Module) -> Callable[..., dict[str, Any]]:
+    """A function of a batch, to be captured: for each layer of experts how many choices each expert got, how many there
+    were in all, and whether all their weights are numbers."""
+
+    def seen(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        layers: list[Routing] = []
+        OBSERVED.append(layers)
+        try:
+            model(*args, **kwargs)
+        finally:
+            OBSERVED.remove(layers)
+        found: dict[str, Any] = {}
+        for layer in layers:
+            name = layer.layer.removeprefix("model").removeprefix(".") or "the model"  # as in its state dict
+            again = sum(other.partition(" ")[0] == name for other in found)
+            found[f"{name} ({again + 1})" if again else name] = _counted(layer)
+        return found
+
+    return seen
+
+
+def _counted(layer: Routing) -> tuple[Tensor, int, Tensor]:
+    ids = layer.ids.reshape(-1)
+    counts = (ids.unsqueeze(1) == torch.arange(layer.experts, device=ids.device)).sum(0)
+    return counts, ids.numel(), torch.isfinite(layer.weights).all()
+
+
+def checked_load(layers: dict[str, Any]) -> dict[str, Tensor]:
+    """How many choices each expert got, by layer; RunError where a router gives what is no number, or no expert."""
+    if not layers:
+        raise TrainError("the model has no layer of experts\n  try       mycel.experts, or a model of transformers")
+    for name, (counts, total, finite) in layers.items():
+        if not finite:
+            raise RunError(
+                f"the router of {name} gives weights that are not finite\n"
+                "  try       a smaller learning rate, clip_norm, or a router in fp32"
+            )
+        if int(counts.sum()) != total:
+            raise RunError(
+                f"{name}: of {total} choices {int(counts.sum())} are among its {len(counts)} experts\n"
+                "  try       ids from torch.topk over as many scores as there are experts"
+            )
+    return {name: counts.cpu() for name, (counts, _, _) in layers.items()}

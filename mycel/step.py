@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from mycel import lower, optimizers, plan, torch_update, transform
+from mycel import lower, mixture, optimizers, plan, torch_update, transform
 from mycel.accumulation import Accumulation
 from mycel.capture import (
     MISS,
@@ -213,6 +213,7 @@ class Step:
         self.state = StepState(model, optimizer, self.parts, self.counters, self.set_counters)
         self.steps = 0  # taken, skipped ones among them
         self._evaluation: Forward | None = None
+        self._routing: Forward | None = None
         self._adding: _Adding | None = None
         self._counters: dict[str, torch.Tensor] = {}
 
@@ -566,6 +567,12 @@ class Step:
     def forward(self, fn: Callable[..., Any] | None = None) -> Forward:
         """The loss of a batch (or what `fn` makes of it with the model), under the plan, without a step."""
         return Forward(fn or self.fn, self.model, self._prepared, self.parts)
+
+    def expert_load(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
+        """How many choices of such a batch each expert gets, by layer; refuses a router that gives what is no number."""
+        if self._routing is None:
+            self._routing = self.forward(mixture.routing(self.model))
+        return mixture.checked_load(self._routing(*args, **kwargs))
 
     # -- what one may ask ----------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from torch import nn
 
 import mycel
 from mycel import Mesh, Plan
-from mycel.errors import CaptureError
+from mycel.errors import CaptureError, PlanError, RunError
 from mycel.ir import walk
 from mycel.launch import launch
 
@@ -125,3 +125,53 @@ def test_experts_on_processes(tmp_path):
     assert launch([], 2, program=[child], env=env, logs=tmp_path) == 0, "".join(
         p.read_text() for p in tmp_path.glob("*") if p.is_file()
     )
+
+
+# -- where tokens go, and what is refused
+
+
+def test_the_load_of_experts_by_layer():
+    model = family("qwen3_moe").double()
+    step = mycel.train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), compile=False)
+    load = step.expert_load(**text())
+    assert list(load) == [f"model.layers.{i}.mlp.experts" for i in range(2)]
+    assert all(counts.shape == (5,) and counts.sum() == 2 * 24 for counts in load.values())
+    model.model.layers[1].mlp.gate.weight.data.fill_(torch.nan)
+    with pytest.raises(RunError, match=r"router of model\.layers\.1\.mlp\.experts gives weights that are not finite"):
+        step.expert_load(**text())
+
+
+def test_choices_of_experts_that_are_not_there():
+    layer, batch = Layer(5), routed("few", 5)
+    step = mycel.train_step(layer, torch.optim.SGD(layer.parameters(), lr=0.1), compile=False)
+    assert step.expert_load(**batch)["the model"].tolist() == [0, 0, 0, *torch.bincount(batch["ids"].view(-1))[3:]]
+    with pytest.raises(RunError, match="of 16 choices 0 are among its 5 experts"):
+        step.expert_load(**{**batch, "ids": batch["ids"] + 5})
+
+
+def test_more_ranks_than_experts_are_refused():
+    one = OneDevice.of(family("mixtral").double(), text(8))
+    with pytest.raises(PlanError, match=r"4 experts over 8 ranks(.|\n)*layers\.0\.mlp\.experts\.\w+: \[ep,-,-\]"):
+        one.under(Plan.read("ep", Mesh(ep=8)))
+
+
+class Loop(nn.Module):
+    """As people write it by hand."""
+
+    def __init__(self):
+        super().__init__()
+        self.router = nn.Linear(4, 3)
+        self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x):
+        weights, ids = torch.topk(self.router(x).softmax(-1), 2)
+        y = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            token, place = torch.where(ids == i)
+            y.index_add_(0, token, expert(x[token]) * weights[token, place, None])
+        return y
+
+
+def test_a_loop_over_experts_is_refused_with_the_way_to_write_it():
+    with pytest.raises(CaptureError, match=r"torch.where(.|\n)*mycel\.experts"):
+        mycel.capture(Loop(), torch.randn(6, 4))

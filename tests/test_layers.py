@@ -63,6 +63,7 @@ MAY_IMPORT = {
         "forward",
         "step_state",
         "planning",
+        "mixture",
     },
     "search": {"errors", "sizes", "ir", "plan", "lower", "parts", "planning"},
     "search_text": {"sizes", "plan", "search"},

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,6 +24,19 @@ from mycel.ops import o
 
 LIBRARY = "transformers.integrations.moe"
 Forward = Callable[..., torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Where a layer's tokens go: its name, the experts each token chose, their weights, and how many there are."""
+
+    layer: str
+    ids: torch.Tensor
+    weights: torch.Tensor
+    experts: int
+
+
+OBSERVED: list[list[Routing]] = []  # who wants to see the routing of layers that are traced
 Gate = tuple[str, str]  # what is done with the parts of a hidden row, as text; what the parts are (`ops/gates.py`)
 
 
@@ -80,6 +94,9 @@ def traced_layer(tracer: Tracer, operands: Sequence[Any], gate: Gate, transposed
         y = o.experts(rows, ids, weights, up, *rest, gate=gate[0], form=gate[1], transposed=transposed)
         return y if y.dtype == x.dtype else o.cast(y, dtype=x.dtype)
 
+    for seen in OBSERVED:
+        path = next((region.path for region in reversed(tracer.regions) if region.path), "")
+        seen.append(Routing(path, operands[1], operands[2], operands[3].shape[0]))
     y: torch.Tensor = tracer.wrap(tracer.apply(rule, operands, {}))
     return y
 
