@@ -569,7 +569,7 @@ class Step:
         return Forward(fn or self.fn, self.model, self._prepared, self.parts)
 
     def expert_load(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
-        """How many choices of such a batch each expert gets, by layer; refuses a router that gives what is no number."""
+        """How many choices of a batch each expert gets, by layer; refuses a router that gives what is no number."""
         if self._routing is None:
             self._routing = self.forward(mixture.routing(self.model))
         return mixture.checked_load(self._routing(*args, **kwargs))

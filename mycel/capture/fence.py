@@ -148,6 +148,6 @@ def refuse_dynamic(name: str) -> CaptureError:
     """An operator whose output shape depends on values."""
     return refuse(
         f"{name} has a shape that depends on the values of its input; a program has static shapes",
-        "torch.where(mask, x, 0) or masked_fill instead of x[mask]; topk instead of nonzero; for a loop over experts and "
-        "the tokens of each, mycel.experts(x, ids, weights, up, down, gate=…)",
+        "torch.where(mask, x, 0) or masked_fill instead of x[mask]; topk instead of nonzero; for a loop over experts "
+        "and the tokens of each, mycel.experts(x, ids, weights, up, down, gate=…)",
     )
