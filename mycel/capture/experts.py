@@ -23,6 +23,7 @@ from mycel.ir.types import NAMES
 from mycel.ops import o
 
 LIBRARY = "transformers.integrations.moe"
+DENSE = "transformers.models.llama4.modeling_llama4"
 Forward = Callable[..., torch.Tensor]
 
 
@@ -44,10 +45,30 @@ Gate = tuple[str, str]  # what is done with the parts of a hidden row, as text; 
 def as_one_operator() -> Iterator[None]:
     """In here layers of experts that are traced become one operator each."""
     library: Any = sys.modules.get(LIBRARY)
-    if library is None:
+    dense: Any = sys.modules.get(DENSE)
+    with (
+        _replaced(library and library.ExpertsInterface, "get_interface", _chosen),
+        _replaced(dense and dense.Llama4TextMoe, "forward", _of_chosen_alone),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, by: Callable[[Any], Any]) -> Iterator[None]:
+    """A method of a class that is loaded, replaced by another made of it."""
+    if not owner:
         yield
         return
-    plain = library.ExpertsInterface.get_interface
+    plain = getattr(owner, name)
+    setattr(owner, name, by(plain))
+    try:
+        yield
+    finally:
+        setattr(owner, name, plain)
+
+
+def _chosen(plain: Any) -> Any:
+    """The library's choice of an implementation: ours, where it can be."""
 
     def chosen(interface: Any, implementation: str, default: Forward) -> Forward:
         other = plain(interface, implementation, default)
@@ -58,11 +79,31 @@ def as_one_operator() -> Iterator[None]:
 
         return forward
 
-    library.ExpertsInterface.get_interface = chosen
-    try:
-        yield
-    finally:
-        library.ExpertsInterface.get_interface = plain
+    return chosen
+
+
+def _of_chosen_alone(plain: Forward) -> Forward:
+    """Llama 4 sends each token, times its score, through all experts; those not chosen get zeros and give zeros."""
+
+    def forward(self: Any, hidden_states: torch.Tensor) -> Any:
+        tracer, up = TRACING[-1], self.experts.gate_up_proj
+        gate = traced_gate(tracer, lambda h: _gated(self.experts.act_fn, h), up.shape[2], up.dtype)
+        if gate is None:
+            return plain(self, hidden_states)
+        x = hidden_states.reshape(-1, self.hidden_dim)
+        scores, logits = self.router(x)
+        score, ids = torch.topk(scores, self.top_k, dim=1)
+        rows = (x.unsqueeze(1) * score.unsqueeze(2)).flatten(0, 1)
+        operands = rows, ids.reshape(-1, 1), torch.ones_like(rows[:, :1]), up, self.experts.down_proj, None, None
+        routed = traced_layer(tracer, operands, gate, transposed=True)
+        return self.shared_expert(x) + routed.unflatten(0, (-1, self.top_k)).sum(1), logits
+
+    return forward
+
+
+def _gated(act: Callable[..., torch.Tensor], h: torch.Tensor) -> torch.Tensor:
+    a, b = h.chunk(2, dim=-1)
+    return b * act(a)
 
 
 def gate_of_module(tracer: Tracer, module: Any) -> Gate | None:
