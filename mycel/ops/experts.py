@@ -61,7 +61,6 @@ def dispatch(x, order, *, chosen):
     dtype="first",
     linear=((0,),),
     examples=["f[6,4], i64[6]!, chosen=2", "f[4,3], i64[4]!, chosen=1"],
-    apart=True,
 )
 def collect(y, order, *, chosen):
     """The sum over each token's choices: `dispatch` turned round"""
@@ -87,7 +86,6 @@ def combine_vjp(g, z, y, weights, order):
     linear=((0,), (1,)),
     precision="kept",
     examples=["f[6,4], f[3,2], i64[6]!", "f[4,3], f[4,1], i64[4]!"],
-    apart=True,
 )
 def combine(y, weights, order):
     """The sum over each token's choices, each with its weight; computed as wide as the wider of both"""
