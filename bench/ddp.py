@@ -2,10 +2,11 @@
 same run.
 
     python bench/ddp.py [--ranks 2 4] [--models gpt llama]
+    python bench/ddp.py --ranks 4 --models olmoe --ways ep
 
 Each way is a world of processes of its own, started once; then all are timed in turns, so that they see the same
 machine.  `dp` is compared with DDP, `zero2` with FSDP2 that keeps parameters after forward, `zero3` with FSDP2 that
-reshards.  Fused AdamW on all sides.  Losses of the third step must agree.
+reshards, and so is `ep`, experts split over the ranks.  Fused AdamW on all sides.  Losses of the third step must agree.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import sys
 import time
 
 ROUNDS, STEPS = 9, 2
-WAYS = {"dp": "ddp", "zero2": "fsdp keep", "zero3": "fsdp"}
+WAYS = {"dp": "ddp", "zero2": "fsdp keep", "zero3": "fsdp", "ep": "fsdp"}
 
 
 def model_of(name: str):
@@ -32,8 +33,23 @@ def model_of(name: str):
 
         ids, targets = (torch.randint(0, VOCABULARY, (BATCH, LENGTH)) for _ in range(2))
         return SmallGPT(), (ids, targets)
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaConfig, LlamaForCausalLM, OlmoeConfig, OlmoeForCausalLM
 
+    if name == "olmoe":
+        config = OlmoeConfig(
+            hidden_size=256,
+            intermediate_size=256,
+            num_hidden_layers=4,
+            num_attention_heads=8,
+            num_experts=32,
+            num_experts_per_tok=4,
+            vocab_size=4096,
+            use_cache=False,
+            pad_token_id=0,
+            eos_token_id=1,
+        )
+        ids = torch.randint(0, 4096, (8, 128))
+        return Loss(OlmoeForCausalLM(config)), (ids, ids.clone())
     config = LlamaConfig(
         hidden_size=512,
         intermediate_size=1408,
@@ -75,7 +91,7 @@ def step_of(way: str, name: str, rank: int, world: int):
         import mycel
 
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        step = mycel.train_step(model, optimizer, mesh=mycel.Mesh(dp=world), plan=way)
+        step = mycel.train_step(model, optimizer, mesh=mycel.Mesh({"ep" if way == "ep" else "dp": world}), plan=way)
         return lambda: step(*batch)
     import torch.distributed as dist
 
@@ -201,7 +217,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--models", nargs="+", default=["gpt", "llama"])
-    parser.add_argument("--ways", nargs="+", default=list(WAYS))
+    parser.add_argument("--ways", nargs="+", default=["dp", "zero2", "zero3"])
     args = parser.parse_args()
     for name in args.models:
         for ranks in args.ranks:

@@ -311,6 +311,7 @@ def with_layouts(task: Task, given: Plan) -> tuple[Plan, lower.Distributed | Non
         decided = Decided(plan.digest(task.program), nothing, task.compiled, layouts={task.program.entry: inputs})
         return replace(given, decided=decided, predicted=Predicted(0, 0)), None
     given_inputs = task.inputs or {}
+    plan.refuse_idle(task.program, given_inputs, given.mesh)
     links = task.hardware.links(given.mesh)
     whole = lower.settled(task.program, given, given_inputs)
     costs = plan.Costs(whole, task.hardware, task.compiled)

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from mycel import lower, optimizers, plan, torch_update, transform
+from mycel import lower, mixture, optimizers, plan, torch_update, transform
 from mycel.accumulation import Accumulation
 from mycel.capture import (
     MISS,
@@ -204,6 +204,7 @@ class Step:
     ) -> None:
         self.model, self.optimizer, self.settings, self.written = model, optimizer, settings, written
         self.parts = ShardedModel(model, optimizer, written) if written is not None and written.mesh.world > 1 else None
+        self.for_ranks = self.parts is not None  # is what they share kept in the program?
         self.fn = objective(model, loss)
         self.taken = objective(model, loss, settings.outputs) if settings.outputs else self.fn
         self.entries: list[CompiledStep] = []
@@ -215,6 +216,7 @@ class Step:
         self.state = StepState(model, optimizer, self.parts, self.counters, self.set_counters, self.messages)
         self.steps = 0  # taken, skipped ones among them
         self._evaluation: Forward | None = None
+        self._routing: Forward | None = None
         self._adding: _Adding | None = None
         self._counters: dict[str, torch.Tensor] = {}
         self._host: HostSpace | None = None
@@ -389,7 +391,11 @@ class Step:
 
     def unsharded(self, *args: Any, **kwargs: Any) -> UnshardedStep:
         """The step as one program on one device, for such a batch: what there is to plan."""
-        return self._unsharded(args, kwargs)
+        was, self.for_ranks = self.for_ranks, True
+        try:
+            return self._unsharded(args, kwargs)
+        finally:
+            self.for_ranks = was
 
     def _unsharded(self, args: tuple[Any, ...], kwargs: dict[str, Any], data: Arguments | None = None) -> UnshardedStep:
         """The whole step as one program, on one device; manual regions are those of the mesh.  `data`: the batch, where
@@ -480,7 +486,7 @@ class Step:
     def _prepared(self, captured: Captured) -> Program:
         """The loss, simplified, in its precision, with its head."""
         half = PRECISIONS[self.settings.precision]
-        program = transform.simplify(captured.program, hints=self.parts is not None)
+        program = transform.simplify(captured.program, ranks=self.for_ranks)
         if half is not None:
             program = check(transform.precision(program, half))
         return check(transform.head(program, mean=half is not torch.float16 and self.settings.accumulate == 1))
@@ -517,7 +523,7 @@ class Step:
         ordered = [reached[name] for g in groups for name in g.group.params]
         block = replace(made.main, outputs=(*outs[:results], *ordered, *outs[results + len(wrt) :]))
         return transform.simplify(
-            replace(made, blocks={**made.blocks, made.entry: block}), hints=self.parts is not None
+            replace(made, blocks={**made.blocks, made.entry: block}), ranks=self.for_ranks
         ), groups
 
     def _bound(self, made: UnshardedStep, program: Program, code: Callable[..., Any], feed: Feed) -> tuple[Call, Call]:
@@ -620,6 +626,12 @@ class Step:
     def forward(self, fn: Callable[..., Any] | None = None) -> Forward:
         """The loss of a batch (or what `fn` makes of it with the model), under the plan, without a step."""
         return Forward(fn or self.fn, self.model, self._prepared, self.parts)
+
+    def expert_load(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
+        """How many choices of a batch each expert gets, by layer; refuses a router that gives what is no number."""
+        if self._routing is None:
+            self._routing = self.forward(mixture.routing(self.model))
+        return mixture.checked_load(self._routing(*args, **kwargs))
 
     # -- what one may ask ----------------------------------------------------------------------------------------
 

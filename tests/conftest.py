@@ -18,16 +18,17 @@ torch.set_num_threads(1)
 # whole files of processes, sweeps and searches, which `make check` leaves out
 SLOW = {
     "across", "alike", "architectures", "brute", "checkpoint_faults", "checkpoint_mesh", "checkpoint_ranks", "commands",
-    "control_flow_random", "cutting", "data_cache", "distribute", "feed", "layouts", "manual", "optimisers", "pipeline",
-    "plan", "processes", "search", "stages", "step_memory", "step_models", "step_state", "torch_update", "train",
-    "train_export", "train_faults", "train_lora", "train_messages", "train_ranks", "train_resume", "weights",
+    "control_flow_random", "cutting", "data_cache", "distribute", "experts", "feed", "layouts", "manual", "optimisers",
+    "pipeline", "plan", "processes", "search", "stages", "step_memory", "step_models", "step_state", "torch_update",
+    "train", "train_export", "train_faults", "train_lora", "train_messages", "train_ranks", "train_resume", "weights",
 }  # fmt: skip
 
 
 # of long sweeps `make test` runs one case in k, whichever the names fall on, so that no flag or operator is left out as
 # such; MYCEL_SWEEPS=all runs all of them (`make sweeps`)
 ONE_IN = {
-    "test_random_plans": 2, "test_ready_plans_and_their_products": 2, "test_ready_plans_are_the_same_when_read_back": 2,
+    "test_a_family_trains_as_in_torch": 3, "test_random_plans": 2,
+    "test_ready_plans_and_their_products": 2, "test_ready_plans_are_the_same_when_read_back": 2,
     "test_every_operator_in_every_layout": 2, "test_every_operator_in_every_pair_of_labels": 4,
     "test_from_each_layout_to_each_other": 2, "test_four_steps_are_torchs": 2, "test_under_any_plan": 2,
     "test_simulated_ranks_take_the_step_of_one_device": 3, "test_fifty_steps_are_those_of_pytorch": 2,

@@ -43,7 +43,7 @@ def spread(
 
 
 def ready_to_run(found: lower.Distributed) -> Program:
-    return check(lower.overlap(check(lower.hoist(transform.simplify(found.local)))))
+    return check(lower.overlap(check(lower.hoist(transform.simplify(found.local, ranks=True)))))
 
 
 def compared(
@@ -97,7 +97,7 @@ class OneDevice:
     ) -> OneDevice:
         optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-2)
         step = mycel.train_step(model, optimizer, compile=False, **settings)
-        return OneDevice(model, batch, optimizer, step._unsharded((), dict(batch)))
+        return OneDevice(model, batch, optimizer, step.unsharded(**batch))
 
     def under(self, written: Plan, hardware: Hardware = CPU, compiled: bool = False) -> lower.Distributed:
         given, gathered = ShardedModel(self.model, self.optimizer, written).given(self.made)

@@ -4,6 +4,7 @@
 
 f[..]    any floating dtype       n[..]  any numeric dtype       a[..]  any dtype       f32[..] i64[..] …  just that
 <5       integers in [0, 5)       >0     positive                ~0.9   |x| <= 0.9       !      all values distinct
+=2 0     just these numbers
 others   literals of the IR text: 1.5, None, "mean", (1, 2); name=value is a static param
 """
 
@@ -18,7 +19,7 @@ import torch
 from mycel.ir.parse import _Parser
 from mycel.ir.types import DTYPES
 
-_TYPE = re.compile(r"(f|n|a|f16|bf16|f32|f64|i8|i16|i32|i64|u8|bool|c64|c128)\[([\d,]*)\]([<>~!][\d.]*)?$")
+_TYPE = re.compile(r"(f|n|a|f16|bf16|f32|f64|i8|i16|i32|i64|u8|bool|c64|c128)\[([\d,]*)\]([<>~!][\d.]*|=[\d ]+)?$")
 CLASSES = {
     "f": ("f32", "f16", "bf16", "f64"),
     "n": ("f32", "i64", "f16", "i32", "f64"),
@@ -54,6 +55,8 @@ class Slot:
     def make(self, free: str, gen: torch.Generator) -> torch.Tensor:
         dtype = DTYPES[free if self.kind in CLASSES else self.kind]
         c, shape = self.constraint, self.shape
+        if c.startswith("="):
+            return torch.tensor([int(n) for n in c[1:].split()], dtype=dtype).reshape(shape)
         if c == "!":
             n = 1
             for s in shape:

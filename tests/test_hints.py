@@ -67,7 +67,7 @@ def test_a_hint_fixes_the_layout_and_its_gradient():
         return (mycel.shard(torch.sin(x), ("tp", "dp"), None) * w).sum()
 
     x, w = torch.randn(8, 3, dtype=torch.float64), torch.randn(3, dtype=torch.float64)
-    program = check(transform.value_and_grad(transform.simplify(mycel.capture(loss, x, w), hints=True), [0, 1]))
+    program = check(transform.value_and_grad(transform.simplify(mycel.capture(loss, x, w), ranks=True), [0, 1]))
     found = equals_serial(program, Plan(Mesh(dp=2, tp=2)), {}, [x, w])
     hints = [
         (e, c)

@@ -4,7 +4,7 @@ errors < ir < ops < {capture | transform | plan} < lower < step < train < cli
 ops < run < {api | step}
 capture, transform < api < derivatives
 capture < hints < comm
-capture < custom
+capture < {custom | mixture}
 run < launch < cli
 """
 
@@ -32,6 +32,7 @@ MAY_IMPORT = {
     "api": {"errors", "ir", "ops", "capture", "transform", "run"},
     "derivatives": {"errors", "ir", "ops", "capture", "transform", "run", "api"},
     "custom": {"errors", "capture"},
+    "mixture": {"errors", "capture"},
     "hints": {"errors", "ir", "ops", "capture"},
     "comm": {"errors", "ops", "capture", "hints"},
     "objective": {"errors", "ir", "capture"},
@@ -65,6 +66,7 @@ MAY_IMPORT = {
         "message_state",
         "step_state",
         "planning",
+        "mixture",
     },
     "search": {"errors", "sizes", "ir", "plan", "lower", "parts", "planning"},
     "search_text": {"sizes", "plan", "search"},
@@ -88,7 +90,7 @@ MAY_IMPORT = {
     "launch": {"errors", "run"},
     "cli": {"errors", "plan", "run", "train", "launch", "search_text"},
     "__main__": {"cli"},
-    "__init__": {"errors", "ir", "plan", "api", "derivatives", "custom", "hints", "comm", "step"},
+    "__init__": {"errors", "ir", "plan", "api", "derivatives", "custom", "hints", "comm", "mixture", "step"},
 }
 
 

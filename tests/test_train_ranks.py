@@ -250,7 +250,7 @@ def test_weights_of_a_folder_are_read_in_parts(disk, tmp_path, worlds, alone):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "plan", "mesh"),
-    [("qwen2_moe", "zero3", {"dp": 2}), ("gpt2", "tp", {"tp": 2}), ("llama", "tp2d", {"tx": 2, "ty": 2})],
+    [("qwen2_moe", "zero3+ep", {"dp": 2, "ep": 2}), ("gpt2", "tp", {"tp": 2}), ("llama", "tp2d", {"tx": 2, "ty": 2})],
 )
 def test_other_families_come_out_as_from_one_process(disk, tmp_path, worlds, kind, plan, mesh):
     model = {"config": {"model_type": kind, **FAMILIES[kind], "bos_token_id": 1, "eos_token_id": 1}}

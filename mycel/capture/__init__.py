@@ -4,6 +4,7 @@ blocks; `bind` calls it."""
 from mycel.capture.autograd import differentiate_with
 from mycel.capture.bind import MISS, bind, draw_key
 from mycel.capture.custom import trace_custom
+from mycel.capture.experts import OBSERVED, Routing, traced_gate, traced_layer
 from mycel.capture.facts import Facts, make_room
 from mycel.capture.fence import refuse
 from mycel.capture.function import TRACING, Captured, capture, paused
@@ -15,10 +16,12 @@ from mycel.capture.tree import LEAF, Tree, flatten
 __all__ = [
     "LEAF",
     "MISS",
+    "OBSERVED",
     "TRACING",
     "Captured",
     "Facts",
     "Open",
+    "Routing",
     "Tree",
     "bind",
     "capture",
@@ -40,4 +43,6 @@ __all__ = [
     "splice",
     "splice_program",
     "trace_custom",
+    "traced_gate",
+    "traced_layer",
 ]

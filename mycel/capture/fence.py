@@ -144,9 +144,14 @@ def _decision_hint() -> str:
     )
 
 
-def refuse_dynamic(name: str) -> CaptureError:
-    """An operator whose output shape depends on values."""
+def refuse_dynamic(name: str, routed: bool = False) -> CaptureError:
+    """An operator whose output shape depends on values; `routed`: in code that chooses experts, as it seems."""
+    hint = "torch.where(mask, x, 0) or masked_fill instead of x[mask]; topk instead of nonzero"
+    if routed:
+        hint = (
+            "for a loop over experts and the tokens of each: mycel.experts(x, ids, weights, up, down, gate=…); " + hint
+        )
     return refuse(
         f"{name} has a shape that depends on the values of its input; a program has static shapes",
-        "torch.where(mask, x, 0) or masked_fill instead of x[mask]; topk instead of nonzero",
+        hint,
     )

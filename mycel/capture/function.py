@@ -16,6 +16,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from mycel.capture.custom import trace_function
 from mycel.capture.encoder import encoder_forward
+from mycel.capture.experts import as_one_operator
 from mycel.capture.facts import Facts
 from mycel.capture.fence import OPENED, refuse
 from mycel.capture.hooks import ModuleHooks, hook_parameters
@@ -251,6 +252,7 @@ def _tracing(tracer: Tracer) -> Iterator[None]:
         with (
             torch.enable_grad(),
             _uncompiled(),
+            as_one_operator(),
             torch._C._AutoDispatchBelowAutograd(),
             tracer.mode,
             FunctionMode(tracer),

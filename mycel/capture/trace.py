@@ -220,7 +220,7 @@ class Tracer(Record):
         """The value that an operator of this name needs to know its shape."""
         value = self.fact(x)
         if value is None:
-            raise refuse_dynamic(name)
+            raise refuse_dynamic(name, routed=any(eqn.op is o.topk for eqn in self.made.values()))
         return value
 
     def _view(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], before: int, out: Any) -> Any:

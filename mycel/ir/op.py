@@ -32,6 +32,7 @@ What the fields mean
             memory
   precision in mixed precision: "low" in 16 bits, "high" in 32, "kept": it says its dtype itself or has its operand's;
             "": as its widest operand
+  kept      operands, by position, that stay as wide as they are where others become 16 bits
   commutes  its two operands may change places: "always", or "exactly": not in floating point, where 0.0 and -0.0 tell
             them apart
   moves     its elements are its operand's, in other places
@@ -51,6 +52,7 @@ What the fields mean
   parts     how a part is computed where the kernel on parts is not it: {letter: Part}; "*" for whatever letter is
             split, "q k" for two together
   aten      ATen overloads that mean exactly this, with the same arguments in the same order ("exp.default")
+  for_ranks it is one operator so that ranks can share it; where there are none its `expand` takes its place
   effect    it is run for what it does, not for its value: never left out
   defaults  of static params; read from the kernel's signature where they are not given
   examples  argument lists the laws run on, e.g. "f[2,3], i64[3]<5, dim=1" (grammar in tests/examples.py)
@@ -74,28 +76,31 @@ OPS: dict[str, Op] = {}
 
 @dataclass(frozen=True)
 class SplitRule:
-    """A rule for a split letter: write(at, *local inputs, **params) -> local outputs, written with operators,
-    collectives among them.
+    """A rule for a split letter, or for several over the same axes: write(at, *local inputs, **params) -> local
+    outputs, written with operators, collectives among them.
 
     `at` tells where the part lies (lower/spmd.py: At).
     `partial`: the kind in which outputs without the letter are partial over its axes, or one for each output.
     `uneven`: it copes with padding.
+    `outer`: of letters split together, one that slower axes may split as well.
     """
 
     write: Callable[..., Any]
     partial: str | tuple[str, ...] = ""
     uneven: bool = False
+    outer: str = ""
 
 
 @dataclass(frozen=True)
 class Collective:
-    """What ranks say to each other for an operator of one tensor; its params tell the axes and the `count` k of ranks
-    along them.
+    """What ranks say to each other for an operator of one tensor (of several: each rank's are a tuple); its params tell
+    the axes and the `count` k of ranks along them.
 
     `sent`: bytes a rank puts on the wire for each byte it puts in.  `steps`: messages that wait for each other.
     `meaning`: what the rank at an index gets, from the tensors of all ranks along the axes, (xs, index, **params) -> y;
     simulated ranks do it.  `together`: several may go in one message, begun and waited for apart.  `grows`: it brings
-    more than it is given.  `same`: afterwards all ranks have the same.
+    more than it is given.  `same`: afterwards all ranks have the same.  `counted`: how much is sent is data, as a rule
+    the smaller of what it is given and what it brings.
     """
 
     sent: Callable[[int], float]
@@ -104,6 +109,7 @@ class Collective:
     together: bool = False
     grows: bool = False
     same: bool = False
+    counted: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,6 +138,7 @@ class Op:
     product: bool = False
     rate: str = ""
     precision: str = ""
+    kept: tuple[int, ...] = ()
     commutes: str = ""
     moves: bool = False
     scalars: tuple[int, ...] = ()
@@ -141,6 +148,7 @@ class Op:
     stacks: bool = False
     foreign: bool = False
     by_rank: bool = False
+    for_ranks: bool = False
     collective: Collective | None = None
     transfers: bool = False
     sent_as_sum: bool = False

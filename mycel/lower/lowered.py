@@ -75,7 +75,9 @@ def local_of(program: Program, spread: Distributed | None, simplified: bool = Fa
     """What is left to a rank of a program; `simplified`, where nothing is."""
     if spread is None and not simplified:
         return program
-    return check(transform.simplify(program if spread is None else check(compress(spread.local))))
+    if spread is None:
+        return check(transform.simplify(program))
+    return check(transform.simplify(check(compress(spread.local)), ranks=True))
 
 
 def with_residuals(local: Program, residuals: Residuals, spread: Distributed | None) -> Program:

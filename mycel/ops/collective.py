@@ -7,6 +7,8 @@
                                                                what comes in joined along `join`
     y = permute(x, axes=("cp",), count=2, to=(1, 0))           to rank to[i] from rank i; -1: to nobody
                                                                (who gets nothing has zeros)
+    y = exchange_rows(x, sent, got, axes=("ep",), count=2, rows=8)   to each rank its rows of x, one rank's behind
+                                                               another's: `sent` says how many, `got` how many come
     y = own_part(x, axes=("tp",), count=4, dim=0)              this rank's part of what all hold
     y = only_first(x, axes=("tp",), count=4)                   x on the first rank along the axes, zeros on the others:
                                                                a partial sum
@@ -100,6 +102,13 @@ def exchanged(xs, index, *, axes, count, split, join, size):
 
 def permuted(xs, index, *, axes, count, to):
     return xs[to.index(index)] if index in to else torch.zeros_like(xs[index])
+
+
+def rows_exchanged(xs, index, *, axes, count, rows):
+    """Of each rank's (x, sent, got) the rows for this one, in the order of the ranks."""
+    pieces = [x.split([*sent.tolist(), x.shape[0] - int(sent.sum())])[index] for x, sent, _ in xs]
+    behind = pieces[0].new_zeros(rows - sum(len(piece) for piece in pieces), *pieces[0].shape[1:])
+    return torch.cat([*pieces, behind])
 
 
 def ring(k):
@@ -245,6 +254,28 @@ def exchange_chunks(x, *, axes, count):
 def gather_chunks(x, *, axes, count):
     """The rows of all ranks along the axes; what is encoded is small, so it is sent as soon as it is there."""
     return communicator().gather_chunks(x, axes)
+
+
+def exchange_rows_vjp(g, y, x, sent, got, *, axes, count, rows):
+    return o.exchange_rows(g, got, sent, axes=axes, count=count, rows=x.shape[0]), None, None
+
+
+@op(
+    lambda x, sent, got, *, axes, count, rows: (
+        f"m^ {' '.join(f'd{i}' for i in range(1, x.ndim))}, r^, r^ -> p {' '.join(f'd{i}' for i in range(1, x.ndim))}",
+        {"p": rows},
+    ),
+    dtype="first",
+    vjp=exchange_rows_vjp,
+    linear=((0,),),
+    compiles=False,
+    by_rank=True,
+    collective=Collective(ring, lambda k: 1, rows_exchanged, counted=True),
+)
+def exchange_rows(x, sent, got, *, axes, count, rows):
+    """To each rank along the axes its rows of x, those of the first rank first; those that come stand one rank's behind
+    another's, and what is behind them means nothing."""
+    return communicator().exchange_rows(x, sent, got, axes, rows)
 
 
 def permute_transpose(g, x, *, axes, count, to):

@@ -8,6 +8,7 @@ from mycel.plan.cuts import best_cut, cut_blocks
 from mycel.plan.decide import LESS, decide, ladder
 from mycel.plan.decided import BlockLayouts, Decided, Predicted, digest
 from mycel.plan.hardware import CPU, Hardware, hardware_of, probe_path, probe_text
+from mycel.plan.idle_experts import refuse_idle
 from mycel.plan.links import Links
 from mycel.plan.offload import (
     Absence,
@@ -44,6 +45,6 @@ __all__ = [
     "Residuals", "Solved", "StageCosts", "StepBody", "StepFlow", "StreamShare", "StreamedInput", "Times",
     "absences", "backward_inputs", "backward_part", "best_cut", "chunk_bytes", "clock", "cut_blocks", "decide",
     "digest", "equation_key", "expressions", "hardware_of", "ladder", "moves_of", "orders_text", "paired",
-    "parameter_layouts", "probe_path", "probe_text", "ready_plans", "residuals", "searched", "solve", "starts_of",
-    "state_inputs", "streams_of", "timeline", "travels", "twins",
+    "parameter_layouts", "probe_path", "probe_text", "ready_plans", "refuse_idle", "residuals", "searched", "solve",
+    "starts_of", "state_inputs", "streams_of", "timeline", "travels", "twins",
 ]  # fmt: skip

@@ -129,19 +129,25 @@ class Options:
     def _is_together(self, letter: str, before: Mapping[str, Axes]) -> bool:
         """Is it split by a joint rule already?  Then it goes on with the other letters or not at all: a result would be
         partial over an axis of its own."""
-        joint = [key.split() for key in self.op.parts if " " in key]
-        return any(
-            letter in key and before.get(letter) and all(before.get(k) == before[letter] for k in key) for key in joint
+        return any(letter in key.split() and self._is_joint(key, before) for key in self.op.parts if " " in key)
+
+    def _is_joint(self, key: str, letters: Mapping[str, Axes]) -> bool:
+        """Are the letters of a joint rule split over the same axes, the outer one perhaps over slower ones before?"""
+        together, outer = key.split(), self.op.parts[key].outer
+        inner = letters.get(next(k for k in together if k != outer), ())
+        return bool(inner) and all(
+            letters.get(k, ())[-len(inner) :] == inner if k == outer else letters.get(k) == inner for k in together
         )
 
     def _may_split_together(self, key: str, axis: str, before: Mapping[str, Axes], mesh: Mesh) -> bool:
         """Can all letters of a joint rule be split over one more axis?"""
         assert self.fit is not None
         letters = {k: (*before.get(k, ()), axis) for k in key.split()}
+        inner = letters[next(k for k in letters if k != self.op.parts[key].outer)]
         if (
             not all(k in self.fit.sizes for k in letters)
-            or len(set(letters.values())) > 1
-            or mesh.count(next(iter(letters.values()))) > TURNS
+            or not self._is_joint(key, letters)
+            or mesh.count(inner) > TURNS
         ):
             return False
         fits = [self.fit.sizes[k] > 1 and k not in self.minor and k not in self.in_joint_dims for k in letters]
@@ -152,8 +158,7 @@ class Options:
     def rule(self, letters: Mapping[str, Axes], letter: str) -> SplitRule | None:
         """The operator's own way to be split along a letter, when these letters are split."""
         for key, part in self.op.parts.items():
-            together = key.split()
-            if len(together) > 1 and letter in together and all(letters.get(k) == letters[letter] for k in together):
+            if " " in key and letter in key.split() and self._is_joint(key, letters):
                 return part
         return self.op.parts.get(letter) or (self.op.parts.get("*") if letter in self.plain else None)
 
@@ -197,13 +202,15 @@ class Options:
         for j, t in enumerate(self.outputs):
             item = self.fit.outs[j] if self.fit is not None else None
             partial = [(a, "+") for a in flows]
+            dims = self._dims(item, t, letters)
+            own = {a for axes in dims for a in axes}  # of letters split together it may have another one
             for letter, axes in sums.items():
                 partial += [
                     (a, kind)
                     for a in axes
-                    if (kind := self.partial_kind(letters, letter, j)) and not self._has(item, letter)
+                    if a not in own and (kind := self.partial_kind(letters, letter, j)) and not self._has(item, letter)
                 ]
-            outs.append(Layout(self._dims(item, t, letters), tuple(sorted(partial))))
+            outs.append(Layout(dims, tuple(sorted(partial))))
         expand = any(self.needs_expansion(letters, k) for k in letters)
         return Choice(tuple(ins), tuple(outs), dict(letters), expand, dict(flows))
 

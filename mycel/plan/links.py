@@ -125,7 +125,10 @@ def message(eqn: Eqn) -> tuple[str, Axes, float]:
     op = OPS[eqn.params["op"]] if eqn.op is o.begin else eqn.op
     if op.collective is None:
         return "", (), 0.0
-    return op.name, eqn.params["axes"], float(sum(v.type.bytes for v in eqn.vars))
+    size = sum(v.type.bytes for v in eqn.vars)
+    if op.collective.counted:
+        size = min(size, sum(v.type.bytes for v in eqn.outputs))
+    return op.name, eqn.params["axes"], float(size)
 
 
 def sent_by(eqn: Eqn) -> tuple[Axes, float]:

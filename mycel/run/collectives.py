@@ -35,7 +35,9 @@ def buckets(name: str, xs: Sequence[Tensor], how: dict[str, Any]) -> list[tuple[
     may go alone."""
     together: dict[object, list[int]] = {}
     for i, x in enumerate(xs):
-        alone = name in ("all_to_all", "permute", "exchange") or (name != "all_reduce" and x.nbytes >= ALONE_BYTES)
+        alone = name in ("all_to_all", "permute", "exchange", "exchange_rows") or (
+            name != "all_reduce" and x.nbytes >= ALONE_BYTES
+        )
         together.setdefault(i if alone else (x.dtype, x.device), []).append(i)
     if "dim" not in how:
         return [(bucket, how) for bucket in together.values()]
@@ -117,6 +119,14 @@ def permute(group: RankGroup, xs: list[Tensor], to: tuple[int, ...]) -> Messages
     return [y]
 
 
+def exchange_rows(group: RankGroup, xs: list[Tensor], sent: list[int], got: list[int], rows: int) -> Messages:
+    x = xs[0].contiguous()
+    y, width = x.new_empty(rows, *x.shape[1:]), math.prod(x.shape[1:])
+    counts = [[n * width for n in per_rank] for per_rank in (got, sent)]
+    yield group.exchange(y.view(-1)[: sum(counts[0])], x.view(-1)[: sum(counts[1])], *counts)
+    return [y]
+
+
 class TransferPiece(Protocol):
     """A piece that goes from rank to rank (plan/across.py: Transfer): where it lies in the sender's part and in the
     receiver's."""
@@ -161,6 +171,7 @@ COLLECTIVES: dict[str, Callable[..., Messages]] = {
     "gather_chunks": gather_chunks,
     "permute": permute,
     "exchange": exchange,
+    "exchange_rows": exchange_rows,
 }
 
 

@@ -64,4 +64,6 @@ def warm_up(program: Program, device: torch.device) -> None:
 
 
 def _memory(t: Type, device: torch.device) -> torch.Tensor:
-    return torch.empty(t.shape, dtype=t.dtype, device=device)
+    """Memory as it is; numbers that count or choose something are zero."""
+    make = torch.empty if t.dtype.is_floating_point else torch.zeros
+    return make(t.shape, dtype=t.dtype, device=device)

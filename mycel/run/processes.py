@@ -104,6 +104,11 @@ class Processes:
         """From index i to index to[i], -1: to nobody; zeros where nothing comes."""
         return self.wait(self.start("permute", [x], axes=axes, at=at, to=tuple(to)))[0]
 
+    def exchange_rows(self, x: Tensor, sent: Tensor, got: Tensor, axes: Axes, rows: int, at: str = "") -> Tensor:
+        """To each rank its rows of x; `sent` and `got` say how many, for each rank."""
+        counts = {"sent": sent.tolist(), "got": got.tolist()}
+        return self.wait(self.start("exchange_rows", [x], axes=axes, at=at, rows=rows, **counts))[0]
+
     def exchange(self, x: Tensor, pieces: Sequence[TransferPiece], shape: Sequence[int], at: str = "") -> Tensor:
         """From the part of a tensor on one mesh to the part on another, of this shape: pieces go from rank to rank of
         the world (plan/across.py).

@@ -153,7 +153,7 @@ class _Ranks:
         if eqn.op is o.finish:
             return self.finished(p, args[1:])
         if eqn.op.collective is not None:
-            return [self.together(eqn.op, args[0], p)]
+            return [self.together(eqn.op, args[0] if len(args) == 1 else list(zip(*args, strict=True)), p)]
         return self.each(eqn, args)
 
     def each(self, eqn: Eqn, args: list[Values]) -> list[Values]:

@@ -23,6 +23,7 @@ from mycel.transform.outline import outline
 from mycel.transform.precision import precision
 from mycel.transform.scaling import LOSS_SCALE, scaled, with_scale
 from mycel.transform.unhinted import unhinted
+from mycel.transform.unshared import unshared
 from mycel.transform.vjp import forward_and_backward, value_and_grad
 
 Pass = Callable[[Program], Program]
@@ -31,9 +32,10 @@ Pass = Callable[[Program], Program]
 SIMPLIFY: list[Pass] = [dce, cse, inline, algebra, causal, fold, algebra, cse, dce]
 
 
-def simplify(program: Program, hints: bool = False) -> Program:
-    """The passes of SIMPLIFY in order, each checked; layouts the user asks for are kept only where `hints` says so."""
-    for change in SIMPLIFY if hints else (unhinted, *SIMPLIFY):
+def simplify(program: Program, ranks: bool = False) -> Program:
+    """The passes of SIMPLIFY in order, each checked; layouts the user asks for and operators made to be shared are kept
+    only where it is for ranks."""
+    for change in SIMPLIFY if ranks else (unhinted, unshared, *SIMPLIFY):
         program = check(change(program))
     return program
 
@@ -66,6 +68,7 @@ __all__ = [
     "shares",
     "simplify",
     "unhinted",
+    "unshared",
     "value_and_grad",
     "with_numbers_of",
     "with_scale",

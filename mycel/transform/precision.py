@@ -128,7 +128,10 @@ class _Change:
             target = torch.float32 if any(x.dtype == torch.float32 for x in moving) or not moving else self.dtype
         if target is not None:
             args = [
-                o.cast(x, dtype=target) if isinstance(x, Var) and x in floats and x.dtype != target else x for x in args
+                o.cast(x, dtype=target)
+                if isinstance(x, Var) and x in floats and x.dtype != target and i not in eqn.op.kept
+                else x
+                for i, x in enumerate(args)
             ]
         results = (
             eqn.op(*args, **eqn.params)

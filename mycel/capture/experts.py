@@ -1,0 +1,197 @@
+"""Layers of experts of model libraries: one operator, whichever way the library would compute them.
+
+transformers' experts keep all weights of a layer in one tensor and choose an implementation by a setting: a loop over
+the experts that were hit (whose shapes depend on the routing), a product for each token and choice (with a copy of its
+expert's weights), grouped products.  All mean the same; while code is traced it is `experts` (`ops/expert_layer.py`).
+What an expert does between its two products is read from its own code, traced by itself.  A layer that does more than
+that is left to the library.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mycel.capture.trace import TRACING, Tracer
+from mycel.ir import Eqn, Var
+from mycel.ir.types import NAMES
+from mycel.ops import o
+
+LIBRARY = "transformers.integrations.moe"
+DENSE = "transformers.models.llama4.modeling_llama4"
+Forward = Callable[..., torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Where a layer's tokens go: its name, the experts each token chose, their weights, and how many there are."""
+
+    layer: str
+    ids: torch.Tensor
+    weights: torch.Tensor
+    experts: int
+
+
+OBSERVED: list[list[Routing]] = []  # who wants to see the routing of layers that are traced
+Gate = tuple[str, str]  # what is done with the parts of a hidden row, as text; what the parts are (`ops/gates.py`)
+
+
+@contextlib.contextmanager
+def as_one_operator() -> Iterator[None]:
+    """In here layers of experts that are traced become one operator each."""
+    library: Any = sys.modules.get(LIBRARY)
+    dense: Any = sys.modules.get(DENSE)
+    with (
+        _replaced(library and library.ExpertsInterface, "get_interface", _chosen),
+        _replaced(dense and dense.Llama4TextMoe, "forward", _of_chosen_alone),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, by: Callable[[Any], Any]) -> Iterator[None]:
+    """A method of a class that is loaded, replaced by another made of it."""
+    if not owner:
+        yield
+        return
+    plain = getattr(owner, name)
+    setattr(owner, name, by(plain))
+    try:
+        yield
+    finally:
+        setattr(owner, name, plain)
+
+
+def _chosen(plain: Any) -> Any:
+    """The library's choice of an implementation: ours, where it can be."""
+
+    def chosen(interface: Any, implementation: str, default: Forward) -> Forward:
+        other = plain(interface, implementation, default)
+
+        def forward(module: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
+            gate = gate_of_module(TRACING[-1], module) if len(args) == 3 and not kwargs else None
+            return other(module, *args, **kwargs) if gate is None else as_module(TRACING[-1], module, gate, *args)
+
+        return forward
+
+    return chosen
+
+
+def _of_chosen_alone(plain: Forward) -> Forward:
+    """Llama 4 sends each token, times its score, through all experts; those not chosen get zeros and give zeros."""
+
+    def forward(self: Any, hidden_states: torch.Tensor) -> Any:
+        tracer, up = TRACING[-1], self.experts.gate_up_proj
+        gate = traced_gate(tracer, lambda h: _gated(self.experts.act_fn, h), up.shape[2], up.dtype)
+        if gate is None:
+            return plain(self, hidden_states)
+        x = hidden_states.reshape(-1, self.hidden_dim)
+        scores, logits = self.router(x)
+        score, ids = torch.topk(scores, self.top_k, dim=1)
+        rows = (x.unsqueeze(1) * score.unsqueeze(2)).flatten(0, 1)
+        operands = rows, ids.reshape(-1, 1), torch.ones_like(rows[:, :1]), up, self.experts.down_proj, None, None
+        routed = traced_layer(tracer, operands, gate, transposed=True)
+        return self.shared_expert(x) + routed.unflatten(0, (-1, self.top_k)).sum(1), logits
+
+    return forward
+
+
+def _gated(act: Callable[..., torch.Tensor], h: torch.Tensor) -> torch.Tensor:
+    a, b = h.chunk(2, dim=-1)
+    return b * act(a)
+
+
+def gate_of_module(tracer: Tracer, module: Any) -> Gate | None:
+    """What a layer of the library does between its products; None if it does more than that, with more than a row."""
+    if module.has_post_expert_norm or module._is_expert_parallel:
+        return None
+    up = module.gate_up_proj if module.has_gate else module.up_proj
+    width = up.shape[2] if module.is_transposed else up.shape[1]
+    return traced_gate(tracer, module._apply_gate if module.has_gate else module.act_fn, width, up.dtype)
+
+
+def as_module(
+    tracer: Tracer, module: Any, gate: Gate, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """A layer of the library as one equation."""
+    up = module.gate_up_proj if module.has_gate else module.up_proj
+    bias = (module.gate_up_proj_bias if module.has_gate else module.up_proj_bias) if module.has_bias else None
+    down_bias = module.down_proj_bias if module.has_bias else None
+    operands = x, ids, weights, up, module.down_proj, bias, down_bias
+    return traced_layer(tracer, operands, gate, bool(module.is_transposed))
+
+
+def traced_layer(tracer: Tracer, operands: Sequence[Any], gate: Gate, transposed: bool) -> torch.Tensor:
+    """A layer of experts as one equation, its tokens in the dtype of its weights."""
+
+    def rule(x: Var, ids: Var, weights: Var, up: Var, *rest: Any) -> Any:
+        ids = ids if ids.dtype == torch.int64 else o.cast(ids, dtype=torch.int64)
+        rows = x if x.dtype == up.dtype else o.cast(x, dtype=up.dtype)
+        y = o.experts(rows, ids, weights, up, *rest, gate=gate[0], form=gate[1], transposed=transposed)
+        return y if y.dtype == x.dtype else o.cast(y, dtype=x.dtype)
+
+    for seen in OBSERVED:
+        path = next((region.path for region in reversed(tracer.regions) if region.path), "")
+        seen.append(Routing(path, operands[1], operands[2], operands[3].shape[0]))
+    y: torch.Tensor = tracer.wrap(tracer.apply(rule, operands, {}))
+    return y
+
+
+def traced_gate(tracer: Tracer, fn: Callable[..., Any], width: int, dtype: torch.dtype) -> Gate | None:
+    """What a function does with a hidden row, traced by itself; None if it is not made of operators on elements."""
+    before, region = len(tracer.eqns), tracer.regions[-1]
+    children, sites = len(region.children), region.sites
+    h = torch.zeros(1, width, dtype=dtype, device=tracer.device)
+    start = len(tracer.eqns)
+    out = fn(h)
+    gate = expression(tracer.eqns[start:], tracer.cell(h).read(), tracer.cell(out).read())
+    tracer.undo(before)
+    del region.children[children:]
+    region.sites = sites
+    return gate
+
+
+def expression(eqns: Sequence[Eqn], h: Var, out: Var) -> Gate | None:
+    """Equations on one row as text of its parts, and what the parts are."""
+    texts: dict[Any, str] = {}
+    form = ""
+    for eqn in eqns:
+        part = parts_of(eqn, h)
+        if part is not None:
+            texts.update(part[0])
+            form = part[1] if form in ("", part[1]) else "mixed"
+        elif eqn.op.vjp is not None and len(eqn.outputs) == 1 and _is_on_elements(eqn):
+            if h in eqn.inputs:
+                texts[h], form = "a", "whole" if form in ("", "whole") else "mixed"
+            if not all(v in texts for v in eqn.vars):
+                return None
+            operands = [texts[x] if isinstance(x, Var) else repr(x) for x in eqn.inputs]
+            operands += [f"{k}={NAMES.get(v, repr(v))}" for k, v in eqn.params.items()]
+            texts[eqn.outputs[0]] = f"{eqn.op.name}({', '.join(operands)})"
+        else:
+            return None
+    return (texts[out], form) if out in texts and form not in ("", "mixed") else None
+
+
+def _is_on_elements(eqn: Eqn) -> bool:
+    """Does each element of its result come from the same element of its operands?"""
+    return isinstance(eqn.op.dims, str) and set(eqn.op.dims) <= set("., ->")
+
+
+def parts_of(eqn: Eqn, h: Var) -> tuple[dict[Var, str], str] | None:
+    """The parts of a row that an equation gives: its halves, its even or odd elements."""
+    p, n = eqn.params, h.shape[1]
+    if not eqn.inputs or eqn.inputs[0] != h or p.get("dim") != 1:
+        return None
+    if eqn.op is o.split and tuple(p["sizes"]) == (n // 2, n // 2):
+        return dict(zip(eqn.outputs, "ab", strict=True)), "halves"
+    if eqn.op is not o.slice:
+        return None
+    where = p["start"], min(p["stop"], n), p.get("step", 1)
+    known = {(0, n // 2, 1): "a", (n // 2, n, 1): "b", (0, n, 2): "a", (1, n, 2): "b"}
+    return ({eqn.outputs[0]: known[where]}, "halves" if where[2] == 1 else "pairs") if where in known else None

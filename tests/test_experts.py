@@ -1,0 +1,192 @@
+"""Mixtures of experts: the families in use train as in torch, whichever way their experts are computed there; experts
+split over ranks give the same, whatever the routing.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from distributing import OneDevice, start_values, step_equals
+from expert_families import FAMILIES, family, text
+from experts import Layer, routed
+from stepping import plain_step
+from torch import nn
+
+import mycel
+from mycel import Mesh, Plan
+from mycel.errors import CaptureError, PlanError, RunError
+from mycel.ir import walk
+from mycel.launch import launch
+from mycel.run import interpret, simulate
+from mycel.run.simulate import spread_out
+
+IMPLEMENTATIONS = ["eager", "grouped_mm", "batched_mm"]
+
+
+def operators(program):
+    return {e.op.name for _, e in walk(program)}
+
+
+def quiet(model: nn.Module) -> nn.Module:
+    for module in model.modules():
+        if isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.0
+    return model
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_family_trains_as_in_torch(name):
+    """Losses, and parameters after two steps; in 64 bits, but for norms and routers that compute in 32."""
+    model = quiet(family(name).double()).train(name != "phimoe")  # whose router draws numbers in training
+    twin = copy.deepcopy(model)
+    adamw = [torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (model, twin)]
+    step = mycel.train_step(model, adamw[0], compile=False)
+    for _ in range(2):
+        assert float(step(**text())) == pytest.approx(plain_step(twin, adamw[1], text()), rel=1e-6)
+    for (key, p), q in zip(model.named_parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6, msg=lambda m, key=key: f"{key}: {m}")
+    assert {"dispatch", "grouped_matmul", "combine"} <= operators(step.program)
+
+
+def test_every_implementation_is_the_same_program():
+    def captured(how):
+        model = family("mixtral", how)
+        return mycel.capture(lambda ids: model(input_ids=ids).logits, text()["input_ids"])
+
+    programs = [captured(how) for how in IMPLEMENTATIONS]
+    assert len(set(map(str, programs))) == 1
+    assert [e.op.name for _, e in walk(programs[0])].count("experts") == 1  # of a block that is called for each layer
+
+
+def test_what_is_written_with_torchs_grouped_products():
+    def f(x, w, ends):
+        return nn.functional.grouped_mm(x, w.transpose(-2, -1), offs=ends)
+
+    x, w, ends = torch.randn(8, 16), torch.randn(3, 8, 16), torch.tensor([3, 3, 8], dtype=torch.int32)
+    assert "grouped_matmul" in operators(mycel.capture(f, x, w, ends))
+    torch.testing.assert_close(mycel.jit(f)(x, w, ends), f(x, w, ends))
+
+
+@pytest.mark.parametrize("how", ["random", "one", "few"])
+def test_a_layer_written_by_hand(how):
+    layer, batch = Layer(5), routed(how, 5)
+    wanted = layer(**batch)
+    wanted.backward()
+    loss, grads = mycel.value_and_grad(layer.forward, wrt=layer)(**batch)
+    torch.testing.assert_close(loss, wanted.detach())
+    for name, p in layer.named_parameters():
+        torch.testing.assert_close(grads[name], p.grad)
+
+
+def test_what_does_not_fit_is_told():
+    layer, batch = Layer(5), routed("random", 5)
+    with pytest.raises(CaptureError, match="weights does not fit"):
+        layer(**{**batch, "weights": batch["weights"][:, :1]})
+    layer.gate = lambda h: h[:, :6] / h.sum()
+    with pytest.raises(CaptureError, match="the gate does more"):
+        mycel.capture(layer, *batch.values())
+
+
+# -- on ranks
+
+SPLIT = {"up": ["ep", "-", "-"], "down": ["ep", "-", "-"]}
+
+
+@pytest.mark.parametrize("how", ["random", "one", "few"])
+@pytest.mark.parametrize("chosen, experts, message", [(4, 5, "all_gather"), (1, 7, "exchange_rows")])
+def test_any_routing_is_exact_on_ranks(how, chosen, experts, message):
+    """Also where the number of experts does not divide, where one gets all tokens, and where some get none."""
+    one = OneDevice.of(Layer(experts), routed(how, experts, chosen=chosen), clip_norm=1.0)
+    for mesh, batch in ((Mesh(ep=2), ["ep"]), (Mesh(dp=2, ep=2), ["dp.ep"])):
+        found = step_equals(one, Plan(mesh, SPLIT, batch))
+        assert message in operators(found.local)
+
+
+@pytest.mark.parametrize(
+    "name, names, sizes",
+    [
+        ("mixtral", "ep", {"ep": 2}),
+        ("gpt_oss", "ep+tp", {"ep": 2, "tp": 2}),
+        ("qwen3_moe", "dp+ep", {"dp": 2, "ep": 3}),
+        ("deepseek_v3", "zero3+ep", {"dp": 2, "ep": 2}),
+        ("llama4", "ep", {"ep": 2}),
+        ("mixtral", "zero3+ep+cp", {"dp": 2, "ep": 2, "cp": 2}),
+    ],
+)
+def test_ready_plans_for_experts(name, names, sizes):
+    step_equals(OneDevice.of(family(name).double(), text(), clip_norm=1.0), Plan.read(names, Mesh(sizes)))
+
+
+@pytest.mark.parametrize("sizes", [{"ep": 2}, {"dp": 2}], ids=str)
+def test_half_precision_on_ranks(sizes):
+    """The same loss up to the rounding of 16 bits; the weights that a router gives stay in 32."""
+    mesh = Mesh(sizes)
+    one = OneDevice.of(family("mixtral"), text(), precision="bf16")
+    layer = next(e for _, e in walk(one.made.program) if e.op.name == "experts")
+    assert [t.dtype for t in layer.input_types[:4:2]] == [torch.bfloat16, torch.float32]
+    found, values = one.under(Plan.read(*sizes, mesh)), start_values(one)
+    serial = interpret(one.made.program, values)[0]
+    parts = [spread_out(x, layout, mesh) for x, layout in zip(values, found.inputs, strict=True)]
+    assert all(torch.allclose(loss, serial, rtol=4e-3) for loss in simulate(found.local, mesh, parts)[0])
+
+
+def test_experts_on_processes(tmp_path):
+    child = str(Path(__file__).parent / "experts_child.py")
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "MYCEL_TIMEOUT": "60"}
+    assert launch([], 2, program=[child], env=env, logs=tmp_path) == 0, "".join(
+        p.read_text() for p in tmp_path.glob("*") if p.is_file()
+    )
+
+
+# -- where tokens go, and what is refused
+
+
+def test_the_load_of_experts_by_layer():
+    model = family("qwen3_moe").double()
+    step = mycel.train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), compile=False)
+    load = step.expert_load(**text())
+    assert list(load) == [f"model.layers.{i}.mlp.experts" for i in range(2)]
+    assert all(counts.shape == (5,) and counts.sum() == 2 * 24 for counts in load.values())
+    model.model.layers[1].mlp.gate.weight.data.fill_(torch.nan)
+    with pytest.raises(RunError, match=r"router of model\.layers\.1\.mlp\.experts gives weights that are not finite"):
+        step.expert_load(**text())
+
+
+def test_choices_of_experts_that_are_not_there():
+    layer, batch = Layer(5), routed("few", 5)
+    step = mycel.train_step(layer, torch.optim.SGD(layer.parameters(), lr=0.1), compile=False)
+    assert step.expert_load(**batch)["the model"].tolist() == [0, 0, 0, *torch.bincount(batch["ids"].view(-1))[3:]]
+    with pytest.raises(RunError, match="of 16 choices 0 are among its 5 experts"):
+        step.expert_load(**{**batch, "ids": batch["ids"] + 5})
+
+
+def test_more_ranks_than_experts_are_refused():
+    one = OneDevice.of(family("mixtral").double(), text(8))
+    with pytest.raises(PlanError, match=r"4 experts over 8 ranks(.|\n)*layers\.0\.mlp\.experts\.\w+: \[ep,-,-\]"):
+        one.under(Plan.read("ep", Mesh(ep=8)))
+
+
+class Loop(nn.Module):
+    """As people write it by hand."""
+
+    def __init__(self):
+        super().__init__()
+        self.router = nn.Linear(4, 3)
+        self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x):
+        weights, ids = torch.topk(self.router(x).softmax(-1), 2)
+        y = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            token, place = torch.where(ids == i)
+            y.index_add_(0, token, expert(x[token]) * weights[token, place, None])
+        return y
+
+
+def test_a_loop_over_experts_is_refused_with_the_way_to_write_it():
+    with pytest.raises(CaptureError, match=r"torch.where(.|\n)*mycel\.experts"):
+        mycel.capture(Loop(), torch.randn(6, 4))
