@@ -27,6 +27,7 @@ What the fields mean
   compiles  a compiler can take its kernel
   apart     it is worth a kernel of its own: a compiler does not merge it with what is before and behind it
   free      it costs nothing
+  pads      its kernel pads rows of odd length itself, where aligned ones are faster
   product   a product of matrices, or made of them: what devices are fast at, and ranks share first
   rate      under which name its operations a second are measured: "product", "conv", "attention" …; "": it is bound by
             memory
@@ -127,6 +128,7 @@ class Op:
     compiles: bool = True
     apart: bool = False
     free: bool = False
+    pads: bool = False
     product: bool = False
     rate: str = ""
     precision: str = ""

@@ -340,6 +340,12 @@ def attention_grad(g, q, k, v, mask, y, lse, *, causal=False, scale=None):
     return dq, _sum_groups(dk, like), _sum_groups(dv, like)
 
 
+def _is_tiled(q, k, mask):
+    """On a GPU, in 16 bits, all rows and columns: one kernel makes the cotangent of a mask, a tile at a time."""
+    whole = mask.ndim >= 2 and tuple(mask.shape[-2:]) == (q.shape[2], k.shape[2])
+    return q.is_cuda and q.dtype.itemsize == 2 and whole and 0 not in (*q.shape, *k.shape)
+
+
 @op(
     _mask_grad_dims,
     dtype=lambda *types: types[4].dtype,
@@ -351,9 +357,16 @@ def attention_grad(g, q, k, v, mask, y, lse, *, causal=False, scale=None):
         "f64[2,4,6,8], f64[2,4,6,8], f64[2,2,4,8], f64[2,2,4,8], f64[2,1,1,4], f64[2,4,6,8], f64[2,4,6]>4, scale=0.3",
         "f64[2,2,6,6], f64[2,2,6,4], f64[2,2,3,4], f64[2,2,3,6], f64[1,3], f64[2,2,6,6], f64[2,2,6]>4",
     ],
+    rate="attention",
     apart=True,
 )
 def attention_mask_grad(g, q, k, v, mask, y, lse, *, scale=None):
     """The cotangent of an added mask: its own equation, for it is large and a constant mask needs none."""
+    if _is_tiled(q, k, mask):
+        from mycel.ops.triton_bias import attention_bias_grad
+
+        bias = mask.reshape((1,) * (4 - mask.ndim) + tuple(mask.shape))
+        factor = q.shape[3] ** -0.5 if scale is None else scale
+        return attention_bias_grad(g, q, k, v, bias, y, lse, factor).reshape(mask.shape).to(mask.dtype)
     ds = _plain_grad(g, q, k, v, mask, y, lse, False, scale)[1]
     return ds.sum_to_size(mask.shape).to(mask.dtype)

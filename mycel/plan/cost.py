@@ -36,7 +36,9 @@ def kind_of(eqn: Eqn) -> str:
 
 def alignment(eqn: Eqn) -> int:
     """The power of two, up to 8, that divides the lengths of all rows of a product: of its operands, its result, and
-    its weight's columns."""
+    its weight's columns; 8 where its kernel sees to that."""
+    if eqn.op.pads:
+        return 8
     types = [v.type for v in (*eqn.vars, *eqn.outputs) if v.type.ndim > 1]
     weights = [t.shape[0] for t in types[1:2] if t.ndim == 2]
     return math.gcd(8, *(t.shape[-1] for t in types), *weights)
