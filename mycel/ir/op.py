@@ -15,7 +15,8 @@ What the fields mean
             the types; one of these, or a tuple of them for several outputs
   types     the whole type rule, where shapes cannot be read from dims: (*types, **params) -> Type or tuple of Types
   vjp       (g, y, *inputs, **params) -> one cotangent for each input (None: no gradient)
-  flops     a function of the dim sizes (`d.k`, `d.rows` = product of "..."); default: one for each output element
+  flops     a function of the dim sizes (`d.k`, `d.rows` = product of "...") and of `d.params`; default: one for each
+            output element
   expand    the meaning in smaller operators, on the same arguments: its reference, and its gradient if there is no vjp
   write     marks a view; (x, new_outputs, *other inputs, **params) -> x with the viewed part replaced
   fresh     its results are always new memory, shared with no operand
@@ -200,7 +201,9 @@ class Op:
         moved = sum(t.bytes for t in (*inputs, *outs) if isinstance(t, Type))
         if self.flops is None:
             return Cost(sum(t.numel for t in outs), moved)
-        return Cost(self.flops(self.fit(inputs, params).namespace()), moved)
+        sizes = self.fit(inputs, params).namespace()
+        sizes.params = params
+        return Cost(self.flops(sizes), moved)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,5 @@
-"""The cotangent of what is added to attention's scores, in one kernel for GPUs: scores and their cotangents exist a tile
-at a time, and are summed over batch and heads where the bias has none.
+"""The cotangent of what is added to attention's scores, in one kernel for GPUs: scores and their cotangents exist a
+tile at a time, and are summed over batch and heads where the bias has none.
 
     p = exp(q kᵀ · scale + bias - lse)          ds = p (g vᵀ - Σ g y)          dbias = Σ ds
 
