@@ -51,7 +51,7 @@ from mycel.ir import Mesh, Program, Role, Var, check
 from mycel.objective import Batch, objective, refuse_outputs
 from mycel.parts import ShardedModel, UnshardedStep, roles_of
 from mycel.planning import Task, planned
-from mycel.run import keep_freed_memory, load, start_workers, warm_up, without_collector
+from mycel.run import Replayed, keep_freed_memory, load, start_workers, warm_up, without_collector
 from mycel.several_optimizers import SeveralOptimizers, each_of
 from mycel.sizes import parse_bytes, shown
 from mycel.step_state import StepState
@@ -174,6 +174,7 @@ class CompiledStep:
     feed: Feed
     signature: tuple[Any, ...]
     facts: tuple[Facts, ...] = ()
+    replayed: Replayed | None = None  # on a GPU
 
     @property
     def program(self) -> Program:
@@ -309,12 +310,24 @@ class Step:
         if done.regions:
             warm_up(program, made.captured.device)
         code, source = load(program, made.captured.device, reuse=True, donate=True, compiled=set(done.regions))
+        replayed = self._replayed(code, program, made.captured.device, decided)
+        code = replayed or code
         feed = feed_of(made.captured, made.program)
         if self.parts is not None and done.spread is not None:
             code, feed = self.parts.connected(code), self.parts.feed(made, done.spread)
         call, local = self._bound(made, program, code, feed)
         signature = optimizers.signature(self.optimizer, self.by_rule)
-        return CompiledStep(done, source, decided, call, local, feed, signature, made.captured.facts)
+        return CompiledStep(done, source, decided, call, local, feed, signature, made.captured.facts, replayed)
+
+    def _replayed(
+        self, code: Callable[..., Any], program: Program, device: torch.device, decided: plan.Plan
+    ) -> Replayed | None:
+        """The code as a CUDA graph, where there is a GPU whose memory holds what the step makes twice: a graph keeps
+        its own, and others, such as an evaluation between steps, need as much again."""
+        if device.type != "cuda" or not self.settings.compiles(device) or self.parts is not None:
+            return None
+        memory = torch.cuda.get_device_properties(device).total_memory
+        return Replayed(code, program, device) if 2 * decided.peak - decided.held <= memory else None
 
     def _choose_update(self) -> None:
         """Is the update part of the program, or torch's?  The latter is said once."""
@@ -652,6 +665,7 @@ class Step:
         ]
         if device.type == "cuda":
             lines.append(f"measured peak    {shown(torch.cuda.max_memory_allocated(device))}")
+            lines.append(f"runs as          {entry.replayed or 'calls from Python'}")
         foreign = sorted({e.params["target"] for b in entry.program.blocks.values() for e in b.eqns if e.op.foreign})
         lines += [f"as torch has it  {', '.join(foreign)}"] if foreign else []
         spread = entry.lowered.spread

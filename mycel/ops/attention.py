@@ -66,20 +66,20 @@ def _mask_grad_dims(g, q, k, v, mask, y, lse, *, scale=None):
 
 def forward_flops(d):
     """Two products."""
-    return 2 * d.b * d.g * d.n * _scores(d) * (d.d + d.e)
+    return 2 * d.b * d.g * d.n * d.q * d.k * (d.d + d.e)
 
 
 def _backward_flops(d):
     """Five products."""
-    return 2 * d.b * d.g * d.n * _scores(d) * (3 * d.d + 2 * d.e)
+    return 2 * d.b * d.g * d.n * d.q * d.k * (3 * d.d + 2 * d.e)
 
 
-def _scores(d):
-    """Pairs of rows and columns: those in a window; all, where causal, whose rate is measured so."""
-    window = d.params.get("window")
+def _share(q, k, window):
+    """Of all pairs of rows and columns those in a window; all, where causal, whose rate is measured so."""
     if window is None:
-        return d.q * d.k
-    return _pairs(d.q, d.k, window[1]) - _pairs(d.q, d.k, -window[0] - 1)
+        return 1.0
+    rows, columns = q.shape[2], k.shape[2]
+    return (_pairs(rows, columns, window[1]) - _pairs(rows, columns, -window[0] - 1)) / max(rows * columns, 1)
 
 
 def _pairs(rows, columns, behind):
@@ -201,6 +201,7 @@ def _attention_vjp(g, y, q, k, v, mask, **params):
     vjp=_attention_vjp,
     expand=_attention_in_operators,
     flops=forward_flops,
+    share=lambda q, k, v, mask, window=None, **_: _share(q, k, window),
     parts={"q": SplitRule(attention_rows, uneven=True), "q k": SplitRule(attention_ring, uneven=True)},
     examples=[
         "f[2,4,6,8], f[2,4,3,8], f[2,4,3,8], None", "f[2,4,6,8], f[2,2,6,8], f[2,2,6,8], None, causal=True",
@@ -224,6 +225,7 @@ def attention(q, k, v, mask, *, causal=False, scale=None, window=None):
     dtype=tuple(lambda *types, at=at: types[at].dtype for at in (1, 2, 3)),
     expand=_grad_in_operators,
     flops=_backward_flops,
+    share=lambda g, q, k, v, mask, y, lse, window=None, **_: _share(q, k, window),
     linear=((0,),),
     parts={
         "q": SplitRule(attention_grad_rows, partial="+", uneven=True),

@@ -5,9 +5,11 @@ from mycel.run.compile import start_workers, warm_up, without_collector
 from mycel.run.emit import emit, load
 from mycel.run.interpret import interpret, not_finite
 from mycel.run.processes import world
+from mycel.run.replay import Replayed
 from mycel.run.simulate import part_of, simulate
 
 __all__ = [
+    "Replayed",
     "emit",
     "interpret",
     "keep_freed_memory",
