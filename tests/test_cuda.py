@@ -7,6 +7,7 @@ import torch
 from models import MODELS
 
 import mycel
+import mycel.ops
 from examples import parse_example
 from mycel.ir import CONTROL, OPS, type_of
 

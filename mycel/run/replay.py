@@ -68,14 +68,19 @@ class Replayed:
         self.scalars: dict[int, tuple[Any, torch.Tensor]] = {}  # numbers that move: the last value, and where it lies
         self.copies: dict[int, torch.Tensor] = {}
         self.recording: Recording | None = None
-        self.recorded_for: tuple[Any, ...] = ()
+        self.recorded_for: list[Any] = []
+        self.own: list[int] = []
+        self.held: list[int] = []
+        self.fixed: list[int] = []
         self.calls = self.recordings = 0
 
     def __call__(self, *values: Any) -> Sequence[Any]:
         if self.why and not self.calls:
             return self.code(*values)
         self.calls += 1
-        inputs = [self._input(i, x) for i, x in enumerate(values)]
+        if self.calls == 1:
+            self._sort(values, {i for i in self.moving if self._is_number(values[i])})
+        inputs = self._inputs(values)
         if self.why or self.calls == 1:
             return self.code(*inputs)
         fixed = self._fixed(inputs)
@@ -88,18 +93,23 @@ class Replayed:
     def __str__(self) -> str:
         return f"no CUDA graph: {self.why}" if self.why else "one CUDA graph from the second step on"
 
+    def _inputs(self, values: Sequence[Any]) -> list[Any]:
+        """Values as the code gets them."""
+        inputs = list(values)
+        for i in self.own:
+            inputs[i] = self._input(i, values[i])
+        return inputs
+
     def _is_number(self, x: Any) -> bool:
         """A number of the host's: a recording holds it as it is."""
         return isinstance(x, (int, float)) or (isinstance(x, torch.Tensor) and x.device != self.device)
 
     def _input(self, i: int, x: Any) -> Any:
-        """A value as the code gets it."""
+        """A value in memory of the recording's own."""
         if self.roles[i].kind in COPIED and isinstance(x, torch.Tensor):
             if i not in self.copies:
                 self.copies[i] = torch.empty(x.shape, dtype=x.dtype, device=self.device)
             return self.copies[i].copy_(x, non_blocking=True)
-        if i not in self.moving or not self._is_number(x):
-            return x
         last, held = self.scalars.get(i, (None, None))
         if held is None:
             held = torch.tensor(float(x), dtype=torch.float64, device=self.device)
@@ -108,21 +118,20 @@ class Replayed:
         self.scalars[i] = float(x), held
         return held
 
-    def _fixed(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
+    def _fixed(self, inputs: Sequence[Any]) -> list[Any]:
         """What a recording holds for: where memory lies, and numbers that stand in it."""
-        return tuple(
-            float(x) if self._is_number(x) else x.data_ptr() if isinstance(x, torch.Tensor) else x
-            for i, x in enumerate(inputs)
-            if i not in self.copies and i not in self.scalars
-        )
+        return [
+            *map(torch.Tensor.data_ptr, (inputs[i] for i in self.held)),
+            *(float(inputs[i]) if self._is_number(inputs[i]) else inputs[i] for i in self.fixed),
+        ]
 
-    def _record(self, values: Sequence[Any], inputs: list[Any], fixed: tuple[Any, ...]) -> list[Any]:
+    def _record(self, values: Sequence[Any], inputs: list[Any], fixed: list[Any]) -> list[Any]:
         """Records the code, again where something changed: a number that did is a scalar on the device from now on."""
         if self.recording is not None:
-            others = [i for i in range(len(inputs)) if i not in self.copies and i not in self.scalars]
-            changed = [i for i, a, b in zip(others, self.recorded_for, fixed, strict=True) if a != b]
-            self.moving |= {i for i in changed if self._is_number(inputs[i])}
-            inputs = [self._input(i, x) for i, x in enumerate(values)]
+            numbers = [i for i in self.fixed if self._is_number(inputs[i])]
+            before, now = (dict(zip((*self.held, *self.fixed), x, strict=True)) for x in (self.recorded_for, fixed))
+            self._sort(inputs, self.moving | {i for i in numbers if before[i] != now[i]})
+            inputs = self._inputs(values)
             fixed = self._fixed(inputs)
         self.recording = None  # its memory goes first
         self.recordings += 1
@@ -133,12 +142,21 @@ class Replayed:
             self.recording, self.recorded_for = self.record(self.code, inputs, self.device), fixed
         except RuntimeError as e:
             self.why = str(e).strip().partition("\n")[0]
-            moved = [self.roles[i] for i in self.moving if self.roles[i].name not in MOVING]
+            moved = [i for i in sorted(self.moving) if self.roles[i].name not in MOVING]
             if moved:
-                self.why = f"{', '.join(map(str, moved))} changes from step to step"
-                self.moving -= {i for i in self.moving if self.roles[i].name not in MOVING}
-                inputs = [self._input(i, x) for i, x in enumerate(values)]
+                self.why = f"{', '.join(str(self.roles[i]) for i in moved)} changes from step to step"
+                self._sort(values, self.moving - set(moved))
+                inputs = self._inputs(values)
         return inputs
+
+    def _sort(self, values: Sequence[Any], moving: set[int]) -> None:
+        """Which values are copied or moved in at every call, which lie where they lie, and which stand fixed."""
+        self.moving = moving
+        copied = {i for i, x in enumerate(values) if self.roles[i].kind in COPIED and isinstance(x, torch.Tensor)}
+        self.own = sorted(copied | moving)
+        rest = [i for i in range(len(values)) if i not in copied and i not in moving]
+        self.held = [i for i in rest if isinstance(values[i], torch.Tensor) and not self._is_number(values[i])]
+        self.fixed = sorted(set(rest) - set(self.held))
 
 
 def obstacle(program: Program) -> str:
