@@ -26,6 +26,7 @@ from mycel.capture import (
     TRACING,
     Captured,
     Facts,
+    all_ones,
     bind,
     differentiate_with,
     flatten,
@@ -179,6 +180,10 @@ class CompiledStep:
     @property
     def program(self) -> Program:
         return self.lowered.program
+
+
+def _is_ones(x: torch.Tensor) -> bool:
+    return x.device.type != "meta" and not x.is_floating_point() and not x.is_complex() and bool((x == 1).all())
 
 
 def _arranged(given: Sequence[Role], wanted: Sequence[Role]) -> Callable[[Sequence[Any]], Sequence[Any]] | None:
@@ -385,6 +390,7 @@ class Step:
         if batch.parts > 1:
             whole = capture_call(self.taken, args, kwargs, known=known, differentiated=True, data=data)
             captured = self._for_all_parts(captured, whole, batch, data)
+        captured, whole = self._unmasked(captured, whole, data)
         program = self._prepared(replace(captured, program=transform.with_numbers_of(captured.program, whole.program)))
         if s.precision == "fp16":
             program = transform.with_scale(program)
@@ -438,6 +444,30 @@ class Step:
                     "  try       accumulate=1, or keep it a tensor: torch.where, masks, padding to a fixed size"
                 )
         return replace(captured, facts=(*of_parts, *whole.facts))
+
+    def _unmasked(self, captured: Captured, whole: Captured, data: Arguments) -> tuple[Captured, Captured]:
+        """Inputs of nothing but ones are taken for constants where masks of attention go for it: a guard asks at every
+        call, and other batches get a program that reads them.  A rank that has a part of the batch cannot ask."""
+        leaves: list[torch.Tensor] = []
+        flatten(data, leaves)
+        given = dict(zip(whole.leaves, leaves, strict=True))
+        ones = [v for v in whole.program.inputs if v.name in given and v.ndim > 1 and _is_ones(given[v.name])]
+        if not ones or self.parts is not None:
+            return captured, whole
+
+        def left(inputs: Sequence[Var]) -> int:
+            return transform.masks(transform.simplify(transform.with_ones(whole.program, {v.name for v in inputs})))
+
+        least = left(ones)
+        if least == left(()):
+            return captured, whole
+        for v in ones[1:]:  # those that matter
+            others = [w for w in ones if w is not v]
+            ones = others if left(others) == least else ones
+        fact, names = all_ones(ones, f"{', '.join(v.name for v in ones)}: all ones"), {v.name for v in ones}
+        facts = (*captured.facts, fact)
+        whole = replace(whole, program=transform.with_ones(whole.program, names))
+        return replace(captured, program=transform.with_ones(captured.program, names), facts=facts), whole
 
     def _prepared(self, captured: Captured) -> Program:
         """The loss, simplified, in its precision, with its head."""

@@ -292,6 +292,17 @@ CASES = {
         "(2, 2)",
         "a: i64[6,6] = sub(i, j); b: bool[6,6] = le(a, 2); c: bool[6,6] = ge(a, -2); m: bool[6,6] = bitwise_and(b, c)",
     ),
+    "near": ("(2, 2)", "a: i64[6,6] = sub(i, j); b: i64[6,6] = abs(a); m: bool[6,6] = le(b, 2)"),
+    "not far": (
+        "(1, 1)",
+        "a: i64[6,6] = sub(j, i); b: i64[6,6] = abs(a); e: i64[1,6,6] = reshape(b, shape=(1, 6, 6)); "
+        "c: bool[1,6,6] = le(2, e); m: bool[1,6,6] = logical_not(c)",
+    ),
+    "far": ("masked", "a: i64[6,6] = sub(j, i); b: i64[6,6] = abs(a); m: bool[6,6] = gt(b, 2)"),
+    "twice as near": (
+        "masked",
+        "a: i64[6,6] = sub(j, i); b: i64[6,6] = abs(a); c: i64[6,6] = mul(b, b); m: bool[6,6] = le(c, 4)",
+    ),
     "minus infinity outside": (
         "(1, 0)",
         "a: bool[6,6] = le(j, i); b: i64[6,1] = sub(i, 2); c: bool[6,6] = gt(j, b); d: bool[6,6] = logical_and(a, c); "

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from mycel.ir import Program, check
 from mycel.transform import vjp_control  # noqa: F401  enters control flow into vjp
 from mycel.transform.algebra import algebra
-from mycel.transform.causal import causal
+from mycel.transform.causal import causal, masks
 from mycel.transform.coupling import coupled
 from mycel.transform.cse import cse
 from mycel.transform.dce import dce
@@ -17,6 +17,7 @@ from mycel.transform.head import head
 from mycel.transform.inline import inline
 from mycel.transform.jvp import jvp
 from mycel.transform.microbatch import BODY, joined, microbatch, shares, with_numbers_of
+from mycel.transform.ones import with_ones
 from mycel.transform.optimise import ParameterGroup, optimise
 from mycel.transform.outline import outline
 from mycel.transform.precision import precision
@@ -55,6 +56,7 @@ __all__ = [
     "inline",
     "joined",
     "jvp",
+    "masks",
     "microbatch",
     "optimise",
     "outline",
@@ -65,5 +67,6 @@ __all__ = [
     "unhinted",
     "value_and_grad",
     "with_numbers_of",
+    "with_ones",
     "with_scale",
 ]

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from mycel.ir import Block, Eqn, Params, Program, Var, call, cond, custom, loop, order, prune, scan
+from mycel.ir import Block, Eqn, Params, Program, Var, call, cond, custom, loop, order, prune, scan, walk
 from mycel.ops import o
 from mycel.transform.indexed import Either, Value, Values, broadcast, of_constant, of_equation
 from mycel.transform.regions import ALL, NONE, Affine, Region, Shape, half, moved
@@ -37,6 +37,11 @@ def causal(program: Program) -> Program:
     again = _KnownValues(program)
     blocks = {n: _without_masks(program.blocks[n], again.values(program.blocks[n], seen[n])) for n in order(program)}
     return prune(replace(program, blocks=blocks))
+
+
+def masks(program: Program) -> int:
+    """How many equations of attention have a mask."""
+    return sum(eqn.inputs[MASKED[eqn.op.name]] is not None for _, eqn in walk(program) if eqn.op.name in MASKED)
 
 
 def _without_masks(block: Block, known: dict[Var, Value]) -> Block:
