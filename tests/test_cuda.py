@@ -156,7 +156,7 @@ def test_the_gradient_of_a_bias_in_16_bits(dtype, shape):
     assert torch.equal(compiled(g.to(dtype), q, k, v, mask, y.to(dtype), lse.float()), found)
 
 
-@pytest.mark.parametrize("window", [(0, 0), (31, 0), (70, 5), (300, 0)])
+@pytest.mark.parametrize("window", [(1, 0), (31, 0), (70, 5), (300, 0)])
 @pytest.mark.parametrize("width, length", [(64, 256), (192, 200), (40, 130)])
 def test_a_window_in_16_bits(window, width, length):
     """Torch's own kernel with a window, and its gradients: against blocks in 64 bits."""

@@ -1,7 +1,7 @@
 """The cotangent of what is added to attention's scores, in one kernel for GPUs: scores and their cotangents exist a
 tile at a time, and are summed over batch and heads where the bias has none.
 
-    p = exp(q kᵀ · scale + bias - lse)          ds = p (g vᵀ - Σ g y)          dbias = Σ ds
+    p = exp(q kᵀ · scale + bias - lse)          ds = p (g vᵀ - share)          dbias = Σ ds          share = Σ g y
 
 Beside `attention.py`, which imports it where tensors are on a GPU: Triton comes with torch there.  It is an operator of
 torch, so that a compiler takes it as it is.
@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-ROWS, COLUMNS = 64, 64  # of a tile
+ROWS, COLUMNS, WARPS = 128, 64, 8  # of a tile
 
 
 @torch.library.custom_op("mycel::attention_bias_grad", mutates_args=())
@@ -23,7 +23,7 @@ def attention_bias_grad(
     k: torch.Tensor,
     v: torch.Tensor,
     bias: torch.Tensor,
-    y: torch.Tensor,
+    share: torch.Tensor,
     lse: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
@@ -32,18 +32,18 @@ def attention_bias_grad(
     out = torch.empty(bias.shape, dtype=torch.float32, device=q.device)
     tiles = triton.cdiv(rows, ROWS) * triton.cdiv(k.shape[2], COLUMNS)
     bias_grad_kernel[(tiles, bias.shape[1], bias.shape[0])](
-        g, q, k, v, bias, y, lse, out,
-        *g.stride(), *q.stride(), *k.stride(), *v.stride(), *bias.stride(), *y.stride(), *lse.stride(),
+        g, q, k, v, bias, share.contiguous(), lse.contiguous(), out,
+        *g.stride(), *q.stride(), *k.stride(), *v.stride(), *bias.stride(),
         batch, heads, heads // k.shape[1], rows, k.shape[2], scale, width, v.shape[3],
         ONE_BATCH=bias.shape[0] == 1, ONE_HEAD=bias.shape[1] == 1, ROWS=ROWS, COLUMNS=COLUMNS,
         WIDTH=max(triton.next_power_of_2(width), 16), WIDTH_V=max(triton.next_power_of_2(v.shape[3]), 16),
-        num_warps=4, num_stages=2,
+        num_warps=WARPS, num_stages=2,
     )  # fmt: skip
     return out
 
 
 @attention_bias_grad.register_fake
-def _(g, q, k, v, bias, y, lse, scale):
+def _(g, q, k, v, bias, share, lse, scale):
     return bias.new_empty(bias.shape, dtype=torch.float32)
 
 
@@ -56,8 +56,8 @@ def tile(x, b, h, at, across, sb, sh, sn, sd, count, width):
 
 @triton.jit
 def bias_grad_kernel(
-    g, q, k, v, bias, y, lse, out,
-    gb, gh, gn, gd, qb, qh, qn, qd, kb, kh, kn, kd, vb, vh, vn, vd, mb, mh, mn, md, yb, yh, yn, yd, lb, lh, ln,
+    g, q, k, v, bias, share, lse, out,
+    gb, gh, gn, gd, qb, qh, qn, qd, kb, kh, kn, kd, vb, vh, vn, vd, mb, mh, mn, md,
     batch, heads, group, rows, columns, scale, width, width_v,
     ONE_BATCH: tl.constexpr, ONE_HEAD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     WIDTH: tl.constexpr, WIDTH_V: tl.constexpr,
@@ -80,11 +80,11 @@ def bias_grad_kernel(
         ks = tile(k, b, h // group, column, feature, kb, kh, kn, kd, columns, width)
         gs = tile(g, b, h, row, feature_v, gb, gh, gn, gd, rows, width_v)
         vs = tile(v, b, h // group, column, feature_v, vb, vh, vn, vd, columns, width_v)
-        ys = tile(y, b, h, row, feature_v, yb, yh, yn, yd, rows, width_v)
-        level = tl.load(lse + b * lb + h * lh + row * ln, mask=row < rows, other=0.0)
+        at = (b * heads + h) * rows + row
+        level = tl.load(lse + at, mask=row < rows, other=0.0)
         level = tl.where(level == float("-inf"), 0.0, level)  # a row that sees nothing has weights 0
+        own = tl.load(share + at, mask=row < rows, other=0.0)
         p = tl.exp(tl.dot(qs, tl.trans(ks)) * scale + added - level[:, None])
-        share = tl.sum(gs.to(tl.float32) * ys.to(tl.float32), 1)
-        total += p * (tl.dot(gs, tl.trans(vs)) - share[:, None])
+        total += p * (tl.dot(gs, tl.trans(vs)) - own[:, None])
     where = out + ((member * (heads if not ONE_HEAD else 1) + head) * rows + row[:, None]) * columns + column[None, :]
     tl.store(where, total, mask=inside)
