@@ -152,8 +152,8 @@ def test_the_gradient_of_a_bias_in_16_bits(dtype, shape):
     want = grad.kernel(g, *wide, y, lse)
     found = grad.kernel(g.to(dtype), q, k, v, mask, y.to(dtype), lse.float())
     assert found.dtype == mask.dtype and (found.double() - want).norm() <= 1e-2 * want.norm()
-    compiled = torch.compile(grad.kernel, fullgraph=True)
-    assert torch.equal(compiled(g.to(dtype), q, k, v, mask, y.to(dtype), lse.float()), found)
+    compiled = torch.compile(grad.kernel, fullgraph=True)(g.to(dtype), q, k, v, mask, y.to(dtype), lse.float())
+    assert (compiled.double() - want).norm() <= 1e-2 * want.norm()
 
 
 @pytest.mark.parametrize("window", [(1, 0), (31, 0), (70, 5), (300, 0)])
