@@ -160,10 +160,12 @@ class Bound:
         fill: Callable[[torch.nn.Parameter, StateSlot, float], torch.Tensor] | None = None,
     ) -> list[torch.Tensor]:
         """The state tensors, slot by slot, made where there are none yet (by `fill`, where a rank holds parts)."""
+        if not self.group.slots:
+            return []
         options, states = optimizer.param_groups[self.index], self._states(optimizer)
         found: list[torch.Tensor] = []
         for slot in map(self.group.slot, self.group.slots):
-            held = [state.get(slot.name) for state in states]
+            held: list[Any] = [state.get(slot.name) for state in states]
             if slot.scalar or type(None) in map(type, held):
                 pairs = zip(states, self.params, strict=True)
                 held = [_slot(state, slot, p, options, fill or whole_slot) for state, p in pairs]

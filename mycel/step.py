@@ -316,11 +316,11 @@ class Step:
             warm_up(program, made.captured.device)
         code, source = load(program, made.captured.device, reuse=True, donate=True, compiled=set(done.regions))
         replayed = self._replayed(code, program, made.captured.device, decided)
-        code = replayed or code
+        run: Callable[..., Any] = replayed or code
         feed = feed_of(made.captured, made.program)
         if self.parts is not None and done.spread is not None:
-            code, feed = self.parts.connected(code), self.parts.feed(made, done.spread)
-        call, local = self._bound(made, program, code, feed)
+            run, feed = self.parts.connected(run), self.parts.feed(made, done.spread)
+        call, local = self._bound(made, program, run, feed)
         signature = optimizers.signature(self.optimizer, self.by_rule)
         return CompiledStep(done, source, decided, call, local, feed, signature, made.captured.facts, replayed)
 

@@ -99,7 +99,7 @@ def _number(value: Value | None) -> Any:
     """The number a value is everywhere, or None."""
     if isinstance(value, Affine):
         return value.offset if not any(value.steps) else None
-    return value.yes if value is not None and value.region == ALL else None
+    return value.yes if isinstance(value, Either) and value.region == ALL else None
 
 
 def _held(a: Affine, type: Type) -> Affine | None:
@@ -148,6 +148,8 @@ def _pointwise(eqn: Eqn, inputs: Sequence[Value], kernel: Callable[..., Any]) ->
             if number is None or (number == 0 and _is_real(x)):  # which zero?
                 return None
             value = Either(ALL, number, number)
+        if isinstance(value, Distance):
+            return None
         region = moved(value.region, broadcast(_shape(x), shape), shape)
         if region is None:
             return None
