@@ -16,9 +16,9 @@ from mycel.ir import Mesh, Program, Type, check
 from mycel.ops import o
 from mycel.run import simulate
 from mycel.run.interpret import interpret
-from mycel.transform import SIMPLIFY, algebra, causal, cse, dce, fold, fuse, inline, simplify
+from mycel.transform import SIMPLIFY, algebra, attend, causal, cse, dce, fold, fuse, inline, simplify
 
-PASSES = [algebra, causal, cse, dce, fold, fuse, inline, simplify]
+PASSES = [algebra, attend, causal, cse, dce, fold, fuse, inline, simplify]
 steady = settings(derandomize=True, deadline=None, max_examples=100, database=None)
 
 
@@ -95,6 +95,16 @@ def main(x: f32[2,6], w: f32[5,6], n: i32[3]):
   l: i32[3] = cast(k, dtype=i32)
   z: f32[2,5] = mul(j, 0)
   return j, l, z
+""",
+    "attend": """
+def main(q: f32[2,4,64,8], kt: f32[2,4,8,64], v: f32[2,4,64,8], bias: f32[4,64,64], padded: bool[2,1,1,64]):
+  s: f32[2,4,64,64] = matmul(q, kt)                                              # model.py:5
+  t: f32[2,4,64,64] = div(s, 4.0)                                                # model.py:5
+  a: f32[2,4,64,64] = add(t, bias)                                               # model.py:6
+  m: f32[2,4,64,64] = where(padded, -inf, a)                                     # model.py:7
+  p: f32[2,4,64,64] = softmax(m, dim=3)                                          # model.py:8
+  y: f32[2,4,64,8] = matmul(p, v)                                                # model.py:9
+  return y
 """,
     "causal": """
 def layer(q: f32[2,4,2048,64], k: f32[2,4,2048,64], v: f32[2,4,2048,64], mask: f32[2,1,2048,2048]):

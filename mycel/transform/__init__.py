@@ -7,6 +7,7 @@ from collections.abc import Callable
 from mycel.ir import Program, check
 from mycel.transform import vjp_control  # noqa: F401  enters control flow into vjp
 from mycel.transform.algebra import algebra
+from mycel.transform.attend import attend
 from mycel.transform.causal import causal, masks
 from mycel.transform.coupling import coupled
 from mycel.transform.cse import cse
@@ -27,8 +28,9 @@ from mycel.transform.vjp import forward_and_backward, value_and_grad
 
 Pass = Callable[[Program], Program]
 
-# Equal blocks meet before single calls are inlined; causal masks are found before folding makes small ones constants.
-SIMPLIFY: list[Pass] = [dce, cse, inline, algebra, causal, fold, algebra, cse, dce]
+# Equal blocks meet before single calls are inlined; attention is found before its masks are looked at, and causal masks
+# are found before folding makes small ones constants.
+SIMPLIFY: list[Pass] = [dce, cse, inline, algebra, attend, causal, fold, algebra, cse, dce]
 
 
 def simplify(program: Program, hints: bool = False) -> Program:
@@ -45,6 +47,7 @@ __all__ = [
     "ParameterGroup",
     "Pass",
     "algebra",
+    "attend",
     "causal",
     "coupled",
     "cse",
