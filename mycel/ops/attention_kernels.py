@@ -175,7 +175,7 @@ def added_mask_grad(g, q, k, v, mask, y, lse, scale):
         bias = mask.reshape((1,) * (4 - mask.ndim) + tuple(mask.shape))
         factor = q.shape[3] ** -0.5 if scale is None else scale
         share = (g.float() * y.float()).sum(3)
-        return attention_bias_grad(g, q, k, v, bias, share, lse, factor).reshape(mask.shape).to(mask.dtype)
+        return attention_bias_grad(g, q, k, v, bias, share, lse, factor).reshape(mask.shape)
     ds = _plain_grad(g, q, k, v, mask, y, lse, False, scale)[1]
     return ds.sum_to_size(mask.shape).to(mask.dtype)
 

@@ -27,9 +27,10 @@ def attention_bias_grad(
     lse: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
-    """The cotangent, in 32 bits, of a bias of four dims: all rows and columns, and one or all of batch and heads."""
+    """The cotangent of a bias of four dims: all rows and columns, and one or all of batch and heads; summed in 32 bits,
+    and rounded once."""
     batch, heads, rows, width = q.shape
-    out = torch.empty(bias.shape, dtype=torch.float32, device=q.device)
+    out = torch.empty(bias.shape, dtype=bias.dtype, device=q.device)
     tiles = triton.cdiv(rows, ROWS) * triton.cdiv(k.shape[2], COLUMNS)
     bias_grad_kernel[(tiles, bias.shape[1], bias.shape[0])](
         g, q, k, v, bias, share.contiguous(), lse.contiguous(), out,
@@ -44,7 +45,7 @@ def attention_bias_grad(
 
 @attention_bias_grad.register_fake
 def _(g, q, k, v, bias, share, lse, scale):
-    return bias.new_empty(bias.shape, dtype=torch.float32)
+    return bias.new_empty(bias.shape)
 
 
 @triton.jit
