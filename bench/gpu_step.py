@@ -1,191 +1,221 @@
-"""Whole training steps of unmodified Hugging Face Llamas on one GPU: ours against torch.compile, with and without
-recomputation.
+"""Whole training steps of unmodified Hugging Face models on one GPU: ours against torch.compile.
 
-    python bench/gpu_step.py                 all rows
-    python bench/gpu_step.py 1b ours compile
+    python bench/gpu_step.py                          all rows
+    python bench/gpu_step.py 1b ours compile          one model, two ways
+    python bench/gpu_step.py --together 4 …           four at a time: they compile beside each other, and are timed one
+                                                      after another; the time to the third step means little then
 
 Each way runs in a process of its own with empty compile caches, so that the time to the third step is that of a fresh
-start.  Model FLOPs a token: 6 (N - input embedding) + 6 layers * width * length (causal attention); MFU is of 989
-TFLOP/s.
+start.  The peak is taken from the second step on, in which ours is recorded.  Model FLOPs a token (of Llamas):
+6 (N - input embedding) + 6 layers * width * length; MFU is of 989 TFLOP/s.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
+from pathlib import Path
 
-MODELS = {  # width, layers, heads, key-value heads, inner width, batch, length
-    "1b": (2048, 22, 32, 4, 5632, 16, 2048),
-    "3b": (3072, 28, 24, 8, 8192, 4, 4096),
-    "tiny": (256, 4, 8, 2, 704, 4, 256),
-}
-VOCABULARY, PEAK = 32000, 989e12
+from gpu_models import model_and_batch
+
+PEAK = 989e12
 WAYS = {
-    "eager": "HF, eager",
-    "compile": "HF, torch.compile",
-    "recompute": "HF, torch.compile + full recomputation",
+    "eager": "eager",
+    "compile": "torch.compile",
+    "overhead": 'torch.compile(mode="reduce-overhead")',
+    "tuned": 'torch.compile(mode="max-autotune-no-cudagraphs")',
+    "recompute": "torch.compile + full recomputation",
     "ours": "mycel",
     "ours-20": 'mycel, memory="20GiB"',
     "again": "mycel, second start",
     "mesh": "mycel, on a mesh of one",
 }
-ROWS = [
-    ("1b", "compile"),
-    ("1b", "ours"),
-    ("1b", "again"),
-    ("1b", "mesh"),
-    ("1b", "recompute"),
-    ("1b", "ours-20"),
-    ("3b", "compile"),
-    ("3b", "ours"),
-]
+OURS = ("ours", "ours-20", "again", "mesh")
+MODES = {"overhead": "reduce-overhead", "tuned": "max-autotune-no-cudagraphs"}
+TRANSFORMERS = (
+    "1b",
+    "3b",
+    "gpt2-medium",
+    "bert-large",
+    "bert-mask",
+    "mistral",
+    "gemma2",
+    "gemma3",
+    "qwen3-0.6b",
+    "t5-base",
+    "vit-large",
+    "swin",
+)
+OTHERS = ("resnet-50", "convnext", "deit-tiny")
+MORE = {"1b": ["again", "mesh", "recompute", "ours-20"], "deit-tiny": ["overhead"], "resnet-50": ["overhead"]}
+STEPS = 10
 
 
-def measure(size: str, way: str, steps: int = 10) -> dict[str, float]:
+def measure(name: str, way: str) -> dict[str, float]:
     """One way in this process."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
 
-    width, layers, heads, kv, inner, batch, length = MODELS[size]
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=width,
-        intermediate_size=inner,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv,
-        max_position_embeddings=length,
-        use_cache=False,
-    )
     torch.manual_seed(0)
-    with torch.device(device):
-        model = LlamaForCausalLM(config).to(torch.bfloat16)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model, batch = model_and_batch(name, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    ids = torch.randint(0, VOCABULARY, (batch, length), device=device)
-    per_token = 6 * (sum(p.numel() for p in model.parameters()) - VOCABULARY * width) + 6 * layers * width * length
     sync = torch.cuda.synchronize if device == "cuda" else lambda: None
     sync()
     start = time.perf_counter()
-    step, predicted = make_step(model, optimizer, way)
-    losses = []
-    for _ in range(3):
-        losses.append(step(ids))
+    step, about = make_step(model, optimizer, way)
+    losses = [step(batch)]
     sync()
-    third = time.perf_counter() - start
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
+    losses += [step(batch) for _ in range(2)]
+    sync()
+    third = time.perf_counter() - start
+    wait_for_turn()
     times = []
-    for _ in range(steps):
+    for _ in range(STEPS):
         began = time.perf_counter()
-        losses.append(step(ids))
+        losses.append(step(batch))
         sync()
         times.append(time.perf_counter() - began)
     second = sorted(times)[len(times) // 2]
-    peak = torch.cuda.max_memory_allocated() if device == "cuda" else 0
-    rate = batch * length / second
+    predicted, replayed = about()
+    rows = batch["labels"].numel()
     return {
-        "tokens_s": rate,
-        "mfu": rate * per_token / PEAK,
-        "peak": peak / 2**30,
+        "step_ms": second * 1e3,
+        "rows_s": rows / second,
+        "mfu": rows / second * flops_a_token(model, batch) / PEAK,
+        "peak": torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else 0.0,
         "third": third,
         "first_loss": float(losses[0]),
         "last_loss": float(losses[-1]),
-        "predicted": predicted() / 2**30,
+        "predicted": predicted / 2**30,
+        "replayed": replayed,
     }
 
 
+def flops_a_token(model, batch) -> float:
+    """Of a Llama; 0 for others."""
+    config = model.config
+    if config.model_type != "llama":
+        return 0.0
+    embedding = config.vocab_size * config.hidden_size
+    attention = 6 * config.num_hidden_layers * config.hidden_size * batch["labels"].shape[1]
+    return 6 * (sum(p.numel() for p in model.parameters()) - embedding) + attention
+
+
+def wait_for_turn() -> None:
+    """Where several compile beside each other: says that this one is ready, and waits until nobody else runs."""
+    mine = os.environ.get("BENCH_TURN")
+    if mine:
+        Path(f"{mine}.ready").touch()
+        while not Path(f"{mine}.go").exists():
+            time.sleep(0.05)
+
+
 def make_step(model, optimizer, way):
-    if way in ("ours", "ours-20", "again", "mesh"):
+    """(a function of a batch that takes a step, a function that says the predicted peak and whether it is replayed)"""
+    import torch
+
+    if way in OURS:
         import mycel
 
         mesh = mycel.Mesh(dp=1, tp=1) if way == "mesh" else None
         ours = mycel.train_step(model, optimizer, mesh=mesh, memory="20GiB" if way == "ours-20" else None)
-        return (lambda ids: ours(input_ids=ids, labels=ids)), (lambda: ours.plan.peak)
-    import torch
-
+        return (lambda batch: ours(**batch)), (lambda: (ours.plan.peak, str(ours.entries[0].replayed or "")))
     if way == "recompute":
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    run = model if way == "eager" else torch.compile(model)
+    run = model if way == "eager" else torch.compile(model, mode=MODES.get(way))
 
-    def step(ids):
-        loss = run(input_ids=ids, labels=ids).loss
+    def step(batch):
+        loss = run(**batch).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
+        return loss.detach().clone()
 
-    return step, lambda: 0
+    return step, lambda: (0, "")
 
 
-def main(args: list[str]) -> None:
-    sizes = [a for a in args if a in MODELS] or list(dict.fromkeys(s for s, _ in ROWS))
-    ways = [a for a in args if a in WAYS]
-    rows = (
-        [(s, w) for s in sizes for w in ways]
-        if ways
-        else [r for r in ROWS if r[0] in sizes] or [(s, w) for s in sizes for w in ("compile", "ours")]
-    )
+class Row:
+    """One way of one model, in a process of its own."""
+
+    def __init__(self, name: str, way: str, caches: str, together: bool) -> None:
+        self.name, self.way = name, way
+        cache = os.path.join(caches, f"{name}-{'ours' if way in OURS else way}")
+        self.turn = os.path.join(caches, f"{name}-{way}.turn")
+        env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache, "TRITON_CACHE_DIR": os.path.join(cache, "triton")}
+        env |= {"BENCH_TURN": self.turn} if together else {}
+        command = [sys.executable, __file__, "--one", name, way]
+        self.process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    def is_waiting(self) -> bool:
+        return Path(f"{self.turn}.ready").exists() or self.process.poll() is not None
+
+    def finish(self) -> dict[str, float] | None:
+        Path(f"{self.turn}.go").touch()
+        out, err = self.process.communicate()
+        if self.process.returncode:
+            print(f"{self.name:12} {WAYS[self.way]:42} failed: {err.strip()[-1500:]}", flush=True)
+            return None
+        r = json.loads(out.strip().splitlines()[-1])
+        shown = f"{r['predicted']:9.1f}" if r["predicted"] else " " * 9
+        mfu = f"{r['mfu']:6.1%}" if r["mfu"] else " " * 6
+        print(
+            f"{self.name:12} {WAYS[self.way]:42} {r['step_ms']:8.1f} {r['rows_s']:9.0f} {mfu} {r['peak']:9.1f} {shown} "
+            f"{r['third']:8.1f}s  {r['first_loss']:.3f} -> {r['last_loss']:.3f}  {r['replayed']}",
+            flush=True,
+        )
+        return r
+
+
+def rows_of(models: list[str], ways: list[str]) -> list[tuple[str, str]]:
+    names = models or [*TRANSFORMERS, *OTHERS]
+    return [(name, way) for name in names for way in (ways or ["compile", "ours", *MORE.get(name, [])])]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="*", help="models and ways; none: all")
+    parser.add_argument("--together", type=int, default=1, metavar="N")
+    args = parser.parse_args()
+    ways = [a for a in args.what if a in WAYS]
+    rows = rows_of([a for a in args.what if a not in WAYS], ways)
     results: dict[tuple[str, str], dict[str, float]] = {}
     caches = tempfile.mkdtemp()
     # so that no way pays for writing .pyc files
-    subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            "import mycel.step, torch._inductor.compile_fx, transformers.models.llama.modeling_llama",
-        ],
-        check=False,
-    )
+    modules = "mycel.step, torch._inductor.compile_fx, transformers.models.llama.modeling_llama"
+    subprocess.run([sys.executable, "-c", f"import {modules}"], check=False)
     print(
-        f"{'model':6} {'how':42} {'tokens/s':>9} {'MFU':>6} {'peak GiB':>9} {'predicted':>9} {'3rd step':>9}  loss",
+        f"{'model':12} {'how':42} {'step ms':>8} {'rows/s':>9} {'MFU':>6} {'peak GiB':>9} {'predicted':>9} "
+        f"{'3rd step':>9}  loss",
         flush=True,
     )
-    for size, way in rows:
-        cache = os.path.join(caches, f"{size}-{'ours' if way in ('again', 'mesh') else way}")
-        env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache, "TRITON_CACHE_DIR": os.path.join(cache, "triton")}
-        done = subprocess.run(
-            [sys.executable, __file__, "--one", size, way], env=env, check=False, capture_output=True, text=True
-        )
-        if done.returncode:
-            print(f"{size:6} {WAYS[way]:42} failed: {done.stderr.strip()[-1500:]}", flush=True)
-            continue
-        r = results[size, way] = json.loads(done.stdout.strip().splitlines()[-1])
-        shown = f"{r['predicted']:9.1f}" if r["predicted"] else " " * 9
-        print(
-            f"{size:6} {WAYS[way]:42} {r['tokens_s']:9.0f} {r['mfu']:6.1%} {r['peak']:9.1f} {shown} "
-            f"{r['third']:8.1f}s  "
-            f"{r['first_loss']:.3f} -> {r['last_loss']:.3f}",
-            flush=True,
-        )
-    for size in sizes:
-        compare(
-            results.get((size, "ours")),
-            results.get((size, "compile")),
-            f"{size}: mycel against torch.compile",
-            "1.2, 1.0, 0.25",
-        )
-        compare(
-            results.get((size, "ours-20")),
-            results.get((size, "recompute")),
-            f"{size}: mycel in 20 GiB against torch.compile + recomputation",
-            "1.15",
-        )
-        compare(
-            results.get((size, "mesh")),
-            results.get((size, "again")),
-            f"{size}: mycel on a mesh of one against no mesh",
-            "1.0",
-        )
+    for i in range(0, len(rows), args.together):
+        group = [Row(name, way, caches, args.together > 1) for name, way in rows[i : i + args.together]]
+        while args.together > 1 and not all(row.is_waiting() for row in group):
+            time.sleep(0.05)
+        for row in group:
+            r = row.finish()
+            if r is not None:
+                results[row.name, row.way] = r
+    for name in dict.fromkeys(name for name, _ in rows):
+        theirs = [r for way in ("compile", *MODES) if (r := results.get((name, way)))]
+        best = max(theirs, key=lambda r: r["rows_s"]) if theirs else None
+        bars = "1.1, 0.8, 0.35" if name in OTHERS else "1.2, 0.8, 0.35"
+        compare(results.get((name, "ours")), best, f"{name}: mycel against the faster torch.compile", bars)
+        recompute = results.get((name, "recompute"))
+        compare(results.get((name, "ours-20")), recompute, f"{name}: in 20 GiB against recomputation", "1.15")
+        compare(results.get((name, "mesh")), results.get((name, "again")), f"{name}: a mesh of one against none", "1.0")
 
 
 def compare(ours: dict[str, float] | None, theirs: dict[str, float] | None, title: str, bars: str) -> None:
     if ours and theirs:
-        ratios = [f"{k} {ours[k] / theirs[k]:.2f}x" for k in ("tokens_s", "peak", "third") if theirs[k]]
+        ratios = [f"{k} {ours[k] / theirs[k]:.2f}x" for k in ("rows_s", "peak", "third") if theirs[k]]
         print(f"{title}: {', '.join(ratios)}   (bars {bars})")
 
 
@@ -193,4 +223,4 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--one"]:
         print(json.dumps(measure(sys.argv[2], sys.argv[3])))
     else:
-        main(sys.argv[1:])
+        main()

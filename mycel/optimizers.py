@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -119,6 +119,7 @@ class Bound:
     group: ParameterGroup
     params: tuple[torch.nn.Parameter, ...]
     index: int  # among optimizer.param_groups
+    _looked_up: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def hyper(self, optimizer: torch.optim.Optimizer) -> list[Any]:
         """The hyper-parameters as they are now: numbers, or tensors for a rule that may have been lowered in smaller
@@ -161,19 +162,34 @@ class Bound:
     ) -> list[torch.Tensor]:
         """The state tensors, slot by slot, made where there are none yet (by `fill`, where a rank holds parts); those
         that live on the host, in their `homes`."""
-        options = optimizer.param_groups[self.index]
-        return [
-            _slot(
-                optimizer.state[p],
-                self.group.slot(slot),
-                p,
-                options,
-                fill or whole_slot,
-                homes.get(Role("state", slot, of=name)),
-            )
-            for slot in self.group.slots
-            for p, name in zip(self.params, self.group.params, strict=True)
-        ]
+        if not self.group.slots:
+            return []
+        options, states = optimizer.param_groups[self.index], self._states(optimizer)
+        found: list[torch.Tensor] = []
+        for slot in map(self.group.slot, self.group.slots):
+            held: list[Any] = [state.get(slot.name) for state in states]
+            if homes or slot.scalar or not _at_hand(held, self.params):
+                of = zip(states, self.params, self.group.params, strict=True)
+                held = [
+                    _slot(state, slot, p, options, fill or whole_slot, homes.get(Role("state", slot.name, of=name)))
+                    for state, p, name in of
+                ]
+            found += held
+        return found
+
+    def _states(self, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+        """What the optimiser keeps of each parameter.  Asked for at every step, so looked up anew only where one of
+        its dicts is another than before: a tensor is slow as a key."""
+        now = [*map(id, optimizer.state.values())]
+        if self._looked_up.get("for") != now or not now:
+            self._looked_up["states"] = [optimizer.state[p] for p in self.params]
+            self._looked_up["for"] = [*map(id, optimizer.state.values())]
+        return self._looked_up["states"]
+
+
+def _at_hand(held: Sequence[Any], params: Sequence[torch.nn.Parameter]) -> bool:
+    """Is a slot there for all parameters, and where they are?  It lived on the host under another plan otherwise."""
+    return type(None) not in map(type, held) and (not held or held[0].device == params[0].device)
 
 
 def _number(options: Mapping[str, Any], option: str, dtype: torch.dtype) -> float:

@@ -26,6 +26,7 @@ from mycel.capture import (
     TRACING,
     Captured,
     Facts,
+    all_ones,
     bind,
     differentiate_with,
     flatten,
@@ -52,7 +53,7 @@ from mycel.message_state import KINDS, MessageState
 from mycel.objective import Batch, objective, refuse_outputs
 from mycel.parts import ShardedModel, UnshardedStep, roles_of
 from mycel.planning import Task, planned
-from mycel.run import HostSpace, keep_freed_memory, load, moves, start_workers, warm_up, without_collector
+from mycel.run import HostSpace, Replayed, keep_freed_memory, load, moves, start_workers, warm_up, without_collector
 from mycel.several_optimizers import SeveralOptimizers, each_of
 from mycel.sizes import parse_bytes, shown
 from mycel.step_state import StepState
@@ -176,10 +177,15 @@ class CompiledStep:
     feed: Feed
     signature: tuple[Any, ...]
     facts: tuple[Facts, ...] = ()
+    replayed: Replayed | None = None  # on a GPU
 
     @property
     def program(self) -> Program:
         return self.lowered.program
+
+
+def _is_ones(x: torch.Tensor) -> bool:
+    return x.device.type != "meta" and not x.is_floating_point() and not x.is_complex() and bool((x == 1).all())
 
 
 def _arranged(given: Sequence[Role], wanted: Sequence[Role]) -> Callable[[Sequence[Any]], Sequence[Any]] | None:
@@ -320,14 +326,27 @@ class Step:
         if moves(program):
             self._host = (self._host or HostSpace(made.captured.device)).prepare(program)
             code = self._host.connected(code)
+        replayed = self._replayed(code, program, made.captured.device, decided)
+        run: Callable[..., Any] = replayed or code
         feed = feed_of(made.captured, made.program)
         if self.parts is not None:
             if decided.compress:
                 self.parts.ranks.agree({"how gradients are compressed": str(decided.compressed())})
-            code, feed = self.parts.connected(code), self.parts.feed(made, done.spread)
-        call, local = self._bound(made, program, code, feed)
+            run, feed = self.parts.connected(run), self.parts.feed(made, done.spread)
+        call, local = self._bound(made, program, run, feed)
         signature = optimizers.signature(self.optimizer, self.by_rule)
-        return CompiledStep(done, source, decided, call, local, feed, signature, made.captured.facts)
+        return CompiledStep(done, source, decided, call, local, feed, signature, made.captured.facts, replayed)
+
+    def _replayed(
+        self, code: Callable[..., Any], program: Program, device: torch.device, decided: plan.Plan
+    ) -> Replayed | None:
+        """The code as a CUDA graph, where there is a GPU whose memory holds what the step makes twice: a graph keeps
+        its own, and others, such as an evaluation between steps, need as much again.  Copies to the host have streams
+        of their own, which are not recorded."""
+        if device.type != "cuda" or not self.settings.compiles(device) or self.parts is not None or moves(program):
+            return None
+        memory = torch.cuda.get_device_properties(device).total_memory
+        return Replayed(code, program, device) if 2 * decided.peak - decided.held <= memory else None
 
     def _planned(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], data: Arguments
@@ -414,6 +433,7 @@ class Step:
         if batch.parts > 1:
             whole = capture_call(self.taken, args, kwargs, known=known, differentiated=True, data=data)
             captured = self._for_all_parts(captured, whole, batch, data)
+        captured, whole = self._unmasked(captured, whole, data)
         program = self._prepared(replace(captured, program=transform.with_numbers_of(captured.program, whole.program)))
         if s.precision == "fp16":
             program = transform.with_scale(program)
@@ -482,6 +502,30 @@ class Step:
                     "  try       accumulate=1, or keep it a tensor: torch.where, masks, padding to a fixed size"
                 )
         return replace(captured, facts=(*of_parts, *whole.facts))
+
+    def _unmasked(self, captured: Captured, whole: Captured, data: Arguments) -> tuple[Captured, Captured]:
+        """Inputs of nothing but ones are taken for constants where masks of attention go for it: a guard asks at every
+        call, and other batches get a program that reads them.  A rank that has a part of the batch cannot ask."""
+        leaves: list[torch.Tensor] = []
+        flatten(data, leaves)
+        given = dict(zip(whole.leaves, leaves, strict=True))
+        ones = [v for v in whole.program.inputs if v.name in given and v.ndim > 1 and _is_ones(given[v.name])]
+        if not ones or self.parts is not None:
+            return captured, whole
+
+        def left(inputs: Sequence[Var]) -> int:
+            return transform.masks(transform.simplify(transform.with_ones(whole.program, {v.name for v in inputs})))
+
+        least = left(ones)
+        if least == left(()):
+            return captured, whole
+        for v in ones[1:]:  # those that matter
+            others = [w for w in ones if w is not v]
+            ones = others if left(others) == least else ones
+        fact, names = all_ones(ones, f"{', '.join(v.name for v in ones)}: all ones"), {v.name for v in ones}
+        facts = (*captured.facts, fact)
+        whole = replace(whole, program=transform.with_ones(whole.program, names))
+        return replace(captured, program=transform.with_ones(captured.program, names), facts=facts), whole
 
     def _prepared(self, captured: Captured) -> Program:
         """The loss, simplified, in its precision, with its head."""
@@ -724,6 +768,7 @@ class Step:
         if device.type == "cuda":
             lines.append(f"measured peak    {shown(torch.cuda.max_memory_allocated(device))}")
         lines += self._travels(entry)
+            lines.append(f"runs as          {entry.replayed or 'calls from Python'}")
         foreign = sorted({e.params["target"] for b in entry.program.blocks.values() for e in b.eqns if e.op.foreign})
         lines += [f"as torch has it  {', '.join(foreign)}"] if foreign else []
         spread, pipeline = entry.lowered.spread, entry.lowered.pipeline

@@ -86,6 +86,8 @@ CASES = {
     "causal, odd chunks": ((12, 12), None, {"causal": True, "scale": 0.3}),
     "causal, long": ((24, 12), None, {"causal": True}),
     "causal, wide": ((12, 24), None, {"causal": True}),
+    "window": ((24, 24), None, {"window": (5, 0)}),
+    "window, long": ((24, 12), None, {"window": (3, 4), "scale": 0.3}),
     "yes or no": ((24, 12), ("bool", (2, 1, 24, 12)), {}),
     "added": ((12, 24), ("added", (2, 4, 12, 24)), {}),
     "padded keys": ((12, 12), ("bool", (2, 1, 1, 12)), {}),
@@ -122,7 +124,8 @@ def test_sizes_that_do_not_divide(seed, label):
             ("added", (4, rows, 1)),
         ]
     )
-    params = {"causal": True} if mask is None and rng.random() < 0.7 else {}
+    structure = {"causal": True} if rng.random() < 0.6 else {"window": (rng.randint(0, rows), rng.randint(0, 4))}
+    params = structure if mask is None and rng.random() < 0.8 else {}
     inputs = operands(rows, columns, groups=rng.choice([1, 2, 4]), mask=mask, seed=seed)
     holds(attention, inputs, params, labels_on(mesh, label), mesh, seed)
     holds(attention_grad, with_results(inputs, params), params, labels_on(mesh, label), mesh, seed)
@@ -137,7 +140,14 @@ def test_the_gradient_of_a_mask_by_rows(shape, mesh):
 
 @pytest.mark.parametrize("label", [ROWS, RING], ids=["rows", "ring"])
 @pytest.mark.parametrize(
-    "mask, params", [(None, {}), (None, {"causal": True}), (("added", (7, 10)), {}), (("bool", (2, 4, 7, 10)), {})]
+    "mask, params",
+    [
+        (None, {}),
+        (None, {"causal": True}),
+        (None, {"window": (2, 1)}),
+        (("added", (7, 10)), {}),
+        (("bool", (2, 4, 7, 10)), {}),
+    ],
 )
 def test_padding_may_hold_anything(mask, params, label):
     mesh, inputs = Mesh(cp=4), operands(7, 10, mask=mask)

@@ -7,6 +7,7 @@ import torch
 from models import MODELS
 
 import mycel
+import mycel.ops
 from examples import parse_example
 from mycel.ir import CONTROL, OPS, type_of
 
@@ -150,3 +151,65 @@ def test_torchs_grouped_products_are_ours(counts):
         want = OPS[name].kernel(*(t.float() if t.is_floating_point() else t for t in rounded))
         got = OPS[name].kernel(*(t.cuda() for t in rounded)).float().cpu()
         torch.testing.assert_close(got, want, rtol=2e-2, atol=5e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(1, 4), (2, 1), (2, 4), (1, 1)], ids=str)
+def test_the_gradient_of_a_bias_in_16_bits(dtype, shape):
+    """A tile at a time, summed over batch and heads where the bias has none: against the meaning in 64 bits."""
+    grad = OPS["attention_mask_grad"]
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, h, n, 40, device="cuda", dtype=dtype) for h, n in ((4, 150), (2, 90), (2, 90)))
+    mask = torch.randn(*shape, 150, 90, device="cuda", dtype=dtype)
+    mask[..., 10, :40] = -torch.inf
+    wide = [x.double() for x in (q, k, v, mask)]
+    y, lse = OPS["attention"].kernel(*wide)
+    g = torch.randn_like(y)
+    want = grad.kernel(g, *wide, y, lse)
+    found = grad.kernel(g.to(dtype), q, k, v, mask, y.to(dtype), lse.float())
+    assert found.dtype == mask.dtype and (found.double() - want).norm() <= 1e-2 * want.norm()
+    compiled = torch.compile(grad.kernel, fullgraph=True)(g.to(dtype), q, k, v, mask, y.to(dtype), lse.float())
+    assert (compiled.double() - want).norm() <= 1e-2 * want.norm()
+
+
+@pytest.mark.parametrize("window", [(1, 0), (31, 0), (70, 5), (300, 0)])
+@pytest.mark.parametrize("width, length", [(64, 256), (192, 200), (40, 130)])
+def test_a_window_in_16_bits(window, width, length):
+    """Torch's own kernel with a window, and its gradients: against blocks in 64 bits."""
+    torch.manual_seed(0)
+    q, k, v, g = (torch.randn(2, h, length, width, device="cuda", dtype=torch.bfloat16) for h in (4, 2, 2, 4))
+    attention, grad = OPS["attention"].kernel, OPS["attention_grad"].kernel
+    want = attention(q.double(), k.double(), v.double(), None, window=window)
+    want += grad(g.double(), q.double(), k.double(), v.double(), None, *want, window=window)
+    found = attention(q, k, v, None, window=window)
+    found += grad(g, q, k, v, None, *found, window=window)
+    for a, b in zip(found, want, strict=True):
+        assert a.shape == b.shape and (a.double() - b).norm() <= 1e-2 * b.norm()
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_recorded_step_is_the_step(accumulate):
+    """A CUDA graph replays what the code does: losses, weights and random numbers, with a schedule."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    def train(recorded):
+        torch.manual_seed(0)
+        config = GPT2Config(vocab_size=131, n_embd=64, n_layer=2, n_head=2, n_positions=64)
+        model = GPT2LMHeadModel(config).cuda()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        step = mycel.train_step(model, optimizer, precision="bf16", clip_norm=1.0, accumulate=accumulate)
+        losses = []
+        for i in range(8):
+            ids = torch.randint(0, 131, (4, 64), device="cuda")
+            if i == 1 and not recorded:
+                step.entries[0].replayed.why = "for comparison"
+            losses.append(step(input_ids=ids, labels=ids))
+            optimizer.param_groups[0]["lr"] *= 0.9
+        assert bool(step.entries[0].replayed.why) != recorded, step.entries[0].replayed.why
+        assert ("one CUDA graph" in step.explain()) == recorded
+        return torch.stack(losses), [p.detach() for p in model.parameters()]
+
+    (a, mine), (b, others) = train(True), train(False)
+    assert torch.allclose(a, b, rtol=1e-3) and len(set(a.tolist())) == len(a)
+    for x, y in zip(mine, others, strict=True):
+        assert (x - y).norm() <= 1e-2 * y.norm()

@@ -3,6 +3,7 @@ and must not see."""
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -11,12 +12,13 @@ from golden import golden
 from hypothesis import given, settings
 from zoo import ZOO, inputs, programs, read
 
-from mycel.ir import Mesh, Program, check
+from mycel.ir import Mesh, Program, Type, check
+from mycel.ops import o
 from mycel.run import simulate
 from mycel.run.interpret import interpret
-from mycel.transform import SIMPLIFY, algebra, causal, cse, dce, fold, fuse, inline, simplify
+from mycel.transform import SIMPLIFY, algebra, attend, causal, cse, dce, fold, fuse, inline, simplify
 
-PASSES = [algebra, causal, cse, dce, fold, fuse, inline, simplify]
+PASSES = [algebra, attend, causal, cse, dce, fold, fuse, inline, simplify]
 steady = settings(derandomize=True, deadline=None, max_examples=100, database=None)
 
 
@@ -93,6 +95,16 @@ def main(x: f32[2,6], w: f32[5,6], n: i32[3]):
   l: i32[3] = cast(k, dtype=i32)
   z: f32[2,5] = mul(j, 0)
   return j, l, z
+""",
+    "attend": """
+def main(q: f32[2,4,64,8], kt: f32[2,4,8,64], v: f32[2,4,64,8], bias: f32[4,64,64], padded: bool[2,1,1,64]):
+  s: f32[2,4,64,64] = matmul(q, kt)                                              # model.py:5
+  t: f32[2,4,64,64] = div(s, 4.0)                                                # model.py:5
+  a: f32[2,4,64,64] = add(t, bias)                                               # model.py:6
+  m: f32[2,4,64,64] = where(padded, -inf, a)                                     # model.py:7
+  p: f32[2,4,64,64] = softmax(m, dim=3)                                          # model.py:8
+  y: f32[2,4,64,8] = matmul(p, v)                                                # model.py:9
+  return y
 """,
     "causal": """
 def layer(q: f32[2,4,2048,64], k: f32[2,4,2048,64], v: f32[2,4,2048,64], mask: f32[2,1,2048,2048]):
@@ -217,11 +229,11 @@ def main({heads}, given: bool[2,{k}]):
 
 
 def became(program: Program) -> str:
-    """What a pass over it makes of the attention: "causal", "free", or "masked"."""
+    """What a pass over it makes of the attention: "causal", a window, "free", or "masked"."""
     (eqn,) = [e for e in causal(program).main.eqns if e.op.name == "attention"]
     if eqn.inputs[3] is not None:
         return "masked"
-    return "causal" if eqn.params.get("causal") else "free"
+    return "causal" if eqn.params.get("causal") else str(eqn.params.get("window", "free"))
 
 
 F32_MIN = torch.finfo(torch.float32).min
@@ -283,10 +295,36 @@ CASES = {
     "index not negative": ("free", "m: bool[6,1] = ge(i, 0)"),
     "either side": ("free", "a: bool[6,6] = le(j, i); b: bool[6,6] = gt(j, i); m: bool[6,6] = bitwise_or(a, b)"),
     "strictly below": ("masked", "m: bool[6,6] = lt(j, i)"),
-    "above": ("masked", "m: bool[6,6] = ge(j, i)"),
-    "one too many": ("masked", "a: i64[6,1] = add(i, 1); m: bool[6,6] = le(j, a)"),
-    "window": (
+    "above": ("(0, 5)", "m: bool[6,6] = ge(j, i)"),
+    "one too many": ("(5, 1)", "a: i64[6,1] = add(i, 1); m: bool[6,6] = le(j, a)"),
+    "three too many": ("masked", "a: i64[6,1] = add(i, 3); m: bool[6,6] = le(j, a)"),
+    "two sides": (
+        "(2, 2)",
+        "a: i64[6,6] = sub(i, j); b: bool[6,6] = le(a, 2); c: bool[6,6] = ge(a, -2); m: bool[6,6] = bitwise_and(b, c)",
+    ),
+    "near": ("(2, 2)", "a: i64[6,6] = sub(i, j); b: i64[6,6] = abs(a); m: bool[6,6] = le(b, 2)"),
+    "not far": (
+        "(1, 1)",
+        "a: i64[6,6] = sub(j, i); b: i64[6,6] = abs(a); e: i64[1,6,6] = reshape(b, shape=(1, 6, 6)); "
+        "c: bool[1,6,6] = le(2, e); m: bool[1,6,6] = logical_not(c)",
+    ),
+    "far": ("masked", "a: i64[6,6] = sub(j, i); b: i64[6,6] = abs(a); m: bool[6,6] = gt(b, 2)"),
+    "twice as near": (
         "masked",
+        "a: i64[6,6] = sub(j, i); b: i64[6,6] = abs(a); c: i64[6,6] = mul(b, b); m: bool[6,6] = le(c, 4)",
+    ),
+    "minus infinity outside": (
+        "(1, 0)",
+        "a: bool[6,6] = le(j, i); b: i64[6,1] = sub(i, 2); c: bool[6,6] = gt(j, b); d: bool[6,6] = logical_and(a, c); "
+        "z: f32[] = full(0.0, dtype=f32, shape=()); m: f32[6,6] = where(d, z, -inf)",
+    ),
+    "a band without its diagonal": (
+        "masked",
+        "a: i64[6,1] = sub(i, 1); b: i64[6,1] = sub(i, 4); c: bool[6,6] = le(j, a); d: bool[6,6] = ge(j, b); "
+        "m: bool[6,6] = bitwise_and(c, d)",
+    ),
+    "window": (
+        "(2, 0)",
         ("a: bool[6,6] = le(j, i); b: i64[6,1] = sub(i, 3); c: bool[6,6] = gt(j, b); m: bool[6,6] = logical_and(a, c)"),
     ),
     "padding": (
@@ -349,6 +387,30 @@ def test_causal_is_aligned_at_the_top_left(q, k):
         assert_same_results(program, causal(program))
 
 
+@pytest.mark.parametrize("window", [(0, 0), (2, 0), (1, 3), (70, 2), (200, 0)])
+@pytest.mark.parametrize("q, k", [(150, 150), (150, 90), (90, 150)])
+def test_a_window_goes_in_blocks(window, q, k):
+    """Rows in several blocks, those that see nothing among them, and their gradients: as with the mask written out."""
+    torch.manual_seed(0)
+    x, y, z = (torch.randn(2, h, n, 8, dtype=torch.float64) for h, n in ((4, q), (2, k), (2, k)))
+    ahead = torch.arange(k) - torch.arange(q).unsqueeze(1)
+    mask = (ahead >= -window[0]) & (ahead <= window[1])
+    own, whole = o.attention(x, y, z, None, window=window), o.attention(x, y, z, mask)
+    g = torch.randn_like(own[0])
+    own += o.attention_grad(g, x, y, z, None, *own, window=window)
+    whole += o.attention_grad(g, x, y, z, mask, *whole)
+    for a, b in zip(own, whole, strict=True):
+        assert torch.allclose(a, b, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("q, k", [(6, 6), (4, 9), (9, 4)])
+def test_a_window_costs_what_it_sees(q, k):
+    types = [Type(torch.float32, (1, 1, n, 8)) for n in (q, k, k)]
+    for window in itertools.product(range(8), range(8)):
+        pairs = sum(i - window[0] <= j <= i + window[1] for i in range(q) for j in range(k))
+        assert round(o.attention.cost([*types, None], {"window": window}).flops) == 2 * pairs * 16, window
+
+
 def test_causal_needs_all_calls_to_agree():
     text = """
 def layer(q: f64[1,2,4,4], mask: bool[4,4]):
@@ -364,6 +426,7 @@ def main(q: f64[1,2,4,4]):
   return z
 """
     assert "causal=True" in str(causal(read(text.format(other="a"))))
+    assert "attention(q, q, q, mask)" in str(causal(read(text.format(other="b"))))
     assert "causal=True" not in str(causal(read(text.format(other="b"))))
 
 

@@ -5,7 +5,7 @@ from mycel.capture.autograd import differentiate_with
 from mycel.capture.bind import MISS, bind, draw_key
 from mycel.capture.custom import trace_custom
 from mycel.capture.experts import OBSERVED, Routing, traced_gate, traced_layer
-from mycel.capture.facts import Facts, make_room
+from mycel.capture.facts import Facts, all_ones, make_room
 from mycel.capture.fence import refuse
 from mycel.capture.function import TRACING, Captured, capture, paused
 from mycel.capture.inline import input_tensors, input_values, results, splice, splice_program
@@ -23,6 +23,7 @@ __all__ = [
     "Open",
     "Routing",
     "Tree",
+    "all_ones",
     "bind",
     "capture",
     "checked",

@@ -22,7 +22,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from mycel.capture.bounds import decide
-from mycel.ir import Eqn, Var
+from mycel.ir import Builder, Eqn, Var
 from mycel.ops import o
 
 CONSTANT, GIVEN, UNKNOWN = 0, 1, 2  # what a value depends on: nothing, what the program is given, anything else
@@ -85,6 +85,17 @@ class Facts:
             if not _equal(known[fact.var], fact.value):
                 return False
         return True
+
+
+def all_ones(inputs: Sequence[Var], source: str) -> Facts:
+    """The fact that these inputs hold nothing but ones."""
+    facts = []
+    for x in inputs:
+        b = Builder()
+        with b:
+            holds = o.all(o.eq(x, 1), dims=tuple(range(x.ndim)))
+        facts.append(Fact(holds, torch.tensor(True), source, tuple(b.eqns)))
+    return Facts(tuple(x.name for x in inputs), tuple(inputs), tuple(facts), {})
 
 
 def _equal(x: torch.Tensor, y: torch.Tensor) -> bool:

@@ -16,6 +16,7 @@ What the fields mean
   types     the whole type rule, where shapes cannot be read from dims: (*types, **params) -> Type or tuple of Types
   vjp       (g, y, *inputs, **params) -> one cotangent for each input (None: no gradient)
   flops     a function of the dim sizes (`d.k`, `d.rows` = product of "..."); default: one for each output element
+  share     of these flops, what a structure given by params leaves: a function of the types and params; default: all
   expand    the meaning in smaller operators, on the same arguments: its reference, and its gradient if there is no vjp
   write     marks a view; (x, new_outputs, *other inputs, **params) -> x with the viewed part replaced
   fresh     its results are always new memory, shared with no operand
@@ -27,6 +28,7 @@ What the fields mean
   compiles  a compiler can take its kernel
   apart     it is worth a kernel of its own: a compiler does not merge it with what is before and behind it
   free      it costs nothing
+  pads      its kernel pads rows of odd length itself, where aligned ones are faster
   product   a product of matrices, or made of them: what devices are fast at, and ranks share first
   rate      under which name its operations a second are measured: "product", "conv", "attention" …; "": it is bound by
             memory
@@ -42,6 +44,7 @@ What the fields mean
   averages  it is a mean over rows, or with reduction="sum" their sum: parts of a batch have shares in it
   lies      it says how its operand lies and computes nothing: lowering makes nothing of it
   stacks    it works on stacks, which may keep or return what they are given
+  waits     its kernel reads values on the host: it cannot be recorded
   foreign   torch's own operator, `target` by name, of which nothing else is known
   by_rank   its value depends on the rank, or on other ranks
   collective  what ranks say to each other for it: bytes, steps, meaning (`Collective`)
@@ -123,6 +126,7 @@ class Op:
     types: Callable[..., Any] | None = None
     vjp: Callable[..., Any] | None = None
     flops: Callable[[SimpleNamespace], float] | None = None
+    share: Callable[..., float] | None = None
     expand: Callable[..., Any] | None = None
     write: Callable[..., Any] | None = None
     effect: bool = False
@@ -135,6 +139,7 @@ class Op:
     compiles: bool = True
     apart: bool = False
     free: bool = False
+    pads: bool = False
     product: bool = False
     rate: str = ""
     precision: str = ""
@@ -146,6 +151,7 @@ class Op:
     averages: bool = False
     lies: bool = False
     stacks: bool = False
+    waits: bool = False
     foreign: bool = False
     by_rank: bool = False
     for_ranks: bool = False
@@ -210,7 +216,8 @@ class Op:
         moved = sum(t.bytes for t in (*inputs, *outs) if isinstance(t, Type))
         if self.flops is None:
             return Cost(sum(t.numel for t in outs), moved)
-        return Cost(self.flops(self.fit(inputs, params).namespace()), moved)
+        share = 1.0 if self.share is None else self.share(*inputs, **params)
+        return Cost(share * self.flops(self.fit(inputs, params).namespace()), moved)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,10 @@ weights.
     dv = pᵀ g          ds = p (g vᵀ - Σ g y)          dq = ds k · scale          dk = dsᵀ q · scale
 
 Shapes are (batch, heads, length, width); k and v may have fewer heads, each shared by a group of q's.  A mask is bool
-(True: attend) or added, and broadcasts.  `causal` lets row i see columns 0 … i, and excludes a mask.  A row that sees
-nothing has y = 0 and lse = -inf.  Each kernel takes torch's fused one where its limits allow, else plain products.
+(True: attend) or added, and broadcasts.  Structure instead of a mask, which excludes one: `causal` lets row i see
+columns 0 … i, `window=(before, behind)` columns i - before … i + behind.  A row that sees nothing has y = 0 and
+lse = -inf.  Each kernel takes torch's fused one where its limits allow, else plain products; a window without such a
+kernel goes a block of rows at a time, with the columns these see.
 """
 
 from __future__ import annotations
@@ -16,6 +18,13 @@ import math
 import torch
 
 from mycel.ir import SplitRule, is_float, op
+from mycel.ops.attention_kernels import (
+    added_mask_grad,
+    masked_attention,
+    masked_attention_grad,
+    window_attention,
+    window_attention_grad,
+)
 from mycel.ops.matmul import swap
 from mycel.ops.ring import attention_grad_ring, attention_grad_rows, attention_ring, attention_rows, has_columns
 from mycel.ops.rules import o, unbroadcast
@@ -34,16 +43,18 @@ def _mask_dims(mask, k, columns="c^"):
     return " ".join("1" if n == 1 else name for n, name in zip(mask.shape, names, strict=True))
 
 
-def attention_dims(q, k, v, mask, *, causal=False, scale=None):
-    """Batch, groups of heads and, unless causal, rows may be split."""
-    if causal and mask is not None:
-        raise ValueError("attention: causal excludes a mask")
-    rows = "q^" if causal else "q"
+def attention_dims(q, k, v, mask, *, causal=False, scale=None, window=None):
+    """Batch, groups of heads and, unless rows see different columns, rows may be split."""
+    if (causal, window is not None, mask is not None).count(True) > 1:
+        raise ValueError("attention: causal, a window and a mask exclude each other")
+    if window is not None and min(window) < 0:
+        raise ValueError(f"attention: a window of {window[0]} columns before a row and {window[1]} behind it")
+    rows = "q^" if causal or window else "q"
     return f"b (g n) {rows} d^, b g k^ d^, b g k^ e^, {_mask_dims(mask, k)} -> b (g n) q e, b (g n) q"
 
 
-def _grad_dims(g, q, k, v, mask, y, lse, *, causal=False, scale=None):
-    rows, columns = ("q^", "k^") if causal else ("q+", "k^" if has_columns(mask) else "k+")
+def _grad_dims(g, q, k, v, mask, y, lse, *, causal=False, scale=None, window=None):
+    rows, columns = ("q^", "k^") if causal or window else ("q+", "k^" if has_columns(mask) else "k+")
     given = f"b (g n+) {rows} e^, b (g n) q d^, b g {columns} d, b g k e, {_mask_dims(mask, k)}, b (g n) q e, b (g n) q"
     return f"{given} -> b (g n) q d, b g k d, b g k e"
 
@@ -61,6 +72,24 @@ def forward_flops(d):
 def _backward_flops(d):
     """Five products."""
     return 2 * d.b * d.g * d.n * d.q * d.k * (3 * d.d + 2 * d.e)
+
+
+def _share(q, k, window):
+    """Of all pairs of rows and columns those in a window; all, where causal, whose rate is measured so."""
+    if window is None:
+        return 1.0
+    rows, columns = q.shape[2], k.shape[2]
+    return (_pairs(rows, columns, window[1]) - _pairs(rows, columns, -window[0] - 1)) / max(rows * columns, 1)
+
+
+def _pairs(rows, columns, behind):
+    """How many of row i and column j have j - i <= behind."""
+
+    def up_to(n):  # the sum of min(x, columns) for x = 1 … n
+        n, whole = max(n, 0), min(max(n, 0), columns)
+        return whole * (whole + 1) // 2 + (n - whole) * columns
+
+    return up_to(behind + rows) - up_to(behind)
 
 
 def wide(dtype):
@@ -95,35 +124,44 @@ def below_diagonal(rows, columns):
     return o.ge(o.iota(dim=0, **count), o.iota(dim=1, **count))
 
 
-def scores_in_operators(q, k, mask, causal, scale):
+def in_window(rows, columns, window):
+    """Where row i sees column j: i - before <= j <= i + behind."""
+    count = {"shape": (rows, columns), "dtype": torch.int64}
+    ahead = o.sub(o.iota(dim=1, **count), o.iota(dim=0, **count))
+    return o.logical_and(o.ge(ahead, -window[0]), o.le(ahead, window[1]))
+
+
+def scores_in_operators(q, k, mask, causal, scale, window=None):
     """Masked scores in the wide dtype."""
     dtype = wide(q.dtype)
     k = repeated(_cast(k, dtype), q.shape[1])
     s = o.mul(o.matmul(_cast(q, dtype), swap(k)), q.shape[3] ** -0.5 if scale is None else scale)
     if causal:
         return o.where(below_diagonal(q.shape[2], k.shape[2]), s, -math.inf)
+    if window is not None:
+        return o.where(in_window(q.shape[2], k.shape[2], window), s, -math.inf)
     if mask is None:
         return s
     return o.where(mask, s, -math.inf) if mask.dtype == torch.bool else o.add(s, _cast(mask, dtype))
 
 
-def weights_in_operators(s, lse, mask):
+def weights_in_operators(s, lse, mask, window=None):
     """exp(s - lse); a row that sees nothing has weights 0"""
-    lse = lse if mask is None else o.where(o.eq(lse, -math.inf), 0.0, lse)
+    lse = lse if mask is None and window is None else o.where(o.eq(lse, -math.inf), 0.0, lse)
     return o.exp(o.sub(s, o.reshape(lse, shape=(*lse.shape, 1))))
 
 
-def _attention_in_operators(q, k, v, mask, *, causal=False, scale=None):
-    s = scores_in_operators(q, k, mask, causal, scale)
+def _attention_in_operators(q, k, v, mask, *, causal=False, scale=None, window=None):
+    s = scores_in_operators(q, k, mask, causal, scale, window)
     lse = o.logsumexp(s, dims=(3,), keepdim=False)
-    p = weights_in_operators(s, lse, mask)
+    p = weights_in_operators(s, lse, mask, window)
     return _cast(o.matmul(p, repeated(_cast(v, s.dtype), q.shape[1])), q.dtype), lse
 
 
-def _score_cotangent(g, g_lse, q, k, v, mask, y, lse, causal, scale):
+def _score_cotangent(g, g_lse, q, k, v, mask, y, lse, causal, scale, window=None):
     """(weights, cotangent of the scores)"""
-    s = scores_in_operators(q, k, mask, causal, scale)
-    p = weights_in_operators(s, lse, mask)
+    s = scores_in_operators(q, k, mask, causal, scale, window)
+    p = weights_in_operators(s, lse, mask, window)
     cotangent = None if g_lse is None else o.reshape(g_lse, shape=(*g_lse.shape, 1))
     if g is not None:
         g = _cast(g, s.dtype)
@@ -133,8 +171,8 @@ def _score_cotangent(g, g_lse, q, k, v, mask, y, lse, causal, scale):
     return p, o.mul(p, cotangent)
 
 
-def _grad_in_operators(g, q, k, v, mask, y, lse, *, causal=False, scale=None, g_lse=None):
-    p, ds = _score_cotangent(g, g_lse, q, k, v, mask, y, lse, causal, scale)
+def _grad_in_operators(g, q, k, v, mask, y, lse, *, causal=False, scale=None, window=None, g_lse=None):
+    p, ds = _score_cotangent(g, g_lse, q, k, v, mask, y, lse, causal, scale, window)
     factor = q.shape[3] ** -0.5 if scale is None else scale
     dq = o.mul(o.matmul(ds, repeated(_cast(k, p.dtype), q.shape[1])), factor)
     dk = o.mul(o.matmul(swap(ds), _cast(q, p.dtype)), factor)
@@ -157,129 +195,29 @@ def _attention_vjp(g, y, q, k, v, mask, **params):
     return *attention_grad(gy, q, k, v, mask, *y, **params), dmask
 
 
-# The kernels, in torch.
-
-
-def _route(q, k, v, mask, causal):
-    """Which fused kernel takes these operands: "cpu", "cudnn", "flash", "efficient", or "plain" for none."""
-    d, fits = q.shape[3], k.shape[3] == v.shape[3] and 0 not in (*q.shape, *k.shape)
-    traced = mask is not None and mask.requires_grad  # autograd knows no gradient of a fused kernel's mask
-    if not fits or traced or q.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-        return "plain"
-    if q.device.type == "cpu":
-        return "cpu"
-    low = q.dtype in (torch.float16, torch.bfloat16)
-    if q.device.type != "cuda" or q.dtype == torch.float64 or d % (8 if low else 4) != 0:
-        return "plain"
-    if low and d <= 128 and torch.cuda.get_device_capability(q.device)[0] in (9, 10):
-        return "cudnn"  # on an H200 1.5 to 2 times as fast as flash, 3 times as efficient
-    square = not causal or q.shape[2] == k.shape[2]  # flash aligns causal rows to the last column
-    return "flash" if low and mask is None and square and d <= 256 else "efficient"
-
-
-def _dense(x):
-    """Fused kernels read the last dim as if it were contiguous."""
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def _laid_like(x, q):
-    """x with the strides of an output for q: cuDNN's plan is kept by the strides of q, k and v alone."""
-    laid = torch.empty_like(q)
-    return x if x.stride() == laid.stride() else laid.copy_(x)
-
-
-def _repeat(x, heads):
-    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
-
-
-def _sum_groups(dx, like):
-    if dx.shape[1] == like.shape[1]:
-        return dx
-    return dx.unflatten(1, (like.shape[1], -1)).sum(2, dtype=dx.dtype)
-
-
-def _bias(mask, q, k, route):
-    """The mask as a fused kernel wants it: added, four dims; on GPUs full, for `efficient` with rows of aligned
-    length."""
-    if mask is None:
-        return None
-    bias = torch.where(mask, 0.0, -math.inf).to(q.dtype) if mask.dtype == torch.bool else mask.to(q.dtype)
-    bias = bias.reshape((1,) * (4 - bias.ndim) + tuple(bias.shape))
-    if route == "cpu":
-        return bias
-    columns = k.shape[2]
-    bias = _dense(bias.expand(*bias.shape[:3], columns))
-    if route == "efficient":
-        bias = torch.nn.functional.pad(bias.contiguous(), (0, -columns % 16))[..., :columns]
-    return bias.expand(*q.shape[:3], columns)
-
-
-def _seeing(mask):
-    """Which rows of a mask see anything."""
-    return (mask if mask.dtype == torch.bool else mask > -math.inf).any(-1)
-
-
-def _wide_scores(q, k, mask, causal, scale):
-    dtype = torch.float32 if q.dtype in (torch.float16, torch.bfloat16) else q.dtype
-    s = torch.matmul(q.to(dtype), _repeat(k, q.shape[1]).to(dtype).transpose(2, 3))
-    s = s * (q.shape[3] ** -0.5 if scale is None else scale)
-    if causal:
-        return s.masked_fill(s.new_ones(s.shape[2:], dtype=torch.bool).tril().logical_not(), -math.inf)
-    if mask is None:
-        return s
-    return s.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else s + mask.to(dtype)
-
-
-def _plain_attention(q, k, v, mask, causal, scale):
-    s = _wide_scores(q, k, mask, causal, scale)
-    lse = torch.logsumexp(s, 3)
-    p = torch.exp(s - lse.masked_fill(lse == -math.inf, 0.0).unsqueeze(3))
-    return torch.matmul(p, _repeat(v, q.shape[1]).to(s.dtype)).to(q.dtype), lse
-
-
 @op(
     attention_dims,
     dtype=("first", lambda q, *_: wide(q.dtype)),
     vjp=_attention_vjp,
     expand=_attention_in_operators,
     flops=forward_flops,
+    share=lambda q, k, v, mask, window=None, **_: _share(q, k, window),
     parts={"q": SplitRule(attention_rows, uneven=True), "q k": SplitRule(attention_ring, uneven=True)},
     examples=[
         "f[2,4,6,8], f[2,4,3,8], f[2,4,3,8], None", "f[2,4,6,8], f[2,2,6,8], f[2,2,6,8], None, causal=True",
         "f[2,4,6,8], f[2,1,3,8], f[2,1,3,8], bool[2,1,6,3], scale=0.3", "f[2,2,6,8], f[2,2,4,8], f[2,2,4,8], f[2,6,4]",
         "f[2,2,6,4], f[2,2,3,4], f[2,2,3,6], f[1,3]", "f[2,2,4,4], f[2,2,6,4], f[2,2,6,4], None, causal=True",
         "f[1,2,2,4], f[1,2,2,4], f[1,2,2,4], bool[2,2]", "f[2,2,6,4], f[2,2,3,4], f[2,2,3,4], bool[6,1]",
+        "f[2,4,6,8], f[2,2,6,8], f[2,2,6,8], None, window=(2, 0)",
+        "f[1,2,6,4], f[1,2,3,4], f[1,2,3,4], None, window=(1, 1)",
     ],
     product=True, rate="attention", apart=True, precision="low",
 )  # fmt: skip
-def attention(q, k, v, mask, *, causal=False, scale=None):
+def attention(q, k, v, mask, *, causal=False, scale=None, window=None):
     """(softmax(q kᵀ · scale + mask) v, log-sum-exp of the scores)"""
-    route = _route(q, k, v, mask, causal)
-    if route == "plain":
-        return _plain_attention(q, k, v, mask, causal, scale)
-    fused, bias = torch.ops.aten, _bias(mask, q, k, route)
-    q, k, v = _dense(q), _dense(k), _dense(v)
-    if route == "flash":
-        return fused._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)[:2]
-    if route == "cpu":
-        y, lse = fused._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
-    elif route == "cudnn":
-        y, lse = fused._scaled_dot_product_cudnn_attention(q, k, v, bias, True, 0.0, causal, scale=scale)[:2]
-        lse = lse.reshape(q.shape[:3])
-    else:
-        k, v = _repeat(k, q.shape[1]), _repeat(v, q.shape[1])
-        y, lse = fused._scaled_dot_product_efficient_attention(q, k, v, bias, True, 0.0, causal, scale=scale)[:2]
-        lse = lse[..., : q.shape[2]]
-    return y, lse if mask is None else lse.masked_fill(~_seeing(mask), -math.inf)
-
-
-def _plain_grad(g, q, k, v, mask, y, lse, causal, scale):
-    """(p, ds) from scores computed anew"""
-    s = _wide_scores(q, k, mask, causal, scale)
-    p = torch.exp(s - lse.masked_fill(lse == -math.inf, 0.0).unsqueeze(3))
-    g = g.to(s.dtype)
-    dp = torch.matmul(g, _repeat(v, q.shape[1]).to(s.dtype).transpose(2, 3))
-    return p, p * (dp - (g * y).sum(3, keepdim=True))
+    if window is not None:
+        return window_attention(q, k, v, scale, window)
+    return masked_attention(q, k, v, mask, causal, scale)
 
 
 @op(
@@ -287,6 +225,7 @@ def _plain_grad(g, q, k, v, mask, y, lse, causal, scale):
     dtype=tuple(lambda *types, at=at: types[at].dtype for at in (1, 2, 3)),
     expand=_grad_in_operators,
     flops=_backward_flops,
+    share=lambda g, q, k, v, mask, y, lse, window=None, **_: _share(q, k, window),
     linear=((0,),),
     parts={
         "q": SplitRule(attention_grad_rows, partial="+", uneven=True),
@@ -298,46 +237,17 @@ def _plain_grad(g, q, k, v, mask, y, lse, causal, scale):
         "f64[2,4,6,8], f64[2,4,6,8], f64[2,1,3,8], f64[2,1,3,8], bool[2,1,6,3], f64[2,4,6,8], f64[2,4,6]>4, scale=0.3",
         "f64[2,2,6,8], f64[2,2,6,8], f64[2,2,4,8], f64[2,2,4,8], f64[2,6,4], f64[2,2,6,8], f64[2,2,6]>4",
         "f64[2,2,6,6], f64[2,2,6,4], f64[2,2,3,4], f64[2,2,3,6], f64[1,3], f64[2,2,6,6], f64[2,2,6]>4",
+        "f64[2,4,6,8], f64[2,4,6,8], f64[2,2,6,8], f64[2,2,6,8], None, f64[2,4,6,8], f64[2,4,6]>4, window=(2, 1)",
     ],
     product=True,
     rate="attention_grad",
     apart=True,
 )
-def attention_grad(g, q, k, v, mask, y, lse, *, causal=False, scale=None):
+def attention_grad(g, q, k, v, mask, y, lse, *, causal=False, scale=None, window=None):
     """Cotangents of q, k and v."""
-    route = _route(q, k, v, mask, causal)
-    if route == "plain":
-        p, ds = _plain_grad(g, q, k, v, mask, y, lse, causal, scale)
-        factor = q.shape[3] ** -0.5 if scale is None else scale
-        dq = torch.matmul(ds, _repeat(k, q.shape[1]).to(p.dtype)) * factor
-        dk = torch.matmul(ds.transpose(2, 3), q.to(p.dtype)) * factor
-        dv = torch.matmul(p.transpose(2, 3), g.to(p.dtype))
-        return dq.to(q.dtype), _sum_groups(dk, k).to(k.dtype), _sum_groups(dv, v).to(v.dtype)
-    fused, bias = torch.ops.aten, _bias(mask, q, k, route)
-    lse = lse if mask is None else lse.masked_fill(lse == -math.inf, 0.0)
-    g, q, y, like = _dense(g), _dense(q), _dense(y), k
-    k, v = _dense(k), _dense(v)
-    if route == "flash":
-        state = torch.zeros(2, dtype=torch.int64, device=q.device)  # of random numbers, unused
-        return fused._scaled_dot_product_flash_attention_backward(
-            g, q, k, v, y, lse.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, causal, state, state, scale=scale
-        )
-    if route == "cpu":
-        return fused._scaled_dot_product_flash_attention_for_cpu_backward(
-            g, q, k, v, y, lse, 0.0, causal, attn_mask=bias, scale=scale
-        )
-    state = torch.zeros((), dtype=torch.int64, device=q.device)
-    if route == "cudnn":
-        g, y, lse = _laid_like(g, q), _laid_like(y, q), lse.contiguous().unsqueeze(3)
-        return fused._scaled_dot_product_cudnn_attention_backward(
-            g, q, k, v, y, lse, state, state, bias, None, None, q.shape[2], k.shape[2], 0.0, causal, scale=scale
-        )
-    k, v = _repeat(k, q.shape[1]), _repeat(v, q.shape[1])
-    lse = torch.nn.functional.pad(lse, (0, -q.shape[2] % 32), value=math.inf)
-    dq, dk, dv, _ = fused._scaled_dot_product_efficient_attention_backward(
-        g, q, k, v, bias, y, lse, state, state, 0.0, [True, True, True, False], causal, scale=scale
-    )
-    return dq, _sum_groups(dk, like), _sum_groups(dv, like)
+    if window is not None:
+        return window_attention_grad(g, q, k, v, y, lse, scale, window)
+    return masked_attention_grad(g, q, k, v, mask, y, lse, causal, scale)
 
 
 @op(
@@ -351,9 +261,9 @@ def attention_grad(g, q, k, v, mask, y, lse, *, causal=False, scale=None):
         "f64[2,4,6,8], f64[2,4,6,8], f64[2,2,4,8], f64[2,2,4,8], f64[2,1,1,4], f64[2,4,6,8], f64[2,4,6]>4, scale=0.3",
         "f64[2,2,6,6], f64[2,2,6,4], f64[2,2,3,4], f64[2,2,3,6], f64[1,3], f64[2,2,6,6], f64[2,2,6]>4",
     ],
+    rate="attention",
     apart=True,
 )
 def attention_mask_grad(g, q, k, v, mask, y, lse, *, scale=None):
     """The cotangent of an added mask: its own equation, for it is large and a constant mask needs none."""
-    ds = _plain_grad(g, q, k, v, mask, y, lse, False, scale)[1]
-    return ds.sum_to_size(mask.shape).to(mask.dtype)
+    return added_mask_grad(g, q, k, v, mask, y, lse, scale)

@@ -18,6 +18,8 @@ from mycel.ops.gather_scatter import here
 from mycel.ops.rules import cast_like, o
 
 CHUNK = 1 << 26  # logits at a time; twice as many on a GPU in 16 bits
+TILE = 64  # classes are padded to a multiple of this on a GPU: rows of 128 bytes
+FEWEST = 128  # rows for which that pays: a copy of the weight takes as long as unaligned products of some 20 rows
 
 
 def linear_cross_entropy_types(x, w, b, target, *, reduction="mean", ignore_index=-100):
@@ -27,12 +29,13 @@ def linear_cross_entropy_types(x, w, b, target, *, reduction="mean", ignore_inde
 
 def linear_cross_entropy_scratch(x, w, b, target, **_):
     """A chunk of logits, and in 16 bits also of cotangents, as on a GPU; rows of x and a few numbers a row; what is
-    summed over chunks."""
+    summed over chunks; the weight, where it is padded."""
     short, wide = x.dtype.itemsize == 2, max(x.dtype.itemsize, 4)
     n = min(x.shape[0], max((2 * CHUNK if short else CHUNK) // w.shape[0], 1))
     each = wide + (x.dtype.itemsize if short else 0)
     rows = n * (x.shape[1] * x.dtype.itemsize + 8 * wide)
-    return n * w.shape[0] * each + rows + ((wide + w.dtype.itemsize) * w.numel if n < x.shape[0] else 0)
+    padded = w.dtype.itemsize * w.numel if short and padded_classes(x.shape[0], w.shape[0]) != w.shape[0] else 0
+    return n * w.shape[0] * each + rows + padded + ((wide + w.dtype.itemsize) * w.numel if n < x.shape[0] else 0)
 
 
 def linear_cross_entropy_vjp(gs, ys, x, w, b, target, **params):
@@ -93,14 +96,25 @@ def rows_at_once(x, w):
     return n - n % 128 if n > 128 else n
 
 
-def chunk_of(x, w, b, target, ignore_index):
+def padded_classes(rows, classes):
+    """How many classes products of 16 bits get on a GPU: rows of odd length would go through slow kernels."""
+    return classes if classes % 8 == 0 or rows < FEWEST else -(-classes // TILE) * TILE
+
+
+def padded_weight(x, w):
+    """w with rows of zeros behind its classes, where that pays."""
+    more = padded_classes(x.shape[0], w.shape[0]) - w.shape[0] if is_fused(x) else 0
+    return torch.nn.functional.pad(w, (0, 0, 0, more)) if more else w
+
+
+def chunk_of(x, w, b, target, ignore_index, classes):
     """Of a chunk of rows: the sum of the losses, the cotangents of its logits up to a factor, and that factor of each
-    row; None: one."""
+    row; None: one.  Behind the classes, where w is padded, cotangents are zero."""
     if is_fused(x):
         from mycel.ops.triton_loss import cotangents
 
         z = torch.mm(x, w.t(), out_dtype=torch.float32)
-        losses, d = cotangents(z if b is None else z.add_(b), target, ignore_index, x.dtype)
+        losses, d = cotangents(z, b, target, ignore_index, x.dtype, classes)
         return losses.sum(), d, None
     keep = target != ignore_index
     classes = torch.where(keep, target, 0).unsqueeze(1)
@@ -199,6 +213,7 @@ SPLIT = {
         "f[6,4], f[5,4], None, i64[6]<5, ignore_index=1",
     ],
     apart=True,
+    pads=True,
     rate="product",
     precision="low",
     averages=True,
@@ -206,21 +221,22 @@ SPLIT = {
 def linear_cross_entropy(x, w, b, target, *, reduction="mean", ignore_index=-100):
     """The cross entropy of x @ w.T + b against class indices, and its gradients for x, w and b."""
     wide = torch.promote_types(x.dtype, torch.float32)
-    size = rows_at_once(x, w)
+    size, classes, like = rows_at_once(x, w), w.shape[0], w.dtype
+    w = padded_weight(x, w)
     loss, dxs, dw, db = 0.0, [], None, None
     for i in range(0, max(x.shape[0], 1), size):
         chunk = x[i : i + size]
-        more, d, rows = chunk_of(chunk, w, b, target[i : i + size], ignore_index)
+        more, d, rows = chunk_of(chunk, w, b, target[i : i + size], ignore_index, classes)
         loss = loss + more
         dxs.append(torch.mm(d, w) if rows is None else torch.mm(d, w) * rows)
         dw = weight_gradient(dw, d, chunk if rows is None else chunk * rows)
         if b is not None:
-            part = d.sum(0, dtype=wide) if rows is None else torch.mm(d.t(), rows).squeeze(1)
+            part = d[:, :classes].sum(0, dtype=wide) if rows is None else torch.mm(d.t(), rows).squeeze(1)
             db = part if db is None else db + part
         del d
-    dx = dxs[0] if len(dxs) == 1 else torch.cat(dxs)
+    dx, dw = dxs[0] if len(dxs) == 1 else torch.cat(dxs), dw[:classes]
     if reduction == "mean":
         scale = 1 / (target != ignore_index).sum().to(wide)
         loss, dx, dw, db = loss * scale, dx * scale, dw * scale, None if b is None else db * scale
-    grads = (dx, dw.to(w.dtype)) if b is None else (dx, dw.to(w.dtype), db.to(b.dtype))
+    grads = (dx, dw.to(like)) if b is None else (dx, dw.to(like), db.to(b.dtype))
     return loss, *grads

@@ -231,6 +231,7 @@ def opaque_grad(*operands, target, args, kwargs=(), arity):
     compiles=False,
     examples=['i64[], f[2,3]>0, target="aten.poisson.default", args=(("x", 0),)'],
     apart=True,
+    waits=True,
     foreign=True,
 )
 def opaque_random(key, *inputs, target, args, kwargs=(), site=0):

@@ -1,6 +1,6 @@
 """Attention where a sequence is split: rows of q alone, or rows and, over the same ranks, the columns k and v.
 
-Rows alone: k and v are whole, and a causal triangle is the mask of a rank's rows.
+Rows alone: k and v are whole, and a causal triangle or a window is the mask of a rank's rows.
 
 Rows and columns: in `count` turns all parts of k and v come by.  What they give is merged; backward, cotangents of k
 and v follow them, and go home.
@@ -101,10 +101,14 @@ def rows_here(at, *xs):
 # -- which columns rows see
 
 
-def triangle(at, columns):
-    """Where this rank's rows see columns, given by number."""
-    rows = o.iota(shape=(at.local("q"), 1), dim=0, dtype=torch.int64)
-    return o.ge(o.add(rows, at.start("q")), o.reshape(columns, shape=(1, columns.shape[0])))
+def by_place(at, columns, window):
+    """Where this rank's rows see columns, given by number: those up to its own, or a window around it."""
+    rows = o.add(o.iota(shape=(at.local("q"), 1), dim=0, dtype=torch.int64), at.start("q"))
+    columns = o.reshape(columns, shape=(1, columns.shape[0]))
+    if window is None:
+        return o.ge(rows, columns)
+    ahead = o.sub(columns, rows)
+    return o.logical_and(o.ge(ahead, -window[0]), o.le(ahead, window[1]))
 
 
 def columns_here(at):
@@ -117,13 +121,13 @@ def has_columns(mask):
     return mask is not None and mask.ndim > 0 and mask.shape[-1] > 1
 
 
-def on_the_way(at, k, v, mask, causal):
+def on_the_way(at, k, v, mask, placed):
     """What goes round: keys, values, and the numbers of their columns where rows do not see all."""
     k, v = (at.masked(x, 2, "k", 0.0) for x in (k, v))
-    return (k, v, columns_here(at)) if causal or is_uneven(at, "k") or has_columns(mask) else (k, v)
+    return (k, v, columns_here(at)) if placed or is_uneven(at, "k") or has_columns(mask) else (k, v)
 
 
-def seen(at, mask, causal, columns=None):
+def seen(at, mask, placed, window, columns=None):
     """The mask of this rank's rows and the columns that came by; no numbers: all of them."""
     if columns is None:
         return mask
@@ -132,8 +136,9 @@ def seen(at, mask, causal, columns=None):
         mask = o.index_select(mask, o.clamp(columns, 0, n - 1) if is_uneven(at, "k") else columns, dim=mask.ndim - 1)
     if is_uneven(at, "k"):
         shown = o.reshape(o.lt(columns, n), shape=(1, columns.shape[0]))
-    if causal:
-        shown = triangle(at, columns) if shown is None else o.logical_and(shown, triangle(at, columns))
+    if placed:
+        here = by_place(at, columns, window)
+        shown = here if shown is None else o.logical_and(shown, here)
     if shown is None or mask is None:
         return mask if shown is None else shown
     return o.logical_and(mask, shown) if mask.dtype == torch.bool else o.where(shown, mask, -math.inf)
@@ -142,17 +147,22 @@ def seen(at, mask, causal, columns=None):
 # -- rows alone ------------------------------------------------------------------------------------------------------
 
 
-def attention_rows(at, q, k, v, mask, *, causal=False, scale=None):
-    if not causal or at.count("q") == 1:
-        return o.attention(q, k, v, mask, causal=causal, scale=scale)
-    return o.attention(q, k, v, triangle(at, all_columns(k)), scale=scale)
+def attention_rows(at, q, k, v, mask, *, causal=False, scale=None, window=None):
+    if not (causal or window) or at.count("q") == 1:
+        return o.attention(q, k, v, mask, **structure(causal, scale, window))
+    return o.attention(q, k, v, by_place(at, all_columns(k), window), scale=scale)
 
 
-def attention_grad_rows(at, g, q, k, v, mask, y, lse, *, causal=False, scale=None):
-    if not causal or at.count("q") == 1:
-        return o.attention_grad(g, q, k, v, mask, y, lse, causal=causal, scale=scale)
+def attention_grad_rows(at, g, q, k, v, mask, y, lse, *, causal=False, scale=None, window=None):
+    if not (causal or window) or at.count("q") == 1:
+        return o.attention_grad(g, q, k, v, mask, y, lse, **structure(causal, scale, window))
     g, q, y, lse = rows_here(at, g, q, y, lse)
-    return o.attention_grad(g, q, k, v, triangle(at, all_columns(k)), y, lse, scale=scale)
+    return o.attention_grad(g, q, k, v, by_place(at, all_columns(k), window), y, lse, scale=scale)
+
+
+def structure(causal, scale, window):
+    """Params of an attention equation: a window is named where there is one."""
+    return {"causal": causal, "scale": scale} if window is None else {"scale": scale, "window": window}
 
 
 def all_columns(k):
@@ -162,18 +172,18 @@ def all_columns(k):
 # -- rows and columns, forward
 
 
-def attention_ring(at, q, k, v, mask, *, causal=False, scale=None):
-    ring = Ring(at)
+def attention_ring(at, q, k, v, mask, *, causal=False, scale=None, window=None):
+    ring, placed = Ring(at), causal or window is not None
     if ring.count == 1:
-        return o.attention(q, k, v, mask, causal=causal, scale=scale)
+        return o.attention(q, k, v, mask, **structure(causal, scale, window))
     if is_foldable(at, causal):
         rows = ring.folded(q)
         y, lse = merged(
             ring, (ring.folded(k), ring.folded(v)), lambda turn, k, v: folded_turn(ring, turn, rows, k, v, scale)
         )
         return ring.unfolded(cast_like(y, q)), ring.unfolded(lse)
-    turn = lambda _, k, v, *columns: o.attention(q, k, v, seen(at, mask, causal, *columns), scale=scale)
-    y, lse = merged(ring, on_the_way(at, k, v, mask, causal), turn)
+    turn = lambda _, k, v, *columns: o.attention(q, k, v, seen(at, mask, placed, window, *columns), scale=scale)
+    y, lse = merged(ring, on_the_way(at, k, v, mask, placed), turn)
     return cast_like(y, q), lse
 
 
@@ -214,21 +224,21 @@ def folded_turn(ring, turn, q, k, v, scale):
 # -- rows and columns, backward
 
 
-def attention_grad_ring(at, g, q, k, v, mask, y, lse, *, causal=False, scale=None):
-    ring = Ring(at)
+def attention_grad_ring(at, g, q, k, v, mask, y, lse, *, causal=False, scale=None, window=None):
+    ring, placed = Ring(at), causal or window is not None
     if ring.count == 1:
-        return o.attention_grad(g, q, k, v, mask, y, lse, causal=causal, scale=scale)
+        return o.attention_grad(g, q, k, v, mask, y, lse, **structure(causal, scale, window))
     if is_foldable(at, causal):
         rows = tuple(map(ring.folded, (g, q, y, lse)))
         grads = summed(
             ring, (ring.folded(k), ring.folded(v)), lambda turn, k, v: folded_grad_turn(ring, turn, rows, k, v, scale)
         )
         return tuple(ring.unfolded(cast_like(d, x)) for d, x in zip(grads, (q, k, v), strict=True))
-    g, q, y, lse = rows_here(at, g, q, y, lse) if causal else (g, q, y, lse)
+    g, q, y, lse = rows_here(at, g, q, y, lse) if placed else (g, q, y, lse)
     turn = lambda _, k, v, *columns: wide(
-        lse, o.attention_grad(g, q, k, v, seen(at, mask, causal, *columns), y, lse, scale=scale)
+        lse, o.attention_grad(g, q, k, v, seen(at, mask, placed, window, *columns), y, lse, scale=scale)
     )
-    grads = summed(ring, on_the_way(at, k, v, mask, causal), turn)
+    grads = summed(ring, on_the_way(at, k, v, mask, placed), turn)
     return tuple(cast_like(d, x) for d, x in zip(grads, (q, k, v), strict=True))
 
 

@@ -36,7 +36,9 @@ def kind_of(eqn: Eqn) -> str:
 
 def alignment(eqn: Eqn) -> int:
     """The power of two, up to 8, that divides the lengths of all rows of a product: of its operands, its result, and
-    its weight's columns."""
+    its weight's columns; 8 where its kernel sees to that."""
+    if eqn.op.pads:
+        return 8
     types = [v.type for v in (*eqn.vars, *eqn.outputs) if v.type.ndim > 1]
     weights = [t.shape[0] for t in types[1:2] if t.ndim == 2]
     return math.gcd(8, *(t.shape[-1] for t in types), *weights)
@@ -91,11 +93,12 @@ class Costs:
         name, axes, size = message(eqn)
         return self.links.seconds(name, axes, size) if name and self.links is not None else 0.0
 
-    def kernel(self, eqn: Eqn) -> float:
-        """An equation as a kernel of its own."""
+    def kernel(self, eqn: Eqn, compiled: bool | None = None) -> float:
+        """An equation as a kernel of its own; a compiler pads the operands of products."""
         cost, kind = eqn.op.cost(eqn.input_types, eqn.params), kind_of(eqn)
         dtype = next((v.dtype for v in eqn.vars if v.dtype.is_floating_point), eqn.outputs[0].dtype)
-        computing = cost.flops / self.hardware.flops(dtype, kind, cost.flops, alignment(eqn) if kind else 8)
+        padded = not kind or (self.compiled if compiled is None else compiled)
+        computing = cost.flops / self.hardware.flops(dtype, kind, cost.flops, 8 if padded else alignment(eqn))
         moved = cost.bytes * (self.hardware.turned if kind == "conv" else 1.0)
         return max(computing, moved / self.hardware.bandwidth(moved)) + self.hardware.launch_s
 
@@ -103,7 +106,9 @@ class Costs:
         """Seconds of each equation of a block, beside each other; messages and the blocks it holds are not among them.
         What a group reads is counted where it first reads it."""
         if not compiled:
-            return [0.0 if e.op in CONTROL or is_free(e) or message(e)[0] else self.kernel(e) for e in block.eqns]
+            return [
+                0.0 if e.op in CONTROL or is_free(e) or message(e)[0] else self.kernel(e, False) for e in block.eqns
+            ]
         there = self.in_memory(block, compiled)
         group_of = self._groups(block, there)
         shown = _shown(block)
@@ -114,7 +119,7 @@ class Costs:
             if eqn.op in CONTROL or is_free(eqn) or message(eqn)[0]:
                 seconds.append(0.0)
             elif self.is_apart(eqn, compiled):
-                seconds.append(self.kernel(eqn))
+                seconds.append(self.kernel(eqn, compiled))
             else:
                 group = group_of[i]
                 new = {(group, v) for v in eqn.vars if v in there} - read

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from mycel.ir import Program, check
 from mycel.transform import vjp_control  # noqa: F401  enters control flow into vjp
 from mycel.transform.algebra import algebra
-from mycel.transform.causal import causal
+from mycel.transform.attend import attend
+from mycel.transform.causal import causal, masks
 from mycel.transform.compressing import DRAWS, compress_gradients
 from mycel.transform.coupling import coupled
 from mycel.transform.cse import cse
@@ -18,6 +19,7 @@ from mycel.transform.head import head
 from mycel.transform.inline import inline
 from mycel.transform.jvp import jvp
 from mycel.transform.microbatch import BODY, joined, microbatch, shares, with_numbers_of
+from mycel.transform.ones import with_ones
 from mycel.transform.optimise import ParameterGroup, optimise
 from mycel.transform.outline import outline
 from mycel.transform.precision import precision
@@ -28,8 +30,9 @@ from mycel.transform.vjp import forward_and_backward, value_and_grad
 
 Pass = Callable[[Program], Program]
 
-# Equal blocks meet before single calls are inlined; causal masks are found before folding makes small ones constants.
-SIMPLIFY: list[Pass] = [dce, cse, inline, algebra, causal, fold, algebra, cse, dce]
+# Equal blocks meet before single calls are inlined; attention is found before its masks are looked at, and causal masks
+# are found before folding makes small ones constants.
+SIMPLIFY: list[Pass] = [dce, cse, inline, algebra, attend, causal, fold, algebra, cse, dce]
 
 
 def simplify(program: Program, ranks: bool = False) -> Program:
@@ -48,6 +51,7 @@ __all__ = [
     "ParameterGroup",
     "Pass",
     "algebra",
+    "attend",
     "causal",
     "compress_gradients",
     "coupled",
@@ -60,6 +64,7 @@ __all__ = [
     "inline",
     "joined",
     "jvp",
+    "masks",
     "microbatch",
     "optimise",
     "outline",
@@ -71,5 +76,6 @@ __all__ = [
     "unshared",
     "value_and_grad",
     "with_numbers_of",
+    "with_ones",
     "with_scale",
 ]

@@ -1,10 +1,13 @@
-"""Attention masks that are causal become the `causal` param; masks that mask nothing go.
+"""Attention masks that are functions of positions become params, `causal` or `window`; masks that mask nothing go.
 
     n: i64[8]         = iota(dim=0, dtype=i64, shape=(8,))
     q: i64[1,1,8,1]   = reshape(n, shape=(1, 1, 8, 1))
     k: i64[1,1,1,8]   = reshape(n, shape=(1, 1, 1, 8))      (dead now)
     m: bool[1,1,8,8]  = le(k, q)
     y, lse = attention(query, key, value, m)            =>  y, lse = attention(query, key, value, None, causal=True)
+
+    m: bool[1,1,8,8]  = logical_and(le(k, q), gt(k, q - 4))
+    y, lse = attention(query, key, value, m)            =>  y, lse = attention(query, key, value, None, window=(3, 0))
 
 Values are followed as functions of their index (`indexed.py`), never computed, so the size does not matter.  Blocks are
 followed through their calls: an input of a block is known if all its calls agree on it.  What is not known stays.
@@ -17,22 +20,28 @@ from typing import Any
 
 import torch
 
-from mycel.ir import Block, Eqn, Params, Program, Var, call, cond, custom, loop, order, prune, scan
+from mycel.ir import Block, Eqn, Params, Program, Var, call, cond, custom, loop, order, prune, scan, walk
 from mycel.ops import o
 from mycel.transform.indexed import Either, Value, Values, broadcast, of_constant, of_equation
 from mycel.transform.regions import ALL, NONE, Affine, Region, Shape, half, moved
 
+DENSE = 0.75  # the share of scores in a window above which a mask does as well
 # The operand that is the mask.
 MASKED = {"attention": 3, "sdpa": 3, "attention_grad": 4}
 
 
 def causal(program: Program) -> Program:
-    """attention(q, k, v, column <= row) => attention(q, k, v, None, causal=True);  attention(…, True) => attention(…,
-    None)"""
+    """attention(q, k, v, column <= row) => attention(q, k, v, None, causal=True), window=(before, behind) where columns
+    are bounded on the other side too;  attention(…, True) => attention(…, None)"""
     seen = _KnownValues(program).inputs
     again = _KnownValues(program)
     blocks = {n: _without_masks(program.blocks[n], again.values(program.blocks[n], seen[n])) for n in order(program)}
     return prune(replace(program, blocks=blocks))
+
+
+def masks(program: Program) -> int:
+    """How many equations of attention have a mask."""
+    return sum(eqn.inputs[MASKED[eqn.op.name]] is not None for _, eqn in walk(program) if eqn.op.name in MASKED)
 
 
 def _without_masks(block: Block, known: dict[Var, Value]) -> Block:
@@ -47,18 +56,35 @@ def _without_masks(block: Block, known: dict[Var, Value]) -> Block:
 
 
 def _without_mask(eqn: Eqn, at: int, allowed: tuple[Region, Shape] | None) -> Eqn:
-    """The equation without its mask, if what the mask allows can be said by `causal`."""
-    if allowed is None:
+    """The equation without its mask, if what the mask allows can be said by `causal` or `window`."""
+    structure = _structure(*allowed) if allowed is not None else None
+    if structure is None:
         return eqn
-    region, shape = allowed
-    # q - k >= 0: aligned at the top left, as torch does
-    triangle = half(Affine(0, (0,) * (len(shape) - 2) + (1, -1)), shape)
-    if region not in (ALL, triangle):
-        return eqn
-    params = eqn.params if region == ALL else Params(eqn.params | {"causal": True})
+    params = Params(eqn.params | structure)
     new = replace(eqn, inputs=(*eqn.inputs[:at], None, *eqn.inputs[at + 1 :]), params=params)
     same = new.op.infer(new.input_types, new.params) == tuple(v.type for v in eqn.outputs)
     return new if same else eqn
+
+
+def _structure(region: Region, shape: Shape) -> dict[str, Any] | None:
+    """A region of scores as params of attention, aligned at the top left, as torch does."""
+    lead, (rows, columns) = (0,) * (len(shape) - 2), shape[-2:]
+    if region == ALL:
+        return {}
+    if region == half(Affine(0, (*lead, 1, -1)), shape):  # q - k >= 0
+        return {"causal": True}
+    before, behind = rows - 1, columns - 1
+    for h in region.halves if region.every else ():
+        if h.steps == (*lead, 1, -1):  # q - k + behind >= 0
+            behind = h.offset
+        elif h.steps == (*lead, -1, 1):  # k - q + before >= 0
+            before = h.offset
+        else:
+            return None
+    if not region.every or before < 0 or behind < 0:
+        return None
+    ahead = [min(i + behind + 1, columns) - max(i - before, 0) for i in range(rows)]
+    return {"window": (before, behind)} if sum(max(n, 0) for n in ahead) <= DENSE * rows * columns else None
 
 
 def _allowed(value: Value, mask: Var, eqn: Eqn, at: int) -> tuple[Region, Shape] | None:

@@ -7,7 +7,7 @@ c: f32[2,8,5,5] = conv(x, w, …)
 y: f32[2,8,5,5] = add(c, reshape(b, shape=(8,1,1)))             =>  y: f32[2,8,5,5] = conv_bias(x, w, b, …)
 
 y: f32[2,4,8,16], lse: f32[2,4,8] = attention(q, k, v, mask)    =>  y: f32[2,4,8,16] = sdpa(q, k, v, mask)
-                                                                    (if lse is not used)
+                                                                    (if lse is not used, without a window)
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _fuse(block: Block) -> Block:
         new = eqn
         if eqn.op is o.carry:  # gradients have been taken: only the value is left
             new = replace(eqn, op=OPS["stop_gradient"], inputs=eqn.inputs[:1])
-        elif eqn.op is o.attention and _unused(uses[eqn.outputs[1]]):
+        elif eqn.op is o.attention and _unused(uses[eqn.outputs[1]]) and not eqn.params.get("window"):
             new = replace(eqn, op=OPS["sdpa"], outputs=eqn.outputs[:1])
         elif eqn.op is o.add:
             for product, other in (eqn.inputs, eqn.inputs[::-1]):

@@ -1,10 +1,11 @@
 """What is known of a tensor as a function of its index.
 
     Affine   offset + Σ steps · index                              iota and its sums, shifts, slices
-    Choice   `yes` inside a region of the index space, else `no`   comparisons of Affine, full,
+    Either   `yes` inside a region of the index space, else `no`   comparisons of Affine, full,
                                                                    and operators on elements of these
+    Distance |offset + Σ steps · index|                            abs of an Affine that changes its sign
 
-An operator on elements is applied to Choices by its own kernel, on one element for each combination of regions, so
+An operator on elements is applied to Eithers by its own kernel, on one element for each combination of regions, so
 rounding, promotion and infinities are exactly torch's.  An Affine is kept only where its dtype holds all its numbers
 exactly.
 """
@@ -41,7 +42,14 @@ class Either:
         return self.region, repr(self.yes), repr(self.no)  # tells 0.0 from -0.0
 
 
-Value = Affine | Either
+@dataclass(frozen=True, slots=True)
+class Distance:
+    """|of|"""
+
+    of: Affine
+
+
+Value = Affine | Either | Distance
 Values = tuple[Value | None, ...]
 
 
@@ -49,6 +57,8 @@ def of_equation(eqn: Eqn, operands: Values) -> Value | None:
     """The value of an equation with one output, from those of its operands, all known."""
     inputs = [Either(ALL, x, x) if v is None else v for x, v in zip(eqn.inputs, operands, strict=True)]
     rule = RULES.get(eqn.op.name)
+    if any(isinstance(v, Distance) for v in inputs):
+        return rule(eqn, inputs) if rule is _move else _near(eqn, inputs) if rule is _compare else None
     value = rule(eqn, inputs) if rule else None
     if value is None and is_pointwise(eqn.op):
         value = _pointwise(eqn, inputs, lambda *xs: eqn.op.kernel(*xs, **eqn.params))
@@ -89,7 +99,7 @@ def _number(value: Value | None) -> Any:
     """The number a value is everywhere, or None."""
     if isinstance(value, Affine):
         return value.offset if not any(value.steps) else None
-    return value.yes if value is not None and value.region == ALL else None
+    return value.yes if isinstance(value, Either) and value.region == ALL else None
 
 
 def _held(a: Affine, type: Type) -> Affine | None:
@@ -138,6 +148,8 @@ def _pointwise(eqn: Eqn, inputs: Sequence[Value], kernel: Callable[..., Any]) ->
             if number is None or (number == 0 and _is_real(x)):  # which zero?
                 return None
             value = Either(ALL, number, number)
+        if isinstance(value, Distance):
+            return None
         region = moved(value.region, broadcast(_shape(x), shape), shape)
         if region is None:
             return None
@@ -247,7 +259,9 @@ def _negative(eqn: Eqn, inputs: Sequence[Value]) -> Value | None:
 
 def _absolute(eqn: Eqn, inputs: Sequence[Value]) -> Value | None:
     a = inputs[0]
-    return a if isinstance(a, Affine) and a.bounds(eqn.outputs[0].shape)[0] >= 0 else None
+    if not isinstance(a, Affine):
+        return None
+    return a if a.bounds(eqn.outputs[0].shape)[0] >= 0 else Distance(a)
 
 
 def _pair(eqn: Eqn, inputs: Sequence[Value]) -> tuple[Affine, Affine] | None:
@@ -280,6 +294,25 @@ def _compare(eqn: Eqn, inputs: Sequence[Value]) -> Value | None:
         return Either(half(COMPARE[eqn.op.name](*pair), shape), True, False)
     equal = meet(half(COMPARE["ge"](*pair), shape), half(COMPARE["le"](*pair), shape), shape)
     return None if equal is None else Either(equal, eqn.op.name == "eq", eqn.op.name != "eq")
+
+
+def _near(eqn: Eqn, inputs: Sequence[Value]) -> Value | None:
+    """|a| <= n is where a <= n and -a <= n; also as <, >, >=, and turned around."""
+    turned = {"le": "ge", "lt": "gt", "ge": "le", "gt": "lt"}
+    name = eqn.op.name if isinstance(inputs[0], Distance) else turned.get(eqn.op.name, "")
+    (x, far), (_, bound) = sorted(
+        zip(eqn.inputs, inputs, strict=True), key=lambda pair: not isinstance(pair[1], Distance)
+    )
+    number, shape, dtype = _number(bound), eqn.outputs[0].shape, promote(*eqn.input_types)
+    if name not in turned or not isinstance(far, Distance) or not _is_whole(number):
+        return None
+    limit = int(number) - (name in ("lt", "ge"))  # inside: |a| <= limit
+    of = broadcast(_shape(x), shape)(far.of)
+    edge = Affine(limit, (0,) * len(shape))
+    if not _fits(of, shape, dtype) or not _fits(edge, shape, dtype):
+        return None
+    inside = meet(half(edge.plus(of, -1), shape), half(edge.plus(of), shape), shape)
+    return None if inside is None else Either(inside, name in ("le", "lt"), name in ("ge", "gt"))
 
 
 def _cast(eqn: Eqn, inputs: Sequence[Value]) -> Value | None:
@@ -342,6 +375,8 @@ def _move(eqn: Eqn, inputs: Sequence[Value]) -> Value | None:
         return _anywhere(eqn, inputs)
     if isinstance(value, Affine):
         return change(value)
+    if isinstance(value, Distance):
+        return Distance(change(value.of))
     region = moved(value.region, change, shape)
     return None if region is None else Either(region, value.yes, value.no)
 

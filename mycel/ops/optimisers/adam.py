@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mycel.ops.optimisers.paragraph import StateSlot, blend, columns, decayed, laid_like, optimiser, plus, times
+from mycel.ops.optimisers.paragraph import StateSlot, blend, columns, decayed, laid_like, optimiser, plus, rate, times
 from mycel.ops.rules import o
 
 
@@ -21,7 +21,7 @@ def adam_update(*xs, count, decoupled=True, amsgrad=False, maximize=False):
         second,
         top[0] if amsgrad else [],
         steps,
-        lr=float(lr),
+        lr=rate(lr),
         beta1=float(beta1),
         beta2=float(beta2),
         weight_decay=float(decay),

@@ -314,6 +314,12 @@ def laid_like(params, grads):
     return matched
 
 
+def rate(lr):
+    """The learning rate for torch's fused kernels: a number, or 32 bits on the device, where a recorded step reads
+    it."""
+    return lr.to(torch.float32) if isinstance(lr, torch.Tensor) and lr.is_cuda else float(lr)
+
+
 def columns(xs, count, slots):
     """The operands of an update: lists of `count` each (the parameter, then its state), the gradients, the scalars."""
     lists = [list(xs[i * count : (i + 1) * count]) for i in range(slots + 1)]

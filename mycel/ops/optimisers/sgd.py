@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mycel.ops.optimisers.paragraph import StateSlot, blend, columns, decayed, laid_like, optimiser, times
+from mycel.ops.optimisers.paragraph import StateSlot, blend, columns, decayed, laid_like, optimiser, rate, times
 from mycel.ops.rules import o
 
 
@@ -17,7 +17,7 @@ def sgd_update(*xs, count, momentum=False, nesterov=False, maximize=False):
         buffers[0] if momentum else [],
         weight_decay=float(decay),
         momentum=float(mu) if momentum else 0.0,
-        lr=float(lr),
+        lr=rate(lr),
         dampening=float(damp),
         nesterov=nesterov,
         maximize=maximize,

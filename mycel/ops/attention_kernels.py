@@ -1,0 +1,252 @@
+"""Kernels of attention, in torch: its fused ones where their limits allow, else plain products.
+
+    cudnn, flash, efficient    on GPUs, by dtype, width and hardware
+    cpu                        torch's fused one there
+    plain                      products in the wide dtype
+    window                     flash where it can; else blocks of rows, each with the columns it sees, by those above
+
+Copied into generated code by what `attention.py` calls: functions of tensors alone.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+FEWEST_ROWS = 64  # of a block
+
+
+def _route(q, k, v, mask, causal):
+    """Which fused kernel takes these operands: "cpu", "cudnn", "flash", "efficient", or "plain" for none."""
+    d, fits = q.shape[3], k.shape[3] == v.shape[3] and 0 not in (*q.shape, *k.shape)
+    traced = mask is not None and mask.requires_grad  # autograd knows no gradient of a fused kernel's mask
+    if not fits or traced or q.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        return "plain"
+    if q.device.type == "cpu":
+        return "cpu"
+    low = q.dtype in (torch.float16, torch.bfloat16)
+    if q.device.type != "cuda" or q.dtype == torch.float64 or d % (8 if low else 4) != 0:
+        return "plain"
+    if low and d <= 128 and torch.cuda.get_device_capability(q.device)[0] in (9, 10):
+        return "cudnn"  # on an H200 1.5 to 2 times as fast as flash, 3 times as efficient
+    square = not causal or q.shape[2] == k.shape[2]  # flash aligns causal rows to the last column
+    return "flash" if low and mask is None and square and d <= 256 else "efficient"
+
+
+def _dense(x):
+    """Fused kernels read the last dim as if it were contiguous."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _laid_like(x, q):
+    """x with the strides of an output for q: cuDNN's plan is kept by the strides of q, k and v alone."""
+    laid = torch.empty_like(q)
+    return x if x.stride() == laid.stride() else laid.copy_(x)
+
+
+def _repeat(x, heads):
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
+
+
+def _sum_groups(dx, like):
+    if dx.shape[1] == like.shape[1]:
+        return dx
+    return dx.unflatten(1, (like.shape[1], -1)).sum(2, dtype=dx.dtype)
+
+
+def _bias(mask, q, k, route):
+    """The mask as a fused kernel wants it: added, four dims; on GPUs full, for `efficient` with rows of aligned
+    length."""
+    if mask is None:
+        return None
+    bias = torch.where(mask, 0.0, -math.inf).to(q.dtype) if mask.dtype == torch.bool else mask.to(q.dtype)
+    bias = bias.reshape((1,) * (4 - bias.ndim) + tuple(bias.shape))
+    if route == "cpu":
+        return bias
+    columns = k.shape[2]
+    bias = _dense(bias.expand(*bias.shape[:3], columns))
+    if route == "efficient":
+        bias = torch.nn.functional.pad(bias.contiguous(), (0, -columns % 16))[..., :columns]
+    return bias.expand(*q.shape[:3], columns)
+
+
+def _seeing(mask):
+    """Which rows of a mask see anything."""
+    return (mask if mask.dtype == torch.bool else mask > -math.inf).any(-1)
+
+
+def _wide_scores(q, k, mask, causal, scale):
+    dtype = torch.float32 if q.dtype in (torch.float16, torch.bfloat16) else q.dtype
+    s = torch.matmul(q.to(dtype), _repeat(k, q.shape[1]).to(dtype).transpose(2, 3))
+    s = s * (q.shape[3] ** -0.5 if scale is None else scale)
+    if causal:
+        return s.masked_fill(s.new_ones(s.shape[2:], dtype=torch.bool).tril().logical_not(), -math.inf)
+    if mask is None:
+        return s
+    return s.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else s + mask.to(dtype)
+
+
+def _plain_attention(q, k, v, mask, causal, scale):
+    s = _wide_scores(q, k, mask, causal, scale)
+    lse = torch.logsumexp(s, 3)
+    p = torch.exp(s - lse.masked_fill(lse == -math.inf, 0.0).unsqueeze(3))
+    return torch.matmul(p, _repeat(v, q.shape[1]).to(s.dtype)).to(q.dtype), lse
+
+
+def masked_attention(q, k, v, mask, causal, scale):
+    """(y, lse)"""
+    route = _route(q, k, v, mask, causal)
+    if route == "plain":
+        return _plain_attention(q, k, v, mask, causal, scale)
+    fused, bias = torch.ops.aten, _bias(mask, q, k, route)
+    q, k, v = _dense(q), _dense(k), _dense(v)
+    if route == "flash":
+        return fused._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)[:2]
+    if route == "cpu":
+        y, lse = fused._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
+    elif route == "cudnn":
+        y, lse = fused._scaled_dot_product_cudnn_attention(q, k, v, bias, True, 0.0, causal, scale=scale)[:2]
+        lse = lse.reshape(q.shape[:3])
+    else:
+        k, v = _repeat(k, q.shape[1]), _repeat(v, q.shape[1])
+        y, lse = fused._scaled_dot_product_efficient_attention(q, k, v, bias, True, 0.0, causal, scale=scale)[:2]
+        lse = lse[..., : q.shape[2]]
+    return y, lse if mask is None else lse.masked_fill(~_seeing(mask), -math.inf)
+
+
+def _plain_grad(g, q, k, v, mask, y, lse, causal, scale):
+    """(p, ds) from scores computed anew"""
+    s = _wide_scores(q, k, mask, causal, scale)
+    p = torch.exp(s - lse.masked_fill(lse == -math.inf, 0.0).unsqueeze(3))
+    g = g.to(s.dtype)
+    dp = torch.matmul(g, _repeat(v, q.shape[1]).to(s.dtype).transpose(2, 3))
+    return p, p * (dp - (g * y).sum(3, keepdim=True))
+
+
+def masked_attention_grad(g, q, k, v, mask, y, lse, causal, scale):
+    """Cotangents of q, k and v."""
+    route = _route(q, k, v, mask, causal)
+    if route == "plain":
+        p, ds = _plain_grad(g, q, k, v, mask, y, lse, causal, scale)
+        factor = q.shape[3] ** -0.5 if scale is None else scale
+        dq = torch.matmul(ds, _repeat(k, q.shape[1]).to(p.dtype)) * factor
+        dk = torch.matmul(ds.transpose(2, 3), q.to(p.dtype)) * factor
+        dv = torch.matmul(p.transpose(2, 3), g.to(p.dtype))
+        return dq.to(q.dtype), _sum_groups(dk, k).to(k.dtype), _sum_groups(dv, v).to(v.dtype)
+    fused, bias = torch.ops.aten, _bias(mask, q, k, route)
+    lse = lse if mask is None else lse.masked_fill(lse == -math.inf, 0.0)
+    g, q, y, like = _dense(g), _dense(q), _dense(y), k
+    k, v = _dense(k), _dense(v)
+    if route == "flash":
+        state = torch.zeros(2, dtype=torch.int64, device=q.device)  # of random numbers, unused
+        return fused._scaled_dot_product_flash_attention_backward(
+            g, q, k, v, y, lse.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, causal, state, state, scale=scale
+        )
+    if route == "cpu":
+        return fused._scaled_dot_product_flash_attention_for_cpu_backward(
+            g, q, k, v, y, lse, 0.0, causal, attn_mask=bias, scale=scale
+        )
+    state = torch.zeros((), dtype=torch.int64, device=q.device)
+    if route == "cudnn":
+        g, y, lse = _laid_like(g, q), _laid_like(y, q), lse.contiguous().unsqueeze(3)
+        return fused._scaled_dot_product_cudnn_attention_backward(
+            g, q, k, v, y, lse, state, state, bias, None, None, q.shape[2], k.shape[2], 0.0, causal, scale=scale
+        )
+    k, v = _repeat(k, q.shape[1]), _repeat(v, q.shape[1])
+    lse = torch.nn.functional.pad(lse, (0, -q.shape[2] % 32), value=math.inf)
+    dq, dk, dv, _ = fused._scaled_dot_product_efficient_attention_backward(
+        g, q, k, v, bias, y, lse, state, state, 0.0, [True, True, True, False], causal, scale=scale
+    )
+    return dq, _sum_groups(dk, like), _sum_groups(dv, like)
+
+
+def _is_tiled(q, k, mask):
+    """On a GPU, in 16 bits, all rows and columns: one kernel makes the cotangent of a mask, a tile at a time."""
+    whole = mask.ndim >= 2 and tuple(mask.shape[-2:]) == (q.shape[2], k.shape[2])
+    return q.is_cuda and q.dtype.itemsize == 2 and whole and 0 not in (*q.shape, *k.shape)
+
+
+def added_mask_grad(g, q, k, v, mask, y, lse, scale):
+    """The cotangent of an added mask."""
+    if _is_tiled(q, k, mask):
+        from mycel.ops.triton_bias import attention_bias_grad
+
+        bias = mask.reshape((1,) * (4 - mask.ndim) + tuple(mask.shape))
+        factor = q.shape[3] ** -0.5 if scale is None else scale
+        share = (g.float() * y.float()).sum(3)
+        return attention_bias_grad(g, q, k, v, bias, share, lse, factor).reshape(mask.shape)
+    ds = _plain_grad(g, q, k, v, mask, y, lse, False, scale)[1]
+    return ds.sum_to_size(mask.shape).to(mask.dtype)
+
+
+# -- a window
+
+
+def _flash_takes(q, k, v):
+    """Does torch's flash attention take a window of these?  It aligns rows to the last column."""
+    low = q.is_cuda and q.dtype in (torch.float16, torch.bfloat16)
+    fits = k.shape[3] == v.shape[3] == q.shape[3] and 0 not in (*q.shape, *k.shape)
+    return low and fits and q.shape[2] == k.shape[2] and q.shape[3] % 8 == 0 and q.shape[3] <= 256
+
+
+def _blocks(rows, columns, window):
+    """(first row, end of rows, first column, end of columns), for blocks of rows and the columns that these see."""
+    size = max((sum(window) + 1) // 2, FEWEST_ROWS)
+    starts = range(0, rows, size)
+    return [
+        (i, min(i + size, rows), min(max(i - window[0], 0), columns), min(i + size + window[1], columns))
+        for i in starts
+    ]
+
+
+def _band(block, window, device):
+    """Which columns of a block its rows see."""
+    start, stop, first, last = block
+    rows, columns = torch.arange(start, stop, device=device), torch.arange(first, last, device=device)
+    ahead = columns.unsqueeze(0) - rows.unsqueeze(1)
+    return (ahead >= -window[0]) & (ahead <= window[1])
+
+
+def window_attention(q, k, v, scale, window):
+    """(y, lse)"""
+    if _flash_takes(q, k, v):
+        q, k, v = (_dense(x).transpose(1, 2) for x in (q, k, v))
+        before, behind = window
+        y, lse = torch.ops.aten._flash_attention_forward(
+            q, k, v, None, None, q.shape[1], k.shape[1], 0.0, False, False, scale=scale,
+            window_size_left=before, window_size_right=behind,
+        )[:2]  # fmt: skip
+        return y.transpose(1, 2), lse
+    parts = []
+    for block in _blocks(q.shape[2], k.shape[2], window):
+        start, stop, first, last = block
+        keys, values = k[:, :, first:last], v[:, :, first:last]
+        parts.append(masked_attention(q[:, :, start:stop], keys, values, _band(block, window, q.device), False, scale))
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat([y for y, _ in parts], 2), torch.cat([lse for _, lse in parts], 2)
+
+
+def window_attention_grad(g, q, k, v, y, lse, scale, window):
+    """Cotangents of q, k and v."""
+    if _flash_takes(q, k, v):
+        g, q, k, v, y = (_dense(x).transpose(1, 2) for x in (g, q, k, v, y))
+        state = torch.zeros(2, dtype=torch.int64, device=q.device)  # of random numbers, unused
+        grads = torch.ops.aten._flash_attention_backward(
+            g, q, k, v, y, lse.contiguous(), None, None, q.shape[1], k.shape[1], 0.0, False, state, state, scale=scale,
+            window_size_left=window[0], window_size_right=window[1],
+        )  # fmt: skip
+        return tuple(d.transpose(1, 2) for d in grads)
+    wide = torch.float32 if q.dtype in (torch.float16, torch.bfloat16) else q.dtype
+    dqs, dk, dv = [], torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
+    for block in _blocks(q.shape[2], k.shape[2], window):
+        start, stop, first, last = block
+        own = [x[:, :, start:stop] for x in (g, q)]
+        seen = [x[:, :, first:last] for x in (k, v)]
+        after = [x[:, :, start:stop] for x in (y, lse)]
+        dq, more_k, more_v = masked_attention_grad(*own, *seen, _band(block, window, q.device), *after, False, scale)
+        dqs.append(dq)
+        dk[:, :, first:last] += more_k
+        dv[:, :, first:last] += more_v
+    return torch.cat(dqs, 2), dk.to(k.dtype), dv.to(v.dtype)
