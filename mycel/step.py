@@ -767,8 +767,8 @@ class Step:
         ]
         if device.type == "cuda":
             lines.append(f"measured peak    {shown(torch.cuda.max_memory_allocated(device))}")
-        lines += self._travels(entry)
             lines.append(f"runs as          {entry.replayed or 'calls from Python'}")
+        lines += self._travels(entry)
         foreign = sorted({e.params["target"] for b in entry.program.blocks.values() for e in b.eqns if e.op.foreign})
         lines += [f"as torch has it  {', '.join(foreign)}"] if foreign else []
         spread, pipeline = entry.lowered.spread, entry.lowered.pipeline
