@@ -141,7 +141,7 @@ def layer_lists(model: nn.Module) -> Iterator[nn.ModuleList | nn.Sequential]:
 
 
 @contextlib.contextmanager
-def shortened(lengths: Mapping[nn.Module, int]) -> Iterator[None]:
+def shortened(lengths: Mapping[nn.ModuleList | nn.Sequential, int]) -> Iterator[None]:
     """Inside, these lists have fewer entries."""
     entries = {module: module._modules for module in lengths}
     try:

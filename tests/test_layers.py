@@ -68,7 +68,8 @@ MAY_IMPORT = {
         "planning",
         "mixture",
     },
-    "search": {"errors", "sizes", "ir", "plan", "lower", "parts", "planning"},
+    "shallow": {"ir", "plan", "parts"},
+    "search": {"errors", "sizes", "ir", "plan", "lower", "parts", "planning", "shallow"},
     "search_text": {"sizes", "plan", "search"},
     "train": {
         "search",

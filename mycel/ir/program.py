@@ -71,6 +71,7 @@ class Params(dict[str, Any]):
     """Static params of an equation: a dict that is not changed after it is made."""
 
     __slots__ = ("_hash",)
+    _hash: int
 
     def __hash__(self) -> int:  # type: ignore[override]
         try:

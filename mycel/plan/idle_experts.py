@@ -15,7 +15,9 @@ def refuse_idle(program: Program, given: Mapping[int, Layout], mesh: Mesh) -> No
     at = {v: i for i, v in enumerate(program.inputs)}
     for eqn, operands in _layers(program, program.entry, {v: v for v in program.inputs}):
         for x in operands:
-            layout = given.get(at.get(x, -1)) if isinstance(x, Var) else None
+            if not isinstance(x, Var):
+                continue
+            layout = given.get(at.get(x, -1))
             if layout is None or not layout.dims or mesh.count(layout.dims[0]) <= eqn.input_types[3].shape[0]:
                 continue
             ranks, axes = mesh.count(layout.dims[0]), ".".join(layout.dims[0])

@@ -332,13 +332,15 @@ class Plan:
         return found
 
     def stored(self, layout: Layout, shape: Sequence[int]) -> Layout:
-        """A layout split further over ZeRO's axes, along the dim that divides best."""
+        """A layout split further over ZeRO's axes, along a dim that divides: rather one that is not split yet, on which no
+        order of axes has to be kept."""
         axes = tuple(a for a in self.over if a not in layout.axes)
         k = self.mesh.count(axes)
         left = [part(n, a, self.mesh) for n, a in zip(shape, layout.dims, strict=True)]
         if k == 1 or not left or max(left) < k:
             return layout
-        dim = next((d for d, n in enumerate(left) if n % k == 0), left.index(max(left)))
+        divided = [d for d, n in enumerate(left) if n % k == 0]
+        dim = min(divided, key=lambda d: bool(layout.dims[d]), default=left.index(max(left)))
         for axis in axes:
             layout = layout.split(dim, axis)
         return layout

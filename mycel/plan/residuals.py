@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from mycel.ir import CONTROL, Block, Eqn, Program, Var, call, chains, lifetimes
+from mycel.ir import CONTROL, Atom, Block, Eqn, Program, Var, call, chains, lifetimes
 from mycel.plan.cost import Costs
 
 ENDLESS = 2_000_000_000
@@ -93,7 +93,7 @@ def _made_of(x: object, made: Mapping[Var, object]) -> object:
     return made.get(x, x) if isinstance(x, Var) else x
 
 
-def twins(made: Mapping[Var, object], forward: Eqn, backward: Eqn) -> dict[Var, Var]:
+def twins(made: Mapping[Var, object], forward: Eqn, backward: Eqn) -> dict[Var, Atom]:
     """Operands of a call -> those of the call of its backward that are the same tensor made once more."""
     there = {made[y]: y for y in backward.vars if y in made}
     return {x: there[made[x]] for x in forward.vars if x in made and made[x] in there}

@@ -164,8 +164,7 @@ def _follow(x: Any, scores: _Scores, producers: dict[Var, Eqn], uses: dict[Var, 
             return scores.product is not None
         if eqn.op is o.cast and _widens(eqn):
             x = eqn.inputs[0]
-        elif eqn.op in (o.mul, o.div) and _number(eqn.inputs[1]) is not None:
-            number = _number(eqn.inputs[1])
+        elif eqn.op in (o.mul, o.div) and (number := _number(eqn.inputs[1])) is not None:
             scores.scale *= number if eqn.op is o.mul else 1 / number
             x = eqn.inputs[0]
         elif scores.scale != 1.0:  # only what comes behind scaling can be said
