@@ -26,7 +26,7 @@ from mycel import lower, plan
 from mycel.errors import PlanError
 from mycel.ir import Layout, Mesh, Program, runs, unchecked, walk
 from mycel.parts import ShardedModel, UnshardedStep
-from mycel.plan import Costs, Plan, Times
+from mycel.plan import Costs, ErrorBars, Plan, Times
 from mycel.plan.cluster import Cluster
 from mycel.plan.links import sent_by
 from mycel.planning import LaidOut, Outcome, Task
@@ -103,6 +103,7 @@ class Answer:
     cluster: Cluster
     seconds: float  # what planning took
     complete: bool  # nothing was left out for want of time
+    bars: ErrorBars | None = None  # what earlier runs on such devices have made of predictions
 
     @property
     def best(self) -> Candidate | None:
@@ -357,7 +358,8 @@ class Search:
         ranked = [self._explained(c, ranked[0]) for c in ranked]
         tokens = self.rows * self.length
         took = time.perf_counter() - started
-        return Answer(ranked, bound, self.flops(), tokens, self.length > 1, self.cluster, took, complete)
+        bars = plan.error_bars(self.cluster.hardware.name, self.cluster.world)
+        return Answer(ranked, bound, self.flops(), tokens, self.length > 1, self.cluster, took, complete, bars)
 
     def _order(self) -> Iterator[Shape]:
         """Meshes with the ZeRO level that holds least, more cp and then more tp as long as that helps; for the better

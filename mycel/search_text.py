@@ -25,6 +25,9 @@ def table(answer: Answer, top: int = 5) -> str:
         gap = best.seconds / answer.bound - 1 if answer.bound else 0.0
         lines += ["", f"bound      {_ms(answer.bound)}: everything computed once, no message waited for"]
         lines += [f"           the first plan is at most {100 * gap:.1f} % above the fastest there could be"]
+        if answer.bars is not None:
+            low, middle, high = answer.bars.expected(best.seconds)
+            lines += [f"expected   {_ms(middle)}, {_ms(low)} to {_ms(high)}: steps took {answer.bars}"]
     left = "" if answer.complete else "; stopped early, there may be better ones"
     lines += [f"planning   {answer.seconds:.1f} s, {len(answer.candidates)} plans priced{left}"]
     return "\n".join(lines)
@@ -69,6 +72,7 @@ def _data(answer: Answer, c: Candidate) -> dict[str, Any]:
             "exposed_offload": 0.0,
         },
         "bytes_sent": dict(c.sent),
+        **({"expected_seconds": list(answer.bars.expected(c.seconds))} if answer.bars is not None else {}),
         "plan": c.plan.given.data(),
         "why": c.why,
     }

@@ -6,6 +6,7 @@ import zlib
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["MYCEL_PROBE"] = ""  # presets: what was measured on a machine would change plans
+os.environ["MYCEL_LEDGER"] = ""  # runs of tests are no experience
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 

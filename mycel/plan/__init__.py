@@ -9,6 +9,7 @@ from mycel.plan.decide import LESS, decide, ladder
 from mycel.plan.decided import BlockLayouts, Decided, Predicted, digest
 from mycel.plan.hardware import CPU, Hardware, hardware_of, probe_path, probe_text
 from mycel.plan.idle_experts import refuse_idle
+from mycel.plan.ledger import ErrorBars, Measured, error_bars, write_down
 from mycel.plan.links import Links
 from mycel.plan.offload import (
     Absence,
@@ -41,10 +42,11 @@ from mycel.plan.travels import travels
 
 __all__ = [
     "CANDIDATES", "CPU", "LESS", "STAGE_AXIS", "Absence", "BlockLayouts", "Clock", "Costs", "Decided", "Decision",
-    "Hardware", "Layouts", "Links", "MovedValue", "Offload", "Offloaded", "PipelineSchedule", "Plan", "Predicted",
-    "Residuals", "Solved", "StageCosts", "StepBody", "StepFlow", "StreamShare", "StreamedInput", "Times",
-    "absences", "backward_inputs", "backward_part", "best_cut", "chunk_bytes", "clock", "cut_blocks", "decide",
-    "digest", "equation_key", "expressions", "hardware_of", "ladder", "moves_of", "orders_text", "paired",
-    "parameter_layouts", "probe_path", "probe_text", "ready_plans", "refuse_idle", "residuals", "searched", "solve",
-    "starts_of", "state_inputs", "streams_of", "timeline", "travels", "twins",
+    "ErrorBars", "Hardware", "Layouts", "Links", "Measured", "MovedValue", "Offload", "Offloaded",
+    "PipelineSchedule", "Plan", "Predicted", "Residuals", "Solved", "StageCosts", "StepBody", "StepFlow",
+    "StreamShare", "StreamedInput", "Times", "absences", "backward_inputs", "backward_part", "best_cut",
+    "chunk_bytes", "clock", "cut_blocks", "decide", "digest", "equation_key", "error_bars", "expressions",
+    "hardware_of", "ladder", "moves_of", "orders_text", "paired", "parameter_layouts", "probe_path", "probe_text",
+    "ready_plans", "refuse_idle", "residuals", "searched", "solve", "starts_of", "state_inputs", "streams_of",
+    "timeline", "travels", "twins", "write_down",
 ]  # fmt: skip

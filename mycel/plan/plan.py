@@ -332,8 +332,8 @@ class Plan:
         return found
 
     def stored(self, layout: Layout, shape: Sequence[int]) -> Layout:
-        """A layout split further over ZeRO's axes, along a dim that divides: rather one that is not split yet, on which no
-        order of axes has to be kept."""
+        """A layout split further over ZeRO's axes, along a dim that divides: rather one that is not split yet, on
+        which no order of axes has to be kept."""
         axes = tuple(a for a in self.over if a not in layout.axes)
         k = self.mesh.count(axes)
         left = [part(n, a, self.mesh) for n, a in zip(shape, layout.dims, strict=True)]

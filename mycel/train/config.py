@@ -151,8 +151,8 @@ class Train(Section):
 class Parallel(Section):
     """the ranks, and how a step is spread over them"""
 
-    mesh: forms.Axes | None = Field(default=None, description="{dp: 2, tp: 2}; null: dp, as many as processes run")
-    plan: forms.Plan | None = Field(default=None, description="zero3+tp, a .yaml file, a plan, auto; null: by axes")
+    mesh: forms.Axes | None = Field(default=None, description="{dp: 2, tp: 2}; null: as the plan has it")
+    plan: forms.Plan | None = Field(default=None, description="zero3+tp, a .yaml file, a plan, auto; null: auto, or by axes")
 
     @property
     def ranks(self) -> int | None:

@@ -18,10 +18,12 @@ All that can be wrong with what it is given is found before the folder is made. 
 from __future__ import annotations
 
 import itertools
+import json
 import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,7 @@ from rich.console import Console
 
 from mycel.errors import CheckpointError, PlanError, TrainError
 from mycel.ir import Mesh
+from mycel.plan import Measured, hardware_of, write_down
 from mycel.plan.decide import LESS
 from mycel.run.checkpoint import Loaded, Saver, latest, load_latest, load_latest_parts
 from mycel.run.folder import RunFolder, explain, refuse_strange, refuse_unwritable, refuse_used
@@ -50,6 +53,7 @@ from mycel.train.steps import Steps
 from mycel.train.waiting import Waiting
 
 FAILED = 1
+LEDGER = "predicted.json"  # of a step: predicted and measured
 CHECKPOINTS = "checkpoints"
 
 Load = Callable[[Assembly], tuple[Loaded, list[str]]]  # a checkpoint, for the parts of a run, and what was passed over
@@ -243,11 +247,16 @@ class Run:
         assert self.folder is not None
         folder = self.folder
         complete = finish(parts, folder, self.progress)
+        measured = _measured(parts, steps)
+        if measured is not None and self.team.rank == 0:
+            _write(folder / LEDGER, json.dumps(asdict(measured), indent=1) + "\n")
+            write_down(measured)
         last = latest(folder / CHECKPOINTS)
         saved = last is not None and _step_of(last) >= steps.done
         rows = [
             *([("validation", _validation(steps))] if steps.validation is not None else []),
             ("time", f"{steps.done} steps in {duration(steps.seconds)}"),
+            *([("a step", str(measured))] if measured is not None else []),
             (
                 "memory",
                 (
@@ -269,6 +278,16 @@ class Run:
             return f"interrupted before the first checkpoint\n  at        {self.folder}"
         again = f"mycel train --resume {shlex.quote(str(self.folder))}"
         return f"interrupted; {last.name} is safe\n  at        {last.parent}\n  try       {again}"
+
+
+def _measured(parts: Assembly, steps: Steps) -> Measured | None:
+    """What a step took, and what the clock said of it; None where too few were taken to tell."""
+    plan, pace_s = parts.step.plan, steps.clock.pace_s
+    if plan.predicted is None or not pace_s or not plan.predicted.seconds:
+        return None
+    hardware, what = hardware_of(parts.device), f"{type(parts.module).__name__}, {parts.team}"
+    peak = devices.memory_peak(parts.device)
+    return Measured(hardware.name, parts.team.mesh.world, plan.predicted.seconds, pace_s, plan.peak, peak, what)
 
 
 def _prepare(parts: Assembly) -> None:

@@ -96,7 +96,7 @@ def team(config: Config) -> Team:
     """The ranks that the environment and the configuration speak of, once all are there and agree on what they are
     about to do."""
     parallel, count = config.parallel, seat().world
-    if parallel.plan == AUTO:
+    if parallel.plan == AUTO or (parallel.plan is None and parallel.mesh is None and count > 1):
         plan, name = _searched(config, count) if count > 1 else (None, "")
         mesh = plan.mesh if plan is not None else Mesh()
     else:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import signal
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -113,6 +114,7 @@ class Steps:
             if first:
                 first, value = False, float(loss)
                 self.clock.lap()  # the first step compiles: it is no measure of speed
+                self.clock.laps.clear()
                 if not self._reports():
                     self.progress.update(self.done, loss=value)
             settled = not stopping() and self._settle()
@@ -288,16 +290,24 @@ class Stopwatch:
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.steps, self._paused_s = device, 0, 0.0
+        self.laps: list[float] = []  # seconds a step, of each lap
         self._start_s = self._began_s = time.perf_counter()
 
     @property
     def total_s(self) -> float:
         return time.perf_counter() - self._start_s
 
+    @property
+    def pace_s(self) -> float:
+        """Seconds that a step takes, of the lap in the middle; 0: none has ended."""
+        return statistics.median(self.laps) if self.laps else 0.0
+
     def lap(self) -> float:
         """End this lap and begin the next: the seconds it took."""
         now_s = time.perf_counter()
         took_s = now_s - self._began_s - self._paused_s
+        if self.steps:
+            self.laps.append(took_s / self.steps)
         self.steps, self._began_s, self._paused_s = 0, now_s, 0.0
         return max(took_s, 1e-9)
 

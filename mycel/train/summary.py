@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from mycel.plan import error_bars, hardware_of
 from mycel.train import models
 from mycel.train.assemble import Assembly
 from mycel.train.device import describe, memory_total
@@ -40,9 +41,19 @@ def rows(parts: Assembly, start: int, folder: Path) -> Rows:
                 f"steps{_budget(parts)}"
             ),
         ),
+        *([("predicted", _predicted(parts))] if parts.step.plan.predicted is not None else []),
         ("device", describe(parts.device)),
         ("results", str(folder)),
     ]
+
+
+def _predicted(parts: Assembly) -> str:
+    """Of a step, and what earlier runs here have made of such predictions."""
+    predicted = parts.step.plan.predicted
+    assert predicted is not None
+    text = str(predicted).splitlines()[0].removeprefix("predicted step").strip() + " a step"
+    bars = error_bars(hardware_of(parts.device).name, parts.team.mesh.world)
+    return text if bars is None else f"{text}; steps took {bars}"
 
 
 def notes(parts: Assembly) -> list[str]:
