@@ -157,6 +157,12 @@ def find_plan(
     seconds: Annotated[
         float | None, typer.Option("--seconds", metavar="S", help="Stop after this time with the best so far.")
     ] = None,
+    page: Annotated[
+        str | None, typer.Option("--html", metavar="FILE", help="Write a page: the step, its memory, the plans.")
+    ] = None,
+    explain: Annotated[
+        str | None, typer.Option("--explain", metavar="PATTERN", help="Choices and prices of what has such a name.")
+    ] = None,
 ) -> None:
     """Find the fastest plan for a model on a cluster, which need not be there.
 
@@ -166,23 +172,31 @@ def find_plan(
     \b
     Examples:
       mycel plan my.yaml --cluster h100x64
-      mycel plan my.yaml --cluster cluster.yaml --top 10 -o plan.yaml
+      mycel plan my.yaml --cluster cluster.yaml --top 10 -o plan.yaml --html plan.html
+      mycel plan my.yaml --cluster h100x64 --explain '*.q_proj.weight'
       mycel plan my_code:make --cluster a100-80x16 --json
       mycel plan diff a.yaml b.yaml
       mycel plan check plan.yaml my.yaml
     """
-    raise typer.Exit(_plan(settings or [], cluster, top, as_json, out, seconds))
+    raise typer.Exit(_plan(settings or [], cluster, top, as_json, out, seconds, page, explain))
 
 
 def _plan(
-    arguments: list[str], cluster: str | None, top: int, as_json: bool, out: str | None, seconds: float | None
+    arguments: list[str],
+    cluster: str | None,
+    top: int,
+    as_json: bool,
+    out: str | None,
+    seconds: float | None,
+    page: str | None,
+    explain: str | None,
 ) -> int:
     """Search, compare or check, as the first argument says."""
     import json
 
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
-        from mycel import search_text
+        from mycel import search_page, search_text
         from mycel.plan import Plan
         from mycel.train import planner
 
@@ -211,6 +225,11 @@ def _plan(
             typer.echo(search.checked(Plan.read(Path(checked))))
             return 0
         answer = search.run(seconds)
+        if explain:
+            typer.echo(search_text.explained(search, answer, explain), err=as_json)
+        if page:
+            best = answer.best
+            Path(page).write_text(search_page.page(answer, search.detail(best) if best is not None else None))
     except (TrainError, PlanError) as e:
         _fail(e, MISUSED)
     except MycelError as e:
@@ -219,6 +238,8 @@ def _plan(
     if out:
         Path(out).write_text(search_text.file_text(answer))
         typer.echo(f"written    {out}", err=as_json)
+    if page:
+        typer.echo(f"written    {page}", err=as_json)
     return 0
 
 

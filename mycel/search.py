@@ -24,7 +24,7 @@ import torch
 
 from mycel import lower, plan
 from mycel.errors import PlanError
-from mycel.ir import Layout, Mesh, Program, runs, unchecked, walk
+from mycel.ir import Layout, Mesh, Program, Role, Var, runs, unchecked, walk
 from mycel.parts import ShardedModel, UnshardedStep
 from mycel.plan import Costs, ErrorBars, Plan, Times
 from mycel.plan.cluster import Cluster
@@ -69,6 +69,7 @@ class Candidate:
     times: Times | None = None
     sent: Mapping[str, float] = field(default_factory=dict)  # bytes a rank, by link level
     again: float = 0.0  # seconds of computing again
+    price: float = 0.0  # what keeping a byte for backward has cost
     why: str = ""  # it does not fit, or is not the best
 
     @property
@@ -111,6 +112,16 @@ class Answer:
 
     def mfu(self, candidate: Candidate) -> float:
         return self.flops / candidate.seconds / self.cluster.world / self.cluster.nominal
+
+
+@dataclass(frozen=True)
+class Detail:
+    """The program of a plan, and when what of it runs; `what`: how much of the model it is."""
+
+    program: Program
+    times: Times
+    parameters: Mapping[str, tuple[tuple[int, ...], Any]]  # shape and layout, by name
+    what: str = ""
 
 
 class Search:
@@ -263,9 +274,16 @@ class Search:
 
     def _timed_whole(self, shape: Shape, written: Plan) -> Candidate:
         laid_out = self._laid_out(self.step(shape.microbatches), written)
-        outcome = plan.decide(laid_out.under, laid_out.pairs, laid_out.costs, self.memory, written.recompute)
+        prices: list[tuple[Outcome, float]] = []
+
+        def under(each: Sequence[float]) -> Outcome:
+            prices.append((laid_out.under(each), each[-1]))
+            return prices[-1][0]
+
+        outcome = plan.decide(under, laid_out.pairs, laid_out.costs, self.memory, written.recompute)
+        price = next(price for x, price in prices if x is outcome)
         again, sent = _again(outcome, shape), _sent(outcome, laid_out)
-        return Candidate(shape, laid_out.plan_of(outcome), outcome.times, sent, again)
+        return Candidate(shape, laid_out.plan_of(outcome), outcome.times, sent, again, price)
 
     def _timed_shallow(self, shape: Shape, written: Plan) -> Candidate | None:
         """From steps with fewer layers; nothing where their layouts differ."""
@@ -285,12 +303,42 @@ class Search:
                     shallow.times([x.times for x in outcomes]),
                     shallow.sum([_again(x, shape) for x in outcomes]),
                     shallow.by_name([_sent(x, y) for x, y in zip(outcomes, laid_out, strict=True)]),
+                    price,
                 )
             share = (len(prices) - 1) / max(pairs, 1)
             return estimates[prices[-1]].mixed(estimates[prices[0]], share)
 
         best = plan.decide(under, pairs, laid_out[0].costs, self.memory, written.recompute)
-        return Candidate(shape, written, best.times, best.sent, best.again)
+        return Candidate(shape, written, best.times, best.sent, best.again, best.price)
+
+    def choices(self, candidate: Candidate, pattern: str, ndim: int) -> Iterator[tuple[list[str], Candidate]]:
+        """The layouts that parameters of a pattern could have over tp, with the plan each makes."""
+        shape = candidate.shape
+        written = self.written(shape)
+        entries = [["-"] * ndim, *(["tp" if d == k else "-" for d in range(ndim)] for k in range(ndim))]
+        for entry in entries if shape.tp > 1 else entries[:1]:
+            parameters = {k: v for k, v in written.parameters.items() if k != pattern}
+            if any(e != "-" for e in entry):
+                parameters[pattern] = entry
+            with unchecked():
+                yield entry, self._timed(shape, replace(written, parameters=parameters))
+
+    def detail(self, candidate: Candidate) -> Detail:
+        """The program of a plan that was priced; of a deep model that with fewer layers."""
+        shape = candidate.shape
+        written, step, what = self.written(shape), self.step(1), ""
+        if self.shallow is not None:
+            step = self.shallow.steps(shape.microbatches)[0]
+            kept = ", ".join(f"{x.kept} of {len(x.module)}" for x in self.shallow.lists)
+            what = f"Drawn with {kept} layers: the others are like these."
+        elif shape.microbatches > 1:
+            step = self.step(shape.microbatches)
+        with unchecked():
+            outcome = self._laid_out(step, written).under([candidate.price])
+        layouts = written.parameter_layouts({r.name: v.shape for r, v in _parameters(step.program)})
+        entries = {name: [".".join(axes) or "-" for axes in layout.dims] for name, layout in layouts.items()}
+        shapes = {r.name: (v.shape, entries[r.name]) for r, v in _parameters(step.program)}
+        return Detail(outcome.lowered.program, outcome.times, shapes, what)
 
     def _laid_out(self, unsharded: UnshardedStep, written: Plan) -> LaidOut:
         inputs, gathered = (
@@ -451,6 +499,7 @@ class _Estimate:
     times: Times
     again: float
     sent: Mapping[str, float]
+    price: float
 
     def mixed(self, other: _Estimate, share: float) -> _Estimate:
         """Where so much of the step is as in the other."""
@@ -470,7 +519,15 @@ class _Estimate:
             totals=by_name(a.totals, b.totals),
             peak={name: int(n) for name, n in by_name(a.peak, b.peak).items()},
         )
-        return _Estimate(times, between(self.again, other.again), by_name(self.sent, other.sent))
+        sent = by_name(self.sent, other.sent)
+        return _Estimate(times, between(self.again, other.again), sent, self.price)
+
+
+def _parameters(program: Program) -> Iterator[tuple[Role, Var]]:
+    for v in program.inputs:
+        role = program.role(v)
+        if role.kind == "parameter":
+            yield role, v
 
 
 def _again(outcome: Outcome, shape: Shape) -> float:

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from difflib import get_close_matches
+from fnmatch import fnmatchcase as fnmatch
 from typing import Any
 
+from mycel.errors import PlanError
 from mycel.plan import Plan
-from mycel.search import Answer, Candidate
+from mycel.search import Answer, Candidate, Detail, Search
 from mycel.sizes import shown
+
+GROUPS, SHOWN = 4, 12  # kinds of parameters and equations that are explained
+ROW_HEAD = ("plan", "step", "rate", "MFU", "peak", "compute", "waiting", "again", "sent by a rank", "")
 
 
 def table(answer: Answer, top: int = 5) -> str:
     """The best plans, and the ones that lost with why."""
     rate = "tokens/s" if answer.is_text else "rows/s"
-    head = ["plan", "step", rate, "MFU", "peak", "compute", "waiting", "again", "sent by a rank", ""]
-    rows = [_row(answer, c) for c in answer.candidates[:top]]
-    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
+    head = [rate if name == "rate" else name for name in ROW_HEAD]
+    rows = [row(answer, c) for c in answer.candidates[:top]]
+    widths = [max(len(line[i]) for line in [head, *rows]) for i in range(len(head))]
     lines = [str(answer.cluster), ""]
-    for row in [head, *rows]:
-        cells = [x.ljust(w) if i in (0, 8, 9) else x.rjust(w) for i, (x, w) in enumerate(zip(row, widths, strict=True))]
+    for line in [head, *rows]:
+        sized = enumerate(zip(line, widths, strict=True))
+        cells = [x.ljust(w) if i in (0, 8, 9) else x.rjust(w) for i, (x, w) in sized]
         lines.append("  ".join(cells).rstrip())
     best = answer.best
     if best is not None:
@@ -33,7 +41,8 @@ def table(answer: Answer, top: int = 5) -> str:
     return "\n".join(lines)
 
 
-def _row(answer: Answer, c: Candidate) -> list[str]:
+def row(answer: Answer, c: Candidate) -> list[str]:
+    """A plan in the columns of `ROW_HEAD`."""
     if not c.fits or c.times is None:
         return [str(c.shape), *["-"] * 7, "", c.why]
     sent = ", ".join(f"{shown(n)} {level}" for level, n in c.sent.items())
@@ -76,6 +85,48 @@ def _data(answer: Answer, c: Candidate) -> dict[str, Any]:
         "plan": c.plan.given.data(),
         "why": c.why,
     }
+
+
+def explained(search: Search, answer: Answer, pattern: str) -> str:
+    """Of the best plan: what parameters of such a name, or equations of such a name, operator or line, come to."""
+    best = answer.best
+    assert best is not None
+    detail = search.detail(best)
+    lines = [f"{pattern}   in {best.shape}, a step of {_ms(best.seconds)}"]
+    names = [name for name in detail.parameters if fnmatch(name, pattern)]
+    for group in list(dict.fromkeys(re.sub(r"\d+", "*", name) for name in names))[:GROUPS]:
+        shape, entry = next(x for name, x in detail.parameters.items() if re.sub(r"\d+", "*", name) == group)
+        lines += ["", f"parameter  {group}   {list(shape)}, lies as {_entry(entry)}"]
+        for other, candidate in search.choices(best, group, len(shape)):
+            what = f"{_ms(candidate.seconds)} a step" if candidate.fits else candidate.why
+            more = f", {(candidate.seconds - best.seconds) * 1e3:+,.2f} ms" if candidate.fits else ""
+            lines.append(f"  {_entry(other):14} {what}{more}{'   chosen' if list(other) == list(entry) else ''}")
+    lines += _equations(detail, pattern)
+    if len(lines) == 1:
+        near = get_close_matches(pattern, [re.sub(r"\d+", "*", name) for name in detail.parameters], 3, 0.3)
+        names_near = ", ".join(near) or "a parameter"
+        raise PlanError(f"nothing is called {pattern!r}\n  try       {names_near}, an operator, or *file.py:12*")
+    return "\n".join([*lines, ""])
+
+
+def _equations(detail: Detail, pattern: str) -> list[str]:
+    """Equations of such a name, operator or line: what all of them take in a step, by line."""
+    seconds: dict[tuple[str, str, str], list[float]] = {}
+    for event in detail.times.events():
+        eqn = event.eqn
+        texts = [*(v.name for v in eqn.outputs), eqn.op.name, eqn.line, str(eqn.params.get("op", ""))]
+        if any(fnmatch(text, pattern) for text in texts):
+            results = ", ".join(str(v.type) for v in eqn.outputs[:2]) or eqn.op.name
+            seconds.setdefault((eqn.op.name, results, eqn.line), []).append(event.end - event.start)
+    ranked = sorted(seconds.items(), key=lambda x: -sum(x[1]))
+    head = ["", f"equations   of the step as drawn: {detail.what}" if detail.what else "equations"] if ranked else []
+    return [
+        *head,
+        *(
+            f"  {_ms(sum(times)):>12}  {len(times):4} x  {op:20} {results:32} {line}"
+            for (op, results, line), times in ranked[:SHOWN]
+        ),
+    ]
 
 
 def file_text(answer: Answer) -> str:

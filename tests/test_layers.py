@@ -70,7 +70,8 @@ MAY_IMPORT = {
     },
     "shallow": {"ir", "plan", "parts"},
     "search": {"errors", "sizes", "ir", "plan", "lower", "parts", "planning", "shallow"},
-    "search_text": {"sizes", "plan", "search"},
+    "search_text": {"errors", "sizes", "plan", "search"},
+    "search_page": {"sizes", "ir", "plan", "search", "search_text"},
     "train": {
         "search",
         "errors",
@@ -89,7 +90,7 @@ MAY_IMPORT = {
         "several_optimizers",
     },
     "launch": {"errors", "run"},
-    "cli": {"errors", "plan", "run", "train", "launch", "search_text"},
+    "cli": {"errors", "plan", "run", "train", "launch", "search_text", "search_page"},
     "__main__": {"cli"},
     "__init__": {"errors", "ir", "plan", "api", "derivatives", "custom", "hints", "comm", "mixture", "step"},
 }

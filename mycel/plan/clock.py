@@ -147,6 +147,11 @@ class Times:
         assert self.clock is not None and self.program is not None
         return self.clock.points(self.program, self.compiled)
 
+    def curve(self) -> list[tuple[float, int, int]]:
+        """(seconds, bytes on the device, number of the equation) for each equation of the entry."""
+        assert self.clock is not None and self.program is not None
+        return self.clock.curve(self.program, self.compiled, self.held)
+
     def __str__(self) -> str:
         return times_text(
             self.seconds, {name: (part.total, part.exposed) for name, part in self.parts.items()}, self.assumed
@@ -211,6 +216,12 @@ class Clock:
             for key, v in seen.items()
             for which, x in (("first", v[0]), ("last", v[-1]), ("most", max(v)))
         }
+
+    def curve(self, program: Program, compiled: frozenset[str], held: int) -> list[tuple[float, int, int]]:
+        spans = self.spans(program, program.entry, compiled)
+        walk = _Walk(self, program, compiled).alive(program.entry)
+        alive = [bytes for key, bytes in walk if key[0] == program.entry]
+        return [(start, held + now, i) for i, ((start, _), now) in enumerate(zip(spans, alive, strict=False))]
 
     def _held_bytes(self, inputs: tuple[Var, ...]) -> int:
         """What is there between steps."""

@@ -152,7 +152,7 @@ class Parallel(Section):
     """the ranks, and how a step is spread over them"""
 
     mesh: forms.Axes | None = Field(default=None, description="{dp: 2, tp: 2}; null: as the plan has it")
-    plan: forms.Plan | None = Field(default=None, description="zero3+tp, a .yaml file, a plan, auto; null: auto, or by axes")
+    plan: forms.Plan | None = Field(default=None, description="zero3+tp, a .yaml file, a plan, auto; null: auto")
 
     @property
     def ranks(self) -> int | None:

@@ -1,0 +1,216 @@
+"""What a search found, as one page that needs nothing but itself: a table of plans, and of the best one the step on its
+streams, the memory over it with the values at its peak, and how parameters are cut.
+
+Pictures are SVG, written here; nothing is loaded from anywhere.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from mycel.ir import Eqn, Mesh, Program, Type, lifetimes, read_layout
+from mycel.plan import Times
+from mycel.plan.clock import size
+from mycel.search import Answer, Candidate, Detail
+from mycel.search_text import ROW_HEAD, row
+from mycel.sizes import shown
+
+WIDTH, ROW, GAP = 1100, 26, 6  # of pictures, in pixels
+SMALLEST = 0.35  # pixels: what is thinner is drawn with its neighbours
+COLORS = {"forward": "#4c78a8", "backward": "#f58518", "update": "#54a24b", "message": "#b279a2"}
+CUTS = ("#dbe7f3", "#fde3c8", "#dcefd9", "#ecdff0", "#fbd9d7")  # parts of a parameter
+AT_PEAK = 12  # values that are named
+STYLE = """
+body { font: 14px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 1140px; padding: 0 1rem; color: #222; }
+h1 { font-size: 1.5rem; } h2 { font-size: 1.1rem; margin-top: 2.2rem; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+td, th { padding: .25rem .7rem; border-bottom: 1px solid #ddd; text-align: right; white-space: nowrap; }
+td:first-child, th:first-child, td:last-child { text-align: left; }
+tr.best { background: #eef6ee; } .scroll { overflow-x: auto; } .quiet { color: #777; }
+svg text { font: 11px system-ui, sans-serif; fill: #444; }
+.cuts { display: flex; flex-wrap: wrap; gap: 1.2rem; } figure { margin: 0; } figcaption { font-size: 12px; }
+.key span { display: inline-block; width: .8em; height: .8em; margin: 0 .3em 0 1em; }
+"""
+
+
+@dataclass(frozen=True)
+class Box:
+    """A stretch of a stream in a picture."""
+
+    start: float
+    end: float
+    color: str
+    text: str
+
+
+def page(answer: Answer, detail: Detail | None, top: int = 20) -> str:
+    """The whole page; `detail`: of the best plan."""
+    best = answer.best
+    parts = [f"<h1>Plans for {_text(answer.cluster)}</h1>", _table(answer, top)]
+    if best is not None:
+        parts.append(
+            f"<p>No plan takes less than {answer.bound * 1e3:,.1f} ms: everything computed once, no waiting.</p>"
+        )
+    if best is not None and detail is not None:
+        parts += [
+            f"<h2>A step of {_text(best.shape)}</h2>",
+            f'<p class="quiet">{_text(detail.what)}</p>' if detail.what else "",
+            _key(),
+            _timeline(detail.times),
+            "<h2>Memory of a device over the step</h2>",
+            _memory(detail.times, detail.program),
+            "<h2>Parameters</h2>",
+            _parameters(best, detail),
+        ]
+    head = f'<meta charset="utf-8"><title>Plans for {_text(answer.cluster)}</title><style>{STYLE}</style>'
+    return f'<!doctype html>\n<html lang="en"><head>{head}</head><body>\n' + "\n".join(parts) + "\n</body></html>\n"
+
+
+def _text(x: object) -> str:
+    return html.escape(str(x))
+
+
+def _table(answer: Answer, top: int) -> str:
+    heads = "".join(f"<th>{_text(h)}</th>" for h in (*ROW_HEAD[:-1], "why not"))
+    lines = []
+    for i, c in enumerate(answer.candidates[:top]):
+        cells = "".join(f"<td>{_text(x)}</td>" for x in row(answer, c))
+        lines.append(f'<tr class="best">{cells}</tr>' if i == 0 and c.fits else f"<tr>{cells}</tr>")
+    return f'<div class="scroll"><table><tr>{heads}</tr>{"".join(lines)}</table></div>'
+
+
+def _key() -> str:
+    return '<p class="key">' + "".join(f'<span style="background:{c}"></span>{k}' for k, c in COLORS.items()) + "</p>"
+
+
+# -- the step on its streams
+
+
+def _timeline(times: Times) -> str:
+    boxes: dict[str, list[Box]] = {name: [] for name in times.totals}
+    for event in times.events():
+        kind = event.eqn.phase if event.stream == "compute" else "message"
+        text = f"{event.eqn.op.name} {event.eqn.line}".strip()
+        boxes[event.stream].append(Box(event.start, event.end, COLORS[kind], text))
+    scale = (WIDTH - 90) / max(times.seconds, 1e-12)
+    rows = []
+    for k, (name, stretches) in enumerate(boxes.items()):
+        y = k * (ROW + GAP)
+        rows.append(f'<text x="0" y="{y + ROW * 0.65:.0f}">{_text(name)}</text>')
+        rows += [_box(b, y, scale) for b in _merged(stretches, SMALLEST / scale)]
+    height = len(boxes) * (ROW + GAP) + 24
+    return _svg(height, [*rows, *_ticks(times.seconds, scale, height)])
+
+
+def _box(b: Box, y: float, scale: float) -> str:
+    took = f"{(b.end - b.start) * 1e3:.3f} ms from {b.start * 1e3:.3f} ms"
+    x, width = 90 + b.start * scale, max((b.end - b.start) * scale, SMALLEST)
+    title = f"<title>{_text(b.text)}\n{took}</title>"
+    return f'<rect x="{x:.2f}" y="{y}" width="{width:.2f}" height="{ROW}" fill="{b.color}">{title}</rect>'
+
+
+def _merged(boxes: Iterable[Box], least: float) -> Iterator[Box]:
+    """Stretches that are too thin to see, with those of their colour beside them."""
+    last: Box | None = None
+    for box in boxes:
+        joins = last is not None and box.color == last.color and box.start - last.end < least
+        if last is not None and joins and min(box.end - box.start, last.end - last.start) < 20 * least:
+            last = Box(last.start, box.end, last.color, last.text if last.text == box.text else f"{last.text} …")
+        else:
+            if last is not None:
+                yield last
+            last = box
+    if last is not None:
+        yield last
+
+
+def _ticks(seconds: float, scale: float, height: int) -> list[str]:
+    marks = [seconds * k / 5 for k in range(6)]
+    return [
+        f'<text x="{90 + t * scale:.0f}" y="{height - 6}" text-anchor="{"end" if k == 5 else "start"}">'
+        f"{t * 1e3:,.1f} ms</text>"
+        for k, t in enumerate(marks)
+    ]
+
+
+def _svg(height: int, inside: Sequence[str], width: int = WIDTH) -> str:
+    return f'<svg width="{width}" height="{height}" viewBox="0 0 {width} {height}">{"".join(inside)}</svg>'
+
+
+# -- memory
+
+
+def _memory(times: Times, program: Program) -> str:
+    curve = times.curve()
+    most = max((held for _, held, _ in curve), default=0) or 1
+    scale, tall = (WIDTH - 90) / max(times.seconds, 1e-12), 180
+    points = [f"{90 + t * scale:.1f},{tall - held / most * (tall - 20):.1f}" for t, held, _ in curve]
+    area = f'<polygon points="90,{tall} {" ".join(points)} {WIDTH},{tall}" fill="#9ecae9" stroke="#4c78a8"/>'
+    base = tall - times.held / most * (tall - 20)
+    line = f'<line x1="90" x2="{WIDTH}" y1="{base:.1f}" y2="{base:.1f}" stroke="#777" stroke-dasharray="4 3"/>'
+    labels = [
+        f'<text x="0" y="24">{shown(int(most))}</text>',
+        f'<text x="0" y="{max(base, 40):.0f}">{shown(times.held)}</text>',
+    ]
+    where = max(curve, key=lambda point: point[1])[2] if curve else 0
+    rows = "".join(
+        f"<tr><td>{_text(name)}</td><td>{_text(t)}</td><td>{shown(n)}</td><td>{_text(line)}</td></tr>"
+        for name, t, n, line in _alive(program, where)
+    )
+    head = "<tr><th>value</th><th>type</th><th>bytes</th><th>made at</th></tr>"
+    between = (
+        f'<p class="quiet">Dashed: parameters, state and batch, {shown(times.held)}. At the peak besides these:</p>'
+    )
+    table = f'<div class="scroll"><table>{head}{rows}</table></div>'
+    return _svg(tall + 24, [area, line, *labels, *_ticks(times.seconds, scale, tall + 24)]) + between + table
+
+
+def _alive(program: Program, at: int) -> list[tuple[str, Type, int, str]]:
+    """The largest values of the entry that are alive at an equation."""
+    eqns: Sequence[Eqn] = program.main.eqns
+    found = [
+        (v.name, v.type, size(v), eqns[first].line)
+        for v, (first, last) in lifetimes(program.main).items()
+        if 0 <= first <= at <= last
+    ]
+    return sorted(found, key=lambda x: -x[2])[:AT_PEAK]
+
+
+# -- parameters
+
+
+def _parameters(best: Candidate, detail: Detail) -> str:
+    """Each kind of parameter as a sheet, cut as its ranks hold it."""
+    figures, seen = [], set[tuple[object, ...]]()
+    for name, (shape, entry) in detail.parameters.items():
+        key = (name.rsplit(".", 2)[-2:][0], shape, str(entry))
+        if key in seen or len(shape) > 2:
+            continue
+        seen.add(key)
+        figures.append(_sheet(name, shape, entry, best.shape.mesh))
+    return f'<div class="cuts">{"".join(figures)}</div>'
+
+
+def _sheet(name: str, shape: Sequence[int], entry: object, mesh: Mesh) -> str:
+    layout = read_layout(entry, mesh, name)
+    rows, columns = (shape[0], shape[1]) if len(shape) == 2 else (1, shape[0])
+    tall, wide = _fit(rows, columns)
+    counts = [mesh.count(axes) for axes in layout.dims]
+    down, across = (counts[0], counts[1]) if len(shape) == 2 else (1, counts[0])
+    down, across = min(down, 16), min(across, 16)
+    cells = [
+        f'<rect x="{j * wide / across:.1f}" y="{i * tall / down:.1f}" width="{wide / across:.1f}" '
+        f'height="{tall / down:.1f}" fill="{CUTS[(i * across + j) % len(CUTS)]}" stroke="#999"/>'
+        for i in range(down)
+        for j in range(across)
+    ]
+    caption = f"{_text(name)}<br><span class='quiet'>{' x '.join(map(str, shape))} &nbsp; {_text(layout)}</span>"
+    return f"<figure>{_svg(int(tall) + 2, cells, int(wide) + 2)}<figcaption>{caption}</figcaption></figure>"
+
+
+def _fit(rows: int, columns: int) -> tuple[float, float]:
+    """Pixels of a sheet, as far as possible in proportion."""
+    ratio = max(min(rows / columns, 3.0), 1 / 3)
+    return (90 * min(ratio, 1.0) + 8, 90 / max(ratio, 1.0) + 8)
