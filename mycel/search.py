@@ -335,10 +335,13 @@ class Search:
             step = self.step(shape.microbatches)
         with unchecked():
             outcome = self._laid_out(step, written).under([candidate.price])
-        layouts = written.parameter_layouts({r.name: v.shape for r, v in _parameters(step.program)})
+        shapes = {r.name: v.shape for r, v in _parameters(step.program)}
+        layouts = written.parameter_layouts(shapes)
+        if written.zero == 3:
+            layouts = {name: written.stored(layout, shapes[name]) for name, layout in layouts.items()}
         entries = {name: [".".join(axes) or "-" for axes in layout.dims] for name, layout in layouts.items()}
-        shapes = {r.name: (v.shape, entries[r.name]) for r, v in _parameters(step.program)}
-        return Detail(outcome.lowered.program, outcome.times, shapes, what)
+        held = {name: (shape, entries[name]) for name, shape in shapes.items()}
+        return Detail(outcome.lowered.program, outcome.times, held, what)
 
     def _laid_out(self, unsharded: UnshardedStep, written: Plan) -> LaidOut:
         inputs, gathered = (

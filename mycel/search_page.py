@@ -146,7 +146,12 @@ def _memory(times: Times, program: Program) -> str:
     curve = times.curve()
     most = max((held for _, held, _ in curve), default=0) or 1
     scale, tall = (WIDTH - 90) / max(times.seconds, 1e-12), 180
-    points = [f"{90 + t * scale:.1f},{tall - held / most * (tall - 20):.1f}" for t, held, _ in curve]
+    points, last = [], float(tall)
+    for t, held, _ in curve:  # steps: what is alive changes from one equation to the next
+        height = tall - held / most * (tall - 20)
+        points += [f"{90 + t * scale:.1f},{last:.1f}", f"{90 + t * scale:.1f},{height:.1f}"]
+        last = height
+    points.append(f"{WIDTH},{last:.1f}")
     area = f'<polygon points="90,{tall} {" ".join(points)} {WIDTH},{tall}" fill="#9ecae9" stroke="#4c78a8"/>'
     base = tall - times.held / most * (tall - 20)
     line = f'<line x1="90" x2="{WIDTH}" y1="{base:.1f}" y2="{base:.1f}" stroke="#777" stroke-dasharray="4 3"/>'

@@ -96,11 +96,12 @@ def explained(search: Search, answer: Answer, pattern: str) -> str:
     names = [name for name in detail.parameters if fnmatch(name, pattern)]
     for group in list(dict.fromkeys(re.sub(r"\d+", "*", name) for name in names))[:GROUPS]:
         shape, entry = next(x for name, x in detail.parameters.items() if re.sub(r"\d+", "*", name) == group)
-        lines += ["", f"parameter  {group}   {list(shape)}, lies as {_entry(entry)}"]
+        lines += ["", f"parameter  {group}   {list(shape)}, held as {_entry(entry)}"]
+        given = best.plan.parameters.get(group, ["-"] * len(shape)) if best.plan is not None else []
         for other, candidate in search.choices(best, group, len(shape)):
             what = f"{_ms(candidate.seconds)} a step" if candidate.fits else candidate.why
             more = f", {(candidate.seconds - best.seconds) * 1e3:+,.2f} ms" if candidate.fits else ""
-            lines.append(f"  {_entry(other):14} {what}{more}{'   chosen' if list(other) == list(entry) else ''}")
+            lines.append(f"  {_entry(other):14} {what}{more}{'   chosen' if list(other) == list(given) else ''}")
     lines += _equations(detail, pattern)
     if len(lines) == 1:
         near = get_close_matches(pattern, [re.sub(r"\d+", "*", name) for name in detail.parameters], 3, 0.3)
