@@ -97,7 +97,7 @@ def all_to_all(group: RankGroup, xs: list[Tensor], split: int, join: int) -> Mes
 
 
 def exchange_chunks(group: RankGroup, xs: list[Tensor]) -> Messages:
-    rows = [x.reshape(group.count, -1) for x in xs]
+    rows = [x.reshape(group.count, x.numel() // group.count) for x in xs]
     x = (rows[0] if len(rows) == 1 else torch.cat(rows, 1)).contiguous()
     parts = torch.empty_like(x)
     yield group.exchange(parts, x)
