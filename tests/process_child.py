@@ -66,6 +66,11 @@ def deaf() -> None:
 # -- the collectives, on lists of the tensors of a group
 
 
+COLLECTIVES = [
+    "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute", "exchange_chunks", "gather_chunks",
+]  # fmt: skip
+
+
 def reference(name, xs, me, **how):
     """What the rank at index `me` gets when the ranks of its group hold `xs`."""
     import torch
@@ -74,6 +79,10 @@ def reference(name, xs, me, **how):
         return reduced(xs, how["kind"])
     if name == "all_gather":
         return torch.cat(xs, how["dim"])
+    if name == "gather_chunks":
+        return torch.cat(xs)
+    if name == "exchange_chunks":
+        return torch.cat([x.tensor_split(len(xs))[me] for x in xs])
     if name == "reduce_scatter":
         return reduced(xs, how["kind"]).tensor_split(len(xs), how["dim"])[me]
     if name == "all_to_all":
@@ -129,6 +138,8 @@ def arguments(name, r, n, ndim):
         return {"dim": some(), "kind": r.choice("++><")}
     if name == "all_to_all":
         return {"split": some(), "join": some()}
+    if name.endswith("_chunks"):
+        return {}
     to = [j if r.random() < 0.7 else -1 for j in r.sample(range(n), n)]
     return {"to": tuple(to)}
 
@@ -163,7 +174,7 @@ def one_case(ranks, seed: int) -> None:
     r = random.Random(seed)
     axes = r.choice([p for k in range(1, len(ranks.mesh.axes) + 1) for p in itertools.permutations(ranks.mesh.axes, k)])
     n, me, group = ranks.mesh.count(axes), ranks.index(axes), ranks.mesh.group(ranks.rank, axes)
-    name = r.choice(["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute"])
+    name = r.choice(COLLECTIVES)
     moved = [
         torch.bool,
         torch.int16,

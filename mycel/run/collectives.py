@@ -97,7 +97,7 @@ def all_to_all(group: RankGroup, xs: list[Tensor], split: int, join: int) -> Mes
 
 
 def exchange_chunks(group: RankGroup, xs: list[Tensor]) -> Messages:
-    rows = [x.reshape(group.count, -1) for x in xs]
+    rows = [x.reshape(group.count, x.numel() // group.count) for x in xs]
     x = (rows[0] if len(rows) == 1 else torch.cat(rows, 1)).contiguous()
     parts = torch.empty_like(x)
     yield group.exchange(parts, x)
@@ -105,7 +105,11 @@ def exchange_chunks(group: RankGroup, xs: list[Tensor]) -> Messages:
 
 
 def gather_chunks(group: RankGroup, xs: list[Tensor]) -> Messages:
-    return all_gather(group, xs, [0] * len(xs))
+    x = _joined(xs, xs[0].dtype)
+    parts = x.new_empty(group.count, x.numel())
+    yield group.gather_small(parts, x)
+    each = parts.split([x.numel() for x in xs], 1)
+    return [p.reshape(group.count * x.shape[0], *x.shape[1:]) for p, x in zip(each, xs, strict=True)]
 
 
 def permute(group: RankGroup, xs: list[Tensor], to: tuple[int, ...]) -> Messages:

@@ -64,6 +64,10 @@ class RankGroup:
     def gather(self, out: Tensor, x: Tensor) -> Works:
         raise NotImplementedError
 
+    def gather_small(self, out: Tensor, x: Tensor) -> Works:
+        """As `gather`, of what is worth a copy for each rank where that saves time on the wire."""
+        return self.gather(out, x)
+
     def sum(self, x: Tensor) -> Works:
         # the default is the sum
         return [self.backend.allreduce([_real(x)], dist.AllreduceOptions())] if x.numel() else []
@@ -113,6 +117,10 @@ class Gloo(RankGroup):
             return []
         out[self.index].copy_(x)
         return [self._broadcast(_bytes(row), i) for i, row in enumerate(out)]
+
+    def gather_small(self, out: Tensor, x: Tensor) -> Works:
+        # to each directly: a broadcast's root sends all of it twice before the last has it
+        return self.exchange(out, x.expand(self.count, -1).contiguous())
 
     def send(self, x: Tensor, to: int, tag: int) -> Works:
         return [self.backend.send([_bytes(x)], to, tag)] if x.numel() else []
