@@ -30,6 +30,8 @@ def trained(experts: int, chosen: int, message: str) -> None:
     for how in ("random", "one", "few"):
         batch = routed(how, experts, chosen=chosen)
         alike(float(step(**batch)), plain_step(twin, adamw[1], batch))
+        load = step.expert_load(**batch)["the model"]
+        assert torch.equal(load, torch.bincount(batch["ids"].view(-1), minlength=experts)), load
     sent = {e.params.get("op", e.op.name) for _, e in walk(step.program)}  # of what is begun early its name is a param
     assert message in sent, sorted(sent)
     alike(step.state_dict()["model"], dict(twin.state_dict()))

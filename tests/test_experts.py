@@ -106,6 +106,19 @@ def test_any_routing_is_exact_on_ranks(how, chosen, experts, message):
         assert message in operators(found.local)
 
 
+@pytest.mark.parametrize("chosen", [1, 4])
+def test_a_rank_is_priced_for_its_share(chosen):
+    """Whether tokens are gathered or rows exchanged, half of the products are its own."""
+    one = OneDevice.of(Layer(4), routed("random", 4, chosen=chosen))
+    local = one.under(Plan(Mesh(ep=2), SPLIT, ["ep"])).local
+    for name in ("experts", "experts_grad"):
+        whole, own = (
+            next(e.op.cost(e.input_types, e.params).flops for _, e in walk(p) if e.op.name == name)
+            for p in (one.made.program, local)
+        )
+        assert own == whole / 2
+
+
 @pytest.mark.parametrize(
     "name, names, sizes",
     [

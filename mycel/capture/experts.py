@@ -108,8 +108,9 @@ def _gated(act: Callable[..., torch.Tensor], h: torch.Tensor) -> torch.Tensor:
 
 def gate_of_module(tracer: Tracer, module: Any) -> Gate | None:
     """What a layer of the library does between its products; None if it does more than that, with more than a row."""
-    if module.has_post_expert_norm or module._is_expert_parallel:
-        return None
+    more = any(getattr(module, name, False) for name in ("has_post_expert_norm", "_is_expert_parallel"))
+    if more or not all(hasattr(module, name) for name in ("has_gate", "has_bias", "is_transposed", "_apply_gate")):
+        return None  # of another version of the library
     up = module.gate_up_proj if module.has_gate else module.up_proj
     width = up.shape[2] if module.is_transposed else up.shape[1]
     return traced_gate(tracer, module._apply_gate if module.has_gate else module.act_fn, width, up.dtype)

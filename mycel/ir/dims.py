@@ -8,7 +8,8 @@
     ...       leading batch dims, broadcast against each other as torch does
     (h d)     one dim made of several, h the slower
     1         a dim of size one
-    a letter on the right alone takes its size from the rule's `sizes`, and is whole
+    a letter on the right alone takes its size from the rule's `sizes`, and is whole; one that is on neither side is a
+    size for costs alone
 
 `fit(text, shapes)` lays a rule over actual shapes: every dim becomes a tuple of letters with known sizes.
 """
@@ -69,7 +70,7 @@ class Fit:
             major = all(self._major(dim) == letter for dim in dims if letter in dim)
             return self.sizes[letter] > 1 and major and self.flags.get(letter) != "^"
 
-        return [letter for letter in self.sizes if letter not in new_letters and legal(letter)] + [
+        return [letter for letter in self.sizes if letter in in_letters and legal(letter)] + [
             letter for letter in self.sizes if letter in new_letters and not in_letters and legal(letter)
         ]
 

@@ -38,6 +38,7 @@ class Travel:
         self.axes, self.count, self.chosen, self.here = at.axes("e"), at.count("e"), k, n * k
         self.there = self.count * self.here  # room for the rows of all
         own = at.local("e")
+        self.elsewhere = at.sizes["e"] - own
         self.order, counts = o.route(self.slots(at, ids), experts=self.count * own)
         counts = o.reshape(counts, shape=(self.count, own))
         along = {"axes": self.axes, "count": self.count}
@@ -75,7 +76,7 @@ def exchanged(at, x, ids, weights, *operands, hit, **params):
     travel = Travel(at, ids)
     rows = travel.out(travel.sorted(x))
     ones = o.full(1.0, shape=(travel.there, 1), dtype=weights.dtype)
-    y = o.experts(rows, travel.experts, ones, *operands, elsewhere=True, **params)
+    y = o.experts(rows, travel.experts, ones, *operands, elsewhere=travel.elsewhere, **params)
     return o.combine(travel.back(y), weights, travel.order)
 
 
@@ -85,7 +86,8 @@ def exchanged_grad(at, g, x, ids, weights, *operands, hit, **params):
     both = travel.out(o.cat(travel.sorted(x), travel.sorted(g), dim=1))
     x_there, g_there = (o.slice(both, dim=1, start=i * width, stop=(i + 1) * width) for i in range(2))
     scale = travel.out(travel.sorted_weights(weights))
-    dx, dweights, *rest = o.experts_grad(g_there, x_there, travel.experts, scale, *operands, elsewhere=True, **params)
+    there = g_there, x_there, travel.experts, scale
+    dx, dweights, *rest = o.experts_grad(*there, *operands, elsewhere=travel.elsewhere, **params)
     dx = o.collect(travel.back(dx), travel.order, chosen=travel.chosen)
     dweights = o.index_select(travel.back(dweights), o.inverse_order(travel.order), dim=0)
     dweights = o.reshape(dweights, shape=tuple(weights.shape))

@@ -65,14 +65,14 @@ class Rows:
         return grouped_weight(*((rows, g) if self.transposed else (g, rows)), self.counts)
 
 
-def layer_expand(x, ids, weights, up, down, up_bias, down_bias, *, elsewhere=False, **params):
+def layer_expand(x, ids, weights, up, down, up_bias, down_bias, *, elsewhere=0, **params):
     ids, weights, _ = at_hand(ids, weights, up.shape[0], elsewhere)
     order, counts = route(ids, experts=up.shape[0])
     rows = Rows(dispatch(x, order, chosen=ids.shape[1]), counts, up, up_bias, **params)
     return o.combine(rows.product(rows.gate.value, down, down_bias), weights, order)
 
 
-def grad_expand(g, x, ids, weights, up, down, up_bias, down_bias, *, elsewhere=False, **params):
+def grad_expand(g, x, ids, weights, up, down, up_bias, down_bias, *, elsewhere=0, **params):
     ids, weights, hit = at_hand(ids, weights, up.shape[0], elsewhere)
     order, counts = route(ids, experts=up.shape[0])
     rows = Rows(dispatch(x, order, chosen=ids.shape[1]), counts, up, up_bias, **params)
@@ -129,12 +129,13 @@ def grad_kernel(g, x, ids, weights, up, down, up_bias, down_bias, elsewhere, **h
     return *grads, *([] if down_bias is None else [grouped_sum(dy, counts)])
 
 
-def layer_dims(x, ids, weights, up, down, up_bias, down_bias, *, form, transposed=False, **_):
-    """Letters of the operands; the hidden width u is f, (c f) or (f c) for c parts of f each."""
+def layer_dims(x, ids, weights, up, down, up_bias, down_bias, *, form, transposed=False, elsewhere=0, **_):
+    """Letters of the operands; the hidden width u is f, (c f) or (f c) for c parts of f each.  How many experts are
+    elsewhere is no dim, but a size that costs ask for."""
     u = {"whole": "f^", "halves": "(c^ f^)", "pairs": "(f^ c^)"}[form]
     weight = [f"e^ d^ {u}", "e^ f^ d^"] if transposed else [f"e^ {u} d^", "e^ d^ f^"]
     biases = ["" if up_bias is None else f"e^ {u}", "" if down_bias is None else "e^ d^"]
-    return weight, biases, {} if form == "whole" else {"c": FORMS[form]}
+    return weight, biases, {"elsewhere": elsewhere, **({} if form == "whole" else {"c": FORMS[form]})}
 
 
 def experts_dims(*operands, **params):
@@ -150,22 +151,23 @@ def experts_grad_dims(g, *operands, **params):
 
 
 def experts_flops(d):
-    return 2 * d.n * d.k * d.d * d.f * (getattr(d, "c", 1) + 1)
+    """Tokens choose all experts alike."""
+    return 2 * d.n * d.k * d.d * d.f * (getattr(d, "c", 1) + 1) * d.e / (d.e + d.elsewhere)
 
 
 def split_layer(name, exchanged):
     """How a rank computes its share of the layer, whichever letters are split; `exchanged`: where tokens and experts
     are split over the same axes."""
 
-    def write(at, *operands, elsewhere=False, **params):
+    def write(at, *operands, elsewhere=0, **params):
         *before, ids, weights, up, down, up_bias, down_bias = operands
         if at.axes("f") and down_bias is not None:  # added once
             down_bias = o.only_first(down_bias, axes=at.axes("f"), count=at.count("f"))
-        if set(at.axes("e")) & set(at.axes("n")):
+        if set(at.axes("e")) & set(at.axes("n")):  # split together
             ids, weights, hit = at_hand(ids, weights, at.sizes["e"], elsewhere)
             return exchanged(at, *before, ids, weights, up, down, up_bias, down_bias, hit=hit, **params)
         if at.axes("e"):
-            ids, elsewhere = o.sub(ids, at.start("e")), True
+            ids, elsewhere = o.sub(ids, at.start("e")), elsewhere + at.sizes["e"] - at.local("e")
             real = at.valid("e")  # behind them lies padding, whose experts are another rank's
             ids = ids if isinstance(real, int) else o.where(o.lt(ids, real), ids, -1)
         return OPS[name](*before, ids, weights, up, down, up_bias, down_bias, elsewhere=elsewhere, **params)
@@ -187,7 +189,7 @@ EXAMPLES = [
     "f[6,4], i64[6,2]<2, f[6,2], f[4,4,8], f[4,4,4], f[4,8], f[4,4], "
     'gate="mul(add(b, 1), mul(a, sigmoid(mul(a, 1.7))))", form="pairs", transposed=True',
     'f[4,3], i64[4,1]<1, f[4,1], f[2,4,3], f[2,3,4], None, None, gate="relu(a)", form="whole"',
-    f"f[4,3], i64[4,2]<6, f[4,2], f[3,8,3], f[3,3,4], None, None, {HALVES}, elsewhere=True",
+    f"f[4,3], i64[4,2]<6, f[4,2], f[3,8,3], f[3,3,4], None, None, {HALVES}, elsewhere=3",
 ]
 
 
@@ -198,7 +200,7 @@ EXAMPLES = [
     dtype="first",
     flops=experts_flops,
     fresh=True,
-    product=True, rate="product", compiles=False, apart=True, for_ranks=True, precision="low", kept=(2,),
+    product=True, rate="product", compiles=False, apart=True, waits=True, for_ranks=True, precision="low", kept=(2,),
     parts={
         "e": SplitRule(split_experts, partial="+", uneven=True),
         "f": SplitRule(split_experts, partial="+"),
@@ -206,9 +208,9 @@ EXAMPLES = [
     },
     examples=EXAMPLES,
 )  # fmt: skip
-def experts(x, ids, weights, up, down, up_bias, down_bias, *, gate, form, transposed=False, elsewhere=False):
-    """Each token through the experts it chose, the sum of what they give by their weights; `elsewhere`: experts that
-    are not here, whose numbers are out of range, count nothing"""
+def experts(x, ids, weights, up, down, up_bias, down_bias, *, gate, form, transposed=False, elsewhere=0):
+    """Each token through the experts it chose, the sum of what they give by their weights; `elsewhere`: how many
+    experts are not here; their numbers are out of range, and they count nothing"""
     from mycel.ops.expert_layer import layer_kernel  # generated code has no classes beside it
 
     how = {"gate": gate, "form": form, "transposed": transposed}
@@ -224,7 +226,7 @@ def experts(x, ids, weights, up, down, up_bias, down_bias, *, gate, form, transp
     flops=lambda d: 3 * experts_flops(d),
     fresh=True,
     linear=((0,),),
-    product=True, rate="product", compiles=False, apart=True,
+    product=True, rate="product", compiles=False, apart=True, waits=True,
     parts={
         "e": SplitRule(split_grad, partial="+", uneven=True),
         "f": SplitRule(split_grad, partial=("+", "+", "", "", "", "")),
@@ -232,7 +234,7 @@ def experts(x, ids, weights, up, down, up_bias, down_bias, *, gate, form, transp
     },
     examples=[f"f[{e[2:5]}], {e}" for e in EXAMPLES],
 )  # fmt: skip
-def experts_grad(g, x, ids, weights, up, down, up_bias, down_bias, *, gate, form, transposed=False, elsewhere=False):
+def experts_grad(g, x, ids, weights, up, down, up_bias, down_bias, *, gate, form, transposed=False, elsewhere=0):
     """The gradients of `experts` for x, weights, up, down and the biases there are; hidden rows are computed again"""
     from mycel.ops.expert_layer import grad_kernel
 
