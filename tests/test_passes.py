@@ -16,9 +16,9 @@ from mycel.ir import Mesh, Program, Type, check
 from mycel.ops import o
 from mycel.run import simulate
 from mycel.run.interpret import interpret
-from mycel.transform import SIMPLIFY, algebra, attend, causal, cse, dce, fold, fuse, inline, simplify
+from mycel.transform import SIMPLIFY, algebra, attend, causal, cse, dce, fold, fuse, inline, narrow, simplify
 
-PASSES = [algebra, attend, causal, cse, dce, fold, fuse, inline, simplify]
+PASSES = [algebra, attend, causal, cse, dce, fold, fuse, inline, narrow, simplify]
 steady = settings(derandomize=True, deadline=None, max_examples=100, database=None)
 
 
@@ -184,6 +184,25 @@ def main(x: f32[4,8], w: f32[6,8], b: f32[6], q: f32[1,2,4,8], u: f32[2,3,5,5], 
   d: f32[4,1,1] = reshape(c, shape=(4, 1, 1))
   t: f32[2,4,5,5] = add(s, d)
   return z, o, t
+""",
+    "narrow": """
+def layer(q: f32[8,4,128,16], mask: f32[8,4,128,128]):
+  y: f32[8,4,128,16], lse: f32[8,4,128] = attention(q, q, q, mask)             # model.py:12
+  return y
+def main(q: f32[8,4,128,16], bias: f32[1,4,128,128], given: f32[8,1,1,128]):
+  row: i64[128,1] = iota(dim=0, dtype=i64, shape=(128, 1))
+  column: i64[1,128] = iota(dim=1, dtype=i64, shape=(1, 128))
+  below: bool[128,128] = le(column, row)
+  each: bool[8,1,128,128] = expand(below, shape=(8, 1, 128, 128))
+  zero: f32[] = full(0.0, dtype=f32, shape=())
+  hidden: f32[8,1,128,128] = where(each, zero, -inf)                           # model.py:3
+  mask: f32[8,4,128,128] = add(bias, hidden)                                   # model.py:4
+  half: f32[8,4,128,128] = mul(mask, 0.5)                                      # model.py:5
+  own: f32[8,4,128,128] = add(mask, given)                                     # model.py:6
+  y: f32[8,4,128,16] = call(q, mask, block=@layer)
+  z: f32[8,4,128,16] = call(y, half, block=@layer)
+  w: f32[8,4,128,16], lse: f32[8,4,128] = attention(z, z, z, own)              # model.py:7
+  return w
 """,
     "inline": """
 def twice(x: f32[2]):
@@ -409,6 +428,16 @@ def test_a_window_costs_what_it_sees(q, k):
     for window in itertools.product(range(8), range(8)):
         pairs = sum(i - window[0] <= j <= i + window[1] for i in range(q) for j in range(k))
         assert round(o.attention.cost([*types, None], {"window": window}).flops) == 2 * pairs * 16, window
+
+
+def test_narrow_needs_all_calls_to_agree():
+    program = read(BEFORE["narrow"])
+    narrowed = narrow(program)
+    assert_same_results(program, narrowed)
+    assert "mask_narrow: f32[1,4,128,128]" in str(narrowed)
+    wide = read(BEFORE["narrow"].replace("call(y, half", "call(y, own"))
+    assert "mask: f32[8,4,128,128]):" in str(narrow(wide))
+    assert_same_results(wide, narrow(wide))
 
 
 def test_causal_needs_all_calls_to_agree():

@@ -33,21 +33,27 @@ MASKED = {"attention": 3, "sdpa": 3, "attention_grad": 4}
 def causal(program: Program) -> Program:
     """attention(q, k, v, column <= row) => attention(q, k, v, None, causal=True), window=(before, behind) where columns
     are bounded on the other side too;  attention(…, True) => attention(…, None)"""
-    seen = _KnownValues(program).inputs
-    again = _KnownValues(program)
+    seen = KnownValues(program).inputs
+    again = KnownValues(program)
     blocks = {n: _without_masks(program.blocks[n], again.values(program.blocks[n], seen[n])) for n in order(program)}
     return prune(replace(program, blocks=blocks))
 
 
+def mask_place(eqn: Eqn) -> int | None:
+    """Which operand of an attention is its mask; None where it has none."""
+    at = MASKED.get(eqn.op.name)
+    return at if at is not None and isinstance(eqn.inputs[at], Var) else None
+
+
 def masks(program: Program) -> int:
     """How many equations of attention have a mask."""
-    return sum(eqn.inputs[MASKED[eqn.op.name]] is not None for _, eqn in walk(program) if eqn.op.name in MASKED)
+    return sum(mask_place(eqn) is not None for _, eqn in walk(program))
 
 
 def _without_masks(block: Block, known: dict[Var, Value]) -> Block:
     eqns = []
     for eqn in block.eqns:
-        at = MASKED.get(eqn.op.name)
+        at = mask_place(eqn)
         mask = eqn.inputs[at] if at is not None else None
         if at is not None and isinstance(mask, Var) and mask in known:
             eqn = _without_mask(eqn, at, _allowed(known[mask], mask, eqn, at))
@@ -119,7 +125,7 @@ def _is_low(v: Any, dtype: torch.dtype) -> bool:
 # -- following values ---------------------------------------------------------------------------------------
 
 
-class _KnownValues:
+class KnownValues:
     """The program run on what is known; `inputs` is what all uses of a block agree on."""
 
     def __init__(self, program: Program) -> None:
