@@ -440,7 +440,7 @@ def test_narrow_needs_all_calls_to_agree():
     assert_same_results(wide, narrow(wide))
 
 
-def test_causal_needs_all_calls_to_agree():
+def test_blocks_with_different_masks_are_different_blocks():
     text = """
 def layer(q: f64[1,2,4,4], mask: bool[4,4]):
   y: f64[1,2,4,4], l: f64[1,2,4] = attention(q, q, q, mask)
@@ -454,9 +454,16 @@ def main(q: f64[1,2,4,4]):
   z: f64[1,2,4,4] = call(y, {other}, block=@layer)
   return z
 """
-    assert "causal=True" in str(causal(read(text.format(other="a"))))
-    assert "attention(q, q, q, mask)" in str(causal(read(text.format(other="b"))))
-    assert "causal=True" not in str(causal(read(text.format(other="b"))))
+    assert str(causal(read(text.format(other="a")))).count("attention(q, q, q, None, causal=True)") == 1
+    mixed, one = read(text.format(other="b")), str(causal(read(text.format(other="b"))))
+    assert "causal=True" in one and "window=(0, 3)" in one and "call(q, a, block=@layer)" in one
+    assert_same_results(mixed, causal(mixed))
+    given = "def main(q: f64[1,2,4,4], b: bool[4,4]):"
+    partly = read(
+        text.replace("def main(q: f64[1,2,4,4]):", given).replace("  b: bool[4,4] = ge(j, i)\n", "").format(other="b")
+    )
+    assert "causal=True" in str(causal(partly)) and "attention(q, q, q, mask)" in str(causal(partly))
+    assert_same_results(partly, causal(partly))
 
 
 def test_causal_follows_constants():
