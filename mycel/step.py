@@ -53,7 +53,17 @@ from mycel.message_state import KINDS, MessageState
 from mycel.objective import Batch, objective, refuse_outputs
 from mycel.parts import ShardedModel, UnshardedStep, roles_of
 from mycel.planning import Task, planned
-from mycel.run import HostSpace, Replayed, keep_freed_memory, load, moves, start_workers, warm_up, without_collector
+from mycel.run import (
+    CudaGraph,
+    HostSpace,
+    Replayed,
+    keep_freed_memory,
+    load,
+    moves,
+    start_workers,
+    warm_up,
+    without_collector,
+)
 from mycel.several_optimizers import SeveralOptimizers, each_of
 from mycel.sizes import parse_bytes, shown
 from mycel.step_state import StepState
@@ -226,6 +236,7 @@ class Step:
         self._adding: _Adding | None = None
         self._counters: dict[str, torch.Tensor] = {}
         self._host: HostSpace | None = None
+        self._graphs: Any = None  # the memory of recorded steps
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """One step on a batch; returns its loss (with `outputs`, and these), which stays on the device.  Only this
@@ -346,7 +357,10 @@ class Step:
         if device.type != "cuda" or not self.settings.compiles(device) or self.parts is not None or moves(program):
             return None
         memory = torch.cuda.get_device_properties(device).total_memory
-        return Replayed(code, program, device) if 2 * decided.peak - decided.held <= memory else None
+        if 2 * decided.peak - decided.held > memory:
+            return None
+        self._graphs = self._graphs or torch.cuda.graph_pool_handle()  # one for all batches: they take turns
+        return Replayed(code, program, device, partial(CudaGraph, pool=self._graphs))
 
     def _planned(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], data: Arguments

@@ -16,9 +16,9 @@ from mycel.ir import Mesh, Program, Type, check
 from mycel.ops import o
 from mycel.run import simulate
 from mycel.run.interpret import interpret
-from mycel.transform import SIMPLIFY, algebra, attend, causal, cse, dce, fold, fuse, inline, simplify
+from mycel.transform import SIMPLIFY, algebra, attend, causal, cse, dce, fold, fuse, inline, narrow, simplify
 
-PASSES = [algebra, attend, causal, cse, dce, fold, fuse, inline, simplify]
+PASSES = [algebra, attend, causal, cse, dce, fold, fuse, inline, narrow, simplify]
 steady = settings(derandomize=True, deadline=None, max_examples=100, database=None)
 
 
@@ -184,6 +184,25 @@ def main(x: f32[4,8], w: f32[6,8], b: f32[6], q: f32[1,2,4,8], u: f32[2,3,5,5], 
   d: f32[4,1,1] = reshape(c, shape=(4, 1, 1))
   t: f32[2,4,5,5] = add(s, d)
   return z, o, t
+""",
+    "narrow": """
+def layer(q: f32[8,4,128,16], mask: f32[8,4,128,128]):
+  y: f32[8,4,128,16], lse: f32[8,4,128] = attention(q, q, q, mask)             # model.py:12
+  return y
+def main(q: f32[8,4,128,16], bias: f32[1,4,128,128], given: f32[8,1,1,128]):
+  row: i64[128,1] = iota(dim=0, dtype=i64, shape=(128, 1))
+  column: i64[1,128] = iota(dim=1, dtype=i64, shape=(1, 128))
+  below: bool[128,128] = le(column, row)
+  each: bool[8,1,128,128] = expand(below, shape=(8, 1, 128, 128))
+  zero: f32[] = full(0.0, dtype=f32, shape=())
+  hidden: f32[8,1,128,128] = where(each, zero, -inf)                           # model.py:3
+  mask: f32[8,4,128,128] = add(bias, hidden)                                   # model.py:4
+  half: f32[8,4,128,128] = mul(mask, 0.5)                                      # model.py:5
+  own: f32[8,4,128,128] = add(mask, given)                                     # model.py:6
+  y: f32[8,4,128,16] = call(q, mask, block=@layer)
+  z: f32[8,4,128,16] = call(y, half, block=@layer)
+  w: f32[8,4,128,16], lse: f32[8,4,128] = attention(z, z, z, own)              # model.py:7
+  return w
 """,
     "inline": """
 def twice(x: f32[2]):
@@ -411,7 +430,17 @@ def test_a_window_costs_what_it_sees(q, k):
         assert round(o.attention.cost([*types, None], {"window": window}).flops) == 2 * pairs * 16, window
 
 
-def test_causal_needs_all_calls_to_agree():
+def test_narrow_needs_all_calls_to_agree():
+    program = read(BEFORE["narrow"])
+    narrowed = narrow(program)
+    assert_same_results(program, narrowed)
+    assert "mask_narrow: f32[1,4,128,128]" in str(narrowed)
+    wide = read(BEFORE["narrow"].replace("call(y, half", "call(y, own"))
+    assert "mask: f32[8,4,128,128]):" in str(narrow(wide))
+    assert_same_results(wide, narrow(wide))
+
+
+def test_blocks_with_different_masks_are_different_blocks():
     text = """
 def layer(q: f64[1,2,4,4], mask: bool[4,4]):
   y: f64[1,2,4,4], l: f64[1,2,4] = attention(q, q, q, mask)
@@ -425,9 +454,16 @@ def main(q: f64[1,2,4,4]):
   z: f64[1,2,4,4] = call(y, {other}, block=@layer)
   return z
 """
-    assert "causal=True" in str(causal(read(text.format(other="a"))))
-    assert "attention(q, q, q, mask)" in str(causal(read(text.format(other="b"))))
-    assert "causal=True" not in str(causal(read(text.format(other="b"))))
+    assert str(causal(read(text.format(other="a")))).count("attention(q, q, q, None, causal=True)") == 1
+    mixed, one = read(text.format(other="b")), str(causal(read(text.format(other="b"))))
+    assert "causal=True" in one and "window=(0, 3)" in one and "call(q, a, block=@layer)" in one
+    assert_same_results(mixed, causal(mixed))
+    given = "def main(q: f64[1,2,4,4], b: bool[4,4]):"
+    partly = read(
+        text.replace("def main(q: f64[1,2,4,4]):", given).replace("  b: bool[4,4] = ge(j, i)\n", "").format(other="b")
+    )
+    assert "causal=True" in str(causal(partly)) and "attention(q, q, q, mask)" in str(causal(partly))
+    assert_same_results(partly, causal(partly))
 
 
 def test_causal_follows_constants():

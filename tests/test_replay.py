@@ -164,6 +164,39 @@ def test_a_number_that_moves(monkeypatch):
     assert "hyper beta1 of group 0" in run_both(adam, change_more, monkeypatch).why
 
 
+class Scaled(torch.nn.Module):
+    """Reads a tensor that others put there."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.by = torch.nn.Linear(6, 3), torch.ones(3)
+
+    def forward(self, x, y):
+        return torch.nn.functional.cross_entropy(self.one(x) * self.by, y)
+
+
+def test_what_is_only_read_may_lie_anywhere(monkeypatch):
+    """A tensor that is another at every step is copied in from the second on."""
+    results = []
+    for replayed in (True, False):
+        with monkeypatch.context() as patch:
+            if replayed:
+                recorded(patch)
+            torch.manual_seed(0)
+            model = Scaled()
+            step = mycel.train_step(model, adam(model))
+            kept = []
+
+            def change(i, model=model, kept=kept):
+                kept.append(model.by)
+                model.by = torch.full((3,), 1.0 + i)
+
+            results.append((step, losses(step, batches(9), change)))
+    (ours, a), (_, b) = results
+    assert torch.equal(a, b) and not ours.entries[0].replayed.why
+    assert Rerun.count == 2
+
+
 class Deciding(torch.nn.Module):
     def __init__(self):
         super().__init__()

@@ -6,10 +6,11 @@ from mycel.run.emit import emit, load
 from mycel.run.host_space import HostSpace, moves
 from mycel.run.interpret import interpret, not_finite
 from mycel.run.processes import world
-from mycel.run.replay import Replayed
+from mycel.run.replay import CudaGraph, Replayed
 from mycel.run.simulate import part_of, simulate, simulate_stages
 
 __all__ = [
+    "CudaGraph",
     "HostSpace",
     "Replayed",
     "emit",

@@ -7,13 +7,15 @@
 A graph reads what lies where it lay when it was recorded:
 
     held         parameters, buffers, state, counters     the same memory at every call, else it is recorded anew
-    copied       the batch and the random key             into memory of the graph's own
+    copied       the batch, the random key, and what      into memory of the graph's own
+                 lay elsewhere once and is only read
     numbers      hyper-parameters                         those that move (the learning rate, and any that was seen to
                                                           change) are scalars on the device; the others stand in the
                                                           graph, which is recorded anew if one changes
 
-Results are copied out of the graph's memory, which the next replay writes over.  That memory is a pool of its own: what
-the step needs besides its inputs stays taken between calls.
+Results are copied out of the graph's memory, which the next replay writes over.  That memory is a pool of its own,
+shared by all recordings that never run beside each other: what the largest needs besides its inputs stays taken
+between calls.
 """
 
 from __future__ import annotations
@@ -38,12 +40,14 @@ class Recording(Protocol):
 
 
 class CudaGraph:
-    """Code recorded as a CUDA graph."""
+    """Code recorded as a CUDA graph, with memory of a pool."""
 
-    def __init__(self, code: Callable[..., Sequence[Any]], values: Sequence[Any], device: torch.device) -> None:
+    def __init__(
+        self, code: Callable[..., Sequence[Any]], values: Sequence[Any], device: torch.device, pool: Any = None
+    ) -> None:
         self.graph = torch.cuda.CUDAGraph()
         # other threads may go on with what they do
-        with torch.cuda.device(device), torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+        with torch.cuda.device(device), torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
             self.results = code(*values)
 
     def replay(self) -> Sequence[Any]:
@@ -61,10 +65,13 @@ class Replayed:
         device: torch.device,
         record: Callable[..., Recording] = CudaGraph,
     ) -> None:
+        """`record` makes a recording of the code, its values and the device."""
         self.code, self.device, self.record = code, device, record
         self.why = obstacle(program)
         self.roles = [program.role(v) for v in program.inputs]
         self.moving = {i for i, role in enumerate(self.roles) if role.kind == "hyper" and role.name in MOVING}
+        self.copied = {i for i, role in enumerate(self.roles) if role.kind in COPIED}
+        self.written = {i for i, v in enumerate(program.inputs) if v.name in program.updates}
         self.scalars: dict[int, tuple[Any, torch.Tensor]] = {}  # numbers that move: the last value, and where it lies
         self.copies: dict[int, torch.Tensor] = {}
         self.recording: Recording | None = None
@@ -106,7 +113,7 @@ class Replayed:
 
     def _input(self, i: int, x: Any) -> Any:
         """A value in memory of the recording's own."""
-        if self.roles[i].kind in COPIED and isinstance(x, torch.Tensor):
+        if i in self.copied:
             if i not in self.copies:
                 self.copies[i] = torch.empty(x.shape, dtype=x.dtype, device=self.device)
             return self.copies[i].copy_(x, non_blocking=True)
@@ -130,6 +137,7 @@ class Replayed:
         if self.recording is not None:
             numbers = [i for i in self.fixed if self._is_number(inputs[i])]
             before, now = (dict(zip((*self.held, *self.fixed), x, strict=True)) for x in (self.recorded_for, fixed))
+            self.copied |= {i for i in self.held if before[i] != now[i] and i not in self.written}
             self._sort(inputs, self.moving | {i for i in numbers if before[i] != now[i]})
             inputs = self._inputs(values)
             fixed = self._fixed(inputs)
@@ -152,9 +160,9 @@ class Replayed:
     def _sort(self, values: Sequence[Any], moving: set[int]) -> None:
         """Which values are copied or moved in at every call, which lie where they lie, and which stand fixed."""
         self.moving = moving
-        copied = {i for i, x in enumerate(values) if self.roles[i].kind in COPIED and isinstance(x, torch.Tensor)}
-        self.own = sorted(copied | moving)
-        rest = [i for i in range(len(values)) if i not in copied and i not in moving]
+        self.copied = {i for i in self.copied if isinstance(values[i], torch.Tensor)}
+        self.own = sorted(self.copied | moving)
+        rest = [i for i in range(len(values)) if i not in self.copied and i not in moving]
         self.held = [i for i in rest if isinstance(values[i], torch.Tensor) and not self._is_number(values[i])]
         self.fixed = sorted(set(rest) - set(self.held))
 

@@ -19,6 +19,7 @@ from mycel.transform.head import head
 from mycel.transform.inline import inline
 from mycel.transform.jvp import jvp
 from mycel.transform.microbatch import BODY, joined, microbatch, shares, with_numbers_of
+from mycel.transform.narrow import narrow
 from mycel.transform.ones import with_ones
 from mycel.transform.optimise import ParameterGroup, optimise
 from mycel.transform.outline import outline
@@ -32,7 +33,7 @@ Pass = Callable[[Program], Program]
 
 # Equal blocks meet before single calls are inlined; attention is found before its masks are looked at, and causal masks
 # are found before folding makes small ones constants.
-SIMPLIFY: list[Pass] = [dce, cse, inline, algebra, attend, causal, fold, algebra, cse, dce]
+SIMPLIFY: list[Pass] = [dce, cse, inline, algebra, attend, causal, narrow, fold, algebra, cse, dce]
 
 
 def simplify(program: Program, ranks: bool = False) -> Program:
@@ -66,6 +67,7 @@ __all__ = [
     "jvp",
     "masks",
     "microbatch",
+    "narrow",
     "optimise",
     "outline",
     "precision",

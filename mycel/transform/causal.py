@@ -10,17 +10,19 @@
     y, lse = attention(query, key, value, m)            =>  y, lse = attention(query, key, value, None, window=(3, 0))
 
 Values are followed as functions of their index (`indexed.py`), never computed, so the size does not matter.  Blocks are
-followed through their calls: an input of a block is known if all its calls agree on it.  What is not known stays.
+followed through their calls: an input of a block is known if all its calls agree on it; where they do not, as local and
+global layers that are one block, calls with different masks get blocks of their own.  What is not known stays.
 """
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from mycel.ir import Block, Eqn, Params, Program, Var, call, cond, custom, loop, order, prune, scan, walk
+from mycel.ir import Block, Eqn, Params, Program, Ref, Var, call, cond, custom, loop, order, prune, scan, walk
 from mycel.ops import o
 from mycel.transform.indexed import Either, Value, Values, broadcast, of_constant, of_equation
 from mycel.transform.regions import ALL, NONE, Affine, Region, Shape, half, moved
@@ -33,21 +35,82 @@ MASKED = {"attention": 3, "sdpa": 3, "attention_grad": 4}
 def causal(program: Program) -> Program:
     """attention(q, k, v, column <= row) => attention(q, k, v, None, causal=True), window=(before, behind) where columns
     are bounded on the other side too;  attention(…, True) => attention(…, None)"""
-    seen = _KnownValues(program).inputs
-    again = _KnownValues(program)
+    program = _by_masks(program)
+    seen = KnownValues(program).inputs
+    again = KnownValues(program)
     blocks = {n: _without_masks(program.blocks[n], again.values(program.blocks[n], seen[n])) for n in order(program)}
     return prune(replace(program, blocks=blocks))
 
 
+def mask_place(eqn: Eqn) -> int | None:
+    """Which operand of an attention is its mask; None where it has none."""
+    at = MASKED.get(eqn.op.name)
+    return at if at is not None and isinstance(eqn.inputs[at], Var) else None
+
+
 def masks(program: Program) -> int:
     """How many equations of attention have a mask."""
-    return sum(eqn.inputs[MASKED[eqn.op.name]] is not None for _, eqn in walk(program) if eqn.op.name in MASKED)
+    return sum(mask_place(eqn) is not None for _, eqn in walk(program))
+
+
+# -- one block for each mask ----------------------------------------------------------------------------------
+
+
+def _by_masks(program: Program) -> Program:
+    """Calls of a block that know different values of its masks => calls of as many blocks."""
+    asked = _mask_inputs(program)
+    if not any(asked.values()):
+        return program
+    known = KnownValues(program)
+    blocks: dict[str, Block] = {}
+    names: dict[tuple[str, Values], str] = {}
+
+    def visit(name: str, values: Values) -> str:
+        key = name, tuple(value if i in asked[name] else None for i, value in enumerate(values))
+        if key not in names:
+            numbered = (f"{name}_{i}" for i in itertools.count(1))
+            fresh = itertools.chain([name], (n for n in numbered if n not in program.blocks))
+            names[key] = next(n for n in fresh if n not in names.values())
+            block = program.blocks[name]
+            held = known.values(block, values)
+            eqns = tuple(called(eqn, held) for eqn in block.eqns)
+            blocks[names[key]] = replace(block, eqns=eqns)
+        return names[key]
+
+    def called(eqn: Eqn, held: dict[Var, Value]) -> Eqn:
+        if eqn.op is call:
+            operands = tuple(held.get(x) if isinstance(x, Var) else None for x in eqn.inputs)
+            return replace(eqn, params=Params(eqn.params | {"block": Ref(visit(str(eqn.params["block"]), operands))}))
+        for ref in eqn.refs:
+            visit(str(ref), (None,) * len(program.blocks[ref].inputs))
+        return eqn
+
+    visit(program.entry, (None,) * len(program.inputs))
+    return replace(program, blocks=blocks)
+
+
+def _mask_inputs(program: Program) -> dict[str, set[int]]:
+    """For each block the inputs (by position) that masks of attention in it are made of; none for blocks that a branch
+    or a loop holds."""
+    asked: dict[str, set[int]] = {}
+    held = {str(ref) for _, e in walk(program) if e.op is not call for ref in e.refs}
+    for name in order(program):
+        block = program.blocks[name]
+        wanted: set[Var] = set()
+        for eqn in reversed(block.eqns):
+            at = mask_place(eqn)
+            places = asked[str(eqn.params["block"])] if eqn.op is call else {at} - {None}
+            wanted.update(x for i in places if isinstance(x := eqn.inputs[i], Var))  # type: ignore[index]
+            if eqn.op is not call and any(v in wanted for v in eqn.outputs):
+                wanted.update(eqn.vars)
+        asked[name] = {i for i, v in enumerate(block.inputs) if v in wanted} if name not in held else set()
+    return asked
 
 
 def _without_masks(block: Block, known: dict[Var, Value]) -> Block:
     eqns = []
     for eqn in block.eqns:
-        at = MASKED.get(eqn.op.name)
+        at = mask_place(eqn)
         mask = eqn.inputs[at] if at is not None else None
         if at is not None and isinstance(mask, Var) and mask in known:
             eqn = _without_mask(eqn, at, _allowed(known[mask], mask, eqn, at))
@@ -119,7 +182,7 @@ def _is_low(v: Any, dtype: torch.dtype) -> bool:
 # -- following values ---------------------------------------------------------------------------------------
 
 
-class _KnownValues:
+class KnownValues:
     """The program run on what is known; `inputs` is what all uses of a block agree on."""
 
     def __init__(self, program: Program) -> None:
