@@ -168,8 +168,8 @@ def compare(schedule: str, microbatches: int, ranks: int) -> None:
     assert abs(mine.loss - peer.loss) < 1e-3 * abs(peer.loss), (mine.loss, peer.loss)
     seconds = [statistics.median(w.seconds) for w in (mine, peer)]
     print(
-        f"{schedule:12} {ranks} ranks {microbatches} microbatches   ours {seconds[0] * 1e3:8.1f}ms {mine.peak:6.0f}MiB   "
-        f"torch {seconds[1] * 1e3:8.1f}ms {peer.peak:6.0f}MiB   {seconds[1] / seconds[0]:.2f}x time "
+        f"{schedule:12} {ranks} ranks {microbatches} microbatches   "
+        f"ours {seconds[0] * 1e3:8.1f}ms {mine.peak:6.0f}MiB   torch {seconds[1] * 1e3:8.1f}ms {peer.peak:6.0f}MiB   {seconds[1] / seconds[0]:.2f}x time "
         f"{mine.peak / peer.peak:.2f}x memory   (bars 1.0)   loss {mine.loss:.6f} {peer.loss:.6f}",
         flush=True,
     )
