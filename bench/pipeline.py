@@ -169,8 +169,9 @@ def compare(schedule: str, microbatches: int, ranks: int) -> None:
     seconds = [statistics.median(w.seconds) for w in (mine, peer)]
     print(
         f"{schedule:12} {ranks} ranks {microbatches} microbatches   "
-        f"ours {seconds[0] * 1e3:8.1f}ms {mine.peak:6.0f}MiB   torch {seconds[1] * 1e3:8.1f}ms {peer.peak:6.0f}MiB   {seconds[1] / seconds[0]:.2f}x time "
-        f"{mine.peak / peer.peak:.2f}x memory   (bars 1.0)   loss {mine.loss:.6f} {peer.loss:.6f}",
+        f"ours {seconds[0] * 1e3:8.1f}ms {mine.peak:6.0f}MiB   torch {seconds[1] * 1e3:8.1f}ms {peer.peak:6.0f}MiB   "
+        f"{seconds[1] / seconds[0]:.2f}x time {mine.peak / peer.peak:.2f}x memory   (bars 1.0)   "
+        f"loss {mine.loss:.6f} {peer.loss:.6f}",
         flush=True,
     )
 
