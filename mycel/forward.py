@@ -46,13 +46,12 @@ class Forward:
         self.entries: list[Signature] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self.parts.complete() if self.parts is not None else contextlib.nullcontext():
-            for entry in self.entries:
-                out = entry.call(args, kwargs)
-                if out is not MISS:
-                    return out
-            refuse_without_data(args, kwargs, self.model)
-            return self.prepare(*args, **kwargs).entries[0].call(args, kwargs)
+        for entry in self.entries:
+            out = entry.call(args, kwargs)
+            if out is not MISS:
+                return out
+        refuse_without_data(args, kwargs, self.model)
+        return self.prepare(*args, **kwargs).entries[0].call(args, kwargs)
 
     def local(self, *args: Any, **kwargs: Any) -> Local:
         """The same, called with this rank's part of batches like this one, which needs no data: see `Step.local`."""
@@ -92,7 +91,8 @@ class Forward:
                 with torch.no_grad():
                     return run(*fed(inputs))[: unsharded.results]
 
-            return bind(replace(called(captured, batch, local), effects=()), without_gradients)[0]
+            call = bind(replace(called(captured, batch, local), effects=()), without_gradients)[0]
+            return call if parts is None else parts.completed(call)
 
         whole = bound(feed.inputs, feed.cut)
         if captured.facts and parts is not None:

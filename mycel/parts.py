@@ -209,7 +209,7 @@ class ShardedModel:
         """What other stages hold is not here."""
         for name, x in self.tensors():
             if not self.is_own(name):
-                x.data = _without_data(x, self.shapes[name])
+                x.data = torch.zeros((), dtype=x.dtype, device=x.device).expand(self.shapes[name])  # one number
                 self.optimizer.state.pop(x, None)
 
     def own(self, unsharded: UnshardedStep) -> UnshardedStep:
@@ -236,6 +236,15 @@ class ShardedModel:
         finally:
             self._completed = False
             self._let_go()
+
+    def completed(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """A call that is made with what all stages hold."""
+
+        def run(*args: Any) -> Any:
+            with self.complete():
+                return call(*args)
+
+        return run
 
     def _fetch(self) -> None:
         """What others hold, from the first of them."""

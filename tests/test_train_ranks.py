@@ -132,6 +132,19 @@ def test_losses_are_those_of_one_process_under_every_plan(disk, tmp_path, worlds
     assert torch.equal(module.state_dict()["lm_head.weight"], made["model.embed_tokens.weight"])
 
 
+def test_a_pipeline_trains_saves_and_exports_as_one_process_does(disk, tmp_path, worlds):
+    still = {"config": {**MODEL["config"], "attention_dropout": 0.0}}
+    more = {"model": still, "train": {"steps": 5}, "evaluate": {"every": 4}, "export": True}
+    plan = {"stages": 2, "schedule": "zbh1", "microbatches": 2, "mesh": {"dp": 2}, "batch": ["dp"], "zero": "1 over dp"}
+    worlds(4, {"settings": tiny(disk, tmp_path / "stages", None, plan, **more)})
+    assert train(config(disk, tmp_path / "alone", **{**QUIET, **more})) == 0
+    assert losses(tmp_path / "stages") == pytest.approx(losses(tmp_path / "alone"), rel=1e-5)
+    for read in (tensors, lambda run: load_file(run / "model" / "model.safetensors")):
+        ours, theirs = read(tmp_path / "stages"), read(tmp_path / "alone")
+        assert ours.keys() == theirs.keys()
+        assert all(torch.allclose(ours[k], theirs[k], rtol=1e-4, atol=1e-5) for k in ours)
+
+
 def test_a_run_goes_on_under_any_plan_on_any_number_of_ranks(disk, tmp_path, worlds, alone):
     """4, 3, 2 and 1 ranks take turns, each stopped by a signal to one of them; what is loaded is to the bit what was
     saved."""

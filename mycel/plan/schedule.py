@@ -79,8 +79,10 @@ class StageCosts:
 
     @staticmethod
     def read(data: Mapping[str, Any]) -> StageCosts:
-        forward, backward, weight = (tuple(map(float, data[name])) for name in ("forward", "backward", "weight"))
-        return StageCosts(forward, backward, weight, float(data["message"]), tuple(map(float, data["held"])))
+        forward, backward, weight, held = (
+            tuple(map(float, data[name])) for name in ("forward", "backward", "weight", "held")
+        )
+        return StageCosts(forward, backward, weight, float(data["message"]), held)
 
     def of(self, step: StageStep, splits: bool) -> float:
         """Of one step; backward has the weights with it where the schedule does not split them."""

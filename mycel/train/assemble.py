@@ -5,8 +5,9 @@ Config ──▶ device ──▶ tokenizer, data ──▶ model ──▶ adap
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,16 @@ class Assembly:
         """All of a parameter or buffer; where ranks hold it in parts, all of them call this."""
         held = self.step.parts
         return x.detach() if held is None else held.gather(x.detach(), held.layouts[name], held.shapes[name])
+
+    @contextlib.contextmanager
+    def complete(self) -> Iterator[None]:
+        """Inside, ranks have their parts of what all stages of a pipeline hold; all of them enter it."""
+        held = self.step.parts
+        with contextlib.ExitStack() as stack:
+            if held is not None and held.owners:
+                stack.enter_context(held.complete())
+                stack.enter_context(held.opened())
+            yield
 
     def local_step(self) -> Local:
         """The step, called with this rank's part of a batch; compiled, once this is called."""

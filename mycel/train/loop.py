@@ -198,8 +198,9 @@ class Run:
             waiting.say("preparing the step")
             _prepare(parts)
             if earlier is not None:
-                loaded, notes = earlier(parts)
-                notes = [*notes, *state.restore(loaded, parts)]
+                with parts.complete():
+                    loaded, notes = earlier(parts)
+                    notes = [*notes, *state.restore(loaded, parts)]
             _refuse_not_finite(parts, loaded.path if loaded else self.config.model.path)
         for note in notes:
             self._note(note)
@@ -246,7 +247,8 @@ class Run:
         """The results, and where they are."""
         assert self.folder is not None
         folder = self.folder
-        complete = finish(parts, folder, self.progress)
+        with parts.complete():
+            complete = finish(parts, folder, self.progress)
         measured = _measured(parts, steps)
         if measured is not None and self.team.rank == 0:
             _write(folder / LEDGER, json.dumps(asdict(measured), indent=1) + "\n")

@@ -99,6 +99,8 @@ def team(config: Config) -> Team:
     if parallel.plan == AUTO or (parallel.plan is None and parallel.mesh is None and count > 1):
         plan, name = _searched(config, count) if count > 1 else (None, "")
         mesh = plan.mesh if plan is not None else Mesh()
+    elif (staged := _staged(parallel)) is not None:
+        plan, name, mesh = staged, _name(parallel, staged.mesh), staged.mesh
     else:
         mesh = Mesh(_axes(parallel, count))
         plan, name = (_plan(parallel, mesh), _name(parallel, mesh)) if mesh.axes and mesh.world == count else (None, "")
@@ -136,6 +138,15 @@ def _searched(config: Config, count: int) -> tuple[Plan, str]:
     best = answer.best
     assert best is not None and best.plan is not None
     return best.plan.given, f"{AUTO} ({best.shape}; {best.seconds * 1e3:,.1f} ms a step predicted)"
+
+
+def _staged(parallel: Parallel) -> Plan | None:
+    """A plan of a pipeline, whose mesh is that inside a stage, or that of all ranks with the axis of stages."""
+    plan = parallel.plan
+    written: Any = plan if isinstance(plan, dict) else _read(Path(plan)) if plan is not None and is_file(plan) else None
+    if not isinstance(written, dict) or not written.get("stages"):
+        return None
+    return Plan.read(plan, Mesh(parallel.mesh) if parallel.mesh is not None else None)
 
 
 def _axes(parallel: Parallel, count: int) -> dict[str, int]:

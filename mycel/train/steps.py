@@ -271,9 +271,9 @@ class Steps:
             "seconds": self.seconds,
         }
         meta = {**self.same, **more, "random": state.random_state(self.parts.device)}
-        self.saver.save(
-            self.done, state.tensors(self.parts, self.losses, self.norms), meta, metric, state.layouts(self.parts)
-        )
+        with self.parts.complete():
+            tensors = state.tensors(self.parts, self.losses, self.norms)
+            self.saver.save(self.done, tensors, meta, metric, state.layouts(self.parts))
 
     def _tell_saves(self) -> None:
         """What became of saves since the last look."""

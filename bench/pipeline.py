@@ -1,0 +1,194 @@
+"""Pipelined training steps on CPU processes: ours against torch.distributed.pipelining, with the same processes, cut,
+schedule, microbatches and optimiser, in turns.
+
+    python bench/pipeline.py [--ranks 2] [--schedules gpipe 1f1b zbv] [--microbatches 8]
+
+Also said: the peak memory of the largest rank, as the system counts it.  Losses of the third step must agree.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import resource
+import socket
+import statistics
+import subprocess
+import sys
+import time
+
+ROUNDS, STEPS, ROWS = 9, 2, 32
+PEERS = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B", "interleaved": "ScheduleInterleaved1F1B",
+         "zbv": "ScheduleZBVZeroBubble"}  # fmt: skip
+
+
+def names_of(stages: int, layers: int) -> list[str]:
+    """The module each stage begins with, layers in equal numbers."""
+    return ["tokens", *(f"layers.{i * layers // stages}" for i in range(1, stages))]
+
+
+def ours(schedule: str, microbatches: int, ranks: int):
+    import torch
+    from small_gpt import LAYERS, LENGTH, VOCABULARY, SmallGPT
+
+    import mycel
+    from mycel.plan.schedule import stages_a_rank
+
+    torch.manual_seed(0)
+    model = SmallGPT()
+    ids, targets = (torch.randint(0, VOCABULARY, (ROWS, LENGTH)) for _ in range(2))
+    stages = names_of(ranks * stages_a_rank(schedule), LAYERS)
+    plan = {"stages": stages, "schedule": schedule, "microbatches": microbatches}
+    step = mycel.train_step(model, torch.optim.AdamW(model.parameters(), lr=1e-3), plan=plan, compile=False)
+    return lambda: float(step(ids, targets))
+
+
+def torchs(schedule: str, microbatches: int, rank: int, ranks: int):
+    import torch
+    import torch.distributed as dist
+    from small_gpt import LAYERS, LENGTH, VOCABULARY, SmallGPT
+    from torch import nn
+    from torch.distributed import pipelining
+
+    from mycel.plan.schedule import named
+
+    class Part(nn.Module):
+        """Some layers of the model, with what comes before and behind them."""
+
+        def __init__(self, model: SmallGPT, first: int, last: int) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(model.layers[first:last])
+            self.tokens, self.positions = (model.tokens, model.positions) if first == 0 else (None, None)
+            self.norm, self.head = (model.norm, model.head) if last == LAYERS else (None, None)
+
+        def forward(self, x):
+            if self.tokens is not None:
+                x = self.tokens(x) + self.positions(torch.arange(x.shape[1]))
+            for layer in self.layers:
+                x = layer(x)
+            return x if self.head is None else self.head(self.norm(x))
+
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = SmallGPT()
+    ids, targets = (torch.randint(0, VOCABULARY, (ROWS, LENGTH)) for _ in range(2))
+    place = named(schedule, ranks, microbatches).place
+    edges = [i * LAYERS // len(place) for i in range(len(place) + 1)]
+    parts = {s: Part(model, edges[s], edges[s + 1]) for s, r in enumerate(place) if r == rank}
+    stages = [pipelining.PipelineStage(p, s, len(place), torch.device("cpu")) for s, p in parts.items()]
+    kind = getattr(pipelining, PEERS[schedule], None) or getattr(pipelining.schedules, PEERS[schedule])
+    loss = lambda y, t: nn.functional.cross_entropy(y.reshape(-1, VOCABULARY), t.reshape(-1))
+    single = len(place) == ranks
+    run = kind(stages[0] if single else stages, n_microbatches=microbatches, loss_fn=loss)
+    optimizer = torch.optim.AdamW([p for part in parts.values() for p in part.parameters()], lr=1e-3, fused=True)
+    last = place[-1]
+
+    def step():
+        losses: list = []
+        inputs = (ids,) if 0 in parts else ()
+        run.step(*inputs, **({"target": targets, "losses": losses} if rank == last else {}))
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        mean = torch.stack([x.detach() for x in losses]).mean() if rank == last else torch.zeros(())
+        dist.broadcast(mean, last)
+        return float(mean)
+
+    return step
+
+
+def serve(way: str, schedule: str, microbatches: int) -> None:
+    """One rank: answers each line on stdin with the seconds of a few steps."""
+    import torch
+
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    torch.set_num_threads(1)
+    step = ours(schedule, microbatches, ranks) if way == "ours" else torchs(schedule, microbatches, rank, ranks)
+    for _ in range(3):
+        loss = step()
+    print("ready", loss, flush=True)
+    for _ in sys.stdin:
+        start = time.perf_counter()
+        for _ in range(STEPS):
+            step()
+        print((time.perf_counter() - start) / STEPS, flush=True)
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, flush=True)
+
+
+class World:
+    """The processes of one way."""
+
+    def __init__(self, way: str, schedule: str, microbatches: int, ranks: int) -> None:
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            port = s.getsockname()[1]
+        base = {**os.environ, "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}
+        base |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+        command = [sys.executable, __file__, "--serve", way, schedule, str(microbatches)]
+        self.ranks = [
+            subprocess.Popen(
+                command,
+                env={**base, "RANK": str(r), "LOCAL_RANK": str(r)},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for r in range(ranks)
+        ]
+        lines = [p.stdout.readline() for p in self.ranks]
+        if not all(line.startswith("ready") for line in lines):
+            raise SystemExit(f"{way} under {schedule} did not start: {lines}")
+        self.loss = float(lines[0].split()[1])
+        self.seconds: list[float] = []
+        self.peak = 0.0
+
+    def time(self) -> None:
+        for p in self.ranks:
+            p.stdin.write("go\n")
+            p.stdin.flush()
+        self.seconds.append(max(float(p.stdout.readline()) for p in self.ranks))
+
+    def close(self) -> None:
+        for p in self.ranks:
+            p.stdin.close()
+        self.peak = max(float(p.stdout.readline() or 0) for p in self.ranks) / 1024
+        for p in self.ranks:
+            p.wait(30)
+
+
+def compare(schedule: str, microbatches: int, ranks: int) -> None:
+    worlds = {way: World(way, schedule, microbatches, ranks) for way in ("ours", "torch")}
+    try:
+        for _ in range(ROUNDS):
+            for world in worlds.values():
+                world.time()
+    finally:
+        for world in worlds.values():
+            world.close()
+    mine, peer = worlds["ours"], worlds["torch"]
+    assert abs(mine.loss - peer.loss) < 1e-3 * abs(peer.loss), (mine.loss, peer.loss)
+    seconds = [statistics.median(w.seconds) for w in (mine, peer)]
+    print(
+        f"{schedule:12} {ranks} ranks {microbatches} microbatches   "
+        f"ours {seconds[0] * 1e3:8.1f}ms {mine.peak:6.0f}MiB   torch {seconds[1] * 1e3:8.1f}ms {peer.peak:6.0f}MiB   "
+        f"{seconds[1] / seconds[0]:.2f}x time {mine.peak / peer.peak:.2f}x memory   (bars 1.0)   "
+        f"loss {mine.loss:.6f} {peer.loss:.6f}",
+        flush=True,
+    )
+
+
+def main() -> None:
+    if "--serve" in sys.argv:
+        at = sys.argv.index("--serve")
+        serve(sys.argv[at + 1], sys.argv[at + 2], int(sys.argv[at + 3]))
+        return
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--schedules", nargs="+", default=list(PEERS))
+    args = parser.parse_args()
+    for schedule in args.schedules:
+        compare(schedule, args.microbatches, args.ranks)
+
+
+if __name__ == "__main__":
+    main()
