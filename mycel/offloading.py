@@ -84,17 +84,21 @@ class Mover:
         """The fastest that fits with as few moves as that takes; `most`, if that does not."""
         if not self._fits(self.most):
             return self.most
-        count, window, best = len(self.could), ENDLESS, self.most
+        found = [self._fewest(ahead) for ahead in (AHEAD if self.way.state else AHEAD[:1])]
+        return min(filter(self._fits, found), key=lambda c: c.times.seconds)
+
+    def _fewest(self, ahead: int) -> Choice:
+        """With so many chunks of state on their way."""
+        count, window = len(self.could), self._largest if self.way.windows else ENDLESS
+        first = self.most if ahead == AHEAD[0] else self._choice(count, window, ahead)
+        if not self._fits(first):
+            return first
         if self.way.windows:
-            window, best = self._last(self._windows(), lambda w: self._choice(count, w, AHEAD[0]))
-        elif self.offload.activations == "auto":
-            counts = [-n for n in reversed(range(count + 1))]
-            least, best = self._last(counts, lambda n: self._choice(-n, window, AHEAD[0]))
-            count = -least
-        if self.way.state:
-            wider = [self._choice(count, window, ahead) for ahead in AHEAD[1:]]
-            best = min([best, *filter(self._fits, wider)], key=lambda c: c.times.seconds)
-        return best
+            return self._last(self._windows(), lambda w: self._choice(count, w, ahead), first)
+        if self.offload.activations == "auto":
+            counts = list(range(count, -1, -1))
+            return self._last(counts, lambda n: self._choice(n, window, ahead), first)
+        return first
 
     @cached_property
     def could(self) -> list[plan.Absence]:
@@ -140,8 +144,10 @@ class Mover:
     def _choice(self, count: int, window: int, ahead: int) -> Choice:
         """The first `count` values leave; so many bytes of them, and chunks of state, are on their way at once."""
         hardware, block = self.clock.hardware, self._base.blocks[self.body]
-        moved = plan.moves_of(block, self.could[:count], self._body_starts, hardware, window)
         streamed = plan.streams_of(self._base, self._state, self._entry_starts, hardware, ahead * self._chunk)
+        late = {s.input for s in streamed if not s.freed}  # they still leave when the next step has begun
+        busy = sum(hardware.move_s(v.type.bytes) for v in self._base.inputs if v.name in late)
+        moved = plan.moves_of(block, self.could[:count], self._body_starts, hardware, window, busy)
         planned = Offloaded(self.body, moved, streamed, self._chunk)
         return Choice(planned, self.clock(lower.offload(self.done.program, planned), self.compiled))
 
@@ -149,10 +155,9 @@ class Mover:
         """On the device."""
         return self.spaces.short(choice.times)[0] == 0
 
-    def _last(self, values: Sequence[int], choice: Callable[[int], Choice]) -> tuple[int, Choice]:
-        """Of values that take ever more memory the last that fits, and its choice; the first is known to."""
+    def _last(self, values: Sequence[int], choice: Callable[[int], Choice], best: Choice) -> Choice:
+        """Of values that take ever more memory the choice of the last that fits; `best` is that of the first."""
         low, high = 0, len(values) - 1
-        best = self.most
         while low < high:
             middle = (low + high + 1) // 2
             each = choice(values[middle])
@@ -160,4 +165,4 @@ class Mover:
                 low, best = middle, each
             else:
                 high = middle - 1
-        return values[low], best
+        return best

@@ -3,7 +3,9 @@ and on ranks; the planned peak fits the budget of each memory space and is what 
 
 import copy
 import itertools
+import math
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -24,7 +26,7 @@ from mycel.ir import DEVICE, HOST, Layout, arenas, check, host_bytes
 from mycel.ir.arena import packed
 from mycel.offloading import Mover, Spaces, Way
 from mycel.parts import ShardedModel
-from mycel.plan import CPU, Clock, Offload
+from mycel.plan import CPU, Clock, Offload, clock
 from mycel.planning import Task, planned
 from mycel.run import host_space, interpret, load, simulate
 from mycel.run.simulate import spread_out
@@ -74,7 +76,7 @@ TEXT = """def main(x: f32[64,64], s: host(f32[64,64]) = state m of w):
   s1: f32[64,64] = finish_move(q, s, to="device")
   s2: f32[64,64] = add(s1, e)
   r: i64[] = begin_move(s2, to="host")
-  s3: host(f32[64,64]) = finish_move(r, s2, to="host")
+  s3: host(f32[64,64]) = finish_move(r, s2, to="host", wait=False)
   return e, s=s3
 """
 
@@ -98,6 +100,10 @@ def test_text_with_moves_reads_back_and_runs():
         ('h: host(f32[64,64]) = finish_move(t, a, to="host")', 'h: f32[64,64] = finish_move(t, a, to="host")'),
         ('u: i64[] = begin_move(h, to="device")', 'u: i64[] = begin_move(c, to="device")'),
         ("return e, s=s3", "return e, s=s2"),
+        (
+            'a2: f32[64,64] = finish_move(u, h, to="device")',
+            'a2: f32[64,64] = finish_move(u, h, to="device", wait=False)',
+        ),
     ],
 )
 def test_the_checker_knows_where_values_lie(line, wrong):
@@ -116,6 +122,31 @@ def test_values_that_are_there_at_once_lie_apart(drawn):
         together = spans[i][0] <= spans[j][1] and spans[j][0] <= spans[i][1]
         apart = offsets[i] + spans[i][2] <= offsets[j] or offsets[j] + spans[j][2] <= offsets[i]
         assert apart or not together
+
+
+LATE = """def main(x: f32[64,64], s: host(f32[64,64]) = state m of w):
+  a: f32[64,64] = matmul(x, x)
+  b: f32[64,64] = matmul(a, x)
+  c: f32[64,64] = matmul(b, x)
+  d: f32[64,64] = add(a, b)
+  e: f32[64,64] = add(d, c)
+  q: i64[] = begin_move(s, to="device")
+  s1: f32[64,64] = finish_move(q, s, to="device")
+  s2: f32[64,64] = add(s1, e)
+  r: i64[] = begin_move(s2, to="host")
+  s3: host(f32[64,64]) = finish_move(r, s2, to="host", wait=False)
+  return e, s=s3
+"""
+
+
+def test_what_is_not_waited_for_leaves_while_the_next_step_computes():
+    program, waiting = Program.parse(LATE), Program.parse(LATE.replace(", wait=False", ""))
+    size = 64 * 64 * 4
+    later, waited = clock(program, CPU), clock(waiting, CPU)
+    assert later.totals == waited.totals and math.isclose(waited.seconds - later.seconds, CPU.move_s(size))
+    assert waited.peak[DEVICE] == 5 * size, "x, and a to d"
+    slow = replace(CPU, host_bytes_s=1e6)  # while a to d are made, s2 of the step before is still leaving
+    assert clock(waiting, slow).peak[DEVICE] == 5 * size and clock(program, slow).peak[DEVICE] == 6 * size
 
 
 # -- generated programs ----------------------------------------------------------------------------------------------
@@ -148,12 +179,12 @@ def generated(rng: random.Random) -> Program:
 def test_the_planned_peak_fits_and_is_what_a_walk_sees(seed):
     rng = random.Random(seed)
     program = generated(rng)
-    clock = Clock(CPU, moves=True)
-    free = clock(program)
+    timer = Clock(CPU, moves=True)
+    free = timer(program)
     budget = int(free.held + (free.peak[DEVICE] - free.held) * rng.uniform(0.3, 1.0))
     spaces = Spaces(budget, None)
     natural, bounded = (
-        Mover(lower.Lowered(program), "main", clock, Offload("auto"), spaces, Way(False, w)) for w in (False, True)
+        Mover(lower.Lowered(program), "main", timer, Offload("auto"), spaces, Way(False, w)) for w in (False, True)
     )
     choice = next((c for c in (natural.fewest(), bounded.fewest()) if spaces.fit(c.times)), bounded.most)
     moved = check(lower.offload(program, choice.moved))
