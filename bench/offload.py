@@ -217,11 +217,14 @@ def row(size: str, way: str, free_peak: float, timeout: int) -> dict[str, float]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("sets", nargs="*", choices=[*SETS, []], help="which rows")
+    parser.add_argument("sets", nargs="*", metavar="set", help=f"which rows: {', '.join(SETS)}")
     parser.add_argument("--model", choices=list(MODELS), help="another model than a set's own")
     parser.add_argument("--ways", nargs="*", choices=list(WAYS), help="these ways alone")
+    parser.add_argument("--peak", type=float, default=35.0, help="GiB of the free run, where that is not measured here")
     parser.add_argument("--timeout", type=int, default=150, help="seconds that one way may take")
     args = parser.parse_args()
+    if unknown := [name for name in args.sets if name not in SETS]:
+        parser.error(f"no set {unknown[0]}: {', '.join(SETS)}")
     print(
         f"{'model':5} {'how':44} {'length':>8} {'tokens/s':>9} {'peak GiB':>8} {'host GiB':>8} {'predicted - 1':15} "
         f"{'start':>8}  loss",
@@ -232,7 +235,7 @@ def main() -> None:
         size = args.model or size
         rows: dict[str, dict[str, float]] = {}
         for way in args.ways or ways:
-            rows[way] = row(size, way, rows.get("free", {}).get("peak", 80.0 * GIB), args.timeout)
+            rows[way] = row(size, way, rows.get("free", {}).get("peak", args.peak * GIB), args.timeout)
         compare({way: r for way, r in rows.items() if r})
 
 

@@ -1,17 +1,18 @@
 """A lowered step and a budget for each memory space -> what it moves to the host and back, by the clock.
 
-    fewest moves first      values that are made first leave first: they have longest, and the wire is busy from the
-                            start.  As many leave as the budget asks for
-    windows                 where all of them leave and memory is still short, because they wait for the wire, fewer
-                            are on their way at once and computing waits
-    optimiser state         comes and goes in chunks, as many at once as there is memory for
+    ways        from the one that waits least for copies to the one that needs the least memory: values leave, as many
+                as there is time for; optimiser state lives on the host, too; and with windows: fewer bytes are on
+                their way at once, and computing waits for them
+    most        all that a way moves: the least memory it can do with
+    fewest      as few values leave as the budget asks for, those made first before others: they have longest, and the
+                wire is busy from the start.  Windows are as wide as there is memory for
 
-`planning.py` asks for each decision of what backward computes again, and takes the fastest.
+`planning.py` asks what backward computes again for `most` to fit, and then for the `fewest`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -21,6 +22,7 @@ from mycel.ir import DEVICE, HOST, Program
 from mycel.plan import Offload, Offloaded, Times
 
 ENDLESS = 1 << 62  # bytes: no window
+AHEAD = (2, 4, 8, 16)  # chunks of state on their way at once
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,21 @@ class Spaces:
         return device, 0 if self.host is None else max(times.peak[HOST] - self.host, 0)
 
 
+@dataclass(frozen=True)
+class Way:
+    """To move: is optimiser state on the host; are the bytes on their way bounded?"""
+
+    state: bool
+    windows: bool
+
+
+def ways(offload: Offload) -> Iterator[list[Way]]:
+    """Those a plan allows, first those that wait for copies only where there is nothing else to do."""
+    held = {"none": [False], "host": [True], "auto": [False, True]}[offload.optimizer]
+    for windows in (False, True) if offload.activations != "none" else (False,):
+        yield [Way(state, windows) for state in held]
+
+
 class Choice(NamedTuple):
     """Moves, and what the step takes with them."""
 
@@ -48,83 +65,99 @@ class Choice(NamedTuple):
 
 @dataclass
 class Mover:
-    """A lowered step whose values may be moved."""
+    """A lowered step whose values may be moved in one way."""
 
     done: lower.Lowered
     body: str
     clock: plan.Clock
     offload: Offload
     spaces: Spaces
+    way: Way
     compiled: Collection[str] = ()
 
-    def choices(self) -> list[Choice]:
-        """Ways to run it, those that fit the spaces if any does: the one with the fewest moves for each way to keep
-        optimiser state."""
-        held = {"none": [False], "host": [True], "auto": [False, True]}[self.offload.optimizer]
-        found = [self._fewest(on_host) for on_host in held if not on_host or self.state]
-        return [c for c in found if self.spaces.fit(c.times)] or found
+    @cached_property
+    def most(self) -> Choice:
+        """All that can be is moved."""
+        return self._choice(len(self.could), self._largest if self.way.windows else ENDLESS, AHEAD[0])
+
+    def fewest(self) -> Choice:
+        """The fastest that fits with as few moves as that takes; `most`, if that does not."""
+        if not self._fits(self.most):
+            return self.most
+        found = [self._fewest(ahead) for ahead in (AHEAD if self.way.state else AHEAD[:1])]
+        return min(filter(self._fits, found), key=lambda c: c.times.seconds)
+
+    def _fewest(self, ahead: int) -> Choice:
+        """With so many chunks of state on their way."""
+        count, window = len(self.could), self._largest if self.way.windows else ENDLESS
+        first = self.most if ahead == AHEAD[0] else self._choice(count, window, ahead)
+        if not self._fits(first):
+            return first
+        if self.way.windows:
+            return self._last(self._windows(), lambda w: self._choice(count, w, ahead), first)
+        if self.offload.activations == "auto":
+            counts = list(range(count, -1, -1))
+            return self._last(counts, lambda n: self._choice(n, window, ahead), first)
+        return first
 
     @cached_property
-    def state(self) -> tuple[str, ...]:
-        return tuple(v.name for v in plan.state_inputs(self.done.program))
-
-    @cached_property
-    def chunk(self) -> int:
-        return plan.chunk_bytes(plan.state_inputs(self.done.program))
-
-    @cached_property
-    def split(self) -> Program:
-        """The program whose update is taken in chunks."""
-        return lower.split_updates(self.done.program, self.state, self.chunk)
-
-    def could(self, program: Program) -> list[plan.Absence]:
+    def could(self) -> list[plan.Absence]:
         """The values of its body that may leave."""
         if self.offload.activations == "none":
             return []
-        return plan.absences(program, self.body, self._starts(program, self.body), self.clock.hardware)
+        return plan.absences(self._base, self.body, self._starts(self.body), self.clock.hardware)
 
-    def _starts(self, program: Program, block: str) -> list[float]:
-        """When its equations begin, and when all have ended."""
-        return [start for start, _ in self.clock.spans(program, block, self.compiled)]
+    @cached_property
+    def _state(self) -> tuple[str, ...]:
+        return tuple(v.name for v in plan.state_inputs(self.done.program)) if self.way.state else ()
 
-    def _fewest(self, on_host: bool) -> Choice:
-        base = self.split if on_host else self.done.program
-        block = base.blocks[self.body]
-        times = self._starts(base, self.body)
-        entry_times = times if self.body == base.entry else self._starts(base, base.entry)
-        hardware = self.clock.hardware
-        could = self.could(base)
+    @cached_property
+    def _chunk(self) -> int:
+        return plan.chunk_bytes(plan.state_inputs(self.done.program)) if self.way.state else 0
 
-        def choice(count: int, window: int, ahead: int) -> Choice:
-            moved = plan.moves_of(block, could[:count], times, hardware, window)
-            streamed = plan.streams_of(base, self.state, entry_times, hardware, ahead) if on_host else ()
-            planned = Offloaded(self.body, moved, streamed, self.chunk if on_host else 0)
-            return Choice(planned, self.clock(lower.offload(self.done.program, planned), self.compiled))
+    @cached_property
+    def _base(self) -> Program:
+        """The program whose update is taken in chunks."""
+        return lower.split_updates(self.done.program, self._state, self._chunk)
 
-        count, window, ahead = len(could), ENDLESS, 2 * self.chunk
-        best = choice(count, window, ahead)
-        if not self._fits(best):  # all of them at once are too many
-            total, largest = sum(a.bytes for a in could), max((a.bytes for a in could), default=0)
-            windows = [largest, *(w for k in range(total.bit_length(), 0, -1) if (w := total >> k) > largest)]
-            window, best = self._last(windows, lambda w: choice(count, w, ahead))
-        elif self.offload.activations == "auto":
-            least, best = self._last([-n for n in reversed(range(count + 1))], lambda n: choice(-n, window, ahead))
-            count = -least
-        if on_host and self._fits(best):
-            wider = [c for k in (2, 4) if self._fits(c := choice(count, window, self.chunk << k))]
-            best = min([best, *wider], key=lambda c: c.times.seconds)
-        return best
+    @cached_property
+    def _entry_starts(self) -> list[float]:
+        return self._starts(self._base.entry)
+
+    @cached_property
+    def _body_starts(self) -> list[float]:
+        return self._starts(self.body)
+
+    def _starts(self, block: str) -> list[float]:
+        """When equations of a block begin, and when all have ended."""
+        return [start for start, _ in self.clock.spans(self._base, block, self.compiled)]
+
+    @cached_property
+    def _largest(self) -> int:
+        return max((a.bytes for a in self.could), default=0)
+
+    def _windows(self) -> list[int]:
+        total = sum(a.bytes for a in self.could)
+        wider = [total >> k for k in range(total.bit_length(), 0, -1)]
+        return [self._largest, *(w for w in wider if w > self._largest)]
+
+    def _choice(self, count: int, window: int, ahead: int) -> Choice:
+        """The first `count` values leave; so many bytes of them, and chunks of state, are on their way at once."""
+        hardware, block = self.clock.hardware, self._base.blocks[self.body]
+        streamed = plan.streams_of(self._base, self._state, self._entry_starts, hardware, ahead * self._chunk)
+        late = {s.input for s in streamed if not s.freed}  # they still leave when the next step has begun
+        busy = sum(hardware.move_s(v.type.bytes) for v in self._base.inputs if v.name in late)
+        moved = plan.moves_of(block, self.could[:count], self._body_starts, hardware, window, busy)
+        planned = Offloaded(self.body, moved, streamed, self._chunk)
+        return Choice(planned, self.clock(lower.offload(self.done.program, planned), self.compiled))
 
     def _fits(self, choice: Choice) -> bool:
         """On the device."""
         return self.spaces.short(choice.times)[0] == 0
 
-    def _last(self, values: Sequence[int], choice: Callable[[int], Choice]) -> tuple[int, Choice]:
-        """Of values that take ever more memory the last that fits, and its choice; the first, if none does."""
+    def _last(self, values: Sequence[int], choice: Callable[[int], Choice], best: Choice) -> Choice:
+        """Of values that take ever more memory the choice of the last that fits; `best` is that of the first."""
         low, high = 0, len(values) - 1
-        best = choice(values[0])
-        if not self._fits(best):
-            return values[0], best
         while low < high:
             middle = (low + high + 1) // 2
             each = choice(values[middle])
@@ -132,4 +165,4 @@ class Mover:
                 low, best = middle, each
             else:
                 high = middle - 1
-        return values[low], best
+        return best

@@ -8,13 +8,14 @@ and `lower.lowered` of that Plan is the program that runs.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from mycel import lower, plan
 from mycel.errors import PlanError
 from mycel.ir import DEVICE, HOST, Eqn, Layout, Program
-from mycel.offloading import Choice, Mover, Spaces
+from mycel.offloading import Mover, Spaces, Way, ways
 from mycel.ops import o
 from mycel.plan import (
     Clock,
@@ -230,52 +231,47 @@ class LaidOut:
 
 
 def _with_moves(step: LaidOut, given: Plan) -> Outcome:
-    """What backward computes again and what is moved: the fastest that fits both memory spaces.  Moving takes no time
-    from computing, so a step that computes longer than the best one takes is no better whatever it moves."""
+    """What backward computes again and what is moved: the fastest that fits both memory spaces.  For each way to move,
+    the least is computed again with which that fits when all that can be is moved; then no more is moved than it
+    takes."""
     task, offload = step.task, given.offload
     spaces = Spaces(task.budget, offload.host if offload.host is not None else task.hardware.host_memory)
-    best: tuple[Outcome, Choice] | None = None
-    nearest: Choice | None = None
-    forced = "host" in (offload.activations, offload.optimizer)
+    lowered = functools.cache(lambda prices: step.under(prices))
+    fitting: list[Outcome] = []
+    nearest: list[plan.Times] = []
 
-    def attempt(outcome: Outcome) -> bool:
-        """Is it still worth computing more again?"""
-        nonlocal best, nearest
-        alone = Choice(Offloaded(task.body), outcome.times)
-        if best is not None and alone.times.seconds >= best[1].times.seconds:
-            return False
-        mover = Mover(outcome.lowered, task.body, step.clock, offload, spaces, step.compiled(outcome.lowered))
-        for choice in [alone] if spaces.fit(alone.times) and not forced else mover.choices():
-            if not spaces.fit(choice.times):
-                nearest = min((c for c in (nearest, choice) if c), key=lambda c: sum(spaces.short(c.times)))
-            elif best is None or choice.times.seconds < best[1].times.seconds:
-                best = outcome, choice
-        return True
+    def mover(outcome: Outcome, way: Way) -> Mover:
+        return Mover(outcome.lowered, task.body, step.clock, offload, spaces, way, step.compiled(outcome.lowered))
 
-    if task.budget is not None and not forced:
-        with contextlib.suppress(PlanError):  # without moves, which are to be no slower
-            outcome = plan.decide(step.under, step.pairs, step.costs, task.budget, given.recompute)
-            best = outcome, Choice(Offloaded(task.body), outcome.times)
-    tried: list[tuple[float, Residuals]] = []
-    for price in plan.ladder(step.costs, given.recompute):
-        residuals = plan.residuals(step.local, task.body, step.costs, [price])
-        if tried and residuals == tried[-1][1]:
-            continue
-        tried.append((price, residuals))
-        if not attempt(step.under([price])):
-            break
-    if best is None:
-        assert nearest is not None
-        raise PlanError(_too_little(nearest.times, spaces))
-    at = next((i for i, (_, residuals) in enumerate(tried) if residuals == best[0].residuals), 0)
-    if at and step.pairs:  # some layers at the price before
-        for share in (1, 2, 3):
-            cheap = [i * share // 4 != (i + 1) * share // 4 for i in range(step.pairs)]
-            attempt(step.under([*(tried[at - is_cheap][0] for is_cheap in cheap), tried[at][0]]))
-    outcome, (moved, times) = best
-    if not moved:
-        return outcome
-    return replace(outcome, lowered=lower.with_moves(outcome.lowered, moved), times=times, moved=moved)
+    def attempt(way: Way | None) -> None:
+        """The best in a way; None: nothing is moved."""
+
+        def under(prices: Sequence[float]) -> Outcome:
+            outcome: Outcome = lowered(tuple(prices))
+            if way is not None:
+                moved, times = mover(outcome, way).most
+                outcome = replace(outcome, times=times, moved=moved)
+            nearest.append(outcome.times)
+            return outcome
+
+        with contextlib.suppress(PlanError):
+            outcome = plan.decide(under, step.pairs, step.costs, task.budget, given.recompute)
+            if way is not None:
+                moved, times = mover(outcome, way).fewest()
+                outcome = replace(outcome, times=times, moved=moved)
+            if spaces.fit(outcome.times):
+                fitting.append(outcome)
+
+    if "host" not in (offload.activations, offload.optimizer):
+        attempt(None)
+    for each in ways(offload):
+        if not fitting or not each[0].windows:
+            for way in each:
+                attempt(way)
+    if not fitting:
+        raise PlanError(_too_little(min(nearest, key=lambda times: sum(spaces.short(times))), spaces))
+    best = min(fitting, key=lambda outcome: outcome.times.seconds)
+    return replace(best, lowered=lower.with_moves(best.lowered, best.moved), moved=best.moved or None)
 
 
 def _too_little(times: plan.Times, spaces: Spaces) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from models import MODELS
+from models import MODELS, llama
 
 import mycel
 import mycel.ops
@@ -213,3 +213,29 @@ def test_a_recorded_step_is_the_step(accumulate):
     assert torch.allclose(a, b, rtol=1e-3) and len(set(a.tolist())) == len(a)
     for x, y in zip(mine, others, strict=True):
         assert (x - y).norm() <= 1e-2 * y.norm()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_offload_is_the_same_step(compiled):
+    """Activations and optimiser state on the host: the same bits, in the memory that was planned."""
+
+    def trained(plan):
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4}
+        model = llama(num_attention_heads=4, num_key_value_heads=2, vocab_size=512, **sizes).cuda()
+        step = mycel.train_step(model, torch.optim.AdamW(model.parameters(), lr=1e-2), plan=plan, compile=compiled)
+        gen = torch.Generator().manual_seed(1)
+        batches = [torch.randint(3, 500, (8, 256), generator=gen).cuda() for _ in range(4)]
+        losses = [step(input_ids=ids, labels=ids) for ids in batches]
+        torch.cuda.reset_peak_memory_stats()
+        losses.append(step(input_ids=batches[0], labels=batches[0]))
+        peak = torch.cuda.max_memory_allocated()
+        state = step.state_dict()["optimizer"]["state"]
+        slots = [held[k].cpu() for held in state.values() for k in ("exp_avg", "exp_avg_sq")]
+        return step, peak, [*losses, *(p.detach().clone() for p in model.parameters()), *slots]
+
+    plain, _, want = trained("auto")
+    moving, peak, got = trained({"offload": {"activations": "host", "optimizer": "host"}})
+    assert moving.plan.decided.moved.moved and moving.plan.decided.moved.streamed
+    assert all(map(torch.equal, want, got)), "offload changes no bit"
+    assert moving.plan.peak < plain.plan.peak and peak <= moving.plan.peak

@@ -3,7 +3,9 @@ and on ranks; the planned peak fits the budget of each memory space and is what 
 
 import copy
 import itertools
+import math
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -22,9 +24,9 @@ from mycel import Mesh, Plan, Program, lower
 from mycel.errors import IRError, PlanError, RunError
 from mycel.ir import DEVICE, HOST, Layout, arenas, check, host_bytes
 from mycel.ir.arena import packed
-from mycel.offloading import Mover, Spaces
+from mycel.offloading import Mover, Spaces, Way
 from mycel.parts import ShardedModel
-from mycel.plan import CPU, Clock, Offload, Offloaded, moves_of
+from mycel.plan import CPU, Clock, Offload, clock
 from mycel.planning import Task, planned
 from mycel.run import host_space, interpret, load, simulate
 from mycel.run.simulate import spread_out
@@ -35,7 +37,7 @@ HOST_STATE = {"activations": "host", "optimizer": "host"}
 def small_llama(**more):
     """Layers are blocks."""
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
-    return llama(**{"num_hidden_layers": 2, "vocab_size": 128, **sizes, **more})
+    return llama(**{"num_hidden_layers": 4, "vocab_size": 100, **sizes, **more})
 
 
 class Stack(nn.Module):
@@ -74,7 +76,7 @@ TEXT = """def main(x: f32[64,64], s: host(f32[64,64]) = state m of w):
   s1: f32[64,64] = finish_move(q, s, to="device")
   s2: f32[64,64] = add(s1, e)
   r: i64[] = begin_move(s2, to="host")
-  s3: host(f32[64,64]) = finish_move(r, s2, to="host")
+  s3: host(f32[64,64]) = finish_move(r, s2, to="host", wait=False)
   return e, s=s3
 """
 
@@ -98,6 +100,10 @@ def test_text_with_moves_reads_back_and_runs():
         ('h: host(f32[64,64]) = finish_move(t, a, to="host")', 'h: f32[64,64] = finish_move(t, a, to="host")'),
         ('u: i64[] = begin_move(h, to="device")', 'u: i64[] = begin_move(c, to="device")'),
         ("return e, s=s3", "return e, s=s2"),
+        (
+            'a2: f32[64,64] = finish_move(u, h, to="device")',
+            'a2: f32[64,64] = finish_move(u, h, to="device", wait=False)',
+        ),
     ],
 )
 def test_the_checker_knows_where_values_lie(line, wrong):
@@ -116,6 +122,31 @@ def test_values_that_are_there_at_once_lie_apart(drawn):
         together = spans[i][0] <= spans[j][1] and spans[j][0] <= spans[i][1]
         apart = offsets[i] + spans[i][2] <= offsets[j] or offsets[j] + spans[j][2] <= offsets[i]
         assert apart or not together
+
+
+LATE = """def main(x: f32[64,64], s: host(f32[64,64]) = state m of w):
+  a: f32[64,64] = matmul(x, x)
+  b: f32[64,64] = matmul(a, x)
+  c: f32[64,64] = matmul(b, x)
+  d: f32[64,64] = add(a, b)
+  e: f32[64,64] = add(d, c)
+  q: i64[] = begin_move(s, to="device")
+  s1: f32[64,64] = finish_move(q, s, to="device")
+  s2: f32[64,64] = add(s1, e)
+  r: i64[] = begin_move(s2, to="host")
+  s3: host(f32[64,64]) = finish_move(r, s2, to="host", wait=False)
+  return e, s=s3
+"""
+
+
+def test_what_is_not_waited_for_leaves_while_the_next_step_computes():
+    program, waiting = Program.parse(LATE), Program.parse(LATE.replace(", wait=False", ""))
+    size = 64 * 64 * 4
+    later, waited = clock(program, CPU), clock(waiting, CPU)
+    assert later.totals == waited.totals and math.isclose(waited.seconds - later.seconds, CPU.move_s(size))
+    assert waited.peak[DEVICE] == 5 * size, "x, and a to d"
+    slow = replace(CPU, host_bytes_s=1e6)  # while a to d are made, s2 of the step before is still leaving
+    assert clock(waiting, slow).peak[DEVICE] == 5 * size and clock(program, slow).peak[DEVICE] == 6 * size
 
 
 # -- generated programs ----------------------------------------------------------------------------------------------
@@ -148,17 +179,17 @@ def generated(rng: random.Random) -> Program:
 def test_the_planned_peak_fits_and_is_what_a_walk_sees(seed):
     rng = random.Random(seed)
     program = generated(rng)
-    clock = Clock(CPU, moves=True)
-    free = clock(program)
+    timer = Clock(CPU, moves=True)
+    free = timer(program)
     budget = int(free.held + (free.peak[DEVICE] - free.held) * rng.uniform(0.3, 1.0))
-    mover = Mover(lower.Lowered(program), "main", clock, Offload("auto"), Spaces(budget, None))
-    (choice,) = mover.choices()
+    spaces = Spaces(budget, None)
+    natural, bounded = (
+        Mover(lower.Lowered(program), "main", timer, Offload("auto"), spaces, Way(False, w)) for w in (False, True)
+    )
+    choice = next((c for c in (natural.fewest(), bounded.fewest()) if spaces.fit(c.times)), bounded.most)
     moved = check(lower.offload(program, choice.moved))
     assert choice.times.peak[DEVICE] == brute_peak(moved) and Program.parse(str(moved)) == moved
     assert choice.times.peak[HOST] == host_bytes(moved)
-    if not mover.spaces.fit(choice.times):  # then no fewer bytes on their way would have
-        every = moves_of(program.main, mover.could(program), mover._starts(program, "main"), CPU, 1)
-        assert clock(lower.offload(program, Offloaded("main", every))).peak[DEVICE] > budget
     values = [torch.randn(v.shape) for v in program.inputs]
     assert torch.equal(interpret(moved, values)[0], interpret(program, values)[0])
     code, _ = load(moved, torch.device("cpu"), reuse=True)
@@ -186,19 +217,21 @@ def free():
     return trained("auto")
 
 
-@pytest.mark.parametrize("share", [0.65, 0.48])
-def test_a_budget_is_kept_by_moving_and_the_step_is_the_same(free, share):
+@pytest.mark.parametrize("offload, share", [("auto", 0.6), ({"activations": "auto"}, 0.8)], ids=str)
+def test_a_budget_is_kept_by_moving_and_the_step_is_the_same(free, offload, share):
     step, values = free
     budget = int(step.plan.peak * share)
-    moving, moved_values = trained({"offload": "auto"}, memory=budget)
+    moving, moved_values = trained({"offload": offload}, memory=budget)
     assert same(values, moved_values)
-    assert moving.plan.peak <= budget and moving.plan.decided.moved
+    assert moving.plan.peak <= budget and moving.plan.decided.moved.moved
+    assert bool(moving.plan.decided.moved.streamed) == (offload == "auto")
     assert moving.plan.predicted.seconds < 1.3 * step.plan.predicted.seconds
     assert moving.plan.predicted.host == host_bytes(moving.program)
     replayed, replayed_values = trained(yaml.safe_load(str(moving.plan)), memory=budget)
     assert str(replayed.program) == str(moving.program) and same(values, replayed_values)
     text = moving.explain()
-    assert all(f" {m.value}: " in text for m in moving.plan.decided.moved.moved) and "lives there" in text
+    assert all(f" {m.value}: " in text for m in moving.plan.decided.moved.moved)
+    assert ("lives there" in text) == (offload == "auto")
 
 
 @pytest.mark.parametrize(
@@ -215,9 +248,9 @@ def test_all_on_the_host_is_the_same_step(settings):
 
 
 def test_a_step_takes_what_is_predicted(free):
-    pair = both(small_llama, adamw(), plan={"offload": "auto"}, memory=int(free[0].plan.peak * 0.6))
+    pair = both(small_llama, adamw(), plan={"offload": "auto"}, memory=int(free[0].plan.peak * 0.48))
     took, predicted = measured(pair, tokens())
-    assert 0.98 * predicted <= took <= predicted
+    assert took == predicted
 
 
 def test_moving_is_never_slower_than_computing_again(free):
@@ -245,7 +278,9 @@ def test_state_on_the_host_is_loaded_and_saved():
 
 
 @pytest.mark.parametrize(
-    "names, sizes, make", [("zero3", {"dp": 2}, small_llama), ("zero1+tp", {"dp": 2, "tp": 2}, Stack)], ids=str
+    "names, sizes, make",
+    [("zero3", {"dp": 2}, lambda: small_llama(num_hidden_layers=2)), ("zero1+tp", {"dp": 2, "tp": 2}, Stack)],
+    ids=str,
 )
 def test_ranks_move_their_own_part(names, sizes, make):
     mesh, outs = Mesh(sizes), []

@@ -100,7 +100,9 @@ class _Moves:
         maker = self.old.eqns[made]
         token, host = self._token(), Var(self.names.name(f"{v.name}.host"), v.type.on(HOST))
         self.behind.setdefault(made, []).append(_half(o.begin_move, (v,), token, HOST, maker))
-        self.ended.setdefault(max(freed, made + 1), []).append(_half(o.finish_move, (token, v), host, HOST, maker))
+        place = max(freed, made + 1)
+        later = {"wait": False} if place == len(self.old.eqns) else {}  # the step ends: the next one goes on
+        self.ended.setdefault(place, []).append(_half(o.finish_move, (token, v), host, HOST, maker, **later))
         return host
 
     def _come(self, v: Var, host: Var, place: int, readers: list[int]) -> None:
@@ -139,8 +141,8 @@ class _Moves:
         return self.at[name]
 
 
-def _half(op: Op, inputs: tuple[Var, ...], out: Var, to: str, of: Eqn) -> Eqn:
-    return Eqn(op, inputs, Params(to=to), (out,), of.source, of.phase)
+def _half(op: Op, inputs: tuple[Var, ...], out: Var, to: str, of: Eqn, **more: bool) -> Eqn:
+    return Eqn(op, inputs, Params(to=to, **more), (out,), of.source, of.phase)
 
 
 def split_updates(program: Program, inputs: Collection[str], chunk: int) -> Program:

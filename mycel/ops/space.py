@@ -4,6 +4,7 @@
     h = finish_move(t, x, to="host")      h: host(bf16[64,4096]); x is not needed any more, the copy is
     u = begin_move(h, to="device")
     y = finish_move(u, h, to="device")    y: bf16[64,4096], to the bit what x was
+    s = finish_move(v, z, to="host", wait=False)    computing goes on; whoever reads s next waits for the copy
 
 No other operator takes a value that lies on the host.  Kernels ask the host space that the run has put up
 (`HOST_SPACES`: pinned memory and streams of its own on a GPU); where there is none, a copy is made at once.
@@ -48,7 +49,14 @@ def begin_move(x, *, to, at=None, over=None, device=None):
     return y.copy_(x)
 
 
-@op(types=lambda token, x, *, to: moved_type(x, to), free=True, compiles=False, fresh=True, transfers=True)
-def finish_move(token, x, *, to):
-    """What was moved, where it is now."""
-    return HOST_SPACES[-1].finish(token) if HOST_SPACES else token
+def finished_type(token, x, *, to, wait=True):
+    if not wait and to != HOST:
+        raise IRError(f"{x} is moved to the {to}, and not waited for")
+    return moved_type(x, to)
+
+
+@op(types=finished_type, free=True, compiles=False, fresh=True, transfers=True)
+def finish_move(token, x, *, to, wait=True):
+    """What was moved, where it is now.  Not `wait`: it is on its way to the host, where the next one to read it waits;
+    the memory of x is free once it has left."""
+    return HOST_SPACES[-1].finish(token, x, wait) if HOST_SPACES else token

@@ -10,7 +10,7 @@ does to them:
     a kernel                      c' = c + s
     a collective                  c' = l' = max(c, l) + s                       it waits for its message
     t = begin(…), begin_move(…)   t = l' = max(c, l) + s;   c' = c + busy · s   busy: what sending takes from computing
-    finish(t)                     c' = max(c, t)
+    finish(t)                     c' = max(c, t);  of a move to the host that is not waited for, c' = c
 
 All of it is linear in (max, +).  So a block is one small matrix M, exact wherever it is called and whatever is still on
 its way there:  state'[i] = max_j (state[j] + M[i][j]).  It is made once for each distinct block; a call multiplies by
@@ -96,8 +96,8 @@ class Summary:
 
 @dataclass(slots=True)
 class Line:
-    """An equation as the clock sees it.  kind: work, wait, begin, finish, hold (it holds blocks); bytes `new` and
-    `freed`."""
+    """An equation as the clock sees it.  kind: work, wait, begin, finish, leave (it finishes what nobody waits for),
+    hold (it holds blocks); bytes `new` and `freed`."""
 
     eqn: Eqn
     kind: str
@@ -193,6 +193,8 @@ class Clock:
         held = self._held_bytes(program.inputs)
         totals = dict(zip(self.streams, whole.totals, strict=True))
         peak = {DEVICE: held + whole.peak} | ({HOST: host_bytes(program)} if self.moves else {})
+        if self.moves:
+            peak[DEVICE] = max(peak[DEVICE], held + _Walk(self, program, names).peak_behind_another())
         return Times(_seconds(whole), totals, peak, held, whole.at, whole.assumed, self, program, names)
 
     def summary(self, program: Program, compiled: frozenset[str] = frozenset(), free: int = -1) -> Summary:
@@ -250,7 +252,8 @@ class Clock:
             if eqn.op in CONTROL:
                 lines.append(Line(eqn, "hold"))
             elif eqn.op in (o.finish, o.finish_move):
-                lines.append(Line(eqn, "finish", token=begun[next(eqn.vars)]))
+                kind = "finish" if eqn.params.get("wait", True) else "leave"
+                lines.append(Line(eqn, kind, token=begun[next(eqn.vars)]))
             elif eqn.op is o.begin_move:
                 way = self.streams.index(TO_HOST if eqn.params["to"] == HOST else TO_DEVICE)
                 lines.append(Line(eqn, "begin", self.hardware.move_s(next(eqn.vars).type.bytes), way))
@@ -311,7 +314,7 @@ class _Walk:
             if line.kind == "work":
                 ahead += seconds
                 totals[0] += line.seconds
-            else:
+            elif line.kind != "leave":
                 state[0], ahead = _plus(state[0], ahead), 0.0
                 if line.kind == "hold":
                     held = self.held(line.eqn, compiled)
@@ -372,7 +375,7 @@ class _Walk:
                     yield from self.events(ref, compiled, state)
             elif line.kind == "finish":
                 state[0] = max(state[0], tokens[line.token])
-            else:
+            elif line.kind != "leave":
                 start = max(state[0], state[line.stream])
                 state[line.stream] = start + line.seconds
                 yield Event(streams[line.stream], start, start + line.seconds, name, line.eqn)
@@ -396,6 +399,23 @@ class _Walk:
             yield (name, eqn.op.name, tuple(map(str, eqn.refs)), eqn.phase), alive + max(inner - line.new, 0)
             alive -= line.freed
 
+    def peak_behind_another(self) -> int:
+        """The most memory besides the inputs while values still leave that the run before did not wait for."""
+        name = self.program.entry
+        lines, spans = self._lines(name, False), self.spans(name, [0.0] * len(self.clock.streams))
+        end = spans[-1][0]
+        late = [(spans[x.token][1] - end, size(list(x.eqn.vars)[1])) for x in lines if x.kind == "leave"]
+        alive, most = 0, 0
+        for line, (start, _) in zip(lines, spans, strict=False):
+            behind = sum(bytes_ for until, bytes_ in late if until > start)
+            if not behind:
+                break
+            inner = self.held(line.eqn, False).peak + _stacked(line.eqn) if line.kind == "hold" else line.inner
+            alive += line.new
+            most = max(most, behind + alive + max(inner - line.new, 0))
+            alive -= line.freed
+        return most
+
     def spans(self, name: str, state: Row) -> list[tuple[float, float]]:
         """As `events`, of this block's own equations alone."""
         tokens: dict[int, float] = {}
@@ -410,7 +430,7 @@ class _Walk:
                 state = [max(w + t for w, t in zip(row, state, strict=True)) for row in matrix]
             elif line.kind == "finish":
                 state[0] = max(state[0], tokens[line.token])
-            else:
+            elif line.kind != "leave":
                 state[line.stream] = tokens[i] = max(state[0], state[line.stream]) + line.seconds
                 state[0] = state[line.stream] if line.kind == "wait" else state[0] + line.busy * line.seconds
             spans.append((start, tokens.get(i, state[0])))
@@ -453,8 +473,13 @@ def _times(after: Matrix, state: Matrix) -> Matrix:
 
 
 def _seconds(s: Summary) -> float:
-    """From a start at which all streams are free to the last end."""
-    return max(max(row) for row in s.matrix)
+    """Of one run behind another: a stream may still be busy with what nobody waited for.  Where none is, this is the
+    time from a start at which all are free to the last end."""
+    return _longest(_times(s.matrix, s.matrix)) - _longest(s.matrix)
+
+
+def _longest(matrix: Matrix) -> float:
+    return max(max(row) for row in matrix)
 
 
 def _after(first: Summary, then: Summary) -> Summary:

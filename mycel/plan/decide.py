@@ -52,6 +52,13 @@ def decide(under: Under[D], pairs: int, costs: Costs, budget: int | None, recomp
             high, best = k, outcome
         else:
             low = k
+    if best is None:  # computing much again needs memory too: a lower price may need less
+        for high in range(1, (len(prices) - 1) // 2):
+            outcome = under([prices[high]])
+            smallest = min(smallest, outcome.times, key=lambda t: t.peak[DEVICE])
+            if outcome.times.peak[DEVICE] <= budget:
+                low, best = high - 1, outcome
+                break
     if best is not None:
         return _mixed(under, pairs, budget, prices[low], prices[high], best)
     peak = smallest.peak[DEVICE]

@@ -198,9 +198,12 @@ class Departure:
     bytes: int
 
 
-def departures(wanted: Sequence[Departure], times: Sequence[float], hardware: Hardware, window: int) -> list[int]:
-    """Before which equation each copy to the host has ended, one after the other in this order."""
-    ends, free, flying = list[int](), 0.0, list[int]()
+def departures(
+    wanted: Sequence[Departure], times: Sequence[float], hardware: Hardware, window: int, free: float = 0.0
+) -> list[int]:
+    """Before which equation each copy to the host has ended, one after the other in this order; `free`: when the first
+    can begin."""
+    ends, flying = list[int](), list[int]()
     for k, each in enumerate(wanted):
         while flying and sum(wanted[i].bytes for i in flying) + each.bytes > window:  # wait for the oldest
             oldest = flying.pop(0)
@@ -234,12 +237,18 @@ def arrivals(
 
 
 def moves_of(
-    block: Block, leaving: Sequence[Absence], times: Sequence[float], hardware: Hardware, window: int
+    block: Block,
+    leaving: Sequence[Absence],
+    times: Sequence[float],
+    hardware: Hardware,
+    window: int,
+    busy: float = 0.0,
 ) -> tuple[MovedValue, ...]:
-    """When these values leave and come back; one that would come back before it has left stays."""
+    """When these values leave and come back; one that would come back before it has left stays.  `busy`: how long the
+    step before still moves to the host."""
     names = [*(equation_key(i, e) for i, e in enumerate(block.eqns)), ""]
     out = [Departure(a.made + 1, a.before + 1, a.bytes) for a in leaving]
-    freed = dict(zip(leaving, departures(out, times, hardware, window), strict=True))
+    freed = dict(zip(leaving, departures(out, times, hardware, window, busy), strict=True))
     back = sorted(leaving, key=lambda a: (a.use, a.made))
     fetched = dict(zip(back, arrivals([(a.use, a.bytes) for a in back], times, hardware, window), strict=True))
     return tuple(

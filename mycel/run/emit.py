@@ -262,6 +262,7 @@ class _Function:
             self.over[eqn.outputs[0]] = names[arena.over[i]]
         if eqn.op.effect and eqn.params["to"] == DEVICE:
             args.append("device=device")
+        args += [f"{k}={v}" for k, v in eqn.params.items() if k == "wait"]
         if not eqn.op.effect and eqn.inputs[0] in self.over:  # the input is its new value from here on
             names[eqn.outputs[0]] = self.over[eqn.inputs[0]]
         comment = f"  # {' '.join(eqn.line.split())}" if eqn.line else ""

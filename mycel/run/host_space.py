@@ -32,6 +32,7 @@ class HostSpace:
         self.arena = torch.empty(0, dtype=torch.uint8)
         self._views: dict[Any, torch.Tensor] = {}
         self._pinned: list[int] = []
+        self._on_the_way: dict[int, Any] = {}  # copies to the host that nobody has waited for, by address
         if device.type == "cuda":
             self.leaving, self.coming = torch.cuda.Stream(device), torch.cuda.Stream(device)
             weakref.finalize(self, _unpin, self._pinned)
@@ -81,10 +82,13 @@ class HostSpace:
             return self._copy(like(x, self.device), x, to)
         return self._copy(over if over is not None else self._place(x, at), x, to)
 
-    def finish(self, token: Any) -> torch.Tensor:
+    def finish(self, token: Any, x: torch.Tensor, wait: bool = True) -> torch.Tensor:
         y, copied = token
-        if copied is not None:
+        if copied is not None and wait:
             torch.cuda.current_stream(self.device).wait_event(copied)
+        elif copied is not None:
+            x.record_stream(self.leaving)  # its memory is used again once it has left
+            self._on_the_way[y.data_ptr()] = copied
         return y
 
     def _copy(self, y: torch.Tensor, x: torch.Tensor, to: str) -> tuple[torch.Tensor, Any]:
@@ -92,6 +96,9 @@ class HostSpace:
             return y.copy_(x), None
         stream = self.leaving if to == HOST else self.coming
         stream.wait_stream(torch.cuda.current_stream(self.device))
+        left = self._on_the_way.pop(x.data_ptr(), None)
+        if left is not None:
+            stream.wait_event(left)
         with torch.cuda.stream(stream):
             y.copy_(x, non_blocking=True)
         return y, stream.record_event()
