@@ -211,7 +211,7 @@ def _sheet(name: str, shape: Sequence[int], entry: object, mesh: Mesh) -> str:
         for i in range(down)
         for j in range(across)
     ]
-    caption = f"{_text(name)}<br><span class='quiet'>{' x '.join(map(str, shape))} &nbsp; {_text(layout)}</span>"
+    caption = f"{_text(name)}<br/><span class='quiet'>{' x '.join(map(str, shape))}, {_text(layout)}</span>"
     return f"<figure>{_svg(int(tall) + 2, cells, int(wide) + 2)}<figcaption>{caption}</figcaption></figure>"
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from dataclasses import replace
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from models import gpt2, llama
 from torch import nn
 from typer.testing import CliRunner
 
-from mycel import search_text
+from mycel import search_page, search_text
 from mycel.cli import app
 from mycel.errors import PlanError
 from mycel.ir import Layout, Mesh
@@ -179,3 +181,28 @@ def test_as_data():
         best["step_seconds"], rel=1e-6
     )
     assert Plan.read(best["plan"]).mesh.sizes() == best["mesh"]
+
+
+def test_a_page_of_plans_needs_nothing_but_itself():
+    found = of(Blocks())
+    answer = found.run()
+    text = search_page.page(answer, found.detail(answer.best))
+    assert "http" not in text and "<script" not in text and "src=" not in text
+    root = ElementTree.fromstring(text.removeprefix("<!doctype html>").replace('<meta charset="utf-8">', ""))
+    boxes = [x for x in root.iter("rect") if x.find("title") is not None]
+    assert boxes and len(list(root.iter("tr"))) > len(answer.candidates)
+    assert {x.text for x in root.iter("text")} >= {"compute", *answer.best.sent}
+
+
+def test_a_parameter_is_explained_by_what_its_other_layouts_cost():
+    found = of(Blocks(), cluster=TWO, given={"mesh": {"tp": 2}})
+    answer = found.run()
+    lines = search_text.explained(found, answer, "first.*.weight").splitlines()
+    rows = [line for line in lines if line.startswith("  [")]
+    assert len(rows) == 3 and sum(line.endswith("chosen") for line in rows) == 1
+    seconds = [float(re.search(r"([\d.,]+) ms a step", line)[1].replace(",", "")) for line in rows]
+    chosen = next(s for s, line in zip(seconds, rows, strict=True) if line.endswith("chosen"))
+    assert chosen <= min(seconds) * (1 + 1e-3)
+    assert "test_search.py" in search_text.explained(found, answer, "relu")
+    with pytest.raises(PlanError, match="nothing is called"):
+        search_text.explained(found, answer, "no.such.thing")

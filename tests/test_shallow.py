@@ -1,0 +1,91 @@
+"""A step with fewer layers stands for the whole one: what is said of the whole from it is what the whole says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers as hf
+from models import VOCAB, gpt2, llama
+from test_search import SLOW, of
+from torch import nn
+
+from mycel.search import Shape
+from mycel.shallow import FEW, layer_lists, shortened
+
+DEEP = 9
+
+
+def t5() -> nn.Module:
+    """Two lists, whose first layers have a bias that the others share."""
+    sizes = {"d_model": 32, "d_ff": 64, "d_kv": 8, "num_layers": DEEP, "num_heads": 4, "vocab_size": VOCAB}
+    return hf.T5ForConditionalGeneration(hf.T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0))
+
+
+@pytest.mark.parametrize(
+    "make, shape",
+    [
+        (lambda: llama(num_hidden_layers=DEEP), Shape(4, 1, 1, 3, 1)),
+        (lambda: llama(num_hidden_layers=DEEP), Shape(4, 1, 1, 3, 2)),
+        (lambda: gpt2(n_layer=DEEP), Shape(2, 2, 1, 0, 1)),
+        (t5, Shape(4, 1, 1, 1, 1)),
+    ],
+    ids=["llama zero3", "llama zero3, microbatches", "gpt2 dp, cp", "t5 zero1"],
+)
+def test_what_is_said_of_the_whole_is_what_it_says_itself(make, shape):
+    found = of(make(), cluster=SLOW)
+    assert found.shallow is not None
+    written = found.written(shape)
+    few, whole = found._timed_shallow(shape, written), found._timed_whole(shape, written)
+    assert few.seconds == pytest.approx(whole.seconds, rel=0.01)
+    assert few.peak == pytest.approx(whole.peak, rel=0.01)
+    assert few.times.held == whole.times.held
+    assert few.sent == pytest.approx(whole.sent, rel=0.01)
+
+
+class Layer(nn.Module):
+    def __init__(self, wide: bool) -> None:
+        super().__init__()
+        self.fc = nn.Linear(32, 32)
+        self.wide = wide
+
+    def forward(self, x):
+        return x + (torch.tanh(self.fc(x)) if self.wide else torch.relu(self.fc(x)))
+
+
+class Stack(nn.Module):
+    def __init__(self, kinds, numbered: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(map(Layer, kinds))
+        self.numbered = numbered
+
+    def forward(self, x, y):
+        for i in range(len(self.layers) if not self.numbered else 12):
+            x = self.layers[i](x)
+        return ((x - y) ** 2).mean()
+
+
+def batch():
+    return {"x": torch.empty(8, 32, device="meta"), "y": torch.empty(8, 32, device="meta")}
+
+
+def test_layers_that_take_turns_are_left_out_in_turns():
+    found = of(Stack([False, True] * 6), batch())
+    assert found.shallow is not None and [x.period for x in found.shallow.lists] == [2]
+
+
+def test_layers_without_a_pattern_are_all_planned():
+    assert of(Stack([k in (1, 2, 6, 7, 11) for k in range(12)]), batch()).shallow is None
+
+
+def test_code_that_counts_on_all_layers_is_planned_as_it_is():
+    found = of(Stack([False] * 12, numbered=True), batch())
+    assert found.shallow is None and found.price(Shape(4)).fits
+
+
+def test_a_model_has_all_its_layers_again():
+    model = Stack([False] * 12)
+    (layers,) = layer_lists(model)
+    with pytest.raises(ZeroDivisionError), shortened({layers: FEW}):
+        assert len(model.layers) == FEW
+        raise ZeroDivisionError
+    assert len(model.layers) == 12 and len(list(model.parameters())) == 24
