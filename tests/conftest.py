@@ -28,7 +28,7 @@ SLOW = {
 # of long sweeps `make test` runs one case in k, whichever the names fall on, so that no flag or operator is left out as
 # such; MYCEL_SWEEPS=all runs all of them (`make sweeps`)
 ONE_IN = {
-    "test_a_family_trains_as_in_torch": 3, "test_random_plans": 2,
+    "test_a_family_trains_as_in_torch": 3, "test_ready_plans_for_experts": 2, "test_random_plans": 2,
     "test_ready_plans_and_their_products": 2, "test_ready_plans_are_the_same_when_read_back": 2,
     "test_every_operator_in_every_layout": 2, "test_every_operator_in_every_pair_of_labels": 4,
     "test_from_each_layout_to_each_other": 2, "test_four_steps_are_torchs": 2, "test_under_any_plan": 2,
