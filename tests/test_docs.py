@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -29,3 +31,19 @@ def test_the_readmes_commands_exist():
     makefile = (ROOT / "Makefile").read_text()
     for command in re.findall(r"^make (\w+)", (ROOT / "README.md").read_text(), re.MULTILINE):
         assert re.search(rf"^{command}:", makefile, re.MULTILINE), command
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs" / "modes").glob("*.md")), ids=lambda p: p.stem)
+def test_the_example_of_a_mode_runs(page, tmp_path):
+    """On as many processes as its page says; all that train come to a small loss, the same on all ranks."""
+    text = page.read_text()
+    code = re.search(r"```python\n(.*?)```", text, re.DOTALL)[1]
+    (tmp_path / "example.py").write_text(code)
+    ranks = re.search(r"torchrun --nproc-per-node (\d)", text)
+    start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks[1]] if ranks else []
+    ran = subprocess.run(
+        [sys.executable, *start, "example.py"], check=False, cwd=tmp_path, capture_output=True, text=True, timeout=300
+    )
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    losses = {float(x) for x in re.findall(r"loss ([\d.]+)", ran.stdout)}
+    assert (len(losses) == 1 and losses.pop() < 1.0) if ranks else "dp=" in ran.stdout
