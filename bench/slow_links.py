@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -214,6 +215,7 @@ def main() -> None:
     if why:
         print(f"skipped: {why}")
         return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that namespaces and ranks go with it
     for ranks in args.ranks:
         for mbit in args.mbit:
             compare(ranks, mbit, args.slow, args.ways, args.rounds)

@@ -18,7 +18,6 @@ from mycel.run.rendezvous import seat
 PLANS = {
     "int8": {"compress": {"dp": {"*.weight": "int8+ef"}}},
     "topk": {"compress": {"dp": {"*.weight": "topk(0.1)+ef21"}}, "zero": "2 over dp"},
-    "chance": {"compress": {"dp": {"*.weight": "int4+stochastic+ef"}}, "zero": "1 over dp"},
 }
 
 

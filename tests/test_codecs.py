@@ -84,7 +84,7 @@ def test_a_number_that_is_not_finite_does_not_get_lost(kernels, name, strange):
 def test_by_chance_the_mean_over_keys_is_what_was_encoded(kernels, name):
     gen = torch.Generator().manual_seed(1)
     x = torch.randn(96, generator=gen)
-    keys = torch.randint(-(2**62), 2**62, (1000,), generator=gen)
+    keys = torch.randint(-(2**62), 2**62, (300,), generator=gen)
     ys = torch.stack([decoded(encoded(x, name, k, rows=1, row=96)[0], name, (96,), k, 96) for k in keys])
     mean, deviation = ys.double().mean(0), ys.double().std(0)
     assert ((mean - x).abs() <= 5.5 * deviation.max() / len(keys) ** 0.5).all()

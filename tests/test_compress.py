@@ -105,8 +105,7 @@ MESHES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("memory", ["", "+ef", "+ef21"])
-@pytest.mark.parametrize("kind", MESHES)
+@pytest.mark.parametrize("kind, memory", [*((kind, "+ef") for kind in MESHES), ("dp", ""), ("zero 1", "+ef21")])
 def test_with_a_codec_that_loses_nothing_the_step_is_that_of_one_device(kind, memory):
     case = Compressed({**MESHES[kind], "codec": f"fp32{memory}"})
     values = case.values()
@@ -123,12 +122,12 @@ def received(case: Compressed, name: str, values: dict[str, Any], after: dict[st
     return (before - case.whole(f"parameter {name}", after[f"parameter {name}"], before)) / 0.01
 
 
-@pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("kind", ["dp", "zero 3"])
+SCATTERED = ["int8+ef", "topk(0.1)+ef21", "randomk(0.2)+ef", "powersgd(3)+ef"]
+
+
+@pytest.mark.parametrize("kind, codec", [*(("dp", codec) for codec in CODECS), *(("zero 3", c) for c in SCATTERED)])
 def test_what_is_received_and_what_is_kept_are_all_there_was(kind, codec):
     """ef: gradient + old errors = received + new errors.  ef21: gradient = received + what ranks have yet to say."""
-    if kind != "dp" and codec not in ("int8+ef", "int4+ef21", "topk(0.05)+ef", "randomk(0.2)+ef", "powersgd(3)+ef"):
-        return
     case = Compressed({**MESHES[kind], "codec": codec})
     values = case.values()
     exact = Compressed({**MESHES[kind], "codec": "exact"})
@@ -253,7 +252,7 @@ def test_in_two_processes_and_on_from_a_checkpoint_to_the_bit(tmp_path):
     child = str(Path(__file__).parent / "compress_child.py")
     env = {"OMP_NUM_THREADS": "1", "MYCEL_TIMEOUT": "60"}
     assert launch([str(tmp_path)], 2, program=[child], env=env, logs=tmp_path / "logs") == 0
-    for name in ("int8", "topk", "chance"):
+    for name in ("int8", "topk"):
         first, second = (torch.load(tmp_path / f"{name}-{rank}.pt") for rank in range(2))
         assert all(torch.equal(x, second[k]) for k, x in first.items())
 
