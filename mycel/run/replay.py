@@ -46,8 +46,9 @@ class CudaGraph:
         self, code: Callable[..., Sequence[Any]], values: Sequence[Any], device: torch.device, pool: Any = None
     ) -> None:
         self.graph = torch.cuda.CUDAGraph()
-        # other threads may go on with what they do
-        with torch.cuda.device(device), torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
+        # other threads may go on with what they do; where it fails, the stream is what it was
+        recording = torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local")
+        with torch.cuda.device(device), torch.cuda.stream(torch.cuda.current_stream(device)), recording:
             self.results = code(*values)
 
     def replay(self) -> Sequence[Any]:
