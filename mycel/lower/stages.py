@@ -464,7 +464,7 @@ class _Entry:
     def __init__(self, loop: _Loop) -> None:
         self.loop, self.parts, self.schedule = loop, loop.parts, loop.schedule
         self.program, self.body = self.parts.flow.program, self.parts.body
-        self.main = self.program.main
+        self.main, self.by_role = self.program.main, self.program.by_role()
         self.homes = self._homes()
         self.taken = [self._taken(r) for r in range(self.schedule.ranks)]
         self.reads = [self._slice(r, list(taken), norm=False).inputs for r, taken in enumerate(self.taken)]
@@ -524,7 +524,7 @@ class _Entry:
         if role.kind == "counter":
             return everyone
         if role.of and role.kind != "hyper":
-            v = self.program.by_role().get(Role("parameter", role.of), v)
+            v = self.by_role.get(Role("parameter", role.of), v)
         return tuple(r for r in everyone if v in self.reads[r]) or (0,)
 
     def wanted(self, rank: int) -> list[Var]:
@@ -533,10 +533,15 @@ class _Entry:
 
     def updates(self, rank: int) -> dict[str, Atom]:
         """New values of the inputs that a rank owns."""
+        return {name: new for name, (new, owners) in self._updates.items() if rank in owners}
+
+    @cached_property
+    def _updates(self) -> dict[str, tuple[Atom, tuple[int, ...]]]:
+        """Of inputs that a step changes: their new values, and who owns them."""
         by_name = {v.name: v for v in self.program.inputs}
         n = len(self.program.updates)
         news = zip(self.program.updates, self.main.outputs[len(self.main.outputs) - n :], strict=True) if n else ()
-        return {name: new for name, new in news if rank in self.owners(by_name[name])}
+        return {name: (new, self.owners(by_name[name])) for name, new in news}
 
     def _made_by(self) -> dict[Var, int]:
         """Of what a global norm is taken of: the rank that counts it."""
@@ -597,6 +602,8 @@ class _RankWriter:
         self.loop, self.schedule, self.parts = entry.loop, entry.schedule, entry.parts
         self.body, self.main = self.parts.body, self.entry.main
         self.axes: Axes = (axis,)
+        self.carries = {v: j for j, v in enumerate(self.body.carried)}
+        self.cut_pieces = set(self.body.pieces)
         self.b = Builder()
         self.values: dict[Var, Atom] = {}  # of the entry
         self.inside: dict[tuple[int, int, Var], Atom] = {}  # of the body: by stage and microbatch
@@ -750,9 +757,9 @@ class _RankWriter:
         outer = self.body.outer
         if v in self.parts.turned:
             return self.turn_to(m)[v]
-        if v in self.body.carried:
-            return self.totals[self.body.carried.index(v)]
-        if v not in self.body.pieces:
+        if v in self.carries:
+            return self.totals[self.carries[v]]
+        if v not in self.cut_pieces:
             return self.value(outer[v])
         if (m, v) not in self.pieces:
             with self.b:
