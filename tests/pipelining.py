@@ -17,7 +17,8 @@ from torch import nn
 
 from mycel import lower, transform
 from mycel.ir import Layout, Mesh, Program, check, type_of
-from mycel.lower.stages import Pipeline, pipelined, plain_sums
+from mycel.lower.stage_sums import plain_sums
+from mycel.lower.stages import Pipeline, pipelined
 from mycel.plan import Plan
 from mycel.plan.schedule import PipelineSchedule
 from mycel.plan.stages import StepFlow

@@ -9,7 +9,9 @@ from mycel.lower.offload import offload, split_updates
 from mycel.lower.overlap import overlap
 from mycel.lower.price import Prices
 from mycel.lower.residency import reside
-from mycel.lower.stages import Pipeline, plain_sums, step_name
+from mycel.lower.stage_blocks import step_name
+from mycel.lower.stage_sums import plain_sums
+from mycel.lower.stages import Pipeline
 
 __all__ = [
     "Distributed", "Lowered", "Pipeline", "Prices", "compress", "distribute", "explain", "finished", "hoist",

@@ -24,7 +24,8 @@ from mycel.lower.hoist import hoist
 from mycel.lower.offload import offload
 from mycel.lower.overlap import overlap
 from mycel.lower.residency import reside
-from mycel.lower.stages import Pipeline, pipelined, plain_sums
+from mycel.lower.stage_sums import plain_sums
+from mycel.lower.stages import Pipeline, pipelined
 from mycel.plan import STAGE_AXIS, Offloaded, Plan, Residuals, StepBody
 
 

@@ -68,8 +68,8 @@ class StepBody:
     def pieces(self) -> tuple[Var, ...]:
         return self.block.inputs[self.consts + self.carry :]
 
-    @property
-    def outer(self) -> dict[Var, Atom]:
+    @cached_property
+    def outer(self) -> Mapping[Var, Atom]:
         """What the entry gives for each input; of pieces, all of them."""
         return dict(zip(self.block.inputs, self.eqn.inputs, strict=True))
 
