@@ -217,6 +217,7 @@ def _slot(
     held = state.get(slot.name)
     if home is not None:
         if held is not home:  # new, or loaded
+            _settle(p)
             state[slot.name] = home.fill_(slot.value(options)) if held is None else home.copy_(held)
     elif held is None:
         state[slot.name] = fill(p, slot, slot.value(options))
@@ -225,8 +226,15 @@ def _slot(
             p.device
         )  # torch keeps it on the host, its fused kernels on the device
     elif not slot.scalar and held.device != p.device:  # it lived on the host under another plan
+        _settle(p)
         state[slot.name] = held.to(p.device)
     return state[slot.name]
+
+
+def _settle(p: torch.nn.Parameter) -> None:
+    """Wait for the device: a step before may still be writing to the host."""
+    if p.is_cuda:
+        torch.cuda.synchronize(p.device)
 
 
 def hooked(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from models import llama
 from stepping import adamw, both
 from test_clock import brute_peak
-from test_step_memory import measured
+from test_step_memory import Live
 from torch import nn
 
 from mycel import Mesh, Plan, Program, lower
@@ -217,7 +217,7 @@ def free():
     return trained("auto")
 
 
-@pytest.mark.parametrize("offload, share", [("auto", 0.6), ({"activations": "auto"}, 0.8)], ids=str)
+@pytest.mark.parametrize("offload, share", [("auto", 0.5), ({"activations": "auto"}, 0.8)], ids=str)
 def test_a_budget_is_kept_by_moving_and_the_step_is_the_same(free, offload, share):
     step, values = free
     budget = int(step.plan.peak * share)
@@ -227,6 +227,10 @@ def test_a_budget_is_kept_by_moving_and_the_step_is_the_same(free, offload, shar
     assert bool(moving.plan.decided.moved.streamed) == (offload == "auto")
     assert moving.plan.predicted.seconds < 1.3 * step.plan.predicted.seconds
     assert moving.plan.predicted.host == host_bytes(moving.program)
+    batch = tokens(3)
+    with Live() as live:
+        moving(**batch)
+    assert live.peak == moving.plan.peak - moving.plan.held, "it takes what is predicted"
     replayed, replayed_values = trained(yaml.safe_load(str(moving.plan)), memory=budget)
     assert str(replayed.program) == str(moving.program) and same(values, replayed_values)
     text = moving.explain()
@@ -247,17 +251,11 @@ def test_all_on_the_host_is_the_same_step(settings):
     assert moving.plan.decided.moved.moved and len(arenas(moving.program)) >= 1
 
 
-def test_a_step_takes_what_is_predicted(free):
-    pair = both(small_llama, adamw(), plan={"offload": "auto"}, memory=int(free[0].plan.peak * 0.48))
-    took, predicted = measured(pair, tokens())
-    assert took == predicted
-
-
 def test_moving_is_never_slower_than_computing_again(free):
     budget = int(free[0].plan.peak * 0.85)
-    steps = [both(small_llama, adamw(), plan=p, memory=budget).step for p in ("auto", {"offload": "auto"})]
-    again, moving = (s.prepare(**tokens()).plan.predicted.seconds for s in steps)
-    assert moving <= again
+    again = both(small_llama, adamw(), memory=budget).step.prepare(**tokens())
+    moving = both(small_llama, adamw(), plan={"offload": {"activations": "auto"}}, memory=budget).step
+    assert moving.prepare(**tokens()).plan.predicted.seconds <= again.plan.predicted.seconds
 
 
 def further(step):
