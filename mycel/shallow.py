@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import nn
 
-from mycel.ir import Program, order, runs
+from mycel.ir import Program, order, runs, scan
 from mycel.parts import UnshardedStep
 from mycel.plan import Times
 from mycel.plan.clock import DEVICE
@@ -159,7 +159,7 @@ def _counts(program: Program) -> Counter[Hashable]:
     keys: dict[str, Hashable] = {}
     count: Counter[Hashable] = Counter()
     often = runs(program)
-    grows = {program.entry, *(str(ref) for e in program.main.eqns if e.op.name == "scan" for ref in e.refs)}
+    grows = {program.entry, *(str(ref) for e in program.main.eqns if e.op is scan for ref in e.refs)}
     for name in order(program):
         if name in grows:
             count.update((often[name] * (name != program.entry), e.op.name) for e in program.blocks[name].eqns)
