@@ -278,7 +278,7 @@ def test_state_on_the_host_is_loaded_and_saved():
 @pytest.mark.parametrize(
     "names, sizes, make",
     [("zero3", {"dp": 2}, lambda: small_llama(num_hidden_layers=2)), ("zero1+tp", {"dp": 2, "tp": 2}, Stack)],
-    ids=str,
+    ids=["zero3", "zero1+tp"],
 )
 def test_ranks_move_their_own_part(names, sizes, make):
     mesh, outs = Mesh(sizes), []
