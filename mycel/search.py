@@ -35,6 +35,7 @@ from mycel.sizes import shown
 
 NEAR = 0.01  # a plan this close to the bound ends the search
 WORSE = 1.02  # a direction that is slower by this is left: more tp (where twice in turn), lower levels of ZeRO
+MUCH_WORSE = 1.2  # more tp is left at once
 TENSOR = 64  # the largest number of ranks a parameter is split over by tp
 LEVELS = (0, 1, 2, 3)  # of ZeRO
 SMALL = 1e-3  # a value, against the largest of its block, whose layout matters little
@@ -445,10 +446,13 @@ class Search:
                     break
                 fastest = seconds
             worse = worse + 1 if fastest > before * WORSE else 0
-            if worse == 2:
+            if worse == 2 or MUCH_WORSE * before < fastest < float("inf"):
                 break
         ranked = sorted((c for c in self._priced.values() if c.fits), key=lambda c: c.seconds)
+        helped = True  # did a lower level help, where it was tried?
         for shape in [c.shape for c in ranked[:2] if c.seconds <= self._fastest() * WORSE]:
+            if not helped:
+                break
             levels = [] if fixed is not None or shape.dp == 1 else sorted(LEVELS, reverse=True)
             before = self._priced[shape].seconds
             for zero in levels:
@@ -457,6 +461,7 @@ class Search:
                     continue
                 yield replace(shape, zero=zero)
                 seconds = self._priced[replace(shape, zero=zero)].seconds
+                helped = seconds < before
                 if seconds > before * WORSE:
                     break  # a lower level waits longer for the same, or does not fit
                 before = min(before, seconds)
