@@ -16,7 +16,6 @@ import copy
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from mycel.ir import Layout
 from mycel.plan.graph import Graph, Node, Source
@@ -85,19 +84,20 @@ class Alike:
 
     def _refined(self, colors: dict[Node, int]) -> dict[Node, int]:
         g, count = self.whole, 0
-        edges = [
-            (s.node, node, (g.rank_of(s.node, 1, s.output), s.rows, g.rank_of(node, 0, operand), cut, times))
-            for (s, node, operand, cut), times in g.edges.items()
-        ]
+        ways: dict[tuple[int, ...], int] = {}  # in which values are used, numbered
+        edges = []
+        for (s, node, operand, cut), times in g.edges.items():
+            way = (g.rank_of(s.node, 1, s.output), s.rows, g.rank_of(node, 0, operand), cut, times)
+            edges.append((s.node, node, ways.setdefault(way, len(ways))))
         while count < len(set(colors.values())):
             count = len(set(colors.values()))
-            around: dict[Node, list[Any]] = {node: [] for node in colors}
-            for source, node, how in edges:
-                around[source].append((0, how, colors[node]))
-                around[node].append((1, how, colors[source]))
+            around: dict[Node, list[tuple[int, int]]] = {node: [] for node in colors}
+            for source, node, way in edges:
+                around[source].append((way, colors[node]))
+                around[node].append((~way, colors[source]))
             seen: dict[Hashable, int] = {}
             colors = {
-                node: seen.setdefault((colors[node], frozenset(Counter(near).items())), len(seen))
+                node: seen.setdefault((colors[node], *sorted(near)), len(seen))
                 for node, near in around.items()
             }
         return colors
