@@ -56,7 +56,7 @@ def ways(offload: Offload) -> Iterator[list[Way]]:
         yield [Way(state, windows) for state in held]
 
 
-class Choice(NamedTuple):
+class MoveChoice(NamedTuple):
     """Moves, and what the step takes with them."""
 
     moved: Offloaded
@@ -76,18 +76,18 @@ class Mover:
     compiled: Collection[str] = ()
 
     @cached_property
-    def most(self) -> Choice:
+    def most(self) -> MoveChoice:
         """All that can be is moved."""
         return self._choice(len(self.could), self._largest if self.way.windows else ENDLESS, AHEAD[0])
 
-    def fewest(self) -> Choice:
+    def fewest(self) -> MoveChoice:
         """The fastest that fits with as few moves as that takes; `most`, if that does not."""
         if not self._fits(self.most):
             return self.most
         found = [self._fewest(ahead) for ahead in (AHEAD if self.way.state else AHEAD[:1])]
         return min(filter(self._fits, found), key=lambda c: c.times.seconds)
 
-    def _fewest(self, ahead: int) -> Choice:
+    def _fewest(self, ahead: int) -> MoveChoice:
         """With so many chunks of state on their way."""
         count, window = len(self.could), self._largest if self.way.windows else ENDLESS
         first = self.most if ahead == AHEAD[0] else self._choice(count, window, ahead)
@@ -141,7 +141,7 @@ class Mover:
         wider = [total >> k for k in range(total.bit_length(), 0, -1)]
         return [self._largest, *(w for w in wider if w > self._largest)]
 
-    def _choice(self, count: int, window: int, ahead: int) -> Choice:
+    def _choice(self, count: int, window: int, ahead: int) -> MoveChoice:
         """The first `count` values leave; so many bytes of them, and chunks of state, are on their way at once."""
         hardware, block = self.clock.hardware, self._base.blocks[self.body]
         streamed = plan.streams_of(self._base, self._state, self._entry_starts, hardware, ahead * self._chunk)
@@ -149,13 +149,13 @@ class Mover:
         busy = sum(hardware.move_s(v.type.bytes) for v in self._base.inputs if v.name in late)
         moved = plan.moves_of(block, self.could[:count], self._body_starts, hardware, window, busy)
         planned = Offloaded(self.body, moved, streamed, self._chunk)
-        return Choice(planned, self.clock(lower.offload(self.done.program, planned), self.compiled))
+        return MoveChoice(planned, self.clock(lower.offload(self.done.program, planned), self.compiled))
 
-    def _fits(self, choice: Choice) -> bool:
+    def _fits(self, choice: MoveChoice) -> bool:
         """On the device."""
         return self.spaces.short(choice.times)[0] == 0
 
-    def _last(self, values: Sequence[int], choice: Callable[[int], Choice], best: Choice) -> Choice:
+    def _last(self, values: Sequence[int], choice: Callable[[int], MoveChoice], best: MoveChoice) -> MoveChoice:
         """Of values that take ever more memory the choice of the last that fits; `best` is that of the first."""
         low, high = 0, len(values) - 1
         while low < high:

@@ -11,6 +11,7 @@ run < launch < cli
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -125,3 +126,10 @@ def test_imports_follow_the_layers(path):
 def test_ir_runs_without_the_rest():
     """The law above can fail: it sees the imports that are there."""
     assert imported(ROOT / "api.py") >= {"ir", "capture", "run"}
+
+
+def test_a_class_name_is_there_once():
+    names = [
+        name for path in ROOT.rglob("*.py") for name in re.findall(r"^class (\w+)", path.read_text(), re.MULTILINE)
+    ]
+    assert {name for name in names if names.count(name) > 1} <= {"Train"}  # once in the words of a docstring

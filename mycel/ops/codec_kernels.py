@@ -85,7 +85,7 @@ class Codec:
 
 
 @dataclass(frozen=True)
-class Form:
+class CodecForm:
     """What a codec does with blocks f32[n, block] -> u8[n, bytes] and back; `noise(block)`: numbers in [0, 1) for each
     element.
 
@@ -103,7 +103,7 @@ class Form:
     exact: bool = False
 
 
-FORMS: dict[str, Form] = {}
+FORMS: dict[str, CodecForm] = {}
 _SPEC = re.compile(r"\s*([a-z]\w*)\s*(?:\(([^()]*)\))?\s*(\+\s*stochastic)?\s*")
 
 
@@ -214,7 +214,9 @@ def fp32_decode(codec, code, noise):
     return code.contiguous().view(torch.float32)
 
 
-FORMS["fp32"] = Form(fp32_encode, fp32_decode, lambda c: 4 * c.block, 256, lambda c, x: torch.zeros_like(x), exact=True)
+FORMS["fp32"] = CodecForm(
+    fp32_encode, fp32_decode, lambda c: 4 * c.block, 256, lambda c, x: torch.zeros_like(x), exact=True
+)
 
 
 def bf16_encode(codec, x, noise):
@@ -231,7 +233,7 @@ def bf16_decode(codec, code, noise):
     return code.contiguous().view(torch.bfloat16).float()
 
 
-FORMS["bf16"] = Form(
+FORMS["bf16"] = CodecForm(
     bf16_encode,
     bf16_decode,
     lambda c: 2 * c.block,
@@ -255,7 +257,7 @@ def fp16_decode(codec, code, noise):
     return code[:, 4:].contiguous().view(torch.float16).float() * code[:, :4].contiguous().view(torch.float32)
 
 
-FORMS["fp16"] = Form(
+FORMS["fp16"] = CodecForm(
     fp16_encode,
     fp16_decode,
     lambda c: 4 + 2 * c.block,
@@ -291,8 +293,8 @@ def integer_bound(codec, x):
     return (step * ((1.0 if codec.stochastic else 0.5) + 1e-4) + TINY).expand_as(x)
 
 
-FORMS["int8"] = Form(integer_encode, integer_decode, lambda c: 4 + c.block, 256, integer_bound, rounds=True)
-FORMS["int4"] = Form(integer_encode, integer_decode, lambda c: 4 + c.block // 2, 128, integer_bound, rounds=True)
+FORMS["int8"] = CodecForm(integer_encode, integer_decode, lambda c: 4 + c.block, 256, integer_bound, rounds=True)
+FORMS["int4"] = CodecForm(integer_encode, integer_decode, lambda c: 4 + c.block // 2, 128, integer_bound, rounds=True)
 
 
 def sign_encode(codec, x, noise):
@@ -310,7 +312,7 @@ def sign_decode(codec, code, noise):
     return (bits.float() * 2 - 1) * scale
 
 
-FORMS["sign"] = Form(
+FORMS["sign"] = CodecForm(
     sign_encode,
     sign_decode,
     lambda c: 4 + c.block // 8,
@@ -340,7 +342,7 @@ def topk_bound(codec, x):
     return torch.where(x.abs() > least, x.abs() * 2.0**-8, least) + 1e-40
 
 
-FORMS["topk"] = Form(topk_encode, topk_decode, lambda c: 4 * c.kept, 1024, topk_bound, shared=True)
+FORMS["topk"] = CodecForm(topk_encode, topk_decode, lambda c: 4 * c.kept, 1024, topk_bound, shared=True)
 
 
 def drawn_places(codec, noise, device):
@@ -362,7 +364,7 @@ def randomk_decode(codec, code, noise):
     return y.scatter(1, drawn_places(codec, noise, code.device), code.contiguous().view(torch.float32))
 
 
-FORMS["randomk"] = Form(
+FORMS["randomk"] = CodecForm(
     randomk_encode,
     randomk_decode,
     lambda c: 4 * c.kept,

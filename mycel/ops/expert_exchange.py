@@ -30,7 +30,7 @@ def experts_of_rows(counts, *, rows):
     return torch.nn.functional.pad(real, (0, rows - real.shape[0]), value=-1)
 
 
-class Travel:
+class RowExchange:
     """The way of a rank's rows to the ranks of their experts and back."""
 
     def __init__(self, at, ids):
@@ -73,7 +73,7 @@ class Travel:
 
 def exchanged(at, x, ids, weights, *operands, hit, **params):
     """`experts` with its tokens and experts over the same ranks; `hit`: which choices count, None for all."""
-    travel = Travel(at, ids)
+    travel = RowExchange(at, ids)
     rows = travel.out(travel.sorted(x))
     ones = o.full(1.0, shape=(travel.there, 1), dtype=weights.dtype)
     y = o.experts(rows, travel.experts, ones, *operands, elsewhere=travel.elsewhere, **params)
@@ -82,7 +82,7 @@ def exchanged(at, x, ids, weights, *operands, hit, **params):
 
 def exchanged_grad(at, g, x, ids, weights, *operands, hit, **params):
     """`experts_grad` likewise: a row and its cotangent go as one."""
-    travel, width = Travel(at, ids), x.shape[1]
+    travel, width = RowExchange(at, ids), x.shape[1]
     both = travel.out(o.cat(travel.sorted(x), travel.sorted(g), dim=1))
     x_there, g_there = (o.slice(both, dim=1, start=i * width, stop=(i + 1) * width) for i in range(2))
     scale = travel.out(travel.sorted_weights(weights))

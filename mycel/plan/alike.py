@@ -96,10 +96,7 @@ class Alike:
                 around[source].append((way, colors[node]))
                 around[node].append((~way, colors[source]))
             seen: dict[Hashable, int] = {}
-            colors = {
-                node: seen.setdefault((colors[node], *sorted(near)), len(seen))
-                for node, near in around.items()
-            }
+            colors = {node: seen.setdefault((colors[node], *sorted(near)), len(seen)) for node, near in around.items()}
         return colors
 
 

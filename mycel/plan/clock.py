@@ -194,24 +194,24 @@ class Clock:
         totals = dict(zip(self.streams, whole.totals, strict=True))
         peak = {DEVICE: held + whole.peak} | ({HOST: host_bytes(program)} if self.moves else {})
         if self.moves:
-            peak[DEVICE] = max(peak[DEVICE], held + _Walk(self, program, names).peak_behind_another())
+            peak[DEVICE] = max(peak[DEVICE], held + _BlockWalk(self, program, names).peak_behind_another())
         return Times(_seconds(whole), totals, peak, held, whole.at, whole.assumed, self, program, names)
 
     def summary(self, program: Program, compiled: frozenset[str] = frozenset(), free: int = -1) -> Summary:
         """Of the entry; `free`: a stream whose work takes no time."""
-        return _Walk(self, program, compiled, free).block(program.entry, False)
+        return _BlockWalk(self, program, compiled, free).block(program.entry, False)
 
     def events(self, program: Program, compiled: frozenset[str]) -> Iterator[Event]:
-        return _Walk(self, program, compiled).events(program.entry, False, [0.0] * len(self.streams))
+        return _BlockWalk(self, program, compiled).events(program.entry, False, [0.0] * len(self.streams))
 
     def spans(self, program: Program, name: str, compiled: Collection[str] = ()) -> list[tuple[float, float]]:
         """For each equation of a block, when the stream that computes comes to it and when it is done (what it begins,
         where that is), from a start at which all streams are free; and last, when all have been."""
-        return _Walk(self, program, frozenset(compiled)).spans(name, [0.0] * len(self.streams))
+        return _BlockWalk(self, program, frozenset(compiled)).spans(name, [0.0] * len(self.streams))
 
     def points(self, program: Program, compiled: frozenset[str]) -> dict[tuple[object, ...], int]:
         seen: dict[tuple[object, ...], list[int]] = {}
-        for key, alive in _Walk(self, program, compiled).alive(program.entry):
+        for key, alive in _BlockWalk(self, program, compiled).alive(program.entry):
             seen.setdefault(key, []).append(alive)
         return {
             (*key, which): x
@@ -221,7 +221,7 @@ class Clock:
 
     def curve(self, program: Program, compiled: frozenset[str], held: int) -> list[tuple[float, int, int]]:
         spans = self.spans(program, program.entry, compiled)
-        walk = _Walk(self, program, compiled).alive(program.entry)
+        walk = _BlockWalk(self, program, compiled).alive(program.entry)
         alive = [bytes for key, bytes in walk if key[0] == program.entry]
         return [(start, held + now, i) for i, ((start, _), now) in enumerate(zip(spans, alive, strict=False))]
 
@@ -282,7 +282,7 @@ def size(v: Var) -> int:
 
 
 @dataclass
-class _Walk:
+class _BlockWalk:
     """One program: each distinct block once."""
 
     clock: Clock

@@ -16,14 +16,14 @@ KEEPING = 4.0
 STEPS = 24  # prices tried, each twice the one before
 
 
-class Outcome(Protocol):
+class Timed(Protocol):
     """A decision and what the step takes under it."""
 
     @property
     def times(self) -> Times: ...
 
 
-D = TypeVar("D", bound=Outcome)
+D = TypeVar("D", bound=Timed)
 Under = Callable[[Sequence[float]], D]  # the step where keeping a byte costs so many seconds, for each pair of calls
 LESS = "a larger accumulate= (smaller parts of the batch), or a larger budget"  # what to try where nothing fits
 

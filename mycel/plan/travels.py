@@ -29,7 +29,7 @@ class Copy:
 
 
 @dataclass
-class Travel:
+class RoundTrip:
     """A value and its copies; `home`: it lives on the host."""
 
     value: Var
@@ -54,14 +54,14 @@ class Travel:
         )
 
 
-def travels(program: Program, clock: Clock, compiled: Collection[str] = ()) -> Iterator[Travel]:
+def travels(program: Program, clock: Clock, compiled: Collection[str] = ()) -> Iterator[RoundTrip]:
     """Every value that a program moves, block by block."""
     for name in order(program):
         if any(e.op.transfers for e in program.blocks[name].eqns):
             yield from _of_block(program, name, clock, compiled)
 
 
-def _of_block(program: Program, name: str, clock: Clock, compiled: Collection[str]) -> Iterator[Travel]:
+def _of_block(program: Program, name: str, clock: Clock, compiled: Collection[str]) -> Iterator[RoundTrip]:
     block, spans = program.blocks[name], clock.spans(program, name, compiled)
     arrived: dict[Var, float] = {}
     inputs, updates = set(block.inputs), dict[Var, Var]()
@@ -69,7 +69,7 @@ def _of_block(program: Program, name: str, clock: Clock, compiled: Collection[st
         by_name = {v.name: v for v in block.inputs}
         new = zip(program.updates, block.outputs[len(block.outputs) - len(program.updates) :], strict=True)
         updates = {x: by_name[k] for k, x in new if isinstance(x, Var) and by_name[k].type.space == HOST}
-    found: dict[Var, Travel] = {}
+    found: dict[Var, RoundTrip] = {}
     for eqn, (start, end) in zip(block.eqns, spans, strict=False):
         if not eqn.op.transfers:
             continue
@@ -80,9 +80,9 @@ def _of_block(program: Program, name: str, clock: Clock, compiled: Collection[st
         copy = Copy(arrived[token] - clock.hardware.move_s(x.type.bytes), arrived[token], end - start)
         if eqn.params["to"] == HOST:
             home = updates.get(result)
-            travel = found.setdefault(home or x, Travel(home or x, home is not None))
+            travel = found.setdefault(home or x, RoundTrip(home or x, home is not None))
             travel.leaves.append(copy)
             found[result] = travel
         else:
-            found.setdefault(x, Travel(x, x in inputs)).comes.append(copy)
+            found.setdefault(x, RoundTrip(x, x in inputs)).comes.append(copy)
     return iter({id(t): t for t in found.values()}.values())

@@ -43,7 +43,7 @@ def compress_gradients(
 
 
 @dataclass
-class Sent:
+class CompressedSum:
     """A gradient on its way: its dtype, itself as it is sent, its partial sum and what was lost of it; and the inputs
     it has."""
 
@@ -69,7 +69,7 @@ class _Compressing:
     def done(self, names: Sequence[str], results: int, chosen: Mapping[str, Compression]) -> Program:
         main, n = self.main, len(self.program.results)
         made = {v: i for i, e in enumerate(main.eqns) for v in e.outputs}
-        outputs, behind, sent = list(main.outputs), dict[int, list[Eqn]](), dict[int, Sent]()
+        outputs, behind, sent = list(main.outputs), dict[int, list[Eqn]](), dict[int, CompressedSum]()
         for at, name in enumerate(names, results):
             g = outputs[at]
             if name not in chosen or not isinstance(g, Var):
@@ -104,7 +104,7 @@ class _Compressing:
         eqns, self.b.eqns = self.b.eqns, []
         return eqns
 
-    def begun(self, name: str, how: Compression, g: Var, site: int) -> Sent:
+    def begun(self, name: str, how: Compression, g: Var, site: int) -> CompressedSum:
         """Right behind the gradient: what is sent, from there on."""
         wide = torch.promote_types(g.dtype, torch.float32)
         error = received = None
@@ -123,9 +123,9 @@ class _Compressing:
                 partial, lost = o.compressed(o.sub(x, e), None, key, **how_sent)
             else:
                 partial, lost = o.compressed(x, e, key, **how_sent)
-        return Sent(g.dtype, x, partial, lost, error, received)
+        return CompressedSum(g.dtype, x, partial, lost, error, received)
 
-    def ended(self, message: Sent) -> Any:
+    def ended(self, message: CompressedSum) -> Any:
         """Where it is used: what has come."""
         z = o.summed(message.partial)
         if message.received is not None and message.error is not None:
