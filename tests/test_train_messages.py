@@ -126,9 +126,9 @@ def test_a_plan_that_leaves_most_of_a_model_whole_says_so():
 
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
     told = []
-    for kind in (hf.MixtralConfig, hf.LlamaConfig):
+    for kind in (hf.MambaConfig, hf.LlamaConfig):
         with torch.device("meta"):
-            model = hf.AutoModelForCausalLM.from_config(kind(**sizes, num_key_value_heads=2, vocab_size=32))
+            model = hf.AutoModelForCausalLM.from_config(kind(**sizes, vocab_size=32))
         plan = Plan.read("tp", Mesh(tp=2))
         held = ShardedModel(model, torch.optim.SGD(model.parameters()), plan)
         team = SimpleNamespace(plan=plan, name="tp")

@@ -385,7 +385,8 @@ class Elimination:
         cutoff = best - CLOSE * abs(best) if best < math.inf else best
         # for each variable so far: what is left to try (bound, value, weight), the best last
         stack: list[list[tuple[float, int, float]]] = []
-        bound, weight = self.bound - price * most, 0.0
+        bound = self.bound - price * most
+        weight = sum(float(w[0]) for n, w in weights.items() if self.sizes[n] == 1)  # these have no choice
         while True:
             if len(stack) > last:  # whatever is left follows
                 value = bound - price * (weight - most)

@@ -26,7 +26,9 @@ from mycel.errors import CheckpointError
 
 NAME = ".lock"
 SHOWN = 4  # names of files in an error message
-OWN = (NAME, "config.yaml", "checkpoints", "tensorboard", "curve.png", "model", "logs")  # of a run, besides its metrics
+OWN = (  # of a run, besides its metrics
+    NAME, "config.yaml", "checkpoints", "tensorboard", "curve.png", "model", "logs", "predicted.json",
+)  # fmt: skip
 
 
 class Lock:
