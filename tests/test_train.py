@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -195,7 +196,8 @@ def test_what_will_run_and_what_came_of_it(disk, tmp_path, mycel):
     code, told = mycel("train", "my.yaml", cwd=tmp_path)
     assert code == 0 and "step 12/12  100%  loss " in told and "sample\n\ndef" in told and "● validation" in told, told
     assert "\ndone\n" in told and "12 steps in " in told and "\x1b" not in told
-    there = "checkpoints config.yaml curve.png metrics.jsonl model tensorboard"
+    assert re.search(r"a step +[\d.,]+ ms measured, [\d.,]+ ms predicted \(", told), told
+    there = "checkpoints config.yaml curve.png metrics.jsonl model predicted.json tensorboard"
     assert sorted(p.name for p in (tmp_path / "run").iterdir()) == [".lock", *there.split()]
     assert (tmp_path / "run" / "curve.png").read_bytes()[1:4] == b"PNG"
     module = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
