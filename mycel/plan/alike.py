@@ -87,8 +87,8 @@ class Alike:
         ways: dict[tuple[int, ...], int] = {}  # in which values are used, numbered
         edges = []
         for (s, node, operand, cut), times in g.edges.items():
-            way = (g.rank_of(s.node, 1, s.output), s.rows, g.rank_of(node, 0, operand), cut, times)
-            edges.append((s.node, node, ways.setdefault(way, len(ways))))
+            use = (g.rank_of(s.node, 1, s.output), s.rows, g.rank_of(node, 0, operand), cut, times)
+            edges.append((s.node, node, ways.setdefault(use, len(ways))))
         while count < len(set(colors.values())):
             count = len(set(colors.values()))
             around: dict[Node, list[tuple[int, int]]] = {node: [] for node in colors}
