@@ -6,6 +6,7 @@ Layouts are written here by hand, as a plan has them: no solver stands between t
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -13,13 +14,16 @@ import torch
 import yaml
 from golden import golden
 
+import mycel
 from mycel import lower, transform
 from mycel.errors import PlanError
 from mycel.ir import Layout, Mesh, Program, check, type_of
 from mycel.lower.distribute import pin
 from mycel.lower.settle import settle
-from mycel.plan import Decided, Plan, Residuals
+from mycel.parts import ShardedModel
+from mycel.plan import CPU, Decided, MovedValue, Offloaded, Plan, Residuals
 from mycel.plan.decided import BlockLayouts, digest
+from mycel.planning import Task, with_layouts
 from mycel.run import interpret, simulate
 from mycel.run.simulate import put_together, spread_out
 
@@ -241,3 +245,38 @@ def test_lowered():
     changed("lowered", program, done.program)
     assert done.spread is not None and not done.regions
     equals(program, done.program, done.spread, MESH)
+
+
+MOVING = """
+def main(x: f64[8,4], w: f64[6,4], v: f64[4,6]):
+  a: f64[8,6] = linear(x, w)                                # mlp.py:1
+  h: f64[8,6] = gelu(a)                                     # mlp.py:1
+  y: f64[8,4] = linear(h, v)                                # mlp.py:2
+  z: f64[8,4] = square(y)                                   # mlp.py:3
+  dy: f64[8,4] = mul(z, 2.0) [backward]                     # mlp.py:3
+  dh: f64[8,6] = matmul(dy, v) [backward]                   # mlp.py:2
+  dv: f64[4,6] = linear_weight(dy, h) [backward]            # mlp.py:2
+  return dh, dv
+"""
+
+
+def test_offload():
+    program = Program.parse(MOVING)
+    moved = lower.offload(program, Offloaded("main", (MovedValue("h", "z", "dh"),)))
+    changed("offload", program, moved)
+    inputs = values(program)
+    assert all(map(torch.equal, interpret(program, inputs), interpret(moved, inputs)))
+
+
+def test_compress():
+    plan = Plan.read({"mesh": {"dp": 2}, "batch": ["dp"], "compress": {"dp": {"weight": "int8+ef"}}})
+    model = torch.nn.Linear(32, 16, bias=False)
+    step = mycel.train_step(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), loss=torch.nn.functional.mse_loss, plan=plan, compile=False
+    )
+    unsharded = step.unsharded(torch.randn(4, 32), torch.randn(4, 16))
+    given, gathered = ShardedModel(model, step.optimizer, plan).given(unsharded)
+    spread = with_layouts(Task(unsharded.program, unsharded.body, CPU, False, given, gathered), plan)[1]
+    assert spread is not None
+    texts = [re.sub(r" +# .*", "", str(check(p))) for p in (spread.local, lower.compress(spread.local))]
+    golden("compress", f"# before\n\n{texts[0]}\n# after\n\n{texts[1]}")
