@@ -19,6 +19,7 @@ import mycel
 from examples import parse_example
 from mycel.ir import Mesh
 from mycel.launch import launch
+from mycel.message_state import MessageState
 from mycel.ops.optimisers import OPTIMISERS
 from mycel.parts import ShardedModel
 from mycel.plan import Plan
@@ -165,7 +166,8 @@ def held(name: str, written: Plan, one: OneDevice) -> SimpleNamespace:
     """What a run holds under a plan, as far as `train.state` asks."""
     parts = ShardedModel(one.model, one.optimizer, written)
     parts.given(one.made)
-    return SimpleNamespace(module=one.model, optimizer=one.optimizer, step=SimpleNamespace(parts=parts, counters=dict))
+    step = SimpleNamespace(parts=parts, counters=dict, messages=MessageState(parts))
+    return SimpleNamespace(module=one.model, optimizer=one.optimizer, step=step)
 
 
 @pytest.mark.parametrize("name", ["Adafactor", "Adagrad", "NAdam", "Muon"])
