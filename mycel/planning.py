@@ -65,10 +65,7 @@ def planned(task: Task, given: Plan) -> tuple[Plan, lower.Lowered]:
             f"a pipeline {what} yet\n  try       compress: {{}} and offload: none, or a plan without stages"
         )
     step = LaidOut.of(task, given)
-    if given.offload.is_none:
-        outcome = plan.decide(step.under, step.pairs, step.costs, task.budget, given.recompute)
-    else:
-        outcome = _with_moves(step, given)
+    outcome = step.decided()
     return step.plan_of(outcome), outcome.lowered
 
 
@@ -110,6 +107,12 @@ class LaidOut:
     def pairs(self) -> int:
         """Calls of blocks with their backward."""
         return len(list(plan.paired(self.local.blocks[self.task.body])))
+
+    def decided(self) -> Outcome:
+        """The fastest that fits: what backward computes again, and what is on the host meanwhile."""
+        if self.plan.offload.is_none:
+            return plan.decide(self.under, self.pairs, self.costs, self.task.budget, self.plan.recompute)
+        return _with_moves(self, self.plan)
 
     def under(self, prices: Sequence[float]) -> Outcome:
         """Lowered, where keeping a byte costs so many seconds."""

@@ -5,6 +5,8 @@
     zero            optimiser state, gradients, parameters split over dp
     microbatches    parts of the batch, one after the other
     recomputation   what the memory budget asks for, at least cost (`plan/decide.py`)
+    neighbours      of the best: other axes inside a host, ZeRO inside a host alone, parameters split in two dims,
+                    experts over ranks of their own, state and activations on the host (`search_space.py`)
 
 Each of these plans is lowered and priced by the one clock, under the memory of the device.  Plans that cannot fit are
 told apart by what they hold alone.  A plan that computes everything once, divided among all devices, and waits for no
@@ -14,10 +16,12 @@ message is a bound for all of them; a plan within `NEAR` of it ends the search.
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -30,35 +34,17 @@ from mycel.plan import Costs, ErrorBars, Plan, Times
 from mycel.plan.cluster import Cluster
 from mycel.plan.links import sent_by
 from mycel.planning import LaidOut, Outcome, Task
-from mycel.shallow import Shallow
+from mycel.search_space import AXES, LEVELS, SearchSpace, Shape
+from mycel.shallow import Shallow, layer_lists
 from mycel.sizes import shown
 
 NEAR = 0.01  # a plan this close to the bound ends the search
 WORSE = 1.02  # a direction that is slower by this is left: more tp (where twice in turn), lower levels of ZeRO
 MUCH_WORSE = 1.2  # more tp is left at once
-TENSOR = 64  # the largest number of ranks a parameter is split over by tp
-LEVELS = (0, 1, 2, 3)  # of ZeRO
+GAIN = 0.03  # the share of a step that a neighbour must be able to save to be looked at
+FULL = 0.8  # of the memory: what is computed again is so for want of it
+ROUNDS = 3  # of neighbours of neighbours
 SMALL = 1e-3  # a value, against the largest of its block, whose layout matters little
-
-
-@dataclass(frozen=True)
-class Shape:
-    """What a plan is before anything is decided; dp, cp and tp are the sizes of its mesh."""
-
-    dp: int = 1
-    cp: int = 1
-    tp: int = 1
-    zero: int = 0
-    microbatches: int = 1
-
-    @property
-    def mesh(self) -> Mesh:
-        return Mesh({name: n for name in ("dp", "cp", "tp") if (n := getattr(self, name)) > 1} or {"dp": 1})
-
-    def __str__(self) -> str:
-        axes = " ".join(f"{name}={n}" for name in ("dp", "cp", "tp") if (n := getattr(self, name)) > 1) or "one device"
-        zero = f", zero {self.zero}" if self.zero else ""
-        return axes + zero + (f", {self.microbatches} microbatches" if self.microbatches > 1 else "")
 
 
 @dataclass(frozen=True)
@@ -72,6 +58,7 @@ class Candidate:
     again: float = 0.0  # seconds of computing again
     price: float = 0.0  # what keeping a byte for backward has cost
     why: str = ""  # it does not fit, or is not the best
+    outcome: Outcome | None = field(default=None, repr=False, compare=False)  # where all of the step was lowered
 
     @property
     def fits(self) -> bool:
@@ -163,9 +150,11 @@ class Search:
 
     def held(self, shape: Shape) -> float:
         """Bytes that are there all the time, at the least: parameters and optimiser state."""
-        parameters, state = self.bytes_of("parameter") / shape.tp, self.bytes_of("state") / shape.tp
-        over = shape.dp
-        return parameters / (over if shape.zero == 3 else 1) + state / (over if shape.zero else 1)
+        split = shape.tp * shape.ty * shape.ep * shape.pp
+        parameters, state = self.bytes_of("parameter") / split, self.bytes_of("state") / split
+        over = shape.fsdp if shape.fsdp > 1 else shape.dp
+        state = 0.0 if shape.offload else state / (over if shape.zero else 1)
+        return parameters / (over if shape.zero == 3 else 1) + state
 
     @property
     def batch(self) -> list[tuple[str, tuple[int, ...]]]:
@@ -185,49 +174,71 @@ class Search:
 
     # -- the plans there are
 
+    @functools.cached_property
+    def space(self) -> SearchSpace:
+        cluster = self.cluster
+        experts = max((n for _, n in self._experts()), default=1)
+        layers = max(map(len, layer_lists(self.model)), default=1)
+        return SearchSpace(cluster.world, cluster.devices, self.rows, self.length, experts, layers)
+
     def shapes(self) -> Iterator[Shape]:
         """Meshes, without ZeRO and microbatches, small tp first."""
-        world, fixed = self.cluster.world, self.given.get("mesh")
-        for tp in _divisors(world):
-            for cp in _divisors(world // tp):
-                shape = Shape(world // tp // cp, cp, tp)
-                if fixed is not None and shape.mesh.sizes() != Mesh(fixed).sizes():
-                    continue
-                if tp <= TENSOR and shape.dp <= self.rows and (cp == 1 or self.length % cp == 0):
-                    yield shape
+        fixed = self.given.get("mesh")
+        if fixed is None:
+            yield from self.space.meshes()
+            return
+        unknown = [a for a in fixed if a not in AXES]
+        if unknown:
+            raise PlanError(f"the search knows no axis {unknown[0]!r}\n  known     {', '.join(AXES)}")
+        if (world := Mesh(fixed).world) != self.cluster.world:
+            raise PlanError(
+                f"the mesh has {world} devices, the cluster {self.cluster.world}\n  the mesh  {Mesh(fixed)}"
+            )
+        shape = Shape(**fixed)
+        order = tuple(a for a, n in fixed.items() if n > 1)
+        shape = shape if order == shape.default_order else replace(shape, order=order)
+        if self.space.has(shape):
+            yield shape
+
+    def _experts(self) -> list[tuple[str, int]]:
+        """Patterns of parameters that a layer of experts has one of for each, and how many."""
+        ready = Plan.read("ep", Mesh(ep=1)).parameters
+        named = [(name, v.shape[0]) for name, v in ((r.name, v) for r, v in _parameters(self.program)) if v.shape]
+        return [(p, count) for p in ready for name, count in named if fnmatchcase(name, p)]
 
     def written(self, shape: Shape) -> Plan:
         """The plan of a shape before anything is decided: what is given, and over tp the parameters that cost least."""
-        mesh = shape.mesh
-        batch = ["dp" if "dp" in mesh else "-", *(["cp"] if "cp" in mesh else [])]
-        data: dict[str, Any] = {"batch": [x for x in batch if x != "-"] if batch != ["-"] else [], "mesh": mesh.sizes()}
-        if batch[0] == "-" and len(batch) > 1:
-            data["batch"] = batch
-        if shape.zero and "dp" in mesh:
-            data["zero"] = f"{shape.zero} over dp"
-        if "tp" in mesh:
-            data["parameters"] = {**self.parameters(shape), **dict(self.given.get("parameters") or {})}
+        data = shape.data()
+        parameters = self.parameters(shape) if shape.tp * shape.ty * shape.ep > 1 else {}
+        data["parameters"] = {**parameters, **dict(self.given.get("parameters") or {})}
         data |= {k: v for k, v in self.given.items() if k in ("sums", "recompute", "activations")}
-        return replace(Plan.read(data), microbatches=shape.microbatches)
+        return Plan.read(data)
 
     def parameters(self, shape: Shape) -> dict[str, Any]:
-        """Layouts over tp, by pattern; those that stay whole are left out."""
-        key = (shape.cp > 1, shape.tp)
+        """Layouts over tp, ty and ep, by pattern; those that stay whole are left out."""
+        key = (shape.cp > 1, shape.tp, shape.ty, shape.ep)
         if key not in self._parameters:
+            alone = replace(shape, zero=0, microbatches=1, pp=1, offload=False, compress="", order=())
             found = None
             if self.shallow is not None:
-                found = patterns(self._parameter_layouts(shape, self.shallow.steps(1)[0]))
+                found = patterns(self._parameter_layouts(alone, self.shallow.steps(1)[0]))
                 if any(re.search(r"\d", name) for name in found):  # layers that differ: each has its say
                     found = None
-            self._parameters[key] = patterns(self._parameter_layouts(shape, self.step(1))) if found is None else found
+            self._parameters[key] = patterns(self._parameter_layouts(alone, self.step(1))) if found is None else found
         return self._parameters[key]
 
     def _parameter_layouts(self, shape: Shape, unsharded: UnshardedStep) -> dict[str, Layout]:
-        """The layouts over tp that cost least, by name."""
-        program, batch_only = unsharded.program, self._batch_plan(replace(shape, zero=0, microbatches=1))
-        inputs, _ = ShardedModel(self.model, self.optimizer, batch_only).given(unsharded)
-        whole = lower.settled(program, batch_only, inputs)
-        links = self.cluster.hardware.links(batch_only.mesh)
+        """The layouts over tp and ty that cost least, by name; experts lie over ep."""
+        ready = Plan.read("ep", Mesh(ep=shape.ep)) if shape.ep > 1 else None
+        written = Plan.read({**shape.data(), "loose": True, "parameters": dict(ready.parameters) if ready else {}})
+        names = {role.name: v.shape for role, v in _parameters(unsharded.program)}
+        axes = tuple(a for a in ("tp", "ty") if a in shape.sizes)
+        if not axes:
+            return written.parameter_layouts(names)
+        program = unsharded.program
+        inputs, _ = ShardedModel(self.model, self.optimizer, written).given(unsharded)
+        whole = lower.settled(program, written, inputs)
+        links = self.cluster.hardware.links(written.mesh)
         costs = Costs(whole, self.cluster.hardware, self.compiled)
         roles = [program.role(v) for v in program.inputs]
         at = {role.name: i for i, role in enumerate(roles) if role.kind == "parameter"}
@@ -235,13 +246,8 @@ class Search:
         for i, (role, v) in enumerate(zip(roles, program.inputs, strict=True)):
             if role.kind == "state" and role.of in at and v.shape == program.inputs[at[role.of]].shape:
                 free[i] = at[role.of]
-        found = plan.parameter_layouts(whole, batch_only, inputs, free, ("tp",), costs, links, lower.Prices(links))
+        found = plan.parameter_layouts(whole, written, inputs, free, axes, costs, links, lower.Prices(links))
         return {name: found[i] for name, i in at.items()}
-
-    def _batch_plan(self, shape: Shape) -> Plan:
-        mesh = shape.mesh
-        entry = ["dp" if "dp" in mesh else "-", *(["cp"] if "cp" in mesh else [])]
-        return Plan.read({"batch": entry, "mesh": mesh.sizes()})
 
     # -- pricing
 
@@ -265,7 +271,8 @@ class Search:
 
     def _timed(self, shape: Shape, written: Plan) -> Candidate:
         try:
-            candidate = self._timed_shallow(shape, written) if self.shallow is not None else None
+            is_shallow = self.shallow is not None and written.offload.is_none
+            candidate = self._timed_shallow(shape, written) if is_shallow else None
             return candidate or self._timed_whole(shape, written)
         except PlanError as e:
             if "too much" not in str(e):
@@ -273,18 +280,18 @@ class Search:
             more = re.search(r": ([\d.]+ \w+) too much", str(e))
             return Candidate(shape, why=f"out of memory by {more[1] if more else 'some'}")
 
+    def priced(self, written: Plan) -> Candidate:
+        """What a plan that people wrote comes to, on as many devices."""
+        sizes = {a: n for a, n in written.mesh.sizes().items() if a in AXES}
+        shape = Shape(**sizes, zero=written.zero, microbatches=written.microbatches, order=tuple(sizes))
+        with unchecked():
+            return self._timed(replace(shape, order=()) if shape.default_order == shape.order else shape, written.given)
+
     def _timed_whole(self, shape: Shape, written: Plan) -> Candidate:
         laid_out = self._laid_out(self.step(shape.microbatches), written)
-        prices: list[tuple[Outcome, float]] = []
-
-        def under(each: Sequence[float]) -> Outcome:
-            prices.append((laid_out.under(each), each[-1]))
-            return prices[-1][0]
-
-        outcome = plan.decide(under, laid_out.pairs, laid_out.costs, self.memory, written.recompute)
-        price = next(price for x, price in prices if x is outcome)
+        outcome = laid_out.decided()
         again, sent = _again(outcome, shape), _sent(outcome, laid_out)
-        return Candidate(shape, laid_out.plan_of(outcome), outcome.times, sent, again, price)
+        return Candidate(shape, laid_out.plan_of(outcome), outcome.times, sent, again, outcome=outcome)
 
     def _timed_shallow(self, shape: Shape, written: Plan) -> Candidate | None:
         """From steps with fewer layers; nothing where their layouts differ."""
@@ -326,16 +333,17 @@ class Search:
 
     def detail(self, candidate: Candidate) -> Detail:
         """The program of a plan that was priced; of a deep model that with fewer layers."""
-        shape = candidate.shape
-        written, step, what = self.written(shape), self.step(1), ""
-        if self.shallow is not None:
+        shape, outcome, what = candidate.shape, candidate.outcome, ""
+        written = self.written(shape)
+        if outcome is None:
+            assert self.shallow is not None
             step = self.shallow.steps(shape.microbatches)[0]
+            with unchecked():
+                outcome = self._laid_out(step, written).under([candidate.price])
             kept = ", ".join(f"{x.kept} of {len(x.module)}" for x in self.shallow.lists)
             what = f"Drawn with {kept} layers: the others are like these."
-        elif shape.microbatches > 1:
+        else:
             step = self.step(shape.microbatches)
-        with unchecked():
-            outcome = self._laid_out(step, written).under([candidate.price])
         shapes = {r.name: v.shape for r, v in _parameters(step.program)}
         layouts = written.parameter_layouts(shapes)
         if written.zero == 3:
@@ -361,9 +369,7 @@ class Search:
                 f"the plan is for {written.mesh.world} devices, the cluster has {self.cluster.world}\n"
                 f"  the mesh  {written.mesh}\n  try       --cluster with as many devices"
             )
-        sizes = written.mesh.sizes()
-        shape = Shape(sizes.get("dp", 1), sizes.get("cp", 1), sizes.get("tp", 1), written.zero, written.microbatches)
-        found = self._timed(shape, written.given)
+        found = self.priced(written)
         if not found.fits:
             raise PlanError(f"the plan does not fit {shown(self.memory or 0)} a device: {found.why}")
         what = f"a step takes {found.seconds * 1e3:,.1f} ms, {shown(found.peak)} at its peak"
@@ -372,12 +378,16 @@ class Search:
     # -- the search
 
     def bound(self) -> float:
-        """Seconds that no plan goes below: everything computed once, divided among all devices, without messages."""
-        program = self.program
-        costs = Costs(program, self.cluster.hardware, self.compiled)
-        count = runs(program)
-        products = sum(count[name] * costs.kernel(eqn) for name, eqn in walk(program) if eqn.op.product)
-        return products / self.cluster.world
+        """Seconds that no plan goes below: everything computed once, divided among all devices, without messages.  A
+        part of an equation takes at least its share of what the whole one does (`tests/test_search.py`)."""
+        with unchecked():
+            alone = Shape()
+            steps = self.shallow.steps(1) if self.shallow is not None else [self.step(1)]
+            laid_out = [self._laid_out(step, self.written(alone)) for step in steps]
+            prices = [0.0, *plan.ladder(laid_out[0].costs)[:1]]
+            computing = [[x.under([price]).times.totals["compute"] for x in laid_out] for price in prices]
+        whole = [self.shallow.sum(each) if self.shallow is not None else each[0] for each in computing]
+        return min(whole) / self.cluster.world
 
     def flops(self) -> float:
         program, count = self.program, runs(self.program)
@@ -434,7 +444,7 @@ class Search:
                     break
                 zero = fixed if fixed is not None else 3 if mesh.dp > 1 else 0
                 first = replace(mesh, zero=zero)
-                for count in [parts] if parts else _microbatches(self.rows // mesh.dp):
+                for count in [parts] if parts else self.space.microbatches(mesh):
                     first = replace(first, microbatches=count)
                     yield first
                     if self._priced[first].fits or self.held(first) > (self.memory or float("inf")):
@@ -467,8 +477,41 @@ class Search:
                 before = min(before, seconds)
         if not parts:  # fewer values computed again
             for shape in [c.shape for c in self._priced.values() if c.again and c.seconds == self._fastest()]:
-                more = [n for n in _microbatches(self.rows // shape.dp) if n > shape.microbatches][:1]
+                more = [n for n in self.space.microbatches(shape) if n > shape.microbatches][:1]
                 yield from (replace(shape, microbatches=n) for n in more)
+        yield from self._neighbours()
+
+    def _neighbours(self) -> Iterator[Shape]:
+        """Of the best, those that could save what it waits for or computes again; and of what is better then."""
+        if self.given.get("mesh") is not None:
+            return
+        space = self.space
+        for _ in range(ROUNDS):
+            best = min((c for c in self._priced.values()), key=lambda c: (c.seconds, self.held(c.shape)))
+            shape, least = best.shape, GAIN * best.seconds
+            found: list[Iterator[Shape]] = []
+            if best.fits and best.exposed > least:
+                if self._sending(best) > least:
+                    found += [space.orders(shape), space.hybrids(shape)]
+                if self._sending(best, "tp") > least:
+                    found += [space.planes(shape)]
+                found += [space.with_experts(shape)]
+            is_full = self.memory is not None and best.peak > FULL * self.memory
+            if not best.fits or (is_full and best.again > least):
+                found += [space.with_experts(shape), iter([replace(shape, offload=True)])]
+            for each in itertools.chain(*found):
+                if each not in self._priced and self.held(each) <= (self.memory or float("inf")):
+                    yield each
+            if self._fastest() >= best.seconds:
+                return
+
+    def _sending(self, candidate: Candidate, axis: str | None = None) -> float:
+        """Seconds of the messages over the wires of an axis; None: over the slowest."""
+        links = self.cluster.hardware.links(candidate.shape.mesh)
+        if axis is not None and axis not in links.named:
+            return 0.0
+        link = links.named[axis] if axis is not None else min(links.named.values(), key=lambda x: x.bytes_s)
+        return candidate.sent.get(link.name, 0.0) / link.bytes_s
 
     def _fastest(self) -> float:
         return min((c.seconds for c in self._priced.values()), default=float("inf"))
@@ -584,16 +627,4 @@ def patterns(layouts: Mapping[str, Layout]) -> dict[str, Any]:
                 continue
             entry = [".".join(axes) or "-" for axes in layout.dims]
             found.update({pattern: entry} if len(alike) == 1 else dict.fromkeys(names, entry))
-    return found
-
-
-def _divisors(n: int) -> list[int]:
-    return [k for k in range(1, n + 1) if n % k == 0]
-
-
-def _microbatches(rows: int) -> list[int]:
-    """Parts that a rank's rows can be cut into: powers of two."""
-    found = [1]
-    while rows % (2 * found[-1]) == 0 and found[-1] < 64:
-        found.append(2 * found[-1])
     return found

@@ -66,6 +66,7 @@ from mycel.run import (
 )
 from mycel.several_optimizers import SeveralOptimizers, each_of
 from mycel.sizes import parse_bytes, shown
+from mycel.step_search import Undecided
 from mycel.step_state import StepState
 
 differentiate_with(transform.value_and_grad)
@@ -90,11 +91,12 @@ def train_step(
 ) -> Step:
     """A callable that takes one step on a batch and returns its loss, or with `outputs` (loss, what came beside it).
 
-    mesh        the devices, e.g. mycel.Mesh(dp=2, tp=4); None: one.  Every rank holds its parts of the model, and calls
-                the step with the whole batch, of which it moves its part to its device, or `step.local(...)` with that
-                part alone
-    plan        "auto", or how to spread the step: a mycel.Plan, a .yaml file, or names of ready plans such as
-                "zero3+tp"
+    mesh        the devices, e.g. mycel.Mesh(dp=2, tp=4); None: as the plan says.  Every rank holds its parts of the
+                model, and calls the step with the whole batch, of which it moves its part to its device, or
+                `step.local(...)` with that part alone
+    plan        "auto": on a mesh, or the ranks that torchrun or `mycel train` started, the fastest plan that a search
+                finds when the first batch is there; or how to spread the step: a mycel.Plan, a .yaml file, or names of
+                ready plans such as "zero3+tp".  None: this device alone, or with a mesh the batch split over it
     loss        None: the model returns the loss, or an object or dict with `loss`.  Otherwise loss(output, *rest): the
                 loss gets the last of the positional arguments, as many as it asks for (all, if it takes *args), the
                 model the first ones, as many as it takes; what the loss needs is no optional argument of the model
@@ -143,7 +145,8 @@ def train_step(
     if accumulate == 1 and written is not None:
         accumulate = written.microbatches
     settings = Settings(precision, accumulate, clip_norm, budget, compile, clip_value, bool(grads), bool(outputs))
-    return Step(model, one, loss, settings, written)
+    undecided = Undecided.of(mesh) if _is_auto(plan) else None
+    return Step(model, one, loss, settings, None if undecided else written, undecided)
 
 
 def _written(mesh: Any, given: Any) -> plan.Plan | None:
@@ -151,11 +154,15 @@ def _written(mesh: Any, given: Any) -> plan.Plan | None:
     axis."""
     if mesh is not None and not isinstance(mesh, Mesh):
         raise PlanError(f"mesh={mesh!r} is no mesh\n  try       mycel.Mesh(dp=2, tp=4)")
-    if given is not None and not (isinstance(given, str) and given == "auto"):
+    if given is not None and not _is_auto(given):
         return plan.Plan.read(given, mesh)
     if mesh is None or not mesh.axes:
         return None
     return plan.Plan(mesh, batch=["dp" if "dp" in mesh else mesh.axes[0]])
+
+
+def _is_auto(given: Any) -> bool:
+    return isinstance(given, str) and given == "auto"
 
 
 @dataclass(frozen=True)
@@ -217,19 +224,17 @@ class Step:
         loss: Callable[..., Any] | None,
         settings: Settings,
         written: plan.Plan | None = None,
+        undecided: Undecided | None = None,
     ) -> None:
-        self.model, self.optimizer, self.settings, self.written = model, optimizer, settings, written
-        self.parts = ShardedModel(model, optimizer, written) if written is not None and written.mesh.world > 1 else None
-        self.for_ranks = self.parts is not None  # is what they share kept in the program?
-        self.fn = objective(model, loss)
+        self.model, self.optimizer, self.settings, self.undecided = model, optimizer, settings, undecided
+        self._spread(written)
+        self.fn, self._loss = objective(model, loss), loss
         self.taken = objective(model, loss, settings.outputs) if settings.outputs else self.fn
         self.entries: list[CompiledStep] = []
         self.by_rule = not optimizers.without_rule(optimizer)  # is the update part of the program?
         self._told = False  # that it is not
         self.grad_norm: torch.Tensor | None = None
         self._gradients: dict[str, torch.Tensor] = {}
-        self.messages = MessageState(self.parts)
-        self.state = StepState(model, optimizer, self.parts, self.counters, self.set_counters, self.messages)
         self.steps = 0  # taken, skipped ones among them
         self._evaluation: Forward | None = None
         self._routing: Forward | None = None
@@ -237,6 +242,33 @@ class Step:
         self._counters: dict[str, torch.Tensor] = {}
         self._host: HostSpace | None = None
         self._graphs: Any = None  # the memory of recorded steps
+
+    def _spread(self, written: plan.Plan | None) -> None:
+        """Over the ranks of a plan."""
+        model, optimizer = self.model, self.optimizer
+        self.written = written
+        self.parts = ShardedModel(model, optimizer, written) if written is not None and written.mesh.world > 1 else None
+        self.for_ranks = self.parts is not None  # is what they share kept in the program?
+        self.messages = MessageState(self.parts)
+        self.state = StepState(model, optimizer, self.parts, self.counters, self.set_counters, self.messages)
+
+    def _find_plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """For such batches, where it is left to the search."""
+        if self.undecided is None:
+            return
+        ranks, s = plan.Plan(Mesh(dp=self.undecided.world)), self.settings
+        device = device_of(self.model)
+
+        def make(count: int) -> UnshardedStep:
+            settings = replace(s, accumulate=count)
+            return Step(self.model, self.optimizer, self._loss, settings, ranks).unsharded(*args, **kwargs)
+
+        found = self.undecided.search(
+            self.model, self.optimizer, make, device, s.budget, s.accumulate, s.compiles(device), self.by_rule
+        )
+        self.undecided = None
+        self._spread(found)
+        self.settings = replace(s, accumulate=found.microbatches)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """One step on a batch; returns its loss (with `outputs`, and these), which stays on the device.  Only this
@@ -293,10 +325,14 @@ class Step:
     def rows(self, size: int, name: str | None = None) -> range:
         """Which rows of a batch of so many are this rank's; `name`: of which tensor, where the plan splits them
         differently."""
+        if self.undecided is not None:
+            self.undecided.refuse("rows(…)")
         return range(size) if self.parts is None else self.parts.rows(size, name)
 
     def slices(self, name: str, shape: Sequence[int]) -> tuple[slice, ...]:
         """Which part of a batch tensor of this name and shape is this rank's."""
+        if self.undecided is not None:
+            self.undecided.refuse("slices(…)")
         return tuple(slice(0, n) for n in shape) if self.parts is None else self.parts.slices(name, shape)
 
     def prepare(self, *args: Any, **kwargs: Any) -> Step:
@@ -314,9 +350,9 @@ class Step:
 
     def compile(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CompiledStep:
         """capture -> 16 bits -> head -> shares -> gradient -> parts -> update -> plan -> lower -> code."""
-        s = self.settings
         self._choose_update()
-        device = device_of(self.model)
+        self._find_plan(args, kwargs)
+        s, device = self.settings, device_of(self.model)
         if s.compiles(device):
             start_workers()
         if device.type == "cpu":
@@ -744,7 +780,7 @@ class Step:
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """The loss of a batch (with `outputs`, and these) in evaluation mode, without a step; under the plan."""
-        if self.parts is not None and not self.parts.is_split:
+        if self.undecided is not None or (self.parts is not None and not self.parts.is_split):
             self.prepare(*args, **kwargs)  # a step says how parameters lie
         self._evaluation = self._evaluation or self.forward(self.taken)
         with evaluating(self.model):

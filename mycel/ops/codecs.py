@@ -77,7 +77,7 @@ def wide(dtype):
 @op(
     lambda g, e, key, **_: f"..., {'' if e is None else '...'}, -> ..., ...",
     types=lambda g, e, key, **_: (g, g),
-    linear=((0,), (0, 1)),
+    linear=((0, 1),),
     sent_as_sum=True,
     padding="zeros",
     examples=['f[4,6], None, None, codec="int8", axes=("dp",)', 'f[3], f[3], i64[], codec="int8", axes=("dp",)'],

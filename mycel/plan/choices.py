@@ -274,10 +274,11 @@ def linear_groups(op: Op, inputs: Sequence[Any], outputs: Sequence[Type]) -> lis
     digits = min(t.dtype.to_real().itemsize for t in outputs)
     groups: list[tuple[int, ...]] = [tuple(range(len(inputs)))] if isinstance(op.linear, str) else list(op.linear)
     passing = []
-    for group in groups:
+    for all_of_it in groups:
+        group = tuple(i for i in all_of_it if i >= len(inputs) or inputs[i] is not None)  # what is left out is zero
         types = [inputs[i] for i in group if i < len(inputs)]
         # zeros everywhere are a partial sum as well
-        if len(types) == len(group) and all(_can_be_partial(t, digits) for t in types):
+        if group not in passing and len(types) == len(group) and all(_can_be_partial(t, digits) for t in types):
             passing.append(group)
     return passing
 

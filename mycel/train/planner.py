@@ -108,12 +108,5 @@ def this_machine() -> Cluster:
     return Cluster("this machine", hardware, count, 1, hardware.half)
 
 
-def ranks_of(device: str, count: int) -> Cluster:
-    """So many processes here, each with a device."""
-    kind = "cuda" if device != "cpu" and torch.cuda.is_available() else "cpu"
-    hardware = hardware_of(torch.device(kind))
-    return Cluster("the ranks of this run", hardware, count, 1, hardware.half)
-
-
 def cluster_of(name: str | None) -> Cluster:
     return Cluster.read(name) if name else this_machine()

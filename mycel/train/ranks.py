@@ -132,9 +132,10 @@ def team(config: Config) -> Team:
 
 def _searched(config: Config, count: int) -> tuple[Plan, str]:
     """The fastest plan for so many ranks, which each of them finds; its name for people."""
+    from mycel.step_search import ranks_of
     from mycel.train import planner
 
-    answer = planner.question(config, planner.ranks_of(config.train.device, count)).run()
+    answer = planner.question(config, ranks_of(config.train.device, count)).run()
     best = answer.best
     assert best is not None and best.plan is not None
     return best.plan.given, f"{AUTO} ({best.shape}; {best.seconds * 1e3:,.1f} ms a step predicted)"

@@ -1,0 +1,192 @@
+"""The plan that a search finds against every ready plan and their products, by the clock: 24 models on clusters.
+
+    python bench/plans.py [name ...]      of all pairs those whose name has one of these in it; --quick: no ready plans
+
+A row: seconds of planning, the chosen plan and its step, the fastest ready plan that fits and its step, and the ratio.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+import transformers as hf
+from torch import nn
+
+from mycel.errors import PlanError
+from mycel.ir import Mesh
+from mycel.plan import Plan
+from mycel.plan.cluster import Cluster
+from mycel.search import Candidate, Search
+from mycel.train.planner import search
+
+Batch = dict[str, torch.Tensor]
+
+
+def tokens(rows: int, length: int) -> Batch:
+    ids = torch.empty(rows, length, dtype=torch.int64, device="meta")
+    return {"input_ids": ids, "labels": ids}
+
+
+def llama(width: int, inner: int, layers: int, heads: int) -> Callable[[], nn.Module]:
+    config = hf.LlamaConfig(
+        hidden_size=width, intermediate_size=inner, num_hidden_layers=layers, num_attention_heads=heads,
+        num_key_value_heads=8, vocab_size=128256, max_position_embeddings=8192, use_cache=False,
+    )  # fmt: skip
+    return lambda: hf.LlamaForCausalLM(config)
+
+
+class WideMLP(nn.Module):
+    """Four products of 32,768 x 32,768."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32768, 32768, bias=False) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return ((x - y).float() ** 2).mean()
+
+
+def gpt2() -> nn.Module:
+    return hf.GPT2LMHeadModel(
+        hf.GPT2Config(
+            n_embd=1600, n_layer=48, n_head=25, use_cache=False, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0
+        )
+    )
+
+
+def bert() -> nn.Module:
+    sizes = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
+    return hf.BertForMaskedLM(hf.BertConfig(**sizes, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0))
+
+
+def vit() -> nn.Module:
+    sizes = {"hidden_size": 1280, "num_hidden_layers": 32, "num_attention_heads": 16, "intermediate_size": 5120}
+    return hf.ViTForImageClassification(hf.ViTConfig(**sizes, patch_size=14, num_labels=1000))
+
+
+def t5() -> nn.Module:
+    sizes = {"d_model": 2048, "d_ff": 5120, "d_kv": 64, "num_layers": 24, "num_heads": 32, "vocab_size": 32128}
+    config = hf.T5Config(
+        **sizes, dropout_rate=0.0, feed_forward_proj="gated-gelu", decoder_start_token_id=0, use_cache=False
+    )
+    return hf.T5ForConditionalGeneration(config)
+
+
+def images(rows: int, length: int) -> Batch:
+    pixels = torch.empty(rows, 3, 224, 224, dtype=torch.bfloat16, device="meta")
+    return {"pixel_values": pixels, "labels": torch.empty(rows, dtype=torch.int64, device="meta")}
+
+
+def rows_of_floats(rows: int, length: int) -> Batch:
+    x = torch.empty(rows, 32768, dtype=torch.bfloat16, device="meta")
+    return {"x": x, "y": x}
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int, int], Batch], int]] = {
+    "gpt2-xl": (gpt2, tokens, 1024),
+    "llama-8b": (llama(4096, 14336, 32, 32), tokens, 8192),
+    "llama-70b": (llama(8192, 28672, 80, 64), tokens, 8192),
+    "llama-405b": (llama(16384, 53248, 126, 128), tokens, 8192),
+    "bert-large": (bert, tokens, 512),
+    "vit-h": (vit, images, 1),
+    "t5-xl": (t5, tokens, 512),
+    "mlp": (WideMLP, rows_of_floats, 1),
+}
+
+SLOW = {"name": "network", "bytes_s": 1.1e9, "start_s": 3e-5}  # 10 Gbit/s, of each host
+LINKS = {"fast": None, "slow": [{"name": "nvlink", "bytes_s": 3.6e11, "start_s": 3e-6}, {**SLOW, "shared": True}]}
+
+PAIRS = [
+    ("gpt2-xl", 1, "fast", 8), ("gpt2-xl", 8, "fast", 64), ("gpt2-xl", 24, "fast", 192), ("gpt2-xl", 64, "slow", 512),
+    ("llama-8b", 8, "fast", 16), ("llama-8b", 24, "fast", 48), ("llama-8b", 64, "fast", 64),
+    ("llama-8b", 64, "slow", 128), ("llama-8b", 512, "fast", 512), ("llama-8b", 4096, "fast", 4096),
+    ("llama-70b", 64, "fast", 64), ("llama-70b", 512, "fast", 512), ("llama-70b", 512, "slow", 1024),
+    ("llama-405b", 512, "fast", 256), ("llama-405b", 4096, "fast", 2048),
+    ("bert-large", 8, "fast", 256), ("bert-large", 64, "slow", 2048), ("vit-h", 8, "fast", 512),
+    ("vit-h", 24, "slow", 768), ("t5-xl", 8, "fast", 64), ("t5-xl", 64, "fast", 512),
+    ("mlp", 8, "fast", 1024), ("mlp", 64, "fast", 1024), ("mlp", 64, "slow", 8192),
+]  # fmt: skip
+
+
+def cluster(world: int, links: str) -> Cluster:
+    devices = min(world, 8)
+    data = {"name": f"h100x{world}", "device": "H100", "devices": devices, "hosts": world // devices}
+    return Cluster.read({**data, **({"levels": LINKS[links]} if LINKS[links] and world > devices else {})})
+
+
+def asked(name: str, world: int, links: str, rows: int) -> Search:
+    make, batch, length = MODELS[name]
+    with torch.device("meta"):
+        model = make().to(torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    return search(model, optimizer, batch(rows, length), cluster(world, links))
+
+
+def ready(world: int, rows: int) -> Iterator[tuple[str, Mesh]]:
+    """Ready plans and their products, on meshes of so many devices."""
+    for tp in (1, 2, 4, 8, 16):
+        dp = world // tp
+        if world % tp or dp > rows:
+            continue
+        for data in ("dp", "zero1", "zero2", "zero3") if dp > 1 else ("",):
+            if tp == 1:
+                yield data, Mesh(dp=dp)
+            else:
+                yield "+".join(filter(None, (data, "tp"))), Mesh({"dp": dp, "tp": tp} if dp > 1 else {"tp": tp})
+        if tp >= 8 and dp > 1:
+            yield "zero3+tp2d", Mesh(dp=dp, tx=tp // 2, ty=2)
+
+
+def best_ready(found: Search, world: int, rows: int) -> tuple[str, Candidate] | None:
+    best: tuple[str, Candidate] | None = None
+    for name, mesh in ready(world, rows) if world > 1 else ():
+        tried = Plan.read(name, mesh)
+        for count in (1, 4):
+            if rows // mesh.sizes().get("dp", 1) % count:
+                continue
+            microbatches = {**tried.data(), "microbatches": count}
+            try:
+                candidate = found.priced(Plan.read(microbatches))
+            except PlanError as e:
+                print(f"      {name} on {mesh}: {str(e).splitlines()[0]}")
+                break
+            if candidate.fits and (best is None or candidate.seconds < best[1].seconds):
+                best = f"{name} {mesh}" + (f" x{count}" if count > 1 else ""), candidate
+            if candidate.fits:
+                break
+    return best
+
+
+def main() -> None:
+    quick, names = "--quick" in sys.argv, [a for a in sys.argv[1:] if not a.startswith("-")]
+    worst = 0.0
+    for name, world, links, rows in PAIRS:
+        title = f"{name} {world} {links}"
+        if names and not any(n in title for n in names):
+            continue
+        started = time.perf_counter()
+        found = asked(name, world, links, rows)
+        answer = found.run()
+        took, best = time.perf_counter() - started, answer.best
+        assert best is not None
+        print(
+            f"{title:24} {took:6.1f} s  {best.seconds * 1e3:10,.1f} ms  {100 * answer.mfu(best):5.1f} %  "
+            f"bound {answer.bound / best.seconds:5.2f}  {best.peak / 2**30:5.1f} GiB  {best.shape}",
+            flush=True,
+        )
+        other = None if quick else best_ready(found, world, rows)
+        if other is not None:
+            ratio = best.seconds / other[1].seconds
+            worst = max(worst, ratio)
+            print(f"{'':24} {ratio:6.3f} of {other[1].seconds * 1e3:10,.1f} ms  {other[0]}", flush=True)
+    print(f"largest ratio {worst:.3f}; {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB")
+
+
+if __name__ == "__main__":
+    main()

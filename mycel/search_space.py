@@ -1,0 +1,199 @@
+"""The plans a search looks at: how many devices split what, and the steps from one such plan to its neighbours.
+
+dp      the batch                               zero    over dp, or over fsdp where dp is split in two
+fsdp    the batch, and what ZeRO splits         cp      the sequence
+ep      the batch, and experts                  tp      parameters; with ty in two dims
+pp      stages of a pipeline, each on a mesh of the rest
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mycel.ir import Mesh
+from mycel.plan.schedule import stages_a_rank
+
+AXES = ("dp", "fsdp", "ep", "cp", "ty", "tp")  # of a mesh, the slowest first: tp inside a host
+BATCH = ("dp", "fsdp", "ep")
+TENSOR = 64  # the largest number of ranks a parameter is split over by tp
+LEVELS = (0, 1, 2, 3)  # of ZeRO
+MICROBATCHES = 64  # at most
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a plan is before anything is decided: sizes of its axes, and what is not of the mesh.
+
+    order     of the axes on the wires, the slowest first, where it is not that of `AXES`
+    compress  how gradients travel between the ranks that share no wire faster than the slowest
+    """
+
+    dp: int = 1
+    cp: int = 1
+    tp: int = 1
+    zero: int = 0
+    microbatches: int = 1
+    fsdp: int = 1
+    ep: int = 1
+    ty: int = 1
+    pp: int = 1
+    schedule: str = "1f1b"
+    order: tuple[str, ...] = ()
+    offload: bool = False
+    compress: str = ""
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Of the axes that split anything, as they lie on the wires; without stages."""
+        return {name: n for name in self.order or AXES if (n := getattr(self, name)) > 1}
+
+    @property
+    def mesh(self) -> Mesh:
+        """Of the ranks of one stage."""
+        return Mesh(self.sizes or {"dp": 1})
+
+    @property
+    def world(self) -> int:
+        return self.mesh.world * self.pp
+
+    @property
+    def replicas(self) -> int:
+        """Parts of the batch."""
+        return self.dp * self.fsdp * self.ep
+
+    @property
+    def over(self) -> tuple[str, ...]:
+        """The axes of ZeRO."""
+        if not self.zero:
+            return ()
+        return tuple(a for a in (("fsdp", "ep") if self.fsdp > 1 else ("dp", "ep")) if getattr(self, a) > 1)
+
+    @property
+    def batch(self) -> list[str]:
+        """How the batch lies, as a plan says it."""
+        rows = ".".join(a for a in self.sizes if a in BATCH) or "-"
+        return [rows, "cp"] if self.cp > 1 else [rows] if rows != "-" else []
+
+    def data(self) -> dict[str, Any]:
+        """What of a plan it says."""
+        data: dict[str, Any] = {"mesh": self.mesh.sizes(), "batch": self.batch}
+        data |= {"zero": f"{self.zero} over {'.'.join(self.over)}"} if self.over else {}
+        data |= {"microbatches": self.microbatches} if self.microbatches > 1 else {}
+        if self.pp > 1:
+            data |= {"stages": self.pp * stages_a_rank(self.schedule), "schedule": self.schedule}
+        data |= {"offload": "auto"} if self.offload else {}
+        data |= {"compress": {self.compressed: self.compress}} if self.compress else {}
+        return data
+
+    @property
+    def compressed(self) -> str:
+        """The axis along which gradients are compressed: the slowest that splits the batch."""
+        return next((a for a in self.sizes if a in BATCH), "dp")
+
+    def __str__(self) -> str:
+        axes = [f"pp={self.pp}"] if self.pp > 1 else []
+        axes += [f"{name}={n}" for name, n in self.sizes.items()]
+        said = [" ".join(axes) or "one device"]
+        if self.order:
+            said.append("the slowest axis first")
+        if self.zero:
+            said.append(f"zero {self.zero}" + (" over fsdp" if self.fsdp > 1 else ""))
+        said += [f"{self.microbatches} microbatches"] if self.microbatches > 1 else []
+        said += [self.schedule] if self.pp > 1 else []
+        said += ["offload"] if self.offload else []
+        said += [f"{self.compress} along {self.compressed}"] if self.compress else []
+        return ", ".join(said)
+
+    @property
+    def default_order(self) -> tuple[str, ...]:
+        return tuple(name for name in AXES if getattr(self, name) > 1)
+
+
+@dataclass(frozen=True)
+class SearchSpace:
+    """What there is to choose from: so many devices, `devices` of them in a host; a batch of rows, whose second dim is
+    `length` long; so many experts in a layer and layers in a list."""
+
+    world: int
+    devices: int
+    rows: int
+    length: int
+    experts: int = 1
+    layers: int = 1
+
+    def meshes(self) -> Iterator[Shape]:
+        """Of dp, cp and tp, small tp first."""
+        for tp in divisors(self.world):
+            for cp in divisors(self.world // tp):
+                shape = Shape(self.world // tp // cp, cp, tp)
+                if self.has(shape):
+                    yield shape
+
+    def has(self, shape: Shape) -> bool:
+        """Do batch and sequence have as many parts as it takes?"""
+        return (
+            shape.tp * shape.ty <= TENSOR
+            and shape.replicas * shape.microbatches <= self.rows
+            and (shape.cp == 1 or self.length % shape.cp == 0)
+            and (shape.ep == 1 or self.experts % shape.ep == 0)
+            and (shape.pp == 1 or 2 * shape.pp <= self.layers)
+        )
+
+    def microbatches(self, shape: Shape) -> list[int]:
+        """Parts that a rank's rows can be cut into: powers of two."""
+        rows, found = self.rows // shape.replicas, [1]
+        while rows % (2 * found[-1]) == 0 and found[-1] < MICROBATCHES:
+            found.append(2 * found[-1])
+        return found
+
+    # -- neighbours
+
+    def orders(self, shape: Shape) -> Iterator[Shape]:
+        """The same axes, others of them inside a host."""
+        if self.world == self.devices:
+            return
+        default = shape.default_order
+        for order in itertools.permutations(default):
+            if order != (shape.order or default):
+                yield replace(shape, order=() if order == default else order)
+
+    def hybrids(self, shape: Shape) -> Iterator[Shape]:
+        """ZeRO over the ranks of one host, or of a few; copies between them."""
+        inner = max(1, self.devices // (shape.cp * shape.tp * shape.ty))
+        for count in (inner, 4 * inner):
+            if shape.zero and shape.fsdp == 1 and 1 < count < shape.dp and shape.dp % count == 0 and not shape.order:
+                yield replace(shape, dp=shape.dp // count, fsdp=count)
+
+    def planes(self, shape: Shape) -> Iterator[Shape]:
+        """Parameters split in two dims."""
+        for ty in divisors(shape.tp):
+            if shape.ty == 1 and 1 < ty < shape.tp and ty * ty <= 4 * shape.tp and not shape.order:
+                yield replace(shape, tp=shape.tp // ty, ty=ty)
+
+    def with_experts(self, shape: Shape) -> Iterator[Shape]:
+        """Experts over some of the ranks that split the batch."""
+        for ep in divisors(shape.dp):
+            candidate = replace(shape, dp=shape.dp // ep, ep=ep)
+            if self.experts > 1 and shape.ep == 1 and ep > 1 and not shape.order and self.has(candidate):
+                yield candidate
+
+    def pipelines(self, shape: Shape) -> Iterator[Shape]:
+        """The ranks of dp, or of the rest, in stages; at least as many microbatches as stages."""
+        if shape.pp > 1 or shape.order or shape.fsdp > 1 or shape.ep > 1:
+            return
+        for pp in divisors(self.world):
+            for tp in dict.fromkeys((shape.tp, min(shape.tp, self.devices), 1)):
+                rest, left = divmod(self.world, pp * tp * shape.cp)
+                if pp == 1 or left or rest < 1:
+                    continue
+                found = replace(shape, dp=rest, tp=tp, ty=1, pp=pp, microbatches=1)
+                counts = [n for n in self.microbatches(found) if n >= pp]
+                if counts and self.has(replace(found, microbatches=counts[-1])):
+                    yield from (replace(found, microbatches=n) for n in counts[-2:])
+
+
+def divisors(n: int) -> list[int]:
+    return [k for k in range(1, n + 1) if n % k == 0]
