@@ -70,6 +70,7 @@ MAY_IMPORT = {
         "mixture",
     },
     "shallow": {"ir", "plan", "parts"},
+    "stage_price": {"errors", "sizes", "ir", "plan", "lower", "planning", "shallow"},
     "search": {"errors", "sizes", "ir", "plan", "lower", "parts", "planning", "shallow"},
     "search_text": {"errors", "sizes", "plan", "search"},
     "search_page": {"sizes", "ir", "plan", "search", "search_text"},
