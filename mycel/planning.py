@@ -16,7 +16,6 @@ from mycel import lower, plan
 from mycel.errors import PlanError
 from mycel.ir import DEVICE, HOST, Eqn, Layout, Program
 from mycel.offloading import Mover, Spaces, Way, ways
-from mycel.ops import o
 from mycel.plan import (
     Clock,
     Costs,
@@ -170,20 +169,9 @@ class LaidOut:
     def _stage_costs(self, done: lower.Lowered) -> StageCosts:
         """Seconds of the steps of each stage, and of the longest message between them."""
         assert done.pipeline is not None and self.clock.links is not None
-        schedule, programs = done.pipeline.schedule, done.pipeline.programs
-
-        def seconds(kind: str, stage: int) -> float:
-            program = programs[schedule.place[stage]]
-            name = lower.step_name(kind, stage)
-            if name not in program.blocks:
-                return 0.0
-            return self.clock(replace(program, entry=name, updates=(), roles={}), self.compiled(done)).seconds
-
-        forward, backward, weight = (tuple(seconds(kind, s) for s in range(schedule.stages)) for kind in "FBW")
         link = self.clock.links.of((plan.STAGE_AXIS,))
-        sent = [e for p in programs for e in p.main.eqns if e.op is o.begin_send and e.phase != "update"]
-        longest = max((sum(v.type.bytes for v in e.vars) for e in sent), default=0)
-        return StageCosts(forward, backward, weight, link.start_s + longest / link.bytes_s)
+        pipeline = done.pipeline
+        return plan.stage_costs(self.clock, pipeline.programs, pipeline.schedule, link, self.compiled(done))
 
     def _pipeline_times(self, done: lower.Lowered, costs: StageCosts) -> Times:
         """The ranks beside each other: the loop over microbatches as its schedule has it, and the longest of what they
@@ -216,7 +204,10 @@ class LaidOut:
 
     def compiled(self, done: lower.Lowered) -> Collection[str]:
         """The blocks that a compiler takes whole: without outlines, as if that were all."""
-        return done.regions if self.task.outlines or not self.task.compiled else done.program.blocks
+        if self.task.outlines or not self.task.compiled:
+            return done.regions
+        programs = [done.program] if done.pipeline is None else done.pipeline.programs
+        return {name for program in programs for name in program.blocks}
 
     def plan_of(self, outcome: Outcome) -> Plan:
         """Everything decided."""

@@ -6,7 +6,8 @@
     microbatches    parts of the batch, one after the other
     recomputation   what the memory budget asks for, at least cost (`plan/decide.py`)
     neighbours      of the best: other axes inside a host, ZeRO inside a host alone, parameters split in two dims,
-                    experts over ranks of their own, state and activations on the host (`search_space.py`)
+                    experts over ranks of their own, stages of a pipeline (`stage_price.py`), state and activations on
+                    the host (`search_space.py`)
 
 Each of these plans is lowered and priced by the one clock, under the memory of the device.  Plans that cannot fit are
 told apart by what they hold alone.  A plan that computes everything once, divided among all devices, and waits for no
@@ -31,18 +32,22 @@ from mycel.errors import PlanError
 from mycel.ir import Layout, Mesh, Program, Role, Var, runs, unchecked, walk
 from mycel.parts import ShardedModel, UnshardedStep
 from mycel.plan import Costs, ErrorBars, Plan, Times
+from mycel.plan.clock import TO_DEVICE, TO_HOST
 from mycel.plan.cluster import Cluster
 from mycel.plan.links import sent_by
 from mycel.planning import LaidOut, Outcome, Task
 from mycel.search_space import AXES, LEVELS, SearchSpace, Shape
 from mycel.shallow import Shallow, layer_lists
 from mycel.sizes import shown
+from mycel.stage_price import StagePieces, layer_runs
 
 NEAR = 0.01  # a plan this close to the bound ends the search
 WORSE = 1.02  # a direction that is slower by this is left: more tp (where twice in turn), lower levels of ZeRO
 MUCH_WORSE = 1.2  # more tp is left at once
 GAIN = 0.03  # the share of a step that a neighbour must be able to save to be looked at
 FULL = 0.8  # of the memory: what is computed again is so for want of it
+RUNGS = 4  # of the ladder of prices, every so many are tried for a pipeline
+HOST_COPIES = (TO_HOST, TO_DEVICE)
 ROUNDS = 3  # of neighbours of neighbours
 SMALL = 1e-3  # a value, against the largest of its block, whose layout matters little
 
@@ -73,11 +78,24 @@ class Candidate:
         return self.times.peak["device"] if self.times is not None else 0
 
     @property
+    def bubble(self) -> float:
+        """Seconds in which a rank of a pipeline has nothing to do."""
+        shares = self.times.shares if self.times is not None else None
+        return shares["bubble"].total if shares and "bubble" in shares else 0.0
+
+    @property
+    def moving(self) -> float:
+        """Seconds in which a rank waits for copies to and from the host."""
+        if self.times is None or self.times.shares is not None or self.times.clock is None:
+            return 0.0
+        return sum(share.exposed for name, share in self.times.parts.items() if name in HOST_COPIES)
+
+    @property
     def exposed(self) -> float:
         """Seconds in which a rank waits for messages."""
         if self.times is None:
             return 0.0
-        return max(0.0, self.times.seconds - self.times.totals["compute"])
+        return max(0.0, self.times.seconds - self.times.totals["compute"] - self.bubble - self.moving)
 
 
 @dataclass(frozen=True)
@@ -271,9 +289,11 @@ class Search:
 
     def _timed(self, shape: Shape, written: Plan) -> Candidate:
         try:
-            is_shallow = self.shallow is not None and written.offload.is_none
-            candidate = self._timed_shallow(shape, written) if is_shallow else None
-            return candidate or self._timed_whole(shape, written)
+            if self.shallow is None or not written.offload.is_none:
+                return self._timed_whole(shape, written)
+            if written.is_pipeline:
+                return self._timed_stages(shape, written)
+            return self._timed_shallow(shape, written) or self._timed_whole(shape, written)
         except PlanError as e:
             if "too much" not in str(e):
                 raise
@@ -319,6 +339,25 @@ class Search:
         best = plan.decide(under, pairs, laid_out[0].costs, self.memory, written.recompute)
         return Candidate(shape, written, best.times, best.sent, best.again, best.price)
 
+    def _timed_stages(self, shape: Shape, written: Plan) -> Candidate:
+        """A pipeline from the pieces of a step with few layers: with as much computed again as the memory asks for."""
+        assert self.shallow is not None
+        laid_out = self._laid_out(self.shallow.steps(shape.microbatches)[0], written.inside)
+        links = self.cluster.hardware.links(written.mesh)
+        first, nearest = None, float("inf")
+        for price in plan.ladder(laid_out.costs, written.recompute)[::RUNGS]:
+            pieces = StagePieces.of(laid_out, layer_runs(self.model, self.shallow), price, plan.splits(shape.schedule))
+            priced = pieces.priced(written.stage_count, shape.schedule)
+            times = priced.times
+            first, nearest = first or times, min(nearest, times.peak["device"])
+            if self.memory is None or times.peak["device"] <= self.memory:
+                again = max(0.0, times.totals["compute"] - first.totals["compute"])
+                bytes_s = {link.name: link.bytes_s for link in links.named.values()}
+                sent = {name: bytes_s[name] * seconds for name, seconds in times.totals.items() if name in bytes_s}
+                cut = replace(written, stages=priced.begin)
+                return Candidate(shape, cut, times, sent, again, price)
+        return Candidate(shape, why=f"out of memory by {shown(nearest - (self.memory or 0))}")
+
     def choices(self, candidate: Candidate, pattern: str, ndim: int) -> Iterator[tuple[list[str], Candidate]]:
         """The layouts that parameters of a pattern could have over tp, with the plan each makes."""
         shape = candidate.shape
@@ -337,11 +376,12 @@ class Search:
         written = self.written(shape)
         if outcome is None:
             assert self.shallow is not None
-            step = self.shallow.steps(shape.microbatches)[0]
+            step, written = self.shallow.steps(shape.microbatches)[0], written.inside
             with unchecked():
                 outcome = self._laid_out(step, written).under([candidate.price])
             kept = ", ".join(f"{x.kept} of {len(x.module)}" for x in self.shallow.lists)
             what = f"Drawn with {kept} layers: the others are like these."
+            what += " Of a pipeline, as if its ranks had one stage." if shape.pp > 1 else ""
         else:
             step = self.step(shape.microbatches)
         shapes = {r.name: v.shape for r, v in _parameters(step.program)}
@@ -373,10 +413,11 @@ class Search:
         if not found.fits:
             raise PlanError(f"the plan does not fit {shown(self.memory or 0)} a device: {found.why}")
         what = f"a step takes {found.seconds * 1e3:,.1f} ms, {shown(found.peak)} at its peak"
-        return f"it fits: {what}, at least {self.bound() * 1e3:,.1f} ms in any plan"
+        return f"it fits: {what}, at least {self.bound * 1e3:,.1f} ms in any plan"
 
     # -- the search
 
+    @functools.cached_property
     def bound(self) -> float:
         """Seconds that no plan goes below: everything computed once, divided among all devices, without messages.  A
         part of an equation takes at least its share of what the whole one does (`tests/test_search.py`)."""
@@ -396,7 +437,7 @@ class Search:
     def run(self, seconds: float | None = None, top: int = 5) -> Answer:
         """Price plans, most promising first, until nothing better is left or the time is over."""
         started = time.perf_counter()
-        bound, complete = self.bound(), True
+        bound, complete = self.bound, True
 
         def late() -> bool:
             return seconds is not None and time.perf_counter() - started > seconds and bool(self._priced)
@@ -498,12 +539,37 @@ class Search:
                 found += [space.with_experts(shape)]
             is_full = self.memory is not None and best.peak > FULL * self.memory
             if not best.fits or (is_full and best.again > least):
-                found += [space.with_experts(shape), iter([replace(shape, offload=True)])]
+                found += [space.with_experts(shape)]
             for each in itertools.chain(*found):
                 if each not in self._priced and self.held(each) <= (self.memory or float("inf")):
                     yield each
+            if not best.fits or best.exposed > least or (is_full and best.again > least):
+                yield from self._pipelines(shape)
+            if self._fastest() == float("inf") or (is_full and best.again > least and best.shape.pp == 1):
+                yield replace(shape, offload=True)
             if self._fastest() >= best.seconds:
                 return
+
+    def _pipelines(self, shape: Shape) -> Iterator[Shape]:
+        """Stages beside a plan, few first, as long as these get faster; of the best other schedules."""
+        bound, fastest, worse = self.bound, float("inf"), 0
+        for each in self.space.pipelines(shape):
+            bubbles = 1 + (each.pp - 1) / (2 * each.microbatches)  # of interleaved stages
+            if each in self._priced or self.held(each) > (self.memory or float("inf")):
+                continue
+            if bound * bubbles > self._fastest():
+                continue
+            yield each
+            seconds = self._priced[each].seconds
+            worse = worse + 1 if seconds > fastest * WORSE and fastest < float("inf") else 0
+            fastest = min(fastest, seconds)
+            if worse == 2:
+                break
+        best = min(
+            (c for c in self._priced.values() if c.shape.pp > 1 and c.fits), key=lambda c: c.seconds, default=None
+        )
+        if best is not None and best.bubble > GAIN * best.seconds:
+            yield from (replace(best.shape, schedule=name) for name in ("interleaved", "zbv"))
 
     def _sending(self, candidate: Candidate, axis: str | None = None) -> float:
         """Seconds of the messages over the wires of an axis; None: over the slowest."""

@@ -14,7 +14,7 @@ from mycel.search import Answer, Candidate, Detail, Search
 from mycel.sizes import shown
 
 GROUPS, SHOWN = 4, 12  # kinds of parameters and equations that are explained
-ROW_HEAD = ("plan", "step", "rate", "MFU", "peak", "compute", "waiting", "again", "sent by a rank", "")
+ROW_HEAD = ("plan", "step", "rate", "MFU", "peak", "compute", "waiting", "again", "bubble", "sent by a rank", "")
 
 
 def table(answer: Answer, top: int = 5) -> str:
@@ -26,7 +26,7 @@ def table(answer: Answer, top: int = 5) -> str:
     lines = [str(answer.cluster), ""]
     for line in [head, *rows]:
         sized = enumerate(zip(line, widths, strict=True))
-        cells = [x.ljust(w) if i in (0, 8, 9) else x.rjust(w) for i, (x, w) in sized]
+        cells = [x.ljust(w) if i in (0, 9, 10) else x.rjust(w) for i, (x, w) in sized]
         lines.append("  ".join(cells).rstrip())
     best = answer.best
     if best is not None:
@@ -44,11 +44,12 @@ def table(answer: Answer, top: int = 5) -> str:
 def row(answer: Answer, c: Candidate) -> list[str]:
     """A plan in the columns of `ROW_HEAD`."""
     if not c.fits or c.times is None:
-        return [str(c.shape), *["-"] * 7, "", c.why]
+        return [str(c.shape), *["-"] * 8, "", c.why]
     sent = ", ".join(f"{shown(n)} {level}" for level, n in c.sent.items())
     return [
         str(c.shape), _ms(c.seconds), f"{answer.tokens / c.seconds:,.0f}", f"{100 * answer.mfu(c):.1f} %",
-        shown(c.peak), _ms(c.times.totals["compute"] - c.again), _ms(c.exposed), _ms(c.again), sent, c.why,
+        shown(c.peak), _ms(c.times.totals["compute"] - c.again), _ms(c.exposed + c.moving), _ms(c.again),
+        _ms(c.bubble) if c.bubble else "-", sent, c.why,
     ]  # fmt: skip
 
 
@@ -77,8 +78,8 @@ def _data(answer: Answer, c: Candidate) -> dict[str, Any]:
             "compute": c.times.totals["compute"] - c.again,
             "exposed_communication": c.exposed,
             "recomputation": c.again,
-            "bubble": 0.0,
-            "exposed_offload": 0.0,
+            "bubble": c.bubble,
+            "exposed_offload": c.moving,
         },
         "bytes_sent": dict(c.sent),
         **({"expected_seconds": list(answer.bars.expected(c.seconds))} if answer.bars is not None else {}),

@@ -39,10 +39,10 @@ class Layer(nn.Module):
 class Tied(nn.Module):
     """Embedding, layers, and a head that is the embedding."""
 
-    def __init__(self, layers: int = 4, dropout: float = 0.0) -> None:
+    def __init__(self, layers: int = 4, dropout: float = 0.0, width: int = 4, vocabulary: int = 12) -> None:
         super().__init__()
-        self.embed = nn.Embedding(12, 4)
-        self.layers = nn.ModuleList([Layer(4, dropout) for _ in range(layers)])
+        self.embed = nn.Embedding(vocabulary, width)
+        self.layers = nn.ModuleList([Layer(width, dropout) for _ in range(layers)])
 
     def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         x = self.embed(ids)

@@ -9,12 +9,11 @@ from mycel.lower.offload import offload, split_updates
 from mycel.lower.overlap import overlap
 from mycel.lower.price import Prices
 from mycel.lower.residency import reside
-from mycel.lower.stage_blocks import step_name
 from mycel.lower.stage_sums import plain_sums
-from mycel.lower.stages import Pipeline
+from mycel.lower.stages import Pipeline, pipelined
 
 __all__ = [
     "Distributed", "Lowered", "Pipeline", "Prices", "compress", "distribute", "explain", "finished", "hoist",
-    "local_of", "lowered", "offload", "overlap", "plain_sums", "proved", "reside", "schedule_text", "sent",
-    "sent_text", "settled", "split_updates", "staged", "step_name", "with_moves", "with_regions", "with_residuals",
+    "local_of", "lowered", "offload", "overlap", "pipelined", "plain_sums", "proved", "reside", "schedule_text", "sent",
+    "sent_text", "settled", "split_updates", "staged", "with_moves", "with_regions", "with_residuals",
 ]  # fmt: skip

@@ -11,15 +11,8 @@ from functools import cached_property
 
 from mycel.ir import Block, Eqn, Var
 from mycel.lower.split_calls import CallSplitter
-from mycel.plan.schedule import BACKWARD, FORWARD, KINDS, WEIGHT
+from mycel.plan.schedule import BACKWARD, FORWARD, KINDS, WEIGHT, step_name
 from mycel.plan.stages import STAGED, StageMap
-
-NAMES = {FORWARD: "forward", BACKWARD: "backward", WEIGHT: "weight"}
-
-
-def step_name(kind: str, stage: int) -> str:
-    """The name of the block of a stage's step."""
-    return f"{NAMES[kind]}_{stage}"
 
 
 @dataclass(frozen=True)

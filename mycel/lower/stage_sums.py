@@ -42,7 +42,9 @@ def plain_sums(program: Program, name: str) -> Program:
 
     s = only_first(total); t = add(s, d); total' = all_reduce(t)    =>    e = all_reduce(d); total' = add(total, e)
 
-    Such moves are all that lowering puts between a carry and what is added to it, and they end where they began."""
+    Such moves are all that lowering puts between a carry and what is added to it, and they end where they began.  What
+    backward adds again, forward need not."""
+    program = dce(program)
     flow = StepFlow(program, name)
     block, body = flow.block, flow.body
     uses = chains(block)

@@ -36,7 +36,13 @@ from mycel.errors import PlanError
 
 FORWARD, BACKWARD, WEIGHT = "F", "B", "W"
 KINDS = (FORWARD, BACKWARD, WEIGHT)
+NAMES = {FORWARD: "forward", BACKWARD: "backward", WEIGHT: "weight"}
 WIDTH = 110  # columns of a drawing
+
+
+def step_name(kind: str, stage: int) -> str:
+    """The name of the block of a stage's step."""
+    return f"{NAMES[kind]}_{stage}"
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -159,19 +165,19 @@ class PipelineSchedule:
                 lines.append(f"  rank {r}    at {order[at[r]]} waits for {missing} of rank {self.place[missing.stage]}")
         return "\n".join([f"schedule {self.name}: ranks wait for each other in a circle", *lines])
 
-    def held(self, of_stage: Sequence[float] = ()) -> list[float]:
+    def held(self, of_stage: Sequence[float] = (), pending: Sequence[float] = ()) -> list[float]:
         """The most that each rank holds at once: microbatches between their forward and their last step, or what
-        `of_stage` says these take."""
+        `of_stage` says these take; where weights have a step of their own, `pending` from backward to that."""
         sizes = of_stage or (1.0,) * self.stages
+        left = pending or (sizes if self.splits else (0.0,) * self.stages)
         most = []
         for order in self.orders:
             now, peak = 0.0, 0.0
             for step in order:
-                if step.kind == FORWARD:
-                    now += sizes[step.stage]
-                    peak = max(peak, now)
-                elif step.kind == self.last_kind:
-                    now -= sizes[step.stage]
+                change = {FORWARD: sizes, BACKWARD: left, WEIGHT: (0.0,) * self.stages}
+                before = {FORWARD: (0.0,) * self.stages, BACKWARD: sizes, WEIGHT: left}
+                now += change[step.kind][step.stage] - before[step.kind][step.stage]
+                peak = max(peak, now)
             most.append(peak)
         return most
 
@@ -387,6 +393,11 @@ def stages_a_rank(name: str) -> int:
     if word not in SCHEDULES or len(more) > (word == "interleaved") or len(numbers) < len(more) or 0 in numbers:
         raise PlanError(f"schedule: {name!r}\n  known     {', '.join(SCHEDULES)}; interleaved 3: three stages a rank")
     return numbers[0] if numbers else {"zbv": 2, "interleaved": 2}.get(word, 1)
+
+
+def splits(name: str) -> bool:
+    """Have weights steps of their own under a schedule, or could they?"""
+    return name.split(maxsplit=1)[0] in ("zbh1", "zbv", "searched")
 
 
 def orders_text(schedule: PipelineSchedule) -> tuple[str, ...]:

@@ -367,6 +367,16 @@ def starts_of(flow: StepFlow, names: Sequence[str]) -> list[int]:
     return starts
 
 
+def modules_around(flow: StepFlow, lists: Sequence[str]) -> tuple[str, ...]:
+    """The module whose parameters a step reads first, and for each list of layers that with which it goes on behind
+    the last of them."""
+    names_of = _names_of_inputs(flow)
+    reads = [sorted(n for v in flow.behind(flow.block.eqns[i]) for n in names_of.get(v, ())) for i in flow.units]
+    last = [max(k for k, names in enumerate(reads) if any(_is_in(n, each) for n in names)) for each in lists]
+    following = [next((n for names in reads[k + 1 :] for n in names), "") for k in (-1, *last)]
+    return tuple(name.rsplit(".", 1)[0] for name in following)
+
+
 def _names_of_inputs(flow: StepFlow) -> dict[Var, set[str]]:
     """Inputs of the body -> the parameters they come from."""
     program = flow.program

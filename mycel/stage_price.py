@@ -1,0 +1,313 @@
+"""What a pipeline takes, from a few of a model's equal layers: no stage of the whole model is lowered.
+
+    pieces   the step with few layers of each list (`shallow.py`), cut around the middle of each:
+                 [embedding, first layers | middle layers | last layers, head]
+    layer    figures of [middle layers, last layers, head] less those of [last layers, head]
+    stage    figures of [middle layers] less those of its layers: what each stage has besides these
+    end      figures of another piece less those of its layers and of a stage: what is before, between and behind lists
+
+Figures are what the one clock says of the program of a piece, lowered for one microbatch and for two: seconds of its
+steps (with adding to sums) and of what is around them, bytes that are there for good, and those of a microbatch between
+its forward and its last step.  Any stage of the whole is a sum of them.  The cut is the best by these (`plan/cuts.py`),
+the schedule as named or searched, bubbles are those of its `timeline`, microbatches in flight those that it holds.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from torch import nn
+
+from mycel import lower, plan
+from mycel.errors import PlanError
+from mycel.ir import DEVICE, Mesh, Program
+from mycel.plan import STAGE_AXIS, Clock, PipelineSchedule, StageCosts, StepFlow, StreamShare, Times
+from mycel.plan.cuts import CutBlock, best_cut
+from mycel.plan.schedule import BACKWARD, FORWARD, KINDS, WEIGHT, PipelineTimes, StageStep, named, stages_a_rank
+from mycel.planning import LaidOut
+from mycel.shallow import Shallow
+from mycel.sizes import shown
+
+# of a piece, in the order of FIGURES; then of each stream, in all and exposed, of one microbatch and of each more
+Figures = np.ndarray
+PIECES = 2  # ranks of the pipelines whose figures are taken: all wait for each other in the norm of gradients alone
+FIGURES = (FORWARD, BACKWARD, WEIGHT, "around", "held", "flight", "pending", "loop", "update")
+
+
+@dataclass(frozen=True)
+class LayerRun:
+    """A list of equal layers: the name of the list, how many entries the base has, in periods of how many, and how many
+    the model has."""
+
+    name: str
+    kept: int
+    period: int
+    count: int
+
+    @property
+    def middle(self) -> tuple[str, str]:
+        """The modules with which all but the first period, and the last, begin."""
+        return f"{self.name}.{self.period}", f"{self.name}.{self.kept - self.period}"
+
+
+def layer_runs(model: nn.Module, shallow: Shallow) -> tuple[LayerRun, ...]:
+    """The lists that a model with fewer layers has less of."""
+    names = {module: name for name, module in model.named_modules()}
+    return tuple(LayerRun(names[x.module], x.kept, x.period, len(x.module)) for x in shallow.lists)
+
+
+@dataclass(frozen=True)
+class PricedStages:
+    """A pipeline with its prices; `begin`: the modules at which stages begin, as a plan names
+    them, `layers`: how many each has."""
+
+    times: Times
+    line: PipelineTimes
+    costs: StageCosts
+    begin: tuple[str, ...]
+    layers: tuple[int, ...]
+    peaks: tuple[int, ...]  # bytes of each rank
+
+    @property
+    def schedule(self) -> PipelineSchedule:
+        return self.line.schedule
+
+    def __str__(self) -> str:
+        """For people."""
+        ranks, idle = self.schedule.ranks, self.line.idle
+        share = sum(idle) / (ranks * self.line.seconds)
+        lines = [
+            f"pipeline         {self.schedule.stages} stages on {ranks} ranks, {self.schedule.microbatches} "
+            f"microbatches, schedule {self.schedule.name}",
+            f"  begin at       {', '.join(self.begin)}",
+            f"  layers         {', '.join(map(str, self.layers))}",
+            f"  in all         {self.line.seconds * 1e3:,.1f} ms of {self.times.seconds * 1e3:,.1f} ms, of which ranks "
+            f"wait {min(idle) * 1e3:,.1f} to {max(idle) * 1e3:,.1f} ms ({share:.1%})",
+            f"  memory         {shown(min(self.peaks))} to {shown(max(self.peaks))} a device",
+        ]
+        return "\n".join(lines)
+
+
+def price_stages(laid_out: LaidOut, runs: Sequence[LayerRun], price: float, stages: int, schedule: str) -> PricedStages:
+    """A pipeline of a model, of which a step with few layers is laid out over the ranks inside a stage; `price`:
+    seconds that keeping a byte for backward costs.  Whoever asks about several numbers of stages and schedules keeps
+    `StagePieces.of`, and asks that."""
+    return StagePieces.of(laid_out, runs, price, plan.splits(schedule)).priced(stages, schedule)
+
+
+@dataclass(frozen=True)
+class StagePieces:
+    """The figures of which those of stages are made; `ends`: of what is before, between and behind the lists, `layer`:
+    of one layer of each, `stage`: of what a stage has besides."""
+
+    laid_out: LaidOut
+    runs: tuple[LayerRun, ...]
+    splits: bool
+    microbatches: int
+    ends: tuple[Figures, ...]
+    layer: tuple[Figures, ...]
+    stage: Figures
+    message_bytes: int
+    around: tuple[str, ...]  # the modules with which what is before and behind lists begins
+    streams: tuple[str, ...]
+
+    @staticmethod
+    def of(laid_out: LaidOut, runs: Sequence[LayerRun], price: float, splits: bool) -> StagePieces:
+        pieces = _Pieces(laid_out, price, splits)
+        names = [name for run in runs for name in run.middle]
+        figures, message_bytes = pieces.cut(names)
+        layer, middles = [], []
+        for k, run in enumerate(runs):
+            joined, _ = pieces.cut([name for name in names if name != run.middle[1]])
+            count = run.kept - 2 * run.period  # in the middle
+            layer.append((joined[2 * k + 1] - figures[2 * k + 2]) / count)
+            middles.append(figures[2 * k + 1] - count * layer[-1])
+        stage = np.mean(middles, axis=0)
+        ends = []
+        for k in range(len(runs) + 1):
+            beside = [runs[j].period * layer[j] for j in (k - 1, k) if 0 <= j < len(runs)]
+            ends.append(figures[2 * k] - stage - sum(beside))
+        around = plan.modules_around(pieces.flow, [run.name for run in runs])
+        length, streams = pieces.flow.body.length, pieces.clock.streams
+        return StagePieces(
+            laid_out, tuple(runs), splits, length, tuple(ends), tuple(layer), stage, message_bytes, around, streams
+        )
+
+    @cached_property
+    def blocks(self) -> list[tuple[Figures, str, int]]:
+        """Ends and layers in their order: figures, the module they begin with, how many layers that is."""
+        found = [(self.ends[0], self.around[0], 0)]
+        for run, layer, end, behind in zip(self.runs, self.layer, self.ends[1:], self.around[1:], strict=True):
+            found += [(layer, f"{run.name}.{i}", 1) for i in range(run.count)]
+            found.append((end, behind, 0))
+        return found
+
+    def priced(self, stages: int, schedule: str) -> PricedStages:
+        """So many stages under a schedule; PlanError where there are fewer layers."""
+        if plan.splits(schedule) != self.splits:
+            raise ValueError(f"the pieces were lowered {'with' if self.splits else 'without'} steps of weights")
+        ranks = stages // stages_a_rank(schedule)
+        hardware, norm_s = self.laid_out.task.hardware, []
+        for count in (PIECES, ranks):
+            link = hardware.links(_with_stages(self.laid_out, count)).of((STAGE_AXIS,))
+            norm_s.append(link.seconds("all_reduce", count, 4.0))
+        message = link.start_s + self.message_bytes / link.bytes_s
+        starts = self._cut(stages, message)
+        edges = [0, *starts, len(self.blocks)]
+        figures = np.array([sum(x for x, _, _ in self.blocks[a:b]) + self.stage for a, b in itertools.pairwise(edges)])
+        costs = self._costs(figures, message)
+        if schedule == "searched":
+            order = plan.searched(range(ranks), self.microbatches, costs)
+        else:
+            order = named(schedule, ranks, self.microbatches)
+        line = plan.timeline(order, costs)
+        begin = tuple(self.blocks[i][1] for i in edges[:-1])
+        layers = tuple(sum(n for _, _, n in self.blocks[a:b]) for a, b in itertools.pairwise(edges))
+        by_rank = self._by_rank(figures, order)
+        pending = np.maximum(figures[:, FIGURES.index("pending")], 0.0).tolist()
+        if self.splits:
+            pending[0] = 0.0  # it has no step of weights
+        peaks = tuple(int(x) for x in self._peaks(by_rank, order.held(costs.held, pending)))
+        return PricedStages(self._times(line, by_rank, peaks, norm_s[1] - norm_s[0]), line, costs, begin, layers, peaks)
+
+    def _cut(self, stages: int, message: float) -> list[int]:
+        seconds = [max(0.0, float(x[:3].sum())) for x, _, _ in self.blocks]
+        blocks = [CutBlock(i, s, 2 * message if i else 0.0) for i, s in enumerate(seconds)]
+        layers = sum(run.count for run in self.runs)
+        if stages > layers:
+            raise PlanError(
+                f"stages: {stages}, but the model has {layers} layers\n  try       stages: {layers}, or less"
+            )
+        return best_cut(blocks, stages, self.microbatches)
+
+    def _costs(self, figures: Figures, message: float) -> StageCosts:
+        forward, backward, weight = figures[:, : len(KINDS)].T.copy()
+        if self.splits:  # nobody waits for what the first stage makes: it has no step of weights
+            backward[0], weight[0] = backward[0] + weight[0], 0.0
+        flight = figures[:, FIGURES.index("flight")]
+        columns = [tuple(np.maximum(x, 0.0).tolist()) for x in (forward, backward, weight, flight)]
+        return StageCosts(*columns[:3], message, columns[3])
+
+    def _by_rank(self, figures: Figures, order: PipelineSchedule) -> Figures:
+        """The figures of each rank: those of its stages, what a stage has besides its layers once."""
+        of_rank = [order.stages_of(rank) for rank in range(order.ranks)]
+        return np.array([figures[list(own)].sum(0) - (len(own) - 1) * self.stage for own in of_rank])
+
+    def _peaks(self, by_rank: Figures, flight: Sequence[float]) -> Figures:
+        """Bytes of each rank: while microbatches are in flight, or in the update."""
+        at = {name: by_rank[:, i] for i, name in enumerate(FIGURES)}
+        return at["held"] + np.maximum(at["loop"] + np.array(flight), at["update"])
+
+    def _times(self, line: PipelineTimes, by_rank: Figures, peaks: Sequence[int], more_s: float) -> Times:
+        around = float(by_rank[:, FIGURES.index("around")].max()) + more_s
+        busiest = by_rank[int(np.argmax(line.work))]
+        by_stream = busiest[len(FIGURES) :].reshape(-1, 2, 2)
+        seconds = by_stream[:, 0] + (self.microbatches - 1) * by_stream[:, 1]
+        shares = {name: StreamShare(*seconds[i].tolist()) for i, name in enumerate(self.streams)}
+        bubble = line.seconds - max(line.work)
+        shares["bubble"] = StreamShare(bubble, bubble)
+        fullest = int(np.argmax(peaks))
+        return Times(
+            line.seconds + around,
+            {name: share.total for name, share in shares.items() if name != "bubble"},
+            {DEVICE: peaks[fullest]},
+            int(by_rank[fullest][FIGURES.index("held")]),
+            f"rank {fullest} of the pipeline",
+            shares=shares,
+        )
+
+
+def _with_stages(laid_out: LaidOut, ranks: int) -> Mesh:
+    """The mesh of all ranks of a pipeline."""
+    return Mesh({STAGE_AXIS: ranks, **laid_out.plan.inside.mesh.sizes()})
+
+
+@dataclass(frozen=True)
+class _Pieces:
+    """A step of few layers, to be cut into pieces."""
+
+    laid_out: LaidOut
+    price: float
+    splits: bool
+
+    @cached_property
+    def clock(self) -> Clock:
+        hardware = self.laid_out.task.hardware
+        return Clock(hardware, hardware.links(_with_stages(self.laid_out, PIECES)))
+
+    @cached_property
+    def flow(self) -> StepFlow:
+        laid_out, body = self.laid_out, self.laid_out.task.body
+        residuals = plan.residuals(laid_out.local, body, laid_out.costs, [self.price])
+        return StepFlow(lower.plain_sums(lower.with_residuals(laid_out.local, residuals, laid_out.spread), body), body)
+
+    def cut(self, names: Sequence[str]) -> tuple[Figures, int]:
+        """The figures of the pieces that begin at these modules and of the first, and the bytes of the longest message
+        between them."""
+        starts = [self.flow.block.eqns[i].outputs[0].name for i in plan.starts_of(self.flow, ["", *names])]
+        programs = {
+            orders: [lower.overlap(p) for p in self._programs(starts, orders)] for orders in (ONCE, TWICE, PENDING)
+        }
+        compiled, clock = self.laid_out.task.compiled, self.clock
+        ranks = range(len(starts) + 1)
+        figures = [_figures(*(_RankFigures.of(clock, x[s], s, compiled) for x in programs.values())) for s in ranks]
+        return np.array(figures), plan.message_bytes(programs[ONCE])
+
+    def _programs(self, starts: Sequence[str], orders: str) -> tuple[Program, ...]:
+        schedule = _in_turn(len(starts) + 1, orders, self.splits)
+        return lower.pipelined(self.flow.program, self.flow.body.name, starts, schedule, STAGE_AXIS).programs
+
+
+# orders of steps: one microbatch; two of which both are forward before one is backward; two, the weights of both last
+ONCE, TWICE, PENDING = "F0 B0 W0", "F0 F1 B0 W0 B1 W1", "F0 B0 F1 B1 W0 W1"
+
+
+def _in_turn(stages: int, order: str, splits: bool) -> PipelineSchedule:
+    """The same order of steps in each stage."""
+    steps = [(word[0], int(word[1])) for word in order.split() if splits or word[0] != WEIGHT]
+    orders = [tuple(StageStep(kind, s, m) for kind, m in steps) for s in range(stages)]
+    return PipelineSchedule("in turn", 1 + max(m for _, m in steps), tuple(range(stages)), splits, tuple(orders))
+
+
+def _figures(once: _RankFigures, twice: _RankFigures, pending: _RankFigures) -> Figures:
+    """Of a rank."""
+    flight = twice.loop - once.loop
+    figures = {
+        **twice.steps,
+        "around": twice.seconds - 2 * sum(twice.steps.values()),
+        "held": once.held,
+        "flight": flight,
+        "pending": pending.loop - once.loop,
+        "loop": once.loop - flight,
+        "update": once.update,
+    }
+    streams = [(once.streams[name], twice.streams[name] - once.streams[name]) for name in once.streams]
+    return np.array([*(figures[name] for name in FIGURES), *np.array(streams).flatten()], float)
+
+
+@dataclass(frozen=True)
+class _RankFigures:
+    """The program of a rank: seconds of all and of its steps for a microbatch, bytes that it holds between steps and
+    besides these, in the loop over microbatches and in the update."""
+
+    seconds: float
+    steps: Mapping[str, float]
+    held: int
+    loop: int
+    update: int
+    streams: Mapping[str, Figures]  # in all and exposed
+
+    @staticmethod
+    def of(clock: Clock, program: Program, stage: int, compiled: bool) -> _RankFigures:
+        blocks = program.blocks if compiled else ()  # as if stretches between calls were compiled too
+        times = clock(program, blocks)
+        alive: dict[bool, int] = {True: 0, False: 0}
+        for (*_, phase, _which), size in times.points().items():
+            alive[phase == "update"] = max(alive[phase == "update"], size)
+        steps = {kind: plan.step_seconds(clock, program, kind, stage, blocks) for kind in KINDS}
+        streams = {name: np.array([part.total, part.exposed]) for name, part in times.parts.items()}
+        return _RankFigures(times.seconds, steps, times.held, alive[False], alive[True], streams)
