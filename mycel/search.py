@@ -31,7 +31,7 @@ from mycel import lower, plan
 from mycel.errors import PlanError
 from mycel.ir import Layout, Mesh, Program, Role, Var, runs, unchecked, walk
 from mycel.parts import ShardedModel, UnshardedStep
-from mycel.plan import Costs, ErrorBars, Plan, Times
+from mycel.plan import STAGE_AXIS, Costs, ErrorBars, Plan, Times
 from mycel.plan.clock import TO_DEVICE, TO_HOST
 from mycel.plan.cluster import Cluster
 from mycel.plan.links import sent_by
@@ -354,6 +354,9 @@ class Search:
                 again = max(0.0, times.totals["compute"] - first.totals["compute"])
                 bytes_s = {link.name: link.bytes_s for link in links.named.values()}
                 sent = {name: bytes_s[name] * seconds for name, seconds in times.totals.items() if name in bytes_s}
+                between = links.of((STAGE_AXIS,)).name
+                messages = 2.0 * shape.microbatches * pieces.message_bytes  # of a rank in the middle
+                sent[between] = sent.get(between, 0.0) + messages
                 cut = replace(written, stages=priced.begin)
                 return Candidate(shape, cut, times, sent, again, price)
         return Candidate(shape, why=f"out of memory by {shown(nearest - (self.memory or 0))}")
@@ -533,7 +536,8 @@ class Search:
             found: list[Iterator[Shape]] = []
             if best.fits and best.exposed > least:
                 if self._sending(best) > least:
-                    found += [space.orders(shape), space.hybrids(shape)]
+                    found += [space.orders(shape)] if self._could_change_places(best) else []
+                    found += [space.hybrids(shape)]
                 if self._sending(best, "tp") > least:
                     found += [space.planes(shape)]
                 found += [space.with_experts(shape)]
@@ -551,25 +555,35 @@ class Search:
                 return
 
     def _pipelines(self, shape: Shape) -> Iterator[Shape]:
-        """Stages beside a plan, few first, as long as these get faster; of the best other schedules."""
-        bound, fastest, worse = self.bound, float("inf"), 0
+        """Stages beside a plan, few first, as long as these get faster; of the best other schedules and numbers of
+        microbatches."""
         for each in self.space.pipelines(shape):
-            bubbles = 1 + (each.pp - 1) / (2 * each.microbatches)  # of interleaved stages
-            if each in self._priced or self.held(each) > (self.memory or float("inf")):
-                continue
-            if bound * bubbles > self._fastest():
-                continue
-            yield each
-            seconds = self._priced[each].seconds
-            worse = worse + 1 if seconds > fastest * WORSE and fastest < float("inf") else 0
-            fastest = min(fastest, seconds)
-            if worse == 2:
-                break
-        best = min(
-            (c for c in self._priced.values() if c.shape.pp > 1 and c.fits), key=lambda c: c.seconds, default=None
-        )
-        if best is not None and best.bubble > GAIN * best.seconds:
+            fastest = float("inf")
+            for staged in each:
+                bubbles = 1 + (staged.pp - 1) / (2 * staged.microbatches)  # of interleaved stages
+                if self.bound * bubbles > self._fastest() or self.held(staged) > (self.memory or float("inf")):
+                    continue
+                yield staged
+                seconds = self._priced[staged].seconds
+                if fastest < float("inf") and seconds > fastest * WORSE:
+                    break
+                fastest = min(fastest, seconds)
+        pipelines = [c for c in self._priced.values() if c.shape.pp > 1 and c.fits]
+        if not pipelines:
+            return
+        best = min(pipelines, key=lambda c: c.seconds)
+        if best.seconds > self._fastest() * MUCH_WORSE:
+            return
+        yield from self.space.other_microbatches(best.shape)
+        best = min((c for c in self._priced.values() if c.shape.pp > 1 and c.fits), key=lambda c: c.seconds)
+        if best.bubble > GAIN * best.seconds:
             yield from (replace(best.shape, schedule=name) for name in ("interleaved", "zbv"))
+
+    def _could_change_places(self, candidate: Candidate) -> bool:
+        """Would what goes over faster wires now take less time over the slowest than a rank waits?"""
+        slowest = min(self.cluster.hardware.links(candidate.shape.mesh).named.values(), key=lambda x: x.bytes_s)
+        faster = sum(n for name, n in candidate.sent.items() if name != slowest.name)
+        return faster / slowest.bytes_s < candidate.exposed
 
     def _sending(self, candidate: Candidate, axis: str | None = None) -> float:
         """Seconds of the messages over the wires of an axis; None: over the slowest."""

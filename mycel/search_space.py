@@ -180,19 +180,27 @@ class SearchSpace:
             if self.experts > 1 and shape.ep == 1 and ep > 1 and not shape.order and self.has(candidate):
                 yield candidate
 
-    def pipelines(self, shape: Shape) -> Iterator[Shape]:
-        """The ranks of dp, or of the rest, in stages; at least as many microbatches as stages."""
+    def pipelines(self, shape: Shape) -> Iterator[list[Shape]]:
+        """For each size of tp: stages, few first, on the ranks that are left; about four microbatches for each."""
         if shape.pp > 1 or shape.order or shape.fsdp > 1 or shape.ep > 1:
             return
-        for pp in divisors(self.world):
-            for tp in dict.fromkeys((shape.tp, min(shape.tp, self.devices), 1)):
-                rest, left = divmod(self.world, pp * tp * shape.cp)
-                if pp == 1 or left or rest < 1:
-                    continue
-                found = replace(shape, dp=rest, tp=tp, ty=1, pp=pp, microbatches=1)
-                counts = [n for n in self.microbatches(found) if n >= pp]
-                if counts and self.has(replace(found, microbatches=counts[-1])):
-                    yield from (replace(found, microbatches=n) for n in counts[-2:])
+        for tp in dict.fromkeys((shape.tp, min(shape.tp, self.devices), 1)):
+            found = []
+            for pp in divisors(self.world // (tp * shape.cp)):
+                inside = replace(shape, dp=self.world // (tp * shape.cp * pp), tp=tp, ty=1, pp=pp, microbatches=1)
+                counts = [n for n in self.microbatches(inside) if n >= pp]
+                if pp > 1 and counts:
+                    count = min(counts, key=lambda n: abs(n - 4 * pp))
+                    candidate = replace(inside, microbatches=count, zero=shape.zero if inside.dp > 1 else 0)
+                    found += [candidate] if self.has(candidate) else []
+            yield found
+
+    def other_microbatches(self, shape: Shape) -> Iterator[Shape]:
+        """Half as many, and twice."""
+        counts = self.microbatches(shape)
+        for count in (shape.microbatches // 2, 2 * shape.microbatches):
+            if count in counts and count >= shape.pp:
+                yield replace(shape, microbatches=count)
 
 
 def divisors(n: int) -> list[int]:

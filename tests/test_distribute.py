@@ -216,11 +216,10 @@ PRODUCTS = [
 ]
 
 
+@pytest.mark.parametrize("names, sizes", PRODUCTS, ids=[f"{names} {sizes}" for names, sizes in PRODUCTS])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2", "bert", "t5"])
-def test_ready_plans_and_their_products(name, quick):
-    one = OneDevice.of(*made(name), clip_norm=1.0)
-    for names, sizes in PRODUCTS:
-        step_equals(one, Plan.read(names, Mesh(sizes)))
+def test_ready_plans_and_their_products(name, names, sizes, quick):
+    step_equals(OneDevice.of(*made(name), clip_norm=1.0), Plan.read(names, Mesh(sizes)))
 
 
 def named(name, **more):
