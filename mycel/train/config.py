@@ -51,7 +51,7 @@ class ModelConfig(Section):
 
 
 class Fields(Section):
-    """names of the fields in JSONL, JSON, CSV"""
+    """names of the fields in JSONL, JSON, CSV, parquet, arrow"""
 
     text: forms.Text = Field(default="text", description="a whole document")
     prompt: forms.Text = Field(default="prompt", description="without loss")
@@ -64,7 +64,9 @@ class DataConfig(Section):
     train: forms.Sources = Field(default="stdlib", description="stdlib: Python's own sources; path, glob, or list")
     validation: forms.Sources | None = Field(default=None, description="the same; null: a part of the training data")
     split: forms.Part = Field(default=0.01, description="how large a part")
-    format: Literal["auto", "text", "jsonl", "json", "csv", "tokens"] = Field(default="auto", description="by suffix")
+    format: Literal["auto", "text", "jsonl", "json", "csv", "parquet", "arrow", "tokens"] = Field(
+        default="auto", description="by suffix"
+    )
     fields: Fields = Fields()
     tokenizer: forms.Source | None = Field(default=None, description="folder, or bytes; null: the model folder's")
     length: forms.Length = Field(default=256, description="tokens in a sequence")

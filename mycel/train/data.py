@@ -21,7 +21,7 @@ import numpy as np
 from mycel.errors import TrainError
 from mycel.train.cache import obtain
 from mycel.train.documents import FIELDS, bin_dtype
-from mycel.train.sources import DataFile, File, check_unchanged, find, identify
+from mycel.train.sources import RECORDS, DataFile, File, check_unchanged, find, identify
 from mycel.train.split import Split, cut, divide
 from mycel.train.store import Progress, Tokens, build
 from mycel.train.tokenize import Tokenizer
@@ -165,7 +165,7 @@ def _key(data_files: Sequence[DataFile], fields: Mapping[str, str], tokenizer: T
             VERSION,
             [(s.digest, s.format, _dtype(s)) for s in data_files],
             tokenizer.fingerprint if tokenizer and formats != {"tokens"} else None,
-            sorted(fields.items()) if formats & {"jsonl", "json", "csv"} else None,
+            sorted(fields.items()) if formats & {*RECORDS} else None,
         ]
     )
 
