@@ -78,9 +78,10 @@ def generate(
     tokenizer = given.needs_tokenizer()
     say(given.source)
     ends = generating.ends_of(given.module, tokenizer)
+    decoder = generating.decoder_of(given.module)  # one for all prompts
 
     def written(ids: list[int]) -> Any:
-        return generating.pieces(tokenizer, generating.stream(given.module, ids, how, ends))
+        return generating.pieces(tokenizer, generating.stream(given.module, ids, how, ends, decoder))
 
     if prompt is not None:
         for piece in written(generating.prompt_ids(tokenizer, prompt, chat)):
