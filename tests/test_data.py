@@ -325,10 +325,9 @@ def test_zstandard_is_read_in_pieces(make, monkeypatch):
 
 def test_without_pyarrow_it_says_what_to_install(make, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
+    told = r"which is not installed\n  at .*\n  try       pip install 'mycel\[data\]'"
     for name in ("a.parquet", "a.arrow", "a.txt.zst"):
-        with pytest.raises(
-            TrainError, match=r"which is not installed\n  at .*\n  try       pip install 'mycel\[data\]'"
-        ):
+        with pytest.raises(TrainError, match=told):
             make({name: b"x" * 20})
 
 

@@ -17,10 +17,11 @@ from mycel.train import generate as generating
 from mycel.train import lora, score
 from mycel.train.config import DataConfig
 from mycel.train.export import export
+from mycel.train.onnx_file import write_onnx
 from mycel.train.trained import TrainedModel, is_run, trained
 
 Say = Callable[[str], None]
-TARGETS = ("hf", "safetensors", "program")
+TARGETS = ("hf", "safetensors", "onnx", "program")
 
 
 def evaluate(
@@ -129,6 +130,8 @@ def export_run(run: Path, say: Say, *, last: bool, to: str, out: Path | None) ->
         raise TrainError(f"there is something already\n  at        {folder}\n  try       --out ANOTHER")
     folder.mkdir(parents=True, exist_ok=True)
     with lora.merged(given.module):
+        if to == "onnx":
+            return write_onnx(given.module, folder / "model.onnx", say)
         return _weights(given.module, folder) if to == "safetensors" else _program(given, folder)
 
 

@@ -11,8 +11,8 @@
     tokens   .npy of one dim (a stream) or two (rows are sequences);  .bin, flat, uint16 unless a JSON beside it says
              {"dtype": …}
 
-Text, JSON and CSV may be compressed (.gz, .zst).  Parquet, arrow and .zst are read by pyarrow.  Long text comes in several segments, cut after a line's end, so that no file
-but a JSON list is ever whole in memory.
+Text, JSON and CSV may be compressed (.gz, .zst).  Parquet, arrow and .zst are read by pyarrow.  Long text comes in
+several segments, cut after a line's end, so that no file but a JSON list is ever whole in memory.
 """
 
 from __future__ import annotations
