@@ -51,7 +51,7 @@ class ModelConfig(Section):
 
 
 class Fields(Section):
-    """names of the fields in JSONL, JSON, CSV, parquet, arrow"""
+    """names of the fields of records"""
 
     text: forms.Text = Field(default="text", description="a whole document")
     prompt: forms.Text = Field(default="prompt", description="without loss")
