@@ -10,6 +10,7 @@ outputs=True       (loss, the model's output), or what a loss returns besides, a
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -143,7 +144,7 @@ def _scalar(loss: Any) -> torch.Tensor:
     return loss
 
 
-MORE = 8  # times as many parts as asked for, at most, where the batch does not divide
+MORE = 8  # times as many parts as asked for: more of them are told of, for a batch of another size is faster
 
 
 class Batch:
@@ -156,15 +157,18 @@ class Batch:
         self.tree = flatten((args, kwargs), self.leaves)
         self.rows = next((x.shape[0] for x in self.leaves if x.ndim), None)
         if parts > 1 and self.rows is not None:
-            least = min(parts, self.rows)
-            self.parts = next((k for k in range(least, MORE * parts + 1) if k and self.rows % k == 0), 0)
+            self.parts = next((k for k in range(min(parts, self.rows), self.rows + 1) if k and self.rows % k == 0), 0)
         if parts > 1 and not (self.rows and self.parts):
-            what = f"accumulate={parts} splits the first dim of the batch, which is {self.rows}"
-            near = f"a batch of {self.rows - self.rows % parts} rows" if self.rows else "a batch with rows"
             raise TrainError(
-                f"{what}: no number from {parts} to {MORE * parts} divides it\n"
-                f"  try       {near}, or another size that divides"
+                f"accumulate={parts} splits the first dim of the batch, which is {self.rows}\n"
+                "  try       a batch with rows"
             )
+        if self.rows and self.parts > MORE * parts:
+            told = (
+                f"accumulate={parts} of a batch of {self.rows} rows: parts are of one size, so these are {self.parts} of "
+                f"{self.rows // self.parts}\n  try       a batch of {self.rows - self.rows % parts} rows: it is faster"
+            )
+            warnings.warn(told, stacklevel=6)
 
     def is_split(self, x: torch.Tensor) -> bool:
         return self.parts > 1 and x.ndim > 0 and x.shape[0] == self.rows
