@@ -4,6 +4,7 @@ loss=None          step(**batch)    model(**batch), its `.loss`, or the one scal
 loss=f             step(x, y)       f(model(x), y):  f gets the last arguments, as many as it needs (all of them, if it
                                     takes *args); the model the first ones, as many as it takes: what f needs is none
                                     of the model's optional ones.  Arguments by name go to whoever names them
+loss=f, whose first argument is called `model`   f(model, *batch): the whole way from the batch to the loss
 outputs=True       (loss, the model's output), or what a loss returns besides, as in (loss, {"accuracy": …})
 """
 
@@ -31,6 +32,13 @@ def objective(model: torch.nn.Module, loss: Callable[..., Any] | None, outputs: 
             return (_loss_of(out), _without_caches(out)) if outputs else _loss_of(out)
 
         return of_model
+    if _first_argument(loss) == "model":
+
+        def of_batch(*args: Any, **kwargs: Any) -> Any:
+            value = loss(model, *args, **kwargs)
+            return _and_rest(value, None) if outputs else _scalar(value)
+
+        return of_batch
     model_arity, named = _takes(model.forward)
     wanted, asked = _takes(loss.forward if isinstance(loss, torch.nn.Module) else loss)
 
@@ -55,6 +63,11 @@ def objective(model: torch.nn.Module, loss: Callable[..., Any] | None, outputs: 
         return _scalar(value)
 
     return of_loss
+
+
+def _first_argument(loss: Callable[..., Any]) -> str:
+    """What a loss calls what it is given first."""
+    return "" if isinstance(loss, torch.nn.Module) else next(iter(inspect.signature(loss).parameters), "")
 
 
 @dataclass(frozen=True)
@@ -165,8 +178,9 @@ class Batch:
             )
         if self.rows and self.parts > MORE * parts:
             told = (
-                f"accumulate={parts} of a batch of {self.rows} rows: parts are of one size, so these are {self.parts} of "
-                f"{self.rows // self.parts}\n  try       a batch of {self.rows - self.rows % parts} rows: it is faster"
+                f"accumulate={parts} of a batch of {self.rows} rows: parts are of one size, so these are {self.parts} "
+                f"of {self.rows // self.parts}\n"
+                f"  try       a batch of {self.rows - self.rows % parts} rows: it is faster"
             )
             warnings.warn(told, stacklevel=6)
 

@@ -99,7 +99,9 @@ def train_step(
                 ready plans such as "zero3+tp".  None: this device alone, or with a mesh the batch split over it
     loss        None: the model returns the loss, or an object or dict with `loss`.  Otherwise loss(output, *rest): the
                 loss gets the last of the positional arguments, as many as it asks for (all, if it takes *args), the
-                model the first ones, as many as it takes; what the loss needs is no optional argument of the model
+                model the first ones, as many as it takes; what the loss needs is no optional argument of the model.
+                A loss whose first argument is called `model` is given the model and all of the batch: loss(model,
+                **batch), which calls it as often as it likes
     precision   "fp32": as the model is written;  "bf16", "fp16": weights and their updates stay as they are, the
                 computation is in 16 bits, sums in 32; fp16 scales the loss
     accumulate  the batch is split into so many parts along its first dim (a smaller one into the next number that

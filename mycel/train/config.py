@@ -148,6 +148,10 @@ class Train(Section):
     compile: forms.Compile = Field(default="auto", description="auto, true or false")
     seed: forms.Whole = Field(default=0, description="of weights, order of data, dropout")
     device: forms.Device = Field(default="auto", description="auto, cpu, cuda or cuda:N")
+    task: Literal["auto", "pretrain", "sft", "dpo", "reward", "classify"] = Field(
+        default="auto", description="auto: the next token"
+    )
+    beta: forms.Positive = Field(default=0.1, description="of dpo: how much it stays what it was")
 
 
 class Parallel(Section):

@@ -15,6 +15,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -22,7 +23,7 @@ from mycel.errors import TrainError
 from mycel.train.cache import obtain
 from mycel.train.documents import FIELDS, bin_dtype
 from mycel.train.sources import RECORDS, DataFile, File, check_unchanged, find, identify
-from mycel.train.split import Split, cut, divide
+from mycel.train.split import cut, divide
 from mycel.train.store import Progress, Tokens, build
 from mycel.train.tokenize import Tokenizer
 
@@ -36,8 +37,8 @@ class Data:
     """What a run trains on; `report` says what was left out, `fingerprint` changes when a resumed run would see other
     data."""
 
-    train: Split
-    validation: Split
+    train: Any  # a Split, or examples with an answer of their own (`labelled.py`)
+    validation: Any
     report: tuple[str, ...]
     fingerprint: str
     stores: tuple[Tokens, ...] = field(repr=False)

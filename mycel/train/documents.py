@@ -56,11 +56,14 @@ def segments(source: DataFile, fields: Mapping[str, str], tokenizer: Tokenizer) 
     """The documents of a text or JSONL file, in order."""
     if source.format == "text":
         return _text(source.path)
-    if source.format == "jsonl":
-        return _json_lines(source.path, fields, tokenizer)
-    readers = {"json": _json_list, "csv": _rows, "parquet": _parquet, "arrow": _arrow}
-    records = readers[source.format](source.path)
-    return (s for record, where in records for s in _of_record(record, where, fields, tokenizer))
+    found = records(source.path, source.format)
+    return (s for record, where in found for s in _of_record(record, where, fields, tokenizer))
+
+
+def records(path: Path, format: str) -> Iterator[tuple[Mapping[str, Any], str]]:
+    """The objects of a file, each with where it is."""
+    readers = {"jsonl": _json_lines, "json": _json_list, "csv": _rows, "parquet": _parquet, "arrow": _arrow}
+    return readers[format](path)
 
 
 @contextmanager
@@ -261,18 +264,19 @@ def _decode(data: bytes, path: Path, offset: int) -> str:
         ) from None
 
 
-def _json_lines(path: Path, fields: Mapping[str, str], tokenizer: Tokenizer) -> Iterator[Segment]:
+def _json_lines(path: Path) -> Iterator[tuple[Mapping[str, Any], str]]:
+    """The object on each line."""
     offset = 0
     with opened(path) as file:
         for number, line in enumerate(file, 1):
             text = _decode(line, path, offset).removeprefix("\ufeff" if number == 1 else "")
             offset += len(line)
             if text.strip():
-                yield from _record(text, f"{path}:{number}", fields, tokenizer)
+                yield _object(text, f"{path}:{number}"), f"{path}:{number}"
 
 
-def _record(line: str, where: str, fields: Mapping[str, str], tokenizer: Tokenizer) -> Iterator[Segment]:
-    """One line of JSONL as segments."""
+def _object(line: str, where: str) -> Mapping[str, Any]:
+    """One line of JSONL."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as e:
@@ -284,7 +288,7 @@ def _record(line: str, where: str, fields: Mapping[str, str], tokenizer: Tokeniz
         raise TrainError(
             f"not a JSON object but {_kind(record)}\n  at        {where}\n  try       one object on each line"
         )
-    yield from _of_record(record, where, fields, tokenizer)
+    return record
 
 
 def _json_list(path: Path) -> Iterator[tuple[Mapping[str, Any], str]]:

@@ -18,7 +18,8 @@ WHOLE_SHARE = 0.3  # of the parameters: more than embeddings, which some plans l
 def rows(parts: Assembly, start: int, folder: Path) -> Rows:
     """Each thing that matters and what it is; the step must have been prepared."""
     train = parts.config.train
-    length, sizes, kind = parts.config.data.length, models.count(parts.outline), type(parts.module).__name__
+    sizes, kind = models.count(parts.outline), type(parts.module).__name__
+    unit, _, each = parts.data.train.each
     seen = train.steps * parts.tokens
     epochs = train.steps * parts.rows / parts.data.train.count
     from_step = f", from step {start}" if start else ""
@@ -29,9 +30,9 @@ def rows(parts: Assembly, start: int, folder: Path) -> Rows:
             f"{sizes.total:,}, {'all' if sizes.trainable == sizes.total else f'{sizes.trainable:,}'} of them trained",
         ),
         *(("data", line) for line in parts.data.report[:2]),
-        ("a step", f"{parts.tokens:,} tokens = {_batch(parts)} x {length} (length)"),
+        ("a step", f"{parts.tokens:,} {unit} = {_batch(parts)} x {each}"),
         *([("parallel", str(parts.team))] if parts.team.plan is not None else []),
-        ("steps", f"{train.steps:,}{from_step}: {count(seen)} tokens, {epochs:.2f} epochs"),
+        ("steps", f"{train.steps:,}{from_step}: {count(seen)} {unit}, {epochs:.2f} epochs"),
         ("optimizer", _optimizer(parts)),
         ("precision", f"{train.precision}, parameters in {parts.config.model.dtype}"),
         (
