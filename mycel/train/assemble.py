@@ -23,8 +23,9 @@ from mycel.step import Step, train_step
 from mycel.train import config as settings
 from mycel.train import device as devices
 from mycel.train import lora, models, sample
+from mycel.train.blend import Blend, BlendOrder, blended
 from mycel.train.cutting import Cuts
-from mycel.train.data import Data, check_vocab, prepare
+from mycel.train.data import Data, Names, check_vocab, prepare
 from mycel.train.models import LoadedModel
 from mycel.train.order import Order
 from mycel.train.rank_batch import outline, rank_batch
@@ -88,7 +89,7 @@ class Assembly:
     def batch(self, step: int) -> dict[str, torch.Tensor]:
         """This rank's part of what step `step`, counted from 0, learns from, on its way to the device; nothing else is
         read."""
-        order = Order(self.data.train.count, self.config.train.seed)
+        order = order_of(self.data.train, self.config)
         host = rank_batch(self.step, self.data.train, self.rows, lambda rows: order.indices(step, self.rows, rows))
         if self.device.type != "cuda":
             return host
@@ -182,8 +183,31 @@ def tokenizer_of(config: settings.Config) -> Tokenizer | None:
 
 def _data(config: settings.Config, tokenizer: Tokenizer | None, progress: Callable[[str, int, int], None]) -> Data:
     data = config.data
+    if data.weights is None:
+        return _tokens(config, tokenizer, progress, data.train)
+    named = data.train if isinstance(data.train, tuple) else (data.train,)
+    if len(named) != len(data.weights):
+        raise TrainError(
+            f"data.weights has {len(data.weights)} numbers, data.train {len(named)} sources\n"
+            "  at        data.weights\n  try       one number for each entry of data.train"
+        )
+    parts = [_tokens(config, tokenizer, progress, name) for name in named]
+    return blended(parts, named, data.weights, data.validation is not None)
+
+
+def order_of(split: Any, config: settings.Config) -> Order | BlendOrder:
+    """In which order a run sees its sequences."""
+    if isinstance(split, Blend) and config.data.weights is not None:
+        return BlendOrder(split.counts, config.data.weights, config.train.seed)
+    return Order(split.count, config.train.seed)
+
+
+def _tokens(
+    config: settings.Config, tokenizer: Tokenizer | None, progress: Callable[[str, int, int], None], sources: Names
+) -> Data:
+    data = config.data
     return prepare(
-        data.train,
+        sources,
         validation=data.validation,
         split=data.split,
         format=data.format,
