@@ -769,7 +769,8 @@ class Step:
 
     def load(self, folder: str | Path) -> None:
         """Continue from the last checkpoint in a folder, which may have been saved under another plan (`mycel train`'s
-        too), or take the weights of a folder that `export` or transformers wrote."""
+        too), or take the weights of a folder that `export`, transformers, torch.save (pytorch_model.bin) or
+        torch.distributed.checkpoint wrote."""
         self.steps = self.state.load(folder)
 
     def export(self, folder: str | Path) -> Path:
