@@ -26,10 +26,12 @@ from mycel.train import lora, models, sample
 from mycel.train.blend import Blend, BlendOrder, blended
 from mycel.train.cutting import Cuts
 from mycel.train.data import Data, Names, check_vocab, prepare
+from mycel.train.documents import FIELDS
 from mycel.train.models import LoadedModel
 from mycel.train.order import Order
 from mycel.train.rank_batch import outline, rank_batch
 from mycel.train.ranks import Team
+from mycel.train.stream import Stream, StreamOrder, streamed
 from mycel.train.tasks import LABELLED_TASKS, task_data, task_loss, with_reference
 from mycel.train.tokenize import VOCABULARIES, Tokenizer, load_tokenizer
 from mycel.train.waiting import Waiting
@@ -183,6 +185,18 @@ def tokenizer_of(config: settings.Config) -> Tokenizer | None:
 
 def _data(config: settings.Config, tokenizer: Tokenizer | None, progress: Callable[[str, int, int], None]) -> Data:
     data = config.data
+    if data.stream:
+        assert data.validation is not None
+        return streamed(
+            data.train,
+            data.validation,
+            format=data.format,
+            fields={**FIELDS, **data.fields.model_dump()},
+            tokenizer=tokenizer,
+            length=data.length,
+            cache=data.cache_folder,
+            progress=progress,
+        )
     if data.weights is None:
         return _tokens(config, tokenizer, progress, data.train)
     named = data.train if isinstance(data.train, tuple) else (data.train,)
@@ -195,8 +209,10 @@ def _data(config: settings.Config, tokenizer: Tokenizer | None, progress: Callab
     return blended(parts, named, data.weights, data.validation is not None)
 
 
-def order_of(split: Any, config: settings.Config) -> Order | BlendOrder:
+def order_of(split: Any, config: settings.Config) -> Order | BlendOrder | StreamOrder:
     """In which order a run sees its sequences."""
+    if isinstance(split, Stream):
+        return StreamOrder()
     if isinstance(split, Blend) and config.data.weights is not None:
         return BlendOrder(split.counts, config.data.weights, config.train.seed)
     return Order(split.count, config.train.seed)

@@ -73,10 +73,17 @@ class DataConfig(Section):
     length: forms.Length = Field(default=256, description="tokens in a sequence")
     pack: forms.Switch = Field(default=True, description="documents in a row; false: one each, padded")
     cache: forms.Folder | None = Field(default=None, description="of tokens; null: in the user's cache folder")
+    stream: forms.Switch = Field(default=False, description="documents become tokens as they come")
 
     def conflicts(self) -> Iterator[Conflict]:
         if self.format not in ("auto", "text") and self.uses_stdlib:
             yield f"data.format is {self.format}, but data.train is stdlib, which is text", "data.format=auto"
+        if self.stream and self.validation is None:
+            what = "data.stream is true, but data.validation is null: nothing can be kept of what is not read yet"
+            yield what, "data.validation=FILE"
+        if self.stream and (not self.pack or self.weights is not None):
+            what = "data.stream is true, and its documents come in a row, one source after the other"
+            yield what, "data.pack=true and data.weights=null"
 
     @property
     def uses_stdlib(self) -> bool:

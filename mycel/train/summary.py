@@ -10,6 +10,7 @@ from mycel.train.assemble import Assembly
 from mycel.train.device import describe, memory_total
 from mycel.train.progress import count, size
 from mycel.train.schedule import warmup_steps
+from mycel.train.stream import ENDLESS
 
 Rows = list[tuple[str, str]]
 WHOLE_SHARE = 0.3  # of the parameters: more than embeddings, which some plans leave whole on purpose
@@ -22,6 +23,7 @@ def rows(parts: Assembly, start: int, folder: Path) -> Rows:
     unit, _, each = parts.data.train.each
     seen = train.steps * parts.tokens
     epochs = train.steps * parts.rows / parts.data.train.count
+    whole = f", {epochs:.2f} epochs" if parts.data.train.count < ENDLESS else ""
     from_step = f", from step {start}" if start else ""
     return [
         ("model", parts.model.source if kind in parts.model.source else f"{kind}, {parts.model.source}"),
@@ -32,7 +34,7 @@ def rows(parts: Assembly, start: int, folder: Path) -> Rows:
         *(("data", line) for line in parts.data.report[:2]),
         ("a step", f"{parts.tokens:,} {unit} = {_batch(parts)} x {each}"),
         *([("parallel", str(parts.team))] if parts.team.plan is not None else []),
-        ("steps", f"{train.steps:,}{from_step}: {count(seen)} {unit}, {epochs:.2f} epochs"),
+        ("steps", f"{train.steps:,}{from_step}: {count(seen)} {unit}{whole}"),
         ("optimizer", _optimizer(parts)),
         ("precision", f"{train.precision}, parameters in {parts.config.model.dtype}"),
         (

@@ -43,10 +43,12 @@ def task_data(config: settings.Config, tokenizer: Tokenizer | None, module: Any,
     if task != "dpo" and not type(module).__name__.endswith("Classification"):
         hint = "architectures: [LlamaForSequenceClassification], say"
         raise _wrong_model(module, f"{task} trains a model that ends in a classification", hint)
-    if data.weights is not None:
-        raise TrainError(
-            f"data.weights are for tokens, not for {task}\n  at        data.weights\n  try       data.weights=null"
-        )
+    for name, given in (("weights", data.weights is not None), ("stream", data.stream)):
+        if given:
+            raise TrainError(
+                f"data.{name} is for the next token, not for {task}\n  at        data.{name}\n"
+                f"  try       leaving data.{name} out"
+            )
     takes_images = "pixel_values" in inspect.signature(module.forward).parameters
     own = module.config
     pad = getattr(own, "pad_token_id", None)
