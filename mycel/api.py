@@ -204,7 +204,8 @@ def _donating(program: Program, device: torch.device) -> Callable[..., Any]:
     cache of keys and values); blocks that write so become part of the entry, which knows whose memory it is."""
     written = [name for name, b in program.blocks.items() if any(e.op.inplace is not None for e in b.eqns)]
     if written and written != [program.entry]:
-        program = check(transform.inline(program, small=sum(len(b.eqns) for b in program.blocks.values())))
+        whole = transform.inline(program, small=sum(len(b.eqns) for b in program.blocks.values()))
+        program = check(transform.dce(transform.cse(whole)))  # what layers have in common is computed once
     position = {v.name: i for i, v in enumerate(program.inputs)}
     at = [position[name] for name in program.updates]
     results = program.results
