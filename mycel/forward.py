@@ -41,10 +41,10 @@ class Forward:
         model: torch.nn.Module,
         prepared: Callable[[Captured], Program],
         parts: ShardedModel | None,
-        local: bool = False,
+        in_parts: bool = False,
     ) -> None:
         self.fn, self.model, self.prepared, self.parts = fn, model, prepared, parts
-        self.local = local  # are results that are rows of the batch this rank's alone?
+        self.in_parts = in_parts  # are results that are rows of the batch this rank's alone?
         self.entries: list[Signature] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -81,7 +81,7 @@ class Forward:
             run, local, feed = load(program, captured.device, reuse=True)[0], program, feed_of(captured, program)
         else:
             inputs, gathered = parts.given(unsharded)
-            rows = parts.rows_of(unsharded) if self.local else {}
+            rows = parts.rows_of(unsharded) if self.in_parts else {}
             device = plan.hardware_of(captured.device)
             task = Task(program, program.entry, device, False, inputs, gathered, results=rows)
             spread = with_layouts(task, parts.plan.given)[1]

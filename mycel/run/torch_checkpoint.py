@@ -127,9 +127,10 @@ def CheckpointReader(folder: str | Path) -> Any:
     from torch.futures import Future
 
     given = Path(folder)
-    path = given if (given / MANIFEST).is_file() else latest(given)
-    if path is None:
+    newest = given if (given / MANIFEST).is_file() else latest(given)
+    if newest is None:
         raise CheckpointError(f"there is no checkpoint\n  at        {given}\n  try       the folder of step.save")
+    path: Path = newest
     manifest = read_manifest(path)
     stored = {name: manifest.tensors[x] if isinstance(x, str) else x for name, x in manifest.tensors.items()}
 
