@@ -5,7 +5,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: setup train test sweeps check accept bench clean
+.PHONY: setup train test sweeps check accept bench docs clean
 
 setup: $(READY)
 
@@ -26,13 +26,17 @@ sweeps: setup          ## everything, and all cases of the long sweeps
 	MYCEL_SWEEPS=all $(BIN)/python -m pytest -n 2 --dist worksteal
 
 check: setup           ## lint, types, fast tests
-	$(BIN)/ruff check mycel tests bench docs
-	$(BIN)/ruff format --check mycel tests bench docs
+	$(BIN)/ruff check mycel tests bench docs examples
+	$(BIN)/ruff format --check mycel tests bench docs examples
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
 
 accept: setup          ## rewrite golden texts; read the diff before committing
 	MYCEL_ACCEPT=1 $(BIN)/python -m pytest tests/test_passes.py tests/test_step_passes.py tests/test_lower_passes.py tests/test_golden.py tests/test_explain.py
+
+docs: setup            ## the site from docs/ in site/: every link checked, nothing fetched when it is read
+	$(BIN)/python -m pip install -q -e ".[docs]"
+	$(BIN)/python -m mkdocs build --strict --quiet
 
 bench: setup           ## ours and the peers in the same run
 	$(BIN)/python bench/dispatch.py
@@ -43,6 +47,7 @@ bench: setup           ## ours and the peers in the same run
 	$(BIN)/python bench/lowering.py
 	$(BIN)/python bench/ddp.py
 	$(BIN)/python bench/clock.py
+	$(BIN)/python bench/generate.py
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) site build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

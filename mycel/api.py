@@ -7,6 +7,7 @@ fast    = mycel.jit(fn)                captured once for each signature, simplif
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,10 +15,20 @@ from typing import Any
 import torch
 
 from mycel import transform
-from mycel.capture import MISS, TRACING, Captured, bind, differentiate_with, make_room, rewritten
+from mycel.capture import (
+    MISS,
+    TRACING,
+    Captured,
+    bind,
+    differentiate_with,
+    growing,
+    is_static_cache,
+    make_room,
+    rewritten,
+)
 from mycel.capture import capture as capture_call
 from mycel.errors import RunError
-from mycel.ir import Program, check, type_of
+from mycel.ir import Program, Var, check, type_of
 from mycel.run import interpret, load, not_finite
 
 MODES = ("graph", "eager")
@@ -65,6 +76,8 @@ class Jit:
             raise ValueError(f"mode={mode!r}: use one of {', '.join(map(repr, MODES))}")
         self.fn, self.mode, self.check_finite = fn, mode, check_finite
         self.entries: list[CompiledCall] = []
+        self._told = False  # that a cache grows
+        self._forward: Jit | None = None  # of a module that generates
         self._last: Callable[[tuple[Any, ...], dict[str, Any]], Any] = lambda args, kwargs: MISS
         functools.update_wrapper(self, fn, updated=())
 
@@ -80,11 +93,24 @@ class Jit:
             if out is not MISS:
                 self._last = entry.call
                 return out
+        for cache in growing(args, kwargs):
+            return self._as_it_is(cache, args, kwargs)
         self._last = self._entry(args, kwargs).call
         out = self._last(args, kwargs)
         if out is MISS:
             raise RunError(f"{self.fn!r} was captured for these arguments, yet they do not fit what was captured")
         return out
+
+    def _as_it_is(self, cache: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The call with a cache that no program takes; said once, unless it is the call that makes a static one."""
+        if type(cache).__name__ != "StaticCache" and not self._told:
+            self._told = True
+            warnings.warn(
+                f"a {type(cache).__name__} grows at every call: what is given one runs as it is\n"
+                '  try       mycel.jit(model).generate(…), or cache_implementation="static"',
+                stacklevel=4,
+            )
+        return self.fn(*args, **kwargs)
 
     def _entry(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CompiledCall:
         entry = self.compile(args, kwargs)
@@ -114,6 +140,8 @@ class Jit:
         if name.startswith("__") or "fn" not in self.__dict__:
             raise AttributeError(name)
         attribute = getattr(self.fn, name)
+        if name == "generate" and isinstance(self.fn, torch.nn.Module):
+            return functools.partial(self._generate, attribute)
         if getattr(attribute, "__self__", None) is not self.fn:
             return attribute
 
@@ -124,6 +152,24 @@ class Jit:
             return self if out is self.fn else out
 
         return method
+
+    def _generate(self, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """transformers' `generate`, each token by generated code: with a static cache, unless another is asked for."""
+        module = self.fn
+        assert isinstance(module, torch.nn.Module)
+        own = kwargs.get("past_key_values") is not None or kwargs.get("use_cache") is False
+        if not own and getattr(module, "_can_compile_fullgraph", False):
+            kwargs.setdefault("cache_implementation", "static")
+            kwargs.setdefault("disable_compile", True)
+        self._forward = self._forward or Jit(module.forward, self.mode, self.check_finite)
+        before = vars(module).get("forward")
+        vars(module)["forward"] = self._forward
+        try:
+            return plain(*args, **kwargs)
+        finally:
+            del vars(module)["forward"]
+            if before is not None:
+                vars(module)["forward"] = before
 
     def __get__(self, thing: Any, owner: Any = None) -> Any:
         """As a method of a class."""
@@ -145,10 +191,38 @@ def compile_captured(
 
 def graph_run(program: Program, device: torch.device, plain: Callable[..., Any]) -> Callable[..., Any]:
     """The program's code for when torch's autograd records, and for when it does not: then memory is used again."""
-    lean, _ = load(program, device, reuse=True)
+    lean = _donating(program, device) if program.updates else load(program, device, reuse=True)[0]
 
     def run(*inputs: Any) -> Any:
         return plain(*inputs) if torch.is_grad_enabled() else lean(*inputs)
+
+    return run
+
+
+def _donating(program: Program, device: torch.device) -> Callable[..., Any]:
+    """The code that writes updates into its inputs as it goes, where they need not wait for the end of the call (a
+    cache of keys and values); blocks that write so become part of the entry, which knows whose memory it is."""
+    written = [name for name, b in program.blocks.items() if any(e.op.inplace is not None for e in b.eqns)]
+    if written and written != [program.entry]:
+        whole = transform.inline(program, small=sum(len(b.eqns) for b in program.blocks.values()))
+        program = check(transform.dce(transform.cse(whole)))  # what layers have in common is computed once
+    position = {v.name: i for i, v in enumerate(program.inputs)}
+    at = [position[name] for name in program.updates]
+    results = program.results
+    new = dict(zip(program.main.outputs[len(results) :], at, strict=True))
+    # a result that is the new value of an input is that input, and no copy of it
+    kept = [i for i, x in enumerate(results) if not (isinstance(x, Var) and x in new)]
+    outputs = (*(results[i] for i in kept), *program.main.outputs[len(results) :])
+    block = replace(program.main, outputs=outputs)
+    code, _ = load(replace(program, blocks={**program.blocks, program.entry: block}), device, reuse=True, donate=True)
+    if len(kept) == len(results):
+        return lambda *inputs: (*code(*inputs), *(inputs[i] for i in at))
+    replaced = {i: new[x] for i, x in enumerate(results) if isinstance(x, Var) and x in new}
+
+    def run(*inputs: Any) -> tuple[Any, ...]:
+        rest = iter(code(*inputs))
+        whole = [inputs[replaced[i]] if i in replaced else next(rest) for i in range(len(results))]
+        return (*whole, *(inputs[i] for i in at))
 
     return run
 
@@ -213,3 +287,16 @@ def _match_inputs(
 
 def unjit(fn: Any) -> Any:
     return fn.fn if type(fn) is Jit else fn
+
+
+__all__ = [
+    "CompiledCall",
+    "Jit",
+    "capture",
+    "compile_captured",
+    "compile_program",
+    "graph_run",
+    "is_static_cache",
+    "jit",
+    "unjit",
+]

@@ -322,7 +322,7 @@ def generate(
 @app.command()
 def export(
     run: Annotated[str, typer.Argument(metavar="RUN", help="A run of mycel train.")],
-    to: Annotated[str, typer.Option("--to", metavar="hf|safetensors|program", help="In which form.")] = "hf",
+    to: Annotated[str, typer.Option("--to", metavar="hf|safetensors|onnx|program", help="In which form.")] = "hf",
     out: Annotated[
         str | None, typer.Option("--out", metavar="FOLDER", help="Where to; RUN/exported if it is not said.")
     ] = None,
@@ -330,8 +330,8 @@ def export(
 ) -> None:
     """A checkpoint of a run as a model of its own, whichever plan it was trained under.
 
-    hf is a folder that transformers loads, with its tokenizer; safetensors the weights alone; program the captured
-    forward pass beside them.
+    hf is a folder that transformers loads, with its tokenizer; safetensors the weights alone; onnx a file from tokens
+    to logits, checked by onnxruntime where it is installed; program the captured forward pass beside its weights.
 
     \b
     Examples:

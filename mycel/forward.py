@@ -41,8 +41,10 @@ class Forward:
         model: torch.nn.Module,
         prepared: Callable[[Captured], Program],
         parts: ShardedModel | None,
+        in_parts: bool = False,
     ) -> None:
         self.fn, self.model, self.prepared, self.parts = fn, model, prepared, parts
+        self.in_parts = in_parts  # are results that are rows of the batch this rank's alone?
         self.entries: list[Signature] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -79,12 +81,15 @@ class Forward:
             run, local, feed = load(program, captured.device, reuse=True)[0], program, feed_of(captured, program)
         else:
             inputs, gathered = parts.given(unsharded)
-            task = Task(program, program.entry, plan.hardware_of(captured.device), False, inputs, gathered)
+            rows = parts.rows_of(unsharded) if self.in_parts else {}
+            device = plan.hardware_of(captured.device)
+            task = Task(program, program.entry, device, False, inputs, gathered, results=rows)
             spread = with_layouts(task, parts.plan.given)[1]
             parts.split(captured.device)
             local = lower.local_of(program, spread)
             local = local if spread is None else check(lower.overlap(check(lower.hoist(local))))
             run, feed = parts.connected(load(local, captured.device, reuse=True)[0]), parts.feed(unsharded, spread)
+            run = parts.without_padding(run, unsharded, rows) if rows else run
 
         def bound(batch: tuple[Var, ...], fed: Fed) -> Call:
             def without_gradients(*inputs: Any) -> Any:

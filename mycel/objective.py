@@ -4,12 +4,14 @@ loss=None          step(**batch)    model(**batch), its `.loss`, or the one scal
 loss=f             step(x, y)       f(model(x), y):  f gets the last arguments, as many as it needs (all of them, if it
                                     takes *args); the model the first ones, as many as it takes: what f needs is none
                                     of the model's optional ones.  Arguments by name go to whoever names them
+loss=f, whose first argument is called `model`   f(model, *batch): the whole way from the batch to the loss
 outputs=True       (loss, the model's output), or what a loss returns besides, as in (loss, {"accuracy": …})
 """
 
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +32,13 @@ def objective(model: torch.nn.Module, loss: Callable[..., Any] | None, outputs: 
             return (_loss_of(out), _without_caches(out)) if outputs else _loss_of(out)
 
         return of_model
+    if _first_argument(loss) == "model":
+
+        def of_batch(*args: Any, **kwargs: Any) -> Any:
+            value = loss(model, *args, **kwargs)
+            return _and_rest(value, None) if outputs else _scalar(value)
+
+        return of_batch
     model_arity, named = _takes(model.forward)
     wanted, asked = _takes(loss.forward if isinstance(loss, torch.nn.Module) else loss)
 
@@ -54,6 +63,11 @@ def objective(model: torch.nn.Module, loss: Callable[..., Any] | None, outputs: 
         return _scalar(value)
 
     return of_loss
+
+
+def _first_argument(loss: Callable[..., Any]) -> str:
+    """What a loss calls what it is given first."""
+    return "" if isinstance(loss, torch.nn.Module) else next(iter(inspect.signature(loss).parameters), "")
 
 
 @dataclass(frozen=True)
@@ -143,7 +157,7 @@ def _scalar(loss: Any) -> torch.Tensor:
     return loss
 
 
-MORE = 8  # times as many parts as asked for, at most, where the batch does not divide
+MORE = 8  # times as many parts as asked for: more of them are told of, for a batch of another size is faster
 
 
 class Batch:
@@ -156,15 +170,19 @@ class Batch:
         self.tree = flatten((args, kwargs), self.leaves)
         self.rows = next((x.shape[0] for x in self.leaves if x.ndim), None)
         if parts > 1 and self.rows is not None:
-            least = min(parts, self.rows)
-            self.parts = next((k for k in range(least, MORE * parts + 1) if k and self.rows % k == 0), 0)
+            self.parts = next((k for k in range(min(parts, self.rows), self.rows + 1) if k and self.rows % k == 0), 0)
         if parts > 1 and not (self.rows and self.parts):
-            what = f"accumulate={parts} splits the first dim of the batch, which is {self.rows}"
-            near = f"a batch of {self.rows - self.rows % parts} rows" if self.rows else "a batch with rows"
             raise TrainError(
-                f"{what}: no number from {parts} to {MORE * parts} divides it\n"
-                f"  try       {near}, or another size that divides"
+                f"accumulate={parts} splits the first dim of the batch, which is {self.rows}\n"
+                "  try       a batch with rows"
             )
+        if self.rows and self.parts > MORE * parts:
+            told = (
+                f"accumulate={parts} of a batch of {self.rows} rows: parts are of one size, so these are {self.parts} "
+                f"of {self.rows // self.parts}\n"
+                f"  try       a batch of {self.rows - self.rows % parts} rows: it is faster"
+            )
+            warnings.warn(told, stacklevel=6)
 
     def is_split(self, x: torch.Tensor) -> bool:
         return self.parts > 1 and x.ndim > 0 and x.shape[0] == self.rows

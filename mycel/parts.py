@@ -24,7 +24,7 @@ import torch
 from mycel.capture import Captured
 from mycel.errors import PlanError, TrainError
 from mycel.feed import Feed, feed_of
-from mycel.ir import Layout, Program, Role, Type, part
+from mycel.ir import Layout, Program, Role, Type, Var, part
 from mycel.lower import Distributed, Pipeline
 from mycel.ops.collective import COMMUNICATORS
 from mycel.ops.optimisers import StateSlot
@@ -141,6 +141,39 @@ class ShardedModel:
             ):
                 gathered.add(i)
         return given, frozenset(gathered) if self.plan.zero == 3 else frozenset()
+
+    def rows_of(self, unsharded: UnshardedStep) -> dict[int, Layout]:
+        """Layouts of results, by position, that are rows of the batch: split as the batch is."""
+        program = unsharded.program
+        batch = next((v for v in program.inputs_of("batch") if v.ndim), None)
+        split = self.plan.batch_layout(program.role(batch).name, batch.shape).dims[:1] if batch is not None else ()
+        if batch is None or not any(split):
+            return {}
+        return {
+            i: Layout((*split, *((),) * (x.ndim - 1)))
+            for i, x in enumerate(program.results[1 : unsharded.results], 1)
+            if isinstance(x, Var) and x.ndim and x.shape[0] == batch.shape[0]
+        }
+
+    def without_padding(
+        self, run: Callable[..., Any], unsharded: UnshardedStep, rows: Mapping[int, Layout]
+    ) -> Callable[..., Any]:
+        """The code, with results in `rows` as long as this rank's part of the batch is."""
+        results = unsharded.program.results
+        sizes = {}
+        for i, layout in rows.items():
+            x = results[i]
+            assert isinstance(x, Var)
+            start, stop = boxes.held(x.shape, layout, self.plan.mesh, self.ranks.rank)[0]
+            sizes[i] = stop - start
+
+        def trimmed(*inputs: Any) -> Any:
+            outs = list(run(*inputs))
+            for i, size in sizes.items():
+                outs[i] = outs[i].narrow(0, 0, size)
+            return outs
+
+        return trimmed
 
     def _layout(self, role: Role, type: Type) -> Layout:
         """In which an input of a step is held: as the plan says of the batch and of parameters; state as what it is the

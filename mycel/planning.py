@@ -29,6 +29,7 @@ from mycel.plan import (
     StepFlow,
     Times,
 )
+from mycel.plan.choices import Laid
 from mycel.sizes import shown
 
 WORTH = 0.005  # the share of a step that compiling a stretch between calls must save
@@ -50,6 +51,7 @@ class Task:
     inputs: Mapping[int, Layout] | None = None
     gathered: frozenset[int] = frozenset()
     budget: int | None = None
+    results: Mapping[int, Layout] | None = None  # layouts of results of the entry that are not whole, by position
     outlines: bool = True  # stretches between calls are compiled where that pays
 
 
@@ -306,11 +308,17 @@ def with_layouts(task: Task, given: Plan) -> tuple[Plan, lower.Distributed | Non
     whole = lower.settled(task.program, given, given_inputs)
     costs = plan.Costs(whole, task.hardware, task.compiled)
     solved = plan.solve(whole, given, given_inputs, task.gathered, costs, links, lower.Prices(links))
-    layouts = {name: plan.BlockLayouts.of(block, solved.layouts[name]) for name, block in whole.blocks.items()}
+    laid = {**solved.layouts, whole.entry: _returned(solved.layouts[whole.entry], task.results or {})}
+    layouts = {name: plan.BlockLayouts.of(block, laid[name]) for name, block in whole.blocks.items()}
     gathered = tuple(v.name for i, v in enumerate(whole.inputs) if i in task.gathered)
     decided = Decided(plan.digest(whole), nothing, task.compiled, links.named, gathered, layouts)
     laid_out = replace(given, decided=decided, predicted=Predicted(0, 0, gap=solved.gap))
     return laid_out, lower.distribute(task.program, laid_out)
+
+
+def _returned(entry: Laid, results: Mapping[int, Layout]) -> Laid:
+    """The layouts of the entry, with some of its results left in parts."""
+    return replace(entry, outputs=tuple(results.get(i, layout) for i, layout in enumerate(entry.outputs)))
 
 
 def _applied(task: Task, decided_plan: Plan) -> tuple[Plan, lower.Lowered]:

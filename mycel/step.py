@@ -87,7 +87,7 @@ def train_step(
     compile: str | bool = "auto",
     clip_value: float | None = None,
     grads: bool = False,
-    outputs: bool = False,
+    outputs: bool | str = False,
 ) -> Step:
     """A callable that takes one step on a batch and returns its loss, or with `outputs` (loss, what came beside it).
 
@@ -99,7 +99,9 @@ def train_step(
                 ready plans such as "zero3+tp".  None: this device alone, or with a mesh the batch split over it
     loss        None: the model returns the loss, or an object or dict with `loss`.  Otherwise loss(output, *rest): the
                 loss gets the last of the positional arguments, as many as it asks for (all, if it takes *args), the
-                model the first ones, as many as it takes; what the loss needs is no optional argument of the model
+                model the first ones, as many as it takes; what the loss needs is no optional argument of the model.
+                A loss whose first argument is called `model` is given the model and all of the batch: loss(model,
+                **batch), which calls it as often as it likes
     precision   "fp32": as the model is written;  "bf16", "fp16": weights and their updates stay as they are, the
                 computation is in 16 bits, sums in 32; fp16 scales the loss
     accumulate  the batch is split into so many parts along its first dim (a smaller one into the next number that
@@ -110,7 +112,8 @@ def train_step(
     compile     True, False, or "auto": where there is a GPU
     clip_value  no element of a gradient is larger than this
     outputs     step(batch) is (loss, outputs): what the model returned, or what the loss returned more, as in
-                (loss, {"accuracy": …}); whole on every rank.  With accumulate, rows of the batch are put together, and
+                (loss, {"accuracy": …}); whole on every rank, or with "local" rows of the batch just as this rank has
+                them (step.rows).  With accumulate, rows of the batch are put together, and
                 of other values the sum or mean is taken, as the loss is
     grads       after a step, p.grad is the gradient it was taken with, clipped; of a parameter in parts, this rank's
 
@@ -144,7 +147,11 @@ def train_step(
         raise TrainError(f"memory={memory!r}\n  try       bytes as a whole number, or text like '20GiB'")
     if accumulate == 1 and written is not None:
         accumulate = written.microbatches
-    settings = Settings(precision, accumulate, clip_norm, budget, compile, clip_value, bool(grads), bool(outputs))
+    if outputs not in (True, False, "local"):
+        raise TrainError(f"outputs={outputs!r}\n  known     True, False, 'local'")
+    if outputs == "local" and written is not None and written.is_pipeline:
+        raise PlanError("outputs='local': a pipeline gives its outputs whole\n  try       outputs=True")
+    settings = Settings(precision, accumulate, clip_norm, budget, compile, clip_value, bool(grads), outputs)
     undecided = Undecided.of(mesh) if _is_auto(plan) else None
     return Step(model, one, loss, settings, None if undecided else written, undecided)
 
@@ -176,7 +183,7 @@ class Settings:
     compile: str | bool
     clip_value: float | None = None
     grads: bool = False
-    outputs: bool = False
+    outputs: bool | str = False  # "local": of rows of the batch, this rank's
 
     def compiles(self, device: torch.device) -> bool:
         return self.compile is True or (self.compile == "auto" and device.type == "cuda")
@@ -229,7 +236,7 @@ class Step:
         self.model, self.optimizer, self.settings, self.undecided = model, optimizer, settings, undecided
         self._spread(written)
         self.fn, self._loss = objective(model, loss), loss
-        self.taken = objective(model, loss, settings.outputs) if settings.outputs else self.fn
+        self.taken = objective(model, loss, True) if settings.outputs else self.fn
         self.entries: list[CompiledStep] = []
         self.by_rule = not optimizers.without_rule(optimizer)  # is the update part of the program?
         self._told = False  # that it is not
@@ -380,6 +387,8 @@ class Step:
             if decided.compress:
                 self.parts.ranks.agree({"how gradients are compressed": str(decided.compressed())})
             run, feed = self.parts.connected(run), self.parts.feed(made, done.spread)
+            if self.settings.outputs == "local":
+                run = self.parts.without_padding(run, made, self.parts.rows_of(made))
         call, local = self._bound(made, program, run, feed)
         signature = optimizers.signature(self.optimizer, self.by_rule)
         return CompiledStep(done, source, decided, call, local, feed, signature, made.captured.facts, replayed)
@@ -445,6 +454,7 @@ class Step:
             inputs,
             gathered,
             self.settings.budget,
+            self.parts.rows_of(made) if self.parts is not None and self.settings.outputs == "local" else None,
         )
 
     def _refuse_split(self, split: Iterable[str]) -> None:
@@ -721,6 +731,11 @@ class Step:
         """The loss of a batch (or what `fn` makes of it with the model), under the plan, without a step."""
         return Forward(fn or self.fn, self.model, self._prepared, self.parts)
 
+    def _evaluating(self) -> Forward:
+        """The loss of a batch, and with `outputs` these, as a step gives them."""
+        local = self.settings.outputs == "local"
+        return Forward(self.taken, self.model, self._prepared, self.parts, local)
+
     def expert_load(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
         """How many choices of a batch each expert gets, by layer; refuses a router that gives what is no number."""
         if self._routing is None:
@@ -767,7 +782,8 @@ class Step:
 
     def load(self, folder: str | Path) -> None:
         """Continue from the last checkpoint in a folder, which may have been saved under another plan (`mycel train`'s
-        too), or take the weights of a folder that `export` or transformers wrote."""
+        too), or take the weights of a folder that `export`, transformers, torch.save (pytorch_model.bin) or
+        torch.distributed.checkpoint wrote."""
         self.steps = self.state.load(folder)
 
     def export(self, folder: str | Path) -> Path:
@@ -782,7 +798,7 @@ class Step:
         """The loss of a batch (with `outputs`, and these) in evaluation mode, without a step; under the plan."""
         if self.undecided is not None or (self.parts is not None and not self.parts.is_split):
             self.prepare(*args, **kwargs)  # a step says how parameters lie
-        self._evaluation = self._evaluation or self.forward(self.taken)
+        self._evaluation = self._evaluation or self._evaluating()
         with evaluating(self.model):
             return self._evaluation(*args, **kwargs)
 

@@ -31,6 +31,7 @@ from mycel.run.reading import Wanted, load_parts
 from mycel.run.shards import MANIFEST, Manifest, read_manifest
 from mycel.run.shares import Shares
 from mycel.run.snapshot import Layouts
+from mycel.run.torch_checkpoint import has_torch_weights, weights_of
 
 Tensors = dict[str, torch.Tensor]
 NAME = "model.safetensors"  # of weights alone
@@ -263,7 +264,7 @@ class StepState:
         """Continue from the newest undamaged checkpoint in a folder (or from the checkpoint that it is), saved under
         any plan: the number of steps it was saved after.  A folder of weights alone gives the model those."""
         folder = Path(folder)
-        if (folder / NAME).is_file() or any(folder.glob("*.safetensors.index.json")):
+        if (folder / NAME).is_file() or any(folder.glob("*.safetensors.index.json")) or has_torch_weights(folder):
             return self._load_weights(folder)
         with self._open():
             own = model_tensors(self.model)
@@ -322,7 +323,7 @@ class StepState:
         return {"state": state, "groups": groups}
 
     def _load_weights(self, folder: Path) -> int:
-        """The weights in safetensors files, tied ones by any of their names."""
+        """The weights in safetensors files, or in those of torch, tied ones by any of their names."""
         from safetensors.torch import load_file
 
         saved: Tensors = {}
@@ -330,6 +331,7 @@ class StepState:
             saved |= load_file(file)
         with self.whole():
             state = model_tensors(self.model)
+            saved = saved or weights_of(folder, state)
             there = {id(x) for name, x in state.items() if name in saved}
             missing = [f"no {name}" for name, x in state.items() if id(x) not in there]
             strange = [f"{name}, which the model has not" for name in saved if name not in state]

@@ -89,6 +89,7 @@ BY_KEY: dict[str, st.SearchStrategy[Any]] = {
     "data.train": names | st.lists(names, min_size=1, max_size=3),
     "data.validation": st.none() | names,
     "data.split": st.floats(0, 1, exclude_min=True, exclude_max=True),
+    "data.weights": st.none(),  # as many as data.train has
     "data.fields.text": texts,
     "data.tokenizer": names,
     "data.length": st.integers(2, 2**31 - 1),

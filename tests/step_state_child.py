@@ -96,6 +96,30 @@ def main(folder: Path) -> None:
     alike(step.evaluate(**batch), twin(**batch).detach())
     step.load(folder / "exported")
     alike(step.state_dict()["model"], whole["model"])
+    for count in (8, 7):  # of 7 rows the ranks have 4 and 3
+        local_outputs(count)
+
+
+def local_outputs(count: int) -> None:
+    """Rows of outputs are those of this rank, numbers those of the batch; in a step and in an evaluation."""
+
+    def loss(out, y):
+        return (out - y).square().mean(), {"rows": out, "mean": out.mean(), "signs": (out > 0).sum(0)}
+
+    torch.manual_seed(3)
+    model = torch.nn.Linear(6, 4).double()
+    x, y = rows(count)["x"][:count], rows(count)["y"][:count]
+    wanted_loss, wanted = loss(model(x).detach(), y)
+    step = mycel.train_step(
+        model, torch.optim.SGD(model.parameters(), 0.1), loss, mesh=Mesh(dp=2), plan="zero2", outputs="local",
+        compile=False,
+    )  # fmt: skip
+    mine = step.rows(count)
+    for run in (step.evaluate, step):
+        found, outputs = run(x, y)
+        alike(found, wanted_loss)
+        alike(outputs["rows"], wanted["rows"][mine.start : mine.stop])
+        alike((outputs["mean"], outputs["signs"]), (wanted["mean"], wanted["signs"]))
 
 
 if __name__ == "__main__":

@@ -110,7 +110,8 @@ def test_rows_that_meet_are_told_of(kind, meet):
     assert not meet or "test_accumulate.py" in said[0]
 
 
-@pytest.mark.parametrize("sizes, parts", [((8, 6, 1), 4), ((12, 10, 7), 3), ((2, 3), 2)])
+@pytest.mark.parametrize("sizes, parts", [((8, 6, 1), 4), ((12, 10, 7), 3), ((2, 3), 2), ((37,), 2)])
+@pytest.mark.filterwarnings("ignore:accumulate=2 of a batch of 37 rows")
 def test_a_smaller_last_batch(sizes, parts):
     """Rows that do not divide are split into the next number of parts that does; targets to be ignored weigh right."""
     torch.manual_seed(0)
@@ -129,6 +130,13 @@ def test_a_smaller_last_batch(sizes, parts):
         plain.step()
         torch.testing.assert_close(step(x, y), loss.detach())
     torch.testing.assert_close(dict(model.state_dict()), dict(twin.state_dict()))
+
+
+def test_many_small_parts_are_told_of():
+    model = nn.Linear(4, 5)
+    step = mycel.train_step(model, torch.optim.SGD(model.parameters(), 0.1), F.mse_loss, accumulate=2, compile=False)
+    with pytest.warns(UserWarning, match=r"2 of a batch of 19 rows.* 19 of 1\n  try       a batch of 18 rows"):
+        step(torch.randn(19, 4), torch.randn(19, 5))
 
 
 def test_accumulating_over_several_calls():

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,25 @@ def test_what_is_exported_is_the_checkpoint(run, folder, tmp_path):
 
     last = of(latest(run / "checkpoints"))
     assert all(torch.equal(x, last[name]) for name, x in load_file(tmp_path / "weights" / "model.safetensors").items())
+
+
+def test_an_exported_onnx_file_gives_the_logits_of_any_batch(run, folder, tmp_path):
+    runtime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    result = mycel("export", run, "--to", "onnx", "--out", tmp_path / "onnx")
+    assert result.exit_code == 0 and "checked with onnxruntime: the model's logits" in result.stderr, result.output
+    session = runtime.InferenceSession(str(tmp_path / "onnx" / "model.onnx"))
+    model = hf.AutoModelForCausalLM.from_pretrained(folder).eval()
+    for shape in ((1, 1), (4, 16)):
+        ids = torch.randint(0, 258, shape)
+        got = torch.from_numpy(session.run(["logits"], {"input_ids": ids.numpy()})[0])
+        torch.testing.assert_close(got, model(ids).logits.detach(), rtol=1e-4, atol=1e-4)
+
+
+def test_without_the_writer_of_onnx_it_says_what_to_install(run, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "onnxscript", None)
+    result = mycel("export", run, "--to", "onnx", "--out", tmp_path / "onnx")
+    assert result.exit_code == 1 and "try       pip install 'mycel[onnx]'" in result.stderr
 
 
 def test_an_exported_program_is_the_forward_pass(run, folder, tmp_path):
@@ -192,7 +212,7 @@ def test_messages(run, folder, tmp_path):
         ("generate", folder, "--prompt", "a" * 99),
         ("generate", folder, "--file", tmp_path / "no.jsonl"),
         ("export", folder),
-        ("export", run, "--to", "onnx"),
+        ("export", run, "--to", "gguf"),
     ]
     texts = []
     for command in commands:

@@ -181,7 +181,7 @@ unknown key trian
 unknown key data.seq_len
   at        run.yaml:1:8
             data: {seq_len: 128}
-  try       one of train, validation, split, format, fields, tokenizer, length, pack, cache""",
+  try       one of train, validation, split, weights, format, fields, tokenizer, length, pack, cache, stream""",
     "train:\n  steps: many\n": """\
 train.steps is "many", not a whole number from 1 to 2147483647
   at        run.yaml:2:3
@@ -209,7 +209,7 @@ optimizer.betas is [0.9], not a list of 2 numbers from 0 to below 1
             optimizer: {name: adamW, betas: [0.9]}
   try       [0.9, 0.95], the default""",
     "train: 3": """\
-train is 3, not a mapping (steps, batch, accumulate, clip_norm, precision, memory, compile, seed, device)
+train is 3, not a mapping (steps, batch, accumulate, clip_norm, precision, memory, compile, seed, device, task, beta)
   at        run.yaml:1:1
             train: 3
   try       {steps: 500}""",

@@ -275,9 +275,65 @@ def test_folders_globs_and_lists_name_the_same_files(make, tmp_path):
     assert prepare([f"{root}/b.txt", root], **options).fingerprint != prepare(root, **options).fingerprint
 
 
+def table(form: str, records: list[dict]) -> bytes:
+    """Records as parquet, or as arrow's file or stream."""
+    arrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    rows, out = arrow.Table.from_pylist(records), arrow.BufferOutputStream()
+    if form == "parquet":
+        parquet.write_table(rows, out, row_group_size=1)
+    else:
+        with (arrow.ipc.new_file if form == "file" else arrow.ipc.new_stream)(out, rows.schema) as writer:
+            writer.write_table(rows, max_chunksize=1)
+    return out.getvalue().to_pybytes()
+
+
+RECORDS = [{"prompt": 'a, "b"\n', "response": "c\td é"}, {"prompt": "", "response": "x"}]
+
+
+@pytest.mark.parametrize("form", ["parquet", "file", "stream", "saved"])
+def test_tables_are_read_as_their_records(make, form):
+    content = table("stream" if form == "saved" else form, RECORDS)
+    files = {"a.parquet" if form == "parquet" else "a.arrow": content}
+    if form == "saved":  # as Hugging Face's save_to_disk leaves it, with what a map has cached
+        state = {"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}
+        files = {"data-00000-of-00001.arrow": content, "cache-1.arrow": b"old", "state.json": json.dumps(state)}
+    held = {"held.txt": "validation, and enough of it"}
+    got = make({**{f"d/{name}": x for name, x in files.items()}, **held}, use=["d"], length=32)
+    wanted = everything(make({"b.jsonl": RECORDS, **held}, length=32).train)
+    assert all(np.array_equal(everything(got.train)[name], wanted[name]) for name in wanted)
+
+
+def test_what_datasets_saves_is_read(make, tmp_path):
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_list(RECORDS).save_to_disk(tmp_path / "data" / "saved", num_shards=2)
+    held = {"held.txt": "validation, and enough of it"}
+    got = everything(make(held, use=["saved"], length=32).train)
+    assert np.array_equal(got["labels"], everything(make({"b.jsonl": RECORDS, **held}, length=32).train)["labels"])
+
+
+def test_zstandard_is_read_in_pieces(make, monkeypatch):
+    arrow = pytest.importorskip("pyarrow")
+    monkeypatch.setattr(documents, "PIECE_BYTES", 100)
+    content = "".join(f"line {i}\n" for i in range(400))
+    packed = arrow.compress(content.encode(), codec="zstd", asbytes=True)
+    held = {"held.txt": "validation, and enough of it"}
+    got = everything(make({"d/a.txt.zst": packed, **held}, use=["d"]).train)
+    assert np.array_equal(got["input_ids"], everything(make({"b.txt": content, **held}).train)["input_ids"])
+
+
+def test_without_pyarrow_it_says_what_to_install(make, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    told = r"which is not installed\n  at .*\n  try       pip install 'mycel\[data\]'"
+    for name in ("a.parquet", "a.arrow", "a.txt.zst"):
+        with pytest.raises(TrainError, match=told):
+            make({name: b"x" * 20})
+
+
 @pytest.mark.parametrize("form", ["json", "csv", "tsv", "jsonl.gz", "json.gz", "csv.gz"])
 def test_the_same_records_in_any_form_are_the_same_tokens(make, form):
-    records = [{"prompt": 'a, "b"\n', "response": "c\td é"}, {"prompt": "", "response": "x"}]
+    records = RECORDS
     kind = form.removesuffix(".gz")
     if kind == "json":
         text = json.dumps(records)
@@ -382,9 +438,17 @@ REFUSED = {
     "csv without the field": ({"a.csv": "body\na\n"}, None, {}, r"no field 'text'; fields there are: 'body'"),
     "cut gzip": ({"a.txt.gz": gzip.compress(b"some text")[:-9]}, None, {}, r"damaged or cut short.*\n  at .*a.txt.gz"),
     "no gzip": ({"a.jsonl.gz": b"some text"}, None, {}, r"damaged or cut short"),
-    "parquet": ({"a.parquet": b"PAR1"}, None, {}, r"parquet files are not read\n.*\n  try       pandas.read_parquet"),
-    "a folder of parquet": ({"d/a.parquet": b"PAR1"}, ["d"], {}, r"parquet files are not read"),
-    "zstandard": ({"a.txt.zst": b"x"}, None, {}, r"\.zst files are not read\n.*\n  try       zstd -d"),
+    "damaged parquet": ({"a.parquet": b"PAR1"}, None, {}, r"not a parquet file, or a damaged one.*\n  at .*a.parquet"),
+    "damaged arrow": ({"d/a.arrow": b"ARROW1xxx"}, ["d"], {}, r"not an arrow file, or a damaged one.*\n  at .*a.arrow"),
+    "damaged zstandard": ({"a.txt.zst": b"x" * 40}, None, {}, r"damaged or cut short.*\n  at .*\n  try       zstd -t"),
+    "parquet in gzip": ({"a.parquet.gz": b"x"}, None, {}, r"its own compression.*\n  at .*\n  try       gunzip"),
+    "xz": ({"a.txt.xz": b"x"}, None, {}, r"\.xz files are not read\n.*\n  try       unxz"),
+    "several datasets": (
+        {"d/dataset_dict.json": '{"splits": ["train", "test"]}', "d/train/a.arrow": b"x"},
+        ["d"],
+        {},
+        r"several datasets: train, test\n  at .*\n  try       .*d/train",
+    ),
     "format": ({"a.txt": "x"}, None, {"format": "xml"}, r"no such data format: 'xml'\n  try       one of auto, text"),
     "no array": ({"a.txt": "x"}, None, {"format": "tokens"}, r"from .npy and .bin files, not from .txt"),
     "empty file": ({"a.txt": ""}, None, {}, r"the data is empty: no token in 1 files\n  at .*a.txt"),
@@ -478,6 +542,8 @@ REFUSED = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_bad_data_is_refused_with_what_where_and_what_to_try(make, tmp_path, case):
+    if case in ("damaged parquet", "damaged arrow", "damaged zstandard"):
+        pytest.importorskip("pyarrow")
     files, use, options, message = REFUSED[case]
     with pytest.raises(TrainError, match=message):
         make(files, use=use, **options) if use != [] else prepare([], length=8, tokenizer=Bytes(), cache=tmp_path)

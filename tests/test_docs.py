@@ -4,18 +4,32 @@ from __future__ import annotations
 
 import re
 import runpy
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import typer
+import yaml
+
+from mycel.cli import app
+from mycel.plan import Plan
+from mycel.train.config import Config
 
 ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PAGES = sorted([*DOCS.glob("*.md"), *(DOCS / "modes").glob("*.md")])
+
+
+def fenced(page: Path, kind: str) -> list[str]:
+    """The blocks of a page in some language."""
+    return re.findall(rf"^```{kind}\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
 
 
 def test_the_readme_example_prints_what_it_says(tmp_path):
     readme = (ROOT / "README.md").read_text()
-    code, shown = re.search(r"```python\n(.*?)```\n\nprints\n\n```text\n(.*?)```", readme, re.DOTALL).groups()
+    code, shown = re.search(r"```python\n((?:(?!```).)*)```\n\nprints\n\n```text\n(.*?)```", readme, re.DOTALL).groups()
     (tmp_path / "example.py").write_text(code)
     ran = subprocess.run([sys.executable, "example.py"], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert ran.stdout.rstrip() == shown.rstrip()
@@ -47,3 +61,40 @@ def test_the_example_of_a_mode_runs(page, tmp_path):
     assert ran.returncode == 0, ran.stderr[-3000:]
     losses = {float(x) for x in re.findall(r"loss ([\d.]+)", ran.stdout)}
     assert (len(losses) == 1 and losses.pop() < 1.0) if ranks else "dp=" in ran.stdout
+
+
+@pytest.mark.parametrize("page", [p for p in sorted(DOCS.glob("*.md")) if fenced(p, "python")], ids=lambda p: p.stem)
+def test_the_snippets_of_a_page_run(page, tmp_path, monkeypatch):
+    """One after the other, as one script; what they assert is true."""
+    script = tmp_path / f"{page.stem}.py"
+    script.write_text("\n\n".join(fenced(page, "python")))
+    monkeypatch.chdir(tmp_path)
+    runpy.run_path(str(script), run_name="__main__")
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md"], ids=lambda p: p.stem)
+def test_the_commands_of_a_page_have_these_options(page):
+    known = typer.main.get_command(app).commands
+    lines = [line for block in fenced(page, "(?:sh)?") for line in block.splitlines()]
+    for line in (x[x.index("mycel ") :] for x in lines if re.match(r"(mycel |torchrun .* -m mycel )", x)):
+        words = shlex.split(line, comments=True)
+        assert words[1] in known, line
+        options = {o for p in known[words[1]].params for o in (*p.opts, *p.secondary_opts)}
+        assert {w for w in words if w.startswith("--")} <= options, line
+
+
+def test_the_yaml_of_the_pages_is_understood():
+    for block in fenced(DOCS / "train.md", "yaml"):
+        Config.from_dict(yaml.safe_load(block))
+    for block in fenced(DOCS / "plans.md", "yaml"):
+        assert Plan.read(yaml.safe_load(block)).mesh.world > 1
+
+
+def test_every_page_is_in_the_sites_index():
+    """And every link between pages leads to one; `make docs` builds the site and checks anchors too."""
+    site = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+    listed = set(re.findall(r"[\w/-]+\.md", str(site["nav"])))
+    assert listed == {str(p.relative_to(DOCS)) for p in DOCS.rglob("*.md")}
+    for page in [*DOCS.rglob("*.md"), ROOT / "README.md"]:
+        for link in re.findall(r"\]\(([^)#:]+)(?:#[\w-]*)?\)", page.read_text()):
+            assert (page.parent / link).is_file(), f"{page.name}: {link}"

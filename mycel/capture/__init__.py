@@ -3,6 +3,7 @@ blocks; `bind` calls it."""
 
 from mycel.capture.autograd import differentiate_with
 from mycel.capture.bind import MISS, bind, draw_key
+from mycel.capture.caches import growing, is_static_cache
 from mycel.capture.custom import trace_custom
 from mycel.capture.experts import OBSERVED, Routing, traced_gate, traced_layer
 from mycel.capture.facts import Facts, all_ones, make_room
@@ -32,8 +33,10 @@ __all__ = [
     "divided",
     "draw_key",
     "flatten",
+    "growing",
     "input_tensors",
     "input_values",
+    "is_static_cache",
     "make_room",
     "meshed",
     "opened",

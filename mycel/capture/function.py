@@ -14,6 +14,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import CheckpointFunction
 
+from mycel.capture.caches import is_cache
 from mycel.capture.custom import trace_function
 from mycel.capture.encoder import encoder_forward
 from mycel.capture.experts import as_one_operator
@@ -306,7 +307,9 @@ def _check_arguments(tree: Tree) -> None:
         if type(value).__module__ == "numpy" or isinstance(value, Iterator) or holds_tensors(value):
             raise refuse(
                 f"an argument of type {type(value).__qualname__} holds arrays or tensors that cannot be seen",
-                "pass tensors, alone or in tuples, lists, dicts and dataclasses (torch.from_numpy for arrays)",
+                "a StaticCache that a first call has filled: it has one size"
+                if is_cache(value)
+                else "pass tensors, alone or in tuples, lists, dicts and dataclasses (torch.from_numpy for arrays)",
             )
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from mycel.capture.caches import is_static_cache
 from mycel.capture.fence import refuse
 
 
@@ -74,7 +75,7 @@ LEAF = Tree("leaf")
 
 def flatten(value: Any, leaves: list[torch.Tensor], objects: bool = False) -> Tree:
     """The tree of `value`; its tensors are appended to `leaves`.  With `objects`, other objects that hold tensors are
-    opened too."""
+    opened too; a static cache always is."""
     if isinstance(value, torch.Tensor):
         leaves.append(value)
         return LEAF
@@ -93,8 +94,10 @@ def flatten(value: Any, leaves: list[torch.Tensor], objects: bool = False) -> Tr
     if isinstance(value, (dict, collections.UserDict)):
         kind = "output" if dataclasses.is_dataclass(value) else "dict"
         return Tree(kind, (_empty(value), tuple(value.keys())), inner(value.values()))
-    if (dataclasses.is_dataclass(value) and not isinstance(value, type)) or (objects and holds_tensors(value)):
-        fields = attributes(value)
+    cache = is_static_cache(value)
+    is_data = dataclasses.is_dataclass(value) and not isinstance(value, type)
+    if is_data or cache or (objects and holds_tensors(value)):
+        objects, fields = objects or cache, attributes(value)
         if not fields:
             raise refuse(
                 f"a {type(value).__name__} of tensors cannot be taken apart",

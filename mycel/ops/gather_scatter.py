@@ -347,10 +347,15 @@ def index_copy_vjp(g, y, x, index, src, *, dim):
     return index_copy(g, index, zeros(src.shape, g), dim=dim), None, cast_like(index_select(g, index, dim=dim), src)
 
 
+def index_copy_over(x, index, src, *, dim):
+    x.index_copy_(dim, index, src)
+
+
 @op(
     index_add_dims,
     vjp=index_copy_vjp,
     dtype="first",
+    inplace=index_copy_over,
     examples=["a[2,6,4], i64[3]!, a[2,3,4], dim=1", "f[4], i64[3]!, f[3], dim=0"],
 )
 def index_copy(x, index, src, *, dim):

@@ -23,12 +23,16 @@ from mycel.step import Step, train_step
 from mycel.train import config as settings
 from mycel.train import device as devices
 from mycel.train import lora, models, sample
+from mycel.train.blend import Blend, BlendOrder, blended
 from mycel.train.cutting import Cuts
-from mycel.train.data import Data, check_vocab, prepare
+from mycel.train.data import Data, Names, check_vocab, prepare
+from mycel.train.documents import FIELDS
 from mycel.train.models import LoadedModel
 from mycel.train.order import Order
 from mycel.train.rank_batch import outline, rank_batch
 from mycel.train.ranks import Team
+from mycel.train.stream import Stream, StreamOrder, streamed
+from mycel.train.tasks import LABELLED_TASKS, task_data, task_loss, with_reference
 from mycel.train.tokenize import VOCABULARIES, Tokenizer, load_tokenizer
 from mycel.train.waiting import Waiting
 from mycel.train.weights import one_line
@@ -49,6 +53,7 @@ class Assembly:
     notes: tuple[str, ...]
     team: Team
     outline: nn.Module  # the model with its whole shapes: itself, or one without data
+    loss: Callable[..., Any] | None = None  # of a batch, where it is not what the model returns
 
     @property
     def module(self) -> nn.Module:
@@ -61,8 +66,8 @@ class Assembly:
 
     @property
     def tokens(self) -> int:
-        """Tokens in a step, padding counted."""
-        return self.rows * self.config.data.length
+        """Tokens in a step, padding counted; of images, these."""
+        return self.rows * int(self.data.train.each[1])
 
     def whole(self, name: str, x: torch.Tensor) -> torch.Tensor:
         """All of a parameter or buffer; where ranks hold it in parts, all of them call this."""
@@ -86,7 +91,7 @@ class Assembly:
     def batch(self, step: int) -> dict[str, torch.Tensor]:
         """This rank's part of what step `step`, counted from 0, learns from, on its way to the device; nothing else is
         read."""
-        order = Order(self.data.train.count, self.config.train.seed)
+        order = order_of(self.data.train, self.config)
         host = rank_batch(self.step, self.data.train, self.rows, lambda rows: order.indices(step, self.rows, rows))
         if self.device.type != "cuda":
             return host
@@ -99,7 +104,8 @@ def assemble(config: settings.Config, waiting: Waiting, team: Team | None = None
     device = team.processes.device if team.processes else devices.choose(config.train.device)
     devices.seed_all(config.train.seed)
     tokenizer = tokenizer_of(config)
-    data = _data(config, tokenizer, waiting.say)
+    labelled = config.train.task in LABELLED_TASKS
+    data = None if labelled else _data(config, tokenizer, waiting.say)
     waiting.say("making the model") if config.model.path is None else waiting.say("loading the model")
     cuts = _cuts(config, team)
     model = models.build(
@@ -112,9 +118,15 @@ def assemble(config: settings.Config, waiting: Waiting, team: Team | None = None
         cuts=cuts,
     )
     notes = [*model.notes]
-    vocab = _check_tokens(config, data, tokenizer, model.module, notes)
-    _check_length(config, model.module, notes)
-    notes += _odd(config, tokenizer, model.module)
+    if data is None:
+        data = task_data(config, tokenizer, model.module, model.config)
+    task_notes, vocab = [], _check_tokens(config, data, tokenizer, model.module, notes)
+    if vocab:
+        _check_length(config, model.module, notes)
+    if not labelled:
+        task_notes = [*_odd(config, tokenizer, model.module), *_other_task(config, data)]
+    notes += task_notes
+    loss = task_loss(config.train)
     adapt(config, model.module)
     if cuts is not None:
         cuts.cut(model.module)  # what was added
@@ -122,6 +134,7 @@ def assemble(config: settings.Config, waiting: Waiting, team: Team | None = None
     step = train_step(
         model.module,
         optimizer,
+        loss,
         mesh=team.mesh if team.mesh.axes else None,
         plan=team.plan or "auto",
         precision=config.train.precision,
@@ -135,7 +148,10 @@ def assemble(config: settings.Config, waiting: Waiting, team: Team | None = None
         step.parts.adopt(cuts.shapes, cuts.layouts)
         notes += cuts.notes
     outline = cuts.outline if cuts else model.module
-    return Assembly(config, device, tokenizer, data, model, optimizer, step, vocab, tuple(notes), team, outline)
+    if config.train.task == "dpo":
+        waiting.say("likelihoods under the model as it is")
+        data = with_reference(data, step, config.train.batch)
+    return Assembly(config, device, tokenizer, data, model, optimizer, step, vocab, tuple(notes), team, outline, loss)
 
 
 def _cuts(config: settings.Config, team: Team) -> Cuts | None:
@@ -169,8 +185,45 @@ def tokenizer_of(config: settings.Config) -> Tokenizer | None:
 
 def _data(config: settings.Config, tokenizer: Tokenizer | None, progress: Callable[[str, int, int], None]) -> Data:
     data = config.data
+    if data.stream:
+        assert data.validation is not None
+        return streamed(
+            data.train,
+            data.validation,
+            format=data.format,
+            fields={**FIELDS, **data.fields.model_dump()},
+            tokenizer=tokenizer,
+            length=data.length,
+            cache=data.cache_folder,
+            progress=progress,
+        )
+    if data.weights is None:
+        return _tokens(config, tokenizer, progress, data.train)
+    named = data.train if isinstance(data.train, tuple) else (data.train,)
+    if len(named) != len(data.weights):
+        raise TrainError(
+            f"data.weights has {len(data.weights)} numbers, data.train {len(named)} sources\n"
+            "  at        data.weights\n  try       one number for each entry of data.train"
+        )
+    parts = [_tokens(config, tokenizer, progress, name) for name in named]
+    return blended(parts, named, data.weights, data.validation is not None)
+
+
+def order_of(split: Any, config: settings.Config) -> Order | BlendOrder | StreamOrder:
+    """In which order a run sees its sequences."""
+    if isinstance(split, Stream):
+        return StreamOrder()
+    if isinstance(split, Blend) and config.data.weights is not None:
+        return BlendOrder(split.counts, config.data.weights, config.train.seed)
+    return Order(split.count, config.train.seed)
+
+
+def _tokens(
+    config: settings.Config, tokenizer: Tokenizer | None, progress: Callable[[str, int, int], None], sources: Names
+) -> Data:
+    data = config.data
     return prepare(
-        data.train,
+        sources,
         validation=data.validation,
         split=data.split,
         format=data.format,
@@ -184,17 +237,32 @@ def _data(config: settings.Config, tokenizer: Tokenizer | None, progress: Callab
     )
 
 
+def _other_task(config: settings.Config, data: Data) -> list[str]:
+    """Data that is not of the task that was said."""
+    task, prompts = config.train.task, any(store.has_quiet for store in data.stores)
+    if task == "sft" and not prompts:
+        return [
+            "train.task is sft, but the data has no prompts: every token carries loss\n  try       train.task=pretrain"
+        ]
+    if task == "pretrain" and prompts:
+        return ["train.task is pretrain, but the data has prompts, which carry no loss\n  try       train.task=sft"]
+    return []
+
+
 def _check_tokens(
     config: settings.Config, data: Data, tokenizer: Tokenizer | None, module: Any, notes: list[str]
 ) -> int:
-    """How many ids the model has; refuses a model without, ids that it does not have, and a tokenizer that could give
-    such."""
+    """How many ids the model has (0: it takes images); refuses a model without, ids that it does not have, and a
+    tokenizer that could give such."""
+    classifies = config.train.task in ("classify", "reward")
+    if classifies and "pixel_values" in inspect.signature(module.forward).parameters:
+        return 0
     if "input_ids" not in inspect.signature(module.forward).parameters:
         raise TrainError(f"{type(module).__name__} takes no tokens\n  at        model\n  try       a language model")
-    if type(module).__name__.endswith("Classification"):
+    if type(module).__name__.endswith("Classification") and not classifies:
         raise TrainError(
             f"{type(module).__name__} predicts classes, not tokens\n  at        model\n"
-            "  try       architectures: [a language model]"
+            "  try       architectures: [a language model], or train.task=classify"
         )
     vocab = int(module.get_input_embeddings().num_embeddings)
     beyond = tokenizer.vocab - vocab if tokenizer else 0

@@ -17,10 +17,11 @@ from mycel.train import generate as generating
 from mycel.train import lora, score
 from mycel.train.config import DataConfig
 from mycel.train.export import export
+from mycel.train.onnx_file import write_onnx
 from mycel.train.trained import TrainedModel, is_run, trained
 
 Say = Callable[[str], None]
-TARGETS = ("hf", "safetensors", "program")
+TARGETS = ("hf", "safetensors", "onnx", "program")
 
 
 def evaluate(
@@ -78,9 +79,10 @@ def generate(
     tokenizer = given.needs_tokenizer()
     say(given.source)
     ends = generating.ends_of(given.module, tokenizer)
+    decoder = generating.decoder_of(given.module)  # one for all prompts
 
     def written(ids: list[int]) -> Any:
-        return generating.pieces(tokenizer, generating.stream(given.module, ids, how, ends))
+        return generating.pieces(tokenizer, generating.stream(given.module, ids, how, ends, decoder))
 
     if prompt is not None:
         for piece in written(generating.prompt_ids(tokenizer, prompt, chat)):
@@ -128,6 +130,8 @@ def export_run(run: Path, say: Say, *, last: bool, to: str, out: Path | None) ->
         raise TrainError(f"there is something already\n  at        {folder}\n  try       --out ANOTHER")
     folder.mkdir(parents=True, exist_ok=True)
     with lora.merged(given.module):
+        if to == "onnx":
+            return write_onnx(given.module, folder / "model.onnx", say)
         return _weights(given.module, folder) if to == "safetensors" else _program(given, folder)
 
 

@@ -51,7 +51,7 @@ class ModelConfig(Section):
 
 
 class Fields(Section):
-    """names of the fields in JSONL, JSON, CSV"""
+    """names of the fields of records"""
 
     text: forms.Text = Field(default="text", description="a whole document")
     prompt: forms.Text = Field(default="prompt", description="without loss")
@@ -64,16 +64,26 @@ class DataConfig(Section):
     train: forms.Sources = Field(default="stdlib", description="stdlib: Python's own sources; path, glob, or list")
     validation: forms.Sources | None = Field(default=None, description="the same; null: a part of the training data")
     split: forms.Part = Field(default=0.01, description="how large a part")
-    format: Literal["auto", "text", "jsonl", "json", "csv", "tokens"] = Field(default="auto", description="by suffix")
+    weights: forms.Weights | None = Field(default=None, description="shares of data.train's; null: all as one")
+    format: Literal["auto", "text", "jsonl", "json", "csv", "parquet", "arrow", "tokens"] = Field(
+        default="auto", description="by suffix"
+    )
     fields: Fields = Fields()
     tokenizer: forms.Source | None = Field(default=None, description="folder, or bytes; null: the model folder's")
     length: forms.Length = Field(default=256, description="tokens in a sequence")
     pack: forms.Switch = Field(default=True, description="documents in a row; false: one each, padded")
     cache: forms.Folder | None = Field(default=None, description="of tokens; null: in the user's cache folder")
+    stream: forms.Switch = Field(default=False, description="documents become tokens as they come")
 
     def conflicts(self) -> Iterator[Conflict]:
         if self.format not in ("auto", "text") and self.uses_stdlib:
             yield f"data.format is {self.format}, but data.train is stdlib, which is text", "data.format=auto"
+        if self.stream and self.validation is None:
+            what = "data.stream is true, but data.validation is null: nothing can be kept of what is not read yet"
+            yield what, "data.validation=FILE"
+        if self.stream and (not self.pack or self.weights is not None):
+            what = "data.stream is true, and its documents come in a row, one source after the other"
+            yield what, "data.pack=true and data.weights=null"
 
     @property
     def uses_stdlib(self) -> bool:
@@ -146,6 +156,10 @@ class Train(Section):
     compile: forms.Compile = Field(default="auto", description="auto, true or false")
     seed: forms.Whole = Field(default=0, description="of weights, order of data, dropout")
     device: forms.Device = Field(default="auto", description="auto, cpu, cuda or cuda:N")
+    task: Literal["auto", "pretrain", "sft", "dpo", "reward", "classify"] = Field(
+        default="auto", description="auto: the next token"
+    )
+    beta: forms.Positive = Field(default=0.1, description="of dpo: how much it stays what it was")
 
 
 class Parallel(Section):

@@ -15,14 +15,15 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from mycel.errors import TrainError
 from mycel.train.cache import obtain
 from mycel.train.documents import FIELDS, bin_dtype
-from mycel.train.sources import DataFile, File, check_unchanged, find, identify
-from mycel.train.split import Split, cut, divide
+from mycel.train.sources import RECORDS, DataFile, File, check_unchanged, find, identify
+from mycel.train.split import cut, divide
 from mycel.train.store import Progress, Tokens, build
 from mycel.train.tokenize import Tokenizer
 
@@ -36,8 +37,8 @@ class Data:
     """What a run trains on; `report` says what was left out, `fingerprint` changes when a resumed run would see other
     data."""
 
-    train: Split
-    validation: Split
+    train: Any  # a Split, or examples with an answer of their own (`labelled.py`)
+    validation: Any
     report: tuple[str, ...]
     fingerprint: str
     stores: tuple[Tokens, ...] = field(repr=False)
@@ -165,7 +166,7 @@ def _key(data_files: Sequence[DataFile], fields: Mapping[str, str], tokenizer: T
             VERSION,
             [(s.digest, s.format, _dtype(s)) for s in data_files],
             tokenizer.fingerprint if tokenizer and formats != {"tokens"} else None,
-            sorted(fields.items()) if formats & {"jsonl", "json", "csv"} else None,
+            sorted(fields.items()) if formats & {*RECORDS} else None,
         ]
     )
 

@@ -7,11 +7,12 @@
                                               template
     json     a list of such objects
     csv      a line of names, then rows of such fields; .tsv has tabs
+    parquet  rows of such fields; and arrow, as Hugging Face's datasets are saved on disk
     tokens   .npy of one dim (a stream) or two (rows are sequences);  .bin, flat, uint16 unless a JSON beside it says
              {"dtype": …}
 
-All but tokens may be compressed (.gz).  Long text comes in several segments, cut after a line's end, so that no file
-but a JSON list is ever whole in memory.
+Text, JSON and CSV may be compressed (.gz, .zst).  Parquet, arrow and .zst are read by pyarrow.  Long text comes in
+several segments, cut after a line's end, so that no file but a JSON list is ever whole in memory.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import gzip
 import io
 import json
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,7 @@ from mycel.train.sources import DataFile, is_compressed, reading, suffix_of
 from mycel.train.tokenize import Part, Tokenizer
 
 PIECE_BYTES = 4 << 20
+ROWS = 1024  # of a table, in memory at once
 
 FIELDS = {"text": "text", "prompt": "prompt", "response": "response", "messages": "messages"}
 
@@ -54,10 +56,14 @@ def segments(source: DataFile, fields: Mapping[str, str], tokenizer: Tokenizer) 
     """The documents of a text or JSONL file, in order."""
     if source.format == "text":
         return _text(source.path)
-    if source.format == "jsonl":
-        return _json_lines(source.path, fields, tokenizer)
-    records = _json_list(source.path) if source.format == "json" else _rows(source.path)
-    return (s for record, where in records for s in _of_record(record, where, fields, tokenizer))
+    found = records(source.path, source.format)
+    return (s for record, where in found for s in _of_record(record, where, fields, tokenizer))
+
+
+def records(path: Path, format: str) -> Iterator[tuple[Mapping[str, Any], str]]:
+    """The objects of a file, each with where it is."""
+    readers = {"jsonl": _json_lines, "json": _json_list, "csv": _rows, "parquet": _parquet, "arrow": _arrow}
+    return readers[format](path)
 
 
 @contextmanager
@@ -66,11 +72,104 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
     with reading(path):
         try:
             file: Any
-            with gzip.open(path, "rb") if is_compressed(path) else path.open("rb") as file:
+            with _decompressing(path) as file:
                 yield file
         except (EOFError, zlib.error, gzip.BadGzipFile) as e:
+            raise _damaged(path, e) from None
+
+
+def _decompressing(path: Path) -> Any:
+    """The file, its bytes as they were before they were compressed."""
+    if not is_compressed(path):
+        return path.open("rb")
+    if path.suffix.lower() == ".gz":
+        return gzip.open(path, "rb")
+    return io.BufferedReader(_Zstd(path))
+
+
+class _Zstd(io.RawIOBase):
+    """The bytes of a .zst file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.stream = path, arrow_library(path).input_stream(str(path), compression="zstd")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        try:
+            piece = self.stream.read(len(buffer))
+        except OSError as e:
+            if e.errno is not None:
+                raise
+            raise _damaged(self.path, e) from None
+        buffer[: len(piece)] = piece
+        return len(piece)
+
+    def close(self) -> None:
+        self.stream.close()
+        super().close()
+
+
+def _damaged(path: Path, error: Exception) -> TrainError:
+    tool = "gzip" if path.suffix.lower() == ".gz" else "zstd"
+    return TrainError(
+        f"the compressed file is damaged or cut short: {str(error).splitlines()[0]}\n  at        {path}\n"
+        f"  try       {tool} -t {path.name}"
+    )
+
+
+def arrow_library(path: Path) -> Any:
+    """pyarrow; TrainError where it is not installed."""
+    try:
+        import pyarrow
+    except ImportError:
+        raise TrainError(
+            f"{path.suffix} files are read by pyarrow, which is not installed\n  at        {path}\n"
+            "  try       pip install 'mycel[data]'"
+        ) from None
+    return pyarrow
+
+
+def _parquet(path: Path) -> Iterator[tuple[Mapping[str, Any], str]]:
+    """The rows of a parquet file, one group after the other."""
+    library = arrow_library(path)
+    from pyarrow import parquet
+
+    return _batches(path, library, lambda: parquet.ParquetFile(path).iter_batches(ROWS))
+
+
+def _arrow(path: Path) -> Iterator[tuple[Mapping[str, Any], str]]:
+    """The rows of an arrow file: a stream, as datasets are saved, or a file with an index."""
+    library = arrow_library(path)
+    from pyarrow import ipc
+
+    def batches() -> Iterator[Any]:
+        with library.memory_map(str(path)) as source:
+            if source.read(6) == b"ARROW1":
+                file = ipc.open_file(source)
+                yield from (file.get_batch(i) for i in range(file.num_record_batches))
+            else:
+                source.seek(0)
+                yield from ipc.open_stream(source)
+
+    return _batches(path, library, batches)
+
+
+def _batches(path: Path, library: Any, batches: Callable[[], Iterator[Any]]) -> Iterator[tuple[Mapping[str, Any], str]]:
+    """The rows of arrow's batches."""
+    number = 0
+    with reading(path):
+        try:
+            for batch in batches():
+                for row in batch.to_pylist():
+                    number += 1
+                    yield row, f"{path}, row {number}"
+        except library.ArrowException as e:
+            kind = path.suffix.lower().removeprefix(".") or "arrow"
             raise TrainError(
-                f"the compressed file is damaged or cut short: {e}\n  at        {path}\n  try       gzip -t {path.name}"
+                f"not {'a parquet' if kind == 'parquet' else 'an arrow'} file, or a damaged one: "
+                f"{str(e).splitlines()[0]}\n  at        {path}\n  try       writing it again"
             ) from None
 
 
@@ -165,18 +264,19 @@ def _decode(data: bytes, path: Path, offset: int) -> str:
         ) from None
 
 
-def _json_lines(path: Path, fields: Mapping[str, str], tokenizer: Tokenizer) -> Iterator[Segment]:
+def _json_lines(path: Path) -> Iterator[tuple[Mapping[str, Any], str]]:
+    """The object on each line."""
     offset = 0
     with opened(path) as file:
         for number, line in enumerate(file, 1):
             text = _decode(line, path, offset).removeprefix("\ufeff" if number == 1 else "")
             offset += len(line)
             if text.strip():
-                yield from _record(text, f"{path}:{number}", fields, tokenizer)
+                yield _object(text, f"{path}:{number}"), f"{path}:{number}"
 
 
-def _record(line: str, where: str, fields: Mapping[str, str], tokenizer: Tokenizer) -> Iterator[Segment]:
-    """One line of JSONL as segments."""
+def _object(line: str, where: str) -> Mapping[str, Any]:
+    """One line of JSONL."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as e:
@@ -188,7 +288,7 @@ def _record(line: str, where: str, fields: Mapping[str, str], tokenizer: Tokeniz
         raise TrainError(
             f"not a JSON object but {_kind(record)}\n  at        {where}\n  try       one object on each line"
         )
-    yield from _of_record(record, where, fields, tokenizer)
+    return record
 
 
 def _json_list(path: Path) -> Iterator[tuple[Mapping[str, Any], str]]:

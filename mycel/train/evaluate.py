@@ -22,7 +22,6 @@ from mycel.step import Step
 from mycel.train.order import Order
 from mycel.train.rank_batch import outline, rank_batch
 from mycel.train.sample import causal
-from mycel.train.split import Split
 from mycel.train.store import I64
 
 LOGITS = (
@@ -37,7 +36,7 @@ class Validation:
     def __init__(
         self,
         module: nn.Module,
-        split: Split,
+        split: Any,
         *,
         batches: int,
         batch: int,
@@ -45,12 +44,13 @@ class Validation:
         precision: str,
         vocab: int,
         step: Step | None = None,
+        loss: Callable[..., Any] | None = None,
     ) -> None:
-        self.module, self.split, self.precision, self.step = module, split, precision, step
+        self.module, self.split, self.precision, self.step, self.loss = module, split, precision, step, loss
         self.forward = step.forward() if step is not None else None
         self.device = next(module.parameters()).device
         chosen = Order(split.count, seed).indices(0, min(split.count, batches * batch))
-        rows = max(1, min(batch, LOGITS // (split.length * vocab)))
+        rows = max(1, min(batch, LOGITS // (split.length * max(vocab, 1))))
         self.parts = [chosen[at : at + rows] for at in range(0, len(chosen), rows)]
         self._shift = int(causal(module))  # the first token is predicted by nothing
 
@@ -73,7 +73,7 @@ class Validation:
         """The mean loss of some sequences."""
         if self.step is None or self.forward is None:
             whole = {name: torch.from_numpy(x).to(self.device) for name, x in self.split.batch(part).items()}
-            loss: torch.Tensor = self.module(**whole).loss
+            loss: torch.Tensor = self.module(**whole).loss if self.loss is None else self.loss(self.module, **whole)
             return loss
         local = self.forward.local(**outline(self.split, len(part)))
         mean: torch.Tensor = local(

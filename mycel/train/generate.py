@@ -17,6 +17,7 @@ from torch import nn
 from mycel.errors import TrainError
 from mycel.forward import evaluating
 from mycel.train import sample
+from mycel.train.decode import Decoder
 from mycel.train.tokenize import Tokenizer
 
 BROKEN = "\ufffd"
@@ -62,29 +63,33 @@ def _ids(tokenizer: Tokenizer, prompt: str) -> list[int]:
     return ids
 
 
-def stream(module: nn.Module, ids: Sequence[int], how: Sampling, ends: Sequence[int]) -> Iterator[int]:
-    """The ids that follow, up to an end or the last place that the model has; the same for the same seed."""
-    config = sample.causal_config(module)
-    room = getattr(config, "max_position_embeddings", None)
+def decoder_of(module: nn.Module) -> Decoder:
+    """What continues text with a model, prompt after prompt; an error for a model that does not."""
+    return Decoder(module, getattr(sample.causal_config(module), "max_position_embeddings", None))
+
+
+def stream(
+    module: nn.Module, ids: Sequence[int], how: Sampling, ends: Sequence[int], decoder: Decoder | None = None
+) -> Iterator[int]:
+    """The ids that follow, up to an end or the last place that the model has; the same for the same seed.  A `decoder`
+    that has served another prompt needs no new code."""
+    decoder = decoder or decoder_of(module)
+    room = decoder.places
     if room is not None and len(ids) >= room:
         raise TrainError(
             f"the prompt has {len(ids)} tokens, the model {room} places\n  at        --prompt\n"
             "  try       a shorter prompt"
         )
     generator = torch.Generator().manual_seed(how.seed)
-    device = next(module.parameters()).device
-    model: Any = module
-    seen, cache = list(ids), None
     with evaluating(module), torch.no_grad():
-        for _ in range(how.tokens if room is None else min(how.tokens, room - len(ids))):
-            given = torch.tensor([seen if cache is None else seen[-1:]], device=device)
-            out = model(input_ids=given, past_key_values=cache, use_cache=True)
-            cache = getattr(out, "past_key_values", None)
-            following = sample.draw(out.logits[0, -1].double().cpu(), how.temperature, generator, how.top_p)
+        logits = decoder.start(ids)
+        for last in reversed(range(how.tokens if room is None else min(how.tokens, room - len(ids)))):
+            following = sample.draw(logits.double().cpu(), how.temperature, generator, how.top_p)
             if following in ends:
                 return
-            seen.append(following)
             yield following
+            if last:
+                logits = decoder.after(following)
 
 
 def pieces(tokenizer: Tokenizer, ids: Iterator[int]) -> Iterator[str]:

@@ -35,7 +35,10 @@ class Order:
     def indices(self, step: int, batch: int, rows: range | None = None) -> npt.NDArray[np.int64]:
         """The sequences of step `step` (from 0) with `batch` sequences a step: all, or those in some rows of it."""
         rows = range(batch) if rows is None else rows
-        positions = step * batch + np.arange(rows.start, rows.stop, dtype=np.int64)
+        return self.at(step * batch + np.arange(rows.start, rows.stop, dtype=np.int64))
+
+    def at(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """The sequences at some places of a run."""
         epochs, within = np.divmod(positions, self.count)
         return self._permute(within.astype(np.uint64), self._keys(epochs.astype(np.uint64))).astype(np.int64)
 

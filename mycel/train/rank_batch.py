@@ -12,17 +12,16 @@ import numpy as np
 import torch
 
 from mycel.step import Step
-from mycel.train.split import Split
 from mycel.train.store import I64
 
 
-def outline(split: Split, size: int) -> dict[str, torch.Tensor]:
+def outline(split: Any, size: int) -> dict[str, torch.Tensor]:
     """A batch of so many sequences without data."""
     none = {name: torch.from_numpy(x) for name, x in split.batch(()).items()}
     return {name: torch.empty((size, *x.shape[1:]), dtype=x.dtype, device="meta") for name, x in none.items()}
 
 
-def rank_batch(step: Step, split: Split, size: int, sequences: Callable[[range], I64]) -> dict[str, torch.Tensor]:
+def rank_batch(step: Step, split: Any, size: int, sequences: Callable[[range], I64]) -> dict[str, torch.Tensor]:
     """What this rank's step takes of a batch of `size` sequences; `sequences` are those in some of its rows."""
     parts = {name: step.slices(name, x.shape) for name, x in outline(split, size).items()}
     rows = _hull(parts)

@@ -1,8 +1,9 @@
 """Which files the data is in, and what identifies them: their content, not where they lie.
 
 A source is a file, a folder (all its files), a glob, or `stdlib`: the source text of Python's own standard library.  A
-folder that holds .jsonl, .json, .csv or token files gives only these: what lies beside them (a README) is not data.
-Text of any form may be compressed (.gz).  A file's identity is the hash of its content.  Hashing large files is
+folder that holds .jsonl, .json, .csv, .parquet, .arrow or token files gives only these: what lies beside them (a
+README) is not data.  A dataset that Hugging Face's `save_to_disk` wrote is the files it names.
+Text of any form may be compressed (.gz, .zst).  A file's identity is the hash of its content.  Hashing large files is
 remembered under their stat (size, both times, inode), and believed only if the file had rested a while when it was
 hashed: so a changed file never passes for the old one.
 """
@@ -29,14 +30,13 @@ File = tuple[Path, str]  # and its format
 
 SUFFIXES = {
     ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".csv": "csv", ".tsv": "csv", ".npy": "tokens",
-    ".bin": "tokens",
+    ".bin": "tokens", ".parquet": "parquet", ".arrow": "arrow",
 }  # fmt: skip  # all others are text
-FORMATS = ("auto", "text", "jsonl", "json", "csv", "tokens")
+RECORDS = ("jsonl", "json", "csv", "parquet", "arrow")  # hold objects with named fields
+FORMATS = ("auto", "text", *RECORDS, "tokens")
+COMPRESSED = (".gz", ".zst")
 # forms that are not read, and how to make one that is
 NOT_READ = {
-    ".parquet": "pandas.read_parquet(file).to_json('data.jsonl', orient='records', lines=True)",
-    ".arrow": "datasets.load_from_disk(folder).to_json('data.jsonl')",
-    ".zst": "zstd -d, or gzip: .gz is read as it is",
     ".xz": "unxz, or gzip: .gz is read as it is",
     ".zip": "unzip, or gzip: .gz is read as it is",
 }
@@ -132,6 +132,15 @@ def _expand(name: str, format: str) -> Iterator[File]:
 
 def _folder(folder: Path, format: str) -> Iterator[File]:
     """The folder's files that are data, hidden ones left out."""
+    if (folder / "dataset_dict.json").is_file():
+        splits = json.loads((folder / "dataset_dict.json").read_bytes()).get("splits", [])
+        raise TrainError(
+            f"the folder holds several datasets: {', '.join(splits)}\n  at        {folder}\n"
+            f"  try       {folder / (splits or ['train'])[0]}"
+        )
+    if (folder / "state.json").is_file() and (named := _saved_dataset(folder)):
+        yield from ((path, _format(path, format)) for path in named)
+        return
     with reading(folder):
         files = sorted(
             p
@@ -160,6 +169,14 @@ def _folder(folder: Path, format: str) -> Iterator[File]:
     yield from ((p, _format(p, format)) for p in chosen)
 
 
+def _saved_dataset(folder: Path) -> list[Path]:
+    """The files of a dataset that `save_to_disk` wrote: others may lie beside them, what its maps have cached."""
+    try:
+        return [folder / part["filename"] for part in json.loads((folder / "state.json").read_bytes())["_data_files"]]
+    except (ValueError, KeyError, TypeError):
+        return []
+
+
 def _format(path: Path, format: str) -> str:
     """The format of one file: as asked, or by its suffix, that of compression apart."""
     suffix = suffix_of(path)
@@ -168,6 +185,11 @@ def _format(path: Path, format: str) -> str:
     if format == "auto" and suffix in NOT_READ:
         _refuse_form(path)
     kind = SUFFIXES.get(suffix, "text") if format == "auto" else format
+    if kind in ("parquet", "arrow") and is_compressed(path):
+        raise TrainError(
+            f"a {kind} file holds its own compression, not another around it\n  at        {path}\n"
+            f"  try       {'gunzip' if path.suffix == '.gz' else 'zstd -d'} {path.name}"
+        )
     if kind == "tokens" and path.suffix.lower() not in (".npy", ".bin"):
         raise TrainError(
             f"tokens are read from .npy and .bin files, not from {suffix or 'a file without suffix'}\n"
@@ -182,7 +204,7 @@ def suffix_of(path: Path) -> str:
 
 
 def is_compressed(path: Path) -> bool:
-    return path.suffix.lower() == ".gz"
+    return path.suffix.lower() in COMPRESSED
 
 
 def _refuse_form(path: Path) -> NoReturn:

@@ -45,6 +45,11 @@ class Split:
         return self.count
 
     @property
+    def each(self) -> tuple[str, int, str]:
+        """What a sequence is counted in, how many of it, and why."""
+        return "tokens", self.length, f"{self.length} (length)"
+
+    @property
     def tokens(self) -> int:
         """Tokens in all sequences, padding not counted."""
         return min(self.count * self.length, int(self._sums[-1])) if self.packed else int(self._sums[-1])
@@ -133,7 +138,7 @@ def divide(tokens: Tokens, length: int, pack: bool, share: float, seed: int, not
             "  try       a smaller data.length, or data.validation with a file of its own"
         )
     target = np.clip(round(share * total), least, total - least)
-    held = _draw(tokens.hashes[documents], weights, int(target), least, seed)
+    held = drawn(tokens.hashes[documents], weights, int(target), least, seed)
     if held is not None:
         parts = [spans[~held], spans[held]]
     elif pack:
@@ -187,7 +192,7 @@ def _check_widths(tokens: Tokens, length: int) -> None:
             raise TrainError(f"{what}\n  at        {path}\n  try       length: {contents.width}")
 
 
-def _draw(
+def drawn(
     hashes: npt.NDArray[np.uint64], weights: npt.NDArray[np.int64], target: int, least: int, seed: int
 ) -> npt.NDArray[np.bool_] | None:
     """Which documents to hold back: in the order of their keyed hashes until `target` is reached; None if that cannot

@@ -70,6 +70,7 @@ class Steps:
             precision=config.train.precision,
             vocab=parts.vocab,
             step=parts.step if parts.team.processes else None,
+            loss=parts.loss,
         )
         self.same = {
             "config": settings,

@@ -10,6 +10,7 @@ from mycel.train.assemble import Assembly
 from mycel.train.device import describe, memory_total
 from mycel.train.progress import count, size
 from mycel.train.schedule import warmup_steps
+from mycel.train.stream import ENDLESS
 
 Rows = list[tuple[str, str]]
 WHOLE_SHARE = 0.3  # of the parameters: more than embeddings, which some plans leave whole on purpose
@@ -18,9 +19,11 @@ WHOLE_SHARE = 0.3  # of the parameters: more than embeddings, which some plans l
 def rows(parts: Assembly, start: int, folder: Path) -> Rows:
     """Each thing that matters and what it is; the step must have been prepared."""
     train = parts.config.train
-    length, sizes, kind = parts.config.data.length, models.count(parts.outline), type(parts.module).__name__
+    sizes, kind = models.count(parts.outline), type(parts.module).__name__
+    unit, _, each = parts.data.train.each
     seen = train.steps * parts.tokens
     epochs = train.steps * parts.rows / parts.data.train.count
+    whole = f", {epochs:.2f} epochs" if parts.data.train.count < ENDLESS else ""
     from_step = f", from step {start}" if start else ""
     return [
         ("model", parts.model.source if kind in parts.model.source else f"{kind}, {parts.model.source}"),
@@ -29,9 +32,9 @@ def rows(parts: Assembly, start: int, folder: Path) -> Rows:
             f"{sizes.total:,}, {'all' if sizes.trainable == sizes.total else f'{sizes.trainable:,}'} of them trained",
         ),
         *(("data", line) for line in parts.data.report[:2]),
-        ("a step", f"{parts.tokens:,} tokens = {_batch(parts)} x {length} (length)"),
+        ("a step", f"{parts.tokens:,} {unit} = {_batch(parts)} x {each}"),
         *([("parallel", str(parts.team))] if parts.team.plan is not None else []),
-        ("steps", f"{train.steps:,}{from_step}: {count(seen)} tokens, {epochs:.2f} epochs"),
+        ("steps", f"{train.steps:,}{from_step}: {count(seen)} {unit}{whole}"),
         ("optimizer", _optimizer(parts)),
         ("precision", f"{train.precision}, parameters in {parts.config.model.dtype}"),
         (

@@ -1,0 +1,78 @@
+"""Tokens a second of one stream of text: ours (generated code over a static cache) against transformers' `generate`,
+taking turns in the same run, both always with the likeliest token; and the products with the weights alone, which
+bound every way from below.
+
+python bench/generate.py [--tokens 128] [--rounds 3] [--device cpu|cuda] [--model 100m|1b] [--dtype float32|bfloat16]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import mycel
+from mycel.train.generate import Sampling, decoder_of, stream
+
+SIZES = {
+    "100m": {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 12},
+    "1b": {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22, "num_attention_heads": 32},
+}
+
+
+def model_of(size: str, device: str, dtype: torch.dtype) -> Any:
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=32000, max_position_embeddings=2048, tie_word_embeddings=True, **SIZES[size])
+    return LlamaForCausalLM(config).eval().to(device=device, dtype=dtype)
+
+
+def weights_read(model: Any) -> int:
+    """What no code for one token can be faster than: one product with each matrix."""
+    for p in model.parameters():
+        if p.ndim == 2:
+            torch.mv(p, torch.ones_like(p[0]))
+    return -1
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--model", choices=[*SIZES], default="100m")
+    parser.add_argument("--dtype", default="float32")
+    args = parser.parse_args()
+    model = model_of(args.model, args.device, getattr(torch, args.dtype))
+    ids = torch.randint(0, 32000, (1, 16), device=args.device)
+    fast, decoder, how = mycel.jit(model), decoder_of(model), Sampling(args.tokens, 0.0)
+    asked = {"max_new_tokens": args.tokens, "min_new_tokens": args.tokens, "do_sample": False, "pad_token_id": 0}
+
+    ways = {
+        "transformers' generate": lambda: model.generate(ids, **asked)[0, ids.shape[1] :].tolist(),
+        "the same, jitted": lambda: fast.generate(ids, **asked)[0, ids.shape[1] :].tolist(),
+        "mycel generate": lambda: [*stream(model, ids[0].tolist(), how, [], decoder)],
+        "reading weights, no more": lambda: [weights_read(model) for _ in range(args.tokens)],
+    }
+    texts, seconds = {}, {name: [] for name in ways}
+    with torch.no_grad():
+        for _ in range(args.rounds + 1):  # the first makes the code
+            for name, way in ways.items():
+                start = time.perf_counter()
+                texts[name] = way()
+                seconds[name].append(time.perf_counter() - start)
+    reference = next(iter(ways))
+    print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.0f}M parameters, {args.dtype}, {args.tokens} tokens")
+    for name, times in seconds.items():
+        rate = args.tokens / statistics.median(times[1:])
+        ratio = statistics.median(a / b for a, b in zip(seconds[reference][1:], times[1:], strict=True))
+        same = sum(a == b for a, b in zip(texts[name], texts[reference], strict=True))
+        told = f"{same} of {args.tokens} tokens the same" if texts[name][0] >= 0 else ""
+        print(f"{name:24} {rate:8.1f} tokens/s  {ratio:5.2f}x  first call {times[0]:6.2f} s  {told}")
+
+
+if __name__ == "__main__":
+    main()

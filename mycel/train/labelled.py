@@ -1,0 +1,358 @@
+"""Examples with an answer of their own, by `train.task`: what a batch of them is, and what is learnt from it.
+
+    classify   {"text": …, "label": …}                      input_ids, attention_mask, labels
+               a folder of images for each class            pixel_values, labels
+    reward     {"prompt": …, "chosen": …, "rejected": …}    input_ids [pairs, 2, length] …: the preferred one first
+    dpo        the same                                     and `reference`: log-likelihoods under the model as it began
+
+A row of a batch is one example, so that ranks and parts of a batch take rows of it as they do of sequences.  Texts are
+tokenised when a run starts and held in memory; images are read when their batch comes.  Of a text that is too long the
+start of the prompt is left out, then the end.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mycel.errors import TrainError
+from mycel.train.data import Data, Names
+from mycel.train.documents import records
+from mycel.train.sources import find
+from mycel.train.split import NO_LOSS, drawn
+from mycel.train.tokenize import Tokenizer
+
+Arrays = dict[str, npt.NDArray[Any]]
+IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif")
+PAIR = '{"prompt": …, "chosen": …, "rejected": …}'
+LABELLED = '{"text": …, "label": …}'
+
+
+@dataclass(frozen=True)
+class Examples:
+    """Rows of arrays, all of one length: what texts have become."""
+
+    arrays: Arrays
+    length: int
+    hashes: npt.NDArray[np.uint64]
+    classes: tuple[str, ...] = ()
+
+    @property
+    def count(self) -> int:
+        return len(self.hashes)
+
+    def __len__(self) -> int:
+        return self.count
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in all rows, padding not counted."""
+        return int(self.arrays["attention_mask"].sum())
+
+    @property
+    def each(self) -> tuple[str, int, str]:
+        """What a row is counted in, how many of it, and why."""
+        ids = self.arrays["input_ids"]
+        pair = "2 (texts of a pair) x " if ids.ndim == 3 else ""
+        return "tokens", int(np.prod(ids.shape[1:])), f"{pair}{self.length} (length)"
+
+    def batch(self, indices: Sequence[int] | npt.NDArray[Any]) -> Arrays:
+        """The rows at `indices`."""
+        at = np.asarray(indices, np.int64)
+        return {name: x[at] for name, x in self.arrays.items()}
+
+    def loud(self, index: int, first: int) -> int:
+        """Every example weighs the same."""
+        return 1
+
+    def taken(self, at: npt.NDArray[Any]) -> Examples:
+        """Some of them."""
+        return Examples({name: x[at] for name, x in self.arrays.items()}, self.length, self.hashes[at], self.classes)
+
+    def with_array(self, name: str, values: npt.NDArray[Any]) -> Examples:
+        return Examples({**self.arrays, name: values}, self.length, self.hashes, self.classes)
+
+
+@dataclass(frozen=True)
+class Images:
+    """Files, and the number of the class that each is in; `mean` and `deviation` are of pixels from 0 to 1."""
+
+    files: tuple[Path, ...]
+    labels: npt.NDArray[np.int64]
+    size: int
+    hashes: npt.NDArray[np.uint64]
+    classes: tuple[str, ...]
+    mean: tuple[float, ...] = (0.5, 0.5, 0.5)
+    deviation: tuple[float, ...] = (0.5, 0.5, 0.5)
+    length: int = 1
+
+    @property
+    def count(self) -> int:
+        return len(self.files)
+
+    def __len__(self) -> int:
+        return self.count
+
+    @property
+    def tokens(self) -> int:
+        return self.count
+
+    @property
+    def each(self) -> tuple[str, int, str]:
+        return "images", 1, f"1 ({self.size} x {self.size} pixels)"
+
+    def batch(self, indices: Sequence[int] | npt.NDArray[Any]) -> Arrays:
+        """The images at `indices`, resized."""
+        pixels = np.zeros((len(indices), 3, self.size, self.size), np.float32)
+        for row, index in enumerate(indices):
+            pixels[row] = self._pixels(self.files[int(index)])
+        return {"pixel_values": pixels, "labels": self.labels[np.asarray(indices, np.int64)]}
+
+    def _pixels(self, path: Path) -> npt.NDArray[np.float32]:
+        from PIL import Image, UnidentifiedImageError
+
+        try:
+            with Image.open(path) as image:
+                small = image.convert("RGB").resize((self.size, self.size), Image.Resampling.BILINEAR)
+        except (OSError, UnidentifiedImageError) as e:
+            raise TrainError(f"not an image, or a damaged one: {e}\n  at        {path}") from None
+        values = (np.asarray(small, np.float32) / 255 - np.array(self.mean)) / np.array(self.deviation)
+        return values.transpose(2, 0, 1).astype(np.float32)
+
+    def loud(self, index: int, first: int) -> int:
+        return 1
+
+    def taken(self, at: npt.NDArray[Any]) -> Images:
+        """Some of them."""
+        where = np.flatnonzero(at) if at.dtype == bool else at
+        files = tuple(self.files[int(i)] for i in where)
+        return Images(files, self.labels[where], self.size, self.hashes[where], self.classes, self.mean, self.deviation)
+
+
+def labelled_data(
+    task: str,
+    sources: Names,
+    validation: Names | None,
+    *,
+    split: float,
+    seed: int,
+    format: str,
+    fields: Mapping[str, str],
+    tokenizer: Tokenizer | None,
+    length: int,
+    pad: int,
+    image: Mapping[str, Any] | None,
+) -> Data:
+    """The examples of a task; `image`: size, mean and deviation, where the model takes images."""
+
+    def read(named: Names) -> Any:
+        if image is not None:
+            return _images(named, image)
+        if tokenizer is None:
+            raise TrainError("text needs a tokenizer\n  at        data\n  try       data.tokenizer: bytes, or a folder")
+        texts = _labelled if task == "classify" else _pairs
+        return texts(named, format, fields, tokenizer, length, pad)
+
+    given = read(sources)
+    if validation is None:
+        least = np.ones(given.count, np.int64)
+        target = max(1, round(split * given.count))
+        held = drawn(given.hashes, least, target, 1, seed) if given.count > 1 else None
+        if held is None:
+            raise TrainError(
+                f"{given.count} examples are too few to keep some for validation\n  at        data.train\n"
+                "  try       data.validation with a file of its own"
+            )
+        train, kept = given.taken(~held), given.taken(held)
+    else:
+        train, kept = given, read(validation)
+        if train.classes != kept.classes:
+            strange = sorted({*kept.classes} ^ {*train.classes})
+            raise TrainError(
+                f"training and validation have other classes: {', '.join(strange[:5])}\n  at        data.validation\n"
+                "  try       the same labels in both"
+            )
+    if train.classes and len(train.classes) < 2:
+        raise TrainError(f"there is one class: {train.classes[0]}\n  at        data.train\n  try       two or more")
+    kind = {"classify": f"examples of {len(train.classes)} classes"}.get(task, "pairs")
+    report = tuple(f"{name}: {x.count:,} {kind}" for name, x in (("train", train), ("validation", kept)))
+    identity = [task, length, train.hashes.tolist(), kept.hashes.tolist(), train.classes]
+    fingerprint = hashlib.blake2b(json.dumps(identity).encode(), digest_size=16).hexdigest()
+    return Data(train, kept, report, fingerprint, ())
+
+
+# -- texts
+
+
+def _pairs(
+    named: Names, format: str, fields: Mapping[str, str], tokenizer: Tokenizer, length: int, pad: int
+) -> Examples:
+    """A preferred and a rejected text after the same prompt."""
+    rows, hashes = [], []
+    for record, where in _records(named, format):
+        prompt, *answers = (_text(record, name, where, PAIR) for name in (fields["prompt"], "chosen", "rejected"))
+        if answers[0] == answers[1]:
+            raise TrainError(f"chosen and rejected are the same text\n  at        {where}\n  try       leaving it out")
+        rows.append([_row(tokenizer, prompt, answer, length, pad) for answer in answers])
+        hashes.append(_hash(prompt, *answers))
+    _some(rows, named, PAIR)
+    names = ("input_ids", "labels", "attention_mask")
+    arrays = {name: np.array([[text[i] for text in pair] for pair in rows], np.int64) for i, name in enumerate(names)}
+    return Examples(arrays, length, np.array(hashes, np.uint64))
+
+
+def _labelled(
+    named: Names, format: str, fields: Mapping[str, str], tokenizer: Tokenizer, length: int, pad: int
+) -> Examples:
+    """Texts with the class they are in; classes in the order of their names, or of their numbers."""
+    rows, labels, hashes = [], [], []
+    for record, where in _records(named, format):
+        text = _text(record, fields["text"], where, LABELLED)
+        label = record.get("label")
+        if isinstance(label, bool) or not isinstance(label, (int, str)):
+            raise TrainError(f"the label is {label!r}, no text and no whole number\n  at        {where}")
+        rows.append(_row(tokenizer, "", text, length, pad))
+        labels.append(label)
+        hashes.append(_hash(text, str(label)))
+    _some(rows, named, LABELLED)
+    numbers = all(isinstance(label, int) or label.isdecimal() for label in labels)
+    known = [str(i) for i in range(1 + max(int(x) for x in labels))] if numbers else sorted({str(x) for x in labels})
+    at = {name: i for i, name in enumerate(known)}
+    arrays = {
+        "input_ids": np.array([ids for ids, _, _ in rows], np.int64),
+        "attention_mask": np.array([mask for _, _, mask in rows], np.int64),
+        "labels": np.array([at[str(label)] for label in labels], np.int64),
+    }
+    return Examples(arrays, length, np.array(hashes, np.uint64), tuple(known))
+
+
+def _row(
+    tokenizer: Tokenizer, prompt: str, answer: str, length: int, pad: int
+) -> tuple[list[int], list[int], list[int]]:
+    """Ids, labels and mask of a prompt and what follows it."""
+    before, after = ([int(i) for i in tokenizer.encode(text)] for text in (prompt, answer))
+    before = [*([tokenizer.bos] if tokenizer.adds_bos and tokenizer.bos is not None else []), *before]
+    after = [*after, *([tokenizer.eos] if tokenizer.eos is not None else [])][:length]
+    before = before[max(0, len(before) + len(after) - length) :]
+    rest = length - len(before) - len(after)
+    return (
+        [*before, *after, *[pad] * rest],
+        [*[NO_LOSS] * len(before), *after, *[NO_LOSS] * rest],
+        [*[1] * (len(before) + len(after)), *[0] * rest],
+    )
+
+
+def _records(named: Names, format: str) -> Iterator[tuple[Mapping[str, Any], str]]:
+    for path, kind in find(named, format):
+        if kind in ("text", "tokens"):
+            raise TrainError(
+                f"the task needs records, {path.name} is {kind}\n  at        {path}\n"
+                "  try       .jsonl, .json, .csv, .parquet or .arrow"
+            )
+        yield from records(path, kind)
+
+
+def _text(record: Mapping[str, Any], name: str, where: str, form: str) -> str:
+    text = record.get(name)
+    if not isinstance(text, str):
+        what = f"field {name!r} is no text" if name in record else f"no field {name!r}"
+        there = ", ".join(map(repr, record)) or "none"
+        raise TrainError(f"{what}; fields there are: {there}\n  at        {where}\n  try       {form}")
+    return text
+
+
+def _some(rows: Sequence[Any], named: Names, form: str) -> None:
+    if not rows:
+        raise TrainError(f"the data is empty: no record\n  at        {named}\n  try       {form}")
+
+
+def _hash(*texts: str) -> int:
+    data = json.dumps(texts).encode("utf-8", "surrogatepass")
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
+
+
+# -- images
+
+
+def _images(named: Names, image: Mapping[str, Any]) -> Images:
+    """The images below a folder, each in a folder that has the name of its class."""
+    try:
+        import PIL  # noqa: F401
+    except ImportError:
+        raise TrainError("images are read by pillow\n  at        data.train\n  try       pip install pillow") from None
+    folders = [Path(x).expanduser() for x in ([named] if isinstance(named, (str, Path)) else named)]
+    files: list[Path] = []
+    for folder in folders:
+        if not folder.is_dir():
+            raise TrainError(
+                f"images are in a folder, with one below it for each class: {folder} is none\n  at        data.train\n"
+                "  try       data.train=FOLDER with FOLDER/cat/1.png, FOLDER/dog/2.png …"
+            )
+        files += sorted(p for p in folder.glob("*/**/*") if p.suffix.lower() in IMAGES and p.is_file())
+    if not files:
+        raise TrainError(
+            f"no image in a folder of its class\n  at        {folders[0]}\n"
+            f"  try       FOLDER/cat/1.png, FOLDER/dog/2.png …; known are {', '.join(IMAGES)}"
+        )
+    names = [_class_of(path, folders) for path in files]
+    classes = tuple(sorted({*names}))
+    at = {name: i for i, name in enumerate(classes)}
+    hashes = np.array(
+        [_hash(name, path.name, str(path.stat().st_size)) for name, path in zip(names, files, strict=True)]
+    )
+    return Images(
+        tuple(files), np.array([at[name] for name in names], np.int64), int(image["size"]), hashes.astype(np.uint64),
+        classes, tuple(image["mean"]), tuple(image["deviation"]),
+    )  # fmt: skip
+
+
+def _class_of(path: Path, folders: Iterable[Path]) -> str:
+    """The name of the folder just below the one that was named."""
+    base = next(folder for folder in folders if path.is_relative_to(folder))
+    return path.relative_to(base).parts[0]
+
+
+# -- what is learnt of them
+
+
+def reward_loss(model: Any, input_ids: Any, labels: Any, attention_mask: Any) -> Any:
+    """-log sigmoid(score of the preferred - score of the other)"""
+    from torch.nn import functional as F
+
+    scores = _flat(model, input_ids, attention_mask).logits.reshape(len(input_ids), 2, -1)[..., 0]
+    return -F.logsigmoid(scores[:, 0] - scores[:, 1]).mean()
+
+
+def dpo_loss(beta: float) -> Callable[..., Any]:
+    """-log sigmoid(beta (how much likelier the preferred has become - how much likelier the other has))"""
+
+    def loss(model: Any, input_ids: Any, labels: Any, attention_mask: Any, reference: Any) -> Any:
+        from torch.nn import functional as F
+
+        gain = log_likelihoods(model, input_ids, labels, attention_mask) - reference
+        return -F.logsigmoid(beta * (gain[:, 0] - gain[:, 1])).mean()
+
+    return loss
+
+
+def log_likelihoods(model: Any, input_ids: Any, labels: Any, attention_mask: Any) -> Any:
+    """log p(answer | prompt) of both texts of each pair, a sum over the answer's tokens."""
+    from torch.nn import functional as F
+
+    logits = _flat(model, input_ids, attention_mask).logits[:, :-1]
+    following = labels.reshape(-1, labels.shape[-1])[:, 1:]
+    each = F.cross_entropy(logits.transpose(1, 2).float(), following, reduction="none", ignore_index=NO_LOSS)
+    return -each.sum(-1).reshape(len(input_ids), 2)
+
+
+def _flat(model: Any, input_ids: Any, attention_mask: Any) -> Any:
+    """The model on both texts of each pair, one row each."""
+    width = input_ids.shape[-1]
+    return model(input_ids=input_ids.reshape(-1, width), attention_mask=attention_mask.reshape(-1, width))

@@ -1,0 +1,155 @@
+"""Sequences as they come: a document becomes tokens when its turn comes, and none is kept.
+
+    files ──▶ segments ──▶ tokens ──▶ windows of `length` ──▶ 0 1 2 3 …          after the last file, the first again
+
+For data that is larger than what one wants to tokenise before the first step.  Documents come in the order of the
+files, joined into one stream; nothing is shuffled, cached or counted.  A window is found by reading on to it, so a run
+that is resumed reads again what it has seen, and each rank reads all of it and keeps its rows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mycel.errors import TrainError
+from mycel.train.data import Data, Names, opened
+from mycel.train.documents import Segment, segments
+from mycel.train.sources import DataFile, File, find
+from mycel.train.split import NO_LOSS, cut
+from mycel.train.store import Progress
+from mycel.train.tokenize import Tokenizer
+
+TOGETHER = 1 << 18  # characters that are tokenised together
+ENDLESS = 1 << 62  # sequences: there is always another
+
+I64 = npt.NDArray[np.int64]
+
+
+class StreamOrder:
+    """One sequence after the other."""
+
+    def indices(self, step: int, batch: int, rows: range | None = None) -> I64:
+        rows = range(batch) if rows is None else rows
+        return step * batch + np.arange(rows.start, rows.stop, dtype=np.int64)
+
+
+class Stream:
+    """Windows of tokens and labels, read on to when they are asked for."""
+
+    count = ENDLESS
+
+    def __init__(self, files: Sequence[File], fields: Mapping[str, str], tokenizer: Tokenizer, length: int) -> None:
+        self.files, self.fields, self.tokenizer, self.length = tuple(files), fields, tokenizer, length
+        self._windows, self._next = self._cut(), 0
+        self._held: dict[int, tuple[I64, I64]] = {}
+
+    @property
+    def each(self) -> tuple[str, int, str]:
+        return "tokens", self.length, f"{self.length} (length)"
+
+    def batch(self, indices: Sequence[int] | I64) -> dict[str, I64]:
+        """The windows at `indices`; those before them are forgotten."""
+        wanted = [int(i) for i in indices]
+        if wanted and min(wanted) < min(self._held, default=self._next):  # from the start again
+            self._windows, self._next, self._held = self._cut(), 0, {}
+        while wanted and self._next <= max(wanted):
+            window = next(self._windows)
+            if self._next >= min(wanted):
+                self._held[self._next] = window
+            self._next += 1
+        chosen = [self._held[i] for i in wanted]
+        if wanted:
+            self._held = {i: window for i, window in self._held.items() if i >= min(wanted)}
+        shape = (len(wanted), self.length)
+        return {
+            "input_ids": np.array([ids for ids, _ in chosen], np.int64).reshape(shape),
+            "labels": np.array([labels for _, labels in chosen], np.int64).reshape(shape),
+        }
+
+    def _cut(self) -> Iterator[tuple[I64, I64]]:
+        """Windows that hold a token to predict, without end."""
+        ids, labels = np.zeros(0, np.int64), np.zeros(0, np.int64)
+        while True:
+            some = False
+            for new, loss in self._tokens():
+                some = some or len(new) > 1
+                ids = np.concatenate([ids, new])
+                labels = np.concatenate([labels, new if loss else np.full(len(new), NO_LOSS)])
+                while len(ids) >= self.length:
+                    if (labels[1 : self.length] != NO_LOSS).any():
+                        yield ids[: self.length], labels[: self.length]
+                    ids, labels = ids[self.length :], labels[self.length :]
+            if not some:
+                raise TrainError(
+                    f"the data is empty: no token in {len(self.files)} files\n  at        {self.files[0][0]}"
+                )
+
+    def _tokens(self) -> Iterator[tuple[I64, bool]]:
+        """The tokens of all documents once, with whether they carry loss."""
+        at_start = True
+        for together in _batches(chain.from_iterable(self._segments(path, kind) for path, kind in self.files)):
+            for segment, found in zip(together, self.tokenizer.encode_batch([s.text for s in together]), strict=True):
+                ids = found.astype(np.int64)
+                if len(ids):
+                    if at_start and self.tokenizer.adds_bos and not segment.marked:
+                        ids = np.concatenate([[self.tokenizer.bos], ids])
+                    at_start = False
+                    yield ids, segment.loss
+                if segment.closes:
+                    if self.tokenizer.eos is not None and not segment.marked and not at_start:
+                        yield np.array([self.tokenizer.eos], np.int64), True
+                    at_start = True
+
+    def _segments(self, path: Any, kind: str) -> Iterator[Segment]:
+        return segments(DataFile(path, kind, "", (0,)), self.fields, self.tokenizer)
+
+
+def _batches(all_of_them: Iterator[Segment]) -> Iterator[list[Segment]]:
+    """Segments that are tokenised together."""
+    together: list[Segment] = []
+    size = 0
+    for segment in all_of_them:
+        together.append(segment)
+        size += len(segment.text)
+        if size >= TOGETHER:
+            yield together
+            together, size = [], 0
+    if together:
+        yield together
+
+
+def streamed(
+    sources: Names,
+    validation: Names,
+    *,
+    format: str,
+    fields: Mapping[str, str],
+    tokenizer: Tokenizer | None,
+    length: int,
+    cache: Any,
+    progress: Progress | None,
+) -> Data:
+    """Training data as a stream; validation data is tokenised before, as always."""
+    files, notes = find(sources, format), list[str]()
+    if tokenizer is None or any(kind == "tokens" for _, kind in files):
+        raise TrainError(
+            "a stream is of text, which a tokenizer makes tokens of\n  at        data.stream\n"
+            "  try       data.stream=false: arrays of tokens are read where they lie"
+        )
+    store = opened(validation, format, fields, tokenizer, cache, progress, notes)
+    held = cut(store, length, True, "validation", notes)
+    bytes_ = sum(path.stat().st_size for path, _ in files)
+    report = (
+        f"train: {len(files):,} files of {bytes_:,} bytes, as they come",
+        f"validation: {held.tokens:,} tokens, {held.count:,} sequences of {length}",
+    )
+    identity = [length, [(str(path), path.stat().st_size) for path, _ in files], sorted(fields.items())]
+    fingerprint = hashlib.blake2b(json.dumps([*identity, tokenizer.fingerprint]).encode(), digest_size=16).hexdigest()
+    return Data(Stream(files, fields, tokenizer, length), held, (*report, *notes), fingerprint, (store,))

@@ -1,0 +1,121 @@
+"""What `train.task` makes of a run: its data, its loss, and what the model has to be.
+
+auto, pretrain, sft   the next token; which of them carry loss, the data says
+classify              a class, of text or of an image: a model with as many labels as there are classes
+reward                a number that is larger for the preferred of two texts: a model with one label
+dpo                   the preferred of two texts becomes likelier than it was, the other less: a language model
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from mycel.errors import TrainError
+from mycel.forward import evaluating
+from mycel.step import Step
+from mycel.train import config as settings
+from mycel.train.data import Data
+from mycel.train.labelled import dpo_loss, labelled_data, log_likelihoods, reward_loss
+from mycel.train.sample import causal
+from mycel.train.tokenize import Tokenizer
+
+LABELLED_TASKS = ("dpo", "reward", "classify")
+
+
+def task_loss(train: settings.Train) -> Callable[..., Any] | None:
+    """loss(model, **batch); None: what the model returns."""
+    return {"dpo": dpo_loss(train.beta), "reward": reward_loss}.get(train.task)
+
+
+def task_data(config: settings.Config, tokenizer: Tokenizer | None, module: Any, saved: Any) -> Data:
+    """The examples, checked against the model; `saved` is the configuration that is exported with it."""
+    task, data = config.train.task, config.data
+    if task == "dpo" and not causal(module):
+        raise _wrong_model(module, "dpo trains a language model", "architectures: [LlamaForCausalLM], say")
+    if task != "dpo" and not type(module).__name__.endswith("Classification"):
+        hint = "architectures: [LlamaForSequenceClassification], say"
+        raise _wrong_model(module, f"{task} trains a model that ends in a classification", hint)
+    for name, given in (("weights", data.weights is not None), ("stream", data.stream)):
+        if given:
+            raise TrainError(
+                f"data.{name} is for the next token, not for {task}\n  at        data.{name}\n"
+                f"  try       leaving data.{name} out"
+            )
+    takes_images = "pixel_values" in inspect.signature(module.forward).parameters
+    own = module.config
+    pad = getattr(own, "pad_token_id", None)
+    if task != "dpo" and not takes_images and pad is None:
+        raise TrainError(
+            "the model has no pad_token_id, by which it finds the end of a text\n  at        model\n"
+            "  try       model.config.pad_token_id=0, or in the folder's config.json"
+        )
+    made = labelled_data(
+        task,
+        data.train,
+        data.validation,
+        split=data.split,
+        seed=config.train.seed,
+        format=data.format,
+        fields=data.fields.model_dump(),
+        tokenizer=tokenizer,
+        length=data.length,
+        pad=pad or 0,
+        image=_image_settings(config.model.path, own) if takes_images else None,
+    )
+    wanted = len(made.train.classes) if task == "classify" else 1
+    if task != "dpo" and own.num_labels != wanted:
+        what = f"the data has {wanted} classes" if task == "classify" else "a reward is one number"
+        raise TrainError(
+            f"{what}, the model {own.num_labels} labels\n  at        model\n"
+            f"  try       model.config.num_labels={wanted}, or a folder whose config.json says so"
+        )
+    if task == "classify":
+        for kept in (own, saved):  # what an exported model calls its classes
+            kept.id2label = dict(enumerate(made.train.classes))
+            kept.label2id = {name: i for i, name in enumerate(made.train.classes)}
+    return made
+
+
+def with_reference(data: Data, step: Step, rows: int) -> Data:
+    """The pairs with their log-likelihoods under the model as it is now, before the first step: every start of the run
+    computes them anew, from the weights it begins with."""
+    model = step.model
+    forward = step.forward(lambda **batch: log_likelihoods(model, **batch))
+
+    def measured(pairs: Any) -> Any:
+        found = []
+        with evaluating(model), torch.no_grad():
+            for at in range(0, pairs.count, rows):
+                # the last rows come in a batch as large as all others: no program is made for them
+                chosen = np.arange(at, at + rows) % pairs.count
+                device = next(model.parameters()).device
+                batch = {name: torch.from_numpy(x).to(device) for name, x in pairs.batch(chosen).items()}
+                found.append(forward(**batch)[: pairs.count - at].float().cpu().numpy())
+        return pairs.with_array("reference", np.concatenate(found).astype(np.float32))
+
+    return replace(data, train=measured(data.train), validation=measured(data.validation))
+
+
+def _wrong_model(module: Any, what: str, hint: str) -> TrainError:
+    return TrainError(f"{what}, not {type(module).__name__}\n  at        model\n  try       {hint}")
+
+
+def _image_settings(folder: Path | None, own: Any) -> dict[str, Any]:
+    """The size that a model takes, and how pixels are centred: as its folder says, else around a half."""
+    size = getattr(own, "image_size", None) or 224
+    size = size[0] if isinstance(size, (list, tuple)) else size
+    chosen = {"size": size, "mean": (0.5,) * 3, "deviation": (0.5,) * 3}
+    file = folder / "preprocessor_config.json" if folder else None
+    if file is not None and file.is_file():
+        said = json.loads(file.read_text())
+        named = {"mean": "image_mean", "deviation": "image_std"}
+        chosen.update({ours: tuple(said[theirs]) for ours, theirs in named.items() if theirs in said})
+    return chosen

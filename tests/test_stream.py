@@ -1,0 +1,66 @@
+"""A stream of data: the windows are those of all documents joined, whoever asks for which rows of them, and a run on it
+goes on to the bit."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import training
+from training import TEXT, config, measured
+
+from mycel.errors import TrainError
+from mycel.train import stream as streams
+from mycel.train.documents import FIELDS
+from mycel.train.loop import train
+from mycel.train.sources import find
+from mycel.train.tokenize import Bytes
+
+disk = training.disk  # a fixture
+RECORDS = [{"prompt": f"{i}?", "response": "yes " * (i % 5)} for i in range(9)]
+
+
+def joined(records) -> tuple[list[int], list[int]]:
+    """Tokens and labels of all of them, written down plainly."""
+    ids, labels = [], []
+    for r in records:
+        prompt, response = r["prompt"].encode(), [*r["response"].encode(), 257]
+        ids += [*prompt, *response]
+        labels += [-100] * len(prompt) + response
+    return ids, labels
+
+
+@pytest.mark.parametrize("together", [1, 50, 1 << 18])
+def test_windows_are_the_joined_documents_epoch_after_epoch(tmp_path, together, monkeypatch):
+    monkeypatch.setattr(streams, "TOGETHER", together)
+    for name, part in (("a.jsonl", RECORDS[:4]), ("b.jsonl", RECORDS[4:])):
+        (tmp_path / name).write_text("\n".join(map(json.dumps, part)))
+    ids, labels = (np.array(x * 3) for x in joined(RECORDS))
+    made = streams.Stream(find(tmp_path, "auto"), FIELDS, Bytes(), 8)
+    count = 2 * len(ids) // 3 // 8
+    wanted = [(ids[8 * i : 8 * i + 8], labels[8 * i : 8 * i + 8]) for i in range(count)]
+    loud = [w for w in wanted if (w[1][1:] != -100).any()]
+    for rows in (range(5), range(5, 9), [7, 8], range(9, 14), range(2)):  # the last: from the start again
+        batch = made.batch(rows)
+        for row, i in enumerate(rows):
+            assert np.array_equal(batch["input_ids"][row], loud[i][0])
+            assert np.array_equal(batch["labels"][row], loud[i][1])
+    assert made.batch(())["input_ids"].shape == (0, 8)
+
+
+def test_a_run_on_a_stream_goes_on_to_the_bit(disk, tmp_path):
+    (tmp_path / "held.txt").write_text(TEXT[:400])
+    level = {"schedule": {"kind": "constant", "warmup": 0}, "checkpoint": {"every": 5}}
+    data = {"stream": True, "validation": str(tmp_path / "held.txt")}
+    whole, twice = (config(disk, tmp_path / name, data=data, **level) for name in ("whole", "twice"))
+    assert train(whole) == 0
+    assert train(config(disk, tmp_path / "twice", data=data, train={"steps": 5}, **level)) == 0
+    assert train(twice, resume=tmp_path / "twice") == 0
+    assert measured(tmp_path / "twice")[-1] == measured(tmp_path / "whole")[-1]
+
+
+def test_an_empty_stream_is_refused(tmp_path):
+    (tmp_path / "a.txt").write_text("")
+    with pytest.raises(TrainError, match="the data is empty: no token in 1 files"):
+        streams.Stream(find(tmp_path, "auto"), FIELDS, Bytes(), 8).batch([0])

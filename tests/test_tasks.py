@@ -1,0 +1,142 @@
+"""Tasks of `mycel train` besides the next token: classes of texts and images, rewards and preferences from pairs."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+import training
+import transformers as hf
+from golden import golden
+from rich.console import Console
+from torch.nn import functional as F
+from training import LLAMA, config
+
+import mycel
+from mycel.errors import TrainError
+from mycel.train import assemble, metrics
+from mycel.train.labelled import dpo_loss
+from mycel.train.loop import train
+from mycel.train.progress import Progress
+from mycel.train.waiting import Waiting
+
+disk = training.disk  # a fixture
+PAIRS = [{"prompt": f"{i}: ", "chosen": "aaaa", "rejected": "zzzz" + "z" * (i % 3)} for i in range(24)]
+TEXTS = [{"text": ("spam " if i % 3 else "ham ") * (1 + i % 4), "label": "no" if i % 3 else "yes"} for i in range(30)]
+CLASSIFIER = {**LLAMA, "architectures": ["LlamaForSequenceClassification"], "pad_token_id": 0, "attention_dropout": 0.0}
+VIT = {
+    "model_type": "vit", "architectures": ["ViTForImageClassification"], "image_size": 8, "patch_size": 4,
+    "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16, "num_labels": 2,
+}  # fmt: skip
+
+
+@pytest.fixture
+def files(tmp_path):
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, PAIRS)))
+    (tmp_path / "texts.jsonl").write_text("\n".join(map(json.dumps, TEXTS)))
+    from PIL import Image
+
+    for i in range(24):
+        folder = tmp_path / "images" / ("dark" if i % 2 else "light")
+        folder.mkdir(parents=True, exist_ok=True)
+        shade = np.full((9, 11, 3), 40 + i if i % 2 else 210 - i, np.uint8)
+        Image.fromarray(shade).save(folder / f"{i}.png")
+    return tmp_path
+
+
+def of_task(files, disk, task, data, model, **more):
+    given = {"train": str(files / data), "split": 0.25}
+    sections = {"model": {"config": model}, "data": given, "train": {"task": task, "steps": 12, **more}}
+    return config(disk, files / f"run-{task}-{data}", **sections)
+
+
+CASES = {
+    "classify texts": ("classify", "texts.jsonl", {**CLASSIFIER, "num_labels": 2}),
+    "classify images": ("classify", "images", VIT),
+    "reward": ("reward", "pairs.jsonl", {**CLASSIFIER, "num_labels": 1}),
+    "dpo": ("dpo", "pairs.jsonl", {**LLAMA, "attention_dropout": 0.0}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_task_is_learnt(files, disk, name):
+    """From the loss of who knows nothing, log 2, to less, on examples that were kept back."""
+    chosen = of_task(files, disk, *CASES[name]).model_copy(update={"export": name == "classify images"})
+    assert train(chosen) == 0
+    losses = [r["validation"] for r in metrics.read(chosen.run) if r.get("validation") is not None]
+    assert losses[-1] < 0.95 * math.log(2), losses
+    if name == "classify images":
+        model = hf.AutoModelForImageClassification.from_pretrained(chosen.run / "model")
+        assert model.config.id2label == {0: "dark", 1: "light"}
+
+
+def test_the_loss_of_dpo_is_the_papers(files, disk):
+    """-log sigmoid(beta ((log p(w) - log p0(w)) - (log p(l) - log p0(l)))), with each likelihood by a plain loop."""
+    made = assemble.assemble(of_task(files, disk, *CASES["dpo"], beta=0.5), Waiting(Progress(Console(quiet=True), 1)))
+    module, pairs = made.module.eval(), made.data.train
+    batch = {name: torch.from_numpy(x) for name, x in pairs.batch(range(3)).items()}
+
+    def likelihood(ids, labels):
+        logits = module(ids[None]).logits[0]
+        return sum(F.log_softmax(logits[i - 1], -1)[t] for i, t in enumerate(labels.tolist()) if t != -100)
+
+    plain = torch.stack(
+        [torch.stack([likelihood(i, l) for i, l in zip(*row, strict=True)])
+         for row in zip(batch["input_ids"], batch["labels"], strict=True)]
+    )  # fmt: skip
+    torch.testing.assert_close(batch["reference"], plain, rtol=1e-4, atol=1e-4)
+    with torch.no_grad():
+        for p in module.parameters():
+            p.add_(0.05 * torch.randn_like(p))
+        now = torch.stack(
+            [torch.stack([likelihood(i, l) for i, l in zip(*row, strict=True)])
+             for row in zip(batch["input_ids"], batch["labels"], strict=True)]
+        )  # fmt: skip
+    gain = now - plain
+    wanted = -F.logsigmoid(0.5 * (gain[:, 0] - gain[:, 1])).mean()
+    torch.testing.assert_close(dpo_loss(0.5)(module, **batch), wanted, rtol=1e-3, atol=1e-4)
+
+
+REFUSED = {
+    "a language model for classes": ("classify", "texts.jsonl", LLAMA),
+    "a classifier for dpo": ("dpo", "pairs.jsonl", {**CLASSIFIER, "num_labels": 1}),
+    "other labels": ("classify", "texts.jsonl", {**CLASSIFIER, "num_labels": 3}),
+    "no pairs": ("reward", "texts.jsonl", {**CLASSIFIER, "num_labels": 1}),
+    "no padding": ("reward", "pairs.jsonl", {**CLASSIFIER, "num_labels": 1, "pad_token_id": None}),
+    "no folders of classes": ("classify", "pairs.jsonl", VIT),
+    "a classifier without a task": ("auto", "texts.jsonl", {**CLASSIFIER, "num_labels": 2}),
+}
+
+
+def test_what_does_not_fit_a_task_is_refused(files, disk):
+    told = []
+    for name, case in REFUSED.items():
+        with pytest.raises(TrainError) as error:
+            assemble.assemble(of_task(files, disk, *case), Waiting(Progress(Console(quiet=True), 1)))
+        told.append(f"{name}\n{str(error.value).replace(str(files), 'FOLDER')}")
+    golden("refused_tasks", "\n\n".join(told))
+
+
+def test_a_loss_that_is_given_the_model():
+    """As if it were written out: two calls of the model in one loss."""
+    torch.manual_seed(0)
+    model, twin = torch.nn.Linear(4, 3), torch.nn.Linear(4, 3)
+    twin.load_state_dict(model.state_dict())
+
+    def contrast(model, a, b):
+        return (model(a) - model(b)).square().mean(), {"size": model(a).abs().mean()}
+
+    step = mycel.train_step(model, torch.optim.SGD(model.parameters(), 0.1), contrast, outputs=True, accumulate=2)
+    plain = torch.optim.SGD(twin.parameters(), 0.1)
+    for _ in range(2):
+        a, b = torch.randn(6, 4), torch.randn(6, 4)
+        wanted, more = contrast(twin, a, b)
+        plain.zero_grad()
+        wanted.backward()
+        plain.step()
+        loss, outputs = step(a, b)
+        torch.testing.assert_close((loss, outputs["size"]), (wanted.detach(), more["size"].detach()))
+    torch.testing.assert_close(dict(model.state_dict()), dict(twin.state_dict()))
