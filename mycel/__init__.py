@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from mycel.derivatives import Derived, grad, hessian, jvp, stop_gradient, value_and_grad, vjp
     from mycel.hints import manual, shard
     from mycel.ir import Block, Eqn, Mesh, Program, Type, Var
+    from mycel.islands import island
     from mycel.mixture import experts
     from mycel.plan import Plan
     from mycel.step import Step, train_step
@@ -63,6 +64,7 @@ __all__ = [
     "experts",
     "grad",
     "hessian",
+    "island",
     "jit",
     "jvp",
     "manual",
@@ -79,6 +81,7 @@ NAMES_OF = {
     "mycel.derivatives": ["Derived", "grad", "hessian", "jvp", "stop_gradient", "value_and_grad", "vjp"],
     "mycel.hints": ["manual", "shard"],
     "mycel.ir": ["Block", "Eqn", "Mesh", "Program", "Type", "Var"],
+    "mycel.islands": ["island"],
     "mycel.mixture": ["experts"],
     "mycel.plan": ["Plan"],
     "mycel.step": ["Step", "train_step"],

@@ -41,8 +41,9 @@ class Forward:
         model: torch.nn.Module,
         prepared: Callable[[Captured], Program],
         parts: ShardedModel | None,
+        strict: bool = False,
     ) -> None:
-        self.fn, self.model, self.prepared, self.parts = fn, model, prepared, parts
+        self.fn, self.model, self.prepared, self.parts, self.strict = fn, model, prepared, parts, strict
         self.entries: list[Signature] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -72,7 +73,7 @@ class Forward:
         data = args, kwargs
         args, kwargs = without_host_data(args, kwargs, device_of(self.model))
         with parts.whole() if parts is not None else contextlib.nullcontext():
-            captured = capture_call(self.fn, args, kwargs, known=roles_of(self.model), data=data)
+            captured = capture_call(self.fn, args, kwargs, known=roles_of(self.model), data=data, strict=self.strict)
             program = self.prepared(captured)
             unsharded = UnshardedStep(captured, program, (), len(program.results), program.entry)
         if parts is None:

@@ -26,6 +26,7 @@ from mycel.capture import (
     TRACING,
     Captured,
     Facts,
+    PythonCall,
     all_ones,
     bind,
     differentiate_with,
@@ -49,6 +50,7 @@ from mycel.feed import (
 )
 from mycel.forward import Forward, called, device_of, evaluating
 from mycel.ir import DEVICE, Mesh, Program, Role, Type, Var, check
+from mycel.islands import TimedCode, islands_text
 from mycel.message_state import KINDS, MessageState
 from mycel.objective import Batch, objective, refuse_outputs
 from mycel.parts import ShardedModel, UnshardedStep, roles_of
@@ -88,6 +90,7 @@ def train_step(
     clip_value: float | None = None,
     grads: bool = False,
     outputs: bool = False,
+    strict: bool = False,
 ) -> Step:
     """A callable that takes one step on a batch and returns its loss, or with `outputs` (loss, what came beside it).
 
@@ -113,6 +116,7 @@ def train_step(
                 (loss, {"accuracy": …}); whole on every rank.  With accumulate, rows of the batch are put together, and
                 of other values the sum or mean is taken, as the loss is
     grads       after a step, p.grad is the gradient it was taken with, clipped; of a parameter in parts, this rank's
+    strict      what cannot be captured is refused; without it the smallest call around that stays Python, with a warning
 
     optimizer is any of torch's: those with a rule here (`torch.optim`, Lion) are part of the program.  Any other one,
     and one with hooks on its step or on accumulated gradients, runs as it is on the gradients of the program: slower,
@@ -144,7 +148,9 @@ def train_step(
         raise TrainError(f"memory={memory!r}\n  try       bytes as a whole number, or text like '20GiB'")
     if accumulate == 1 and written is not None:
         accumulate = written.microbatches
-    settings = Settings(precision, accumulate, clip_norm, budget, compile, clip_value, bool(grads), bool(outputs))
+    settings = Settings(
+        precision, accumulate, clip_norm, budget, compile, clip_value, bool(grads), bool(outputs), strict
+    )
     undecided = Undecided.of(mesh) if _is_auto(plan) else None
     return Step(model, one, loss, settings, None if undecided else written, undecided)
 
@@ -177,6 +183,7 @@ class Settings:
     clip_value: float | None = None
     grads: bool = False
     outputs: bool = False
+    strict: bool = False
 
     def compiles(self, device: torch.device) -> bool:
         return self.compile is True or (self.compile == "auto" and device.type == "cuda")
@@ -195,6 +202,8 @@ class CompiledStep:
     signature: tuple[Any, ...]
     facts: tuple[Facts, ...] = ()
     replayed: Replayed | None = None  # on a GPU
+    islands: tuple[PythonCall, ...] = ()
+    timed: TimedCode | None = None  # where there are islands
 
     @property
     def program(self) -> Program:
@@ -380,9 +389,12 @@ class Step:
             if decided.compress:
                 self.parts.ranks.agree({"how gradients are compressed": str(decided.compressed())})
             run, feed = self.parts.connected(run), self.parts.feed(made, done.spread)
-        call, local = self._bound(made, program, run, feed)
+        islands = made.captured.islands
+        timed = TimedCode(run, islands) if islands else None
+        call, local = self._bound(made, program, timed or run, feed)
         signature = optimizers.signature(self.optimizer, self.by_rule)
-        return CompiledStep(done, source, decided, call, local, feed, signature, made.captured.facts, replayed)
+        facts = made.captured.facts
+        return CompiledStep(done, source, decided, call, local, feed, signature, facts, replayed, islands, timed)
 
     def _replayed(
         self, code: Callable[..., Any], program: Program, device: torch.device, decided: plan.Plan
@@ -478,10 +490,12 @@ class Step:
         batch = Batch(args, kwargs, s.accumulate)
         known = roles_of(self.model, self.optimizer)
         first = Batch(*data, s.accumulate).part()
-        captured = capture_call(self.taken, *batch.part(), known=known, differentiated=True, data=first)
+        captured = capture_call(
+            self.taken, *batch.part(), known=known, differentiated=True, data=first, strict=s.strict
+        )
         whole = captured
         if batch.parts > 1:
-            whole = capture_call(self.taken, args, kwargs, known=known, differentiated=True, data=data)
+            whole = capture_call(self.taken, args, kwargs, known=known, differentiated=True, data=data, strict=s.strict)
             captured = self._for_all_parts(captured, whole, batch, data)
         captured, whole = self._unmasked(captured, whole, data)
         program = self._prepared(replace(captured, program=transform.with_numbers_of(captured.program, whole.program)))
@@ -719,7 +733,7 @@ class Step:
 
     def forward(self, fn: Callable[..., Any] | None = None) -> Forward:
         """The loss of a batch (or what `fn` makes of it with the model), under the plan, without a step."""
-        return Forward(fn or self.fn, self.model, self._prepared, self.parts)
+        return Forward(fn or self.fn, self.model, self._prepared, self.parts, self.settings.strict)
 
     def expert_load(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
         """How many choices of a batch each expert gets, by layer; refuses a router that gives what is no number."""
@@ -821,6 +835,7 @@ class Step:
         lines += self._travels(entry)
         foreign = sorted({e.params["target"] for b in entry.program.blocks.values() for e in b.eqns if e.op.foreign})
         lines += [f"as torch has it  {', '.join(foreign)}"] if foreign else []
+        lines += islands_text(entry.islands, entry.timed.seconds if entry.timed is not None else 0.0)
         spread, pipeline = entry.lowered.spread, entry.lowered.pipeline
         lines += [lower.schedule_text(pipeline.schedule, entry.plan)] if pipeline is not None else []
         if spread is None:

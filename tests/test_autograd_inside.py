@@ -137,4 +137,4 @@ def test_gradients_in_a_branch_of_what_came_before_are_refused():
         return g
 
     with pytest.raises(CaptureError, match="branch or loop"):
-        mycel.jit(fn)(X.float())
+        mycel.jit(fn, strict=True)(X.float())

@@ -210,7 +210,7 @@ REFUSED = {
 def test_refusals_name_variable_values_and_line(fn):
     KEPT.clear()
     with pytest.raises(mycel.CaptureError, match=REFUSED[fn]) as caught:
-        mycel.jit(lambda x: fn(x * ONE))(torch.tensor([1.0, 2.0, -1.0], dtype=torch.float64))
+        mycel.jit(lambda x: fn(x * ONE), strict=True)(torch.tensor([1.0, 2.0, -1.0], dtype=torch.float64))
     error = caught.value
     assert error.file == __file__ and error.hint
     assert error.text == linecache.getline(__file__, error.line).strip()
@@ -224,7 +224,7 @@ def test_functions_without_source_say_so():
     with pytest.raises(
         mycel.CaptureError, match="the control flow of decides is not captured, because its source is not available"
     ):
-        mycel.jit(lambda x: made["decides"](x * ONE))(x)
+        mycel.jit(lambda x: made["decides"](x * ONE), strict=True)(x)
     close(mycel.jit(made["decides"])(x), x)
     close(mycel.jit(torch.sin)(x), x.sin())
     close(mycel.jit(lambda x: max(len(x), 2) * x)(x), x * 3)

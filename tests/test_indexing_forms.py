@@ -54,7 +54,7 @@ def check(code):
     exec(compile(source, "<form>", "exec"), env)
     eager, captured = made(), made()
     want = env["run"](**eager)
-    got = mycel.jit(env["run"])(**captured)
+    got = mycel.jit(env["run"], strict=True)(**captured)
     same(want, got)
     same(list(eager.values()), list(captured.values()))
 

@@ -9,9 +9,11 @@ from mycel.capture.facts import Facts, all_ones, make_room
 from mycel.capture.fence import refuse
 from mycel.capture.function import TRACING, Captured, capture, paused
 from mycel.capture.inline import input_tensors, input_values, results, splice, splice_program
+from mycel.capture.island import mark_island
 from mycel.capture.region import Open, checked, closed, divided, meshed, opened
 from mycel.capture.syntax import rewritten
 from mycel.capture.tree import LEAF, Tree, flatten
+from mycel.ops.island import PythonCall
 
 __all__ = [
     "LEAF",
@@ -21,6 +23,7 @@ __all__ = [
     "Captured",
     "Facts",
     "Open",
+    "PythonCall",
     "Routing",
     "Tree",
     "all_ones",
@@ -35,6 +38,7 @@ __all__ = [
     "input_tensors",
     "input_values",
     "make_room",
+    "mark_island",
     "meshed",
     "opened",
     "paused",

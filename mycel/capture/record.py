@@ -180,10 +180,12 @@ class Record(Builder):
         x = self.sources[var]
         value = x.tracer.fact(x) if type(x) is Traced and x.tracer is not self else x
         if value is None or value.device.type == "meta":
-            raise refuse(
+            error = refuse(
                 "the value of a tensor that the program is given decides here, and it has no data",
                 "compiling with a batch that has data, or keeping it a tensor",
             )
+            error.final = True
+            raise error
         with _disable_current_modes():
             return value.detach().cpu()
 
