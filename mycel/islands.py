@@ -20,8 +20,8 @@ from mycel.capture import TRACING, PythonCall, mark_island
 
 def island(fn: Any = None) -> Any:
     """A function or module that stays plain Python inside captured code: one equation, whose gradient is torch's.  Its
-    results are tensors (alone or in tuples, lists, dicts) whose shapes do not depend on values; outside of captured code
-    it is the function itself."""
+    results are tensors (alone or in tuples, lists, dicts) whose shapes do not depend on values; outside of captured
+    code it is the function itself."""
     if not callable(fn):
         raise TypeError(f"mycel.island takes a function or a module, not {type(fn).__name__}")
     if isinstance(fn, torch.nn.Module):

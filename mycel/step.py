@@ -116,7 +116,8 @@ def train_step(
                 (loss, {"accuracy": …}); whole on every rank.  With accumulate, rows of the batch are put together, and
                 of other values the sum or mean is taken, as the loss is
     grads       after a step, p.grad is the gradient it was taken with, clipped; of a parameter in parts, this rank's
-    strict      what cannot be captured is refused; without it the smallest call around that stays Python, with a warning
+    strict      what cannot be captured is refused; without it the smallest call around it stays Python, with a
+                warning
 
     optimizer is any of torch's: those with a rule here (`torch.optim`, Lion) are part of the program.  Any other one,
     and one with hooks on its step or on accumulated gradients, runs as it is on the gradients of the program: slower,

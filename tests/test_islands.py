@@ -203,7 +203,7 @@ def test_where_shapes_depend_on_values_the_call_around_is_the_island():
     fast = mycel.jit(lambda x: summed(x[0], weight))
     same(fast(X), summed(X[0], weight))
     assert [name.split()[0] for name in islands(fast.program(X))] == ["summed"]
-    with pytest.raises(mycel.CaptureError, match="no call around it can stay Python: what .* returns depends on"):
+    with pytest.raises(mycel.CaptureError, match=r"no call around it can stay Python: what .* returns depends on"):
         mycel.jit(lambda x: chosen(x, weight))(X[0])
 
 
@@ -211,7 +211,7 @@ def test_errors_of_the_code_itself_stay_what_they_are():
     def wrong(x):
         return x @ torch.ones(3, 3, dtype=x.dtype)
 
-    with pytest.raises(mycel.CaptureError, match="linear|matmul|mm"):
+    with pytest.raises(mycel.CaptureError, match=r"linear|matmul|mm"):
         mycel.jit(lambda x: wrong(x))(X)
 
     def raises(x):
@@ -230,7 +230,7 @@ def test_results_of_other_types_are_named_when_they_come():
 
     fast = mycel.jit(mycel.island(either))
     same(fast(X, torch.zeros(1, dtype=torch.int64)), torch.ones(2))
-    with pytest.raises(mycel.RunError, match="an island, either(.|\n)*a larger part"):
+    with pytest.raises(mycel.RunError, match=r"an island, either(.|\n)*a larger part"):
         fast(X, torch.ones(1, dtype=torch.int64))
 
 

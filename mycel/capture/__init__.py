@@ -13,7 +13,7 @@ from mycel.capture.island import mark_island
 from mycel.capture.region import Open, checked, closed, divided, meshed, opened
 from mycel.capture.syntax import rewritten
 from mycel.capture.tree import LEAF, Tree, flatten
-from mycel.ops.island import PythonCall
+from mycel.ops.python_calls import PythonCall
 
 __all__ = [
     "LEAF",

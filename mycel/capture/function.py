@@ -33,7 +33,7 @@ from mycel.capture.tree import Tree, flatten, holds_tensors
 from mycel.errors import CaptureError
 from mycel.ir import Program, Role, Var, check, prune, type_of
 from mycel.ops import o
-from mycel.ops.island import PythonCall
+from mycel.ops.python_calls import PythonCall
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@
         z = solve(h, self.w)         and the code is captured again
           while err.item() > tol: …
 
-A call is tried on values at hand, and on others: results of the same types, whatever the values, make it an island; else
-the call around it is tried.  What fails in plain Python, too, is the user's error, and stays what it was.  Operands are
-the tensors of the arguments and all that the code reaches; while it runs, they lie where the code finds them.
+A call is tried on values at hand, and on others: results of the same types, whatever the values, make it an island;
+else the call around it is tried.  What fails in plain Python, too, is the user's error, and stays what it was.
+Operands are the tensors of the arguments and all that the code reaches; while it runs, they lie where it finds them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from mycel.capture.tree import Tree, flatten, holds_tensors
 from mycel.errors import CaptureError, RunError
 from mycel.ir import CONTROL, Type, Var, is_float, type_of
 from mycel.ops import o
-from mycel.ops.island import CALLS, PythonCall
+from mycel.ops.python_calls import CALLS, PythonCall
 
 ROOT = "root"  # the key of the captured function itself
 MOST = 64  # islands of a program
@@ -470,7 +470,7 @@ def _is_differentiable(x: torch.Tensor) -> bool:
 
 
 def _same(x: torch.Tensor, y: torch.Tensor) -> bool:
-    return x.shape == y.shape and (torch.equal(x, y) or bool(((x == y) | ((x != x) & (y != y))).all()))
+    return x.shape == y.shape and (torch.equal(x, y) or bool(((x == y) | (x.isnan() & y.isnan())).all()))
 
 
 def _check_tree(tree: Tree, fn: Any) -> None:

@@ -24,8 +24,8 @@ from mycel.capture.subscript import open_key
 from mycel.errors import CaptureError, IRError, MisfitError
 from mycel.ir import OPS, Type, Var, is_float
 from mycel.ops import RULES, o
-from mycel.ops.island import PythonCall
 from mycel.ops.opaque import encode
+from mycel.ops.python_calls import PythonCall
 
 TRACING: list[Tracer] = []  # captures under way
 KEY = Var("key", Type(torch.int64, ()))
