@@ -292,9 +292,12 @@ class Trial:
         """What one run of the call did, under a mode that watches it; None where it failed."""
         olds = [contents(box.slots) for box in self.boxes]
         with suspended(), torch.set_grad_enabled(self.grad), _states() as drawn:
+            leaves = [
+                x.detach().clone().requires_grad_(i in self.differentiable and self.grad) for i, x in enumerate(values)
+            ]
             given = [
-                x.detach().clone().requires_grad_(i in self.differentiable and self.grad).clone()
-                for i, x in enumerate(values)
+                x if isinstance(p, torch.nn.Parameter) else x.clone()
+                for x, p in zip(leaves, self.operands, strict=True)
             ]
             before = [x.detach().clone() for x in given]
             try:
@@ -307,6 +310,8 @@ class Trial:
                     kept_trees = []
                     for place in kept:
                         kept_trees.append((place, flatten(place.read(), out_leaves, objects=True)))
+                    if any(x.is_leaf and x.grad is not None for x in given):
+                        raise NoIslandError("it leaves gradients in .grad of parameters", final=True)
                     if any(not _is_dense(x) for x in out_leaves):
                         raise NoIslandError(f"{_name(self.fn, '')} returns a tensor that is not dense")
                     news = [self._new_value(i, given) for i in sorted(written)]
