@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from mycel.hints import manual, shard
     from mycel.ir import Block, Eqn, Mesh, Program, Type, Var
     from mycel.islands import island
+    from mycel.mapped import Mapped, vmap
     from mycel.mixture import experts
     from mycel.plan import Plan
     from mycel.step import Step, train_step
@@ -47,6 +48,7 @@ __all__ = [
     "IRError",
     "Jit",
     "LoadError",
+    "Mapped",
     "Mesh",
     "MycelError",
     "Plan",
@@ -73,6 +75,7 @@ __all__ = [
     "train_step",
     "value_and_grad",
     "vjp",
+    "vmap",
 ]
 
 NAMES_OF = {
@@ -82,6 +85,7 @@ NAMES_OF = {
     "mycel.hints": ["manual", "shard"],
     "mycel.ir": ["Block", "Eqn", "Mesh", "Program", "Type", "Var"],
     "mycel.islands": ["island"],
+    "mycel.mapped": ["Mapped", "vmap"],
     "mycel.mixture": ["experts"],
     "mycel.plan": ["Plan"],
     "mycel.step": ["Step", "train_step"],

@@ -35,6 +35,7 @@ MAY_IMPORT = {
     "custom": {"errors", "capture"},
     "mixture": {"errors", "capture"},
     "islands": {"capture"},
+    "mapped": {"api", "capture"},
     "hints": {"errors", "ir", "ops", "capture"},
     "comm": {"errors", "ops", "capture", "hints"},
     "objective": {"errors", "ir", "capture"},
@@ -111,7 +112,7 @@ MAY_IMPORT = {
     "launch": {"errors", "run"},
     "cli": {"errors", "plan", "run", "train", "launch", "search_text", "search_page"},
     "__main__": {"cli"},
-    "__init__": {"errors", "ir", "plan", "api", "derivatives", "custom", "hints", "comm", "mixture", "islands", "step"},
+    "__init__": {"errors", "ir", "plan", "api", "derivatives", "custom", "hints", "comm", "mixture", "islands", "mapped", "step"},
 }
 
 

@@ -10,8 +10,9 @@ from mycel.capture.fence import refuse
 from mycel.capture.function import TRACING, Captured, capture, paused
 from mycel.capture.inline import input_tensors, input_values, results, splice, splice_program
 from mycel.capture.island import mark_island
+from mycel.capture.nested import succeeds
 from mycel.capture.region import Open, checked, closed, divided, meshed, opened
-from mycel.capture.syntax import rewritten
+from mycel.capture.syntax import each, rewritten
 from mycel.capture.tree import LEAF, Tree, flatten
 from mycel.ops.python_calls import PythonCall
 
@@ -34,6 +35,7 @@ __all__ = [
     "differentiate_with",
     "divided",
     "draw_key",
+    "each",
     "flatten",
     "input_tensors",
     "input_values",
@@ -47,6 +49,7 @@ __all__ = [
     "rewritten",
     "splice",
     "splice_program",
+    "succeeds",
     "trace_custom",
     "traced_gate",
     "traced_layer",
