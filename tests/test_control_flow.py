@@ -216,6 +216,40 @@ def test_refusals_name_variable_values_and_line(fn):
     assert error.text == linecache.getline(__file__, error.line).strip()
 
 
+CELL = """\
+import functools, torch
+WEIGHT = torch.nn.Parameter(torch.ones(3))
+def doubled(fn):
+    @functools.wraps(fn)
+    def inner(*args):
+        return fn(*args) * 2
+    return inner
+def outer(k):
+    @doubled
+    def decides(x):
+        y = x * WEIGHT
+        if y.sum() > 0:
+            return y * k
+        return y - k
+    return decides
+"""
+
+
+@pytest.mark.parametrize("where", ["notebook", "command line"])
+def test_code_without_a_file_is_rewritten(where, monkeypatch):
+    name = f"<{where}>" if where == "notebook" else "<string>"
+    if where == "notebook":  # as IPython does
+        monkeypatch.setitem(linecache.cache, name, (len(CELL), None, CELL.splitlines(True), name))
+    else:
+        monkeypatch.setattr(sys, "orig_argv", ["python", "-c", CELL])
+    made = {}
+    exec(compile(CELL, name, "exec"), made)
+    fn = made["outer"](3.0)
+    fast = mycel.jit(fn, strict=True)
+    for x in (torch.ones(3), -torch.ones(3)):
+        close(fast(x), fn(x))
+
+
 def test_functions_without_source_say_so():
     made = {}
     exec("def plain(x):\n    return x * 2\ndef decides(x):\n    return x if x.sum() > 0 else -x", made)
