@@ -209,8 +209,12 @@ def test_tensors_of_a_finished_capture_are_refused():
 
 
 def test_state_of_a_model_library_is_no_obstacle():
-    model = nn.BatchNorm1d(3, momentum=None)
+    class Counts(nn.BatchNorm1d):
+        def forward(self, x):
+            self.num_batches_tracked += 1
+            return x / float(self.num_batches_tracked)
+
+    model = Counts(3)
     with pytest.raises(mycel.CaptureError, match="num_batches_tracked, which the code itself changes"):
         mycel.jit(model, strict=True)(X)
     assert model.num_batches_tracked == 0
-    same(mycel.jit(model.eval())(X), model(X))

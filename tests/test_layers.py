@@ -112,7 +112,20 @@ MAY_IMPORT = {
     "launch": {"errors", "run"},
     "cli": {"errors", "plan", "run", "train", "launch", "search_text", "search_page"},
     "__main__": {"cli"},
-    "__init__": {"errors", "ir", "plan", "api", "derivatives", "custom", "hints", "comm", "mixture", "islands", "mapped", "step"},
+    "__init__": {
+        "errors",
+        "ir",
+        "plan",
+        "api",
+        "derivatives",
+        "custom",
+        "hints",
+        "comm",
+        "mixture",
+        "islands",
+        "mapped",
+        "step",
+    },
 }
 
 

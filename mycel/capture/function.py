@@ -12,9 +12,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import CheckpointFunction
 
+from mycel.capture.cumulative_norm import cumulative_forward
 from mycel.capture.custom import trace_function
 from mycel.capture.encoder import encoder_forward
 from mycel.capture.experts import as_one_operator
@@ -263,6 +265,7 @@ def _tracing(tracer: Tracer) -> Iterator[None]:
         Patch(torch.nn.Module, "__call__", traced_call),
         Patch(torch.nn.modules.transformer, "_detect_is_causal_mask", _is_said_causal),
         Patch(encoder, "forward", encoder_forward(encoder.forward)),
+        Patch(_BatchNorm, "forward", cumulative_forward(_BatchNorm.forward)),
         Patch(torch.nn.modules.module, "BackwardHook", ModuleHooks),
         Patch(_Applied, "apply", classmethod(_traced_apply)),
     ]

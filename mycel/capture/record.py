@@ -251,7 +251,9 @@ class Record(Builder):
     def _check_tensor(self, tensor: torch.Tensor) -> None:
         """A program holds dense tensors of one device (0-dim ones may lie elsewhere, as in torch)."""
         if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-            raise refuse("a tensor inside a transform of torch.func was given to one of Mycel's", "mycel.vmap, mycel.grad")
+            raise refuse(
+                "a tensor inside a transform of torch.func was given to one of Mycel's", "mycel.vmap, mycel.grad"
+            )
         _check_dense(tensor)
         kinds = {tensor.device.type, self.device.type} - {"meta"}
         if len(kinds) > 1 and tensor.ndim:
