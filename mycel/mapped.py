@@ -3,9 +3,9 @@
     mycel.vmap(f)(xs)            [f(x) for x in xs], stacked
     mycel.vmap(f, (0, None))     the second argument is the same for every row
 
-What torch's own vmap can do (most of what has no decision on values) becomes plain equations with one dim more; branches
-and loops on a row's values are captured for one row, and a scan goes over the rows.  It differentiates, and nests with
-grad, as all captured code does.
+What torch's own vmap can do (most of what has no decision on values) becomes plain equations with one dim more;
+branches and loops on a row's values are captured for one row, and a scan goes over the rows.  It differentiates, and
+nests with grad, as all captured code does.
 """
 
 from __future__ import annotations

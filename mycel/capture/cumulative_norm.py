@@ -1,7 +1,7 @@
 """Batch norm with momentum=None, whose running statistics are plain averages over all batches.
 
-torch asks its counter for a Python float, 1 / float(num_batches_tracked): a number that every call changes.  Traced, the
-same is computed of the counter as a tensor.
+torch asks its counter for a Python float, 1 / float(num_batches_tracked): a number that every call changes.  Traced,
+the same is computed of the counter as a tensor.
 """
 
 from __future__ import annotations
