@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from mycel.derivatives import Derived, grad, hessian, jvp, stop_gradient, value_and_grad, vjp
     from mycel.hints import manual, shard
     from mycel.ir import Block, Eqn, Mesh, Program, Type, Var
+    from mycel.islands import island
+    from mycel.mapped import Mapped, vmap
     from mycel.mixture import experts
     from mycel.plan import Plan
     from mycel.step import Step, train_step
@@ -46,6 +48,7 @@ __all__ = [
     "IRError",
     "Jit",
     "LoadError",
+    "Mapped",
     "Mesh",
     "MycelError",
     "Plan",
@@ -63,6 +66,7 @@ __all__ = [
     "experts",
     "grad",
     "hessian",
+    "island",
     "jit",
     "jvp",
     "manual",
@@ -71,6 +75,7 @@ __all__ = [
     "train_step",
     "value_and_grad",
     "vjp",
+    "vmap",
 ]
 
 NAMES_OF = {
@@ -79,6 +84,8 @@ NAMES_OF = {
     "mycel.derivatives": ["Derived", "grad", "hessian", "jvp", "stop_gradient", "value_and_grad", "vjp"],
     "mycel.hints": ["manual", "shard"],
     "mycel.ir": ["Block", "Eqn", "Mesh", "Program", "Type", "Var"],
+    "mycel.islands": ["island"],
+    "mycel.mapped": ["Mapped", "vmap"],
     "mycel.mixture": ["experts"],
     "mycel.plan": ["Plan"],
     "mycel.step": ["Step", "train_step"],

@@ -36,25 +36,27 @@ differentiate_with(transform.value_and_grad)
 
 
 def capture(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Program:
-    """The program of one call, as written: no pass has touched it."""
-    return capture_call(unjit(fn), args, kwargs).program
+    """The program of one call, as written: no pass has touched it.  It stands for itself: code that would have to stay
+    Python (an island) is refused."""
+    return capture_call(unjit(fn), args, kwargs, strict=True).program
 
 
-def jit(fn: Any = None, *, mode: str = "graph", check_finite: bool = False) -> Any:
+def jit(fn: Any = None, *, mode: str = "graph", check_finite: bool = False, strict: bool = False) -> Any:
     """A function, module or Program that runs as generated code (mode="eager": equation by equation), with the same
     call signature.
 
     `check_finite` runs equation by equation and names the first operator and source line that made a NaN or infinity.
+    `strict` refuses what cannot be captured; without it the smallest call around that stays Python, with a warning.
     """
     if mode not in MODES:
         raise ValueError(f"mode={mode!r}: use one of {', '.join(map(repr, MODES))}")
     if fn is None:
-        return functools.partial(jit, mode=mode, check_finite=check_finite)
+        return functools.partial(jit, mode=mode, check_finite=check_finite, strict=strict)
     if isinstance(fn, Program):
         return _program_function(fn, mode)
     if not callable(fn):
         raise TypeError(f"mycel.jit takes a function, a module or a Program, not {type(fn).__name__}")
-    return Jit(unjit(fn), mode, check_finite)
+    return Jit(unjit(fn), mode, check_finite, strict)
 
 
 @dataclass(frozen=True)
@@ -71,10 +73,10 @@ class CompiledCall:
 class Jit:
     """A callable that captures once for each signature: shapes, dtypes, device, static values, train mode."""
 
-    def __init__(self, fn: Callable[..., Any], mode: str, check_finite: bool = False) -> None:
+    def __init__(self, fn: Callable[..., Any], mode: str, check_finite: bool = False, strict: bool = False) -> None:
         if mode not in MODES:
             raise ValueError(f"mode={mode!r}: use one of {', '.join(map(repr, MODES))}")
-        self.fn, self.mode, self.check_finite = fn, mode, check_finite
+        self.fn, self.mode, self.check_finite, self.strict = fn, mode, check_finite, strict
         self.entries: list[CompiledCall] = []
         self._told = False  # that a cache grows
         self._forward: Jit | None = None  # of a module that generates
@@ -120,7 +122,8 @@ class Jit:
 
     def compile(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CompiledCall:
         """capture -> simplify -> fuse -> generate -> bind: the whole way of one call."""
-        return compile_captured(capture_call(self.fn, args, kwargs), self.mode, self.check_finite)
+        captured = capture_call(self.fn, args, kwargs, strict=self.strict)
+        return compile_captured(captured, self.mode, self.check_finite)
 
     def program(self, *args: Any, **kwargs: Any) -> Program:
         """The program that runs for these arguments."""

@@ -43,8 +43,10 @@ Derive = Callable[[Captured], Captured]
 class Derived(Jit):
     """A function made from another by a change of its captured program."""
 
-    def __init__(self, fn: Callable[..., Any], mode: str, derive: Derive, check_finite: bool = False) -> None:
-        super().__init__(fn, mode, check_finite)
+    def __init__(
+        self, fn: Callable[..., Any], mode: str, derive: Derive, check_finite: bool = False, strict: bool = False
+    ) -> None:
+        super().__init__(fn, mode, check_finite, strict)
         self.derive = derive
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -55,7 +57,7 @@ class Derived(Jit):
         return super().__call__(*args, **kwargs)
 
     def derived(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
-        captured = capture_call(self.fn, args, kwargs, apart=True, differentiated=True)
+        captured = capture_call(self.fn, args, kwargs, apart=True, differentiated=True, strict=self.strict)
         with located(self.fn):
             return self.derive(replace(captured, program=transform.simplify(captured.program)))
 
@@ -71,6 +73,7 @@ def grad(
     has_aux: bool = False,
     mode: str = "graph",
     check_finite: bool = False,
+    strict: bool = False,
 ) -> Derived:
     """The gradient of a scalar function: with respect to arguments (a structure like each), or to a module's parameters
     (a dict by name)."""
@@ -79,6 +82,7 @@ def grad(
         mode,
         functools.partial(_gradient, argnums=argnums, wrt=wrt, has_aux=has_aux, value=False),
         check_finite,
+        strict,
     )
 
 
@@ -90,6 +94,7 @@ def value_and_grad(
     has_aux: bool = False,
     mode: str = "graph",
     check_finite: bool = False,
+    strict: bool = False,
 ) -> Derived:
     """(value, gradient); with `has_aux`, `fn` returns (value, aux) and this ((value, aux), gradient)."""
     return Derived(
@@ -97,6 +102,7 @@ def value_and_grad(
         mode,
         functools.partial(_gradient, argnums=argnums, wrt=wrt, has_aux=has_aux, value=True),
         check_finite,
+        strict,
     )
 
 

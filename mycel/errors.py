@@ -52,7 +52,10 @@ class TextError(MycelError):
 
 
 class CaptureError(MycelError):
-    """User code that cannot be captured: what, the user's file, line and source text, and what to try."""
+    """User code that cannot be captured: what, the user's file, line and source text, and what to try.  `final`: nor
+    can a call around it stay Python."""
+
+    final = False
 
     def __init__(self, what: str, *, file: str = "", line: int = 0, text: str = "", hint: str = "") -> None:
         self.what, self.file, self.line, self.text, self.hint = what, file, line, text, hint

@@ -42,8 +42,9 @@ class Forward:
         prepared: Callable[[Captured], Program],
         parts: ShardedModel | None,
         in_parts: bool = False,
+        strict: bool = False,
     ) -> None:
-        self.fn, self.model, self.prepared, self.parts = fn, model, prepared, parts
+        self.fn, self.model, self.prepared, self.parts, self.strict = fn, model, prepared, parts, strict
         self.in_parts = in_parts  # are results that are rows of the batch this rank's alone?
         self.entries: list[Signature] = []
 
@@ -74,7 +75,7 @@ class Forward:
         data = args, kwargs
         args, kwargs = without_host_data(args, kwargs, device_of(self.model))
         with parts.whole() if parts is not None else contextlib.nullcontext():
-            captured = capture_call(self.fn, args, kwargs, known=roles_of(self.model), data=data)
+            captured = capture_call(self.fn, args, kwargs, known=roles_of(self.model), data=data, strict=self.strict)
             program = self.prepared(captured)
             unsharded = UnshardedStep(captured, program, (), len(program.results), program.entry)
         if parts is None:

@@ -26,6 +26,7 @@ from mycel.capture import (
     TRACING,
     Captured,
     Facts,
+    PythonCall,
     all_ones,
     bind,
     differentiate_with,
@@ -49,6 +50,7 @@ from mycel.feed import (
 )
 from mycel.forward import Forward, called, device_of, evaluating
 from mycel.ir import DEVICE, Mesh, Program, Role, Type, Var, check
+from mycel.islands import TimedCode, islands_text
 from mycel.message_state import KINDS, MessageState
 from mycel.objective import Batch, objective, refuse_outputs
 from mycel.parts import ShardedModel, UnshardedStep, roles_of
@@ -88,6 +90,7 @@ def train_step(
     clip_value: float | None = None,
     grads: bool = False,
     outputs: bool | str = False,
+    strict: bool = False,
 ) -> Step:
     """A callable that takes one step on a batch and returns its loss, or with `outputs` (loss, what came beside it).
 
@@ -116,6 +119,8 @@ def train_step(
                 them (step.rows).  With accumulate, rows of the batch are put together, and
                 of other values the sum or mean is taken, as the loss is
     grads       after a step, p.grad is the gradient it was taken with, clipped; of a parameter in parts, this rank's
+    strict      what cannot be captured is refused; without it the smallest call around it stays Python, with a
+                warning
 
     optimizer is any of torch's: those with a rule here (`torch.optim`, Lion) are part of the program.  Any other one,
     and one with hooks on its step or on accumulated gradients, runs as it is on the gradients of the program: slower,
@@ -151,7 +156,7 @@ def train_step(
         raise TrainError(f"outputs={outputs!r}\n  known     True, False, 'local'")
     if outputs == "local" and written is not None and written.is_pipeline:
         raise PlanError("outputs='local': a pipeline gives its outputs whole\n  try       outputs=True")
-    settings = Settings(precision, accumulate, clip_norm, budget, compile, clip_value, bool(grads), outputs)
+    settings = Settings(precision, accumulate, clip_norm, budget, compile, clip_value, bool(grads), outputs, strict)
     undecided = Undecided.of(mesh) if _is_auto(plan) else None
     return Step(model, one, loss, settings, None if undecided else written, undecided)
 
@@ -184,6 +189,7 @@ class Settings:
     clip_value: float | None = None
     grads: bool = False
     outputs: bool | str = False  # "local": of rows of the batch, this rank's
+    strict: bool = False
 
     def compiles(self, device: torch.device) -> bool:
         return self.compile is True or (self.compile == "auto" and device.type == "cuda")
@@ -202,6 +208,8 @@ class CompiledStep:
     signature: tuple[Any, ...]
     facts: tuple[Facts, ...] = ()
     replayed: Replayed | None = None  # on a GPU
+    islands: tuple[PythonCall, ...] = ()
+    timed: TimedCode | None = None  # where there are islands
 
     @property
     def program(self) -> Program:
@@ -389,9 +397,12 @@ class Step:
             run, feed = self.parts.connected(run), self.parts.feed(made, done.spread)
             if self.settings.outputs == "local":
                 run = self.parts.without_padding(run, made, self.parts.rows_of(made))
-        call, local = self._bound(made, program, run, feed)
+        islands = made.captured.islands
+        timed = TimedCode(run, islands) if islands else None
+        call, local = self._bound(made, program, timed or run, feed)
         signature = optimizers.signature(self.optimizer, self.by_rule)
-        return CompiledStep(done, source, decided, call, local, feed, signature, made.captured.facts, replayed)
+        facts = made.captured.facts
+        return CompiledStep(done, source, decided, call, local, feed, signature, facts, replayed, islands, timed)
 
     def _replayed(
         self, code: Callable[..., Any], program: Program, device: torch.device, decided: plan.Plan
@@ -488,10 +499,12 @@ class Step:
         batch = Batch(args, kwargs, s.accumulate)
         known = roles_of(self.model, self.optimizer)
         first = Batch(*data, s.accumulate).part()
-        captured = capture_call(self.taken, *batch.part(), known=known, differentiated=True, data=first)
+        captured = capture_call(
+            self.taken, *batch.part(), known=known, differentiated=True, data=first, strict=s.strict
+        )
         whole = captured
         if batch.parts > 1:
-            whole = capture_call(self.taken, args, kwargs, known=known, differentiated=True, data=data)
+            whole = capture_call(self.taken, args, kwargs, known=known, differentiated=True, data=data, strict=s.strict)
             captured = self._for_all_parts(captured, whole, batch, data)
         captured, whole = self._unmasked(captured, whole, data)
         program = self._prepared(replace(captured, program=transform.with_numbers_of(captured.program, whole.program)))
@@ -729,12 +742,12 @@ class Step:
 
     def forward(self, fn: Callable[..., Any] | None = None) -> Forward:
         """The loss of a batch (or what `fn` makes of it with the model), under the plan, without a step."""
-        return Forward(fn or self.fn, self.model, self._prepared, self.parts)
+        return Forward(fn or self.fn, self.model, self._prepared, self.parts, strict=self.settings.strict)
 
     def _evaluating(self) -> Forward:
         """The loss of a batch, and with `outputs` these, as a step gives them."""
         local = self.settings.outputs == "local"
-        return Forward(self.taken, self.model, self._prepared, self.parts, local)
+        return Forward(self.taken, self.model, self._prepared, self.parts, local, self.settings.strict)
 
     def expert_load(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
         """How many choices of a batch each expert gets, by layer; refuses a router that gives what is no number."""
@@ -837,6 +850,7 @@ class Step:
         lines += self._travels(entry)
         foreign = sorted({e.params["target"] for b in entry.program.blocks.values() for e in b.eqns if e.op.foreign})
         lines += [f"as torch has it  {', '.join(foreign)}"] if foreign else []
+        lines += islands_text(entry.islands, entry.timed.seconds if entry.timed is not None else 0.0)
         spread, pipeline = entry.lowered.spread, entry.lowered.pipeline
         lines += [lower.schedule_text(pipeline.schedule, entry.plan)] if pipeline is not None else []
         if spread is None:

@@ -137,4 +137,34 @@ def test_gradients_in_a_branch_of_what_came_before_are_refused():
         return g
 
     with pytest.raises(CaptureError, match="branch or loop"):
-        mycel.jit(fn)(X.float())
+        mycel.jit(fn, strict=True)(X.float())
+
+
+def leaves(x):
+    x = x.detach().requires_grad_()
+    (x**3).sum().backward(create_graph=True)
+    twice = x.grad.sin()
+    (x * 2).sum().backward()
+    return twice, x.grad
+
+
+def made_here(x):
+    z, w = torch.zeros(2, dtype=x.dtype, requires_grad=True), torch.ones(2, dtype=x.dtype)
+    w.requires_grad = True
+    (z * w * x).exp().sum().backward(inputs=[z])
+    assert w.grad is None
+    first, z.grad = z.grad, None
+    torch.autograd.backward([(z * w).sum(), w.square()], [None, x[0]])
+    return first, z.grad, w.grad
+
+
+@pytest.mark.parametrize("fn", [leaves, made_here])
+def test_backward_leaves_gradients_in_traced_leaves(fn):
+    same(mycel.jit(fn, strict=True)(X), fn(X))
+
+
+def test_backward_to_parameters_is_refused():
+    layer = nn.Linear(2, 1).double()
+    with pytest.raises(CaptureError, match=r"leaves gradients in \.grad of parameters"):
+        mycel.jit(lambda x: layer(x).sum().backward())(X)
+    assert layer.weight.grad is None

@@ -658,7 +658,7 @@ def test_numbers_of_python_are_drawn_at_every_call(draw):
 )
 def test_other_draws_and_iterators_are_refused(fn):
     with pytest.raises(mycel.CaptureError, match="every call would use the same"):
-        mycel.jit(fn)(X)
+        mycel.jit(fn, strict=True)(X)
 
 
 ITEMS = iter(range(1, 100))

@@ -315,7 +315,7 @@ def test_gradients_of_torch_inside():
         return torch.autograd.grad((y**3).sum(), y)[0]
 
     agrees(fn, X)
-    with pytest.raises(mycel.CaptureError, match=r"mycel\.grad"):
+    with pytest.raises(mycel.CaptureError, match="depends on nothing that requires a gradient"):
         mycel.jit(lambda x: x.sum().backward())(X)
 
 

@@ -210,10 +210,44 @@ REFUSED = {
 def test_refusals_name_variable_values_and_line(fn):
     KEPT.clear()
     with pytest.raises(mycel.CaptureError, match=REFUSED[fn]) as caught:
-        mycel.jit(lambda x: fn(x * ONE))(torch.tensor([1.0, 2.0, -1.0], dtype=torch.float64))
+        mycel.jit(lambda x: fn(x * ONE), strict=True)(torch.tensor([1.0, 2.0, -1.0], dtype=torch.float64))
     error = caught.value
     assert error.file == __file__ and error.hint
     assert error.text == linecache.getline(__file__, error.line).strip()
+
+
+CELL = """\
+import functools, torch
+WEIGHT = torch.nn.Parameter(torch.ones(3))
+def doubled(fn):
+    @functools.wraps(fn)
+    def inner(*args):
+        return fn(*args) * 2
+    return inner
+def outer(k):
+    @doubled
+    def decides(x):
+        y = x * WEIGHT
+        if y.sum() > 0:
+            return y * k
+        return y - k
+    return decides
+"""
+
+
+@pytest.mark.parametrize("where", ["notebook", "command line"])
+def test_code_without_a_file_is_rewritten(where, monkeypatch):
+    name = f"<{where}>" if where == "notebook" else "<string>"
+    if where == "notebook":  # as IPython does
+        monkeypatch.setitem(linecache.cache, name, (len(CELL), None, CELL.splitlines(True), name))
+    else:
+        monkeypatch.setattr(sys, "orig_argv", ["python", "-c", CELL])
+    made = {}
+    exec(compile(CELL, name, "exec"), made)
+    fn = made["outer"](3.0)
+    fast = mycel.jit(fn, strict=True)
+    for x in (torch.ones(3), -torch.ones(3)):
+        close(fast(x), fn(x))
 
 
 def test_functions_without_source_say_so():
@@ -224,7 +258,7 @@ def test_functions_without_source_say_so():
     with pytest.raises(
         mycel.CaptureError, match="the control flow of decides is not captured, because its source is not available"
     ):
-        mycel.jit(lambda x: made["decides"](x * ONE))(x)
+        mycel.jit(lambda x: made["decides"](x * ONE), strict=True)(x)
     close(mycel.jit(made["decides"])(x), x)
     close(mycel.jit(torch.sin)(x), x.sin())
     close(mycel.jit(lambda x: max(len(x), 2) * x)(x), x * 3)

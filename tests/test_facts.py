@@ -96,7 +96,7 @@ def test_what_the_code_reaches_is_asked_anew(monkeypatch):
 ])  # fmt: skip
 def test_what_depends_on_parameters_or_random_numbers_is_refused(fn):
     with pytest.raises(CaptureError):
-        mycel.jit(fn)(X)
+        mycel.jit(fn, strict=True)(X)
 
 
 def test_facts_that_hold_for_earlier_ones_alone():

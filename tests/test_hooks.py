@@ -102,4 +102,4 @@ def test_other_hooks_are_refused(kind):
     if kind == "old":
         model.register_backward_hook(lambda m, i, o: None)
     with pytest.raises(CaptureError, match="hook"):
-        mycel.value_and_grad(loss, wrt=model)(X)
+        mycel.value_and_grad(loss, wrt=model, strict=True)(X)

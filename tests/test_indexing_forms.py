@@ -54,7 +54,7 @@ def check(code):
     exec(compile(source, "<form>", "exec"), env)
     eager, captured = made(), made()
     want = env["run"](**eager)
-    got = mycel.jit(env["run"])(**captured)
+    got = mycel.jit(env["run"], strict=True)(**captured)
     same(want, got)
     same(list(eager.values()), list(captured.values()))
 
@@ -147,6 +147,8 @@ MORE_ASSIGNMENTS = [
     ("w = z.real; w[0] = 0; y = z"),
     "w = torch.view_as_real(z); w[..., 0] += 1; y = z",
     "x.index_put_((i,), s); y = x",
+    "x.unfold(1, 2, 3).mul_(3); y = x",
+    "z = x.clone(); z.as_strided((2, 2), (7, 3), 1).add_(1); y = z",
     "x.index_fill_(1, i % 6, 0.5)",
     "x.index_add_(0, i % 4, x[:3] + 1)",
     "x.index_copy_(0, torch.tensor([1, 2]), x[2:] * 2)",

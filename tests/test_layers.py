@@ -4,7 +4,7 @@ errors < ir < ops < {capture | transform | plan} < lower < step < train < cli
 ops < run < {api | step}
 capture, transform < api < derivatives
 capture < hints < comm
-capture < {custom | mixture}
+capture < {custom | mixture | islands}
 run < launch < cli
 """
 
@@ -34,6 +34,8 @@ MAY_IMPORT = {
     "derivatives": {"errors", "ir", "ops", "capture", "transform", "run", "api"},
     "custom": {"errors", "capture"},
     "mixture": {"errors", "capture"},
+    "islands": {"capture"},
+    "mapped": {"api", "capture"},
     "hints": {"errors", "ir", "ops", "capture"},
     "comm": {"errors", "ops", "capture", "hints"},
     "objective": {"errors", "ir", "capture"},
@@ -69,6 +71,7 @@ MAY_IMPORT = {
         "planning",
         "mixture",
         "step_search",
+        "islands",
     },
     "shallow": {"ir", "plan", "parts"},
     "search_space": {"ir", "plan"},
@@ -109,7 +112,20 @@ MAY_IMPORT = {
     "launch": {"errors", "run"},
     "cli": {"errors", "plan", "run", "train", "launch", "search_text", "search_page"},
     "__main__": {"cli"},
-    "__init__": {"errors", "ir", "plan", "api", "derivatives", "custom", "hints", "comm", "mixture", "step"},
+    "__init__": {
+        "errors",
+        "ir",
+        "plan",
+        "api",
+        "derivatives",
+        "custom",
+        "hints",
+        "comm",
+        "mixture",
+        "islands",
+        "mapped",
+        "step",
+    },
 }
 
 

@@ -43,6 +43,7 @@ def test_every_operator_has_examples():
     held += tuple(op for op in OPS.values() if op.effect or op.name.startswith("stack_"))
     held += tuple(op for op in OPS.values() if op.by_rank)  # they need ranks: tests of layouts
     held += tuple(op for op in OPS.values() if op.transfers)  # halves of a move: tests of offload
+    held += tuple(op for op in OPS.values() if op.python)  # code of the user: tests of islands
     assert [op.name for op in OPS.values() if op not in held and not op.examples] == []
 
 

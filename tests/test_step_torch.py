@@ -217,11 +217,6 @@ def test_train_and_eval_mode_are_seen():
     agree(beside(make, sgd(), rows, cross_entropy, change=lambda i, m, o: m.train(i % 4 < 2)), params=1e-5)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=Exception,
-    reason="BatchNorm with momentum=None asks for a Python float of its count: refused by capture",
-)
 def test_batch_norm_with_a_cumulative_average():
     agree(
         beside(

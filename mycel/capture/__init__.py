@@ -10,9 +10,12 @@ from mycel.capture.facts import Facts, all_ones, make_room
 from mycel.capture.fence import refuse
 from mycel.capture.function import TRACING, Captured, capture, paused
 from mycel.capture.inline import input_tensors, input_values, results, splice, splice_program
+from mycel.capture.island import mark_island
+from mycel.capture.nested import succeeds
 from mycel.capture.region import Open, checked, closed, divided, meshed, opened
-from mycel.capture.syntax import rewritten
+from mycel.capture.syntax import each, rewritten
 from mycel.capture.tree import LEAF, Tree, flatten
+from mycel.ops.python_calls import PythonCall
 
 __all__ = [
     "LEAF",
@@ -22,6 +25,7 @@ __all__ = [
     "Captured",
     "Facts",
     "Open",
+    "PythonCall",
     "Routing",
     "Tree",
     "all_ones",
@@ -32,12 +36,14 @@ __all__ = [
     "differentiate_with",
     "divided",
     "draw_key",
+    "each",
     "flatten",
     "growing",
     "input_tensors",
     "input_values",
     "is_static_cache",
     "make_room",
+    "mark_island",
     "meshed",
     "opened",
     "paused",
@@ -46,6 +52,7 @@ __all__ = [
     "rewritten",
     "splice",
     "splice_program",
+    "succeeds",
     "trace_custom",
     "traced_gate",
     "traced_layer",

@@ -1,6 +1,7 @@
-"""torch.autograd.grad in captured code: the gradient of the trace so far.
+"""torch.autograd.grad and .backward() in captured code: the gradient of the trace so far.
 
     u = net(x);  du, = torch.autograd.grad(u.sum(), x, create_graph=True)
+    x.requires_grad_();  net(x).sum().backward();  du = x.grad
 
 The equations that lead from `inputs` to `outputs` are a program; its gradient is written into the trace behind them.
 What it computes of the forward pass again is the same equations, which simplifying makes one.  How a program is
@@ -17,6 +18,7 @@ import torch
 from mycel.capture.fence import refuse
 from mycel.capture.inline import splice_program
 from mycel.capture.nested import is_inside
+from mycel.capture.record import Traced
 from mycel.capture.trace import Tracer
 from mycel.ir import Block, Builder, Eqn, Program, Var, lookup
 from mycel.ops import o
@@ -68,8 +70,52 @@ def traced_grad(
         return tuple(None if g is None else tracer.wrap(g if create_graph else o.stop_gradient(g)) for g in grads)
 
 
-def as_leaf(tracer: Tracer, x: torch.Tensor) -> None:
+def traced_backward(
+    tracer: Tracer,
+    outputs: Any,
+    gradient: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Any = None,
+) -> None:
+    """y.backward(): the gradients of traced leaves are added to their `.grad`."""
+    ys = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
+    leaves = tracer.leaves if inputs is None else [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
+    with tracer:
+        values = [tracer.cell(y).read() for y in ys]
+        wrt = [tracer.cell(x).read() for x in leaves]
+    held = [(x, cell.var) for x, cell in tracer.lifted.values() if x.requires_grad] if inputs is None else []
+    used = _between(tracer, [*wrt, *(v for _, v in held)], values)[1]
+    at = next((x for x, v in held if v in used), None)
+    if at is not None or any(type(x) is not Traced for x in leaves):
+        error = refuse(
+            "backward() in captured code leaves gradients in .grad of parameters or arguments",
+            "torch.autograd.grad with respect to what is asked for, or mycel.value_and_grad of the function",
+        )
+        error.final = True
+        raise error
+    chosen = [x for x, v in zip(leaves, wrt, strict=True) if v in used]
+    if not chosen:
+        raise refuse("backward() of a tensor that depends on nothing that requires a gradient", "requires_grad_()")
+    grads = traced_grad(tracer, outputs, chosen, gradient, create_graph=create_graph)
+    for x, g in zip(chosen, grads, strict=True):
+        before = leaf_grad(x)
+        set_leaf_grad(x, g if before is None else before + g)
+
+
+def leaf_grad(x: torch.Tensor) -> torch.Tensor | None:
+    """x.grad of a traced tensor."""
+    grad: torch.Tensor | None = x.__dict__.get("traced_grad")
+    return grad
+
+
+def set_leaf_grad(x: torch.Tensor, grad: torch.Tensor | None) -> None:
+    x.__dict__["traced_grad"] = grad
+
+
+def as_leaf(tracer: Tracer, x: Traced) -> None:
     """x.requires_grad_(): from here on it is a value of its own, whatever it was copied from."""
+    tracer.leaves.append(x)
     cell = tracer.cell(x)
     tracer.here()
     with tracer:

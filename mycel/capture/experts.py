@@ -74,7 +74,7 @@ def _chosen(plain: Any) -> Any:
         other = plain(interface, implementation, default)
 
         def forward(module: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
-            gate = gate_of_module(TRACING[-1], module) if len(args) == 3 and not kwargs else None
+            gate = gate_of_module(TRACING[-1], module) if TRACING and len(args) == 3 and not kwargs else None
             return other(module, *args, **kwargs) if gate is None else as_module(TRACING[-1], module, gate, *args)
 
         return forward
@@ -86,6 +86,8 @@ def _of_chosen_alone(plain: Forward) -> Forward:
     """Llama 4 sends each token, times its score, through all experts; those not chosen get zeros and give zeros."""
 
     def forward(self: Any, hidden_states: torch.Tensor) -> Any:
+        if not TRACING:  # in an island
+            return plain(self, hidden_states)
         tracer, up = TRACING[-1], self.experts.gate_up_proj
         gate = traced_gate(tracer, lambda h: _gated(self.experts.act_fn, h), up.shape[2], up.dtype)
         if gate is None:

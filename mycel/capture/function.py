@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import itertools
 import sys
@@ -11,27 +12,31 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import CheckpointFunction
 
 from mycel.capture.caches import is_cache
+from mycel.capture.cumulative_norm import cumulative_forward
 from mycel.capture.custom import trace_function
 from mycel.capture.encoder import encoder_forward
 from mycel.capture.experts import as_one_operator
 from mycel.capture.facts import Facts
 from mycel.capture.fence import OPENED, refuse
 from mycel.capture.hooks import ModuleHooks, hook_parameters
+from mycel.capture.island import ROOT, boundary, module_keys, next_island, refusal
 from mycel.capture.modes import DispatchMode, FunctionMode
 from mycel.capture.names import clean
 from mycel.capture.record import Traced
 from mycel.capture.repeats import assemble
 from mycel.capture.state import Container, Guarded, Location, Reachable, contents, is_static, is_there, put_back
 from mycel.capture.syntax import drawn_state, enter, refuse_draws, rewritten_forward
-from mycel.capture.trace import TRACING, Tracer
+from mycel.capture.trace import TRACING, Patch, Tracer
 from mycel.capture.tree import Tree, flatten, holds_tensors
 from mycel.errors import CaptureError
 from mycel.ir import Program, Role, Var, check, prune, type_of
 from mycel.ops import o
+from mycel.ops.python_calls import PythonCall
 
 
 @dataclass(frozen=True)
@@ -59,6 +64,7 @@ class Captured:
     facts: tuple[Facts, ...] = ()  # values of the inputs that decided what the program is
     aliases: tuple[tuple[str, Location], ...] = ()  # arguments (their inputs) that are also reached by other ways
     recorded: tuple[tuple[list[torch.nn.Parameter], bool], ...] = ()  # does torch record gradients of these?
+    islands: tuple[PythonCall, ...] = ()  # what the program runs as plain Python
 
 
 def capture(
@@ -69,23 +75,32 @@ def capture(
     known: Mapping[int, Role] | None = None,
     differentiated: bool = False,
     data: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
+    strict: bool = False,
 ) -> Captured:
-    """Run `fn` once on tensors without data.
+    """Run `fn` once on tensors without data; once more where libraries are to be rewritten, or a call is to stay
+    Python.
 
     apart           an argument is not the same input as an equal tensor the code reaches otherwise
     known           roles of tensors the code reaches, by id, where the caller has better names than the way on which
                     they are reached
     differentiated  the caller takes the gradient, not torch: hooks on parameters become part of the program
     data            the arguments, where those to trace are without data: what decides (`facts.py`) is read there
+    strict          what cannot be captured is refused, and does not become an island (`island.py`)
     """
+    islands = dict(TRACING[-1].islands) if TRACING else {}  # an inner capture leaves it to the outer one to find more
     with paused():
         while True:
             opened = len(OPENED)
             try:
-                return _capture(fn, args, kwargs, apart, known or {}, differentiated, data or (args, kwargs))
-            except CaptureError:
-                if len(OPENED) == opened:  # else libraries that decide on tensors are rewritten now
-                    raise
+                return _capture(fn, args, kwargs, apart, known or {}, differentiated, data or (args, kwargs), islands)
+            except CaptureError as e:
+                error: Exception = e
+                if len(OPENED) != opened:  # libraries that decide on tensors are rewritten now
+                    continue
+            except Exception as e:
+                error = e
+            if strict or TRACING or not next_island(islands, error):
+                raise refusal(error) from error.__cause__
 
 
 @contextlib.contextmanager
@@ -110,6 +125,7 @@ def _capture(
     known: Mapping[int, Role],
     differentiated: bool,
     data: tuple[tuple[Any, ...], dict[str, Any]],
+    islands: dict[Any, BaseException],
 ) -> Captured:
     leaves: list[torch.Tensor] = []
     tree = flatten((args, kwargs), leaves)
@@ -117,6 +133,7 @@ def _capture(
     places = Reachable(fn, tree.statics())
     device = _device(leaves, places)
     tracer = Tracer(device, places)
+    tracer.islands = islands
     paths = _argument_paths(fn, tree)
     traced, given = _trace_arguments(tracer, tree, paths, leaves, apart)
     held: list[torch.Tensor] = []
@@ -129,7 +146,7 @@ def _capture(
             tracer.grad_mode = tracer.grad_mode or differentiated
             if differentiated:
                 hook_parameters(tracer, places.parameters())
-            result = enter(fn, *traced[0], **traced[1])
+            result = boundary(tracer, (ROOT,), fn, functools.partial(enter, fn))(*traced[0], **traced[1])
             refuse_draws(draws)
         outs: list[torch.Tensor] = []
         out_tree = flatten(result, outs, objects=True)
@@ -140,6 +157,8 @@ def _capture(
     except BaseException:
         _undo(places)
         raise
+    if TRACING:  # what was captured becomes part of an outer program
+        TRACING[-1].python_calls += tracer.python_calls
     _restore(places, lambda v: not isinstance(v, torch.Tensor) and not _holds_traced(v))
     updates, new = _updates(tracer)
     blocks = assemble(tracer, results + new)
@@ -168,6 +187,7 @@ def _capture(
         _facts(tracer, names, updates),
         tuple((names[v], p) for v in given for p in tracer.aliases.get(v.name, ()) if p.kind != "held"),
         tuple(tracer.recorded),
+        tuple(tracer.python_calls),
     )
 
 
@@ -228,25 +248,30 @@ def _tracing(tracer: Tracer) -> Iterator[None]:
     """Everything torch does in here goes to the tracer; module calls are seen; code that asks is told it is being
     compiled."""
     plain = torch.nn.Module.__call__
+    encoder = torch.nn.TransformerEncoder
 
     def traced_call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         if module._backward_hooks and not module._is_full_backward_hook and torch.is_grad_enabled():
             raise refuse(f"{type(module).__name__} has a hook of register_backward_hook", "register_full_backward_hook")
+        return boundary(tracer, module_keys(module), module, functools.partial(forward, module))(*args, **kwargs)
+
+    def forward(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         with rewritten_forward(module):
             return tracer.module_call(plain, module, args, kwargs)
 
     was_compiling, was_caching = torch.compiler._is_compiling_flag, torch.is_autocast_cache_enabled()
-    torch.nn.Module.__call__ = traced_call  # type: ignore[method-assign]
     torch.compiler._is_compiling_flag = True
     torch.set_autocast_cache_enabled(False)  # a cached cast would outlive the capture, or come from before it
-    plain_detect = torch.nn.modules.transformer._detect_is_causal_mask
-    torch.nn.modules.transformer._detect_is_causal_mask = _is_said_causal
-    plain_encoder = torch.nn.TransformerEncoder.forward
-    torch.nn.TransformerEncoder.forward = encoder_forward(plain_encoder)  # type: ignore[method-assign]
-    plain_hooks = torch.nn.modules.module.BackwardHook
-    torch.nn.modules.module.BackwardHook = ModuleHooks  # type: ignore[assignment, misc]
-    plain_apply = vars(_Applied).get("apply")
-    _Applied.apply = classmethod(_traced_apply)
+    tracer.patches = [
+        Patch(torch.nn.Module, "__call__", traced_call),
+        Patch(torch.nn.modules.transformer, "_detect_is_causal_mask", _is_said_causal),
+        Patch(encoder, "forward", encoder_forward(encoder.forward)),
+        Patch(_BatchNorm, "forward", cumulative_forward(_BatchNorm.forward)),
+        Patch(torch.nn.modules.module, "BackwardHook", ModuleHooks),
+        Patch(_Applied, "apply", classmethod(_traced_apply)),
+    ]
+    for patch in tracer.patches:
+        patch.set()
     tracer.mode = DispatchMode(tracer)
     TRACING.append(tracer)
     try:
@@ -260,17 +285,11 @@ def _tracing(tracer: Tracer) -> Iterator[None]:
         ):
             yield
     finally:
-        torch.nn.Module.__call__ = plain  # type: ignore[method-assign]
+        for patch in reversed(tracer.patches):
+            patch.unset()
         torch.compiler._is_compiling_flag = was_compiling
         torch.set_autocast_cache_enabled(was_caching)
         TRACING.pop()
-        torch.nn.TransformerEncoder.forward = plain_encoder  # type: ignore[method-assign]
-        torch.nn.modules.module.BackwardHook = plain_hooks  # type: ignore[misc]
-        if plain_apply is None:
-            del _Applied.apply
-        else:
-            _Applied.apply = plain_apply
-        torch.nn.modules.transformer._detect_is_causal_mask = plain_detect
         tracer.running = False
 
 

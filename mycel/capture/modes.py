@@ -15,7 +15,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from mycel.capture.autograd import as_leaf, traced_grad
+from mycel.capture.autograd import as_leaf, leaf_grad, set_leaf_grad, traced_backward, traced_grad
 from mycel.capture.bounds import bounds
 from mycel.capture.fence import READS, refuse, refuse_read
 from mycel.capture.hooks import hook_value
@@ -61,9 +61,14 @@ class FunctionMode(TorchFunctionMode):
 
     def _call(self, func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
         if name == "__get__":
+            if func.__self__ is torch.Tensor.grad and type(args[0]) is Traced:
+                return leaf_grad(args[0])
             return args[0].detach() if func.__self__ is torch.Tensor.data else func(*args, **kwargs)
-        if name == "__set__" and func.__self__ is torch.Tensor.data:
-            return self.tracer.rebind(*args)
+        if name == "__set__" and func.__self__ in _SETTERS and (func.__self__ is _DATA or type(args[0]) is Traced):
+            return _SETTERS[func.__self__](self, *args)
+        if kwargs.get("requires_grad") is True and func is not torch.Tensor.requires_grad_:
+            kwargs = {k: v for k, v in kwargs.items() if k != "requires_grad"}
+            return _requires_grad(self, torch.Tensor.requires_grad_, self._call(func, name, args, kwargs))
         if name in READS and isinstance(args[0] if args else None, torch.Tensor):
             return _read(self.tracer, name, *args, **kwargs)
         special = _FUNCTIONS.get(name)
@@ -163,14 +168,14 @@ def _ctc_loss(
 def _gradient(mode: FunctionMode, func: Any, *args: Any, **kwargs: Any) -> Any:
     """torch's autograd sees nothing of a capture: gradients are those of the trace; inside transforms of torch.func it
     is their business."""
-    if torch._C._functorch.maybe_current_level() is not None:
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+    if torch._C._functorch.maybe_current_level() is not None or any(map(wrapped, tensors_in(args[:1]))):
         return func(*args, **kwargs)
     if func is torch.autograd.grad:
         return traced_grad(mode.tracer, *args, **kwargs)
-    raise refuse(
-        "torch's own autograd was asked for a gradient of traced tensors",
-        "mycel.grad or mycel.value_and_grad of the function",
-    )
+    if "grad_tensors" in kwargs:  # torch.autograd.backward
+        kwargs["gradient"] = kwargs.pop("grad_tensors")
+    return traced_backward(mode.tracer, *args, **kwargs)
 
 
 def _new_tensor(
@@ -214,6 +219,16 @@ def _register_hook(mode: FunctionMode, func: Any, x: torch.Tensor, hook: Callabl
     return hook_value(mode.tracer, x, hook)
 
 
+def _set_requires_grad(mode: FunctionMode, x: Traced, value: bool) -> None:
+    _requires_grad(mode, torch.Tensor.requires_grad_, x, value)
+
+
+_DATA: Any = torch.Tensor.data
+_SETTERS: dict[Any, Callable[..., None]] = {
+    _DATA: lambda mode, x, other: mode.tracer.rebind(x, other),
+    torch.Tensor.grad: lambda mode, x, grad: set_leaf_grad(x, grad),
+    torch.Tensor.requires_grad: _set_requires_grad,
+}
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "tensor": _make_constant, "as_tensor": _make_constant, "from_numpy": _make_constant, "new_tensor": _new_tensor,
     "backward": _gradient, "grad": _gradient, "__getitem__": _get_item, "__setitem__": _set_item,
@@ -266,6 +281,13 @@ def _is_all_true(tracer: Tracer, x: torch.Tensor) -> Any:
         return tracer.wrap(o.full(True, shape=(), dtype=torch.bool))
 
 
+def _zero_tangent(tracer: Tracer, size: Any, *, dtype: torch.dtype | None = None, **_: Any) -> Any:
+    """What torch's forward mode has where there is no tangent."""
+    tracer.here()
+    with tracer:
+        return tracer.wrap(o.full(0.0, shape=tuple(size), dtype=dtype or torch.get_default_dtype()))
+
+
 SPECIAL.update(
     {
         torch.ops.aten.bincount.default: _bincount,
@@ -273,5 +295,6 @@ SPECIAL.update(
         torch.ops.aten.lift_fresh.default: _lift_fresh,
         torch.ops.aten.is_nonzero.default: lambda tracer, x: _read(tracer, "__bool__", x),
         torch.ops.aten.is_same_size.default: lambda tracer, x, y: x.shape == y.shape,
+        torch.ops.aten._efficientzerotensor.default: _zero_tangent,
     }
 )

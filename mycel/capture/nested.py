@@ -8,7 +8,7 @@ uses are its free Vars: they become operands.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -74,6 +74,19 @@ def journal() -> Iterator[dict[Cell, tuple[Var, int, int]]]:
         JOURNALS.pop()
         for cell, (var, seen, version) in notes.items():
             cell.var, cell.seen, cell.version = var, seen, version
+
+
+def succeeds(tracer: Tracer, run: Callable[[], Any]) -> bool:
+    """Can this be captured?  Nothing of the trial is kept."""
+    blocks = dict(tracer.blocks)
+    with opened(tracer, OpenBlock()), journal():
+        try:
+            run()
+        except Exception:
+            return False
+        finally:
+            tracer.blocks = blocks
+    return True
 
 
 def written(section: OpenBlock, notes: dict[Cell, tuple[Var, int, int]]) -> dict[Cell, Var]:

@@ -180,10 +180,12 @@ class Record(Builder):
         x = self.sources[var]
         value = x.tracer.fact(x) if type(x) is Traced and x.tracer is not self else x
         if value is None or value.device.type == "meta":
-            raise refuse(
+            error = refuse(
                 "the value of a tensor that the program is given decides here, and it has no data",
                 "compiling with a batch that has data, or keeping it a tensor",
             )
+            error.final = True
+            raise error
         with _disable_current_modes():
             return value.detach().cpu()
 
@@ -248,6 +250,10 @@ class Record(Builder):
 
     def _check_tensor(self, tensor: torch.Tensor) -> None:
         """A program holds dense tensors of one device (0-dim ones may lie elsewhere, as in torch)."""
+        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            raise refuse(
+                "a tensor inside a transform of torch.func was given to one of Mycel's", "mycel.vmap, mycel.grad"
+            )
         _check_dense(tensor)
         kinds = {tensor.device.type, self.device.type} - {"meta"}
         if len(kinds) > 1 and tensor.ndim:

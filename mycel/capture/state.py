@@ -292,6 +292,11 @@ class _Slot:
         self.names, self.key = names, key
 
 
+def owner(slots: Any) -> Any:
+    """What holds the slots of a box, or of a location."""
+    return slots.names if isinstance(slots, _Slot) else slots.mapping if isinstance(slots, _Held) else slots
+
+
 def contents(slots: Any) -> dict[Any, Any]:
     """key -> value of a box's slots."""
     if isinstance(slots, types.CellType):

@@ -25,6 +25,7 @@ from mycel.errors import CaptureError, IRError, MisfitError
 from mycel.ir import OPS, Type, Var, is_float
 from mycel.ops import RULES, o
 from mycel.ops.opaque import encode
+from mycel.ops.python_calls import PythonCall
 
 TRACING: list[Tracer] = []  # captures under way
 KEY = Var("key", Type(torch.int64, ()))
@@ -43,6 +44,23 @@ WITH_DATA = {
 }
 
 
+class Patch:
+    """An attribute of torch's that is another one while code is traced."""
+
+    def __init__(self, owner: Any, name: str, traced: Any) -> None:
+        self.owner, self.name, self.traced = owner, name, traced
+        self.plain = vars(owner).get(name)  # None: it is inherited
+
+    def set(self) -> None:
+        setattr(self.owner, self.name, self.traced)
+
+    def unset(self) -> None:
+        if self.plain is None:
+            delattr(self.owner, self.name)
+        else:
+            setattr(self.owner, self.name, self.plain)
+
+
 class Tracer(Record):
     """Turns torch calls into equations of its record; knows module calls and random draws."""
 
@@ -50,6 +68,11 @@ class Tracer(Record):
         super().__init__(device, places)
         self._arguments: list[torch.Tensor] = []  # of the rule that is applied
         self.mode: Any = None  # the dispatch mode that feeds this tracer
+        self.islands: dict[Any, BaseException] = {}  # calls that stay Python, by their keys, and why (`island.py`)
+        self.python_calls: list[PythonCall] = []  # those that were made
+        self.samples: dict[Var, Any] = {}  # values they were tried on
+        self.leaves: list[Traced] = []  # tensors that ask for a gradient of their own (`autograd.py`)
+        self.patches: list[Patch] = []  # what torch has other code for while this is traced
 
     # -- what operators' capture rules ask of their builder ------------------------------------------------------
 

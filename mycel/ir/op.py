@@ -46,6 +46,7 @@ What the fields mean
   stacks    it works on stacks, which may keep or return what they are given
   waits     its kernel reads values on the host: it cannot be recorded
   foreign   torch's own operator, `target` by name, of which nothing else is known
+  python    it runs code of the user's, which a program names and does not hold
   by_rank   its value depends on the rank, or on other ranks
   collective  what ranks say to each other for it: bytes, steps, meaning (`Collective`)
   transfers it moves a value between memory spaces: it alone takes operands that lie on the host
@@ -153,6 +154,7 @@ class Op:
     stacks: bool = False
     waits: bool = False
     foreign: bool = False
+    python: bool = False
     by_rank: bool = False
     for_ranks: bool = False
     collective: Collective | None = None

@@ -24,6 +24,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
 from mycel.ir import Atom, Axes, Block, Builder, Eqn, Params, Program, Ref, Role, Var, call, check, prune
 from mycel.lower.stage_blocks import StagePart, StageParts
 from mycel.lower.stage_entry import EntrySlice, PipelineEntry, PipelineLoop, TaggedMessage, of_group
@@ -132,10 +134,10 @@ class RankWriter:
         own = [self.value(v) for v in eqn.vars if self.entry.norm_of.get(v, 0) == self.rank]
         dtype = eqn.outputs[0].dtype
         with self.b:
-            squares = o.square(o.global_norm(*own)) if own else o.full(0.0, shape=(), dtype=dtype)
-            squares = squares if squares.dtype == dtype else o.cast(squares, dtype=dtype)
+            norm = o.global_norm(*own) if own else o.full(0.0, shape=(), dtype=dtype)
+            squares = o.square(o.cast(norm, dtype=torch.float64))  # which 32 bits might not hold
             total = o.all_reduce(squares, axes=self.axes, count=self.schedule.ranks)
-            self.values[eqn.outputs[0]] = o.sqrt(total)
+            self.values[eqn.outputs[0]] = o.cast(o.sqrt(total), dtype=dtype)
 
     def exchange(self, kept: EntrySlice) -> None:
         """Results of the loop, to all who ask for them and do not have them."""

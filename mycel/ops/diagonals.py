@@ -159,15 +159,19 @@ def unfold_dims(x, *, dim, size, step):
     return f"{left} -> {right} w", {"k": (x.shape[dim] - size) // step + 1, "w": size}
 
 
-def refuse_unfold_write(x, new, *, dim, size, step):
-    """Windows may overlap."""
-    raise ValueError(f"in-place update of unfold({dim}, {size}, {step}): its elements may share memory")
+def unfold_write(x, new, *, dim, size, step):
+    """Windows that do not overlap, laid back where they came from; what lies between them stays."""
+    if step < size:
+        raise ValueError(f"in-place update of unfold({dim}, {size}, {step}): its elements may share memory")
+    places = {"shape": tuple(x.shape), "dim": dim, "size": size, "step": step}
+    covered = o.unfold_grad(o.full(1.0, shape=new[0].shape, dtype=torch.float32), **places)
+    return o.where(o.ne(covered, 0), o.unfold_grad(new[0], **places), x)
 
 
 @op(
     unfold_dims,
     vjp=lambda g, y, x, *, dim, size, step: (o.unfold_grad(g, shape=tuple(x.shape), dim=dim, size=size, step=step),),
-    write=refuse_unfold_write,
+    write=unfold_write,
     linear=((0,),),
     examples=["a[2,6], dim=1, size=3, step=2", "f[5,4], dim=0, size=2, step=1", "f[6], dim=0, size=2, step=3"],
 )

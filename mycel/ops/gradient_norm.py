@@ -35,13 +35,11 @@ def global_norm_part(at, *xs):
         groups.setdefault(tuple(a for a in at.mesh.axes if a in axes), []).append(x)
     total = None
     for axes, group in groups.items():
-        squares = o.square(global_norm(*group))
+        squares = o.square(o.cast(global_norm(*group), dtype=torch.float64))  # which 32 bits might not hold
         if axes:
             squares = o.all_reduce(squares, axes=axes, count=at.mesh.count(axes))
-        if total is not None and total.dtype != squares.dtype:
-            total, squares = o.cast(total, dtype=torch.float64), o.cast(squares, dtype=torch.float64)
         total = squares if total is None else o.add(total, squares)
-    return o.sqrt(total)
+    return o.cast(o.sqrt(total), dtype=norm_dtype(xs))
 
 
 def square_sum(x, dtype):
@@ -64,8 +62,12 @@ def square_sum(x, dtype):
     apart=True,
 )
 def global_norm(*xs):
-    """The 2-norm of all tensors as one vector, in fp32 at least."""
+    """The 2-norm of all tensors as one vector, in fp32 at least; on a CPU also where fp32 does not hold their
+    squares."""
     wide = torch.float64 if any(x.dtype == torch.float64 for x in xs) else torch.float32
     if not xs[0].is_cpu:
         return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(xs, 2, dtype=wide)))
-    return torch.stack([square_sum(x.reshape(-1), wide) for x in xs]).sum().sqrt()
+    squares = torch.stack([square_sum(x.reshape(-1), wide) for x in xs]).sum()
+    if bool(squares.isfinite()):
+        return squares.sqrt()
+    return torch.stack([torch.linalg.vector_norm(x, dtype=torch.float64) for x in xs]).norm().to(wide)

@@ -130,7 +130,7 @@ def _opaque_vjp(g, y, *inputs, target, args, kwargs=()):
     ys, gs = (y, g) if isinstance(y, tuple) else ((y,), (g,))
     filled = [zeros_like(v) if d is None else d for v, d in zip(ys, gs, strict=True) if is_float(v.dtype)]
     grads = o.opaque_grad(*inputs, *filled, target=target, args=args, kwargs=kwargs, arity=(len(inputs),))
-    return _in_places(grads, inputs)
+    return in_places(grads, inputs)
 
 
 @functools.cache
@@ -140,13 +140,13 @@ def _check_differentiable(types, target, args, kwargs):
     blank = [torch.empty(t.shape, dtype=t.dtype, device="meta") for t in (*types, *outs)]
     try:
         with torch.enable_grad():
-            _levels(blank, target, args, kwargs, (len(types),))
+            levels(blank, lambda xs: _run(xs, target, args, kwargs), (len(types),))
     except (RuntimeError, NotImplementedError) as e:
         if "derivative" in str(e):
             raise GradientError(f"torch has no derivative for {target}") from e
 
 
-def _in_places(grads, inputs):
+def in_places(grads, inputs):
     """One cotangent for each input: those of floats in order, None for the rest."""
     rest = iter(grads if isinstance(grads, tuple) else (grads,))
     return tuple(next(rest) if is_float(x.dtype) else None for x in inputs)
@@ -178,25 +178,25 @@ def _grad_vjp(g, y, *operands, target, args, kwargs=(), arity):
     ys, gs = (y, g) if isinstance(y, tuple) else ((y,), (g,))
     filled = [zeros_like(v) if d is None else d for v, d in zip(ys, gs, strict=True)]
     grads = o.opaque_grad(*operands, *filled, target=target, args=args, kwargs=kwargs, arity=(*arity, len(operands)))
-    return _in_places(grads, operands)
+    return in_places(grads, operands)
 
 
 def _grad_types(*operands, target, args, kwargs=(), arity):
     return tuple(t for t in operands[: arity[-1]] if is_float(t.dtype))
 
 
-def _levels(operands, target, args, kwargs, arity, more=False):
-    """The operator's float outputs (no arity left), or the cotangents of one level down, with torch's graph kept if
+def levels(operands, run, arity, more=False):
+    """The float outputs of `run` (no arity left), or the cotangents of one level down, with torch's graph kept if
     there is one `more` level up."""
     if not arity:
-        outs = _run(operands, target, args, kwargs)
+        outs = run(operands)
         outs = outs if isinstance(outs, tuple) else (outs,)
         return [y for y in outs if y.is_floating_point() or y.is_complex()]
     inner = [
         x.detach().requires_grad_() if (x.is_floating_point() or x.is_complex()) and not x.requires_grad else x
         for x in operands[: arity[-1]]
     ]
-    outs = _levels(inner, target, args, kwargs, arity[:-1], more=True)
+    outs = levels(inner, run, arity[:-1], more=True)
     wanted = [x for x in inner if x.requires_grad]
     pairs = [(y, g) for y, g in zip(outs, operands[arity[-1] :], strict=True) if y.requires_grad]
     if not pairs:
@@ -221,7 +221,7 @@ def opaque_grad(*operands, target, args, kwargs=(), arity):
     # a view of a parameter made without autograd says it needs a gradient, and has no graph
     operands = [x.detach() for x in operands]
     with torch.enable_grad():
-        grads = tuple(g.detach() for g in _levels(operands, target, args, kwargs, arity))
+        grads = tuple(g.detach() for g in levels(operands, lambda xs: _run(xs, target, args, kwargs), arity))
     return grads if len(grads) != 1 else grads[0]
 
 

@@ -122,6 +122,46 @@ def _squeeze(x, dims=None):
     return reshaped(x, [n for i, n in enumerate(x.shape) if n != 1 or i not in drop])
 
 
+def strided_places(shape, stride, offset):
+    """Where in memory each element lies."""
+    place = o.full(offset, shape=shape, dtype=torch.int64)
+    for d, s in enumerate(stride):
+        if s:
+            place = o.add(place, o.iota(shape=shape, dim=d, dtype=torch.int64, step=s))
+    return place
+
+
+def strided_write(x, new, *, shape, stride, offset=0):
+    """Elements back to their places, of which each is there once."""
+    steps = sorted((s, n) for s, n in zip(stride, shape, strict=True) if n > 1)
+    reach = 0
+    for s, n in steps:  # each dim must step over all that the finer ones reach
+        if s <= reach:
+            raise ValueError(f"in-place update of as_strided({shape}, {stride}): its elements may share memory")
+        reach += s * (n - 1)
+    places = strided_places(shape, stride, offset)
+    return o.reshape(o.index_put(flattened(x), new[0], places, at=(0,)), shape=tuple(x.shape))
+
+
+def strided_dims(x, *, shape, stride, offset=0):
+    left = " ".join(f"a{i}^" for i in range(x.ndim)) or "..."
+    names = [f"b{i}" for i in range(len(shape))]
+    return f"{left} -> {' '.join(f'{n}^' for n in names)}", dict(zip(names, shape, strict=True))
+
+
+@op(
+    strided_dims,
+    dtype="first",
+    expand=lambda x, *, shape, stride, offset=0: o.index(flattened(x), strided_places(shape, stride, offset), at=(0,)),
+    write=strided_write,
+    linear=((0,),),
+    examples=["a[3,4], shape=(2,2), stride=(4,2), offset=1", "f[6], shape=(3,2), stride=(1,3)"],
+)
+def strided(x, *, shape, stride, offset=0):
+    """A view of contiguous memory by strides."""
+    return x.reshape(-1)[offset:].as_strided(shape, stride)
+
+
 @captures("aten.as_strided.default", "aten.as_strided_copy.default")
 def _as_strided(x, size, stride, storage_offset=None):
     """Of a contiguous x that is no view: capture asks for it."""
@@ -129,11 +169,7 @@ def _as_strided(x, size, stride, storage_offset=None):
     same = math.prod(size) == math.prod(x.shape) and not storage_offset
     if same and all(n == 1 or s == c for n, s, c in zip(size, stride, contiguous, strict=True)):
         return reshaped(x, size)
-    place = o.full(storage_offset or 0, shape=tuple(size), dtype=torch.int64)
-    for d, s in enumerate(stride):
-        if s:
-            place = o.add(place, o.iota(shape=tuple(size), dim=d, dtype=torch.int64, step=s))
-    return o.index(flattened(x), place, at=(0,))
+    return strided(x, shape=tuple(size), stride=tuple(stride), offset=storage_offset or 0)
 
 
 def permute_dims(x, *, dims):

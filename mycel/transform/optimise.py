@@ -99,7 +99,8 @@ def optimise(
     skipped = new_input("skipped", Type(torch.int64, ()), Role("counter", "skipped"))
     updates: dict[str, Any] = {}
     with b:
-        norm = o.cast(o.global_norm(*grads), dtype=torch.float32)
+        wide = o.global_norm(*grads)
+        norm = o.cast(wide, dtype=torch.float32)
         scale = None
         if loss_scale is not None:
             scale = loss_scale
@@ -107,7 +108,7 @@ def optimise(
         if clip_norm is not None:
             more = o.clamp(o.div(o.add(norm, CLIP_EPS), clip_norm), 1.0, None)
             scale = more if scale is None else o.mul(scale, more)
-        finite = o.isfinite(norm)
+        finite = o.isfinite(norm if wide.dtype == torch.float32 else wide)  # 32 bits do not hold all that 64 do
         finite = o.logical_and(finite, o.isfinite(main.outputs[0]))  # of a loss that is no number, too
         skip = o.sub(1.0, o.cast(finite, dtype=torch.float32))
         if kept or clip_value is not None:  # gradients are wanted as they are, not by way of a scale

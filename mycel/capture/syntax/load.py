@@ -14,6 +14,7 @@ import __future__
 import ast
 import functools
 import linecache
+import sys
 import types
 from typing import Any
 
@@ -163,7 +164,7 @@ def _clone(node: Any) -> Any:
 
 def _definition(code: types.CodeType, env: dict[str, Any]) -> tuple[Any, str] | None:
     """The syntax of the function with this code, and the class it is written in."""
-    lines = linecache.getlines(code.co_filename, env)
+    lines = linecache.getlines(code.co_filename, env) or _command_lines(code.co_filename)
     if not lines:
         return None
     try:
@@ -172,6 +173,13 @@ def _definition(code: types.CodeType, env: dict[str, Any]) -> tuple[Any, str] | 
         return None
     fits = [(n, owner) for n, owner in functions.get(code.co_firstlineno, ()) if _matches(n, code)]
     return min(fits, key=lambda pair: _span(pair[0]), default=None)
+
+
+def _command_lines(file: str) -> list[str]:
+    """The source of `python -c SOURCE`; other code without a file (notebooks, doctests) is in Python's line cache."""
+    given = sys.orig_argv
+    at = given.index("-c") + 1 if file == "<string>" and "-c" in given else len(given)
+    return given[at].splitlines(keepends=True) if at < len(given) else []
 
 
 @functools.lru_cache(maxsize=64)

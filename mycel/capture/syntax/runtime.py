@@ -21,6 +21,7 @@ from mycel.capture.branches import branch as traced_branch
 from mycel.capture.branches import check as traced_check
 from mycel.capture.branches import run
 from mycel.capture.fence import refuse
+from mycel.capture.island import function_boundary
 from mycel.capture.loops import over
 from mycel.capture.loops import repeat as traced_repeat
 from mycel.capture.merge import Want, fit, made
@@ -367,7 +368,10 @@ def call(fn: Any) -> Any:
         special = _SPECIAL.get(fn)
     except TypeError:  # not hashable
         special = None
-    return special if special is not None else twin(fn, _GIVEN)
+    if special is not None:
+        return special
+    run = twin(fn, _GIVEN)
+    return function_boundary(TRACING[-1], fn, run) if TRACING else run
 
 
 def _bool(x: Any = False) -> Any:

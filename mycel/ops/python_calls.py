@@ -1,0 +1,145 @@
+"""The Python that islands run (`ops/island.py`), by the names their equations have."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from mycel.errors import RunError
+from mycel.ir import Type, is_float, type_of
+from mycel.ops.opaque import levels
+
+
+@dataclass(eq=False)
+class PythonCall:
+    """What an island runs: `call(operands, again)` gives its results; `again`: for a gradient, so that what it changes
+    in Python is changed once.  `draws`: its first operand is a key, from which all random numbers follow."""
+
+    name: str
+    source: str  # the user's line
+    reason: str
+    call: Callable[[Sequence[torch.Tensor], bool], list[torch.Tensor]]
+    written: frozenset[int]  # operands the code changes in place: it is given copies
+    draws: bool = False
+    grad: bool = True  # was torch.is_grad_enabled() where it was called?
+    calls: int = field(default=0)
+    seconds: float = field(default=0.0)
+
+    def same_signature(self, other: PythonCall) -> bool:
+        """Does it take and change the same operands?"""
+        return (self.written, self.draws, self.grad) == (other.written, other.draws, other.grad)
+
+    def run(self, inputs: Sequence[torch.Tensor], wrt: Sequence[int], again: bool) -> tuple[torch.Tensor, ...]:
+        """Its results, in memory of their own."""
+        start = time.perf_counter()
+        given = [x if i in wrt else x.detach() for i, x in enumerate(inputs)]
+        given = [x.clone() if i in self.written else x for i, x in enumerate(given)]
+        with seeded(inputs[0]) if self.draws else contextlib.nullcontext():
+            outs = self.call(given[self.draws :], again)
+        self.seconds += time.perf_counter() - start
+        self.calls += 1
+        return _apart(inputs, outs)
+
+
+CALLS: weakref.WeakValueDictionary[str, PythonCall] = weakref.WeakValueDictionary()  # kept by what was captured
+
+
+def find(name: str) -> PythonCall:
+    known = CALLS.get(name)
+    if known is None:
+        raise RunError(
+            f"the program has an island, {name}, whose Python is not part of it\n"
+            "  try       capturing the code in this process; strict=True refuses islands"
+        )
+    return known
+
+
+@contextlib.contextmanager
+def seeded(key: Any) -> Iterator[None]:
+    """Torch's, Python's and NumPy's random numbers follow from the key in here, and go on as before afterwards."""
+    numpy: Any = sys.modules.get("numpy")
+    python, arrays = random.getstate(), numpy.random.get_state() if numpy else None
+    seed = (int(key) * 0x9E3779B97F4A7C15 + 1) % 2**63
+    try:
+        with torch.random.fork_rng(devices=[key.device] if key.is_cuda else []):
+            torch.manual_seed(seed)
+            random.seed(seed)
+            if numpy:
+                numpy.random.seed(seed % 2**32)
+            yield
+    finally:
+        random.setstate(python)
+        if numpy:
+            numpy.random.set_state(arrays)
+
+
+def _apart(inputs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Results that share memory with no operand and with no other result."""
+    held = {x.untyped_storage().data_ptr() for x in inputs if x.numel()}
+    results = []
+    for y in outs:
+        y = y.clone() if y.numel() and y.untyped_storage().data_ptr() in held else y
+        held.add(y.untyped_storage().data_ptr())
+        results.append(y)
+    return tuple(results)
+
+
+def run(inputs: Sequence[torch.Tensor], name: str, types: Sequence[Type], wrt: Sequence[int]) -> Any:
+    """What an island gives.  Where torch's autograd records, it records this, too; else nothing of it is kept, but code
+    that takes gradients itself can do so."""
+    known = find(name)
+    if torch.is_grad_enabled():
+        outs = known.run(inputs, wrt, again=False)
+    else:
+        leaves = [x.detach().requires_grad_(i in wrt and known.grad) for i, x in enumerate(inputs)]
+        with torch.set_grad_enabled(known.grad):
+            outs = tuple(y.detach() for y in known.run(leaves, wrt, again=False))
+    _check(known, outs, types)
+    return outs if len(outs) != 1 else outs[0]
+
+
+def gradients(
+    operands: Sequence[torch.Tensor], name: str, types: Sequence[Type], wrt: Sequence[int], arity: Sequence[int]
+) -> Any:
+    """Its gradient by torch, of what `wrt` names; with a further `arity` for each derivative more, of all floats."""
+    known = find(name)
+
+    def forward(inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        outs = known.run(inputs, wrt, again=True)
+        _check(known, outs, types)
+        return outs
+
+    with torch.enable_grad():
+        grads = tuple(g.detach() for g in levels([x.detach() for x in operands], forward, arity))
+    kept = is_wanted(operands[: arity[-1]], wrt, arity)
+    grads = tuple(g for g, k in zip(grads, kept, strict=True) if k)
+    return grads if len(grads) != 1 else grads[0]
+
+
+def _check(known: PythonCall, outs: Sequence[torch.Tensor], types: Sequence[Type]) -> None:
+    actual = [type_of(y) for y in outs]
+    if actual != list(types):
+        raise RunError(
+            f"an island, {known.name}, gave {', '.join(map(str, actual))}; it was captured with "
+            f"{', '.join(map(str, types))}\n"
+            "  at        " + known.source + "\n"
+            "  try       mycel.island around a larger part, whose results have the same shapes whatever the values"
+        )
+
+
+def is_wanted(operands: Sequence[Any], wrt: Sequence[int], arity: Sequence[int]) -> list[bool]:
+    """For each float among the operands: is its gradient a result?"""
+    return [len(arity) > 1 or i in wrt for i, x in enumerate(operands) if is_float(x.dtype)]
+
+
+def types_of(shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype]) -> tuple[Type, ...]:
+    """The types an equation's params name."""
+    return tuple(Type(d, tuple(s)) for d, s in zip(dtypes, shapes, strict=True))

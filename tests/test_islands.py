@@ -1,0 +1,279 @@
+"""Islands: what cannot be captured stays Python, as one equation, and everything else is what torch computes."""
+
+from __future__ import annotations
+
+import copy
+import random
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from distributing import OneDevice, step_equals
+from models import same
+from stepping import both
+from torch import nn
+
+import mycel
+from mycel.ir import Mesh
+from mycel.plan import Plan
+
+X = torch.linspace(-1, 1, 24, dtype=torch.float64).reshape(6, 4)
+
+
+class Shrink(nn.Module):
+    """Stops when its weights say so, counts in a buffer and in Python, keeps what it saw."""
+
+    def __init__(self, keeps=False):
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(4) * 0.6 + 0.05)
+        self.register_buffer("seen", torch.zeros(()))
+        self.calls, self.last, self.keeps = 0, None, keeps
+
+    def forward(self, x):
+        self.calls += 1
+        self.seen += 1
+        power = self.weight
+        while power.abs().max().item() > 0.3:
+            x, power = x @ self.weight, power @ self.weight
+        if self.keeps:
+            self.last = x.detach() * 2
+        return x, "done"
+
+
+class Model(nn.Module):
+    """An island between captured layers."""
+
+    def __init__(self, keeps=False):
+        super().__init__()
+        self.before, self.inside, self.behind = nn.Linear(4, 4), Shrink(keeps), nn.Linear(4, 3)
+
+    def forward(self, x):
+        y, word = self.inside(self.before(x).tanh())
+        assert word == "done"
+        return self.behind(y).square().mean()
+
+
+def twins(make=Model):
+    torch.manual_seed(0)
+    model = make().double()
+    return model, copy.deepcopy(model)
+
+
+def islands(program):
+    return [e.params["name"] for b in program.blocks.values() for e in b.eqns if e.op.name == "island"]
+
+
+@pytest.fixture(autouse=True)
+def _quiet():
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*runs as plain Python")
+        yield
+
+
+def test_the_smallest_call_with_static_results_is_the_island():
+    model, twin = twins(lambda: Model(keeps=True))
+    fast = mycel.jit(model)
+    for i in range(3):
+        same(fast(X * i), twin(X * i))
+        same((model.inside.seen, model.inside.last), (twin.inside.seen, twin.inside.last))
+    assert model.inside.calls == twin.inside.calls and len(fast.entries) == 1
+    assert [name.split()[0] for name in islands(fast.program(X))] == ["Shrink"]
+
+
+def test_gradients_of_any_order_are_torchs():
+    model, twin = twins()
+    value, grads = mycel.value_and_grad(lambda x: model(x), wrt=model)(X)
+    loss = twin(X)
+    loss.backward()
+    same(value, loss.detach())
+    same(grads, {k: p.grad for k, p in twin.named_parameters()})
+    assert model.inside.calls == twin.inside.calls  # once for a call, though backward runs it again
+    row = X[:1]
+    same(mycel.hessian(model)(row), torch.autograd.functional.hessian(twin, row))
+    fast = mycel.jit(model)(X)  # torch's autograd records what is generated
+    model.zero_grad()
+    fast.backward()
+    same({k: p.grad for k, p in model.named_parameters()}, {k: p.grad for k, p in twin.named_parameters()})
+
+
+@pytest.mark.parametrize("settings", [{}, {"accumulate": 2, "clip_norm": 0.1}])
+def test_training_steps_equal_torchs(settings):
+    pair = both(lambda: Model().double(), lambda m: torch.optim.AdamW(m.parameters(), lr=0.05), **settings)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # accumulate: whether an island sums over the batch is not known
+        for i in range(3):
+            pair.further((X * (i + 1),))
+    assert max(abs(a - b) for a, b in zip(pair.found, pair.wanted, strict=True)) < 1e-9
+    assert "of the step" in pair.step.explain() and "Shrink" in pair.step.explain()
+    assert len(pair.step.entries) == 1
+
+
+@pytest.mark.parametrize("plan", ["dp", "tp"])
+def test_ranks_keep_islands_whole(plan):
+    model, _ = twins()
+    split = {"before.weight": ["a", "-"], "behind.weight": ["-", "a"], "inside.weight": ["a", "-"]}
+    written = Plan(Mesh(a=2), {} if plan == "dp" else split, ["a"] if plan == "dp" else [])
+    step_equals(OneDevice.of(model, {"x": X}), written)
+
+
+class Noisy(nn.Module):
+    """Draws from all generators, in code that cannot be captured."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        if self.weight.sum().item() > 0:
+            x = x * torch.rand(4) * random.choice([1.0, 2.0]) * float(np.random.rand(1)[0])
+        return (x * self.weight).sum()
+
+
+def test_random_numbers_follow_the_key_and_backward_draws_the_same():
+    model = Noisy()
+    step = mycel.value_and_grad(lambda x: model(x), wrt=model)
+    state, plain = random.getstate(), np.random.get_state()[2]
+    torch.manual_seed(0)
+    first = [step(X.float()) for _ in range(3)]
+    torch.manual_seed(0)
+    again = [step(X.float()) for _ in range(3)]
+    same(first, again)
+    for value, grads in first:
+        same(grads["weight"].sum(), value)  # linear: the gradient of other draws would be another sum
+    assert len({v.item() for v, _ in first}) == 3
+    assert random.getstate() == state and np.random.get_state()[2] == plain
+
+
+def through_numpy(x):
+    return torch.from_numpy(np.sort(x.detach().numpy(), axis=1)) + x
+
+
+def test_a_call_is_marked_by_hand_without_a_warning():
+    marked = mycel.island(through_numpy)
+    weight = nn.Parameter(torch.ones(4, dtype=torch.float64))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fast = mycel.jit(lambda x: marked(x * weight) * 2)
+    same(fast(X), through_numpy(X * weight) * 2)
+    assert len(islands(fast.program(X))) == 1
+    same(marked(X), through_numpy(X))
+    model, twin = twins()
+    model.behind = mycel.island(model.behind)
+    assert len(islands(mycel.jit(model).program(X))) == 2
+    same(mycel.jit(model)(X), twin(X))
+
+
+def test_strict_refuses_and_says_why():
+    model, _ = twins()
+    for call in (mycel.jit(model, strict=True), mycel.grad(model, strict=True)):
+        with pytest.raises(mycel.CaptureError, match="a Python number was asked"):
+            call(X)
+    with pytest.raises(mycel.CaptureError):
+        mycel.capture(model, X)
+    with pytest.raises(mycel.CaptureError):
+        mycel.train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), strict=True)(X)
+    assert model.inside.calls == 0
+
+
+def test_the_warning_names_line_and_reason_once():
+    weight = nn.Parameter(torch.ones(()))
+
+    def scaled(x):
+        return x * float(weight.detach())
+
+    with pytest.warns(UserWarning, match=r"scaled at (.|\n)*a Python float was asked(.|\n)*return x \* float") as told:
+        mycel.jit(lambda x: scaled(x) + 1)(X)
+    assert len(told) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        mycel.jit(lambda x: scaled(x) + 2)(X)
+
+
+def chosen(x, weight):
+    return x[weight > 0]
+
+
+def summed(x, weight):
+    return chosen(x, weight).sum() * 2
+
+
+def test_where_shapes_depend_on_values_the_call_around_is_the_island():
+    weight = nn.Parameter(torch.linspace(-1, 2, 4, dtype=torch.float64))
+    fast = mycel.jit(lambda x: summed(x[0], weight))
+    same(fast(X), summed(X[0], weight))
+    assert [name.split()[0] for name in islands(fast.program(X))] == ["summed"]
+    with pytest.raises(mycel.CaptureError, match=r"no call around it can stay Python: what .* returns depends on"):
+        mycel.jit(lambda x: chosen(x, weight))(X[0])
+
+
+def test_errors_of_the_code_itself_stay_what_they_are():
+    def wrong(x):
+        return x @ torch.ones(3, 3, dtype=x.dtype)
+
+    with pytest.raises(mycel.CaptureError, match=r"linear|matmul|mm"):
+        mycel.jit(lambda x: wrong(x))(X)
+
+    def raises(x):
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        mycel.jit(lambda x: raises(x))(X)
+
+
+def test_results_of_other_types_are_named_when_they_come():
+    table = [torch.zeros(2), torch.zeros(3)]
+    weight = nn.Parameter(torch.ones(()))
+
+    def either(x, at):
+        return table[int(at.sum())] + float(weight.detach())
+
+    fast = mycel.jit(mycel.island(either))
+    same(fast(X, torch.zeros(1, dtype=torch.int64)), torch.ones(2))
+    with pytest.raises(mycel.RunError, match=r"an island, either(.|\n)*a larger part"):
+        fast(X, torch.ones(1, dtype=torch.int64))
+
+
+def test_layers_of_one_class_are_islands_together():
+    model, twin = twins(lambda: nn.Sequential(*(Shrink() for _ in range(4))))
+
+    class Stack(nn.Module):
+        def __init__(self, layers):
+            super().__init__()
+            self.layers = layers
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = layer(x)[0]
+            return x
+
+    fast, plain = mycel.jit(Stack(model)), Stack(twin)
+    same(fast(X), plain(X))
+    assert len(islands(fast.program(X))) == 4
+
+
+def test_packed_sequences_stay_inside_of_an_island():
+    class Packed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rnn, self.head = nn.LSTM(4, 5, batch_first=True), nn.Linear(5, 1)
+
+        def encoded(self, x, lengths):
+            packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+            return nn.utils.rnn.pad_packed_sequence(self.rnn(packed)[0], batch_first=True, total_length=3)[0]
+
+        def forward(self, x, lengths):
+            return self.head(self.encoded(x, lengths)).square().mean()
+
+    torch.manual_seed(0)
+    model = Packed().double()
+    twin = copy.deepcopy(model)
+    x = torch.randn(3, 3, 4, dtype=torch.float64)
+    fast = mycel.value_and_grad(lambda x, lengths: model(x, lengths), wrt=model)
+    for lengths in (torch.tensor([3, 1, 2]), torch.tensor([1, 1, 2])):
+        twin.zero_grad()
+        loss = twin(x, lengths)
+        loss.backward()
+        value, grads = fast(x, lengths)
+        same(value, loss.detach())
+        same(grads, {k: p.grad for k, p in twin.named_parameters()})
