@@ -51,6 +51,7 @@ from mycel.forward import Forward, called, device_of, evaluating
 from mycel.ir import DEVICE, Mesh, Program, Role, Type, Var, check
 from mycel.message_state import KINDS, MessageState
 from mycel.objective import Batch, objective, refuse_outputs
+from mycel.outer_steps import TAKEN, OuterSteps
 from mycel.parts import ShardedModel, UnshardedStep, roles_of
 from mycel.planning import Task, planned
 from mycel.run import (
@@ -71,6 +72,7 @@ from mycel.step_state import StepState
 
 differentiate_with(transform.value_and_grad)
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+BY_ISLAND = 0x5851F42D4C957F2D  # between the keys of two islands
 SCALE = 65536.0  # the first loss scale of fp16, torch.amp.GradScaler's
 
 
@@ -250,6 +252,10 @@ class Step:
         self.parts = ShardedModel(model, optimizer, written) if written is not None and written.mesh.world > 1 else None
         self.for_ranks = self.parts is not None  # is what they share kept in the program?
         self.messages = MessageState(self.parts)
+        policy = written.synced() if written is not None else None
+        self.outer = (
+            OuterSteps(policy, self.parts, self.messages, self.counter) if policy and self.parts is not None else None
+        )
         self.state = StepState(model, optimizer, self.parts, self.counters, self.set_counters, self.messages)
 
     def _find_plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -306,6 +312,8 @@ class Step:
                 self.counter("skipped", norm.device).add_(1)
         for p, g in gradients:
             p.grad = g if self.settings.grads else None
+        if self.outer is not None:
+            self.outer.after_step()
 
     def __deepcopy__(self, memo: Any) -> Step:
         raise TrainError(
@@ -357,7 +365,9 @@ class Step:
             start_workers()
         if device.type == "cpu":
             keep_freed_memory()
-        data = args, kwargs
+        whole, data = (args, kwargs), (args, kwargs)
+        if self.parts is not None:
+            args, kwargs = data = self.parts.own_batch(args, kwargs)
         args, kwargs = without_host_data(args, kwargs, device)
         with self.parts.whole() if self.parts is not None else contextlib.nullcontext():
             made, decided, done = self._planned(args, kwargs, data)
@@ -379,10 +389,24 @@ class Step:
         if self.parts is not None:
             if decided.compress:
                 self.parts.ranks.agree({"how gradients are compressed": str(decided.compressed())})
-            run, feed = self.parts.connected(run), self.parts.feed(made, done.spread)
+            if self.outer is not None:
+                self._prepare_islands(self.outer, made)
+            run, feed = self.parts.connected(run), self.parts.feed(made, done.spread, whole)
         call, local = self._bound(made, program, run, feed)
         signature = optimizers.signature(self.optimizer, self.by_rule)
         return CompiledStep(done, source, decided, call, local, feed, signature, made.captured.facts, replayed)
+
+    def _prepare_islands(self, outer: OuterSteps, made: UnshardedStep) -> None:
+        """Islands agree on what they will say to each other."""
+        assert self.parts is not None
+        if made.captured.facts:
+            raise PlanError(
+                "values of the batch decide what the program is, and islands have parts of it\n"
+                f"  at        {'; '.join(str(f) for facts in made.captured.facts for f in facts.facts)}\n"
+                f"  try       sync: {{{outer.policy.axis}: every step}}, or keep it a tensor"
+            )
+        self.parts.ranks.agree({"how islands become one model": str(outer.policy)})
+        outer.prepare(made, self.parts.given(made)[0])
 
     def _replayed(
         self, code: Callable[..., Any], program: Program, device: torch.device, decided: plan.Plan
@@ -403,12 +427,12 @@ class Step:
     ) -> tuple[UnshardedStep, plan.Plan, lower.Lowered]:
         """The step, its plan and what that makes of it; where `compress` is auto, of all choices the quickest."""
         given = self._given()
-        with meshed(given.inside.mesh if self.written is not None else None):
+        with meshed(given.inside.island.mesh if self.written is not None else None):
             body = self._captured(args, kwargs, data)
         choices = given.compressions()
         tried = []
         for choice in choices:
-            made = self._updated(body, choice)
+            made = self._updated(body, choice.island)
             tried.append((made, *planned(self._task(made), choice)))
         if len(choices) == 1:
             return tried[0]
@@ -469,7 +493,7 @@ class Step:
     def _unsharded(self, args: tuple[Any, ...], kwargs: dict[str, Any], data: Arguments | None = None) -> UnshardedStep:
         """The whole step as one program, on one device; manual regions are those of the mesh.  `data`: the batch, where
         the arguments hold none."""
-        with meshed(self.written.inside.mesh if self.written is not None else None):
+        with meshed(self.written.inside.island.mesh if self.written is not None else None):
             return self._updated(self._captured(args, kwargs, data or (args, kwargs)), self._given())
 
     def _captured(self, args: tuple[Any, ...], kwargs: dict[str, Any], data: Arguments) -> UnshardedStep:
@@ -632,11 +656,18 @@ class Step:
             [*given, *(role for roles, _ in readers for role in roles)], [program.role(v) for v in program.inputs]
         )
 
+        keys = [i for i, v in enumerate(captured.program.inputs) if made.program.role(v).kind == "key"]
+
         def run(inputs: Sequence[Any], fed: Fed) -> Any:
+            if step.outer is not None:
+                step.outer.before_step()
             with torch.inference_mode(False), torch.no_grad():
                 first = [g for g in groups if g.is_first(optimizer)]
                 before = step.skipped if first else 0
                 values = fed(inputs)
+                if step.outer is not None:  # each island draws its own
+                    for i in keys:
+                        values[i] = values[i] + step.outer.parts.island * BY_ISLAND
                 for _, read in readers:
                     values += read()
                 outs = code(*(values if arranged is None else arranged(values)))
@@ -649,6 +680,8 @@ class Step:
             step.steps += 1
             for each in each_of(optimizer):  # schedulers ask whether a step came before theirs
                 each._opt_called = True  # type: ignore[attr-defined]
+            if step.outer is not None:
+                step.outer.after_step()
             return outs[:results]
 
         def bound(batch: Sequence[Var], fed: Fed) -> Call:
@@ -743,12 +776,15 @@ class Step:
 
     def counters(self) -> dict[str, torch.Tensor]:
         """What the step keeps besides the model and the optimiser: counters, and the loss scale of fp16."""
-        return {k: v.clone() for k, v in self._counters.items()}
+        taken = {TAKEN: torch.tensor(self.outer.taken)} if self.outer is not None else {}
+        return {k: v.clone() for k, v in self._counters.items()} | taken
 
     def set_counters(self, counters: Mapping[str, torch.Tensor]) -> None:
         """Continue from what `counters` gave."""
         device = device_of(self.model)
-        self._counters = {k: v.to(device).clone() for k, v in counters.items()}
+        self._counters = {k: v.to(device).clone() for k, v in counters.items() if k != TAKEN}
+        if self.outer is not None:
+            self.outer.go_on(int(counters.get(TAKEN, 0)))
 
     # -- a model in parts is still a model (`step_state.py`); where there are ranks, all of them call these ---------
 
@@ -824,12 +860,16 @@ class Step:
         spread, pipeline = entry.lowered.spread, entry.lowered.pipeline
         lines += [lower.schedule_text(pipeline.schedule, entry.plan)] if pipeline is not None else []
         if spread is None:
+            apart = entry.plan.sync_text()
+            lines += [f"islands          {apart}"] if apart else []
             return "\n".join([*lines, "", str(entry.program)])
         assert entry.plan.predicted is not None
         lines.append(
             f"mesh             {entry.plan.mesh}; layouts {lower.proved(entry.plan.predicted.gap)}; sums "
             f"{entry.plan.sums}"
         )
+        apart = entry.plan.sync_text()
+        lines += [f"islands          {apart}"] if apart else []
         compressed = entry.plan.compress_text()
         lines += [f"compressed       {compressed}"] if compressed else []
         share, whole = self.parts.left_whole() if self.parts is not None else (0.0, [])

@@ -374,10 +374,11 @@ def place(*, axes, count, device=None):
     return torch.tensor(communicator().index(axes), device=device)
 
 
-def each(i, axes, count, kind="+", dims=(), sizes=()):
+def each(i, axes, count, kind="+", dims=(), sizes=(), to=()):
     """The params of one of several collectives that go together."""
     params = {"axes": axes, "count": count}
     params |= {} if kind == "+" else {"kind": kind}
+    params |= {"to": to} if to else {}
     return params | ({"dim": dims[i]} if dims else {}) | ({"size": sizes[i]} if sizes else {})
 
 
@@ -386,8 +387,10 @@ def finish_types(token, *xs, op, **how):
 
 
 @op(types=lambda *xs, **_: Type(torch.int64, ()), compiles=False, by_rank=True, effect=True)
-def begin(*xs, op, axes, count, kind="+", dims=(), sizes=()):
+def begin(*xs, op, axes, count, kind="+", dims=(), sizes=(), to=()):
     """Begin a collective on several tensors; `finish` waits for it."""
+    if op == "permute_ranks":
+        return communicator().start("permute", xs, axes=axes, to=to)
     how = {"dim": list(dims)} if dims else {}
     how |= {"kind": kind} if op in ("all_reduce", "reduce_scatter") else {}
     xs = [padded(x, d, count) for x, d in zip(xs, dims, strict=True)] if op == "reduce_scatter" else xs
@@ -395,7 +398,7 @@ def begin(*xs, op, axes, count, kind="+", dims=(), sizes=()):
 
 
 @op(types=finish_types, free=True, compiles=False, by_rank=True)
-def finish(token, *xs, op, axes, count, kind="+", dims=(), sizes=()):
+def finish(token, *xs, op, axes, count, kind="+", dims=(), sizes=(), to=()):
     """What a collective that was begun has brought."""
     ys = communicator().wait(token)
     if op == "all_gather":

@@ -16,6 +16,8 @@
     sums: fp32                         # partial sums travel in 32 bits; as computed (default): in the precision of the
                                        # product that leaves them
     compress: {dp: int8+ef}            # gradients travel along dp in fewer bytes; by pattern; auto (compression.py)
+    sync: {dp: diloco(H=50)}           # ranks along dp take steps of their own, and are made one model now and then;
+                                       # every step (default), local, streaming, gossip, sma (synchronising.py)
     recompute: full                    # in backward: all that can be; none; auto (default): what the memory budget asks
                                        # for, at least cost
     offload: auto                      # what is not needed now may live on the host, where the memory budget asks for
@@ -42,11 +44,13 @@ import yaml
 
 from mycel.errors import PlanError
 from mycel.ir import Axes, Layout, Mesh, part, read_layout
+from mycel.ops.codecs import Compression
 from mycel.plan.compression import CANDIDATES, CompressedAxis, choice_text, read_compress
 from mycel.plan.decided import Decided, Predicted
 from mycel.plan.offload import Offload
 from mycel.plan.residuals import Residuals
 from mycel.plan.schedule import PipelineSchedule, named, read_orders, stages_a_rank
+from mycel.plan.synchronising import SyncPolicy, read_sync, refuse_codec, refuse_layouts, sync_text
 from mycel.sizes import shown
 
 _Dumper: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)  # the C ones are ten times as fast
@@ -54,7 +58,7 @@ _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 READY = Path(__file__).parent.parent / "plans"
 KEYS = (
     "mesh", "parameters", "batch", "activations", "zero", "microbatches", "stages", "schedule", "sums", "compress",
-    "recompute", "offload", "loose", "decided", "predicted",
+    "sync", "recompute", "offload", "loose", "decided", "predicted",
 )  # fmt: skip
 ALONE = frozenset({"microbatches", "recompute", "offload"})  # what may be said of one device, without a mesh
 STAGE_AXIS = "pp"  # of the mesh of a pipeline: the slowest, ranks of one stage lie together
@@ -84,6 +88,7 @@ class Plan:
     stages: int | tuple[str, ...] = 1
     schedule: str = "1f1b"
     compress: Mapping[str, Any] = field(default_factory=dict)
+    sync: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._lay_stages()
@@ -106,6 +111,7 @@ class Plan:
         if self.sums not in SUMS:
             raise PlanError(f"sums: {self.sums!r}\n  known     {', '.join(SUMS)}")
         read_compress(self.compress, self.mesh, self.batch_axes())
+        self._refuse_islands()
 
     # -- stages of a pipeline ----------------------------------------------------------------------------------------
 
@@ -157,6 +163,70 @@ class Plan:
             return self
         mesh = Mesh({axis: n for axis, n in self.mesh.sizes().items() if axis != STAGE_AXIS})
         return replace(self, mesh=mesh, stages=1, schedule="1f1b")
+
+    # -- ranks that take steps of their own --------------------------------------------------------------------------
+
+    def synced(self) -> SyncPolicy | None:
+        """How islands become one model; None where all ranks step together."""
+        policy = read_sync(self.sync, self.mesh, self.batch_axes())
+        return policy if policy is not None and self.mesh[policy.axis] > 1 else None
+
+    @property
+    def island(self) -> Plan:
+        """The plan of the ranks that step together, by themselves."""
+        policy = self.synced()
+        if policy is None:
+            return self
+        axis = policy.axis
+        mesh = Mesh({name: n for name, n in self.mesh.sizes().items() if name != axis})
+        compress = {a: how for a, how in self.compress.items() if a != axis}
+        entries = self.batch.items() if isinstance(self.batch, Mapping) else [("", self.batch)]
+        batch = {name: _without(axis, entry) for name, entry in entries}
+        return replace(
+            self, mesh=mesh, sync={}, compress=compress, batch=batch if isinstance(self.batch, Mapping) else batch[""]
+        )
+
+    @property
+    def together(self) -> Plan:
+        """The plan where all ranks step together: what ranks compute with one model."""
+        return replace(self, sync={}, compress={}, decided=None, predicted=None) if self.synced() else self.given
+
+    def _refuse_islands(self) -> None:
+        """PlanError for what ranks that take steps of their own cannot do."""
+        policy = read_sync(self.sync, self.mesh, self.batch_axes())
+        if policy is None:
+            return
+        if self.is_pipeline:
+            raise PlanError(
+                f"sync: {policy.axis}: a pipeline steps together yet\n  try       sync: {{}}, or a plan without stages"
+            )
+        entries = self.batch.items() if isinstance(self.batch, Mapping) else [("", self.batch)]
+        refuse_layouts(
+            policy,
+            {name: read_layout(e, self.mesh, f"parameters: {name}") for name, e in self.parameters.items()},
+            [read_layout(entry, self.mesh, f"batch: {name}") for name, entry in entries],
+            f"zero {self.zero}" if policy.axis in self.over else "",
+        )
+        refuse_codec(policy, read_compress(self._outer_compress(), self.mesh, self.batch_axes()))
+
+    def _outer_compress(self) -> dict[str, Any]:
+        """What `compress` says of the axis between islands."""
+        return {axis: how for axis, how in self.compress.items() if axis in self.sync}
+
+    def outer_codecs(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, Compression]:
+        """How what islands send is encoded, by parameter."""
+        encoded = read_compress(self._outer_compress(), self.mesh, self.batch_axes())
+        if encoded is None:
+            return {}
+        encoded.refuse_unused(shapes)
+        return encoded.of(shapes)
+
+    def sync_text(self) -> str:
+        """How models of ranks become one, and at what price, for people; "" where there is one."""
+        policy = self.synced()
+        if policy is None:
+            return ""
+        return sync_text(policy, *(self.predicted.sync if self.predicted is not None else (0.0, 0.0)))
 
     # -- reading and writing -----------------------------------------------------------------------------------------
 
@@ -215,7 +285,7 @@ class Plan:
             int(zero[1]), over, str(data.get("recompute") or "auto"), bool(data.get("loose")), decided, predicted,
             str(data.get("sums") or "as computed"), data.get("microbatches") or 1,
             Offload.read(data.get("offload"), where), stages, str(data.get("schedule") or "1f1b"),
-            data.get("compress") or {},
+            data.get("compress") or {}, data.get("sync") or {},
         )  # fmt: skip
         return found._on(mesh, where)
 
@@ -246,6 +316,7 @@ class Plan:
             found["schedule"] = self.schedule
         found |= {"sums": self.sums} if self.sums != "as computed" else {}
         found |= {"compress": _plain_mapping(self.compress)} if self.compress else {}
+        found |= {"sync": dict(self.sync)} if self.sync else {}
         found |= {"recompute": self.recompute} if self.recompute != "auto" else {}
         found |= {"offload": self.offload.data()} if self.offload != Offload() else {}
         found |= {"loose": True} if self.loose else {}
@@ -449,6 +520,14 @@ def _joined(a: Sequence[Any], b: Sequence[Any]) -> list[Any]:
         ".".join(dict.fromkeys(w for e in pair if e not in (None, "-") for w in str(e).split("."))) or "-"
         for pair in zip(longer, other, strict=True)
     ]
+
+
+def _without(axis: str, entry: Any) -> Any:
+    """Entries of a layout without an axis."""
+    if isinstance(entry, (list, tuple)):
+        return [_without(axis, e) for e in entry]
+    left = [w for w in str(entry).split(".") if w != axis] if entry is not None else []
+    return ".".join(left) or "-"
 
 
 def _plain(entry: Any) -> Any:

@@ -273,7 +273,7 @@ class Steps:
         meta = {**self.same, **more, "random": state.random_state(self.parts.device)}
         with self.parts.complete():
             tensors = state.tensors(self.parts, self.losses, self.norms)
-            self.saver.save(self.done, tensors, meta, metric, state.layouts(self.parts))
+            self.saver.save(self.done, tensors, meta, metric, state.layouts(self.parts, tensors))
 
     def _tell_saves(self) -> None:
         """What became of saves since the last look."""
