@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from mycel.ir import Program, Role, Type
-from mycel.lower import OuterMessage, outer_messages
+from mycel.lower import SENT_AT, OuterMessage, outer_messages
 from mycel.message_state import KINDS, MessageState
 from mycel.parts import ShardedModel, UnshardedStep
 from mycel.plan import SyncPolicy
@@ -41,16 +41,10 @@ class LoadedMessage:
 
 
 class OuterSteps:
-    """Of one step; `counter` gives its numbers."""
+    """Of one step."""
 
-    def __init__(
-        self,
-        policy: SyncPolicy,
-        parts: ShardedModel,
-        messages: MessageState,
-        counter: Callable[[str, torch.device], torch.Tensor],
-    ) -> None:
-        self.policy, self.parts, self.messages, self.counter = policy, parts, messages, counter
+    def __init__(self, policy: SyncPolicy, parts: ShardedModel, messages: MessageState) -> None:
+        self.policy, self.parts, self.messages = policy, parts, messages
         self.taken = 0
         self.fragments: list[list[LoadedMessage]] = []
         self.pending: dict[int, Sequence[Any]] = {}  # by fragment: what was begun
@@ -99,16 +93,17 @@ class OuterSteps:
         self.parts.moved()
         for i, each in enumerate(self.fragments):
             if self.policy.overlap and self.policy.is_received(i, self.taken):
-                message = self._round(each, self.taken - self.policy.overlap)
+                then = self.taken - self.policy.overlap
+                message = self._round(each, then)
                 if i not in self.pending:
-                    self.pending[i] = self._run(message.begins, message.message.begins)
+                    self.pending[i] = self._run(message.begins, message.message.begins, then)
                 assert message.ends is not None and message.message.ends is not None
-                self._run(message.ends, message.message.ends, self.pending.pop(i))
+                self._run(message.ends, message.message.ends, then, self.pending.pop(i))
             if self.policy.is_sent(i, self.taken):
                 message = self._round(each, self.taken)
                 if message.takes is not None and message.message.takes is not None:
-                    self._run(message.takes, message.message.takes)
-                results = self._run(message.begins, message.message.begins)
+                    self._run(message.takes, message.message.takes, self.taken)
+                results = self._run(message.begins, message.message.begins, self.taken)
                 if message.ends is not None:
                     self.pending[i] = results
 
@@ -125,15 +120,15 @@ class OuterSteps:
     def _round(self, each: Sequence[LoadedMessage], steps: int) -> LoadedMessage:
         return each[steps // self.policy.every % len(each)]
 
-    def _run(self, code: Code, program: Program, passed: Sequence[Any] = ()) -> Sequence[Any]:
+    def _run(self, code: Code, program: Program, sent_at: int, passed: Sequence[Any] = ()) -> Sequence[Any]:
         tensors = dict(self.parts.tensors())
         values = [*passed]
         for v in program.inputs[len(passed) :]:
             role = program.role(v)
             if role.kind in KINDS:
                 values.append(self.messages.value(role, v.type, self.device))
-            elif role.kind == "counter":
-                values.append(self.counter(role.name, self.device))
+            elif role == SENT_AT:
+                values.append(torch.tensor(sent_at, device=self.device))
             else:
                 values.append(tensors[role.name].data)
         with torch.no_grad():

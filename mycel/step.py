@@ -253,9 +253,7 @@ class Step:
         self.for_ranks = self.parts is not None  # is what they share kept in the program?
         self.messages = MessageState(self.parts)
         policy = written.synced() if written is not None else None
-        self.outer = (
-            OuterSteps(policy, self.parts, self.messages, self.counter) if policy and self.parts is not None else None
-        )
+        self.outer = OuterSteps(policy, self.parts, self.messages) if policy and self.parts is not None else None
         self.state = StepState(model, optimizer, self.parts, self.counters, self.set_counters, self.messages)
 
     def _find_plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ x)`.  The program is cut where it first waits:
     y = finish(t, x, …) …               when it is waited for
 
 New inputs by their roles: `outer anchor of w`, `outer momentum of w`, `outer sent of w`; and with a codec, of what an
-outer step sends, `error of w over dp` and the counter `draws`.
+outer step sends, `error of w over dp` and the counter `sent_at`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ from mycel.lower.overlap import overlap
 from mycel.ops import o
 from mycel.ops.codecs import Compression
 from mycel.plan import Plan, SyncPolicy
-from mycel.transform import DRAWS
+
+# after how many steps a message is sent: what its codec draws from, so that it is the same when it is sent again
+SENT_AT = Role("counter", "sent_at")
 
 
 @dataclass(frozen=True)
@@ -162,9 +164,9 @@ class _Outer:
             for role in anchors
             if role.name in self.codecs and self.codecs[role.name].memory
         }
-        draws = None
+        key = None
         if any(self.codecs[role.name].draws for role in anchors if role.name in self.codecs):
-            draws = self.input(DRAWS, Type(torch.int64, ()), "draws")
+            key = self.input(SENT_AT, Type(torch.int64, ()), "sent_at")
         with self.b:
             if not later:
                 sent = {role: self.outgoing(w, anchors.get(role)) for role, w in held.items()}
@@ -173,8 +175,8 @@ class _Outer:
                 partial[role] = x
                 if role in anchors and role.name in self.codecs:
                     how = self.codecs[role.name]
-                    key = o.fold_in(draws, data=site) if how.draws else None
-                    y, lost = o.compressed(x, errors.get(role), key, codec=how.codec, axes=(over,))
+                    drawn = o.fold_in(key, data=site) if how.draws else None
+                    y, lost = o.compressed(x, errors.get(role), drawn, codec=how.codec, axes=(over,))
                     partial[role] = y
                     if role in errors:
                         self.updates[errors[role].name] = lost
@@ -185,8 +187,6 @@ class _Outer:
                 else:
                     new = self.averaged(w, brought[role], sent[role])
                 self.updates[w.name] = new if new.dtype == w.dtype else o.cast(new, dtype=w.dtype)
-            if draws is not None:
-                self.updates[draws.name] = o.add(draws, 1)
         return self.program()
 
     def brought(self, x: Any, role: Role) -> Any:
