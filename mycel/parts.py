@@ -133,7 +133,7 @@ class ShardedModel:
         for i, v in enumerate(program.inputs):
             role = program.role(v)
             layout = plan.batch_layout(role.name, v.shape) if role.kind == "batch" else self._layout(role, v.type)
-            if role.kind in ("state", "error", "outer"):
+            if role.kind in ("state", "error", "delayed", "outer"):
                 self.slots[role] = layout, v.type
             if not layout.is_whole:
                 given[i] = layout
@@ -154,7 +154,7 @@ class ShardedModel:
                 return self.layouts.get(role.of, Layout())
             case "state" | "outer" if role.of in self.stored:
                 return state_layout(self.stored[role.of], self.shapes[role.of], type.shape)
-            case "error":  # each rank along the axis has one of its own: what all left behind is their sum
+            case "error" | "delayed":  # each rank along the axis has one of its own: the whole is their sum
                 layout = state_layout(
                     self.stored.get(role.of, Layout()), self.shapes.get(role.of, type.shape), type.shape
                 )

@@ -546,7 +546,13 @@ class Step:
         """Loss and gradients -> the whole step, with gradients compressed as a plan says."""
         s, groups = self.settings, [g.group for g in body.groups]
         clipping = (s.clip_norm, s.clip_value) if self.by_rule else (None, None)
-        program = self._compressed(body.program, [name for g in groups for name in g.params], body.results, given)
+        names, late = [name for g in groups for name in g.params], given.delayed() if self.parts is not None else None
+        program = body.program
+        if late is not None:
+            program = check(transform.delay_gradients(program, names, body.results, late.axis))
+        program = self._compressed(program, names, body.results, given)
+        if late is not None and late.options["correction"]:
+            program = check(transform.correct_delay(program, names, body.results, late.options["correction"]))
         return replace(body, program=check(transform.optimise(program, groups, body.results, *clipping, s.grads)))
 
     def _compressed(self, program: Program, names: Sequence[str], results: int, given: plan.Plan) -> Program:
@@ -857,17 +863,15 @@ class Step:
         lines += [f"as torch has it  {', '.join(foreign)}"] if foreign else []
         spread, pipeline = entry.lowered.spread, entry.lowered.pipeline
         lines += [lower.schedule_text(pipeline.schedule, entry.plan)] if pipeline is not None else []
+        apart = entry.plan.sync_text()
+        lines += [f"synchronised     {apart}"] if apart else []
         if spread is None:
-            apart = entry.plan.sync_text()
-            lines += [f"islands          {apart}"] if apart else []
             return "\n".join([*lines, "", str(entry.program)])
         assert entry.plan.predicted is not None
         lines.append(
             f"mesh             {entry.plan.mesh}; layouts {lower.proved(entry.plan.predicted.gap)}; sums "
             f"{entry.plan.sums}"
         )
-        apart = entry.plan.sync_text()
-        lines += [f"islands          {apart}"] if apart else []
         compressed = entry.plan.compress_text()
         lines += [f"compressed       {compressed}"] if compressed else []
         share, whole = self.parts.left_whole() if self.parts is not None else (0.0, [])
@@ -893,7 +897,9 @@ class _Adding(Step):
 
     def __init__(self, of: Step) -> None:
         settings = replace(of.settings, clip_norm=None, clip_value=None)
-        exact = replace(of.written, compress={}) if of.written is not None else None  # their mean is what counts
+        written = of.written  # the mean of gradients is what counts
+        sync = written.sync if written is not None and written.synced() else {}
+        exact = replace(written, compress={}, sync=sync) if written is not None else None
         super().__init__(of.model, of.optimizer, None, settings, exact)
         self.fn, self.taken, self.parts, self.by_rule = of.fn, of.taken, of.parts, False
         self.sums = Accumulation()

@@ -68,7 +68,7 @@ def check_against_torch(name: str, step: mycel.step.Step, losses: list[float], r
         alone = float(model(**batch(99)))
     assert abs(float(step.evaluate(**batch(99))) - alone) < 1e-5, name
     assert all(torch.equal(p, own[key]) for key, p in held.items())
-    assert f"islands          along dp {name}(" in step.explain()
+    assert f"synchronised     along dp {name}(" in step.explain()
 
 
 def again(folder: Path) -> None:

@@ -18,8 +18,10 @@ from mycel.launch import launch
 from mycel.lower import OuterMessage, outer_message, rounds
 from mycel.ops.codecs import Compression
 from mycel.plan.synchronising import read_policy
+from mycel.planning import planned
 from mycel.run import simulate
 from mycel.run.checkpoint import load_latest
+from mycel.run.simulate import put_together, spread_out
 
 POLICIES = {
     "local": "local(H=3)",
@@ -203,6 +205,61 @@ def test_in_h_steps_each_fragment_is_sent_once_and_received_once(text):
             sent = [n for n in range(steps, steps + policy.every) if policy.is_sent(i, n)]
             assert len(sent) == 1 and policy.is_received(i, sent[0] + policy.overlap)
     assert read_policy("dp", str(policy)) == policy
+
+
+# -- gradients one step late
+
+
+def late(plan: dict, steps: int = 4) -> dict[str, torch.Tensor]:
+    """The parameters after some steps of SGD on simulated ranks."""
+    torch.manual_seed(0)
+    model, given = Small(), Plan.read({"batch": ["dp"], **plan})
+    step = mycel.train_step(model, torch.optim.SGD(model.parameters(), lr=0.5), plan=given, compile=False)
+    made = step._unsharded((), batch(0))
+    program, (_, lowered) = made.program, planned(step._task(made), given)
+    held, state = dict(model.named_parameters()), {}
+    for v, layout in zip(program.inputs, lowered.spread.inputs, strict=True):
+        role = program.role(v)
+        value = (
+            held[role.name].detach()
+            if role.kind == "parameter"
+            else torch.full(v.shape, 0.5 if role.name == "lr" else 0)
+        )
+        state[v.name] = spread_out(value.to(v.dtype), layout, given.mesh)
+    for i in range(steps):
+        for v, layout in zip(program.inputs, lowered.spread.inputs, strict=True):
+            if program.role(v).kind == "batch":
+                state[v.name] = spread_out(batch(i)[program.role(v).name], layout, given.mesh)
+        outs = simulate(lowered.program, given.mesh, list(state.values()))
+        state |= dict(zip(program.updates, outs[len(outs) - len(program.updates) :], strict=True))
+    layouts = {v.name: (v.type, layout) for v, layout in zip(program.inputs, lowered.spread.inputs, strict=True)}
+    found = {}
+    for v in program.inputs_of("parameter"):
+        type, layout = layouts[v.name]
+        found[program.role(v).name] = put_together(state[v.name], layout, type, given.mesh)
+    return found
+
+
+@pytest.mark.parametrize("plan", [
+    {"mesh": {"dp": 3}}, {"mesh": {"dp": 2}, "zero": "2 over dp", "microbatches": 2},
+    {"mesh": {"dp": 2, "near": 2}, "batch": ["dp.near"]},
+    {"mesh": {"dp": 2}, "compress": {"dp": {"*": "fp32+ef"}}},
+])  # fmt: skip
+def test_gradients_one_step_late_are_those_of_the_step_before_corrected(plan):
+    torch.manual_seed(0)
+    model, before, gradients = Small(), {}, {}
+    for i in range(4):
+        model.zero_grad()
+        model(**batch(i)).backward()
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                g, new = gradients.get(name, torch.zeros_like(p)), p.grad.clone()
+                g = g + 0.9 * g * g * (p - before.get(name, p))
+                before[name], gradients[name] = p.detach().clone(), new
+                p -= 0.5 * g
+    after = late({**plan, "sync": {"dp": "delayed(correction=0.9)"}})
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(after[name], p.detach(), rtol=1e-4, atol=1e-5)
 
 
 # -- plans

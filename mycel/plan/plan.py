@@ -168,6 +168,15 @@ class Plan:
 
     def synced(self) -> SyncPolicy | None:
         """How islands become one model; None where all ranks step together."""
+        policy = self._policy()
+        return policy if policy is not None and policy.has_islands else None
+
+    def delayed(self) -> SyncPolicy | None:
+        """Over which axis gradients are one step late; None where they are not."""
+        policy = self._policy()
+        return policy if policy is not None and not policy.has_islands else None
+
+    def _policy(self) -> SyncPolicy | None:
         policy = read_sync(self.sync, self.mesh, self.batch_axes())
         return policy if policy is not None and self.mesh[policy.axis] > 1 else None
 
@@ -200,6 +209,8 @@ class Plan:
             raise PlanError(
                 f"sync: {policy.axis}: a pipeline steps together yet\n  try       sync: {{}}, or a plan without stages"
             )
+        if not policy.has_islands:
+            return
         entries = self.batch.items() if isinstance(self.batch, Mapping) else [("", self.batch)]
         refuse_layouts(
             policy,
@@ -223,9 +234,9 @@ class Plan:
 
     def sync_text(self) -> str:
         """How models of ranks become one, and at what price, for people; "" where there is one."""
-        policy = self.synced()
-        if policy is None:
-            return ""
+        policy = self._policy()
+        if policy is None or not policy.has_islands:
+            return "" if policy is None else f"along {policy.axis} {policy}: gradients are one step late"
         return sync_text(policy, *(self.predicted.sync if self.predicted is not None else (0.0, 0.0)))
 
     # -- reading and writing -----------------------------------------------------------------------------------------

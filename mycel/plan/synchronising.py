@@ -10,10 +10,12 @@
                                             is waited for `overlap` steps later, and a rank keeps `mixing` of its own
     sync: {dp: gossip(H=1, overlap=1)}      pairs average their models, other pairs each time (AD-PSGD)
     sync: {dp: sma(alpha=0.1, H=1)}         models are drawn to their average by `alpha`
+    sync: {dp: delayed(correction=0.04)}    all ranks have one model; a step is taken with the gradients of the one
+                                            before, whose sum travels meanwhile (transform/delaying.py)
 
-Ranks that differ along the axis are *islands*: each is a world of its own, with its own part of the batch, in which
-tensors lie over the other axes as ever and all sums are exact.  With `compress` along the same axis, what islands send
-each other is encoded.
+Of all but the last: ranks that differ along the axis are *islands*: each is a world of its own, with its own part of
+the batch, in which tensors lie over the other axes as ever and all sums are exact.  With `compress` along the same
+axis, what islands send each other is encoded.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ POLICIES: dict[str, dict[str, float | None]] = {
     "streaming": {"H": None, "fragments": 4, "overlap": 1, "mixing": 0.5, **OUTER},
     "gossip": {"H": 1, "overlap": 1},
     "sma": {"alpha": 0.1, "H": 1},
+    "delayed": {"correction": 0.04},
 }
 WHOLE = ("H", "fragments", "overlap")  # options that are whole numbers
 _TEXT = re.compile(r"\s*(\w+)\s*(?:\(([^()]*)\))?\s*")
@@ -52,6 +55,11 @@ class SyncPolicy:
 
     def __str__(self) -> str:
         return f"{self.kind}({', '.join(f'{name}={value:g}' for name, value in self.options.items())})"
+
+    @property
+    def has_islands(self) -> bool:
+        """Do ranks have models of their own?"""
+        return self.kind != "delayed"
 
     @property
     def every(self) -> int:
@@ -129,6 +137,8 @@ def read_policy(axis: str, text: Any) -> SyncPolicy | None:
     if missing := [name for name, value in options.items() if value is None]:
         raise PlanError(f"{where}: {missing[0]} is not said\n  try       {kind}({missing[0]}=50)")
     policy = SyncPolicy(axis, kind, {name: value for name, value in options.items() if value is not None})
+    if not policy.has_islands:
+        return policy
     if policy.overlap > policy.every:
         raise PlanError(
             f"{where}: overlap is {policy.overlap} steps, but a fragment is sent again after {policy.every}\n"

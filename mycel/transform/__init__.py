@@ -13,6 +13,7 @@ from mycel.transform.compressing import DRAWS, compress_gradients
 from mycel.transform.coupling import coupled
 from mycel.transform.cse import cse
 from mycel.transform.dce import dce
+from mycel.transform.delaying import correct_delay, delay_gradients
 from mycel.transform.fold import fold
 from mycel.transform.fuse import fuse
 from mycel.transform.head import head
@@ -55,9 +56,11 @@ __all__ = [
     "attend",
     "causal",
     "compress_gradients",
+    "correct_delay",
     "coupled",
     "cse",
     "dce",
+    "delay_gradients",
     "fold",
     "forward_and_backward",
     "fuse",
