@@ -141,7 +141,7 @@ class LaidOut:
             resident, names, regions = self._outlined(resident)
         if self.plan.is_pipeline:
             return self._in_stages(residuals, resident, names, regions)
-        done = lower.Lowered(lower.finished(resident, self.spread), names, self.spread)
+        done = lower.Lowered(lower.finished(resident, self.spread, self.plan), names, self.spread)
         return Outcome(residuals, done, regions, self.clock(done.program, self.compiled(done)))
 
     def _in_stages(

@@ -205,6 +205,29 @@ def test_the_bytes_sent_are_those_of_the_codec():
     assert abs(sent - 2 * 3 / 4 * (encoded + exact)) <= 0.03 * sent
 
 
+def test_parameters_of_zero3_are_gathered_on_encoded_bytes():
+    """Exact codec: the step of one device.  int8: fewer bytes, and all compute with what these say."""
+    zero3 = {"mesh": {"dp": 2}, "zero": "3 over dp", "codec": "exact"}
+    exact = Compressed({**zero3, "gather": {"dp": {"*.weight": "fp32"}}})
+    values = exact.values()
+    wanted, got = exact.serial(values), exact.ranks(values)
+    for name, want in wanted.items():
+        torch.testing.assert_close(exact.whole(name, got[name], want), want, rtol=1e-4, atol=1e-5)
+    plain, encoded = (Compressed({**zero3, "gather": how}).lowered.program for how in ({}, {"dp": {"up.*": "int8"}}))
+    gathers = [e for e in encoded.main.eqns if message(e)[0] == "gather_chunks"]
+    assert gathers and not any(message(e)[0] == "gather_chunks" for e in plain.main.eqns)
+    sent = [mycel.lower.sent(program)["dp",] for program in (plain, encoded)]
+    assert sent[1] < sent[0]
+    int8 = Compressed({**zero3, "gather": {"dp": {"up.*": "int8"}}})
+    after = int8.ranks(values)
+    for name, want in wanted.items():
+        if name.startswith("parameter"):
+            close = int8.whole(name, after[name], want)
+            assert torch.allclose(close, want, atol=2e-2) and (
+                name != "parameter up.weight" or not torch.equal(close, want)
+            )
+
+
 class Apart(nn.Module):
     """Gradients of one rank's rows have a large part that cancels over both ranks, and a small one that does not."""
 
@@ -308,3 +331,14 @@ def test_refusals(compress, why):
         plan = Plan.read({"mesh": {"dp": 2, "tp": 2}, "batch": ["dp"], "compress": compress})
         step = mycel.train_step(model, torch.optim.SGD(model.parameters()), plan=plan, compile=False)
         step._unsharded((), {"x": torch.randn(4, 40), "y": torch.zeros(4, dtype=torch.int64)})
+
+
+@pytest.mark.parametrize("given, why", [
+    ({"gather": {"dp": "int8"}, "zero": "2 over dp"}, r"no parameters are gathered for use: zero is 2 over dp\n  try  "),
+    ({"gather": {"dp": "int8+ef"}, "zero": "3 over dp"}, "nothing is kept"),
+    ({"gather": {"dp": "auto"}, "zero": "3 over dp"}, "auto is for gradients"),
+    ({"gather": "int8", "zero": "3 over dp"}, "an axis and a codec"),
+])  # fmt: skip
+def test_refusals_of_gathers(given, why):
+    with pytest.raises(PlanError, match=why):
+        Plan.read({"mesh": {"dp": 2}, "batch": ["dp"], **given})

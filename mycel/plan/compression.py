@@ -6,6 +6,8 @@
                                                      what another pattern names is compressed whatever it is
     compress: {dp: auto}                             whatever the clock finds quickest, exact among it
 
+    gather: {dp: int8}                               parameters of ZeRO-3, when they are gathered for use; by pattern
+
 Gradients are compressed on their way along one axis, which splits the batch.  What a codec's text may be says
 `ops/codec_kernels.py`; `+ef` and `+ef21` keep what it loses.
 """
@@ -97,6 +99,31 @@ def read_compress(entry: Any, mesh: Mesh, batch_axes: Sequence[str]) -> Compress
     where = f"compress: {axis}" if isinstance(said, Mapping) else "compress"
     return CompressedAxis(axis, tuple((str(p), read_codec(how, f"{where}: {p if patterns is said else axis}"))
                                       for p, how in patterns.items()))  # fmt: skip
+
+
+def read_gather(entry: Any, mesh: Mesh, zero: int, over: Sequence[str]) -> CompressedAxis | None:
+    """What `gather` says of parameters that are gathered for use; None for nothing."""
+    if not entry:
+        return None
+    axis = next(iter(entry)) if isinstance(entry, Mapping) and len(entry) == 1 else None
+    if axis is None or axis not in mesh:
+        raise PlanError(f"gather: {entry!r}\n  try       an axis and a codec, such as  gather: {{dp: int8}}")
+    if zero != 3 or tuple(over) != (axis,):
+        has = f"zero is {zero} over {'.'.join(over)}" if zero else "there is no zero"
+        raise PlanError(
+            f"gather: along {axis} no parameters are gathered for use: {has}\n  try       zero: 3 over {axis}"
+        )
+    chosen = read_compress({axis: entry[axis]}, mesh, [axis])
+    assert chosen is not None
+    for pattern, how in chosen.patterns:
+        if how is not None and (how.memory or how.draws or how.codec.startswith("topk")):
+            raise PlanError(
+                f"gather: {axis}: {pattern}: {how}: parts are encoded anew each time, and nothing is kept\n"
+                "  try       int8, int4, bf16 or fp16"
+            )
+    if chosen.auto:
+        raise PlanError(f"gather: {axis}: auto is for gradients\n  try       gather: {{{axis}: int8}}")
+    return chosen
 
 
 def read_codec(text: Any, where: str) -> Compression | None:

@@ -16,6 +16,7 @@
     sums: fp32                         # partial sums travel in 32 bits; as computed (default): in the precision of the
                                        # product that leaves them
     compress: {dp: int8+ef}            # gradients travel along dp in fewer bytes; by pattern; auto (compression.py)
+    gather: {dp: int8}                 # parameters of ZeRO-3 travel so when they are gathered for use; by pattern
     sync: {dp: diloco(H=50)}           # ranks along dp take steps of their own, and are made one model now and then;
                                        # every step (default), local, streaming, gossip, sma (synchronising.py)
     recompute: full                    # in backward: all that can be; none; auto (default): what the memory budget asks
@@ -45,7 +46,7 @@ import yaml
 from mycel.errors import PlanError
 from mycel.ir import Axes, Layout, Mesh, part, read_layout
 from mycel.ops.codecs import Compression
-from mycel.plan.compression import CANDIDATES, CompressedAxis, choice_text, read_compress
+from mycel.plan.compression import CANDIDATES, CompressedAxis, choice_text, read_compress, read_gather
 from mycel.plan.decided import Decided, Predicted
 from mycel.plan.offload import Offload
 from mycel.plan.residuals import Residuals
@@ -58,7 +59,7 @@ _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 READY = Path(__file__).parent.parent / "plans"
 KEYS = (
     "mesh", "parameters", "batch", "activations", "zero", "microbatches", "stages", "schedule", "sums", "compress",
-    "sync", "recompute", "offload", "loose", "decided", "predicted",
+    "gather", "sync", "recompute", "offload", "loose", "decided", "predicted",
 )  # fmt: skip
 ALONE = frozenset({"microbatches", "recompute", "offload"})  # what may be said of one device, without a mesh
 STAGE_AXIS = "pp"  # of the mesh of a pipeline: the slowest, ranks of one stage lie together
@@ -89,6 +90,7 @@ class Plan:
     schedule: str = "1f1b"
     compress: Mapping[str, Any] = field(default_factory=dict)
     sync: Mapping[str, Any] = field(default_factory=dict)
+    gather: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._lay_stages()
@@ -111,6 +113,7 @@ class Plan:
         if self.sums not in SUMS:
             raise PlanError(f"sums: {self.sums!r}\n  known     {', '.join(SUMS)}")
         read_compress(self.compress, self.mesh, self.batch_axes())
+        read_gather(self.gather, self.mesh, self.zero, self.over)
         self._refuse_islands()
 
     # -- stages of a pipeline ----------------------------------------------------------------------------------------
@@ -296,7 +299,7 @@ class Plan:
             int(zero[1]), over, str(data.get("recompute") or "auto"), bool(data.get("loose")), decided, predicted,
             str(data.get("sums") or "as computed"), data.get("microbatches") or 1,
             Offload.read(data.get("offload"), where), stages, str(data.get("schedule") or "1f1b"),
-            data.get("compress") or {}, data.get("sync") or {},
+            data.get("compress") or {}, data.get("sync") or {}, data.get("gather") or {},
         )  # fmt: skip
         return found._on(mesh, where)
 
@@ -327,6 +330,7 @@ class Plan:
             found["schedule"] = self.schedule
         found |= {"sums": self.sums} if self.sums != "as computed" else {}
         found |= {"compress": _plain_mapping(self.compress)} if self.compress else {}
+        found |= {"gather": _plain_mapping(self.gather)} if self.gather else {}
         found |= {"sync": dict(self.sync)} if self.sync else {}
         found |= {"recompute": self.recompute} if self.recompute != "auto" else {}
         found |= {"offload": self.offload.data()} if self.offload != Offload() else {}
@@ -438,6 +442,14 @@ class Plan:
         if found is None or self.mesh[found.axis] == 1:
             return None
         return found if found.auto or any(how is not None for _, how in found.patterns) else None
+
+    def gathered_codecs(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, str]:
+        """How parts of parameters of these shapes are encoded when they are gathered, by name."""
+        chosen = read_gather(self.gather, self.mesh, self.zero, self.over)
+        if chosen is None or self.mesh[chosen.axis] == 1:
+            return {}
+        chosen.refuse_unused(shapes)
+        return {name: how.codec for name, how in chosen.of(shapes).items()}
 
     def compressions(self) -> list[Plan]:
         """The plans to choose from: itself, or where `compress` is auto, one for each choice."""
