@@ -561,7 +561,8 @@ class Step:
         if how is None or self.parts is None:
             return program
         trained = {name: self.parts.shapes[name] for name in names if name in self.parts.shapes}
-        how.refuse_unused(trained)
+        others = {name: x.dtype for name, x in self.parts.tensors() if name not in trained}
+        how.refuse_unused(trained, others)
         chosen = how.of(trained)
         return check(transform.compress_gradients(program, names, results, chosen, how.axis)) if chosen else program
 

@@ -15,10 +15,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
-from mycel.ir import Block, Builder, Eqn, Program, Var, substitute
+from mycel.ir import Atom, Block, Builder, Eqn, Program, Var, substitute
 from mycel.ops import o
 
 
@@ -53,7 +54,7 @@ class _Encoding:
         self.tokens: dict[Var, tuple[Var, dict[int, Var], OtherGathers | None]] = {}
         self.b = Builder()
         self.b.reserve(v.name for v in (*main.inputs, *(v for e in main.eqns for v in e.outputs)))
-        self.values: dict[Var, Var] = {}
+        self.values: dict[Var, Atom] = {}
 
     def block(self) -> Block:
         with self.b:
@@ -115,10 +116,10 @@ class _Encoding:
                 self.joined(rows[i], x, p["count"], p["dims"][i], p["sizes"][i]) if is_encoded else next(others)
             )
 
-    def encoded(self, x: Var) -> Var:
+    def encoded(self, x: Var) -> Any:
         return o.encode(self.values.get(x, x), None, codec=self.codecs[x], rows=1, row=math.prod(x.shape))
 
-    def joined(self, rows: Var, x: Var, count: int, dim: int, size: int) -> Var:
+    def joined(self, rows: Any, x: Var, count: int, dim: int, size: int) -> Any:
         """The parts of all, along the dim that they are parts of."""
         parts = o.decode(rows, None, codec=self.codecs[x], row=math.prod(x.shape), shape=(count, *x.shape))
         if dim:

@@ -165,7 +165,7 @@ class _Outer:
             if role.name in self.codecs and self.codecs[role.name].memory
         }
         key = None
-        if any(self.codecs[role.name].draws for role in anchors if role.name in self.codecs):
+        if any(role.name in self.codecs for role in anchors):
             key = self.input(SENT_AT, Type(torch.int64, ()), "sent_at")
         with self.b:
             if not later:
@@ -176,7 +176,8 @@ class _Outer:
                 if role in anchors and role.name in self.codecs:
                     how = self.codecs[role.name]
                     drawn = o.fold_in(key, data=site) if how.draws else None
-                    y, lost = o.compressed(x, errors.get(role), drawn, codec=how.codec, axes=(over,))
+                    e, sent_as = errors.get(role), {"codec": how.codec, "axes": (over,), "of": role.name}
+                    y, lost = o.compressed(x, e, drawn, key, **sent_as)
                     partial[role] = y
                     if role in errors:
                         self.updates[errors[role].name] = lost

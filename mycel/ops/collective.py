@@ -14,6 +14,8 @@
                                                                a partial sum
     y = exchange_chunks(x, axes=("dp",), count=2)                row i to rank i, row i from rank i: encoded messages
     y = gather_chunks(x, axes=("dp",), count=2)                  the rows of all
+    y = verified(y, x, at, axes=("dp",), every=100, of="w")    what has come of rows; now and then, compared with what was
+                                                               sent
     y = add_own_row(x, r, axes=("dp",), count=2)               r added to this rank's part of x
     t = begin(x, z, op="all_reduce", axes=("dp",), count=2)    the same for several tensors in one message, unwaited for
     y, w = finish(t, x, z, op="all_reduce", …)                 what it brought
@@ -31,6 +33,7 @@ or simulated ranks.
 from __future__ import annotations
 
 import math
+import zlib
 from typing import Any
 
 import torch
@@ -254,6 +257,33 @@ def exchange_chunks(x, *, axes, count):
 def gather_chunks(x, *, axes, count):
     """The rows of all ranks along the axes; what is encoded is small, so it is sent as soon as it is there."""
     return communicator().gather_chunks(x, axes)
+
+
+@op(
+    lambda come, sent, at, **_: "r^ b^, s^ b^, -> r b",
+    dtype="first",
+    free=True,
+    compiles=False,
+    by_rank=True,
+    effect=True,
+)
+def verified(come, sent, at, *, axes, every, of):
+    """What has come of encoded rows; in one of `every` messages their checksums are compared with those of what others
+    have sent, row i to rank i or one row to all.  Simulated ranks lose nothing, and a GPU does not wait for it."""
+    ranks = communicator()
+    if come.is_cuda or not hasattr(ranks, "gather_chunks") or int(at) % every:
+        return come
+    sums = lambda rows: torch.tensor([zlib.crc32(row.numpy()) for row in rows.contiguous()])[:, None]
+    mine = sums(sent)
+    theirs = ranks.exchange_chunks(mine, axes) if len(sent) == len(come) else ranks.gather_chunks(mine, axes)
+    wrong = (sums(come) != theirs).flatten().nonzero().flatten().tolist()
+    if wrong:
+        places = ", ".join(map(str, wrong))
+        raise RunError(
+            f"{of}: encoded bytes have changed on their way over {'.'.join(axes)}: from place {places} to "
+            f"{ranks.index(axes)}\n  try       the network and the memory of these hosts; the last checkpoint is whole"
+        )
+    return come
 
 
 def exchange_rows_vjp(g, y, x, sent, got, *, axes, count, rows):

@@ -21,6 +21,8 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
 
+import torch
+
 from mycel.errors import PlanError
 from mycel.ir import Mesh
 from mycel.ops.codec_kernels import FORMS
@@ -29,6 +31,7 @@ from mycel.ops.codecs import Compression, rank_of
 SMALL = 4096  # elements; below it a message's start costs more than its bytes
 EXEMPT = ("*router*", "*norm*")  # a little noise changes much, and they are few
 EXACT, AUTO = "exact", "auto"
+NOTHING: Mapping[str, torch.dtype] = {}
 CANDIDATES = (EXACT, "int8+ef", "int4+ef")  # of auto, the least lossy first
 
 
@@ -50,9 +53,16 @@ class CompressedAxis:
                 refuse_rank(name, shape, how, f"compress: {self.axis}: {pattern}")
         return chosen
 
-    def refuse_unused(self, shapes: Collection[str]) -> None:
-        """PlanError for a pattern that matches none of these parameters."""
-        for pattern, _ in self.patterns:
+    def refuse_unused(self, shapes: Collection[str], others: Mapping[str, torch.dtype] = NOTHING) -> None:
+        """PlanError for a pattern that matches none of these parameters; `others`: tensors that have no gradient."""
+        for pattern, how in self.patterns:
+            odd = next((name for name in others if pattern == name), None)
+            if odd is not None and how is not None:
+                kind = str(others[odd]).removeprefix("torch.")
+                why = "codecs are of floating point" if not others[odd].is_floating_point else "no step changes it"
+                raise PlanError(
+                    f"compress: {self.axis}: {odd}: {how}, but {odd} is {kind}: {why}\n  try       {odd}: exact"
+                )
             if pattern != "*" and not any(fnmatchcase(name, pattern) for name in shapes):
                 near = get_close_matches(pattern.strip("*."), shapes, 3, 0.3) or list(shapes)[:3]
                 raise PlanError(f"compress: {self.axis}: {pattern} matches no parameter\n  try       {', '.join(near)}")
@@ -69,7 +79,7 @@ def refuse_rank(name: str, shape: Sequence[int], how: Compression, where: str) -
     if rank and rank > min(sides):
         raise PlanError(
             f"{where}: {how.codec}, but {name} is {list(shape)}: of rank {min(sides)} at most\n"
-            f"  try       a rank below {min(sides)}, or  {name}: int8+ef"
+            f"  try       a rank up to {min(sides)}, or  {name}: int8+ef"
         )
 
 
