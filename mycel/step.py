@@ -50,6 +50,7 @@ from mycel.feed import (
 from mycel.forward import Forward, called, device_of, evaluating
 from mycel.ir import DEVICE, Mesh, Program, Role, Type, Var, check
 from mycel.message_state import KINDS, MessageState
+from mycel.monitors import monitored
 from mycel.objective import Batch, objective, refuse_outputs
 from mycel.outer_steps import TAKEN, OuterSteps
 from mycel.parts import ShardedModel, UnshardedStep, roles_of
@@ -238,6 +239,7 @@ class Step:
         self.grad_norm: torch.Tensor | None = None
         self._gradients: dict[str, torch.Tensor] = {}
         self.steps = 0  # taken, skipped ones among them
+        self._taken = 0  # the same, of all that led to this state
         self._evaluation: Forward | None = None
         self._routing: Forward | None = None
         self._adding: _Adding | None = None
@@ -253,6 +255,7 @@ class Step:
         self.for_ranks = self.parts is not None  # is what they share kept in the program?
         self.messages = MessageState(self.parts)
         policy = written.synced() if written is not None else None
+        self._phases, self._condition = written.phases() if written is not None else ([], None)
         self.outer = OuterSteps(policy, self.parts, self.messages) if policy and self.parts is not None else None
         self.state = StepState(model, optimizer, self.parts, self.counters, self.set_counters, self.messages)
 
@@ -277,7 +280,7 @@ class Step:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """One step on a batch; returns its loss (with `outputs`, and these), which stays on the device.  Only this
         rank's part of the batch is moved there."""
-        signature = optimizers.signature(self.optimizer, self.by_rule)
+        signature = self._signature()
         for i, entry in enumerate(self.entries):
             if entry.signature == signature:
                 out = entry.call(args, kwargs)
@@ -326,7 +329,32 @@ class Step:
 
     def usable(self, entry: CompiledStep) -> bool:
         """Are the optimiser's settings those it was compiled for?"""
-        return entry.signature == optimizers.signature(self.optimizer, self.by_rule)
+        return entry.signature == self._signature()
+
+    def _signature(self) -> tuple[Any, ...]:
+        """What a compiled step is for besides the form of its batch: the optimiser's settings, and the plan of now."""
+        return (self._phase(), *optimizers.signature(self.optimizer, self.by_rule))
+
+    def _phase(self) -> int:
+        """Which of the plans of a run holds: by the number of steps, or by what was measured, which all ranks know."""
+        if len(self._phases) <= 1:
+            return 0
+        if self._condition is not None:
+            return int(self._condition.holds(self.monitored()))
+        taken = self.outer.taken if self.outer is not None else self._taken
+        return next(i for i, (until, _) in enumerate(self._phases) if until is None or taken < until)
+
+    def monitored(self) -> dict[str, float]:
+        """What the plan has measured of gradients: noise scale, variance, errors of compression; see `monitors.py`."""
+        axis = self._watched()
+        return monitored(self._counters, self.written.mesh[axis]) if axis and self.written is not None else {}
+
+    def _watched(self) -> str:
+        """Along which axis gradients of ranks are compared; "" where they are not."""
+        if self.parts is None or self.written is None or not self.written.monitored():
+            return ""
+        axes = [*self.written.compress, *self.written.island.batch_axes()]
+        return next((a for a in axes if a in self.written.island.mesh and self.written.mesh[a] > 1), "")
 
     def rows(self, size: int, name: str | None = None) -> range:
         """Which rows of a batch of so many are this rank's; `name`: of which tensor, where the plan splits them
@@ -391,7 +419,7 @@ class Step:
                 self._prepare_islands(self.outer, made)
             run, feed = self.parts.connected(run), self.parts.feed(made, done.spread, whole)
         call, local = self._bound(made, program, run, feed)
-        signature = optimizers.signature(self.optimizer, self.by_rule)
+        signature = self._signature()
         return CompiledStep(done, source, decided, call, local, feed, signature, made.captured.facts, replayed)
 
     def _prepare_islands(self, outer: OuterSteps, made: UnshardedStep) -> None:
@@ -478,7 +506,8 @@ class Step:
         """The plan for the next signature of the batch: decisions hold for the first one."""
         if self.written is None:
             return plan.Plan(Mesh())
-        return self.written.given if self.entries else self.written
+        now = self._phases[self._phase()][1]
+        return now.given if self.entries else now
 
     def unsharded(self, *args: Any, **kwargs: Any) -> UnshardedStep:
         """The step as one program on one device, for such a batch: what there is to plan."""
@@ -550,7 +579,15 @@ class Step:
         program = body.program
         if late is not None:
             program = check(transform.delay_gradients(program, names, body.results, late.axis))
+        watched, by_group = self._watched(), [g.params for g in groups]
+        if watched:
+            ranks = given.mesh[watched]
+            program = check(transform.monitor_ranks(program, len(names), body.results, watched, ranks))
         program = self._compressed(program, names, body.results, given)
+        if watched:
+            assert self.written is not None
+            errors = "error" in self.written.monitored()
+            program = check(transform.monitor_sums(program, by_group, body.results, watched, errors))
         if late is not None and late.options["correction"]:
             program = check(transform.correct_delay(program, names, body.results, late.options["correction"]))
         return replace(body, program=check(transform.optimise(program, groups, body.results, *clipping, s.grads)))
@@ -683,6 +720,7 @@ class Step:
                     step._update(made, outs)
             step.grad_norm = outs[results]
             step.steps += 1
+            step._taken += 1
             for each in each_of(optimizer):  # schedulers ask whether a step came before theirs
                 each._opt_called = True  # type: ignore[attr-defined]
             if step.outer is not None:
@@ -771,7 +809,8 @@ class Step:
         """A number the step keeps on its device."""
         if name not in self._counters:
             first = {"loss_scale": torch.tensor(SCALE), "good_steps": torch.tensor(0, dtype=torch.int32)}
-            self._counters[name] = first.get(name, torch.tensor(0)).to(device)
+            is_average = name in (transform.SMALL, transform.LARGE) or name.startswith(transform.ERROR)
+            self._counters[name] = first.get(name, torch.tensor(0.0 if is_average else 0)).to(device)
         return self._counters[name]
 
     @property
@@ -781,15 +820,17 @@ class Step:
 
     def counters(self) -> dict[str, torch.Tensor]:
         """What the step keeps besides the model and the optimiser: counters, and the loss scale of fp16."""
-        taken = {TAKEN: torch.tensor(self.outer.taken)} if self.outer is not None else {}
+        number = self.outer.taken if self.outer is not None else self._taken
+        taken = {TAKEN: torch.tensor(number)} if self.outer is not None or len(self._phases) > 1 else {}
         return {k: v.clone() for k, v in self._counters.items()} | taken
 
     def set_counters(self, counters: Mapping[str, torch.Tensor]) -> None:
         """Continue from what `counters` gave."""
         device = device_of(self.model)
         self._counters = {k: v.to(device).clone() for k, v in counters.items() if k != TAKEN}
+        self._taken = int(counters.get(TAKEN, 0))
         if self.outer is not None:
-            self.outer.go_on(int(counters.get(TAKEN, 0)))
+            self.outer.go_on(self._taken)
 
     # -- a model in parts is still a model (`step_state.py`); where there are ranks, all of them call these ---------
 

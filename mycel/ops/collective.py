@@ -14,8 +14,8 @@
                                                                a partial sum
     y = exchange_chunks(x, axes=("dp",), count=2)                row i to rank i, row i from rank i: encoded messages
     y = gather_chunks(x, axes=("dp",), count=2)                  the rows of all
-    y = verified(y, x, at, axes=("dp",), every=100, of="w")    rows that have come; now and then, compared with those that
-                                                               were sent
+    y = verified(y, x, at, axes=("dp",), every=100, of="w")    rows that have come; now and then, compared with
+                                                               those that were sent
     y = add_own_row(x, r, axes=("dp",), count=2)               r added to this rank's part of x
     t = begin(x, z, op="all_reduce", axes=("dp",), count=2)    the same for several tensors in one message, unwaited for
     y, w = finish(t, x, z, op="all_reduce", …)                 what it brought

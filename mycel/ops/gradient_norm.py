@@ -44,6 +44,21 @@ def global_norm_part(at, *xs):
     return o.sqrt(total)
 
 
+@op(
+    lambda x, **_: f"{' '.join(f'd{d}+' for d in range(x.ndim)) or '...'} -> ",
+    types=lambda x, **_: Type(torch.float32, ()),
+    linear=((0,),),
+    sent_as_sum=True,
+    compiles=False,
+    padding="zeros",
+    examples=['f[4,6], axes=("dp",)', 'bf16[3], axes=("dp",)'],
+)
+def rank_squares(x, *, axes):
+    """The sum of squares of what a rank has of x, which along the axes is a partial sum; so is the result: the sum over
+    ranks of what each has.  It measures how their gradients differ."""
+    return x.float().square().sum()
+
+
 def square_sum(x, dtype):
     """As a dot product, the fastest way on a CPU; 16 bits are widened."""
     return (

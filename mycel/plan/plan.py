@@ -17,6 +17,7 @@
                                        # product that leaves them
     compress: {dp: int8+ef}            # gradients travel along dp in fewer bytes; by pattern; auto (compression.py)
     gather: {dp: int8}                 # parameters of ZeRO-3 travel so when they are gathered for use; by pattern
+    monitor: [noise, variance, error]  # measured of gradients at each step, and logged; may say when to compress
     sync: {dp: diloco(H=50)}           # ranks along dp take steps of their own, and are made one model now and then;
                                        # every step (default), local, streaming, gossip, sma (synchronising.py)
     recompute: full                    # in backward: all that can be; none; auto (default): what the memory budget asks
@@ -46,7 +47,16 @@ import yaml
 from mycel.errors import PlanError
 from mycel.ir import Axes, Layout, Mesh, part, read_layout
 from mycel.ops.codecs import Compression
-from mycel.plan.compression import CANDIDATES, CompressedAxis, choice_text, read_compress, read_gather
+from mycel.plan.compression import (
+    CANDIDATES,
+    CompressedAxis,
+    Condition,
+    choice_text,
+    read_compress,
+    read_gather,
+    read_monitor,
+    read_phases,
+)
 from mycel.plan.decided import Decided, Predicted
 from mycel.plan.offload import Offload
 from mycel.plan.residuals import Residuals
@@ -59,7 +69,7 @@ _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 READY = Path(__file__).parent.parent / "plans"
 KEYS = (
     "mesh", "parameters", "batch", "activations", "zero", "microbatches", "stages", "schedule", "sums", "compress",
-    "gather", "sync", "recompute", "offload", "loose", "decided", "predicted",
+    "gather", "monitor", "sync", "recompute", "offload", "loose", "decided", "predicted",
 )  # fmt: skip
 ALONE = frozenset({"microbatches", "recompute", "offload"})  # what may be said of one device, without a mesh
 STAGE_AXIS = "pp"  # of the mesh of a pipeline: the slowest, ranks of one stage lie together
@@ -91,6 +101,7 @@ class Plan:
     compress: Mapping[str, Any] = field(default_factory=dict)
     sync: Mapping[str, Any] = field(default_factory=dict)
     gather: Mapping[str, Any] = field(default_factory=dict)
+    monitor: Any = ()
 
     def __post_init__(self) -> None:
         self._lay_stages()
@@ -112,7 +123,10 @@ class Plan:
             raise PlanError(f"microbatches: {self.microbatches!r}\n  try       a whole number, at least 1")
         if self.sums not in SUMS:
             raise PlanError(f"sums: {self.sums!r}\n  known     {', '.join(SUMS)}")
-        read_compress(self.compress, self.mesh, self.batch_axes())
+        read_monitor(self.monitor)
+        phases, _ = read_phases(self.compress)
+        for _, how in phases:
+            read_compress(how, self.mesh, self.batch_axes())
         read_gather(self.gather, self.mesh, self.zero, self.over)
         self._refuse_islands()
 
@@ -299,7 +313,7 @@ class Plan:
             int(zero[1]), over, str(data.get("recompute") or "auto"), bool(data.get("loose")), decided, predicted,
             str(data.get("sums") or "as computed"), data.get("microbatches") or 1,
             Offload.read(data.get("offload"), where), stages, str(data.get("schedule") or "1f1b"),
-            data.get("compress") or {}, data.get("sync") or {}, data.get("gather") or {},
+            data.get("compress") or {}, data.get("sync") or {}, data.get("gather") or {}, data.get("monitor") or (),
         )  # fmt: skip
         return found._on(mesh, where)
 
@@ -331,6 +345,7 @@ class Plan:
         found |= {"sums": self.sums} if self.sums != "as computed" else {}
         found |= {"compress": _plain_mapping(self.compress)} if self.compress else {}
         found |= {"gather": _plain_mapping(self.gather)} if self.gather else {}
+        found |= {"monitor": sorted(read_monitor(self.monitor))} if self.monitor else {}
         found |= {"sync": dict(self.sync)} if self.sync else {}
         found |= {"recompute": self.recompute} if self.recompute != "auto" else {}
         found |= {"offload": self.offload.data()} if self.offload != Offload() else {}
@@ -442,6 +457,17 @@ class Plan:
         if found is None or self.mesh[found.axis] == 1:
             return None
         return found if found.auto or any(how is not None for _, how in found.patterns) else None
+
+    def phases(self) -> tuple[list[tuple[int | None, Plan]], Condition | None]:
+        """The plans of a run one after the other, each with the step before which it holds; or two, exact and encoded,
+        and what decides between them."""
+        phases, condition = read_phases(self.compress)
+        return [(until, replace(self, compress=how or {})) for until, how in phases], condition
+
+    def monitored(self) -> frozenset[str]:
+        """What of gradients is measured: what is asked for, and what decides."""
+        _, condition = read_phases(self.compress)
+        return read_monitor(self.monitor) | ({condition.name} if condition is not None else frozenset())
 
     def gathered_codecs(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, str]:
         """How parts of parameters of these shapes are encoded when they are gathered, by name."""

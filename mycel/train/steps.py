@@ -223,6 +223,7 @@ class Steps:
             "mfu": tokens_per_s * self.share_of_peak if tokens_per_s and self.share_of_peak else None,
             "memory_bytes": devices.memory_peak(self.parts.device),
             "skipped": skipped or None,
+            **self.parts.step.monitored(),
         }
 
     def _tell_skipped(self, losses: Sequence[float], norms: Sequence[float]) -> None:

@@ -20,6 +20,7 @@ from mycel.transform.head import head
 from mycel.transform.inline import inline
 from mycel.transform.jvp import jvp
 from mycel.transform.microbatch import BODY, joined, microbatch, shares, with_numbers_of
+from mycel.transform.monitoring import ERROR, LARGE, SMALL, monitor_ranks, monitor_sums
 from mycel.transform.narrow import narrow
 from mycel.transform.ones import with_ones
 from mycel.transform.optimise import ParameterGroup, optimise
@@ -48,8 +49,11 @@ def simplify(program: Program, ranks: bool = False) -> Program:
 __all__ = [
     "BODY",
     "DRAWS",
+    "ERROR",
+    "LARGE",
     "LOSS_SCALE",
     "SIMPLIFY",
+    "SMALL",
     "ParameterGroup",
     "Pass",
     "algebra",
@@ -70,6 +74,8 @@ __all__ = [
     "jvp",
     "masks",
     "microbatch",
+    "monitor_ranks",
+    "monitor_sums",
     "narrow",
     "optimise",
     "outline",
