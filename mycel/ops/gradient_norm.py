@@ -46,7 +46,7 @@ def global_norm_part(at, *xs):
 
 @op(
     lambda x, **_: f"{' '.join(f'd{d}+' for d in range(x.ndim)) or '...'} -> ",
-    types=lambda x, **_: Type(torch.float32, ()),
+    types=lambda x, **_: Type(norm_dtype([x]), ()),
     linear=((0,),),
     sent_as_sum=True,
     compiles=False,
@@ -56,7 +56,8 @@ def global_norm_part(at, *xs):
 def rank_squares(x, *, axes):
     """The sum of squares of what a rank has of x, which along the axes is a partial sum; so is the result: the sum over
     ranks of what each has.  It measures how their gradients differ."""
-    return x.float().square().sum()
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    return x.to(wide).square().sum()
 
 
 def square_sum(x, dtype):

@@ -67,9 +67,9 @@ class _Watching:
         self.updates: dict[str, Any] = {}
 
     def total(self, squares: Sequence[Any]) -> Any:
-        total = squares[0]
+        total = o.cast(squares[0], dtype=torch.float32)
         for s in squares[1:]:
-            total = o.add(total, s)
+            total = o.add(total, o.cast(s, dtype=torch.float32))
         return total
 
     def unscaled(self, x: Any) -> Any:
