@@ -146,8 +146,8 @@ def plan_of(way: str) -> dict[str, dict[str, str]]:
 
 
 def serve(way: str, steps: int, until: float) -> None:
-    """One rank: prints the seconds of a step, the bytes it sent in one, the loss on held-out text, and the seconds until
-    that was low enough (0: it was not asked for)."""
+    """One rank: prints the seconds of a step, the bytes it sent in one, the loss on held-out text, and the seconds
+    until that was low enough (0: it was not asked for)."""
     import torch
 
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
