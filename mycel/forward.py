@@ -81,11 +81,11 @@ class Forward:
         if parts is None:
             run, local, feed = load(program, captured.device, reuse=True)[0], program, feed_of(captured, program)
         else:
-            inputs, gathered = parts.given(unsharded)
+            inputs, gathered = parts.given(unsharded, parts.plan.together)
             rows = parts.rows_of(unsharded) if self.in_parts else {}
             device = plan.hardware_of(captured.device)
             task = Task(program, program.entry, device, False, inputs, gathered, results=rows)
-            spread = with_layouts(task, parts.plan.given)[1]
+            spread = with_layouts(task, parts.plan.together)[1]
             parts.split(captured.device)
             local = lower.local_of(program, spread)
             local = local if spread is None else check(lower.overlap(check(lower.hoist(local))))

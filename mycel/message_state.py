@@ -2,6 +2,7 @@
 this rank holds it; part of every checkpoint.
 
     error.dp.up.weight         error of up.weight over dp        each rank's own: its whole is the sum over dp
+    delayed.dp.up.weight       delayed of up.weight over dp      as well
     outer.received.up.weight   outer received of up.weight       lies as the optimiser's state of up.weight
 """
 
@@ -16,7 +17,7 @@ from mycel.ir import Layout, Role, Type
 from mycel.parts import ShardedModel
 from mycel.run import part_of
 
-KINDS = ("error", "outer")
+KINDS = ("error", "delayed", "outer")
 Tensors = dict[str, torch.Tensor]
 
 
@@ -72,5 +73,5 @@ def role_of(name: str) -> Role | None:
     """The role of a tensor in a checkpoint; None for what is none of a message's."""
     kind, _, rest = name.partition(".")
     first, _, of = rest.partition(".")
-    fields: dict[str, Any] = {"over": first} if kind == "error" else {"name": first}
+    fields: dict[str, Any] = {"over": first} if kind in ("error", "delayed") else {"name": first}
     return Role(kind, of=of, **fields) if kind in KINDS and of else None

@@ -21,10 +21,11 @@ from typing import Any
 
 import torch
 
+from mycel import replica_batch
 from mycel.capture import Captured
 from mycel.errors import PlanError, TrainError
-from mycel.feed import Feed, feed_of
-from mycel.ir import Layout, Program, Role, Type, Var, part
+from mycel.feed import Arguments, Feed, feed_of
+from mycel.ir import MEAN, Layout, Program, Role, Type, Var, part
 from mycel.lower import Distributed, Pipeline
 from mycel.ops.collective import COMMUNICATORS
 from mycel.ops.optimisers import StateSlot
@@ -67,6 +68,7 @@ class ShardedModel:
     owners: dict[str, tuple[int, ...]] = field(default_factory=dict)
     _open: int = 0
     _completed: bool = False
+    _average: dict[int, torch.Tensor] = field(default_factory=dict)  # of islands' models, by id
 
     def __post_init__(self) -> None:
         self.shapes = {name: x.shape for name, x in self.tensors()}
@@ -111,9 +113,10 @@ class ShardedModel:
 
     # -- layouts of a step's inputs
 
-    def given(self, unsharded: UnshardedStep) -> tuple[dict[int, Layout], frozenset[int]]:
+    def given(self, unsharded: UnshardedStep, plan: Plan | None = None) -> tuple[dict[int, Layout], frozenset[int]]:
         """Layouts of the step's inputs by position, those that are not whole; and the parameters that are gathered for
-        use."""
+        use.  `plan`: of the ranks that compute it together, by themselves; those that step together."""
+        plan = plan or self.plan.island
         program = unsharded.program
         ids = {id(x): name for name, x in self.tensors()}
         one = {name: ids[id(x)] for name, x in self.tensors()}  # of tied names, the one that counts
@@ -129,8 +132,8 @@ class ShardedModel:
         given, gathered = {}, set()
         for i, v in enumerate(program.inputs):
             role = program.role(v)
-            layout = self._layout(role, v.type)
-            if role.kind in ("state", "error", "outer"):
+            layout = plan.batch_layout(role.name, v.shape) if role.kind == "batch" else self._layout(role, v.type)
+            if role.kind in ("state", "error", "delayed", "outer"):
                 self.slots[role] = layout, v.type
             if not layout.is_whole:
                 given[i] = layout
@@ -176,18 +179,15 @@ class ShardedModel:
         return trimmed
 
     def _layout(self, role: Role, type: Type) -> Layout:
-        """In which an input of a step is held: as the plan says of the batch and of parameters; state as what it is the
-        state of."""
+        """In which an input of a step is held: parameters as the plan says; state as what it is the state of."""
         match role.kind:
-            case "batch":
-                return self.plan.batch_layout(role.name, type.shape)
             case "parameter" | "buffer":
                 return self.layouts.get(role.name, Layout())
             case "gradient":
                 return self.layouts.get(role.of, Layout())
             case "state" | "outer" if role.of in self.stored:
                 return state_layout(self.stored[role.of], self.shapes[role.of], type.shape)
-            case "error":  # each rank along the axis has one of its own: what all left behind is their sum
+            case "error" | "delayed":  # each rank along the axis has one of its own: the whole is their sum
                 layout = state_layout(
                     self.stored.get(role.of, Layout()), self.shapes.get(role.of, type.shape), type.shape
                 )
@@ -271,10 +271,10 @@ class ShardedModel:
             self._let_go()
 
     def completed(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """A call that is made with what all stages hold."""
+        """A call that is made with what all stages hold, and of islands with the mean of their models."""
 
         def run(*args: Any) -> Any:
-            with self.complete():
+            with self.complete(), self.averaged():
                 return call(*args)
 
         return run
@@ -370,7 +370,13 @@ class ShardedModel:
     def gather(self, x: torch.Tensor, layout: Layout, shape: Sequence[int]) -> torch.Tensor:
         """The whole of a tensor of which this rank has a part, or a summand; all ranks call it."""
         for axis, kind in layout.partial:
-            x = self.ranks.all_reduce(x, (axis,), kind)
+            if kind != MEAN:
+                x = self.ranks.all_reduce(x, (axis,), kind)
+            elif x.is_floating_point():
+                wide = torch.promote_types(x.dtype, torch.float32)
+                x = (self.ranks.all_reduce(x.to(wide), (axis,)) / self.plan.mesh[axis]).to(x.dtype)
+            else:  # counts: those of the first island
+                x = self.ranks.all_gather(x.unsqueeze(0), (axis,), 0)[0]
         for dim, axes in enumerate(layout.dims):
             for k in range(len(axes) - 1, -1, -1):  # the fastest first: each axis has padding of its own
                 x = self.ranks.all_gather(x, axes[k : k + 1], dim).narrow(
@@ -401,13 +407,67 @@ class ShardedModel:
         whole = sorted((name for name in sizes if used[name].is_whole), key=lambda name: -sizes[name])
         return sum(sizes[name] for name in whole) / max(1, sum(sizes.values())), whole
 
+    # -- islands: ranks that take steps of their own
+
+    def apart(self, layout: Layout) -> Layout:
+        """How something lies that each island has one of: over their axis, its mean stands for all."""
+        policy = self.plan.synced()
+        return layout if policy is None else layout.with_partial(policy.axis, MEAN)
+
+    @property
+    def island(self) -> int:
+        """The number of this rank's island."""
+        policy = self.plan.synced()
+        return self.plan.mesh.index(self.ranks.rank, (policy.axis,)) if policy is not None else 0
+
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Inside, all ranks hold the mean of the islands' models; all ranks enter it.  It is computed once between two
+        steps."""
+        if self.plan.synced() is None:
+            yield
+            return
+        own = {id(x): x for name, x in self.tensors() if x.is_floating_point() and self.is_trained(x)}
+        if not self._average:
+            self._average = {i: self.gather_mean(x.data) for i, x in own.items()}
+        held = {i: x.data for i, x in own.items()}
+        try:
+            for i, x in own.items():
+                x.data = self._average[i]
+            yield
+        finally:
+            for i, x in own.items():
+                x.data = held[i]
+
+    def lies(self, name: str, x: torch.Tensor) -> Layout:
+        """How ranks hold a tensor of the model: of what trains, islands have one each."""
+        return self.apart(self.layouts[name]) if self.is_trained(x) else self.layouts[name]
+
+    def is_trained(self, x: torch.Tensor) -> bool:
+        """May islands have it differently?"""
+        return x.requires_grad or not isinstance(x, torch.nn.Parameter)
+
+    def gather_mean(self, x: torch.Tensor) -> torch.Tensor:
+        """The mean over the islands of what lies alike in them."""
+        return self.gather(x, self.apart(Layout.whole(x.ndim)), x.shape)
+
+    def moved(self) -> None:
+        """A step was taken: averages are of before."""
+        self._average.clear()
+
     # -- what this rank takes of a batch
 
-    def feed(self, unsharded: UnshardedStep, sharded: Distributed | None) -> Feed:
-        """How a step that lies as was found is fed on this rank."""
+    def own_batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        """The part of a batch that is this rank's island's; all of it where all ranks step together."""
+        rank = self.ranks.rank if self.ranks is not None else seat().rank
+        return replica_batch.own_batch(self.plan, rank, args, kwargs)
+
+    def feed(self, unsharded: UnshardedStep, sharded: Distributed | None, whole: Arguments | None = None) -> Feed:
+        """How a step that lies as was found is fed on this rank; `whole`: the batch that islands have parts of."""
         lying = zip(sharded.whole.inputs, sharded.inputs, strict=True) if sharded is not None else ()
         layouts = {v.name: layout for v, layout in lying}
-        return feed_of(unsharded.captured, unsharded.program, layouts, self.plan.mesh, self.ranks.rank)
+        feed = feed_of(unsharded.captured, unsharded.program, layouts, self.plan.mesh, self.ranks.rank)
+        return feed if whole is None else replica_batch.fed_whole(self.plan, feed, whole)
 
     def slices(self, name: str, shape: Sequence[int]) -> tuple[slice, ...]:
         """This rank's part of a batch tensor of this shape."""

@@ -52,7 +52,9 @@ from mycel.forward import Forward, called, device_of, evaluating
 from mycel.ir import DEVICE, Mesh, Program, Role, Type, Var, check
 from mycel.islands import TimedCode, islands_text
 from mycel.message_state import KINDS, MessageState
+from mycel.monitors import monitored
 from mycel.objective import Batch, objective, refuse_outputs
+from mycel.outer_steps import TAKEN, OuterSteps
 from mycel.parts import ShardedModel, UnshardedStep, roles_of
 from mycel.planning import Task, planned
 from mycel.run import (
@@ -73,6 +75,7 @@ from mycel.step_state import StepState
 
 differentiate_with(transform.value_and_grad)
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+BY_ISLAND = 0x5851F42D4C957F2D  # between the keys of two islands
 SCALE = 65536.0  # the first loss scale of fp16, torch.amp.GradScaler's
 
 
@@ -251,6 +254,7 @@ class Step:
         self.grad_norm: torch.Tensor | None = None
         self._gradients: dict[str, torch.Tensor] = {}
         self.steps = 0  # taken, skipped ones among them
+        self._taken = 0  # the same, of all that led to this state
         self._evaluation: Forward | None = None
         self._routing: Forward | None = None
         self._adding: _Adding | None = None
@@ -265,6 +269,9 @@ class Step:
         self.parts = ShardedModel(model, optimizer, written) if written is not None and written.mesh.world > 1 else None
         self.for_ranks = self.parts is not None  # is what they share kept in the program?
         self.messages = MessageState(self.parts)
+        policy = written.synced() if written is not None else None
+        self._phases, self._condition = written.phases() if written is not None else ([], None)
+        self.outer = OuterSteps(policy, self.parts, self.messages) if policy and self.parts is not None else None
         self.state = StepState(model, optimizer, self.parts, self.counters, self.set_counters, self.messages)
 
     def _find_plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -288,7 +295,7 @@ class Step:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """One step on a batch; returns its loss (with `outputs`, and these), which stays on the device.  Only this
         rank's part of the batch is moved there."""
-        signature = optimizers.signature(self.optimizer, self.by_rule)
+        signature = self._signature()
         for i, entry in enumerate(self.entries):
             if entry.signature == signature:
                 out = entry.call(args, kwargs)
@@ -321,6 +328,8 @@ class Step:
                 self.counter("skipped", norm.device).add_(1)
         for p, g in gradients:
             p.grad = g if self.settings.grads else None
+        if self.outer is not None:
+            self.outer.after_step()
 
     def __deepcopy__(self, memo: Any) -> Step:
         raise TrainError(
@@ -335,7 +344,32 @@ class Step:
 
     def usable(self, entry: CompiledStep) -> bool:
         """Are the optimiser's settings those it was compiled for?"""
-        return entry.signature == optimizers.signature(self.optimizer, self.by_rule)
+        return entry.signature == self._signature()
+
+    def _signature(self) -> tuple[Any, ...]:
+        """What a compiled step is for besides the form of its batch: the optimiser's settings, and the plan of now."""
+        return (self._phase(), *optimizers.signature(self.optimizer, self.by_rule))
+
+    def _phase(self) -> int:
+        """Which of the plans of a run holds: by the number of steps, or by what was measured, which all ranks know."""
+        if len(self._phases) <= 1:
+            return 0
+        if self._condition is not None:
+            return int(self._condition.holds(self.monitored()))
+        taken = self.outer.taken if self.outer is not None else self._taken
+        return next(i for i, (until, _) in enumerate(self._phases) if until is None or taken < until)
+
+    def monitored(self) -> dict[str, float]:
+        """What the plan has measured of gradients: noise scale, variance, errors of compression; see `monitors.py`."""
+        axis = self._watched()
+        return monitored(self._counters, self.written.mesh[axis]) if axis and self.written is not None else {}
+
+    def _watched(self) -> str:
+        """Along which axis gradients of ranks are compared; "" where they are not."""
+        if self.parts is None or self.written is None or not self.written.monitored():
+            return ""
+        axes = [*self.written.compress, *self.written.island.batch_axes()]
+        return next((a for a in axes if a in self.written.island.mesh and self.written.mesh[a] > 1), "")
 
     def rows(self, size: int, name: str | None = None) -> range:
         """Which rows of a batch of so many are this rank's; `name`: of which tensor, where the plan splits them
@@ -372,7 +406,9 @@ class Step:
             start_workers()
         if device.type == "cpu":
             keep_freed_memory()
-        data = args, kwargs
+        whole, data = (args, kwargs), (args, kwargs)
+        if self.parts is not None:
+            args, kwargs = data = self.parts.own_batch(args, kwargs)
         args, kwargs = without_host_data(args, kwargs, device)
         with self.parts.whole() if self.parts is not None else contextlib.nullcontext():
             made, decided, done = self._planned(args, kwargs, data)
@@ -394,15 +430,28 @@ class Step:
         if self.parts is not None:
             if decided.compress:
                 self.parts.ranks.agree({"how gradients are compressed": str(decided.compressed())})
-            run, feed = self.parts.connected(run), self.parts.feed(made, done.spread)
+            if self.outer is not None:
+                self._prepare_islands(self.outer, made)
+            run, feed = self.parts.connected(run), self.parts.feed(made, done.spread, whole)
             if self.settings.outputs == "local":
                 run = self.parts.without_padding(run, made, self.parts.rows_of(made))
         islands = made.captured.islands
         timed = TimedCode(run, islands) if islands else None
         call, local = self._bound(made, program, timed or run, feed)
-        signature = optimizers.signature(self.optimizer, self.by_rule)
-        facts = made.captured.facts
+        signature, facts = self._signature(), made.captured.facts
         return CompiledStep(done, source, decided, call, local, feed, signature, facts, replayed, islands, timed)
+
+    def _prepare_islands(self, outer: OuterSteps, made: UnshardedStep) -> None:
+        """Islands agree on what they will say to each other."""
+        assert self.parts is not None
+        if made.captured.facts:
+            raise PlanError(
+                "values of the batch decide what the program is, and islands have parts of it\n"
+                f"  at        {'; '.join(str(f) for facts in made.captured.facts for f in facts.facts)}\n"
+                f"  try       sync: {{{outer.policy.axis}: every step}}, or keep it a tensor"
+            )
+        self.parts.ranks.agree({"how islands become one model": str(outer.policy)})
+        outer.prepare(made, self.parts.given(made)[0])
 
     def _replayed(
         self, code: Callable[..., Any], program: Program, device: torch.device, decided: plan.Plan
@@ -423,12 +472,12 @@ class Step:
     ) -> tuple[UnshardedStep, plan.Plan, lower.Lowered]:
         """The step, its plan and what that makes of it; where `compress` is auto, of all choices the quickest."""
         given = self._given()
-        with meshed(given.inside.mesh if self.written is not None else None):
+        with meshed(given.inside.island.mesh if self.written is not None else None):
             body = self._captured(args, kwargs, data)
         choices = given.compressions()
         tried = []
         for choice in choices:
-            made = self._updated(body, choice)
+            made = self._updated(body, choice.island)
             tried.append((made, *planned(self._task(made), choice)))
         if len(choices) == 1:
             return tried[0]
@@ -477,7 +526,8 @@ class Step:
         """The plan for the next signature of the batch: decisions hold for the first one."""
         if self.written is None:
             return plan.Plan(Mesh())
-        return self.written.given if self.entries else self.written
+        now = self._phases[self._phase()][1]
+        return now.given if self.entries else now
 
     def unsharded(self, *args: Any, **kwargs: Any) -> UnshardedStep:
         """The step as one program on one device, for such a batch: what there is to plan."""
@@ -490,7 +540,7 @@ class Step:
     def _unsharded(self, args: tuple[Any, ...], kwargs: dict[str, Any], data: Arguments | None = None) -> UnshardedStep:
         """The whole step as one program, on one device; manual regions are those of the mesh.  `data`: the batch, where
         the arguments hold none."""
-        with meshed(self.written.inside.mesh if self.written is not None else None):
+        with meshed(self.written.inside.island.mesh if self.written is not None else None):
             return self._updated(self._captured(args, kwargs, data or (args, kwargs)), self._given())
 
     def _captured(self, args: tuple[Any, ...], kwargs: dict[str, Any], data: Arguments) -> UnshardedStep:
@@ -547,7 +597,21 @@ class Step:
         """Loss and gradients -> the whole step, with gradients compressed as a plan says."""
         s, groups = self.settings, [g.group for g in body.groups]
         clipping = (s.clip_norm, s.clip_value) if self.by_rule else (None, None)
-        program = self._compressed(body.program, [name for g in groups for name in g.params], body.results, given)
+        names, late = [name for g in groups for name in g.params], given.delayed() if self.parts is not None else None
+        program = body.program
+        if late is not None:
+            program = check(transform.delay_gradients(program, names, body.results, late.axis))
+        watched, by_group = self._watched(), [g.params for g in groups]
+        if watched:
+            ranks = given.mesh[watched]
+            program = check(transform.monitor_ranks(program, len(names), body.results, watched, ranks))
+        program = self._compressed(program, names, body.results, given)
+        if watched:
+            assert self.written is not None
+            errors = "error" in self.written.monitored()
+            program = check(transform.monitor_sums(program, by_group, body.results, watched, errors))
+        if late is not None and late.options["correction"]:
+            program = check(transform.correct_delay(program, names, body.results, late.options["correction"]))
         return replace(body, program=check(transform.optimise(program, groups, body.results, *clipping, s.grads)))
 
     def _compressed(self, program: Program, names: Sequence[str], results: int, given: plan.Plan) -> Program:
@@ -556,7 +620,8 @@ class Step:
         if how is None or self.parts is None:
             return program
         trained = {name: self.parts.shapes[name] for name in names if name in self.parts.shapes}
-        how.refuse_unused(trained)
+        others = {name: x.dtype for name, x in self.parts.tensors() if name not in trained}
+        how.refuse_unused(trained, others)
         chosen = how.of(trained)
         return check(transform.compress_gradients(program, names, results, chosen, how.axis)) if chosen else program
 
@@ -655,11 +720,18 @@ class Step:
             [*given, *(role for roles, _ in readers for role in roles)], [program.role(v) for v in program.inputs]
         )
 
+        keys = [i for i, v in enumerate(captured.program.inputs) if made.program.role(v).kind == "key"]
+
         def run(inputs: Sequence[Any], fed: Fed) -> Any:
+            if step.outer is not None:
+                step.outer.before_step()
             with torch.inference_mode(False), torch.no_grad():
                 first = [g for g in groups if g.is_first(optimizer)]
                 before = step.skipped if first else 0
                 values = fed(inputs)
+                if step.outer is not None:  # each island draws its own
+                    for i in keys:
+                        values[i] = values[i] + step.outer.parts.island * BY_ISLAND
                 for _, read in readers:
                     values += read()
                 outs = code(*(values if arranged is None else arranged(values)))
@@ -670,8 +742,11 @@ class Step:
                     step._update(made, outs)
             step.grad_norm = outs[results]
             step.steps += 1
+            step._taken += 1
             for each in each_of(optimizer):  # schedulers ask whether a step came before theirs
                 each._opt_called = True  # type: ignore[attr-defined]
+            if step.outer is not None:
+                step.outer.after_step()
             return outs[:results]
 
         def bound(batch: Sequence[Var], fed: Fed) -> Call:
@@ -761,7 +836,8 @@ class Step:
         """A number the step keeps on its device."""
         if name not in self._counters:
             first = {"loss_scale": torch.tensor(SCALE), "good_steps": torch.tensor(0, dtype=torch.int32)}
-            self._counters[name] = first.get(name, torch.tensor(0)).to(device)
+            is_average = name in (transform.SMALL, transform.LARGE) or name.startswith(transform.ERROR)
+            self._counters[name] = first.get(name, torch.tensor(0.0 if is_average else 0)).to(device)
         return self._counters[name]
 
     @property
@@ -771,12 +847,17 @@ class Step:
 
     def counters(self) -> dict[str, torch.Tensor]:
         """What the step keeps besides the model and the optimiser: counters, and the loss scale of fp16."""
-        return {k: v.clone() for k, v in self._counters.items()}
+        number = self.outer.taken if self.outer is not None else self._taken
+        taken = {TAKEN: torch.tensor(number)} if self.outer is not None or len(self._phases) > 1 else {}
+        return {k: v.clone() for k, v in self._counters.items()} | taken
 
     def set_counters(self, counters: Mapping[str, torch.Tensor]) -> None:
         """Continue from what `counters` gave."""
         device = device_of(self.model)
-        self._counters = {k: v.to(device).clone() for k, v in counters.items()}
+        self._counters = {k: v.to(device).clone() for k, v in counters.items() if k != TAKEN}
+        self._taken = int(counters.get(TAKEN, 0))
+        if self.outer is not None:
+            self.outer.go_on(self._taken)
 
     # -- a model in parts is still a model (`step_state.py`); where there are ranks, all of them call these ---------
 
@@ -853,6 +934,8 @@ class Step:
         lines += islands_text(entry.islands, entry.timed.seconds if entry.timed is not None else 0.0)
         spread, pipeline = entry.lowered.spread, entry.lowered.pipeline
         lines += [lower.schedule_text(pipeline.schedule, entry.plan)] if pipeline is not None else []
+        apart = entry.plan.sync_text()
+        lines += [f"synchronised     {apart}"] if apart else []
         if spread is None:
             return "\n".join([*lines, "", str(entry.program)])
         assert entry.plan.predicted is not None
@@ -885,7 +968,9 @@ class _Adding(Step):
 
     def __init__(self, of: Step) -> None:
         settings = replace(of.settings, clip_norm=None, clip_value=None)
-        exact = replace(of.written, compress={}) if of.written is not None else None  # their mean is what counts
+        written = of.written  # the mean of gradients is what counts
+        sync = written.sync if written is not None and written.synced() else {}
+        exact = replace(written, compress={}, sync=sync) if written is not None else None
         super().__init__(of.model, of.optimizer, None, settings, exact)
         self.fn, self.taken, self.parts, self.by_rule = of.fn, of.taken, of.parts, False
         self.sums = Accumulation()

@@ -66,22 +66,26 @@ def settle_copies(optimizer: torch.optim.Optimizer) -> None:
             return
 
 
-def layouts(model: nn.Module, optimizer: torch.optim.Optimizer, parts: ShardedModel | None) -> Layouts:
-    """How the tensors of a checkpoint lie on the mesh, and their global shapes; others are whole on every rank."""
+def layouts(
+    model: nn.Module, optimizer: torch.optim.Optimizer, parts: ShardedModel | None, numbers: Tensors
+) -> Layouts:
+    """How the tensors of a checkpoint lie on the mesh, and their global shapes; others are whole on every rank.
+    `numbers`: what islands have each of their own besides model and optimiser."""
     if parts is None:
         return {}
-    placements = {f"model.{name}": (parts.layouts[name], tuple(parts.shapes[name])) for name in model_tensors(model)}
+    held = model_tensors(model)
+    placements = {f"model.{name}": (parts.lies(name, x), tuple(parts.shapes[name])) for name, x in held.items()}
     for name, x in optimizer_tensors(model, optimizer).items():
         owner, _, slot = name.rpartition(".")
-        if x.dim():
-            layout, type = parts.slots[Role("state", slot, of=owner)]
-            placements[f"optimizer.{name}"] = layout, type.shape
-    return placements
+        known = parts.slots.get(Role("state", slot, of=owner)) if x.dim() else None
+        layout, shape = (known[0], known[1].shape) if known is not None else (Layout.whole(x.dim()), tuple(x.shape))
+        placements[f"optimizer.{name}"] = parts.apart(layout), shape
+    return placements | {name: (parts.apart(Layout.whole(x.dim())), tuple(x.shape)) for name, x in numbers.items()}
 
 
 def wanted(parts: ShardedModel, own: Tensors, manifest: Manifest) -> Wanted:
     """This rank's parts of what a checkpoint holds, however they were saved; `own`: what the model has."""
-    specs = {f"model.{name}": (parts.layouts[name], tuple(parts.shapes[name]), x.dtype) for name, x in own.items()}
+    specs = {f"model.{name}": (parts.lies(name, x), tuple(parts.shapes[name]), x.dtype) for name, x in own.items()}
     for name, entry in manifest.tensors.items():
         saved = manifest.tensors[entry] if isinstance(entry, str) else entry
         if isinstance(saved, str) or name in specs:
@@ -92,7 +96,8 @@ def wanted(parts: ShardedModel, own: Tensors, manifest: Manifest) -> Wanted:
         known = parts.slots.get(role) if role is not None else None
         shape = saved.value_shape
         fits = known is not None and known[1].shape == shape
-        specs[name] = known[0] if known and fits else Layout.whole(len(shape)), shape, saved.dtype
+        layout = known[0] if known and fits else Layout.whole(len(shape))
+        specs[name] = layout if role is not None and kind != "optimizer" else parts.apart(layout), shape, saved.dtype
     return specs
 
 
@@ -158,7 +163,7 @@ class StepState:
                 f"the state of a step has no {missing[0]!r}: {', '.join(map(str, state)) or 'nothing'}\n"
                 "  try       what step.state_dict() gave; a model's own goes to model.load_state_dict, in step.whole()"
             )
-        with self.whole():
+        with self.whole(loading=True):
             self.model.load_state_dict(state["model"])
         with self._open():
             self.optimizer.load_state_dict(state["optimizer"])
@@ -170,27 +175,31 @@ class StepState:
         self.messages.take({name: x.clone() for name, x in state.get("messages", {}).items()}, whole=True)
 
     @contextlib.contextmanager
-    def whole(self, rank: int | None = None) -> Iterator[nn.Module]:
+    def whole(self, rank: int | None = None, loading: bool = False) -> Iterator[nn.Module]:
         """The model, whole inside: on every rank, which then keep their parts of what it is at the end; or on one, to
-        be looked at.  All ranks enter it."""
+        be looked at.  All ranks enter it.  Of islands it is the mean, and each keeps its own model if nothing was
+        changed, unless it was `loading`."""
         parts = self.split
         if parts is None:
             yield self.model
             return
         with parts.complete(), parts.opened():
-            yield from self._gathered(parts, rank)
+            yield from self._gathered(parts, rank, loading)
 
-    def _gathered(self, parts: ShardedModel, rank: int | None) -> Iterator[nn.Module]:
+    def _gathered(self, parts: ShardedModel, rank: int | None, loading: bool) -> Iterator[nn.Module]:
         """The model put together from the parts of all ranks; then in parts again."""
-        held = {name: x for name, x in parts.tensors() if not parts.layouts[name].is_whole}
+        lying = {name: parts.lies(name, x) for name, x in parts.tensors()}
+        held = {name: x for name, x in parts.tensors() if not lying[name].is_whole}
         before = {name: x.data for name, x in held.items()}
         done: set[int] = set()
+        versions: dict[int, int] = {}
         for name, x in held.items():
             if id(x) not in done:
                 done.add(id(x))
-                gathered = parts.gather(before[name], parts.layouts[name], parts.shapes[name])
+                gathered = parts.gather(before[name], lying[name], parts.shapes[name])
                 if rank is None or rank == self.rank:
                     x.data = gathered.clone() if gathered is before[name] else gathered
+                versions[id(x)] = x._version
         try:
             yield self.model
         finally:
@@ -199,7 +208,8 @@ class StepState:
                 if id(x) in done:
                     continue
                 done.add(id(x))
-                if rank is None:
+                is_same = bool(lying[name].partial) and not loading and x._version == versions[id(x)]
+                if rank is None and not is_same:
                     before[name].copy_(part_of(x.data, parts.layouts[name], parts.plan.mesh, self.rank))
                 x.data = before[name]
 
@@ -209,14 +219,15 @@ class StepState:
         parts = self.split
         if parts is None or name not in parts.layouts:
             return x.detach()
-        return parts.gather(x.detach(), parts.layouts[name], parts.shapes[name])
+        return parts.gather(x.detach(), parts.lies(name, x), parts.shapes[name])
 
     def _whole_slot(self, name: str, slot: str, x: Any) -> Any:
         parts, role = self.split, Role("state", slot, of=name)
         if parts is None or not isinstance(x, torch.Tensor) or role not in parts.slots:
             return x
         layout, type = parts.slots[role]
-        return x if tuple(x.shape) == type.shape and not layout.is_whole else parts.gather(x, layout, type.shape)
+        is_cut = tuple(x.shape) != type.shape or layout.is_whole
+        return parts.gather(x, parts.apart(layout if is_cut else Layout.whole(x.ndim)), type.shape)
 
     def _names(self) -> dict[int, str]:
         return {id(p): name for name, p in self.model.named_parameters()}
@@ -249,9 +260,10 @@ class StepState:
         """A checkpoint FOLDER/step-NUMBER, written by all ranks; when this returns it is on disk."""
         with self._open():
             tensors = {f"model.{name}": x for name, x in model_tensors(self.model).items()}
-            lying = {**layouts(self.model, self.optimizer, self.split), **self.messages.layouts()}
+            numbers = {f"step.{name}": x for name, x in self.counters().items()}
+            lying = {**layouts(self.model, self.optimizer, self.split, numbers), **self.messages.layouts()}
         tensors |= {f"optimizer.{name}": x for name, x in optimizer_tensors(self.model, self.optimizer).items()}
-        tensors |= {f"step.{name}": x for name, x in self.counters().items()} | self.messages.tensors()
+        tensors |= numbers | self.messages.tensors()
         plan = str(self.split.plan.given) if self.split is not None else None
         with Saver(folder, keep, asynchronous=False, ranks=self._process(), plan=plan) as saver:
             saver.save(number, tensors, {"optimizer": self._plain(), "steps": number}, layouts=lying)
@@ -329,7 +341,7 @@ class StepState:
         saved: Tensors = {}
         for file in sorted(folder.glob("*.safetensors")):
             saved |= load_file(file)
-        with self.whole():
+        with self.whole(loading=True):
             state = model_tensors(self.model)
             saved = saved or weights_of(folder, state)
             there = {id(x) for name, x in state.items() if name in saved}

@@ -269,7 +269,7 @@ def test_what_is_saved_must_lie_as_is_said(tmp_path):
                 (5,),
                 r"cannot save 'w': this rank has \[4\] of it, but a part of \[5\] that lies as \[-\] has \[5\]",
             ),
-            (Layout(((),), (("a", ">"),)), (4,), "of partial values, only sums can be state"),
+            (Layout(((),), (("a", ">"),)), (4,), "of partial values, only sums and means can be state"),
             (Layout((("a",),)), (4,), r"cannot lie as \[a\]: the mesh is Mesh\(\)"),
         ]:
             with pytest.raises(CheckpointError, match=told):

@@ -23,6 +23,7 @@ from mycel.ir.types import DTYPES, NAMES, Type
 Axes = tuple[str, ...]
 
 KINDS = {"+": "sum", ">": "maximum", "<": "minimum"}  # kinds of partial values
+MEAN = "~"  # of what is held between steps: each rank has one of its own, and their mean stands for all
 _AXIS = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 _TYPED = re.compile(r"((?:stack\()*)(\w+)\[([\w@.,]*)\]((?:[+<>]\w+)*)(\)*)", re.ASCII)
 

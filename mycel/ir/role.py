@@ -11,6 +11,7 @@
     gradient of layers.0.q_proj.weight           where the step puts it, for others to read
     count tokens                                 a number of the whole batch that a microbatch is divided by
     error of layers.0.q_proj.weight over dp      what compressing a message left behind, sent with the next
+    delayed of layers.0.q_proj.weight over dp    a gradient that the next step is taken with
     outer momentum of layers.0.q_proj.weight     state of an optimiser around the optimiser
 
 An input without a role is an argument of its own name.  Positions of inputs mean nothing: whoever gives values to a
@@ -36,6 +37,7 @@ FORMS = {
     "gradient": ("of", "OF"),
     "count": ("NAME",),
     "error": ("of", "OF", "over", "OVER"),
+    "delayed": ("of", "OF", "over", "OVER"),
     "outer": ("NAME", "of", "OF"),
 }
 HELD = ("parameter", "buffer", "variable")  # lives outside of the call, and is read at each

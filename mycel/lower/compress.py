@@ -2,7 +2,7 @@
 up those of its own part, and sends the sum to all, encoded once more.  Everyone decodes the same bytes, so replicas
 stay the same to the bit.
 
-    y, r = compressed(g, e, key, axes=("dp",), codec="int8")       c, l = encode_residual(g, e, key, codec="int8", …)
+    y, r = compressed(g, e, key, at, axes=("dp",), codec="int8")   c, l = encode_residual(g, e, key, codec="int8", …)
     …                                                              d = exchange_chunks(c, axes=("dp",), count=4)
     z = all_reduce(y, axes=("dp",), count=4)               =>      …
     w = summed(z)                                                  s = decode_sum(d, key, codec="int8", …)
@@ -16,7 +16,8 @@ stay the same to the bit.
 
 What the second encoding loses, the rank whose part it is keeps with its own: the sum of all that ranks keep and what
 they received is the sum of what they had.  A `reduce_scatter` is the first half alone.  Where nobody asks for r,
-nothing is kept.  A sum that is no such collective stays as it is, exact.
+nothing is kept.  A sum that is no such collective stays as it is, exact.  Rows that have come are `verified` before
+they are decoded, in one of so many messages.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from mycel.ops.codec_kernels import codec_of
 from mycel.ops.codecs import rank_of
 
 BY_RANK = 0x5851F42D4C957F2D  # between the keys of two ranks
+CHECKED_EVERY = 100  # messages
 SECOND = 0x14057B7EF767814F  # between those of the two encodings
 
 
@@ -50,8 +52,10 @@ class Message:
     dim: int | None
     keeps: bool
     left: Var | None = None
+    sent: Var | None = None
     rows: Var | None = None
     gathered: tuple[Var, Atom, int] | None = None  # with the key and the length of a row
+    code: Var | None = None  # that this rank has put into it
     basis: Var | None = None  # of powersgd
     total: Var | None = None
 
@@ -122,7 +126,7 @@ class _Compressed:
     def begun(self, eqn: Eqn) -> None:
         y, r = eqn.outputs
         eqn = substitute(eqn, self.values)
-        g, e, key = eqn.inputs
+        g, e, key, _ = eqn.inputs
         asked = self.users.get(y, [])
         if not asked or y in self.main.outputs or not all(is_sum(x, eqn.params["axes"]) for x in asked):
             self.exactly(eqn)
@@ -140,6 +144,7 @@ class _Compressed:
             return
         self.encode(message, g, e, self.key(key, p, message.codec), p["count"])
         assert message.rows is not None
+        message.sent = message.rows
         message.rows = o.exchange_chunks(message.rows, axes=p["axes"], count=p["count"])
         if message.dim is not None and message.left is not None:
             self.values[r] = message.left
@@ -176,14 +181,16 @@ class _Compressed:
     def received(self, message: Message, count: int, shape: Sequence[int], dim: int = 0) -> Var:
         key = message.eqn.inputs[2]
         how = {"codec": message.codec, "row": message.row(count), "shape": tuple(shape), "dim": dim}
-        total = o.decode_sum(message.rows, key, **how)
+        total = o.decode_sum(self.verified(message, message.rows, message.sent), key, **how)
         return total if total.dtype == message.given.dtype else o.cast(total, dtype=message.given.dtype)
 
     def gather(self, message: Message, axes: tuple[str, ...], count: int) -> None:
         """The sum of this rank's part, to all."""
         row, y, r = message.row(count), message.given, message.eqn.outputs[1]
         how = {"codec": message.codec, "row": row}
-        total = o.decode_sum(message.rows, message.eqn.inputs[2], shape=(row,), **how)
+        total = o.decode_sum(
+            self.verified(message, message.rows, message.sent), message.eqn.inputs[2], shape=(row,), **how
+        )
         base = None if message.eqn.inputs[2] is None else o.add(message.eqn.inputs[2], SECOND)
         key = self.key(base, {"axes": axes, "count": count}, message.codec)
         if message.keeps:
@@ -192,19 +199,25 @@ class _Compressed:
             self.values[r] = o.add_own_row(message.left, left, axes=axes, count=count)
         else:
             code = o.encode(total, key, rows=1, **how)
-        message.gathered = o.gather_chunks(code, axes=axes, count=count), base, row
+        message.code, message.gathered = code, (o.gather_chunks(code, axes=axes, count=count), base, row)
+
+    def verified(self, message: Message, come: Atom, sent: Atom) -> Var:
+        p = message.eqn.params
+        at = substitute(message.eqn, self.values).inputs[3]
+        return o.verified(come, sent, at, axes=p["axes"], every=CHECKED_EVERY, of=p["of"])
 
     def decoded(self, message: Message) -> Var:
         assert message.gathered is not None
         rows, key, row = message.gathered
         if message.basis is not None:
             return o.reshape(o.linear(message.basis, rows), shape=message.given.shape)
+        rows = self.verified(message, rows, message.code)
         whole = o.decode(rows, key, codec=message.codec, row=row, shape=message.given.shape)
         return whole if whole.dtype == message.given.dtype else o.cast(whole, dtype=message.given.dtype)
 
     def sketch(self, message: Message, axes: tuple[str, ...], count: int) -> None:
         """The sum of all ranks' matrices, times a few random columns."""
-        g, e, key = message.eqn.inputs
+        g, e, key, _ = message.eqn.inputs
         assert isinstance(g, Var)
         sides = g.shape[0], math.prod(g.shape[1:])
         matrix = o.reshape(g if e is None else o.add(g, e), shape=sides)
@@ -229,7 +242,7 @@ class _Compressed:
         return o.add(key, o.mul(o.place(axes=p["axes"], count=p["count"]), BY_RANK))
 
     def exactly(self, eqn: Eqn) -> None:
-        g, e, _ = eqn.inputs
+        g, e, *_ = eqn.inputs
         y, r = eqn.outputs
         self.values[y] = g if e is None else o.add(g, e)
         self.values[r] = o.mul(g, 0.0)

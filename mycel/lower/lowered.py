@@ -8,6 +8,7 @@ fuse         updates of many parameters in one
 outline      stretches between calls that are compiled as one
 stages       of a pipeline: one program for the ranks of each
 overlap      collectives begin early and end late
+gathers      of parameters, on encoded bytes
 offload      values leave for the host and come back
 """
 
@@ -20,6 +21,7 @@ from mycel import transform
 from mycel.ir import Eqn, Program, check
 from mycel.lower.compress import compress
 from mycel.lower.distribute import Distributed, distribute
+from mycel.lower.encode_gathers import EncodedGathers, encode_gathers
 from mycel.lower.hoist import hoist
 from mycel.lower.offload import offload
 from mycel.lower.overlap import overlap
@@ -58,7 +60,7 @@ def lowered(program: Program, plan: Plan) -> Lowered:
     if plan.is_pipeline:
         body = plan.decided.residuals.body
         return staged(plain_sums(resident, body), names, spread, plan, body)
-    return with_moves(Lowered(finished(resident, spread), names, spread), plan.decided.moved)
+    return with_moves(Lowered(finished(resident, spread, plan), names, spread), plan.decided.moved)
 
 
 def staged(summed: Program, regions: frozenset[str], spread: Distributed | None, plan: Plan, body: str) -> Lowered:
@@ -91,8 +93,13 @@ def with_regions(resident: Program, is_worth: Callable[[str, Sequence[Eqn]], boo
     return check(outlined), frozenset(names)
 
 
-def finished(program: Program, spread: Distributed | None) -> Program:
-    return program if spread is None else check(overlap(program))
+def finished(program: Program, spread: Distributed | None, plan: Plan) -> Program:
+    if spread is None:
+        return program
+    ordered = check(overlap(program))
+    shapes = {role.name: v.shape for v in spread.whole.inputs if (role := spread.whole.role(v)).kind == "parameter"}
+    codecs = plan.gathered_codecs(shapes)
+    return check(encode_gathers(ordered, EncodedGathers(plan.over[0], codecs))) if codecs else ordered
 
 
 def with_moves(done: Lowered, moved: Offloaded | None) -> Lowered:

@@ -6,10 +6,10 @@
     gb = all_reduce(db, …)                               gw, gb = finish(t, dw, db, op="all_reduce", …)
     w1 = adam(w, gw, …)                                  w1 = adam(w, gw, …)
 
-What is made on the way (gradients) is sent right after it is made.  What could be sent at any time (parts of
-parameters), or takes more memory once it has come, is sent one call ahead of its use.  What takes less memory once it
-has come (a rank's part of a gradient) is waited for one call later: what was sent stays until then, and the link is
-busy with the next one anyway.
+What is made on the way (gradients) is sent right after it is made, and so is what is there at the start (gradients that
+are one step late).  What takes more memory once it has come (parts of parameters) is sent one call ahead of its use.
+What takes less memory once it has come (a rank's part of a gradient) is waited for one call later: what was sent stays
+until then, and the link is busy with the next one anyway.
 """
 
 from __future__ import annotations
@@ -71,12 +71,11 @@ def _overlapped(block: Block) -> Block:
 
 
 def _ready(block: Block, i: int, uses: Mapping[Var, Chain], calls: Sequence[int]) -> int:
-    """Where a collective can begin: right behind what it sends; one call ahead of its use, if that has been there all
-    the time or it grows."""
+    """Where a collective can begin: right behind what it sends; one call ahead of its use, if it grows."""
     eqn = block.eqns[i]
     ready = max((uses[v].defined for v in eqn.vars), default=-1) + 1
     before = [c for c in calls if c < min(uses[eqn.outputs[0]].uses, default=len(block.eqns))]
-    if before and (eqn.op.grows or ready <= calls[0]):
+    if before and eqn.op.grows:
         ready = max(ready, before[-1])
     return min(ready, i)
 

@@ -1,7 +1,8 @@
 """Messages in fewer bytes, as operators: pure, typed, of fixed size.  What a codec does is in `codec_kernels.py`.
 
-    y, r = compressed(g, e, key, axes=("dp",), codec="int8")       a gradient on its way to a sum over dp: y is g + e
-    z = summed(y)                                                  up to what its codec loses, and that is r.  In a
+    y, r = compressed(g, e, key, at, axes=("dp",), codec="int8", of="w")
+    z = summed(y)                                                  a gradient on its way to a sum over dp: y is g + e
+                                                                   up to what its codec loses, and that is r.  In a
                                                                    global program nothing is lost: r is zero
     c = encode(x, key, codec="int8", rows=4, row=250)              rows of x, one behind the other, as bytes
     c, r = encode_residual(x, e, key, codec="int8", …)             of x + e, and what is left over
@@ -75,15 +76,19 @@ def wide(dtype):
 
 
 @op(
-    lambda g, e, key, **_: f"..., {'' if e is None else '...'}, -> ..., ...",
-    types=lambda g, e, key, **_: (g, g),
+    lambda g, e, key, at, **_: f"..., {'' if e is None else '...'}, , -> ..., ...",
+    types=lambda g, e, key, at, **_: (g, g),
     linear=((0, 1),),
     sent_as_sum=True,
     padding="zeros",
-    examples=['f[4,6], None, None, codec="int8", axes=("dp",)', 'f[3], f[3], i64[], codec="int8", axes=("dp",)'],
+    examples=[
+        'f[4,6], None, None, i64[], codec="int8", axes=("dp",), of="w"',
+        'f[3], f[3], i64[], i64[], codec="int8", axes=("dp",), of="w"',
+    ],
 )
-def compressed(g, e, key, *, codec, axes):
-    """g + e on its way to a sum over the axes, and what its codec will have lost of it."""
+def compressed(g, e, key, at, *, codec, axes, of):
+    """g + e, which belongs to the parameter `of`, on its way to a sum over the axes, and what its codec will have lost
+    of it; `at`: how many were sent before."""
     return g + 0 if e is None else g + e, torch.zeros_like(g)
 
 

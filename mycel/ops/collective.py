@@ -14,6 +14,8 @@
                                                                a partial sum
     y = exchange_chunks(x, axes=("dp",), count=2)                row i to rank i, row i from rank i: encoded messages
     y = gather_chunks(x, axes=("dp",), count=2)                  the rows of all
+    y = verified(y, x, at, axes=("dp",), every=100, of="w")    rows that have come; now and then, compared with
+                                                               those that were sent
     y = add_own_row(x, r, axes=("dp",), count=2)               r added to this rank's part of x
     t = begin(x, z, op="all_reduce", axes=("dp",), count=2)    the same for several tensors in one message, unwaited for
     y, w = finish(t, x, z, op="all_reduce", …)                 what it brought
@@ -31,6 +33,7 @@ or simulated ranks.
 from __future__ import annotations
 
 import math
+import zlib
 from typing import Any
 
 import torch
@@ -256,6 +259,33 @@ def gather_chunks(x, *, axes, count):
     return communicator().gather_chunks(x, axes)
 
 
+@op(
+    lambda come, sent, at, **_: "r^ b^, s^ b^, -> r b",
+    dtype="first",
+    free=True,
+    compiles=False,
+    by_rank=True,
+    effect=True,
+)
+def verified(come, sent, at, *, axes, every, of):
+    """What has come of encoded rows; in one of `every` messages their checksums are compared with those of what others
+    have sent, row i to rank i or one row to all.  Simulated ranks lose nothing, and a GPU does not wait for it."""
+    ranks = communicator()
+    if come.is_cuda or not hasattr(ranks, "gather_chunks") or int(at) % every:
+        return come
+    sums = lambda rows: torch.tensor([zlib.crc32(row.numpy()) for row in rows.contiguous()])[:, None]
+    mine = sums(sent)
+    theirs = ranks.exchange_chunks(mine, axes) if len(sent) == len(come) else ranks.gather_chunks(mine, axes)
+    wrong = (sums(come) != theirs).flatten().nonzero().flatten().tolist()
+    if wrong:
+        places = ", ".join(map(str, wrong))
+        raise RunError(
+            f"{of}: encoded bytes have changed on their way over {'.'.join(axes)}: from place {places} to "
+            f"{ranks.index(axes)}\n  try       the network and the memory of these hosts; the last checkpoint is whole"
+        )
+    return come
+
+
 def exchange_rows_vjp(g, y, x, sent, got, *, axes, count, rows):
     return o.exchange_rows(g, got, sent, axes=axes, count=count, rows=x.shape[0]), None, None
 
@@ -374,10 +404,11 @@ def place(*, axes, count, device=None):
     return torch.tensor(communicator().index(axes), device=device)
 
 
-def each(i, axes, count, kind="+", dims=(), sizes=()):
+def each(i, axes, count, kind="+", dims=(), sizes=(), to=()):
     """The params of one of several collectives that go together."""
     params = {"axes": axes, "count": count}
     params |= {} if kind == "+" else {"kind": kind}
+    params |= {"to": to} if to else {}
     return params | ({"dim": dims[i]} if dims else {}) | ({"size": sizes[i]} if sizes else {})
 
 
@@ -386,8 +417,10 @@ def finish_types(token, *xs, op, **how):
 
 
 @op(types=lambda *xs, **_: Type(torch.int64, ()), compiles=False, by_rank=True, effect=True)
-def begin(*xs, op, axes, count, kind="+", dims=(), sizes=()):
+def begin(*xs, op, axes, count, kind="+", dims=(), sizes=(), to=()):
     """Begin a collective on several tensors; `finish` waits for it."""
+    if op == "permute_ranks":
+        return communicator().start("permute", xs, axes=axes, to=to)
     how = {"dim": list(dims)} if dims else {}
     how |= {"kind": kind} if op in ("all_reduce", "reduce_scatter") else {}
     xs = [padded(x, d, count) for x, d in zip(xs, dims, strict=True)] if op == "reduce_scatter" else xs
@@ -395,7 +428,7 @@ def begin(*xs, op, axes, count, kind="+", dims=(), sizes=()):
 
 
 @op(types=finish_types, free=True, compiles=False, by_rank=True)
-def finish(token, *xs, op, axes, count, kind="+", dims=(), sizes=()):
+def finish(token, *xs, op, axes, count, kind="+", dims=(), sizes=(), to=()):
     """What a collective that was begun has brought."""
     ys = communicator().wait(token)
     if op == "all_gather":

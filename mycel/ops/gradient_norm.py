@@ -42,6 +42,22 @@ def global_norm_part(at, *xs):
     return o.cast(o.sqrt(total), dtype=norm_dtype(xs))
 
 
+@op(
+    lambda x, **_: f"{' '.join(f'd{d}+' for d in range(x.ndim)) or '...'} -> ",
+    types=lambda x, **_: Type(norm_dtype([x]), ()),
+    linear=((0,),),
+    sent_as_sum=True,
+    compiles=False,
+    padding="zeros",
+    examples=['f[4,6], axes=("dp",)', 'bf16[3], axes=("dp",)'],
+)
+def rank_squares(x, *, axes):
+    """The sum of squares of what a rank has of x, which along the axes is a partial sum; so is the result: the sum over
+    ranks of what each has.  It measures how their gradients differ."""
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    return x.to(wide).square().sum()
+
+
 def square_sum(x, dtype):
     """As a dot product, the fastest way on a CPU; 16 bits are widened."""
     return (

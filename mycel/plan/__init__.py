@@ -1,7 +1,7 @@
 """Reads a program and a device, returns a Plan.  Deciding never rewrites."""
 
 from mycel.plan.choices import Layouts
-from mycel.plan.clock import Clock, StreamShare, Times, clock
+from mycel.plan.clock import COMPUTE, Clock, StreamShare, Times, clock
 from mycel.plan.compression import CANDIDATES
 from mycel.plan.cost import Costs
 from mycel.plan.cuts import best_cut, cut_blocks
@@ -39,15 +39,17 @@ from mycel.plan.schedule import PipelineSchedule, StageCosts, orders_text, searc
 from mycel.plan.solve import Solved, parameter_layouts, solve
 from mycel.plan.stage_costs import message_bytes, stage_costs, step_seconds
 from mycel.plan.stages import StepBody, StepFlow, modules_around, starts_of
+from mycel.plan.synchronising import SyncPolicy
 from mycel.plan.travels import travels
 
 __all__ = [
-    "CANDIDATES", "CPU", "LESS", "STAGE_AXIS", "Absence", "BlockLayouts", "Clock", "Costs", "Decided", "Decision",
-    "ErrorBars", "Hardware", "Layouts", "Links", "Measured", "MovedValue", "Offload", "Offloaded", "PipelineSchedule",
-    "Plan", "Predicted", "Residuals", "Solved", "StageCosts", "StepBody", "StepFlow", "StreamShare", "StreamedInput",
-    "Times", "absences", "backward_inputs", "backward_part", "best_cut", "chunk_bytes", "clock", "cut_blocks",
-    "decide", "digest", "equation_key", "error_bars", "expressions", "hardware_of", "ladder", "message_bytes",
-    "modules_around", "moves_of", "orders_text", "paired", "parameter_layouts", "probe_path", "probe_text",
-    "ready_plans", "refuse_idle", "residuals", "searched", "solve", "splits", "stage_costs", "starts_of",
-    "state_inputs", "step_seconds", "streams_of", "timeline", "travels", "twins", "write_down",
+    "CANDIDATES", "COMPUTE", "CPU", "LESS", "STAGE_AXIS", "Absence", "BlockLayouts", "Clock", "Costs", "Decided",
+    "Decision", "ErrorBars", "Hardware", "Layouts", "Links", "Measured", "MovedValue", "Offload", "Offloaded",
+    "PipelineSchedule", "Plan", "Predicted", "Residuals", "Solved", "StageCosts", "StepBody", "StepFlow",
+    "StreamShare", "StreamedInput", "SyncPolicy", "Times", "absences", "backward_inputs", "backward_part",
+    "best_cut", "chunk_bytes", "clock", "cut_blocks", "decide", "digest", "equation_key", "error_bars",
+    "expressions", "hardware_of", "ladder", "message_bytes", "modules_around", "moves_of", "orders_text", "paired",
+    "parameter_layouts", "probe_path", "probe_text", "ready_plans", "refuse_idle", "residuals", "searched", "solve",
+    "splits", "stage_costs", "starts_of", "state_inputs", "step_seconds", "streams_of", "timeline", "travels",
+    "twins", "write_down",
 ]  # fmt: skip

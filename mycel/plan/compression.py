@@ -6,6 +6,11 @@
                                                      what another pattern names is compressed whatever it is
     compress: {dp: auto}                             whatever the clock finds quickest, exact among it
 
+    compress: {dp: [exact until 100, topk(0.25)+ef until 200, topk(0.01)+ef]}
+                                                     one after the other, by the number of steps
+    compress: {dp: int4+ef, when: noise > 2}         while what is monitored says so, exact otherwise
+    gather: {dp: int8}                               parameters of ZeRO-3, when they are gathered for use; by pattern
+
 Gradients are compressed on their way along one axis, which splits the batch.  What a codec's text may be says
 `ops/codec_kernels.py`; `+ef` and `+ef21` keep what it loses.
 """
@@ -13,11 +18,14 @@ Gradients are compressed on their way along one axis, which splits the batch.  W
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
+
+import torch
 
 from mycel.errors import PlanError
 from mycel.ir import Mesh
@@ -27,6 +35,9 @@ from mycel.ops.codecs import Compression, rank_of
 SMALL = 4096  # elements; below it a message's start costs more than its bytes
 EXEMPT = ("*router*", "*norm*")  # a little noise changes much, and they are few
 EXACT, AUTO = "exact", "auto"
+# what may be watched, and how what is measured of it is called
+MONITORS = {"noise": "noise_scale", "variance": "gradient_variance", "error": "compression_error"}
+NOTHING: Mapping[str, torch.dtype] = {}
 CANDIDATES = (EXACT, "int8+ef", "int4+ef")  # of auto, the least lossy first
 
 
@@ -48,9 +59,16 @@ class CompressedAxis:
                 refuse_rank(name, shape, how, f"compress: {self.axis}: {pattern}")
         return chosen
 
-    def refuse_unused(self, shapes: Collection[str]) -> None:
-        """PlanError for a pattern that matches none of these parameters."""
-        for pattern, _ in self.patterns:
+    def refuse_unused(self, shapes: Collection[str], others: Mapping[str, torch.dtype] = NOTHING) -> None:
+        """PlanError for a pattern that matches none of these parameters; `others`: tensors that have no gradient."""
+        for pattern, how in self.patterns:
+            odd = next((name for name in others if pattern == name), None)
+            if odd is not None and how is not None:
+                kind = str(others[odd]).removeprefix("torch.")
+                why = "codecs are of floating point" if not others[odd].is_floating_point else "no step changes it"
+                raise PlanError(
+                    f"compress: {self.axis}: {odd}: {how}, but {odd} is {kind}: {why}\n  try       {odd}: exact"
+                )
             if pattern != "*" and not any(fnmatchcase(name, pattern) for name in shapes):
                 near = get_close_matches(pattern.strip("*."), shapes, 3, 0.3) or list(shapes)[:3]
                 raise PlanError(f"compress: {self.axis}: {pattern} matches no parameter\n  try       {', '.join(near)}")
@@ -67,7 +85,7 @@ def refuse_rank(name: str, shape: Sequence[int], how: Compression, where: str) -
     if rank and rank > min(sides):
         raise PlanError(
             f"{where}: {how.codec}, but {name} is {list(shape)}: of rank {min(sides)} at most\n"
-            f"  try       a rank below {min(sides)}, or  {name}: int8+ef"
+            f"  try       a rank up to {min(sides)}, or  {name}: int8+ef"
         )
 
 
@@ -97,6 +115,98 @@ def read_compress(entry: Any, mesh: Mesh, batch_axes: Sequence[str]) -> Compress
     where = f"compress: {axis}" if isinstance(said, Mapping) else "compress"
     return CompressedAxis(axis, tuple((str(p), read_codec(how, f"{where}: {p if patterns is said else axis}"))
                                       for p, how in patterns.items()))  # fmt: skip
+
+
+def read_monitor(entry: Any) -> frozenset[str]:
+    """What `monitor` asks for."""
+    names = [entry] if isinstance(entry, str) else list(entry or ())
+    for name in names:
+        if name not in MONITORS:
+            close = get_close_matches(str(name), MONITORS, 1)
+            raise PlanError(
+                f"monitor: {name!r}\n  known     {', '.join(MONITORS)}\n  try       {(close or [*MONITORS])[0]}"
+            )
+    return frozenset(names)
+
+
+@dataclass(frozen=True)
+class Condition:
+    """When gradients are compressed: while what is monitored is above, or below, a number."""
+
+    name: str
+    above: bool
+    limit: float
+
+    def holds(self, values: Mapping[str, float]) -> bool:
+        """Before anything is measured, it does not."""
+        measured = [x for name, x in values.items() if name.startswith(MONITORS[self.name])]
+        return bool(measured) and (max(measured) > self.limit if self.above else max(measured) < self.limit)
+
+
+def read_phases(entry: Any) -> tuple[list[tuple[int | None, Any]], Condition | None]:
+    """What `compress` says over time: (the step before which it holds, None: for good; what holds), and what decides
+    between exact (the first) and encoded (the second) where that is `when`.
+
+    {dp: [exact until 100, topk(0.01)+ef]}      {dp: int4+ef, when: noise > 2}
+    """
+    if not isinstance(entry, Mapping) or not entry:
+        return [(None, entry)], None
+    rest = {axis: how for axis, how in entry.items() if axis != "when"}
+    if "when" in entry:
+        match = re.fullmatch(r"\s*(\w+)\s*([<>])\s*([-+.\w]+)\s*", str(entry["when"]))
+        if match is None or match[1] not in MONITORS or not _is_number(match[3]):
+            raise PlanError(
+                f"compress: when: {entry['when']!r}\n  known     {', '.join(MONITORS)}\n  try       when: noise > 2"
+            )
+        exact = dict.fromkeys(rest, EXACT)
+        return [(None, exact), (None, rest)], Condition(match[1], match[2] == ">", float(match[3]))
+    axis, said = next(iter(rest.items()))
+    if not isinstance(said, (list, tuple)):
+        return [(None, entry)], None
+    phases: list[tuple[int | None, Any]] = []
+    for i, text in enumerate(said):
+        how, _, end = (w.strip() for w in str(text).partition(" until "))
+        last = i == len(said) - 1
+        if last == bool(end) or (end and not (end.isdigit() and int(end) > (phases[-1][0] or 0 if phases else 0))):
+            raise PlanError(
+                f"compress: {axis}: {text}\n  try       steps that grow, and one for good at the end: "
+                "[exact until 100, topk(0.01)+ef]"
+            )
+        phases.append((int(end) if end else None, {axis: how}))
+    return phases, None
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def read_gather(entry: Any, mesh: Mesh, zero: int, over: Sequence[str]) -> CompressedAxis | None:
+    """What `gather` says of parameters that are gathered for use; None for nothing."""
+    if not entry:
+        return None
+    axis = next(iter(entry)) if isinstance(entry, Mapping) and len(entry) == 1 else None
+    if axis is None or axis not in mesh:
+        raise PlanError(f"gather: {entry!r}\n  try       an axis and a codec, such as  gather: {{dp: int8}}")
+    if zero != 3 or tuple(over) != (axis,):
+        has = f"zero is {zero} over {'.'.join(over)}" if zero else "there is no zero"
+        raise PlanError(
+            f"gather: along {axis} no parameters are gathered for use: {has}\n  try       zero: 3 over {axis}"
+        )
+    chosen = read_compress({axis: entry[axis]}, mesh, [axis])
+    assert chosen is not None
+    for pattern, how in chosen.patterns:
+        if how is not None and (how.memory or how.draws or how.codec.startswith("topk")):
+            raise PlanError(
+                f"gather: {axis}: {pattern}: {how}: parts are encoded anew each time, and nothing is kept\n"
+                "  try       int8, int4, bf16 or fp16"
+            )
+    if chosen.auto:
+        raise PlanError(f"gather: {axis}: auto is for gradients\n  try       gather: {{{axis}: int8}}")
+    return chosen
 
 
 def read_codec(text: Any, where: str) -> Compression | None:

@@ -280,6 +280,7 @@ class Predicted:
     host         bytes on the host, of a step that moves values there
     steps        of a pipeline: seconds of the forward, backward and weight steps of each stage, and of a message
     compress     where `compress: auto` chose: the seconds of a step by each of its choices
+    sync         what islands say to each other: seconds and bytes for each step, those of a rank (in `seconds`)
     """
 
     peak: int
@@ -293,6 +294,7 @@ class Predicted:
     host: int = 0
     steps: StageCosts | None = None
     compress: Mapping[str, float] = field(default_factory=dict)
+    sync: tuple[float, float] = (0.0, 0.0)
 
     @staticmethod
     def of(times: Times, budget: int | None, gap: float) -> Predicted:
@@ -309,7 +311,12 @@ class Predicted:
         return times_text(self.seconds, self.parts, self.assumed)
 
     def data(self) -> dict[str, Any]:
-        own = {k: v for k, v in vars(self).items() if v is not None and (k not in ("host", "compress") or v)}
+        own = {
+            k: v
+            for k, v in vars(self).items()
+            if v is not None and (k not in ("host", "compress") or v) and k != "sync"
+        }
+        own |= {"sync": list(self.sync)} if any(self.sync) else {}
         own |= {"steps": self.steps.data()} if self.steps is not None else {}
         return {**own, "parts": {name: list(part) for name, part in self.parts.items()}, "assumed": list(self.assumed)}
 
@@ -318,7 +325,9 @@ class Predicted:
         try:
             parts = {name: (float(total), float(exposed)) for name, (total, exposed) in data.get("parts", {}).items()}
             steps = StageCosts.read(data["steps"]) if data.get("steps") else None
-            return Predicted(**{**data, "parts": parts, "assumed": tuple(data.get("assumed", ())), "steps": steps})
+            first, second = data.get("sync", (0.0, 0.0))
+            more = {"assumed": tuple(data.get("assumed", ())), "steps": steps, "sync": (float(first), float(second))}
+            return Predicted(**{**data, "parts": parts, **more})
         except (TypeError, ValueError, AttributeError, KeyError) as e:
             raise PlanError(
                 f"{where}: predicted cannot be read\n  because   {e}\n  try       leave `predicted` out"

@@ -16,6 +16,10 @@
     sums: fp32                         # partial sums travel in 32 bits; as computed (default): in the precision of the
                                        # product that leaves them
     compress: {dp: int8+ef}            # gradients travel along dp in fewer bytes; by pattern; auto (compression.py)
+    gather: {dp: int8}                 # parameters of ZeRO-3 travel so when they are gathered for use; by pattern
+    monitor: [noise, variance, error]  # measured of gradients at each step, and logged; may say when to compress
+    sync: {dp: diloco(H=50)}           # ranks along dp take steps of their own, and are made one model now and then;
+                                       # every step (default), local, streaming, gossip, sma (synchronising.py)
     recompute: full                    # in backward: all that can be; none; auto (default): what the memory budget asks
                                        # for, at least cost
     offload: auto                      # what is not needed now may live on the host, where the memory budget asks for
@@ -42,11 +46,22 @@ import yaml
 
 from mycel.errors import PlanError
 from mycel.ir import Axes, Layout, Mesh, part, read_layout
-from mycel.plan.compression import CANDIDATES, CompressedAxis, choice_text, read_compress
+from mycel.ops.codecs import Compression
+from mycel.plan.compression import (
+    CANDIDATES,
+    CompressedAxis,
+    Condition,
+    choice_text,
+    read_compress,
+    read_gather,
+    read_monitor,
+    read_phases,
+)
 from mycel.plan.decided import Decided, Predicted
 from mycel.plan.offload import Offload
 from mycel.plan.residuals import Residuals
 from mycel.plan.schedule import PipelineSchedule, named, read_orders, stages_a_rank
+from mycel.plan.synchronising import SyncPolicy, read_sync, refuse_codec, refuse_layouts, sync_text
 from mycel.sizes import shown
 
 _Dumper: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)  # the C ones are ten times as fast
@@ -54,7 +69,7 @@ _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 READY = Path(__file__).parent.parent / "plans"
 KEYS = (
     "mesh", "parameters", "batch", "activations", "zero", "microbatches", "stages", "schedule", "sums", "compress",
-    "recompute", "offload", "loose", "decided", "predicted",
+    "gather", "monitor", "sync", "recompute", "offload", "loose", "decided", "predicted",
 )  # fmt: skip
 ALONE = frozenset({"microbatches", "recompute", "offload"})  # what may be said of one device, without a mesh
 STAGE_AXIS = "pp"  # of the mesh of a pipeline: the slowest, ranks of one stage lie together
@@ -84,6 +99,9 @@ class Plan:
     stages: int | tuple[str, ...] = 1
     schedule: str = "1f1b"
     compress: Mapping[str, Any] = field(default_factory=dict)
+    sync: Mapping[str, Any] = field(default_factory=dict)
+    gather: Mapping[str, Any] = field(default_factory=dict)
+    monitor: Any = ()
 
     def __post_init__(self) -> None:
         self._lay_stages()
@@ -105,7 +123,12 @@ class Plan:
             raise PlanError(f"microbatches: {self.microbatches!r}\n  try       a whole number, at least 1")
         if self.sums not in SUMS:
             raise PlanError(f"sums: {self.sums!r}\n  known     {', '.join(SUMS)}")
-        read_compress(self.compress, self.mesh, self.batch_axes())
+        read_monitor(self.monitor)
+        phases, _ = read_phases(self.compress)
+        for _, how in phases:
+            read_compress(how, self.mesh, self.batch_axes())
+        read_gather(self.gather, self.mesh, self.zero, self.over)
+        self._refuse_islands()
 
     # -- stages of a pipeline ----------------------------------------------------------------------------------------
 
@@ -157,6 +180,81 @@ class Plan:
             return self
         mesh = Mesh({axis: n for axis, n in self.mesh.sizes().items() if axis != STAGE_AXIS})
         return replace(self, mesh=mesh, stages=1, schedule="1f1b")
+
+    # -- ranks that take steps of their own --------------------------------------------------------------------------
+
+    def synced(self) -> SyncPolicy | None:
+        """How islands become one model; None where all ranks step together."""
+        policy = self._policy()
+        return policy if policy is not None and policy.has_islands else None
+
+    def delayed(self) -> SyncPolicy | None:
+        """Over which axis gradients are one step late; None where they are not."""
+        policy = self._policy()
+        return policy if policy is not None and not policy.has_islands else None
+
+    def _policy(self) -> SyncPolicy | None:
+        policy = read_sync(self.sync, self.mesh, self.batch_axes())
+        return policy if policy is not None and self.mesh[policy.axis] > 1 else None
+
+    @property
+    def island(self) -> Plan:
+        """The plan of the ranks that step together, by themselves."""
+        policy = self.synced()
+        if policy is None:
+            return self
+        axis = policy.axis
+        mesh = Mesh({name: n for name, n in self.mesh.sizes().items() if name != axis})
+        compress = {a: how for a, how in self.compress.items() if a != axis}
+        entries = self.batch.items() if isinstance(self.batch, Mapping) else [("", self.batch)]
+        batch = {name: _without(axis, entry) for name, entry in entries}
+        return replace(
+            self, mesh=mesh, sync={}, compress=compress, batch=batch if isinstance(self.batch, Mapping) else batch[""]
+        )
+
+    @property
+    def together(self) -> Plan:
+        """The plan where all ranks step together: what ranks compute with one model."""
+        return replace(self, sync={}, compress={}, decided=None, predicted=None) if self.synced() else self.given
+
+    def _refuse_islands(self) -> None:
+        """PlanError for what ranks that take steps of their own cannot do."""
+        policy = read_sync(self.sync, self.mesh, self.batch_axes())
+        if policy is None:
+            return
+        if self.is_pipeline:
+            raise PlanError(
+                f"sync: {policy.axis}: a pipeline steps together yet\n  try       sync: {{}}, or a plan without stages"
+            )
+        if not policy.has_islands:
+            return
+        entries = self.batch.items() if isinstance(self.batch, Mapping) else [("", self.batch)]
+        refuse_layouts(
+            policy,
+            {name: read_layout(e, self.mesh, f"parameters: {name}") for name, e in self.parameters.items()},
+            [read_layout(entry, self.mesh, f"batch: {name}") for name, entry in entries],
+            f"zero {self.zero}" if policy.axis in self.over else "",
+        )
+        refuse_codec(policy, read_compress(self._outer_compress(), self.mesh, self.batch_axes()))
+
+    def _outer_compress(self) -> dict[str, Any]:
+        """What `compress` says of the axis between islands."""
+        return {axis: how for axis, how in self.compress.items() if axis in self.sync}
+
+    def outer_codecs(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, Compression]:
+        """How what islands send is encoded, by parameter."""
+        encoded = read_compress(self._outer_compress(), self.mesh, self.batch_axes())
+        if encoded is None:
+            return {}
+        encoded.refuse_unused(shapes)
+        return encoded.of(shapes)
+
+    def sync_text(self) -> str:
+        """How models of ranks become one, and at what price, for people; "" where there is one."""
+        policy = self._policy()
+        if policy is None or not policy.has_islands:
+            return "" if policy is None else f"along {policy.axis} {policy}: gradients are one step late"
+        return sync_text(policy, *(self.predicted.sync if self.predicted is not None else (0.0, 0.0)))
 
     # -- reading and writing -----------------------------------------------------------------------------------------
 
@@ -215,7 +313,7 @@ class Plan:
             int(zero[1]), over, str(data.get("recompute") or "auto"), bool(data.get("loose")), decided, predicted,
             str(data.get("sums") or "as computed"), data.get("microbatches") or 1,
             Offload.read(data.get("offload"), where), stages, str(data.get("schedule") or "1f1b"),
-            data.get("compress") or {},
+            data.get("compress") or {}, data.get("sync") or {}, data.get("gather") or {}, data.get("monitor") or (),
         )  # fmt: skip
         return found._on(mesh, where)
 
@@ -246,6 +344,9 @@ class Plan:
             found["schedule"] = self.schedule
         found |= {"sums": self.sums} if self.sums != "as computed" else {}
         found |= {"compress": _plain_mapping(self.compress)} if self.compress else {}
+        found |= {"gather": _plain_mapping(self.gather)} if self.gather else {}
+        found |= {"monitor": sorted(read_monitor(self.monitor))} if self.monitor else {}
+        found |= {"sync": dict(self.sync)} if self.sync else {}
         found |= {"recompute": self.recompute} if self.recompute != "auto" else {}
         found |= {"offload": self.offload.data()} if self.offload != Offload() else {}
         found |= {"loose": True} if self.loose else {}
@@ -357,6 +458,25 @@ class Plan:
             return None
         return found if found.auto or any(how is not None for _, how in found.patterns) else None
 
+    def phases(self) -> tuple[list[tuple[int | None, Plan]], Condition | None]:
+        """The plans of a run one after the other, each with the step before which it holds; or two, exact and encoded,
+        and what decides between them."""
+        phases, condition = read_phases(self.compress)
+        return [(until, replace(self, compress=how or {})) for until, how in phases], condition
+
+    def monitored(self) -> frozenset[str]:
+        """What of gradients is measured: what is asked for, and what decides."""
+        _, condition = read_phases(self.compress)
+        return read_monitor(self.monitor) | ({condition.name} if condition is not None else frozenset())
+
+    def gathered_codecs(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, str]:
+        """How parts of parameters of these shapes are encoded when they are gathered, by name."""
+        chosen = read_gather(self.gather, self.mesh, self.zero, self.over)
+        if chosen is None or self.mesh[chosen.axis] == 1:
+            return {}
+        chosen.refuse_unused(shapes)
+        return {name: how.codec for name, how in chosen.of(shapes).items()}
+
     def compressions(self) -> list[Plan]:
         """The plans to choose from: itself, or where `compress` is auto, one for each choice."""
         found = self.compressed()
@@ -449,6 +569,14 @@ def _joined(a: Sequence[Any], b: Sequence[Any]) -> list[Any]:
         ".".join(dict.fromkeys(w for e in pair if e not in (None, "-") for w in str(e).split("."))) or "-"
         for pair in zip(longer, other, strict=True)
     ]
+
+
+def _without(axis: str, entry: Any) -> Any:
+    """Entries of a layout without an axis."""
+    if isinstance(entry, (list, tuple)):
+        return [_without(axis, e) for e in entry]
+    left = [w for w in str(entry).split(".") if w != axis] if entry is not None else []
+    return ".".join(left) or "-"
 
 
 def _plain(entry: Any) -> Any:

@@ -61,6 +61,7 @@ def solve(
     along = dict.fromkeys(plan.over, gathered) if plan.zero == 3 else {}
     compressed = plan.compressed()
     at_the_end = frozenset({compressed.axis}) if compressed is not None else frozenset[str]()  # what is encoded once
+    at_the_end |= frozenset(plan.batch_axes()[:1] if plan.monitored() else ())  # what ranks compare of their own
     reduced = frozenset(plan.over) - at_the_end if plan.zero >= 2 else frozenset()
     # activations are split by these anyway: what others split of a dim lies inside
     first = [a for a in plan.batch_axes() if a in plan.mesh]

@@ -3,7 +3,8 @@
     f32[5@dp,4] on Mesh(dp=2, tp=3)      dp=0  rows 0:3   on ranks 0 1 2
                                          dp=1  rows 3:5   on ranks 3 4 5, with a row of padding, which belongs to no box
 
-A partial tensor, the sum of what ranks hold, is saved as its summands: f32[5]+dp as f32[2@dp,5].
+A partial tensor, the sum of what ranks hold, is saved as its summands: f32[5]+dp as f32[2@dp,5].  So is one that each
+rank has a copy of its own of, and whose mean stands for all: f32[5]~dp.
 
 A box is (start, stop) for each dim.  Ranks that differ only along axes that a layout does not use hold the same box;
 one of them saves it, the one that has the least to save so far, the largest tensors first.  Every rank finds the same
@@ -17,18 +18,19 @@ import math
 from collections.abc import Sequence
 
 from mycel.errors import CheckpointError
-from mycel.ir import Layout, Mesh, extent, part
+from mycel.ir import MEAN, Layout, Mesh, extent, part
 
 Dims = tuple[int, ...]
 Box = tuple[tuple[int, int], ...]
+SAVED = {"+": "sum", MEAN: "mean"}  # what a partial tensor that is saved is of its summands
 Item = tuple[Layout, Dims, int]  # a tensor on a mesh: layout, global shape, bytes of an element
 
 
 def checked(name: str, layout: Layout, shape: Sequence[int], mesh: Mesh) -> Dims:
     """The shape, if parts of such a tensor can be saved and loaded."""
-    summed = all(kind == "+" for _, kind in layout.partial)
+    summed = all(kind in SAVED for _, kind in layout.partial)
     if not summed or len(layout.dims) != len(shape) or not all(axis in mesh for axis in layout.axes):
-        why = f"the mesh is {mesh}" if summed else "of partial values, only sums can be state"
+        why = f"the mesh is {mesh}" if summed else "of partial values, only sums and means can be state"
         what = f"{name!r} of shape {list(shape)} cannot lie as {layout}: {why}"
         raise CheckpointError(f"{what}\n  try       a layout with one entry for each dim, over axes of the mesh")
     return tuple(int(n) for n in shape)

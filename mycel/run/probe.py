@@ -28,6 +28,7 @@ from mycel.run.rendezvous import seat
 
 # a number is the least of so many rounds, each of at least so long: what else a machine does only adds to it
 ROUNDS, LEAST_S = 7, 0.01
+LONG_S = 0.25  # a message that takes longer is sent once
 GRAPHED = 20  # runs in one graph of a GPU
 SIZES = {  # by device: what is small and what is large there
     "cpu": {
@@ -268,11 +269,15 @@ class Probe:
     def _message(self, op: str, axes: tuple[str, ...], size: int, often: int) -> float:
         """Seconds of one; as often on all ranks."""
         send = self._sender(op, axes, size)
+        self._together()
+        started = time.perf_counter()
         send()
         self._wait()
+        is_long = self._mean(time.perf_counter() - started) > LONG_S  # on a slow link, once says enough
         times = []
-        for _ in range(ROUNDS):
+        for _ in range(1 if is_long else ROUNDS):
             self._together()
+            often = 1 if is_long else often
             started = time.perf_counter()
             for _ in range(often):
                 send()

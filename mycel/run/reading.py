@@ -10,7 +10,8 @@ before it counts.
 
 So a checkpoint can be loaded under any mesh and layouts.  What is not read is not checked, but where a whole checkpoint
 is asked for.  A partial tensor, saved as its summands, is their sum: a rank among as many reads its own summand, else
-the first one along the axes of the sum has all of it, and the others zeros.
+the first one along the axes of the sum has all of it, and the others zeros.  One that is saved as copies that differ is
+their mean: a rank among as many reads its own, else each reads the mean.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from pathlib import Path
 import torch
 
 from mycel.errors import CheckpointError
-from mycel.ir import Layout, Mesh
+from mycel.ir import MEAN, Layout, Mesh
 from mycel.run import boxes
 from mycel.run.boxes import Box, Dims
 from mycel.run.shards import (
@@ -49,26 +50,30 @@ Wanted = Mapping[str, tuple[Layout, Dims, torch.dtype]]  # by name: how it lies 
 @dataclass(frozen=True)
 class Target:
     """A tensor to be filled with a box of a saved one, which is not a tied name; `total`: what is to be the sum of its
-    rows then."""
+    rows then, or with `mean` their mean."""
 
     name: str
     box: Box
     tensor: torch.Tensor
     total: torch.Tensor | None = None
+    mean: bool = False
 
     @staticmethod
     def of(name: str, entry: StoredTensor, box: Box, x: torch.Tensor) -> Target:
-        """A tensor to be filled with a box of what is saved: of the sum, where that is partial."""
+        """A tensor to be filled with a box of what is saved: of the sum or mean, where that is partial."""
         if not entry.partial:
             return Target(name, box, x)
         rows = torch.empty((entry.shape[0], *x.shape), dtype=x.dtype, device=x.device)
-        return Target(name, ((0, entry.shape[0]), *box), rows, x)
+        return Target(name, ((0, entry.shape[0]), *box), rows, x, entry.partial == "mean")
 
     def add_up(self) -> None:
-        """The sum of what was read; of 16-bit values in 32."""
-        if self.total is not None:
+        """The sum or mean of what was read; of 16-bit values in 32.  Of counts the first."""
+        if self.total is not None and self.mean and not self.tensor.is_floating_point():
+            self.total.copy_(self.tensor[0])
+        elif self.total is not None:
             wide = torch.float32 if self.tensor.is_floating_point() and self.tensor.itemsize < 4 else self.tensor.dtype
-            self.total.copy_(self.tensor.sum(0, dtype=wide))
+            total = self.tensor.sum(0, dtype=wide)
+            self.total.copy_(total / len(self.tensor) if self.mean else total)
 
 
 @dataclass
@@ -129,12 +134,13 @@ def load_parts(
             axes = tuple(axis for axis, _ in layout.partial)
             place, ranks = mesh.index(rank, axes), mesh.count(axes)
             own = entry.partial and ranks == entry.shape[0]  # its own summand
-            full = boxes.extents(box) == room and (own or place == 0)
+            all_have_it = any(kind == MEAN for _, kind in layout.partial)
+            full = boxes.extents(box) == room and (own or place == 0 or all_have_it)
             parts[owner, layout] = x = (torch.empty if full else torch.zeros)(room, dtype=dtype, device=device)
             valid = x[tuple(slice(n) for n in boxes.extents(box))]
             if own:
                 targets.append(Target(owner, ((place, place + 1), *box), valid.unsqueeze(0)))
-            elif place == 0:
+            elif place == 0 or all_have_it:
                 targets.append(Target.of(owner, entry, box, valid))
         tensors[name] = parts[owner, layout]
     fill(path, manifest, targets)

@@ -83,16 +83,17 @@ class File:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor and where its pieces are; of a `partial` one its summands, along a first dim of their own."""
+    """A tensor and where its pieces are; of a `partial` one (sum, mean) its summands, along a first dim of their
+    own."""
 
     dtype: torch.dtype
     shape: Dims
     pieces: tuple[StoredPiece, ...]
-    partial: bool = False
+    partial: str = ""
 
     @property
     def value_shape(self) -> Dims:
-        """The shape of what is saved: of the sum, where it is partial."""
+        """The shape of what is saved: of the sum or mean, where it is partial."""
         return self.shape[1:] if self.partial else self.shape
 
 
@@ -271,7 +272,7 @@ def _entry_json(entry: StoredTensor) -> dict[str, Any]:
         "shape": entry.shape,
         "pieces": [vars(piece) for piece in entry.pieces],
     }
-    return {**record, "partial": "sum"} if entry.partial else record
+    return {**record, "partial": entry.partial} if entry.partial else record
 
 
 def _last_line(body: bytes) -> bytes:
@@ -357,8 +358,8 @@ def _entry(name: str, x: dict[str, Any]) -> StoredTensor:
         )
     _require(sum(math.prod(p.shape) for p in pieces) == math.prod(shape) and _apart(pieces), f"{name} has a hole")
     partial = x.get("partial")
-    _require(partial is None or (partial == "sum" and len(shape) > 0), f"{name} is partial: {partial!r}")
-    return StoredTensor(dtype, shape, pieces, partial is not None)
+    _require(partial is None or (partial in ("sum", "mean") and len(shape) > 0), f"{name} is partial: {partial!r}")
+    return StoredTensor(dtype, shape, pieces, partial or "")
 
 
 def _apart(pieces: tuple[StoredPiece, ...]) -> bool:

@@ -61,7 +61,7 @@ def take(
             f"meta cannot be written as JSON: {e}\n  try       numbers, strings, lists, objects"
         ) from e
     lies = {name: _lies(name, x, layouts, mesh) for name, x in tensors.items()}
-    partial = {name for name, (layout, _) in lies.items() if layout.partial}
+    partial = {name: boxes.SAVED[layout.partial[0][1]] for name, (layout, _) in lies.items() if layout.partial}
     lies |= {name: boxes.summands(*lies[name], mesh) for name in partial}
     tensors = {name: x.unsqueeze(0) if name in partial else x for name, x in tensors.items()}
     owner = _owners(tensors, lies)
@@ -72,12 +72,12 @@ def take(
     host, ready = copy(valid)
     parts = [(name, tuple(start for start, _ in held[name]), x) for name, x in host.items()]
     table: dict[str, StoredTensor | str] = {
-        name: StoredTensor(tensors[name].dtype, lies[name][1], (), name in partial) if o == name else o
+        name: StoredTensor(tensors[name].dtype, lies[name][1], (), partial.get(name, "")) if o == name else o
         for name, o in owner.items()
     }
     signature = [
         mesh.sizes(),
-        sorted(partial),
+        sorted(partial.items()),
         [(name, str(tensors[name].dtype), lies[name][1], str(lies[name][0]), owner[name]) for name in tensors],
     ]
     digest = hashlib.sha256(json.dumps(signature).encode()).hexdigest()

@@ -72,7 +72,7 @@ class Assembly:
     def whole(self, name: str, x: torch.Tensor) -> torch.Tensor:
         """All of a parameter or buffer; where ranks hold it in parts, all of them call this."""
         held = self.step.parts
-        return x.detach() if held is None else held.gather(x.detach(), held.layouts[name], held.shapes[name])
+        return x.detach() if held is None else held.gather(x.detach(), held.lies(name, x), held.shapes[name])
 
     @contextlib.contextmanager
     def complete(self) -> Iterator[None]:

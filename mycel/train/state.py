@@ -47,9 +47,10 @@ def tensors(parts: Assembly, losses: list[torch.Tensor], norms: list[torch.Tenso
     return state
 
 
-def layouts(parts: Assembly) -> Layouts:
+def layouts(parts: Assembly, state: Tensors) -> Layouts:
     """How these tensors lie on the mesh, and their global shapes; others are whole on every rank."""
-    lying = step_state.layouts(parts.module, parts.optimizer, parts.step.parts)
+    numbers = {name: x for name, x in state.items() if name.startswith(("step.", "loop."))}
+    lying = step_state.layouts(parts.module, parts.optimizer, parts.step.parts, numbers)
     return {**lying, **parts.step.messages.layouts()}
 
 

@@ -224,6 +224,7 @@ class Steps:
             "mfu": tokens_per_s * self.share_of_peak if tokens_per_s and self.share_of_peak else None,
             "memory_bytes": devices.memory_peak(self.parts.device),
             "skipped": skipped or None,
+            **self.parts.step.monitored(),
         }
 
     def _tell_skipped(self, losses: Sequence[float], norms: Sequence[float]) -> None:
@@ -274,7 +275,7 @@ class Steps:
         meta = {**self.same, **more, "random": state.random_state(self.parts.device)}
         with self.parts.complete():
             tensors = state.tensors(self.parts, self.losses, self.norms)
-            self.saver.save(self.done, tensors, meta, metric, state.layouts(self.parts))
+            self.saver.save(self.done, tensors, meta, metric, state.layouts(self.parts, tensors))
 
     def _tell_saves(self) -> None:
         """What became of saves since the last look."""

@@ -13,12 +13,14 @@ from mycel.transform.compressing import DRAWS, compress_gradients
 from mycel.transform.coupling import coupled
 from mycel.transform.cse import cse
 from mycel.transform.dce import dce
+from mycel.transform.delaying import correct_delay, delay_gradients
 from mycel.transform.fold import fold
 from mycel.transform.fuse import fuse
 from mycel.transform.head import head
 from mycel.transform.inline import inline
 from mycel.transform.jvp import jvp
 from mycel.transform.microbatch import BODY, joined, microbatch, shares, with_numbers_of
+from mycel.transform.monitoring import ERROR, LARGE, SMALL, monitor_ranks, monitor_sums
 from mycel.transform.narrow import narrow
 from mycel.transform.ones import with_ones
 from mycel.transform.optimise import ParameterGroup, optimise
@@ -47,17 +49,22 @@ def simplify(program: Program, ranks: bool = False) -> Program:
 __all__ = [
     "BODY",
     "DRAWS",
+    "ERROR",
+    "LARGE",
     "LOSS_SCALE",
     "SIMPLIFY",
+    "SMALL",
     "ParameterGroup",
     "Pass",
     "algebra",
     "attend",
     "causal",
     "compress_gradients",
+    "correct_delay",
     "coupled",
     "cse",
     "dce",
+    "delay_gradients",
     "fold",
     "forward_and_backward",
     "fuse",
@@ -67,6 +74,8 @@ __all__ = [
     "jvp",
     "masks",
     "microbatch",
+    "monitor_ranks",
+    "monitor_sums",
     "narrow",
     "optimise",
     "outline",

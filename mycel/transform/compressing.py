@@ -2,7 +2,7 @@
 left behind as state of the step.
 
     d_w = …                        d_w = …
-    return loss, d_w               y, r = compressed(d_w, w.error, None, axes=("dp",), codec="int8")
+    return loss, d_w               y, r = compressed(d_w, w.error, None, sent, axes=("dp",), codec="int8", of="w")
                         =>         …
                                    z = summed(y)
                                    return loss, z, w.error=r
@@ -13,7 +13,7 @@ bytes.  New inputs, by their roles:
     error of w over dp        ef: what was lost, added to the next gradient.  ef21: this rank's part in what has been
                               received so far; what travels is the difference to it
     outer received of w       ef21: what has been received so far
-    counter draws             where a codec rounds or chooses by chance: how many steps have drawn
+    counter draws             how many steps have sent: what codecs draw from that round or choose by chance
 
 Errors are kept without the loss scale of half precision.
 """
@@ -63,7 +63,7 @@ class _Compressing:
         self.b.reserve(v.name for v in (*self.main.inputs, *(v for e in self.main.eqns for v in e.outputs)))
         self.roles = dict(program.roles)
         self.scale = program.by_role().get(LOSS_SCALE)
-        self.key: Var | None = None
+        self.sent: Var | None = None
         self.updates: dict[str, Any] = {}
 
     def done(self, names: Sequence[str], results: int, chosen: Mapping[str, Compression]) -> Program:
@@ -83,8 +83,8 @@ class _Compressing:
         with self.b:
             for at, message in sent.items():
                 outputs[at] = self.ended(message)
-            if self.key is not None:
-                self.updates[self.key.name] = o.add(self.key, 1)
+            if self.sent is not None:
+                self.updates[self.sent.name] = o.add(self.sent, 1)
         eqns = [*behind.get(-1, ()), *(e for i, eqn in enumerate(main.eqns) for e in (eqn, *behind.get(i, ())))]
         block = replace(
             main,
@@ -112,17 +112,17 @@ class _Compressing:
             error = self.input(f"{name}.error", Type(wide, g.shape), Role("error", of=name, over=self.axis))
         if how.memory == "ef21":
             received = self.input(f"{name}.received", Type(wide, g.shape), Role("outer", "received", of=name))
-        if how.draws and self.key is None:
-            self.key = self.input("draws", Type(torch.int64, ()), DRAWS)
+        if self.sent is None:
+            self.sent = self.input("draws", Type(torch.int64, ()), DRAWS)
         with self.b:
             x = g if g.dtype == wide else o.cast(g, dtype=wide)
-            key = o.fold_in(self.key, data=site) if how.draws else None
+            key = o.fold_in(self.sent, data=site) if how.draws else None
             e = self.scaled(error)
-            how_sent = {"codec": how.codec, "axes": (self.axis,)}
+            how_sent = {"codec": how.codec, "axes": (self.axis,), "of": name}
             if received is not None:
-                partial, lost = o.compressed(o.sub(x, e), None, key, **how_sent)
+                partial, lost = o.compressed(o.sub(x, e), None, key, self.sent, **how_sent)
             else:
-                partial, lost = o.compressed(x, e, key, **how_sent)
+                partial, lost = o.compressed(x, e, key, self.sent, **how_sent)
         return CompressedSum(g.dtype, x, partial, lost, error, received)
 
     def ended(self, message: CompressedSum) -> Any:

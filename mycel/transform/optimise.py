@@ -114,7 +114,9 @@ def optimise(
         if kept or clip_value is not None:  # gradients are wanted as they are, not by way of a scale
             grads, scale = [_clipped(g, scale, clip_value) for g in grads], None
         for name, new in zip(program.updates, main.outputs[n:], strict=True):
-            updates[name] = o.where(finite, new, next(v for v in main.inputs if v.name == name))
+            old = next(v for v in main.inputs if v.name == name)
+            is_late = program.role(old).kind == "delayed"  # the step that is skipped is that of the old one
+            updates[name] = new if is_late else o.where(finite, new, old)
         at = 0
         for group, own, (state, hyper) in zip(groups, params, given, strict=True):
             count = len(own)

@@ -1,0 +1,135 @@
+"""What islands of ranks do after steps of their own (`sync` of a plan): the messages of `lower/outer.py`, when they are
+due.
+
+    step  1  2  3  4  5  6  7  8        streaming(H=4, fragments=2, overlap=1)
+    send     a     b     a     b
+    wait        a     b     a
+
+How many steps were taken is a counter of the step (`taken`), what is kept between messages is its state
+(`message_state.py`): a run that goes on sends what it would have sent.  A message that was under way when a checkpoint
+was saved is sent again from what was noted, and is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mycel.ir import Program, Role, Type
+from mycel.lower import SENT_AT, OuterMessage, outer_messages
+from mycel.message_state import KINDS, MessageState
+from mycel.parts import ShardedModel, UnshardedStep
+from mycel.plan import SyncPolicy
+from mycel.run import load
+from mycel.run.processes import Pending
+
+TAKEN = "taken"  # the counter of steps
+Code = Callable[..., Sequence[Any]]
+
+
+@dataclass(frozen=True)
+class LoadedMessage:
+    """A message as code, and the programs it was made of."""
+
+    message: OuterMessage
+    takes: Code | None
+    begins: Code
+    ends: Code | None
+
+
+class OuterSteps:
+    """Of one step."""
+
+    def __init__(self, policy: SyncPolicy, parts: ShardedModel, messages: MessageState) -> None:
+        self.policy, self.parts, self.messages = policy, parts, messages
+        self.taken = 0
+        self.fragments: list[list[LoadedMessage]] = []
+        self.pending: dict[int, Sequence[Any]] = {}  # by fragment: what was begun
+        self.device = torch.device("cpu")
+
+    def prepare(self, made: UnshardedStep, layouts: Mapping[int, Any]) -> None:
+        """Make the messages, once: a model has the same parameters whatever the batch."""
+        if self.fragments:
+            return
+        self.device = made.captured.device
+        shapes = {made.program.role(v): v.type for v in made.program.inputs}
+        for each in outer_messages(made.program, layouts, self.parts.plan):
+            self.fragments.append([self._loaded(message) for message in each])
+            for v in each[0].whole.inputs:
+                role = each[0].whole.role(v)
+                if role.kind in KINDS:
+                    of = next(shapes[held] for held in shapes if held.name == role.of and held.kind != "batch")
+                    self.parts.slots[role] = self._layout(role), Type(v.dtype, of.shape)
+
+    def _layout(self, role: Role) -> Any:
+        layout = self.parts.layouts[role.of]
+        if role.kind == "error":
+            return layout.with_partial(role.over, "+")
+        return self.parts.apart(layout) if role.name == "sent" else layout
+
+    def _loaded(self, message: OuterMessage) -> LoadedMessage:
+        code = lambda program: (
+            None if program is None else self.parts.connected(load(program, self.device, donate=True)[0])
+        )
+        begins = code(message.begins)
+        assert begins is not None
+        return LoadedMessage(message, code(message.takes), begins, code(message.ends))
+
+    def before_step(self) -> None:
+        """Outer steps start from where the model is."""
+        held = dict(self.parts.tensors()) if self.policy.has_outer_step else {}
+        for message in (each[0].message.whole for each in self.fragments) if held else ():
+            for v in message.inputs:
+                role = message.role(v)
+                if role.kind == "outer" and role.name == "anchor" and role not in self.messages.held:
+                    self.messages.held[role] = held[role.of].detach().to(v.dtype, copy=True)
+
+    def after_step(self) -> None:
+        """Receive and send what is due."""
+        self.taken += 1
+        self.parts.moved()
+        for i, each in enumerate(self.fragments):
+            if self.policy.overlap and self.policy.is_received(i, self.taken):
+                then = self.taken - self.policy.overlap
+                message = self._round(each, then)
+                if i not in self.pending:
+                    self.pending[i] = self._run(message.begins, message.message.begins, then)
+                assert message.ends is not None and message.message.ends is not None
+                self._run(message.ends, message.message.ends, then, self.pending.pop(i))
+            if self.policy.is_sent(i, self.taken):
+                message = self._round(each, self.taken)
+                if message.takes is not None and message.message.takes is not None:
+                    self._run(message.takes, message.message.takes, self.taken)
+                results = self._run(message.begins, message.message.begins, self.taken)
+                if message.ends is not None:
+                    self.pending[i] = results
+
+    def go_on(self, taken: int) -> None:
+        """From another state, after so many steps: what is under way is of the one that was left."""
+        for passed in self.pending.values():
+            for token in passed:
+                if isinstance(token, Pending):
+                    self.parts.ranks.wait(token)
+        self.pending.clear()
+        self.parts.moved()
+        self.taken = taken
+
+    def _round(self, each: Sequence[LoadedMessage], steps: int) -> LoadedMessage:
+        return each[steps // self.policy.every % len(each)]
+
+    def _run(self, code: Code, program: Program, sent_at: int, passed: Sequence[Any] = ()) -> Sequence[Any]:
+        tensors = dict(self.parts.tensors())
+        values = [*passed]
+        for v in program.inputs[len(passed) :]:
+            role = program.role(v)
+            if role.kind in KINDS:
+                values.append(self.messages.value(role, v.type, self.device))
+            elif role == SENT_AT:
+                values.append(torch.tensor(sent_at, device=self.device))
+            else:
+                values.append(tensors[role.name].data)
+        with torch.no_grad():
+            return code(*values)

@@ -1,0 +1,97 @@
+"""What a plan watches of gradients (`monitor`), as counters of the step; each is a moving average over about ten steps.
+
+    small = k Σ |g_i|²           over the k ranks of an axis, whose shares g_i add up to the gradient: the mean square
+                                 of a rank's own gradient
+    large = |Σ g_i|²             of the gradient
+    error = Σ |e_i|²             of each optimiser's group: what compressing has left behind
+
+All of it is of matrices, if there are any: sums of small gradients may be shared before they are measured.  From the
+first two come the variance of gradients and the noise scale (McCandlish et al. 2018), in units of the batch:
+
+    variance = (small - large) / (k - 1)        what the whole batch leaves of it
+    noise    = variance / (large - variance)    so many batches as large as this one would still pay
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from mycel.ir import Builder, Program, Role, Type, Var
+from mycel.ops import o
+from mycel.transform.scaling import LOSS_SCALE
+
+SMALL, LARGE, ERROR = "gradient_squares", "mean_gradient_squares", "error_squares"
+SHARE = 0.1  # of a new value in an average
+
+
+def monitor_ranks(program: Program, count: int, results: int, axis: str, ranks: int) -> Program:
+    """results[results:] are so many gradients, before they are compressed: their squares on the ranks of an axis."""
+    watch = _Watching(program)
+    with watch.b:
+        gradients = _matrices(program.main.outputs[results : results + count])
+        squares = watch.total([o.rank_squares(g, axes=(axis,)) for g in gradients])
+        watch.average(SMALL, watch.unscaled(o.mul(squares, float(ranks))))
+    return watch.program()
+
+
+def monitor_sums(program: Program, names: Sequence[Sequence[str]], results: int, axis: str, errors: bool) -> Program:
+    """What has come of them, and with `errors`, of each group what compressing has left behind."""
+    watch, inputs = _Watching(program), program.by_role()
+    new = dict(zip(program.updates, program.main.outputs[len(program.results) :], strict=True))
+    with watch.b:
+        sums = _matrices(program.main.outputs[results : results + sum(map(len, names))])
+        watch.average(LARGE, watch.unscaled(o.square(o.cast(o.global_norm(*sums), dtype=torch.float32))))
+        for i, group in enumerate(names if errors else ()):
+            left = [new[inputs[role].name] for name in group if (role := Role("error", of=name, over=axis)) in inputs]
+            if left:
+                watch.average(f"{ERROR}_{i}", watch.total([o.rank_squares(e, axes=(axis,)) for e in left]))
+    return watch.program()
+
+
+def _matrices(gradients: Sequence[Any]) -> list[Var]:
+    """Those that count; all, if none is one."""
+    there = [g for g in gradients if isinstance(g, Var)]
+    return [g for g in there if g.type.ndim > 1] or there
+
+
+class _Watching:
+    def __init__(self, program: Program) -> None:
+        self.before, self.b, self.roles = program, Builder(phase="update"), dict(program.roles)
+        main = program.main
+        self.b.inputs, self.b.eqns = list(main.inputs), list(main.eqns)
+        self.b.reserve(v.name for v in (*main.inputs, *(v for e in main.eqns for v in e.outputs)))
+        self.updates: dict[str, Any] = {}
+
+    def total(self, squares: Sequence[Any]) -> Any:
+        total = o.cast(squares[0], dtype=torch.float32)
+        for s in squares[1:]:
+            total = o.add(total, o.cast(s, dtype=torch.float32))
+        return total
+
+    def unscaled(self, x: Any) -> Any:
+        scale = self.before.by_role().get(LOSS_SCALE)
+        return x if scale is None else o.div(x, o.square(o.cast(scale, dtype=torch.float32)))
+
+    def average(self, name: str, x: Any) -> None:
+        old = self.b.input(name, Type(torch.float32, ()))
+        self.roles[old.name] = Role("counter", name)
+        self.updates[old.name] = o.add(o.mul(old, 1.0 - SHARE), o.mul(x, SHARE))
+
+    def program(self) -> Program:
+        main = self.before.main
+        block = replace(
+            main,
+            inputs=tuple(self.b.inputs),
+            eqns=tuple(self.b.eqns),
+            outputs=(*main.outputs, *self.updates.values()),
+        )
+        return replace(
+            self.before,
+            blocks={**self.before.blocks, self.before.entry: block},
+            updates=(*self.before.updates, *self.updates),
+            roles=self.roles,
+        )

@@ -1,0 +1,89 @@
+"""What is measured of gradients, and what follows from it: on simulated ranks, against the formulas."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_compress import Compressed, Small
+from torch import nn
+from torch.nn.functional import mse_loss
+
+import mycel
+from mycel import Plan
+from mycel.errors import PlanError
+from mycel.monitors import LEAST, monitored
+from mycel.transform.monitoring import ERROR, LARGE, SHARE, SMALL
+
+
+def gradients(values, rows) -> list[torch.Tensor]:
+    """Of matrices, of some rows, by torch."""
+    model = Small()
+    model.load_state_dict({name: values[f"parameter {name}"] for name, _ in model.named_parameters()})
+    model(x=values["batch x"][rows], y=values["batch y"][rows]).backward()
+    return [p.grad for p in model.parameters() if p.ndim > 1]
+
+
+@pytest.mark.parametrize("codec, mesh", [
+    ("exact", {"mesh": {"dp": 3}}), ("int8+ef", {"mesh": {"dp": 2}, "zero": "2 over dp", "microbatches": 2}),
+    ("int8+ef", {"mesh": {"dp": 2, "tp": 2}, "parameters": {"up.weight": ["tp", "-"], "down.weight": ["-", "tp"]}}),
+])  # fmt: skip
+def test_what_is_measured_is_what_the_formulas_say(codec, mesh):
+    case = Compressed({**mesh, "codec": codec, "monitor": ["noise", "error"]})
+    values, ranks = case.values(), case.plan.mesh["dp"]
+    zero = {name: torch.zeros_like(x) for name, x in values.items() if name.startswith(("counter", "error"))}
+    values |= zero
+    after = case.ranks(values)
+    rows = torch.arange(24).view(case.plan.microbatches, ranks, -1)  # of each microbatch each rank has some
+    squares = [sum(float(g.square().sum()) for g in gradients(values, rows[:, i].flatten())) for i in range(ranks)]
+    large = sum(float(g.square().sum()) for g in gradients(values, slice(None)))
+    got = {name: x[0] for name, x in after.items() if name.startswith("counter")}
+    assert float(got[f"counter {SMALL}"]) == pytest.approx(SHARE * sum(squares) / ranks, rel=1e-3)
+    assert float(got[f"counter {LARGE}"]) == pytest.approx(SHARE * large, rel=2e-2)
+    counters = {name.removeprefix("counter "): x for name, x in got.items()}
+    measured = monitored(counters, ranks)
+    small = sum(squares) / ranks
+    variance = (small - large) / (ranks - 1)
+    assert measured["gradient_variance"] == pytest.approx(SHARE * variance, rel=5e-2)
+    noise = variance / max(large - variance, LEAST * small)
+    assert measured["noise_scale"] == pytest.approx(noise, rel=0.1) or large - variance < 0.1 * large
+    if codec != "exact":
+        errors = [parts for name, parts in after.items() if name.startswith("error")]
+        left = sum(float(x.square().sum()) for parts in errors for x in parts)
+        assert counters[f"{ERROR}_0"] == pytest.approx(SHARE * left, rel=1e-3)
+        assert 0 < measured["compression_error_0"] < 0.2
+
+
+def test_the_codec_follows_the_number_of_steps_or_what_was_measured():
+    def step_of(compress) -> mycel.step.Step:
+        model = nn.Linear(64, 128)
+        plan = Plan.read({"mesh": {"dp": 2}, "batch": ["dp"], "compress": compress})
+        return mycel.train_step(model, torch.optim.SGD(model.parameters()), mse_loss, plan=plan, compile=False)
+
+    batch = torch.randn(8, 64), torch.randn(8, 128)
+    encoded = lambda step: "compressed(" in str(step._unsharded(batch, {}).program)
+    step = step_of({"dp": ["exact until 2", "powersgd(2)+ef until 5", "int8+ef"]})
+    kinds = []
+    for taken in range(7):
+        step.set_counters({"taken": torch.tensor(taken)})
+        kinds.append(step._phase())
+    assert kinds == [0, 0, 1, 1, 1, 2, 2] and encoded(step)
+    step.set_counters({})
+    assert not encoded(step) and step.counters() == {"taken": torch.tensor(0)}
+    step = step_of({"dp": "int8+ef", "when": "noise > 2"})
+    assert not encoded(step)
+    for small, large, now in ((2.0, 1.5, 0), (1.1, 0.6, 1)):  # a noise of 0.5, and of 5
+        step.set_counters({SMALL: torch.tensor(small), LARGE: torch.tensor(large)})
+        assert step._phase() == now
+    assert encoded(step)
+
+
+@pytest.mark.parametrize("plan, why", [
+    ({"monitor": ["nose"]}, r"monitor: 'nose'\n  known     noise, variance, error\n  try       noise"),
+    ({"compress": {"dp": "int8", "when": "loud"}}, "when: noise > 2"),
+    ({"compress": {"dp": ["exact until 5", "int8+ef until 3", "int8"]}}, "steps that grow"),
+    ({"compress": {"dp": ["exact until 5"]}}, "one for good at the end"),
+    ({"compress": {"dp": ["exact until 5", "int9"]}}, "there is no codec 'int9'"),
+])  # fmt: skip
+def test_refusals(plan, why):
+    with pytest.raises(PlanError, match=why):
+        Plan.read({"mesh": {"dp": 2}, "batch": ["dp"], **plan})

@@ -1,0 +1,337 @@
+"""Islands (`sync` of a plan): the messages of each policy on simulated ranks, whole runs in processes against plain
+torch, and going on after a kill."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from torch import nn
+
+import mycel
+from mycel import Mesh, Plan
+from mycel.errors import PlanError
+from mycel.ir import Program, Role, Type
+from mycel.launch import launch
+from mycel.lower import OuterMessage, outer_message, rounds
+from mycel.ops.codecs import Compression
+from mycel.plan.synchronising import read_policy
+from mycel.planning import planned
+from mycel.run import simulate
+from mycel.run.checkpoint import load_latest
+from mycel.run.simulate import put_together, spread_out
+
+POLICIES = {
+    "local": "local(H=3)",
+    "diloco": "diloco(H=3, lr=0.5, momentum=0.8)",
+    "streaming": "streaming(H=4, fragments=2, overlap=1, mixing=0.25, lr=0.5, momentum=0.8)",
+    "streaming late": "streaming(H=3, fragments=3, overlap=3, mixing=0.5)",
+    "gossip": "gossip(H=1, overlap=1)",
+    "gossip at once": "gossip(H=2, overlap=0)",
+    "sma": "sma(alpha=0.3, H=2)",
+}
+STEPS = 8
+
+
+def f32(*shape: int) -> Type:
+    return Type(torch.float32, shape)
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(40, 67), nn.Linear(67, 5)
+
+    def forward(self, x, y):
+        return nn.functional.cross_entropy(self.down(torch.relu(self.up(x))), y)
+
+
+def batch(i):
+    gen = torch.Generator().manual_seed(i)
+    return {"x": torch.randn(24, 40, generator=gen), "y": torch.randint(0, 5, (24,), generator=gen)}
+
+
+def reference(text: str, count: int):
+    """Islands that torch trains one after the other, and what the policy does to their parameters."""
+    policy = read_policy("dp", text)
+    models, optimizers = [], []
+    for _ in range(count):
+        torch.manual_seed(0)
+        models.append(Small())
+        optimizers.append(torch.optim.AdamW(models[-1].parameters(), lr=0.02))
+    names = [name for name, _ in models[0].named_parameters()]
+    sizes = {name: p.numel() for name, p in models[0].named_parameters()}
+    total, done, fragment = sum(sizes.values()), 0, {}
+    for name in names:
+        fragment[name] = min(done * policy.fragments // total, policy.fragments - 1)
+        done += sizes[name]
+    kept = sorted(set(fragment.values()))
+    anchors = {name: p.detach().clone() for name, p in models[0].named_parameters()}
+    momenta = {name: torch.zeros_like(x) for name, x in anchors.items()}
+    sent: dict[tuple[str, int], list[torch.Tensor]] = {}
+    losses: list[list[float]] = [[] for _ in range(count)]
+    option = policy.options.get
+
+    def receive(name: str, steps: int) -> None:
+        then = sent.pop((name, steps))
+        now = [dict(model.named_parameters())[name].data for model in models]
+        mean = torch.stack(then).mean(0)
+        if policy.has_outer_step:
+            delta = anchors[name] - mean
+            momenta[name] = option("momentum") * momenta[name] + delta
+            anchors[name] = anchors[name] - option("lr") * (delta + option("momentum") * momenta[name])
+            for w in now:
+                w.copy_(option("mixing", 0.0) * w + (1 - option("mixing", 0.0)) * anchors[name])
+        elif policy.kind == "gossip":
+            partner = rounds(count)[steps // policy.every % len(rounds(count))]
+            for i, w in enumerate(now):
+                w.copy_(w + (then[partner[i]] - then[i]) / 2)
+        else:
+            for w, x in zip(now, then, strict=True):
+                w.copy_(w + option("alpha", 1.0) * (mean - x))
+
+    for step in range(STEPS):
+        whole = batch(step)
+        for i, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            rows = slice(i * 24 // count, (i + 1) * 24 // count)
+            loss = model(whole["x"][rows], whole["y"][rows])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses[i].append(loss.item())
+        with torch.no_grad():
+            for name in names:
+                at = kept.index(fragment[name])
+                if policy.overlap and policy.is_received(at, step + 1):
+                    receive(name, step + 1 - policy.overlap)
+                if policy.is_sent(at, step + 1):
+                    sent[name, step + 1] = [dict(m.named_parameters())[name].detach().clone() for m in models]
+                    if not policy.overlap:
+                        receive(name, step + 1)
+    return [{name: p.detach() for name, p in model.named_parameters()} for model in models], losses
+
+
+# -- messages on simulated ranks
+
+MESH = Mesh(dp=3)
+TENSORS = {Role("parameter", "w"): f32(5, 8), Role("parameter", "v"): f32(7), Role("buffer", "b"): f32(3)}
+
+
+def values(program: Program, seed: int) -> dict[Role, list[torch.Tensor]]:
+    """Of each input, one tensor a rank: what islands share is the same on all."""
+    found = {}
+    for i, v in enumerate(program.inputs):
+        role, gen = program.role(v), torch.Generator().manual_seed(100 * seed + i)
+        each = [torch.randn(v.shape, generator=gen) for _ in range(MESH.world)]
+        shared = role.kind == "outer" and role.name != "sent"
+        found[role] = each[:1] * MESH.world if shared else each
+        if role.kind == "counter":
+            found[role] = [torch.tensor(seed)] * MESH.world
+    return found
+
+
+def exchanged(program: Program, given: dict[Role, list[torch.Tensor]], passed=()) -> dict[Role, list[torch.Tensor]]:
+    """What of it is new after a message; and what the program returns."""
+    inputs = [*passed, *(given[program.role(v)] for v in program.inputs[len(passed) :])]
+    outs = simulate(program, MESH, inputs)
+    n, by_name = len(outs) - len(program.updates), {v.name: program.role(v) for v in program.inputs}
+    return {"returned": outs[:n], **{by_name[k]: x for k, x in zip(program.updates, outs[n:], strict=True)}}
+
+
+def message(text: str, codecs=None, to=()) -> OuterMessage:
+    return outer_message(read_policy("dp", text), TENSORS, MESH.world, codecs or {}, to)
+
+
+def test_diloco_is_an_outer_step_of_torchs_sgd_and_islands_are_the_same_to_the_bit():
+    whole = message("diloco(H=3, lr=0.5, momentum=0.8)").whole
+    given = values(whole, 0)
+    after = exchanged(whole, given)
+    for name in ("w", "v"):
+        anchor, momentum = (given[Role("outer", slot, of=name)][0] for slot in ("anchor", "momentum"))
+        p = nn.Parameter(anchor.clone())
+        outer = torch.optim.SGD([p], lr=0.5, momentum=0.8, nesterov=True)
+        outer.state[p]["momentum_buffer"] = momentum.clone()
+        p.grad = anchor - torch.stack(given[Role("parameter", name)]).mean(0)
+        outer.step()
+        for x in (*after[Role("parameter", name)], *after[Role("outer", "anchor", of=name)]):
+            torch.testing.assert_close(x, p.detach())
+            assert torch.equal(x, after[Role("parameter", name)][0])
+    mean = torch.stack(given[Role("buffer", "b")]).mean(0)
+    assert all(torch.allclose(x, mean) for x in after[Role("buffer", "b")])
+
+
+@pytest.mark.parametrize("codec", ["int8+ef", "int4+stochastic+ef", "topk(0.2)+ef", "powersgd(2)+ef"])
+def test_of_an_encoded_outer_step_what_is_lost_is_kept(codec):
+    """Σ (differences + old errors) = n · received + Σ new errors; all islands receive the same."""
+    whole = message("diloco(H=2, lr=1, momentum=0)", {"w": Compression.parse(codec)}).whole
+    given = values(whole, 1)
+    after = exchanged(whole, given)
+    w, anchor, error = Role("parameter", "w"), Role("outer", "anchor", of="w"), Role("error", of="w", over="dp")
+    received = given[anchor][0] - after[anchor][0]
+    there = sum(given[anchor][0] - x for x in given[w]) + sum(given[error])
+    torch.testing.assert_close(MESH.world * received + sum(after[error]), there, rtol=1e-4, atol=1e-4)
+    assert all(torch.equal(x, after[w][0]) for x in after[w])
+    assert any(x.abs().max() > 0 for x in after[error])
+
+
+@pytest.mark.parametrize("text", ["streaming(H=4, overlap=1, mixing=0.25)", "gossip(H=1, overlap=1)"])
+@pytest.mark.parametrize("codec", [{}, {"w": Compression.parse("int8+ef")}])
+def test_a_message_that_is_begun_and_waited_for_later_brings_the_same(text, codec):
+    to = rounds(3)[0] if text.startswith("gossip") else ()
+    m = message(text, codec, to)
+    given = values(m.whole, 2)
+    passed = exchanged(m.begins, given)["returned"]
+    assert passed and not any(v in m.begins.inputs for v in m.whole.inputs if m.whole.role(v).kind == "parameter")
+    at_once, later = exchanged(m.whole, given), exchanged(m.ends, given, passed)
+    assert at_once.keys() == later.keys()
+    for role in at_once.keys() - {"returned"}:
+        assert all(torch.equal(x, y) for x, y in zip(at_once[role], later[role], strict=True)), role
+
+
+@pytest.mark.parametrize("count", range(1, 9))
+def test_of_gossip_each_meets_each_once(count):
+    met = [(i, j) for partner in rounds(count) for i, j in enumerate(partner) if i != j]
+    assert sorted(met) == [(i, j) for i in range(count) for j in range(count) if i != j]
+    assert all(partner[j] == i for partner in rounds(count) for i, j in enumerate(partner))
+
+
+@pytest.mark.parametrize("text", POLICIES.values())
+def test_in_h_steps_each_fragment_is_sent_once_and_received_once(text):
+    policy = read_policy("dp", text)
+    for steps in range(policy.every, 3 * policy.every):
+        for i in range(policy.fragments):
+            sent = [n for n in range(steps, steps + policy.every) if policy.is_sent(i, n)]
+            assert len(sent) == 1 and policy.is_received(i, sent[0] + policy.overlap)
+    assert read_policy("dp", str(policy)) == policy
+
+
+# -- gradients one step late
+
+
+def late(plan: dict, steps: int = 4) -> dict[str, torch.Tensor]:
+    """The parameters after some steps of SGD on simulated ranks."""
+    torch.manual_seed(0)
+    model, given = Small(), Plan.read({"batch": ["dp"], **plan})
+    step = mycel.train_step(model, torch.optim.SGD(model.parameters(), lr=0.5), plan=given, compile=False)
+    made = step._unsharded((), batch(0))
+    program, (_, lowered) = made.program, planned(step._task(made), given)
+    held, state = dict(model.named_parameters()), {}
+    for v, layout in zip(program.inputs, lowered.spread.inputs, strict=True):
+        role = program.role(v)
+        value = (
+            held[role.name].detach()
+            if role.kind == "parameter"
+            else torch.full(v.shape, 0.5 if role.name == "lr" else 0)
+        )
+        state[v.name] = spread_out(value.to(v.dtype), layout, given.mesh)
+    for i in range(steps):
+        for v, layout in zip(program.inputs, lowered.spread.inputs, strict=True):
+            if program.role(v).kind == "batch":
+                state[v.name] = spread_out(batch(i)[program.role(v).name], layout, given.mesh)
+        outs = simulate(lowered.program, given.mesh, list(state.values()))
+        state |= dict(zip(program.updates, outs[len(outs) - len(program.updates) :], strict=True))
+    layouts = {v.name: (v.type, layout) for v, layout in zip(program.inputs, lowered.spread.inputs, strict=True)}
+    found = {}
+    for v in program.inputs_of("parameter"):
+        type, layout = layouts[v.name]
+        found[program.role(v).name] = put_together(state[v.name], layout, type, given.mesh)
+    return found
+
+
+@pytest.mark.parametrize("plan", [
+    {"mesh": {"dp": 3}}, {"mesh": {"dp": 2}, "zero": "2 over dp", "microbatches": 2},
+    {"mesh": {"dp": 2, "near": 2}, "batch": ["dp.near"]},
+    {"mesh": {"dp": 2}, "compress": {"dp": {"*": "fp32+ef"}}},
+])  # fmt: skip
+def test_gradients_one_step_late_are_those_of_the_step_before_corrected(plan):
+    torch.manual_seed(0)
+    model, before, gradients = Small(), {}, {}
+    for i in range(4):
+        model.zero_grad()
+        model(**batch(i)).backward()
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                g, new = gradients.get(name, torch.zeros_like(p)), p.grad.clone()
+                g = g + 0.9 * g * g * (p - before.get(name, p))
+                before[name], gradients[name] = p.detach().clone(), new
+                p -= 0.5 * g
+    after = late({**plan, "sync": {"dp": "delayed(correction=0.9)"}})
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(after[name], p.detach(), rtol=1e-4, atol=1e-5)
+
+
+# -- plans
+
+
+def island_plan(**given) -> Plan:
+    return Plan.read({"mesh": {"dp": 2, "tp": 2}, "batch": ["dp"], **given})
+
+
+def test_an_island_is_a_plan_without_the_axis_and_a_plan_is_written_with_it():
+    plan = island_plan(sync={"dp": "diloco(H=50)"}, parameters={"up.weight": ["tp", "-"]}, zero="1 over tp")
+    assert plan.island.mesh.sizes() == {"tp": 2} and plan.island.synced() is None
+    assert not plan.island.batch_axes() and plan.together.batch_axes() == ["dp"]
+    assert Plan.read(yaml.safe_load(str(plan))) == plan
+    assert island_plan(sync={"dp": "every step"}).synced() is None
+
+
+def test_the_clock_counts_a_message_once_in_h_steps():
+    def predicted(h: int) -> tuple[float, float]:
+        plan = Plan.read({"mesh": {"dp": 2}, "batch": ["dp"], "sync": {"dp": f"diloco(H={h})"}})
+        model = Small()
+        step = mycel.train_step(model, torch.optim.SGD(model.parameters()), plan=plan, compile=False)
+        return step._planned((), batch(0), ((), batch(0)))[1].predicted.sync
+
+    (every, sent), (seldom, fewer) = predicted(1), predicted(10)
+    assert sent == pytest.approx(4 * sum(p.numel() for p in Small().parameters()))  # two ranks: once there and back
+    assert every / 10 == pytest.approx(seldom) and sent / 10 == pytest.approx(fewer)
+
+
+@pytest.mark.parametrize("given, why", [
+    ({"sync": "diloco"}, "an axis and a policy"),
+    ({"sync": {"pp": "local(H=2)"}}, "there is no axis 'pp'"),
+    ({"sync": {"tp": "local(H=2)"}}, "tp does not split the batch"),
+    ({"sync": {"dp": "dilocco(H=2)"}}, r"no such policy\n  known     every step, local.*\n  try       diloco"),
+    ({"sync": {"dp": "diloco"}}, r"H is not said\n  try       diloco\(H=50\)"),
+    ({"sync": {"dp": "diloco(H=0)"}}, "H is 0"),
+    ({"sync": {"dp": "diloco(H=2, beta=1)"}}, "diloco has no option 'beta'"),
+    ({"sync": {"dp": "streaming(H=2, overlap=3, fragments=1)"}}, "sent again after 2"),
+    ({"sync": {"dp": "streaming(H=2, fragments=3)"}}, "3 fragments, but H is 2"),
+    ({"sync": {"dp": "local(H=2)"}, "zero": "1 over dp"}, "zero 1 is over dp"),
+    ({"sync": {"dp": "local(H=2)"}, "parameters": {"up.weight": ["dp", "-"]}}, r"dp splits parameters \(up.weight"),
+    ({"sync": {"dp": "local(H=2)"}, "batch": ["tp.dp"]}, "dp first"),
+    ({"sync": {"dp": "local(H=2)"}, "compress": {"dp": "int8"}}, "averages models, not what has changed"),
+    ({"sync": {"dp": "diloco(H=2)"}, "compress": {"dp": "auto"}}, "as said"),
+])  # fmt: skip
+def test_refusals(given, why):
+    with pytest.raises(PlanError, match=why):
+        island_plan(**given)
+
+
+def test_islands_have_equal_parts():
+    model = Small()
+    plan = Plan.read({"mesh": {"dp": 2}, "batch": ["dp"], "sync": {"dp": "local(H=2)"}})
+    step = mycel.train_step(model, torch.optim.SGD(model.parameters()), plan=plan, compile=False)
+    with pytest.raises(PlanError, match=r"2 islands cannot have equal parts of x \[5, 40\]\n  try       6 rows, or 4"):
+        step.prepare(x=torch.randn(5, 40), y=torch.zeros(5, dtype=torch.int64))
+
+
+# -- in processes
+
+
+def run(kind: str, folder: Path) -> int:
+    child = str(Path(__file__).parent / "sync_child.py")
+    env = {"OMP_NUM_THREADS": "1", "MYCEL_TIMEOUT": "60"}
+    return launch([str(folder), kind], 2, program=[child], env=env, logs=folder / "logs")
+
+
+def test_islands_do_what_torch_does_and_go_on_to_the_bit_after_a_kill(tmp_path):
+    assert run("first", tmp_path) != 0
+    assert {f"{name}-{rank}.pt" for name in ("diloco", "streaming", "gossip") for rank in range(2)} <= {
+        p.name for p in tmp_path.iterdir()
+    }
+    assert run("again", tmp_path) == 0
+    loaded, _ = load_latest(tmp_path / "streaming")  # in one process it is the mean of the islands
+    assert loaded.tensors["model.up.weight"].shape == (67, 40)
