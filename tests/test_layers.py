@@ -48,7 +48,10 @@ MAY_IMPORT = {
     "forward": {"ir", "capture", "transform", "plan", "lower", "run", "feed", "parts", "planning"},
     "message_state": {"ir", "parts", "run"},
     "step_state": {"errors", "ir", "parts", "message_state", "run"},
+    "schedule_page": {"plan"},
+    "step_trace": {"plan", "run", "schedule_page"},
     "step": {
+        "step_trace",
         "errors",
         "sizes",
         "ir",
@@ -90,7 +93,7 @@ MAY_IMPORT = {
     },
     "step_search": {"errors", "ir", "plan", "parts", "run", "search", "search_space"},
     "search_text": {"errors", "sizes", "plan", "search"},
-    "search_page": {"sizes", "ir", "plan", "search", "search_text"},
+    "search_page": {"sizes", "ir", "plan", "schedule_page", "search", "search_text"},
     "train": {
         "search",
         "errors",
