@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -66,6 +67,7 @@ class ShardedModel:
     is_split: bool = False
     # in a pipeline: the places along its axis that hold a tensor, by name; what is not there, all do
     owners: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    messages: Any = None  # what messages keep (`message_state.py`), by role in `held`
     _open: int = 0
     _completed: bool = False
     _average: dict[int, torch.Tensor] = field(default_factory=dict)  # of islands' models, by id
@@ -107,9 +109,18 @@ class ShardedModel:
             for name, x in held.items():
                 by_name[name].data = x
 
-    def adopt(self, shapes: Mapping[str, torch.Size], layouts: Mapping[str, Layout]) -> None:
-        """The model was made in parts: these are the shapes of the whole, and how its tensors lie."""
+    def adopt(
+        self,
+        shapes: Mapping[str, torch.Size],
+        layouts: Mapping[str, Layout],
+        owners: Mapping[str, tuple[int, ...]] | None = None,
+    ) -> None:
+        """The model was made in parts: these are the shapes of the whole, how its tensors lie, and of a pipeline who
+        holds them."""
         self.shapes, self.layouts, self.is_split = dict(shapes), dict(layouts), True
+        if owners:
+            self.owners = dict(owners)
+            self._guard(True)
 
     # -- layouts of a step's inputs
 
@@ -224,9 +235,7 @@ class ShardedModel:
 
     def hold(self, pipeline: Pipeline) -> None:
         """From now on this rank holds what its stages use."""
-        owners = {role.name: ranks for role, ranks in pipeline.owners.items() if role.kind in ("parameter", "buffer")}
-        by_id = {id(x): name for name, x in reversed(list(self.tensors())) if name in owners}
-        owners = {name: owners[by_id[id(x)]] for name, x in self.tensors() if id(x) in by_id}
+        owners = self.owners_under(pipeline)
         if self.owners and owners != self.owners:
             other = next(name for name in owners if owners[name] != self.owners.get(name))
             raise PlanError(
@@ -238,12 +247,21 @@ class ShardedModel:
         self.owners = owners
         self._let_go()
 
+    def owners_under(self, pipeline: Pipeline) -> dict[str, tuple[int, ...]]:
+        """The places that hold each tensor, by all its names."""
+        owners = {role.name: ranks for role, ranks in pipeline.owners.items() if role.kind in ("parameter", "buffer")}
+        by_id = {id(x): name for name, x in reversed(list(self.tensors())) if name in owners}
+        return {name: owners[by_id[id(x)]] for name, x in self.tensors() if id(x) in by_id}
+
     def _let_go(self) -> None:
         """What other stages hold is not here."""
         for name, x in self.tensors():
             if not self.is_own(name):
                 x.data = torch.zeros((), dtype=x.dtype, device=x.device).expand(self.shapes[name])  # one number
                 self.optimizer.state.pop(x, None)
+        kept = self.messages.held if self.messages is not None else {}
+        for role in [role for role in kept if not self.is_own(role.of)]:
+            del kept[role]
 
     def own(self, unsharded: UnshardedStep) -> UnshardedStep:
         """A step whose groups have the parameters of this rank."""
@@ -302,6 +320,28 @@ class ShardedModel:
                 held = self._from_first(role.of, state.get(role.name), shape, type.dtype)
                 if not self.is_own(role.of):
                     state[role.name] = held
+        self._fetch_messages()
+
+    def _fetch_messages(self) -> None:
+        """What messages of parameters of other stages keep, by the same ranks of those."""
+        kept = self.messages.held if self.messages is not None else {}
+        roles = [role for role in self.slots if role.kind in ("error", "outer") and role.of in self.owners]
+        if not roles:
+            return
+        there = self.ranks.all_reduce(torch.tensor([int(role in kept) for role in roles]), (STAGE_AXIS,), ">").bool()
+        for role in itertools.compress(roles, there.tolist()):
+            layout, type = self.slots[role]
+            shape = boxes.stored(type.shape, layout, self.plan.mesh)
+            held = self._from_first(role.of, kept.get(role), shape, type.dtype)
+            kept.setdefault(role, held)
+
+    def whole_of(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        """All of a parameter or buffer, whoever holds it; all ranks call this."""
+        layout, x = self.lies(name, x), x.detach()
+        if name in self.owners and not self._completed:
+            shape = boxes.stored(tuple(self.shapes[name]), layout, self.plan.mesh)
+            x = self._from_first(name, x, shape, x.dtype)
+        return self.gather(x, layout, self.shapes[name])
 
     def _from_first(self, name: str, held: Any, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A tensor as the first of those who hold it has it."""

@@ -35,6 +35,7 @@ from mycel.plan import STAGE_AXIS, Costs, ErrorBars, Plan, Times
 from mycel.plan.clock import TO_DEVICE, TO_HOST
 from mycel.plan.cluster import Cluster
 from mycel.plan.links import sent_by
+from mycel.plan.schedule import PipelineTimes
 from mycel.planning import LaidOut, Outcome, Task
 from mycel.search_space import AXES, LEVELS, SearchSpace, Shape
 from mycel.shallow import Shallow, layer_lists
@@ -64,6 +65,7 @@ class Candidate:
     price: float = 0.0  # what keeping a byte for backward has cost
     why: str = ""  # it does not fit, or is not the best
     outcome: Outcome | None = field(default=None, repr=False, compare=False)  # where all of the step was lowered
+    line: PipelineTimes | None = field(default=None, repr=False, compare=False)  # of a pipeline
 
     @property
     def fits(self) -> bool:
@@ -128,6 +130,7 @@ class Detail:
     times: Times
     parameters: Mapping[str, tuple[tuple[int, ...], Any]]  # shape and layout, by name
     what: str = ""
+    schedule: PipelineTimes | None = None  # of a pipeline
 
 
 class Search:
@@ -347,7 +350,7 @@ class Search:
         first, nearest = None, float("inf")
         for price in plan.ladder(laid_out.costs, written.recompute)[::RUNGS]:
             pieces = StagePieces.of(laid_out, layer_runs(self.model, self.shallow), price, plan.splits(shape.schedule))
-            priced = pieces.priced(written.stage_count, shape.schedule)
+            priced = pieces.priced(written.stage_count, shape.schedule, self.memory)
             times = priced.times
             first, nearest = first or times, min(nearest, times.peak["device"])
             if self.memory is None or times.peak["device"] <= self.memory:
@@ -358,7 +361,7 @@ class Search:
                 messages = 2.0 * shape.microbatches * pieces.message_bytes  # of a rank in the middle
                 sent[between] = sent.get(between, 0.0) + messages
                 cut = replace(written, stages=priced.begin)
-                return Candidate(shape, cut, times, sent, again, price)
+                return Candidate(shape, cut, times, sent, again, price, line=priced.line)
         return Candidate(shape, why=f"out of memory by {shown(nearest - (self.memory or 0))}")
 
     def choices(self, candidate: Candidate, pattern: str, ndim: int) -> Iterator[tuple[list[str], Candidate]]:
@@ -393,7 +396,7 @@ class Search:
             layouts = {name: written.stored(layout, shapes[name]) for name, layout in layouts.items()}
         entries = {name: [".".join(axes) or "-" for axes in layout.dims] for name, layout in layouts.items()}
         held = {name: (shape, entries[name]) for name, shape in shapes.items()}
-        return Detail(outcome.lowered.program, outcome.times, held, what)
+        return Detail(outcome.lowered.program, outcome.times, held, what, candidate.line)
 
     def _laid_out(self, unsharded: UnshardedStep, written: Plan) -> LaidOut:
         inputs, gathered = (

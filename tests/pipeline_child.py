@@ -87,6 +87,8 @@ def main(folder: Path) -> None:
     for i in (3, 4):
         wanted, *found = losses(i, serial, step, other)
         alike(found, [wanted] * 2)
+    traced(step)
+    compressed(folder)
     refused()
 
 
@@ -109,6 +111,35 @@ def compared(step: mycel.Step, serial: mycel.Step) -> None:
     assert held(step) < 0.85 * held(serial), (held(step), held(serial))  # a rank holds its stages alone
     assert mycel.Plan.read(yaml.safe_load(str(step.plan))) == step.plan
     assert "bubble" in step.explain()
+
+
+def compressed(folder: Path) -> None:
+    """What messages of each stage keep is saved, and loaded to the bit."""
+    stages = {"stages": ["embed", "layers.1"], "mesh": {"dp": 2}, "batch": ["dp"]}
+    plan = {**stages, "compress": {"dp": {"*.weight": "int8+ef"}}}
+    torch.manual_seed(0)
+    model = Tied(2, width=64)
+    step = step_of(model, plan)
+    losses(0, step)
+    step.save(folder / "compressed")
+    again = step_of(copy.deepcopy(Tied(2, width=64)), plan)
+    again.prepare(**batch(0))
+    again.load(folder / "compressed")
+    mine, theirs = step.messages.tensors(), again.messages.tensors()
+    assert mine and mine.keys() == theirs.keys() and all(torch.equal(x, theirs[name]) for name, x in mine.items())
+    assert any(x.abs().max() > 0 for x in mine.values())
+    assert losses(1, step) == losses(1, again)
+
+
+def traced(step: mycel.Step) -> None:
+    """Every rank knows what each did when: all steps of the schedule, none before what it waits for."""
+    with step.trace() as trace:
+        losses(5, step)
+    times = trace.measured
+    ran = [x for order in times.schedule.orders for x in order]
+    assert {x.microbatch for x in ran} == set(range(4)) and {x.stage for x in ran} == set(range(4))
+    assert all(times.end[a] <= times.end[x] for x in ran for a in times.schedule.awaited(x) if a in times.end)
+    assert "measured " in step.explain() and len(trace.spans) == WORLD
 
 
 def refused() -> None:

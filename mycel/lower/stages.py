@@ -29,7 +29,7 @@ import torch
 from mycel.ir import Atom, Axes, Block, Builder, Eqn, Params, Program, Ref, Role, Var, call, check, prune
 from mycel.lower.stage_blocks import StagePart, StageParts
 from mycel.lower.stage_entry import EntrySlice, PipelineEntry, PipelineLoop, TaggedMessage, of_group
-from mycel.lower.stage_sums import apart, cut_at
+from mycel.lower.stage_sums import apart, behind_loop, cut_at
 from mycel.ops import o
 from mycel.plan.schedule import FORWARD, PipelineSchedule, StageStep
 
@@ -126,6 +126,7 @@ class RankWriter:
             operands, results = tuple(some), tuple(own)
             params = Params({**params, "count": len(kept.groups[i])})
         outs = tuple(Var(self.b.name(v.name), v.type) for v in results)
+        eqn = behind_loop(eqn) if i > self.body.at else eqn
         self.b.eqns.append(replace(eqn, inputs=tuple(map(self.value, operands)), params=params, outputs=outs))
         self.values.update(zip(results, outs, strict=True))
 
@@ -295,9 +296,8 @@ class RankWriter:
     def carry_on(self, step: StageStep, part: StagePart) -> None:
         """Add to sums, replace state, put rows aside."""
         s, m = step.stage, step.microbatch
-        for j, x in enumerate(self.parts.block.outputs):
-            new = self.parts.summed[j].addend if j in self.parts.summed else x
-            if not isinstance(new, Var) or new not in part.gives or self.entry.homes[j] != self.rank:
+        for j, new in self.parts.carried_by(part):
+            if self.entry.homes[j] != self.rank:
                 continue
             value = self.inside[s, m, new]
             if j in self.parts.summed:
