@@ -164,7 +164,7 @@ class Jit:
         if not own and getattr(module, "_can_compile_fullgraph", False):
             kwargs.setdefault("cache_implementation", "static")
             kwargs.setdefault("disable_compile", True)
-        self._forward = self._forward or Jit(module.forward, self.mode, self.check_finite)
+        self._forward = self._forward or Jit(module.forward, self.mode, self.check_finite, self.strict)
         before = vars(module).get("forward")
         vars(module)["forward"] = self._forward
         try:

@@ -257,7 +257,8 @@ def evaluate(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     device: Device = "auto",
 ) -> None:
-    """Loss, perplexity and accuracy of a model on data; or how often it chooses right, where the data has choices.
+    """Loss, perplexity and accuracy of a model on data; or how often it chooses right, where the data has choices, or
+    the model tells classes or prefers one of two texts.
 
     \b
     Examples:

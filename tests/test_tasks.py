@@ -14,13 +14,17 @@ from golden import golden
 from rich.console import Console
 from torch.nn import functional as F
 from training import LLAMA, config
+from typer.testing import CliRunner
 
 import mycel
+from mycel.cli import app
 from mycel.errors import TrainError
-from mycel.train import assemble, metrics
+from mycel.train import assemble, labelled, metrics
+from mycel.train.documents import FIELDS
 from mycel.train.labelled import dpo_loss
 from mycel.train.loop import train
 from mycel.train.progress import Progress
+from mycel.train.tokenize import Bytes
 from mycel.train.waiting import Waiting
 
 disk = training.disk  # a fixture
@@ -68,6 +72,11 @@ def test_a_task_is_learnt(files, disk, name):
     assert train(chosen) == 0
     losses = [r["validation"] for r in metrics.read(chosen.run) if r.get("validation") is not None]
     assert losses[-1] < 0.95 * math.log(2), losses
+    if name != "dpo":
+        told = CliRunner().invoke(app, ["evaluate", str(chosen.run), "--data", str(files / CASES[name][1]), "--json"])
+        assert told.exit_code == 0, told.output
+        score = json.loads(told.stdout)
+        assert score["accuracy"] > 0.6 and score["examples"] == (30 if "texts" in name else 24)
     if name == "classify images":
         model = hf.AutoModelForImageClassification.from_pretrained(chosen.run / "model")
         assert model.config.id2label == {0: "dark", 1: "light"}
@@ -98,6 +107,32 @@ def test_the_loss_of_dpo_is_the_papers(files, disk):
     gain = now - plain
     wanted = -F.logsigmoid(0.5 * (gain[:, 0] - gain[:, 1])).mean()
     torch.testing.assert_close(dpo_loss(0.5)(module, **batch), wanted, rtol=1e-3, atol=1e-4)
+
+
+def test_pairs_may_be_chats(tmp_path):
+    """The template's text up to the last answer carries no loss, and has its own marks."""
+
+    class Turns(Bytes):
+        def chat(self, messages):
+            parts, before = [], ""
+            for m in messages:
+                text = f"<{m['role'][0]}>{m['content']};"
+                if m["role"] == "assistant":
+                    parts, before = [*parts, (before, False), (text, True)], ""
+                else:
+                    before += text
+            return parts
+
+    asked = [{"role": "user", "content": "why"}]
+    answers = {name: [{"role": "assistant", "content": text}] for name, text in (("chosen", "so"), ("rejected", "no"))}
+    rows = []
+    for i, record in enumerate(({"prompt": asked, **answers}, {k: [*asked, *v] for k, v in answers.items()})):
+        (tmp_path / f"{i}.jsonl").write_text(json.dumps(record))
+        made = labelled.examples("dpo", tmp_path / f"{i}.jsonl", "auto", FIELDS, Turns(), 16, 0, None)
+        rows.append(made.batch([0]))
+    for batch in rows:
+        assert bytes(batch["input_ids"][0, 0].tolist()) == b"<u>why;<a>so;\0\0\0"
+        assert batch["labels"][0, 1].tolist() == [-100] * 7 + [*b"<a>no;"] + [-100] * 3
 
 
 REFUSED = {

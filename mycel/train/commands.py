@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,8 +17,11 @@ from mycel.train import device as devices
 from mycel.train import generate as generating
 from mycel.train import lora, score
 from mycel.train.config import DataConfig
+from mycel.train.documents import FIELDS
 from mycel.train.export import export
+from mycel.train.labelled import examples
 from mycel.train.onnx_file import write_onnx
+from mycel.train.tasks import image_settings
 from mycel.train.trained import TrainedModel, is_run, trained
 
 Say = Callable[[str], None]
@@ -37,7 +41,9 @@ def evaluate(
             "  try       one kind at a time"
         )
     result: score.Score
-    if choices:
+    if type(given.module).__name__.endswith("Classification"):
+        result = score.example_score(given.module, _examples(given, where, data, length))
+    elif choices:
         result = score.choice_score(given.module, choices, given.needs_tokenizer())
     else:
         own = given.config.data if given.config is not None else DataConfig()
@@ -52,6 +58,30 @@ def evaluate(
             fields=own.fields.model_dump(),
         )
     return score.as_json(result) if as_json else str(result)
+
+
+def _examples(given: TrainedModel, where: Path, data: Sequence[str], length: int | None) -> Any:
+    """Examples for a model that tells classes, or how much it likes a text."""
+    module: Any = given.module
+    own = given.config.data if given.config is not None else DataConfig()
+    task = "reward" if module.config.num_labels == 1 else "classify"
+    image = None
+    if "pixel_values" in inspect.signature(module.forward).parameters:
+        image = image_settings(given.config.model.path if given.config is not None else where, module.config)
+    return examples(
+        task, [*data], own.format, {**FIELDS, **own.fields.model_dump()}, given.tokenizer, length or own.length,
+        getattr(module.config, "pad_token_id", None) or 0, image, _class_names(module, where),
+    )  # fmt: skip
+
+
+def _class_names(module: Any, where: Path) -> list[str] | None:
+    """What a model calls its classes; of a run, what it exported them as; None: it has no names for them."""
+    names = [module.config.id2label[i] for i in range(module.config.num_labels)]
+    exported = where / "model" / "config.json"
+    if all(name == f"LABEL_{i}" for i, name in enumerate(names)) and exported.is_file():
+        said = json.loads(exported.read_text()).get("id2label", {})
+        names = [said.get(str(i), name) for i, name in enumerate(names)]
+    return None if all(name == f"LABEL_{i}" for i, name in enumerate(names)) else names
 
 
 def _text_config(given: TrainedModel) -> Any:

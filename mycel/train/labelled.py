@@ -2,7 +2,8 @@
 
     classify   {"text": …, "label": …}                      input_ids, attention_mask, labels
                a folder of images for each class            pixel_values, labels
-    reward     {"prompt": …, "chosen": …, "rejected": …}    input_ids [pairs, 2, length] …: the preferred one first
+    reward     {"prompt": …, "chosen": …, "rejected": …}    input_ids [pairs, 2, length] …: the preferred one first;
+                                                            texts, or chats: lists of messages, the prompt before them
     dpo        the same                                     and `reference`: log-likelihoods under the model as it began
 
 A row of a batch is one example, so that ranks and parts of a batch take rows of it as they do of sequences.  Texts are
@@ -153,12 +154,7 @@ def labelled_data(
     """The examples of a task; `image`: size, mean and deviation, where the model takes images."""
 
     def read(named: Names) -> Any:
-        if image is not None:
-            return _images(named, image)
-        if tokenizer is None:
-            raise TrainError("text needs a tokenizer\n  at        data\n  try       data.tokenizer: bytes, or a folder")
-        texts = _labelled if task == "classify" else _pairs
-        return texts(named, format, fields, tokenizer, length, pad)
+        return examples(task, named, format, fields, tokenizer, length, pad, image)
 
     given = read(sources)
     if validation is None:
@@ -188,6 +184,38 @@ def labelled_data(
     return Data(train, kept, report, fingerprint, ())
 
 
+def examples(
+    task: str,
+    named: Names,
+    format: str,
+    fields: Mapping[str, str],
+    tokenizer: Tokenizer | None,
+    length: int,
+    pad: int,
+    image: Mapping[str, Any] | None,
+    classes: Sequence[str] | None = None,
+) -> Any:
+    """All examples of some files; `classes`: as a trained model numbers them, else as they are in the data."""
+    if image is not None:
+        return _images(named, image, classes)
+    if tokenizer is None:
+        raise TrainError("text needs a tokenizer\n  at        data\n  try       data.tokenizer: bytes, or a folder")
+    if task == "classify":
+        return _labelled(named, format, fields, tokenizer, length, pad, classes)
+    return _pairs(named, format, fields, tokenizer, length, pad)
+
+
+def _numbers(labels: Sequence[str], classes: Sequence[str], named: Names) -> npt.NDArray[np.int64]:
+    """The number of each label's class."""
+    at = {name: i for i, name in enumerate(classes)}
+    if strange := [label for label in labels if label not in at]:
+        raise TrainError(
+            f"the label {strange[0]!r} is none of the model's: {', '.join(classes)}\n  at        {named}\n"
+            "  try       the labels that it was trained with"
+        )
+    return np.array([at[label] for label in labels], np.int64)
+
+
 # -- texts
 
 
@@ -197,11 +225,15 @@ def _pairs(
     """A preferred and a rejected text after the same prompt."""
     rows, hashes = [], []
     for record, where in _records(named, format):
-        prompt, *answers = (_text(record, name, where, PAIR) for name in (fields["prompt"], "chosen", "rejected"))
-        if answers[0] == answers[1]:
+        if isinstance(record.get("chosen"), list):
+            texts = [_chat(tokenizer, record, fields["prompt"], name, where) for name in ("chosen", "rejected")]
+        else:
+            prompt, *answers = (_text(record, name, where, PAIR) for name in (fields["prompt"], "chosen", "rejected"))
+            texts = [(prompt, answer, False) for answer in answers]
+        if texts[0] == texts[1]:
             raise TrainError(f"chosen and rejected are the same text\n  at        {where}\n  try       leaving it out")
-        rows.append([_row(tokenizer, prompt, answer, length, pad) for answer in answers])
-        hashes.append(_hash(prompt, *answers))
+        rows.append([_row(tokenizer, *text, length, pad) for text in texts])
+        hashes.append(_hash(*(part for text in texts for part in text[:2])))
     _some(rows, named, PAIR)
     names = ("input_ids", "labels", "attention_mask")
     arrays = {name: np.array([[text[i] for text in pair] for pair in rows], np.int64) for i, name in enumerate(names)}
@@ -209,7 +241,13 @@ def _pairs(
 
 
 def _labelled(
-    named: Names, format: str, fields: Mapping[str, str], tokenizer: Tokenizer, length: int, pad: int
+    named: Names,
+    format: str,
+    fields: Mapping[str, str],
+    tokenizer: Tokenizer,
+    length: int,
+    pad: int,
+    classes: Sequence[str] | None,
 ) -> Examples:
     """Texts with the class they are in; classes in the order of their names, or of their numbers."""
     rows, labels, hashes = [], [], []
@@ -218,28 +256,47 @@ def _labelled(
         label = record.get("label")
         if isinstance(label, bool) or not isinstance(label, (int, str)):
             raise TrainError(f"the label is {label!r}, no text and no whole number\n  at        {where}")
-        rows.append(_row(tokenizer, "", text, length, pad))
+        rows.append(_row(tokenizer, "", text, False, length, pad))
         labels.append(label)
         hashes.append(_hash(text, str(label)))
     _some(rows, named, LABELLED)
     numbers = all(isinstance(label, int) or label.isdecimal() for label in labels)
     known = [str(i) for i in range(1 + max(int(x) for x in labels))] if numbers else sorted({str(x) for x in labels})
-    at = {name: i for i, name in enumerate(known)}
+    known = [*classes] if classes is not None else known
     arrays = {
         "input_ids": np.array([ids for ids, _, _ in rows], np.int64),
         "attention_mask": np.array([mask for _, _, mask in rows], np.int64),
-        "labels": np.array([at[str(label)] for label in labels], np.int64),
+        "labels": _numbers([str(label) for label in labels], known, named),
     }
     return Examples(arrays, length, np.array(hashes, np.uint64), tuple(known))
 
 
+def _chat(tokenizer: Tokenizer, record: Mapping[str, Any], prompt: str, name: str, where: str) -> tuple[str, str, bool]:
+    """A chat up to its last answer, that answer, and that both have their own marks."""
+    before = record.get(prompt) if isinstance(record.get(prompt), list) else []
+    given = record.get(name)
+    messages = [*(before or []), *(given if isinstance(given, list) else [])]
+    sound = all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in messages)
+    if not messages or not sound or messages[-1]["role"] != "assistant":
+        raise TrainError(
+            f"{name} is no chat that ends with the assistant's turn\n  at        {where}\n"
+            '  try       [{"role": "user", "content": …}, {"role": "assistant", "content": …}]'
+        )
+    try:
+        *earlier, (answer, _) = tokenizer.chat(messages)
+    except ValueError as e:
+        raise TrainError(f"messages cannot be used: {e}\n  at        {where}\n  try       texts: {PAIR}") from None
+    return "".join(text for text, _ in earlier), answer, True
+
+
 def _row(
-    tokenizer: Tokenizer, prompt: str, answer: str, length: int, pad: int
+    tokenizer: Tokenizer, prompt: str, answer: str, marked: bool, length: int, pad: int
 ) -> tuple[list[int], list[int], list[int]]:
-    """Ids, labels and mask of a prompt and what follows it."""
+    """Ids, labels and mask of a prompt and what follows it; `marked`: they have their own begin and end."""
     before, after = ([int(i) for i in tokenizer.encode(text)] for text in (prompt, answer))
-    before = [*([tokenizer.bos] if tokenizer.adds_bos and tokenizer.bos is not None else []), *before]
-    after = [*after, *([tokenizer.eos] if tokenizer.eos is not None else [])][:length]
+    begins = tokenizer.adds_bos and not marked and tokenizer.bos is not None
+    before = [*([tokenizer.bos] if begins and tokenizer.bos is not None else []), *before]
+    after = [*after, *([tokenizer.eos] if tokenizer.eos is not None and not marked else [])][:length]
     before = before[max(0, len(before) + len(after) - length) :]
     rest = length - len(before) - len(after)
     return (
@@ -281,7 +338,7 @@ def _hash(*texts: str) -> int:
 # -- images
 
 
-def _images(named: Names, image: Mapping[str, Any]) -> Images:
+def _images(named: Names, image: Mapping[str, Any], known: Sequence[str] | None = None) -> Images:
     """The images below a folder, each in a folder that has the name of its class."""
     try:
         import PIL  # noqa: F401
@@ -302,14 +359,13 @@ def _images(named: Names, image: Mapping[str, Any]) -> Images:
             f"  try       FOLDER/cat/1.png, FOLDER/dog/2.png …; known are {', '.join(IMAGES)}"
         )
     names = [_class_of(path, folders) for path in files]
-    classes = tuple(sorted({*names}))
-    at = {name: i for i, name in enumerate(classes)}
+    classes = tuple(known) if known is not None else tuple(sorted({*names}))
     hashes = np.array(
         [_hash(name, path.name, str(path.stat().st_size)) for name, path in zip(names, files, strict=True)]
     )
     return Images(
-        tuple(files), np.array([at[name] for name in names], np.int64), int(image["size"]), hashes.astype(np.uint64),
-        classes, tuple(image["mean"]), tuple(image["deviation"]),
+        tuple(files), _numbers(names, classes, named), int(image["size"]), hashes.astype(np.uint64), classes,
+        tuple(image["mean"]), tuple(image["deviation"]),
     )  # fmt: skip
 
 

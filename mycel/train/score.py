@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -64,7 +64,19 @@ class ChoiceScore:
         )
 
 
-Score = TextScore | ChoiceScore
+@dataclass(frozen=True)
+class ExampleScore:
+    """Of examples with a class, or of pairs; accuracy: how often the right class or the preferred text comes first."""
+
+    loss: float
+    accuracy: float
+    examples: int
+
+    def __str__(self) -> str:
+        return f"loss {self.loss:.4f}, accuracy {self.accuracy:.2%} of {self.examples:,} examples"
+
+
+Score = TextScore | ChoiceScore | ExampleScore
 
 
 def as_json(score: Score) -> str:
@@ -122,6 +134,27 @@ def _predicted(module: nn.Module, batch: Mapping[str, Any]) -> tuple[torch.Tenso
     with evaluating(module), torch.no_grad():
         logits = module(**given, use_cache=False).logits[:, :-1]
     return logits, torch.from_numpy(batch["labels"]).to(device)[:, 1:]
+
+
+def example_score(module: nn.Module, given: Any, rows: int = 32) -> ExampleScore:
+    """The score of a classifier on examples with a class, or of a reward model on pairs."""
+    device, model = next(module.parameters()).device, cast(Any, module)
+    total, hits = 0.0, 0
+    for at in range(0, given.count, rows):
+        chosen = given.batch(np.arange(at, min(at + rows, given.count)))
+        batch = {name: torch.from_numpy(x).to(device) for name, x in chosen.items()}
+        labels = batch.pop("labels")
+        with evaluating(module), torch.no_grad():
+            if batch.get("input_ids", labels).ndim == 3:  # pairs
+                width, count = labels.shape[-1], len(labels)
+                flat = {name: x.reshape(-1, width) for name, x in batch.items()}
+                scores = model(**flat).logits.reshape(count, 2, -1)[..., 0].double()
+                labels = torch.zeros(count, dtype=torch.int64, device=device)
+            else:
+                scores = model(**batch).logits.double()
+        total += float(F.cross_entropy(scores, labels, reduction="sum"))
+        hits += int((scores.argmax(-1) == labels).sum())
+    return ExampleScore(total / given.count, hits / given.count, given.count)
 
 
 def choice_score(

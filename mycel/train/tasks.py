@@ -68,7 +68,7 @@ def task_data(config: settings.Config, tokenizer: Tokenizer | None, module: Any,
         tokenizer=tokenizer,
         length=data.length,
         pad=pad or 0,
-        image=_image_settings(config.model.path, own) if takes_images else None,
+        image=image_settings(config.model.path, own) if takes_images else None,
     )
     wanted = len(made.train.classes) if task == "classify" else 1
     if task != "dpo" and own.num_labels != wanted:
@@ -108,7 +108,7 @@ def _wrong_model(module: Any, what: str, hint: str) -> TrainError:
     return TrainError(f"{what}, not {type(module).__name__}\n  at        model\n  try       {hint}")
 
 
-def _image_settings(folder: Path | None, own: Any) -> dict[str, Any]:
+def image_settings(folder: Path | None, own: Any) -> dict[str, Any]:
     """The size that a model takes, and how pixels are centred: as its folder says, else around a half."""
     size = getattr(own, "image_size", None) or 224
     size = size[0] if isinstance(size, (list, tuple)) else size
