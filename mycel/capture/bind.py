@@ -233,7 +233,7 @@ class _GuardWriter:
             for hooks in (*all_hooks, module._backward_hooks, module._backward_pre_hooks):
                 name = self.constant(hooks, "h")
                 wrong.append(f"[*{name}.values()] != {self.constant([*hooks.values()], 'V')}" if hooks else name)
-            if module._modules:
+            if module._modules and isinstance(module._modules, dict):  # those of a module of torch.jit stay
                 children = self.constant(module._modules, "n")
                 wrong.append(f"len({children}) != {len(module._modules)}")
                 wrong += [f"{children}.get({k!r}) is not {self.constant(m, 'sub')}" for k, m in module._modules.items()]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import inspect
 import itertools
 import sys
@@ -24,7 +25,7 @@ from mycel.capture.experts import as_one_operator
 from mycel.capture.facts import Facts
 from mycel.capture.fence import OPENED, refuse
 from mycel.capture.hooks import ModuleHooks, hook_parameters
-from mycel.capture.island import ROOT, boundary, module_keys, next_island, refusal
+from mycel.capture.island import ROOT, boundary, module_keys, next_island, refusal, suspended
 from mycel.capture.modes import DispatchMode, FunctionMode
 from mycel.capture.names import clean
 from mycel.capture.record import Traced
@@ -269,6 +270,7 @@ def _tracing(tracer: Tracer) -> Iterator[None]:
         Patch(_BatchNorm, "forward", cumulative_forward(_BatchNorm.forward)),
         Patch(torch.nn.modules.module, "BackwardHook", ModuleHooks),
         Patch(_Applied, "apply", classmethod(_traced_apply)),
+        Patch(importlib._bootstrap, "_find_and_load", _plain_import(importlib._bootstrap._find_and_load)),
     ]
     for patch in tracer.patches:
         patch.set()
@@ -295,6 +297,16 @@ def _tracing(tracer: Tracer) -> Iterator[None]:
 
 # What `apply` of every Function calls: here, so that an alias of it (`f = MyFn.apply`) made before the capture is seen.
 _Applied: Any = torch.autograd.function._SingleLevelFunction
+
+
+def _plain_import(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """A module that captured code is the first to import is no part of the program: its tensors are real ones."""
+
+    def load(*args: Any) -> Any:
+        with suspended():
+            return plain(*args)
+
+    return load
 
 
 def _uncompiled() -> contextlib.AbstractContextManager[Any]:
