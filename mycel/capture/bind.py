@@ -21,6 +21,7 @@ MISS means: capture again, for these arguments.
 from __future__ import annotations
 
 import cmath
+import os
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -172,6 +173,9 @@ class _GuardWriter:
         device, get = self.c.device.type, torch.get_autocast_dtype
         self.env.update(default_dtype=torch.get_default_dtype, autocast=torch.autocast)
         self.env.update(is_autocast=torch.is_autocast_enabled, autocast_dtype=get)
+        for name, value in self.c.environment:
+            self.env["variable"] = os.environ.get
+            self.guard(f"variable({name!r}) != {value!r}")
         for params, recorded in self.c.recorded:
             self.env["grad_mode"] = (lambda: True) if self.c.differentiated else torch.is_grad_enabled
             self.guard(
