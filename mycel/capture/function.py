@@ -275,7 +275,7 @@ def _tracing(tracer: Tracer) -> Iterator[None]:
         Patch(torch.nn.modules.module, "BackwardHook", ModuleHooks),
         Patch(_Applied, "apply", classmethod(_traced_apply)),
         Patch(os._Environ, "__getitem__", _noted_read(os._Environ.__getitem__)),
-        Patch(importlib._bootstrap, "_find_and_load", _plain_import(importlib._bootstrap._find_and_load)),
+        Patch(_IMPORTS, "_find_and_load", _plain_import(_IMPORTS._find_and_load)),
     ]
     for patch in tracer.patches:
         patch.set()
@@ -302,6 +302,9 @@ def _tracing(tracer: Tracer) -> Iterator[None]:
 
 # What `apply` of every Function calls: here, so that an alias of it (`f = MyFn.apply`) made before the capture is seen.
 _Applied: Any = torch.autograd.function._SingleLevelFunction
+
+
+_IMPORTS: Any = importlib._bootstrap  # type: ignore[attr-defined]
 
 
 def _plain_import(plain: Callable[..., Any]) -> Callable[..., Any]:
