@@ -57,7 +57,7 @@ class TimedCode:
 
 def islands_text(calls: Sequence[PythonCall], seconds: float) -> list[str]:
     """One line for each island: its share of the step, where steps were taken, and why it is one."""
-    lines = []
+    lines: list[str] = []
     for call in calls:
         share = f"{call.seconds / seconds:.0%} of the step" if seconds and call.calls else "not run yet"
         lines.append(f"{'island' if not lines else '':<16} {call.name}, {share}: {call.reason}")

@@ -40,7 +40,8 @@ class Mapped:
         return self._mapped(*args) if TRACING else self._jit(*args)
 
     def _mapped(self, *args: Any) -> Any:
-        dims = tuple(self.in_dims) if isinstance(self.in_dims, (tuple, list)) else (self.in_dims,) * len(args)
+        given: Any = self.in_dims
+        dims: tuple[int | None, ...] = tuple(given) if isinstance(given, (tuple, list)) else (given,) * len(args)
         if len(dims) != len(args):
             raise ValueError(f"vmap: in_dims has {len(dims)} entries for {len(args)} arguments")
         at_once = torch.func.vmap(rewritten(self.fn), in_dims=dims, out_dims=self.out_dims, randomness="different")

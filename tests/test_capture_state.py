@@ -4,6 +4,7 @@ updates included."""
 from __future__ import annotations
 
 import dataclasses
+import os
 import random
 import time
 import types
@@ -669,3 +670,16 @@ def test_iterators_of_the_function_itself_and_clocks():
     agrees(lambda x: x * next(iter([2.0, 3.0])) * next(layer.parameters()).sum(), X)
     with pytest.warns(UserWarning, match=r"time\(\) is called when the code is captured"):
         mycel.jit(lambda x: x + 0 * time.time())(X)
+
+
+def test_variables_of_the_process_are_part_of_the_signature(monkeypatch):
+    def fn(x):
+        factor = float(os.environ.get("MYCEL_TEST_FACTOR", "1"))
+        return x * factor if "MYCEL_TEST_SIGN" in os.environ else x - factor
+
+    fast = mycel.jit(fn, strict=True)
+    for name, value in ((None, None), ("MYCEL_TEST_FACTOR", "3"), ("MYCEL_TEST_SIGN", "on"), ("OTHER", "x")):
+        if name is not None:
+            monkeypatch.setenv(name, value)
+        same(fast(X), fn(X))
+    assert len(fast.entries) == 3

@@ -277,3 +277,40 @@ def test_packed_sequences_stay_inside_of_an_island():
         value, grads = fast(x, lengths)
         same(value, loss.detach())
         same(grads, {k: p.grad for k, p in twin.named_parameters()})
+
+
+class InTuples(nn.Module):
+    """Reaches its weights by way of a tuple, and constants by way of its class."""
+
+    SCALE = torch.full((), 2.0, dtype=torch.float64)
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 1, 4))
+        self.pair = (self.weight, "name")
+
+    def forward(self, x):
+        if self.pair[0].sum().item() > 0:
+            x = x * self.pair[0] * self.SCALE
+        return x.square().sum()
+
+
+def test_weights_in_tuples_get_their_gradients():
+    model, twin = twins(InTuples)
+    model.pair, twin.pair = (model.weight, "name"), (twin.weight, "name")
+    _, grads = mycel.value_and_grad(lambda x: model(x), wrt=model)(X)
+    twin(X).backward()
+    same(grads["weight"], twin.weight.grad)
+    assert model.pair[0] is model.weight
+
+
+def test_what_captured_code_is_the_first_to_import_is_real(tmp_path, monkeypatch):
+    (tmp_path / "made_by_islands_test.py").write_text("import torch\nTABLE = torch.arange(4.0)\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def fn(x):
+        from made_by_islands_test import TABLE
+
+        return x * TABLE
+
+    same(mycel.jit(fn, strict=True)(X), fn(X))

@@ -100,7 +100,7 @@ def traced_backward(
     grads = traced_grad(tracer, outputs, chosen, gradient, create_graph=create_graph)
     for x, g in zip(chosen, grads, strict=True):
         before = leaf_grad(x)
-        set_leaf_grad(x, g if before is None else before + g)
+        set_leaf_grad(x, g if before is None or g is None else before + g)
 
 
 def leaf_grad(x: torch.Tensor) -> torch.Tensor | None:

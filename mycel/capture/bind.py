@@ -21,6 +21,7 @@ MISS means: capture again, for these arguments.
 from __future__ import annotations
 
 import cmath
+import os
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -172,6 +173,9 @@ class _GuardWriter:
         device, get = self.c.device.type, torch.get_autocast_dtype
         self.env.update(default_dtype=torch.get_default_dtype, autocast=torch.autocast)
         self.env.update(is_autocast=torch.is_autocast_enabled, autocast_dtype=get)
+        for name, value in self.c.environment:
+            self.env["variable"] = os.environ.get
+            self.guard(f"variable({name!r}) != {value!r}")
         for params, recorded in self.c.recorded:
             self.env["grad_mode"] = (lambda: True) if self.c.differentiated else torch.is_grad_enabled
             self.guard(
@@ -233,7 +237,7 @@ class _GuardWriter:
             for hooks in (*all_hooks, module._backward_hooks, module._backward_pre_hooks):
                 name = self.constant(hooks, "h")
                 wrong.append(f"[*{name}.values()] != {self.constant([*hooks.values()], 'V')}" if hooks else name)
-            if module._modules:
+            if module._modules and isinstance(module._modules, dict):  # those of a module of torch.jit stay
                 children = self.constant(module._modules, "n")
                 wrong.append(f"len({children}) != {len(module._modules)}")
                 wrong += [f"{children}.get({k!r}) is not {self.constant(m, 'sub')}" for k, m in module._modules.items()]

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import inspect
 import itertools
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import FrameType
 from typing import Any
 
 import torch
@@ -22,9 +25,9 @@ from mycel.capture.custom import trace_function
 from mycel.capture.encoder import encoder_forward
 from mycel.capture.experts import as_one_operator
 from mycel.capture.facts import Facts
-from mycel.capture.fence import OPENED, refuse
+from mycel.capture.fence import OPENED, is_library, refuse
 from mycel.capture.hooks import ModuleHooks, hook_parameters
-from mycel.capture.island import ROOT, boundary, module_keys, next_island, refusal
+from mycel.capture.island import ROOT, boundary, module_keys, next_island, refusal, suspended
 from mycel.capture.modes import DispatchMode, FunctionMode
 from mycel.capture.names import clean
 from mycel.capture.record import Traced
@@ -65,6 +68,7 @@ class Captured:
     aliases: tuple[tuple[str, Location], ...] = ()  # arguments (their inputs) that are also reached by other ways
     recorded: tuple[tuple[list[torch.nn.Parameter], bool], ...] = ()  # does torch record gradients of these?
     islands: tuple[PythonCall, ...] = ()  # what the program runs as plain Python
+    environment: tuple[tuple[str, str | None], ...] = ()  # variables of the process that must be what they were
 
 
 def capture(
@@ -188,6 +192,7 @@ def _capture(
         tuple((names[v], p) for v in given for p in tracer.aliases.get(v.name, ()) if p.kind != "held"),
         tuple(tracer.recorded),
         tuple(tracer.python_calls),
+        tuple(tracer.environment.items()),
     )
 
 
@@ -269,6 +274,8 @@ def _tracing(tracer: Tracer) -> Iterator[None]:
         Patch(_BatchNorm, "forward", cumulative_forward(_BatchNorm.forward)),
         Patch(torch.nn.modules.module, "BackwardHook", ModuleHooks),
         Patch(_Applied, "apply", classmethod(_traced_apply)),
+        Patch(os._Environ, "__getitem__", _noted_read(os._Environ.__getitem__)),
+        Patch(_IMPORTS, "_find_and_load", _plain_import(_IMPORTS._find_and_load)),
     ]
     for patch in tracer.patches:
         patch.set()
@@ -295,6 +302,39 @@ def _tracing(tracer: Tracer) -> Iterator[None]:
 
 # What `apply` of every Function calls: here, so that an alias of it (`f = MyFn.apply`) made before the capture is seen.
 _Applied: Any = torch.autograd.function._SingleLevelFunction
+
+
+_IMPORTS: Any = importlib._bootstrap  # type: ignore[attr-defined]
+
+
+def _plain_import(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """A module that captured code is the first to import is no part of the program: its tensors are real ones."""
+
+    def load(*args: Any) -> Any:
+        with suspended():
+            return plain(*args)
+
+    return load
+
+
+def _is_on_the_way(module: str) -> bool:
+    """Is it a module between os.environ and the code that asks?"""
+    return module in ("os", "collections.abc") or module.startswith("mycel.")
+
+
+def _noted_read(plain: Callable[..., str]) -> Callable[..., str]:
+    """os.environ[name], and what goes by way of it: read by the user's code, it is part of the signature."""
+
+    def read(self: Any, name: str) -> str:
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and _is_on_the_way(frame.f_globals.get("__name__", "")):
+            frame = frame.f_back
+        if frame is not None and not is_library(frame.f_code.co_filename):
+            for tracer in TRACING:
+                tracer.environment[name] = self._data.get(self.encodekey(name)) and plain(self, name)
+        return plain(self, name)
+
+    return read
 
 
 def _uncompiled() -> contextlib.AbstractContextManager[Any]:

@@ -241,18 +241,31 @@ class Trial:
         self.boxes: list[Container] = reached.boxes
         self.operands: list[torch.Tensor] = []
         at: dict[int, int] = {}
+        for x, places in [(places[0].read(), places) for places in reached.tensors.values()]:
+            if any(map(_is_of_class, places)):  # stays there; what is traced or trained cannot
+                if _is_differentiable(x) or type(x) is Traced:
+                    raise NoIslandError(f"{_name(fn, '')} reaches a tensor of a class, {places[0].name}")
+                del reached.tensors[id(x)]
         found = [places[0].read() for places in reached.tensors.values()]
         for x in (*leaves, *(x for x in found if _fits(tracer, x))):
             if id(x) not in at:
                 at[id(x)] = len(self.operands)
                 self.operands.append(x)
         self.leaves = [at[id(x)] for x in leaves]
-        self.places = [
+        everywhere = [
             (at[id(x)], place)
             for x, places in zip(found, reached.tensors.values(), strict=True)
             if id(x) in at
             for place in places
         ]
+        self.places = [(i, p) for i, p in everywhere if not isinstance(p.container, tuple)]
+        self.tuples: dict[int, tuple[Location, Any, dict[int, int]]] = {}  # where a tuple is, and what of it
+        self.laid: set[int] = set()  # the tuples that stand there during a call
+        for i, p in everywhere:
+            if isinstance(p.container, tuple):
+                if p.inside is None or isinstance(p.inside.place.container, tuple):
+                    raise NoIslandError(f"{_name(fn, '')} reaches tensors in tuples of tuples")
+                self.tuples.setdefault(id(p.container), (p.inside.place, p.container, {}))[2][p.key] = i
         self.differentiable = [i for i, x in enumerate(self.operands) if _is_differentiable(x)]
         self.written: frozenset[int] = frozenset()
         self.kept: list[tuple[Location, Tree]] = []  # slots that hold new tensors after the call
@@ -268,7 +281,8 @@ class Trial:
         watched = _Watched()
         first = self._try(values, watched) or self._try(values)
         if first is None:
-            raise NoIslandError("its code fails in plain Python, too", final=True)
+            # with values that were made up it may, and yet be right
+            raise NoIslandError("its code fails in plain Python, too", final=not self.tracer.made_up)
         self.written, self.kept, self.out, self.types, self.draws, self.changes_python = first
         if not self.types:
             raise NoIslandError(f"{_name(self.fn, '')} returns no tensor")
@@ -302,8 +316,11 @@ class Trial:
             before = [x.detach().clone() for x in given]
             try:
                 with self._placed(given):
-                    with watched or contextlib.nullcontext():
-                        result = self._called(given)
+                    try:
+                        with watched or contextlib.nullcontext():
+                            result = self._called(given)
+                    except Exception:
+                        return None
                     out_leaves: list[torch.Tensor] = []
                     out = flatten(result, out_leaves, objects=True)
                     written, kept, changes = self._changes(given, before)
@@ -318,8 +335,8 @@ class Trial:
                     types_ = [type_of(x) for x in (*out_leaves, *news)]
             except NoIslandError:
                 raise
-            except Exception:
-                return None
+            except Exception as e:
+                raise NoIslandError(f"{_name(self.fn, '')}: {type(e).__name__}: {e}") from e
             finally:
                 for box, old in zip(self.boxes, olds, strict=True):
                     put_back(box.slots, old)
@@ -348,7 +365,7 @@ class Trial:
                         written.add(i)
                         continue
                     old = given[i]
-                if new is old or (is_static(new) and is_static(old) and new == old):
+                if new is old or id(new) in self.laid or (is_static(new) and is_static(old) and new == old):
                     continue
                 if isinstance(new, torch.Tensor) or holds_tensors(new):
                     if isinstance(box.slots, list) or box.kind == "variable":
@@ -433,14 +450,28 @@ class Trial:
     @contextlib.contextmanager
     def _placed(self, operands: Sequence[torch.Tensor]) -> Iterator[None]:
         """The operands lie where the code finds them; afterwards what was there does."""
-        before = [_read(place) for _, place in self.places]
+        held = [place for _, place in self.places] + [place for place, _, _ in self.tuples.values()]
+        before = [_read(place) for place in held]
         try:
             for i, place in self.places:
                 _write(place, operands[i])
+            for place, old, items in self.tuples.values():
+                new = [operands[items[k]] if k in items else x for k, x in enumerate(old)]
+                laid = type(old)(*new) if hasattr(old, "_fields") else tuple(new)
+                self.laid.add(id(laid))
+                _write(place, laid)
             yield
         finally:
-            for (_, place), old in zip(self.places, before, strict=True):
+            self.laid.clear()
+            for place, old in zip(held, before, strict=True):
                 _write(place, old)
+
+
+def _is_of_class(place: Location) -> bool:
+    """Is it an attribute of a class, or in a tuple that is one?"""
+    if isinstance(place.container, tuple) and place.inside is not None:
+        return _is_of_class(place.inside.place)
+    return isinstance(place.container, types.MappingProxyType)
 
 
 _GONE = object()
@@ -455,8 +486,7 @@ def _read(place: Location) -> Any:
 
 def _write(place: Location, value: Any) -> None:
     if value is not _GONE:
-        if not isinstance(place.container, tuple):
-            place.write(value)
+        place.write(value)
     elif isinstance(place.container, dict):
         place.container.pop(place.key, None)
 
@@ -626,6 +656,7 @@ def _given(tracer: Tracer, var: Var, tensor: torch.Tensor | None) -> torch.Tenso
 
 
 def _made_up(tracer: Tracer, t: Type) -> torch.Tensor:
+    tracer.made_up = True
     generator = torch.Generator().manual_seed(t.numel)
     device = "cpu" if tracer.device.type == "meta" else tracer.device
     if is_float(t.dtype):

@@ -305,7 +305,11 @@ def contents(slots: Any) -> dict[Any, Any]:
         return {slots.key: slots.names.get(slots.key)}
     if isinstance(slots, _Slotted):
         return {name: slots[name] for name in slots.names}
-    return dict(enumerate(slots)) if isinstance(slots, list) else {k: dict.__getitem__(slots, k) for k in slots}
+    if isinstance(slots, list):
+        return dict(enumerate(slots))
+    if not isinstance(slots, dict):  # of a module of torch.jit
+        return dict(slots.items())
+    return {k: dict.__getitem__(slots, k) for k in slots}
 
 
 def put_back(slots: Any, old: dict[Any, Any]) -> None:

@@ -71,7 +71,9 @@ class Tracer(Record):
         self.islands: dict[Any, BaseException] = {}  # calls that stay Python, by their keys, and why (`island.py`)
         self.python_calls: list[PythonCall] = []  # those that were made
         self.samples: dict[Var, Any] = {}  # values they were tried on
+        self.made_up = False  # were some of these made up?
         self.leaves: list[Traced] = []  # tensors that ask for a gradient of their own (`autograd.py`)
+        self.environment: dict[str, str | None] = {}  # variables of the process that the user's code read
         self.patches: list[Patch] = []  # what torch has other code for while this is traced
 
     # -- what operators' capture rules ask of their builder ------------------------------------------------------
