@@ -151,7 +151,7 @@ class Search:
         self.memory, self.compiled, self.say = memory or cluster.memory, compiled, say
         self.given = dict(given or {})
         self._make, self._steps = make, dict[int, UnshardedStep]()
-        self._parameters: dict[tuple[bool, int], dict[str, Any]] = {}
+        self._parameters: dict[tuple[bool, int, int, int], dict[str, Any]] = {}
         self._priced: dict[Shape, Candidate] = {}
 
     # -- the step and what it holds
@@ -305,10 +305,14 @@ class Search:
 
     def priced(self, written: Plan) -> Candidate:
         """What a plan that people wrote comes to, on as many devices."""
-        sizes = {a: n for a, n in written.mesh.sizes().items() if a in AXES}
-        shape = Shape(**sizes, zero=written.zero, microbatches=written.microbatches, order=tuple(sizes))
+        sizes: dict[str, Any] = {a: n for a, n in written.inside.mesh.sizes().items() if a in AXES and n > 1}
+        stages = written.mesh.world // written.inside.mesh.world
+        shape = Shape(
+            **sizes, zero=written.zero, microbatches=written.microbatches, pp=stages, schedule=written.schedule
+        )
+        shape = shape if shape.default_order == tuple(sizes) else replace(shape, order=tuple(sizes))
         with unchecked():
-            return self._timed(replace(shape, order=()) if shape.default_order == shape.order else shape, written.given)
+            return self._timed(shape, written.given)
 
     def _timed_whole(self, shape: Shape, written: Plan) -> Candidate:
         laid_out = self._laid_out(self.step(shape.microbatches), written)

@@ -97,7 +97,7 @@ class _Encoding:
         rest = None
         if others:
             how = {name: tuple(p[name][i] for i in others) for name in ("dims", "sizes")}
-            sent = [self.values.get(xs[i], xs[i]) for i in others]
+            sent = [x for i in others if isinstance(x := self.values.get(xs[i], xs[i]), Var)]
             rest = OtherGathers(o.begin(*sent, op="all_gather", **along, **how), tuple(sent), how)
         self.tokens[eqn.outputs[0]] = token, codes, rest
 
