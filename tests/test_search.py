@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import itertools
 import json
+import random
 import re
 from dataclasses import replace
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
@@ -16,15 +18,17 @@ from models import gpt2, llama
 from torch import nn
 from typer.testing import CliRunner
 
-from mycel import search_page, search_text
+from mycel import plan, search_page, search_text
 from mycel.cli import app
 from mycel.errors import PlanError
-from mycel.ir import Layout, Mesh
+from mycel.ir import Layout, Mesh, Var, walk
+from mycel.launch import launch
 from mycel.plan import Plan, ready_plans
 from mycel.plan.clock import WORKSPACE
 from mycel.plan.cluster import Cluster
 from mycel.plan.schedule import StageCosts, named, timeline
-from mycel.search import Search, Shape, patterns
+from mycel.search import Search, patterns
+from mycel.search_space import Shape
 from mycel.train.planner import search
 
 SMALL = {"half": 1e12, "bytes_s": 2e11, "memory": "1GiB", "launch_s": 1e-7}
@@ -208,3 +212,79 @@ def test_a_parameter_is_explained_by_what_its_other_layouts_cost():
     assert "test_search.py" in search_text.explained(found, answer, "relu")
     with pytest.raises(PlanError, match="nothing is called"):
         search_text.explained(found, answer, "no.such.thing")
+
+
+class Pairs(nn.Module):
+    """Products from width h to e and back."""
+
+    def __init__(self, h: int, e: int) -> None:
+        super().__init__()
+        self.up = nn.ModuleList(nn.Linear(h, e, bias=False) for _ in range(2))
+        self.down = nn.ModuleList(nn.Linear(e, h, bias=False) for _ in range(2))
+
+    def forward(self, x, y):
+        for up, down in zip(self.up, self.down, strict=True):
+            x = x + down(torch.relu(up(x)))
+        return ((x - y) ** 2).mean()
+
+
+@pytest.mark.parametrize("ranks, ratio, most", [(16, 1, 0.6), (16, 4, 0.75), (8, 4, 1.0)])
+def test_parameters_are_split_in_two_dims_where_that_sends_less(ranks, ratio, most):
+    """Bytes of 1-D and 2-D tensor parallelism: 2 (P-1) b h / P and 2 b (e (x-1) + h (y-1)) / P."""
+    x = torch.empty(4096, 2048, device="meta")
+    wires = {"device": "H100", "devices": ranks, "hosts": 1, "levels": [{"bytes_s": 2e10, "start_s": 1e-6}]}
+    found = of(Pairs(2048, ratio * 2048), {"x": x, "y": x}, wires)
+    line = found.price(Shape(tp=ranks))
+    planes = [found.price(shape) for shape in found.space.planes(Shape(tp=ranks))]
+    best = min(planes, key=lambda c: c.seconds)
+    sent = [sum(c.sent.values()) for c in (line, best)]
+    assert sent[1] <= most * sent[0] and best.seconds <= line.seconds * 1.001
+    if most == 1.0:
+        assert sent[1] == pytest.approx(sent[0], rel=0.01)
+
+
+def test_stages_where_gradients_would_take_long():
+    """Two hosts with a slow wire between them: activations are small beside gradients, so each host has a stage."""
+    wires = [{"name": "inside", "bytes_s": 1e11, "start_s": 1e-7}, {"name": "slow", "bytes_s": 2e7, "start_s": 1e-6}]
+    found = of(llama(num_hidden_layers=8, hidden_size=64), cluster={**SLOW, "levels": wires})
+    answer = found.run()
+    best, alone = answer.best, min((c for c in answer.candidates if c.shape.pp == 1), key=lambda c: c.seconds)
+    assert best.shape.pp > 1 and best.seconds < alone.seconds and best.bubble > 0
+    assert answer.bound <= best.seconds
+    again = found.priced(best.plan)
+    assert again.seconds == pytest.approx(best.seconds, rel=0.02)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_part_of_an_equation_takes_at_least_its_share(seed):
+    """Of what the bound is made of."""
+    found = of(llama(num_hidden_layers=1))
+    costs = plan.Costs(found.program, found.cluster.hardware, True)
+    rng = random.Random(seed)
+    for _, eqn in walk(found.program):
+        ways = rng.choice((2, 4))
+        dims = [d for v in eqn.outputs[:1] for d, n in enumerate(v.shape) if n % ways == 0]
+        if not eqn.op.elementwise or not dims:
+            continue
+        part = halved(eqn, rng.choice(dims), ways)
+        assert costs.kernel(part) >= costs.kernel(eqn) / ways * (1 - 1e-9), eqn
+
+
+def halved(eqn, dim, ways):
+    """An element-wise equation on a part of a dim of its result."""
+    ndim = eqn.outputs[0].ndim
+
+    def smaller(v):
+        d = dim - (ndim - v.ndim)
+        if d < 0 or v.shape[d] == 1:
+            return v
+        return replace(v, type=replace(v.type, shape=(*v.shape[:d], v.shape[d] // ways, *v.shape[d + 1 :])))
+
+    inputs = tuple(smaller(v) if isinstance(v, Var) else v for v in eqn.inputs)
+    return replace(eqn, inputs=inputs, outputs=tuple(map(smaller, eqn.outputs)))
+
+
+def test_auto_finds_its_plan_with_the_first_batch_in_two_processes(tmp_path):
+    child = str(Path(__file__).parent / "auto_child.py")
+    env = {"OMP_NUM_THREADS": "1", "MYCEL_TIMEOUT": "60"}
+    assert launch([], 2, program=[child], env=env, logs=tmp_path / "logs") == 0

@@ -9,7 +9,7 @@ from models import VOCAB, gpt2, llama
 from test_search import SLOW, of
 from torch import nn
 
-from mycel.search import Shape
+from mycel.search_space import Shape
 from mycel.shallow import FEW, layer_lists, shortened
 
 DEEP = 9
