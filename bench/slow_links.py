@@ -8,7 +8,7 @@ each (`--slow`: of the last rank alone).  Bytes are those that the interfaces co
 other benchmarks, on the bytes of this repository's own texts.  Ways run one after another, twice in turns; seconds are
 medians.  `floor` is DDP that never speaks.  Needs root, `ip` and `tc`; without them it says so and ends.
 
-The loss is that of held-out text after the last step: every way has seen the same batches; of islands (diloco, local,
+The loss is that of held-out text after the last step: every way has seen the same batches; of replicas (diloco, local,
 streaming, gossip, sma) it is that of their mean.  Where messages are not alike at each step, seconds are the mean over
 all.  With `--until`, steps are taken until the loss is that low, and how long these took is told as well.
 """

@@ -82,7 +82,7 @@ class Forward:
             run, local, feed = load(program, captured.device, reuse=True)[0], program, feed_of(captured, program)
         else:
             inputs, gathered = parts.given(unsharded, parts.plan.together)
-            rows = parts.rows_of(unsharded) if self.in_parts else {}
+            rows = parts.rows_of(unsharded, parts.plan.together) if self.in_parts else {}
             device = plan.hardware_of(captured.device)
             task = Task(program, program.entry, device, False, inputs, gathered, results=rows)
             spread = with_layouts(task, parts.plan.together)[1]

@@ -1,5 +1,4 @@
-"""What islands of ranks do after steps of their own (`sync` of a plan): the messages of `lower/outer.py`, when they are
-due.
+"""What replicas do after steps of their own (`sync` of a plan): the messages of `lower/outer.py`, when they are due.
 
     step  1  2  3  4  5  6  7  8        streaming(H=4, fragments=2, overlap=1)
     send     a     b     a     b

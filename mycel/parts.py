@@ -70,7 +70,7 @@ class ShardedModel:
     messages: Any = None  # what messages keep (`message_state.py`), by role in `held`
     _open: int = 0
     _completed: bool = False
-    _average: dict[int, torch.Tensor] = field(default_factory=dict)  # of islands' models, by id
+    _average: dict[int, torch.Tensor] = field(default_factory=dict)  # of replicas' models, by id
 
     def __post_init__(self) -> None:
         self.shapes = {name: x.shape for name, x in self.tensors()}
@@ -127,7 +127,7 @@ class ShardedModel:
     def given(self, unsharded: UnshardedStep, plan: Plan | None = None) -> tuple[dict[int, Layout], frozenset[int]]:
         """Layouts of the step's inputs by position, those that are not whole; and the parameters that are gathered for
         use.  `plan`: of the ranks that compute it together, by themselves; those that step together."""
-        plan = plan or self.plan.island
+        plan = plan or self.plan.replica
         program = unsharded.program
         ids = {id(x): name for name, x in self.tensors()}
         one = {name: ids[id(x)] for name, x in self.tensors()}  # of tied names, the one that counts
@@ -156,11 +156,11 @@ class ShardedModel:
                 gathered.add(i)
         return given, frozenset(gathered) if self.plan.zero == 3 else frozenset()
 
-    def rows_of(self, unsharded: UnshardedStep) -> dict[int, Layout]:
-        """Layouts of results, by position, that are rows of the batch: split as the batch is."""
-        program = unsharded.program
+    def rows_of(self, unsharded: UnshardedStep, plan: Plan | None = None) -> dict[int, Layout]:
+        """Layouts of results, by position, that are rows of the batch: split as the batch is; `plan` as in `given`."""
+        program, plan = unsharded.program, plan or self.plan.replica
         batch = next((v for v in program.inputs_of("batch") if v.ndim), None)
-        split = self.plan.batch_layout(program.role(batch).name, batch.shape).dims[:1] if batch is not None else ()
+        split = plan.batch_layout(program.role(batch).name, batch.shape).dims[:1] if batch is not None else ()
         if batch is None or not any(split):
             return {}
         return {
@@ -289,7 +289,7 @@ class ShardedModel:
             self._let_go()
 
     def completed(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """A call that is made with what all stages hold, and of islands with the mean of their models."""
+        """A call that is made with what all stages hold, and of replicas with the mean of their models."""
 
         def run(*args: Any) -> Any:
             with self.complete(), self.averaged():
@@ -415,7 +415,7 @@ class ShardedModel:
             elif x.is_floating_point():
                 wide = torch.promote_types(x.dtype, torch.float32)
                 x = (self.ranks.all_reduce(x.to(wide), (axis,)) / self.plan.mesh[axis]).to(x.dtype)
-            else:  # counts: those of the first island
+            else:  # counts: those of the first replica
                 x = self.ranks.all_gather(x.unsqueeze(0), (axis,), 0)[0]
         for dim, axes in enumerate(layout.dims):
             for k in range(len(axes) - 1, -1, -1):  # the fastest first: each axis has padding of its own
@@ -447,22 +447,22 @@ class ShardedModel:
         whole = sorted((name for name in sizes if used[name].is_whole), key=lambda name: -sizes[name])
         return sum(sizes[name] for name in whole) / max(1, sum(sizes.values())), whole
 
-    # -- islands: ranks that take steps of their own
+    # -- replicas: ranks that take steps of their own
 
     def apart(self, layout: Layout) -> Layout:
-        """How something lies that each island has one of: over their axis, its mean stands for all."""
+        """How something lies that each replica has one of: over their axis, its mean stands for all."""
         policy = self.plan.synced()
         return layout if policy is None else layout.with_partial(policy.axis, MEAN)
 
     @property
-    def island(self) -> int:
-        """The number of this rank's island."""
+    def replica(self) -> int:
+        """The number of this rank's replica."""
         policy = self.plan.synced()
         return self.plan.mesh.index(self.ranks.rank, (policy.axis,)) if policy is not None else 0
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
-        """Inside, all ranks hold the mean of the islands' models; all ranks enter it.  It is computed once between two
+        """Inside, all ranks hold the mean of the replicas' models; all ranks enter it.  It is computed once between two
         steps."""
         if self.plan.synced() is None:
             yield
@@ -480,15 +480,15 @@ class ShardedModel:
                 x.data = held[i]
 
     def lies(self, name: str, x: torch.Tensor) -> Layout:
-        """How ranks hold a tensor of the model: of what trains, islands have one each."""
+        """How ranks hold a tensor of the model: of what trains, replicas have one each."""
         return self.apart(self.layouts[name]) if self.is_trained(x) else self.layouts[name]
 
     def is_trained(self, x: torch.Tensor) -> bool:
-        """May islands have it differently?"""
+        """May replicas have it differently?"""
         return x.requires_grad or not isinstance(x, torch.nn.Parameter)
 
     def gather_mean(self, x: torch.Tensor) -> torch.Tensor:
-        """The mean over the islands of what lies alike in them."""
+        """The mean over the replicas of what lies alike in them."""
         return self.gather(x, self.apart(Layout.whole(x.ndim)), x.shape)
 
     def moved(self) -> None:
@@ -498,12 +498,12 @@ class ShardedModel:
     # -- what this rank takes of a batch
 
     def own_batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        """The part of a batch that is this rank's island's; all of it where all ranks step together."""
+        """The part of a batch that is this rank's replica's; all of it where all ranks step together."""
         rank = self.ranks.rank if self.ranks is not None else seat().rank
         return replica_batch.own_batch(self.plan, rank, args, kwargs)
 
     def feed(self, unsharded: UnshardedStep, sharded: Distributed | None, whole: Arguments | None = None) -> Feed:
-        """How a step that lies as was found is fed on this rank; `whole`: the batch that islands have parts of."""
+        """How a step that lies as was found is fed on this rank; `whole`: the batch that replicas have parts of."""
         lying = zip(sharded.whole.inputs, sharded.inputs, strict=True) if sharded is not None else ()
         layouts = {v.name: layout for v, layout in lying}
         feed = feed_of(unsharded.captured, unsharded.program, layouts, self.plan.mesh, self.ranks.rank)

@@ -59,7 +59,7 @@ def planned(task: Task, given: Plan) -> tuple[Plan, lower.Lowered]:
     """The plan with everything decided, and the program it makes; a plan that is decided already is applied as it
     is."""
     if given.synced() is not None:
-        return _of_islands(task, given)
+        return _of_replicas(task, given)
     if given.decided is not None:
         return _applied(task, given)
     if given.is_pipeline and not given.offload.is_none:
@@ -72,21 +72,21 @@ def planned(task: Task, given: Plan) -> tuple[Plan, lower.Lowered]:
     return step.plan_of(outcome), outcome.lowered
 
 
-def _of_islands(task: Task, given: Plan) -> tuple[Plan, lower.Lowered]:
+def _of_replicas(task: Task, given: Plan) -> tuple[Plan, lower.Lowered]:
     """The plan of the ranks that step together, with what they say to others now and then: its share of each step."""
-    island, done = planned(task, given.island)
+    replica, done = planned(task, given.replica)
     policy = given.synced()
-    assert policy is not None and island.predicted is not None
+    assert policy is not None and replica.predicted is not None
     clock = plan.Clock(task.hardware, task.hardware.links(given.mesh))
     seconds = sent_bytes = 0.0
     for each in lower.outer_messages(task.program, task.inputs or {}, given):
         times = clock(each[0].whole)
         computing = times.totals[plan.COMPUTE]
-        beside = policy.overlap * island.predicted.seconds  # a message of one fragment goes on beside so much
+        beside = policy.overlap * replica.predicted.seconds  # a message of one fragment goes on beside so much
         seconds += (computing + max(0.0, times.seconds - computing - beside)) / policy.every
         sent_bytes += sum(lower.sent(each[0].whole).values()) / policy.every
-    predicted = replace(island.predicted, seconds=island.predicted.seconds + seconds, sync=(seconds, sent_bytes))
-    return replace(given, decided=island.decided, predicted=predicted), done
+    predicted = replace(replica.predicted, seconds=replica.predicted.seconds + seconds, sync=(seconds, sent_bytes))
+    return replace(given, decided=replica.decided, predicted=predicted), done
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The batch of islands: ranks that step together have a part of it that is a batch of its own.
+"""The batch of replicas: ranks that step together have a part of it that is a batch of its own.
 
 a batch of 8 rows under [dp.near] on Mesh(dp=2, near=2), sync over dp
 
@@ -21,7 +21,7 @@ from mycel.plan import Plan
 
 
 def own_batch(plan: Plan, rank: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    """The part of a batch that is the island's of a rank; all of it where all ranks step together."""
+    """The part of a batch that is the replica's of a rank; all of it where all ranks step together."""
     policy = plan.synced()
     if policy is None:
         return args, kwargs
@@ -38,7 +38,7 @@ def own_batch(plan: Plan, rank: int, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def fed_whole(plan: Plan, feed: Feed, whole: Arguments) -> Feed:
-    """How an island's part is fed => how it is of the whole batch."""
+    """How a replica's part is fed => how it is of the whole batch."""
     policy = plan.synced()
     if policy is None:
         return feed
@@ -55,7 +55,7 @@ def fed_whole(plan: Plan, feed: Feed, whole: Arguments) -> Feed:
 
 
 def split_dims(plan: Plan, path: str, shape: Sequence[int]) -> list[int]:
-    """The dims of a batch tensor that islands have parts of; PlanError where these would not be alike."""
+    """The dims of a batch tensor that replicas have parts of; PlanError where these would not be alike."""
     policy = plan.synced()
     assert policy is not None
     name, count = path.rpartition(".")[2], plan.mesh[policy.axis]
@@ -68,7 +68,7 @@ def split_dims(plan: Plan, path: str, shape: Sequence[int]) -> list[int]:
     for dim in dims:
         if shape[dim] % count:
             raise PlanError(
-                f"sync: {policy.axis}: {count} islands cannot have equal parts of {name} {list(shape)}\n"
+                f"sync: {policy.axis}: {count} replicas cannot have equal parts of {name} {list(shape)}\n"
                 f"  try       {-(-shape[dim] // count) * count} rows, or {shape[dim] // count * count}"
             )
     return dims

@@ -56,6 +56,7 @@ from mycel.monitors import monitored
 from mycel.objective import Batch, objective, refuse_outputs
 from mycel.outer_steps import TAKEN, OuterSteps
 from mycel.parts import ShardedModel, UnshardedStep, roles_of
+from mycel.plan.links import Link, fitted
 from mycel.planning import Task, planned
 from mycel.run import (
     CudaGraph,
@@ -67,8 +68,10 @@ from mycel.run import (
     moves,
     recording,
     start_workers,
+    timed_messages,
     warm_up,
     without_collector,
+    world,
 )
 from mycel.several_optimizers import SeveralOptimizers, each_of
 from mycel.sizes import parse_bytes, shown
@@ -78,7 +81,7 @@ from mycel.step_trace import StepTrace
 
 differentiate_with(transform.value_and_grad)
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-BY_ISLAND = 0x5851F42D4C957F2D  # between the keys of two islands
+BY_REPLICA = 0x5851F42D4C957F2D  # between the keys of two replicas
 SCALE = 65536.0  # the first loss scale of fp16, torch.amp.GradScaler's
 
 
@@ -258,6 +261,7 @@ class Step:
         self.grad_norm: torch.Tensor | None = None
         self._gradients: dict[str, torch.Tensor] = {}
         self.steps = 0  # taken, skipped ones among them
+        self._link: tuple[str, Link] | None = None  # as it was measured, by its axis
         self._taken = 0  # the same, of all that led to this state
         self._evaluation: Forward | None = None
         self._routing: Forward | None = None
@@ -373,8 +377,8 @@ class Step:
         """Along which axis gradients of ranks are compared; "" where they are not."""
         if self.parts is None or self.written is None or not self.written.monitored():
             return ""
-        axes = [*self.written.compress, *self.written.island.batch_axes()]
-        return next((a for a in axes if a in self.written.island.mesh and self.written.mesh[a] > 1), "")
+        axes = [*self.written.compress, *self.written.replica.batch_axes()]
+        return next((a for a in axes if a in self.written.replica.mesh and self.written.mesh[a] > 1), "")
 
     def rows(self, size: int, name: str | None = None) -> range:
         """Which rows of a batch of so many are this rank's; `name`: of which tensor, where the plan splits them
@@ -415,6 +419,7 @@ class Step:
         if self.parts is not None:
             args, kwargs = data = self.parts.own_batch(args, kwargs)
         args, kwargs = without_host_data(args, kwargs, device)
+        self._measure_link(device)
         with self.parts.whole() if self.parts is not None else contextlib.nullcontext():
             made, decided, done = self._planned(args, kwargs, data)
         if self.parts is not None:
@@ -437,7 +442,7 @@ class Step:
             if decided.compress:
                 self.parts.ranks.agree({"how gradients are compressed": str(decided.compressed())})
             if self.outer is not None:
-                self._prepare_islands(self.outer, made)
+                self._prepare_replicas(self.outer, made)
             run, feed = self.parts.connected(run), self.parts.feed(made, done.spread, whole)
             if self.settings.outputs == "local":
                 run = self.parts.without_padding(run, made, self.parts.rows_of(made))
@@ -449,16 +454,35 @@ class Step:
             done, source, decided, call, local, feed, signature, facts, replayed, islands, timed, generated
         )
 
-    def _prepare_islands(self, outer: OuterSteps, made: UnshardedStep) -> None:
-        """Islands agree on what they will say to each other."""
+    def _measure_link(self, device: torch.device) -> None:
+        """Where it is left to us how gradients travel: how fast that is now, once."""
+        chosen = self._given().compressed() if self.parts is not None else None
+        if self.parts is None or chosen is None or not chosen.auto or self._link is not None:
+            return
+        mesh = self.parts.plan.mesh
+        if self.parts.ranks is None:
+            self.parts.ranks = world(mesh, device)
+        like = plan.hardware_of(device).links(mesh).of((chosen.axis,))
+        messages = timed_messages(self.parts.ranks, chosen.axis)
+        self._link = chosen.axis, fitted(like.name, like.ranks, like.busy, messages)
+
+    def _hardware(self, device: torch.device) -> plan.Hardware:
+        """What there is, as far as it is known or was measured."""
+        known = plan.hardware_of(device)
+        if self._link is None or self.written is None:
+            return known
+        return plan.with_link(known, self.written.mesh, *self._link)
+
+    def _prepare_replicas(self, outer: OuterSteps, made: UnshardedStep) -> None:
+        """Replicas agree on what they will say to each other."""
         assert self.parts is not None
         if made.captured.facts:
             raise PlanError(
-                "values of the batch decide what the program is, and islands have parts of it\n"
+                "values of the batch decide what the program is, and replicas have parts of it\n"
                 f"  at        {'; '.join(str(f) for facts in made.captured.facts for f in facts.facts)}\n"
                 f"  try       sync: {{{outer.policy.axis}: every step}}, or keep it a tensor"
             )
-        self.parts.ranks.agree({"how islands become one model": str(outer.policy)})
+        self.parts.ranks.agree({"how replicas become one model": str(outer.policy)})
         outer.prepare(made, self.parts.given(made)[0])
 
     def _replayed(
@@ -480,12 +504,12 @@ class Step:
     ) -> tuple[UnshardedStep, plan.Plan, lower.Lowered]:
         """The step, its plan and what that makes of it; where `compress` is auto, of all choices the quickest."""
         given = self._given()
-        with meshed(given.inside.island.mesh if self.written is not None else None):
+        with meshed(given.inside.replica.mesh if self.written is not None else None):
             body = self._captured(args, kwargs, data)
         choices = given.compressions()
         tried = []
         for choice in choices:
-            made = self._updated(body, choice.island)
+            made = self._updated(body, choice.replica)
             tried.append((made, *planned(self._task(made), choice)))
         if len(choices) == 1:
             return tried[0]
@@ -517,7 +541,7 @@ class Step:
         return Task(
             made.program,
             made.body,
-            plan.hardware_of(device),
+            self._hardware(device),
             self.settings.compiles(device),
             inputs,
             gathered,
@@ -557,7 +581,7 @@ class Step:
     def _unsharded(self, args: tuple[Any, ...], kwargs: dict[str, Any], data: Arguments | None = None) -> UnshardedStep:
         """The whole step as one program, on one device; manual regions are those of the mesh.  `data`: the batch, where
         the arguments hold none."""
-        with meshed(self.written.inside.island.mesh if self.written is not None else None):
+        with meshed(self.written.inside.replica.mesh if self.written is not None else None):
             return self._updated(self._captured(args, kwargs, data or (args, kwargs)), self._given())
 
     def _captured(self, args: tuple[Any, ...], kwargs: dict[str, Any], data: Arguments) -> UnshardedStep:
@@ -746,9 +770,9 @@ class Step:
                 first = [g for g in groups if g.is_first(optimizer)]
                 before = step.skipped if first else 0
                 values = fed(inputs)
-                if step.outer is not None:  # each island draws its own
+                if step.outer is not None:  # each replica draws its own
                     for i in keys:
-                        values[i] = values[i] + step.outer.parts.island * BY_ISLAND
+                        values[i] = values[i] + step.outer.parts.replica * BY_REPLICA
                 for _, read in readers:
                     values += read()
                 outs = code(*(values if arranged is None else arranged(values)))

@@ -70,7 +70,7 @@ def layouts(
     model: nn.Module, optimizer: torch.optim.Optimizer, parts: ShardedModel | None, numbers: Tensors
 ) -> Layouts:
     """How the tensors of a checkpoint lie on the mesh, and their global shapes; others are whole on every rank.
-    `numbers`: what islands have each of their own besides model and optimiser."""
+    `numbers`: what replicas have each of their own besides model and optimiser."""
     if parts is None:
         return {}
     held = model_tensors(model)
@@ -177,7 +177,7 @@ class StepState:
     @contextlib.contextmanager
     def whole(self, rank: int | None = None, loading: bool = False) -> Iterator[nn.Module]:
         """The model, whole inside: on every rank, which then keep their parts of what it is at the end; or on one, to
-        be looked at.  All ranks enter it.  Of islands it is the mean, and each keeps its own model if nothing was
+        be looked at.  All ranks enter it.  Of replicas it is the mean, and each keeps its own model if nothing was
         changed, unless it was `loading`."""
         parts = self.split
         if parts is None:

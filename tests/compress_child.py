@@ -33,7 +33,17 @@ def batch(i):
     return {"x": torch.randn(24, 40, generator=gen), "y": torch.randint(0, 5, (24,), generator=gen)}
 
 
+def chosen_by_measurement() -> None:
+    """`auto` measures the link: all ranks choose the same, and say what they have seen."""
+    step = made({"compress": {"dp": "auto"}}).prepare(**batch(0))
+    axis, link = step._link
+    assert axis == "dp" and 1e5 < link.bytes_s < 1e12 and {name for name, *_ in link.measured} >= {"all_reduce"}
+    assert step.plan.decided.links["dp"] == link
+    assert step.plan.compress_text().startswith("along dp exact"), step.plan.compress_text()  # nothing is large here
+
+
 def main(folder: Path) -> None:
+    chosen_by_measurement()
     for name, plan in PLANS.items():
         step = made(plan)
         for i in range(3):

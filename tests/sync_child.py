@@ -1,6 +1,6 @@
-"""What a rank does in the test of islands:  python sync_child.py FOLDER first|again.
+"""What a rank does in the test of replicas:  python sync_child.py FOLDER first|again.
 
-first   trains by some policies, as plain torch does with one island after the other; saves in the middle, and is killed
+first   trains by some policies, as plain torch does with one replica after the other; saves, and is killed
 again   goes on from what was saved: the same losses and models, to the bit, as without an interruption
 """
 
@@ -53,15 +53,15 @@ def first(folder: Path) -> None:
 
 
 def check_against_torch(name: str, step: mycel.step.Step, losses: list[float], rank: int) -> None:
-    """The same losses, models and mean; and that evaluation is of the mean, and leaves islands as they are."""
-    islands, expected = reference(PLANS[name]["sync"]["dp"], 2)
+    """The same losses, models and mean; and that evaluation is of the mean, and leaves replicas as they are."""
+    replicas, expected = reference(PLANS[name]["sync"]["dp"], 2)
     within = 2e-2 if "compress" in PLANS[name] else 2e-5
     assert max(abs(a - b) for a, b in zip(losses, expected[rank], strict=True)) < within, name
     held = dict(step.model.named_parameters())
     own = {key: p.detach().clone() for key, p in held.items()}
-    for key, x in islands[rank].items():
+    for key, x in replicas[rank].items():
         torch.testing.assert_close(own[key], x, rtol=1e-4, atol=within, msg=f"{name} {key}")
-    mean = {key: torch.stack([p[key] for p in islands]).mean(0) for key in islands[0]}
+    mean = {key: torch.stack([p[key] for p in replicas]).mean(0) for key in replicas[0]}
     for key, x in step.state_dict()["model"].items():
         torch.testing.assert_close(x, mean[key], rtol=1e-4, atol=within, msg=f"{name} {key}")
     with step.whole() as model, torch.no_grad():

@@ -1,4 +1,4 @@
-"""Islands (`sync` of a plan): the messages of each policy on simulated ranks, whole runs in processes against plain
+"""Replicas (`sync` of a plan): the messages of each policy on simulated ranks, whole runs in processes against plain
 torch, and going on after a kill."""
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def batch(i):
 
 
 def reference(text: str, count: int):
-    """Islands that torch trains one after the other, and what the policy does to their parameters."""
+    """Replicas that torch trains one after the other, and what the policy does to their parameters."""
     policy = read_policy("dp", text)
     models, optimizers = [], []
     for _ in range(count):
@@ -120,7 +120,7 @@ TENSORS = {Role("parameter", "w"): f32(5, 8), Role("parameter", "v"): f32(7), Ro
 
 
 def values(program: Program, seed: int) -> dict[Role, list[torch.Tensor]]:
-    """Of each input, one tensor a rank: what islands share is the same on all."""
+    """Of each input, one tensor a rank: what replicas share is the same on all."""
     found = {}
     for i, v in enumerate(program.inputs):
         role, gen = program.role(v), torch.Generator().manual_seed(100 * seed + i)
@@ -144,7 +144,7 @@ def message(text: str, codecs=None, to=()) -> OuterMessage:
     return outer_message(read_policy("dp", text), TENSORS, MESH.world, codecs or {}, to)
 
 
-def test_diloco_is_an_outer_step_of_torchs_sgd_and_islands_are_the_same_to_the_bit():
+def test_diloco_is_an_outer_step_of_torchs_sgd_and_replicas_are_the_same_to_the_bit():
     whole = message("diloco(H=3, lr=0.5, momentum=0.8)").whole
     given = values(whole, 0)
     after = exchanged(whole, given)
@@ -164,7 +164,7 @@ def test_diloco_is_an_outer_step_of_torchs_sgd_and_islands_are_the_same_to_the_b
 
 @pytest.mark.parametrize("codec", ["int8+ef", "int4+stochastic+ef", "topk(0.2)+ef", "powersgd(2)+ef"])
 def test_of_an_encoded_outer_step_what_is_lost_is_kept(codec):
-    """Σ (differences + old errors) = n · received + Σ new errors; all islands receive the same."""
+    """Σ (differences + old errors) = n · received + Σ new errors; all replicas receive the same."""
     whole = message("diloco(H=2, lr=1, momentum=0)", {"w": Compression.parse(codec)}).whole
     given = values(whole, 1)
     after = exchanged(whole, given)
@@ -265,16 +265,16 @@ def test_gradients_one_step_late_are_those_of_the_step_before_corrected(plan):
 # -- plans
 
 
-def island_plan(**given) -> Plan:
+def replica_plan(**given) -> Plan:
     return Plan.read({"mesh": {"dp": 2, "tp": 2}, "batch": ["dp"], **given})
 
 
-def test_an_island_is_a_plan_without_the_axis_and_a_plan_is_written_with_it():
-    plan = island_plan(sync={"dp": "diloco(H=50)"}, parameters={"up.weight": ["tp", "-"]}, zero="1 over tp")
-    assert plan.island.mesh.sizes() == {"tp": 2} and plan.island.synced() is None
-    assert not plan.island.batch_axes() and plan.together.batch_axes() == ["dp"]
+def test_an_replica_is_a_plan_without_the_axis_and_a_plan_is_written_with_it():
+    plan = replica_plan(sync={"dp": "diloco(H=50)"}, parameters={"up.weight": ["tp", "-"]}, zero="1 over tp")
+    assert plan.replica.mesh.sizes() == {"tp": 2} and plan.replica.synced() is None
+    assert not plan.replica.batch_axes() and plan.together.batch_axes() == ["dp"]
     assert Plan.read(yaml.safe_load(str(plan))) == plan
-    assert island_plan(sync={"dp": "every step"}).synced() is None
+    assert replica_plan(sync={"dp": "every step"}).synced() is None
 
 
 def test_the_clock_counts_a_message_once_in_h_steps():
@@ -304,17 +304,18 @@ def test_the_clock_counts_a_message_once_in_h_steps():
     ({"sync": {"dp": "local(H=2)"}, "batch": ["tp.dp"]}, "dp first"),
     ({"sync": {"dp": "local(H=2)"}, "compress": {"dp": "int8"}}, "averages models, not what has changed"),
     ({"sync": {"dp": "diloco(H=2)"}, "compress": {"dp": "auto"}}, "as said"),
+    ({"sync": {"dp": "diloco(H=2)"}, "compress": {"dp": "int8+ef", "when": "noise > 2"}}, "encoded in one way"),
 ])  # fmt: skip
 def test_refusals(given, why):
     with pytest.raises(PlanError, match=why):
-        island_plan(**given)
+        replica_plan(**given)
 
 
-def test_islands_have_equal_parts():
+def test_replicas_have_equal_parts():
     model = Small()
     plan = Plan.read({"mesh": {"dp": 2}, "batch": ["dp"], "sync": {"dp": "local(H=2)"}})
     step = mycel.train_step(model, torch.optim.SGD(model.parameters()), plan=plan, compile=False)
-    with pytest.raises(PlanError, match=r"2 islands cannot have equal parts of x \[5, 40\]\n  try       6 rows, or 4"):
+    with pytest.raises(PlanError, match=r"2 replicas cannot have equal parts of x \[5, 40\]\n  try       6 rows, or 4"):
         step.prepare(x=torch.randn(5, 40), y=torch.zeros(5, dtype=torch.int64))
 
 
@@ -327,11 +328,11 @@ def run(kind: str, folder: Path) -> int:
     return launch([str(folder), kind], 2, program=[child], env=env, logs=folder / "logs")
 
 
-def test_islands_do_what_torch_does_and_go_on_to_the_bit_after_a_kill(tmp_path):
+def test_replicas_do_what_torch_does_and_go_on_to_the_bit_after_a_kill(tmp_path):
     assert run("first", tmp_path) != 0
     assert {f"{name}-{rank}.pt" for name in ("diloco", "streaming", "gossip") for rank in range(2)} <= {
         p.name for p in tmp_path.iterdir()
     }
     assert run("again", tmp_path) == 0
-    loaded, _ = load_latest(tmp_path / "streaming")  # in one process it is the mean of the islands
+    loaded, _ = load_latest(tmp_path / "streaming")  # in one process it is the mean of the replicas
     assert loaded.tensors["model.up.weight"].shape == (67, 40)

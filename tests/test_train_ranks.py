@@ -191,9 +191,9 @@ def test_a_run_goes_on_under_any_plan_on_any_number_of_ranks(disk, tmp_path, wor
     assert ours.keys() == theirs.keys() and all(torch.allclose(ours[k], theirs[k], rtol=1e-4, atol=1e-5) for k in ours)
 
 
-@pytest.mark.parametrize("sync", [{}, {"dp": "streaming(H=4, fragments=2, overlap=2)"}], ids=["together", "islands"])
+@pytest.mark.parametrize("sync", [{}, {"dp": "streaming(H=4, fragments=2, overlap=2)"}], ids=["together", "replicas"])
 def test_a_compressed_run_goes_on_to_the_bit(disk, tmp_path, worlds, sync):
-    """Errors that are fed back and what is drawn by chance are part of a checkpoint; so is all of each island."""
+    """Errors that are fed back and what is drawn by chance are part of a checkpoint; so is all of each replica."""
     plan = {"batch": ["dp"], "compress": {"dp": {"*.weight": "int4+stochastic+ef"}}, "sync": sync}
     straight, stopped = (tiny(disk, tmp_path / name, {"dp": 2}, plan) for name in ("straight", "stopped"))
     worlds(2, {"settings": straight})

@@ -42,7 +42,7 @@ class OtherGathers:
     """What of a bucket is gathered as it is."""
 
     token: Var
-    sent: tuple[Var, ...]
+    sent: tuple[Atom, ...]
     how: dict[str, tuple[int, ...]]
 
 

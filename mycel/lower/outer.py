@@ -1,4 +1,4 @@
-"""What islands say to each other (`sync` of a plan): the local program of one message about some of their tensors,
+"""What replicas say to each other (`sync` of a plan): the local program of one message about some of their tensors,
 written with ordinary collectives along the axis.  Of a tensor w, in 32 bits:
 
     local       y = mean(w)                                  w' = y
@@ -51,9 +51,9 @@ class OuterMessage:
 
 
 def outer_messages(program: Program, layouts: Mapping[int, Layout], plan: Plan) -> list[list[OuterMessage]]:
-    """What islands that run a step's program say to each other: by fragment of the model, and of gossip by round;
-    `layouts`: of the step's inputs by position, in an island."""
-    policy, inside = plan.synced(), plan.island.mesh
+    """What replicas that run a step's program say to each other: by fragment of the model, and of gossip by round;
+    `layouts`: of the step's inputs by position, in a replica."""
+    policy, inside = plan.synced(), plan.replica.mesh
     assert policy is not None
     held = {i: program.role(v) for i, v in enumerate(program.inputs)}
     changed = {*program.updates, *(held[i].of for i in held if held[i].kind == "gradient")}
@@ -86,7 +86,7 @@ def outer_message(
     partners: Sequence[int] = (),
 ) -> OuterMessage:
     """About tensors that a rank holds, of these types, parameters among them encoded as is said; `partners`: of gossip,
-    to which each island speaks."""
+    to which each replica speaks."""
     writer = _Outer(policy, tensors, count, codecs, tuple(partners))
     whole = check(overlap(check(compress(writer.exchanged()))))
     if not policy.overlap:

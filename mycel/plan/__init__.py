@@ -7,7 +7,7 @@ from mycel.plan.cost import Costs
 from mycel.plan.cuts import best_cut, cut_blocks
 from mycel.plan.decide import LESS, decide, ladder
 from mycel.plan.decided import BlockLayouts, Decided, Predicted, digest
-from mycel.plan.hardware import CPU, Hardware, hardware_of, probe_path, probe_text
+from mycel.plan.hardware import CPU, Hardware, hardware_of, probe_path, probe_text, with_link
 from mycel.plan.idle_experts import refuse_idle
 from mycel.plan.ledger import ErrorBars, Measured, error_bars, write_down
 from mycel.plan.links import Links
@@ -51,5 +51,5 @@ __all__ = [
     "expressions", "hardware_of", "ladder", "message_bytes", "modules_around", "moves_of", "orders_text", "paired",
     "parameter_layouts", "probe_path", "probe_text", "ready_plans", "refuse_idle", "residuals", "searched", "solve",
     "splits", "stage_costs", "starts_of", "state_inputs", "step_seconds", "streams_of", "timeline", "travels",
-    "twins", "write_down",
+    "twins", "with_link", "write_down",
 ]  # fmt: skip

@@ -280,7 +280,7 @@ class Predicted:
     host         bytes on the host, of a step that moves values there
     steps        of a pipeline: seconds of the forward, backward and weight steps of each stage, and of a message
     compress     where `compress: auto` chose: the seconds of a step by each of its choices
-    sync         what islands say to each other: seconds and bytes for each step, those of a rank (in `seconds`)
+    sync         what replicas say to each other: seconds and bytes for each step, those of a rank (in `seconds`)
     """
 
     peak: int

@@ -104,6 +104,13 @@ class Hardware:
         return Links(mesh, levels[-1], {axis: named[axis] for axis in mesh.axes})
 
 
+def with_link(hardware: Hardware, mesh: Mesh, axis: str, link: Link) -> Hardware:
+    """The same, whose wire along an axis is as was measured."""
+    name = hardware.links(mesh).of((axis,)).name
+    levels = hardware.levels or (GPU_LINK if hardware.memory else CPU_LINK,)
+    return replace(hardware, levels=tuple(link if level.name == name else level for level in levels))
+
+
 def rate(curve: Curve, work: float) -> float:
     """Between two measured sizes on the line between them, in logarithms; beyond the last, as there."""
     at = bisect.bisect(curve, (work, math.inf))

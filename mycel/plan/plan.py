@@ -128,7 +128,7 @@ class Plan:
         for _, how in phases:
             read_compress(how, self.mesh, self.batch_axes())
         read_gather(self.gather, self.mesh, self.zero, self.over)
-        self._refuse_islands()
+        self._refuse_replicas()
 
     # -- stages of a pipeline ----------------------------------------------------------------------------------------
 
@@ -184,21 +184,21 @@ class Plan:
     # -- ranks that take steps of their own --------------------------------------------------------------------------
 
     def synced(self) -> SyncPolicy | None:
-        """How islands become one model; None where all ranks step together."""
+        """How replicas become one model; None where all ranks step together."""
         policy = self._policy()
-        return policy if policy is not None and policy.has_islands else None
+        return policy if policy is not None and policy.has_replicas else None
 
     def delayed(self) -> SyncPolicy | None:
         """Over which axis gradients are one step late; None where they are not."""
         policy = self._policy()
-        return policy if policy is not None and not policy.has_islands else None
+        return policy if policy is not None and not policy.has_replicas else None
 
     def _policy(self) -> SyncPolicy | None:
         policy = read_sync(self.sync, self.mesh, self.batch_axes())
         return policy if policy is not None and self.mesh[policy.axis] > 1 else None
 
     @property
-    def island(self) -> Plan:
+    def replica(self) -> Plan:
         """The plan of the ranks that step together, by themselves."""
         policy = self.synced()
         if policy is None:
@@ -217,7 +217,7 @@ class Plan:
         """The plan where all ranks step together: what ranks compute with one model."""
         return replace(self, sync={}, compress={}, decided=None, predicted=None) if self.synced() else self.given
 
-    def _refuse_islands(self) -> None:
+    def _refuse_replicas(self) -> None:
         """PlanError for what ranks that take steps of their own cannot do."""
         policy = read_sync(self.sync, self.mesh, self.batch_axes())
         if policy is None:
@@ -226,8 +226,13 @@ class Plan:
             raise PlanError(
                 f"sync: {policy.axis}: a pipeline steps together yet\n  try       sync: {{}}, or a plan without stages"
             )
-        if not policy.has_islands:
+        if not policy.has_replicas:
             return
+        if len(read_phases(self.compress)[0]) > 1 and self._outer_compress():
+            raise PlanError(
+                f"compress: {policy.axis}: what outer steps send is encoded in one way\n"
+                f"  try       compress: {{{policy.axis}: int8+ef}}"
+            )
         entries = self.batch.items() if isinstance(self.batch, Mapping) else [("", self.batch)]
         refuse_layouts(
             policy,
@@ -238,11 +243,11 @@ class Plan:
         refuse_codec(policy, read_compress(self._outer_compress(), self.mesh, self.batch_axes()))
 
     def _outer_compress(self) -> dict[str, Any]:
-        """What `compress` says of the axis between islands."""
+        """What `compress` says of the axis between replicas."""
         return {axis: how for axis, how in self.compress.items() if axis in self.sync}
 
     def outer_codecs(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, Compression]:
-        """How what islands send is encoded, by parameter."""
+        """How what replicas send is encoded, by parameter."""
         encoded = read_compress(self._outer_compress(), self.mesh, self.batch_axes())
         if encoded is None:
             return {}
@@ -252,7 +257,7 @@ class Plan:
     def sync_text(self) -> str:
         """How models of ranks become one, and at what price, for people; "" where there is one."""
         policy = self._policy()
-        if policy is None or not policy.has_islands:
+        if policy is None or not policy.has_replicas:
             return "" if policy is None else f"along {policy.axis} {policy}: gradients are one step late"
         return sync_text(policy, *(self.predicted.sync if self.predicted is not None else (0.0, 0.0)))
 
@@ -462,7 +467,10 @@ class Plan:
         """The plans of a run one after the other, each with the step before which it holds; or two, exact and encoded,
         and what decides between them."""
         phases, condition = read_phases(self.compress)
-        return [(until, replace(self, compress=how or {})) for until, how in phases], condition
+        if len(phases) == 1:
+            return [(None, self)], None
+        watched = sorted(self.monitored())
+        return [(until, replace(self, compress=how, monitor=watched)) for until, how in phases], condition
 
     def monitored(self) -> frozenset[str]:
         """What of gradients is measured: what is asked for, and what decides."""

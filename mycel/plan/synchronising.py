@@ -13,9 +13,9 @@
     sync: {dp: delayed(correction=0.04)}    all ranks have one model; a step is taken with the gradients of the one
                                             before, whose sum travels meanwhile (transform/delaying.py)
 
-Of all but the last: ranks that differ along the axis are *islands*: each is a world of its own, with its own part of
+Of all but the last: ranks that differ along the axis are *replicas*: each is a world of its own, with its own part of
 the batch, in which tensors lie over the other axes as ever and all sums are exact.  With `compress` along the same
-axis, what islands send each other is encoded.
+axis, what replicas send each other is encoded.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _TEXT = re.compile(r"\s*(\w+)\s*(?:\(([^()]*)\))?\s*")
 
 @dataclass(frozen=True)
 class SyncPolicy:
-    """How islands along an axis become one model."""
+    """How replicas along an axis become one model."""
 
     axis: str
     kind: str
@@ -57,7 +57,7 @@ class SyncPolicy:
         return f"{self.kind}({', '.join(f'{name}={value:g}' for name, value in self.options.items())})"
 
     @property
-    def has_islands(self) -> bool:
+    def has_replicas(self) -> bool:
         """Do ranks have models of their own?"""
         return self.kind != "delayed"
 
@@ -137,7 +137,7 @@ def read_policy(axis: str, text: Any) -> SyncPolicy | None:
     if missing := [name for name, value in options.items() if value is None]:
         raise PlanError(f"{where}: {missing[0]} is not said\n  try       {kind}({missing[0]}=50)")
     policy = SyncPolicy(axis, kind, {name: value for name, value in options.items() if value is not None})
-    if not policy.has_islands:
+    if not policy.has_replicas:
         return policy
     if policy.overlap > policy.every:
         raise PlanError(
@@ -167,7 +167,7 @@ def _number(name: str, text: str, where: str) -> float:
 
 
 def refuse_layouts(policy: SyncPolicy, parameters: Mapping[str, Layout], batch: Sequence[Layout], zero: str) -> None:
-    """PlanError for layouts that islands cannot have; `zero`: what splits state over their axis."""
+    """PlanError for layouts that replicas cannot have; `zero`: what splits state over their axis."""
     axis = policy.axis
     for name, layout in parameters.items():
         if axis in layout.axes:
@@ -177,19 +177,19 @@ def refuse_layouts(policy: SyncPolicy, parameters: Mapping[str, Layout], batch: 
             )
     if zero:
         raise PlanError(
-            f"sync: {axis}: {policy.kind}, but {zero} is over {axis}: each island holds all of its state\n"
+            f"sync: {axis}: {policy.kind}, but {zero} is over {axis}: each replica holds all of its state\n"
             f"  try       zero over another axis, or sync: {{{axis}: {EVERY_STEP}}}"
         )
     for axes in (axes for layout in batch for axes in layout.dims):
         if axis in axes[1:]:
             raise PlanError(
-                f"sync: {axis}: islands have parts of the batch that lie together, but a dim of it is split over "
+                f"sync: {axis}: replicas have parts of the batch that lie together, but a dim of it is split over "
                 f"{'.'.join(axes)}\n  try       {axis} first"
             )
 
 
 def refuse_codec(policy: SyncPolicy, encoded: CompressedAxis | None) -> None:
-    """PlanError for messages between islands that cannot be encoded so."""
+    """PlanError for messages between replicas that cannot be encoded so."""
     axis = policy.axis
     if encoded is not None and not policy.has_outer_step:
         raise PlanError(

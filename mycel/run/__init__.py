@@ -5,6 +5,7 @@ from mycel.run.compile import start_workers, warm_up, without_collector
 from mycel.run.emit import emit, load
 from mycel.run.host_space import HostSpace, moves
 from mycel.run.interpret import interpret, not_finite
+from mycel.run.link_probe import timed_messages
 from mycel.run.processes import world
 from mycel.run.replay import CudaGraph, Replayed
 from mycel.run.simulate import part_of, simulate, simulate_stages
@@ -26,6 +27,7 @@ __all__ = [
     "simulate",
     "simulate_stages",
     "start_workers",
+    "timed_messages",
     "warm_up",
     "without_collector",
     "world",
