@@ -35,6 +35,7 @@ from mycel.plan import STAGE_AXIS, Costs, ErrorBars, Plan, Times
 from mycel.plan.clock import TO_DEVICE, TO_HOST
 from mycel.plan.cluster import Cluster
 from mycel.plan.links import sent_by
+from mycel.plan.schedule import PipelineTimes
 from mycel.planning import LaidOut, Outcome, Task
 from mycel.search_space import AXES, LEVELS, SearchSpace, Shape
 from mycel.shallow import Shallow, layer_lists
@@ -128,6 +129,7 @@ class Detail:
     times: Times
     parameters: Mapping[str, tuple[tuple[int, ...], Any]]  # shape and layout, by name
     what: str = ""
+    schedule: PipelineTimes | None = None  # of a pipeline
 
 
 class Search:

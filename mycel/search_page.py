@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from mycel.ir import Eqn, Mesh, Program, Type, lifetimes, read_layout
 from mycel.plan import Times
 from mycel.plan.clock import size
+from mycel.schedule_page import schedule_section
 from mycel.search import Answer, Candidate, Detail
 from mycel.search_text import ROW_HEAD, row
 from mycel.sizes import shown
@@ -57,6 +58,7 @@ def page(answer: Answer, detail: Detail | None, top: int = 20) -> str:
         parts += [
             f"<h2>A step of {_text(best.shape)}</h2>",
             f'<p class="quiet">{_text(detail.what)}</p>' if detail.what else "",
+            schedule_section(detail.schedule, "Schedule") if detail.schedule is not None else "",
             _key(),
             _timeline(detail.times),
             "<h2>Memory of a device over the step</h2>",

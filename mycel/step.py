@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -61,9 +61,11 @@ from mycel.run import (
     CudaGraph,
     HostSpace,
     Replayed,
+    Span,
     keep_freed_memory,
     load,
     moves,
+    recording,
     start_workers,
     warm_up,
     without_collector,
@@ -72,6 +74,7 @@ from mycel.several_optimizers import SeveralOptimizers, each_of
 from mycel.sizes import parse_bytes, shown
 from mycel.step_search import Undecided
 from mycel.step_state import StepState
+from mycel.step_trace import StepTrace
 
 differentiate_with(transform.value_and_grad)
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -213,6 +216,7 @@ class CompiledStep:
     replayed: Replayed | None = None  # on a GPU
     islands: tuple[PythonCall, ...] = ()
     timed: TimedCode | None = None  # where there are islands
+    code: Callable[..., Any] | None = None  # what was generated, as it is
 
     @property
     def program(self) -> Program:
@@ -261,6 +265,7 @@ class Step:
         self._counters: dict[str, torch.Tensor] = {}
         self._host: HostSpace | None = None
         self._graphs: Any = None  # the memory of recorded steps
+        self.traced: StepTrace | None = None  # the last step that was
 
     def _spread(self, written: plan.Plan | None) -> None:
         """Over the ranks of a plan."""
@@ -421,6 +426,7 @@ class Step:
         if done.regions:
             warm_up(program, made.captured.device)
         code, source = load(program, made.captured.device, reuse=True, donate=True, compiled=set(done.regions))
+        generated = code
         if moves(program):
             self._host = (self._host or HostSpace(made.captured.device)).prepare(program)
             code = self._host.connected(code)
@@ -439,7 +445,9 @@ class Step:
         timed = TimedCode(run, islands) if islands else None
         call, local = self._bound(made, program, timed or run, feed)
         signature, facts = self._signature(), made.captured.facts
-        return CompiledStep(done, source, decided, call, local, feed, signature, facts, replayed, islands, timed)
+        return CompiledStep(
+            done, source, decided, call, local, feed, signature, facts, replayed, islands, timed, generated
+        )
 
     def _prepare_islands(self, outer: OuterSteps, made: UnshardedStep) -> None:
         """Islands agree on what they will say to each other."""
@@ -896,6 +904,24 @@ class Step:
         with evaluating(self.model):
             return self._evaluation(*args, **kwargs)
 
+    @contextlib.contextmanager
+    def trace(self) -> Iterator[StepTrace]:
+        """A context in which one step is taken, of the last batch's signature: when each rank was in which part of it.
+        All ranks enter it, and each knows of all when it ends; `explain` draws it from then on."""
+        entry = self._entry()
+        if entry.replayed is not None:
+            raise TrainError(
+                "a step that is replayed as a CUDA graph has no parts to be timed\n  try       compile=False"
+            )
+        assert entry.code is not None
+        pipeline = entry.lowered.pipeline
+        trace = StepTrace(entry.plan, pipeline.schedule if pipeline is not None else None)
+        with recording(entry.code, entry.program, device_of(self.model)) as spans:
+            yield trace
+        told = self.state.process.tell([span.data() for span in spans])
+        trace.spans = [[Span(**data) for data in each] for each in told]
+        self.traced = trace
+
     @property
     def plan(self) -> plan.Plan:
         """What was given and what was decided for the last batch: str(step.plan) is YAML that train_step(plan=…)
@@ -936,6 +962,7 @@ class Step:
         lines += [lower.schedule_text(pipeline.schedule, entry.plan)] if pipeline is not None else []
         apart = entry.plan.sync_text()
         lines += [f"synchronised     {apart}"] if apart else []
+        lines += [str(self.traced)] if self.traced is not None and self.traced.plan is entry.plan else []
         if spread is None:
             return "\n".join([*lines, "", str(entry.program)])
         assert entry.plan.predicted is not None

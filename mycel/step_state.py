@@ -252,7 +252,7 @@ class StepState:
                 if folder.exists():
                     folder.rmdir()
                 partial.rename(folder)
-        self._process().tell(None)  # it is there for all
+        self.process.tell(None)  # it is there for all
         return folder
 
     @of_all_stages
@@ -265,7 +265,7 @@ class StepState:
         tensors |= {f"optimizer.{name}": x for name, x in optimizer_tensors(self.model, self.optimizer).items()}
         tensors |= numbers | self.messages.tensors()
         plan = str(self.split.plan.given) if self.split is not None else None
-        with Saver(folder, keep, asynchronous=False, ranks=self._process(), plan=plan) as saver:
+        with Saver(folder, keep, asynchronous=False, ranks=self.process, plan=plan) as saver:
             saver.save(number, tensors, {"optimizer": self._plain(), "steps": number}, layouts=lying)
         if saver.last is None:
             raise CheckpointError(next(iter(saver.poll()), "nothing was saved"))
@@ -283,7 +283,7 @@ class StepState:
         parts, device = self.split, next((x.device for x in own.values()), torch.device("cpu"))
         of_ranks = lambda saved: wanted(parts, own, saved) if parts is not None else {}
         if (folder / MANIFEST).is_file():
-            manifest, mesh = read_manifest(folder), self._process().mesh
+            manifest, mesh = read_manifest(folder), self.process.mesh
             tensors = (
                 load(folder, device).tensors
                 if parts is None
@@ -293,7 +293,7 @@ class StepState:
         elif parts is None:
             loaded, _ = load_latest(folder, device)
         else:
-            loaded, _ = load_latest_parts(folder, of_ranks, self._process(), device)
+            loaded, _ = load_latest_parts(folder, of_ranks, self.process, device)
         self._take(loaded, own)
         return loaded.step
 
@@ -360,7 +360,8 @@ class StepState:
             self.model.load_state_dict(saved, strict=False)
         return 0
 
-    def _process(self) -> MeshProcess:
+    @property
+    def process(self) -> MeshProcess:
         """This rank among those that save and load together."""
         if self.split is None:
             return ALONE

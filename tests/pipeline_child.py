@@ -87,6 +87,7 @@ def main(folder: Path) -> None:
     for i in (3, 4):
         wanted, *found = losses(i, serial, step, other)
         alike(found, [wanted] * 2)
+    traced(step)
     refused()
 
 
@@ -109,6 +110,17 @@ def compared(step: mycel.Step, serial: mycel.Step) -> None:
     assert held(step) < 0.85 * held(serial), (held(step), held(serial))  # a rank holds its stages alone
     assert mycel.Plan.read(yaml.safe_load(str(step.plan))) == step.plan
     assert "bubble" in step.explain()
+
+
+def traced(step: mycel.Step) -> None:
+    """Every rank knows what each did when: all steps of the schedule, none before what it waits for."""
+    with step.trace() as trace:
+        losses(5, step)
+    times = trace.measured
+    ran = [x for order in times.schedule.orders for x in order]
+    assert {x.microbatch for x in ran} == set(range(4)) and {x.stage for x in ran} == set(range(4))
+    assert all(times.end[a] <= times.end[x] for x in ran for a in times.schedule.awaited(x) if a in times.end)
+    assert "measured " in step.explain() and len(trace.spans) == WORLD
 
 
 def refused() -> None:

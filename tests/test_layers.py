@@ -51,7 +51,10 @@ MAY_IMPORT = {
     "message_state": {"ir", "parts", "run"},
     "outer_steps": {"ir", "lower", "plan", "run", "parts", "message_state"},
     "step_state": {"errors", "ir", "parts", "message_state", "run"},
+    "schedule_page": {"plan"},
+    "step_trace": {"plan", "run", "schedule_page"},
     "step": {
+        "step_trace",
         "errors",
         "sizes",
         "ir",
@@ -95,7 +98,7 @@ MAY_IMPORT = {
     },
     "step_search": {"errors", "ir", "plan", "parts", "run", "search", "search_space"},
     "search_text": {"errors", "sizes", "plan", "search"},
-    "search_page": {"sizes", "ir", "plan", "search", "search_text"},
+    "search_page": {"sizes", "ir", "plan", "schedule_page", "search", "search_text"},
     "train": {
         "search",
         "errors",

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -132,13 +133,21 @@ def test_losses_are_those_of_one_process_under_every_plan(disk, tmp_path, worlds
     assert torch.equal(module.state_dict()["lm_head.weight"], made["model.embed_tokens.weight"])
 
 
+def traced(run: Path) -> list[dict[str, Any]]:
+    return json.loads((run / "trace.json").read_text())["traceEvents"]
+
+
 def test_a_pipeline_trains_saves_and_exports_as_one_process_does(disk, tmp_path, worlds):
     still = {"config": {**MODEL["config"], "attention_dropout": 0.0}}
-    more = {"model": still, "train": {"steps": 5}, "evaluate": {"every": 4}, "export": True}
+    more = {"model": still, "train": {"steps": 5}, "evaluate": {"every": 4}, "export": True, "trace": 1}
     plan = {"stages": 2, "schedule": "zbh1", "microbatches": 2, "mesh": {"dp": 2}, "batch": ["dp"], "zero": "1 over dp"}
     worlds(4, {"settings": tiny(disk, tmp_path / "stages", None, plan, **more)})
     assert train(config(disk, tmp_path / "alone", **{**QUIET, **more})) == 0
     assert losses(tmp_path / "stages") == pytest.approx(losses(tmp_path / "alone"), rel=1e-5)
+    rows = [e["args"]["name"] for e in traced(tmp_path / "stages") if e["name"] == "process_name"]
+    assert rows == [*(f"rank {r}" for r in range(4)), "predicted, pp 0", "predicted, pp 1"]
+    assert {e["name"] for e in traced(tmp_path / "alone")} > {"process_name", "step"}
+    assert "<h2>measured</h2>" in (tmp_path / "stages" / "schedule.html").read_text()
     for read in (tensors, lambda run: load_file(run / "model" / "model.safetensors")):
         ours, theirs = read(tmp_path / "stages"), read(tmp_path / "alone")
         assert ours.keys() == theirs.keys()

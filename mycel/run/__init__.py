@@ -8,11 +8,13 @@ from mycel.run.interpret import interpret, not_finite
 from mycel.run.processes import world
 from mycel.run.replay import CudaGraph, Replayed
 from mycel.run.simulate import part_of, simulate, simulate_stages
+from mycel.run.trace import Span, recording
 
 __all__ = [
     "CudaGraph",
     "HostSpace",
     "Replayed",
+    "Span",
     "emit",
     "interpret",
     "keep_freed_memory",
@@ -20,6 +22,7 @@ __all__ = [
     "moves",
     "not_finite",
     "part_of",
+    "recording",
     "simulate",
     "simulate_stages",
     "start_workers",

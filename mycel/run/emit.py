@@ -106,7 +106,7 @@ def load(
     linecache.cache[file] = (len(source), None, source.splitlines(True), file)
     env: dict[str, Any] = {}
     exec(compile(source, file, "exec"), env)
-    for block, name in _block_names(program, _helpers(program, donate)).items():
+    for block, name in function_names(program, donate).items():
         if block in compiled:
             env[name] = compile_function(env[name])
     return env["main"], source
@@ -385,6 +385,11 @@ def _helpers(program: Program, donate: bool) -> dict[str, str]:
             for k, text in sources_of(op, donate).items()
         )
     )
+
+
+def function_names(program: Program, donate: bool = True) -> dict[str, str]:
+    """Blocks -> the Python functions that they are in loaded code."""
+    return _block_names(program, _helpers(program, donate))
 
 
 def _block_names(program: Program, helpers: Container[str]) -> dict[str, str]:

@@ -247,6 +247,7 @@ class Config(Section):
     checkpoint: Checkpoint = Checkpoint()
     log: LogConfig = LogConfig()
     sample: Sample | None = Field(default=Sample(), description="{prompt: …}: text it writes at the end")
+    trace: forms.Whole = Field(default=0, description="n: trace.json of the n-th step after the first")
     run: forms.Folder | None = Field(default=None, description="results; null: runs/<name>-<date>-<time>")
     export: forms.Switch = Field(default=True, description="write a Hugging Face folder at the end")
 

@@ -15,7 +15,7 @@ import signal
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +86,7 @@ class Steps:
         self.seconds_before: float = before.get("seconds", 0.0)
         self.pending: bool = before.get("pending", False)  # what is due after the last step is not done yet
         self.given = self.done  # the step last given to the saver
+        self.first, self.traces = self.done, config.trace  # the first compiles
         self.saved: Path | None = None  # the checkpoint last told of
         self.stop: signal.Signals | None = None  # what all ranks know of their signals
         self.clock = Stopwatch(parts.device)
@@ -140,8 +141,10 @@ class Steps:
         """One step at its learning rate."""
         for group in self.parts.optimizer.param_groups:
             group["lr"] = self._rate(self.done)
+        traced = self.traces and self.done == self.first + self.traces
         try:
-            loss: torch.Tensor = self.step(**batch)
+            with self._trace() if traced else nullcontext():
+                loss: torch.Tensor = self.step(**batch)
         except RuntimeError as error:  # torch.OutOfMemoryError is one, and of the CPU's allocator there is no other
             if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
                 raise
@@ -157,6 +160,22 @@ class Steps:
         self.done += 1
         self.clock.steps += 1
         return loss
+
+    @contextmanager
+    def _trace(self) -> Iterator[None]:
+        """A step whose trace is written; it is no measure of speed."""
+        with self.clock.paused(), self.parts.step.trace() as trace:
+            yield
+        self.clock.steps -= 1
+        if self.parts.team.rank:
+            return
+        folder, took = self.saver.folder.parent, str(trace).splitlines()[0].strip()
+        try:
+            for name, text in trace.files().items():
+                (folder / name).write_text(text)
+            self.progress.note(f"traced step {self.done + 1}: {took}\n  at        {folder / 'trace.json'}")
+        except OSError as error:
+            self.progress.note(f"no trace is written: {error.strerror}\n  at        {folder}")
 
     def _rate(self, step: int) -> float:
         """The learning rate of a step, counted from 0."""
