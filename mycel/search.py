@@ -65,6 +65,7 @@ class Candidate:
     price: float = 0.0  # what keeping a byte for backward has cost
     why: str = ""  # it does not fit, or is not the best
     outcome: Outcome | None = field(default=None, repr=False, compare=False)  # where all of the step was lowered
+    line: PipelineTimes | None = field(default=None, repr=False, compare=False)  # of a pipeline
 
     @property
     def fits(self) -> bool:
@@ -360,7 +361,7 @@ class Search:
                 messages = 2.0 * shape.microbatches * pieces.message_bytes  # of a rank in the middle
                 sent[between] = sent.get(between, 0.0) + messages
                 cut = replace(written, stages=priced.begin)
-                return Candidate(shape, cut, times, sent, again, price)
+                return Candidate(shape, cut, times, sent, again, price, line=priced.line)
         return Candidate(shape, why=f"out of memory by {shown(nearest - (self.memory or 0))}")
 
     def choices(self, candidate: Candidate, pattern: str, ndim: int) -> Iterator[tuple[list[str], Candidate]]:
@@ -395,7 +396,7 @@ class Search:
             layouts = {name: written.stored(layout, shapes[name]) for name, layout in layouts.items()}
         entries = {name: [".".join(axes) or "-" for axes in layout.dims] for name, layout in layouts.items()}
         held = {name: (shape, entries[name]) for name, shape in shapes.items()}
-        return Detail(outcome.lowered.program, outcome.times, held, what)
+        return Detail(outcome.lowered.program, outcome.times, held, what, candidate.line)
 
     def _laid_out(self, unsharded: UnshardedStep, written: Plan) -> LaidOut:
         inputs, gathered = (

@@ -23,6 +23,7 @@ from mycel.ir import Layout, Mesh
 from mycel.plan import Plan, ready_plans
 from mycel.plan.clock import WORKSPACE
 from mycel.plan.cluster import Cluster
+from mycel.plan.schedule import StageCosts, named, timeline
 from mycel.search import Search, Shape, patterns
 from mycel.train.planner import search
 
@@ -186,12 +187,13 @@ def test_as_data():
 def test_a_page_of_plans_needs_nothing_but_itself():
     found = of(Blocks())
     answer = found.run()
-    text = search_page.page(answer, found.detail(answer.best))
+    line = timeline(named("zbv", 2, 4), StageCosts.equal(4))
+    text = search_page.page(answer, replace(found.detail(answer.best), schedule=line))
     assert "http" not in text and "<script" not in text and "src=" not in text
     root = ElementTree.fromstring(text.removeprefix("<!doctype html>").replace('<meta charset="utf-8">', ""))
     boxes = [x for x in root.iter("rect") if x.find("title") is not None]
     assert boxes and len(list(root.iter("tr"))) > len(answer.candidates)
-    assert {x.text for x in root.iter("text")} >= {"compute", *answer.best.sent}
+    assert {x.text for x in root.iter("text")} >= {"compute", *answer.best.sent, "rank 1", "F3.0", "W0.3"}
 
 
 def test_a_parameter_is_explained_by_what_its_other_layouts_cost():
