@@ -107,9 +107,18 @@ class ShardedModel:
             for name, x in held.items():
                 by_name[name].data = x
 
-    def adopt(self, shapes: Mapping[str, torch.Size], layouts: Mapping[str, Layout]) -> None:
-        """The model was made in parts: these are the shapes of the whole, and how its tensors lie."""
+    def adopt(
+        self,
+        shapes: Mapping[str, torch.Size],
+        layouts: Mapping[str, Layout],
+        owners: Mapping[str, tuple[int, ...]] | None = None,
+    ) -> None:
+        """The model was made in parts: these are the shapes of the whole, how its tensors lie, and of a pipeline who
+        holds them."""
         self.shapes, self.layouts, self.is_split = dict(shapes), dict(layouts), True
+        if owners:
+            self.owners = dict(owners)
+            self._guard(True)
 
     # -- layouts of a step's inputs
 
@@ -224,9 +233,7 @@ class ShardedModel:
 
     def hold(self, pipeline: Pipeline) -> None:
         """From now on this rank holds what its stages use."""
-        owners = {role.name: ranks for role, ranks in pipeline.owners.items() if role.kind in ("parameter", "buffer")}
-        by_id = {id(x): name for name, x in reversed(list(self.tensors())) if name in owners}
-        owners = {name: owners[by_id[id(x)]] for name, x in self.tensors() if id(x) in by_id}
+        owners = self.owners_under(pipeline)
         if self.owners and owners != self.owners:
             other = next(name for name in owners if owners[name] != self.owners.get(name))
             raise PlanError(
@@ -237,6 +244,12 @@ class ShardedModel:
             self._guard(True)
         self.owners = owners
         self._let_go()
+
+    def owners_under(self, pipeline: Pipeline) -> dict[str, tuple[int, ...]]:
+        """The places that hold each tensor, by all its names."""
+        owners = {role.name: ranks for role, ranks in pipeline.owners.items() if role.kind in ("parameter", "buffer")}
+        by_id = {id(x): name for name, x in reversed(list(self.tensors())) if name in owners}
+        return {name: owners[by_id[id(x)]] for name, x in self.tensors() if id(x) in by_id}
 
     def _let_go(self) -> None:
         """What other stages hold is not here."""
@@ -302,6 +315,13 @@ class ShardedModel:
                 held = self._from_first(role.of, state.get(role.name), shape, type.dtype)
                 if not self.is_own(role.of):
                     state[role.name] = held
+
+    def whole_of(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        """All of a parameter or buffer, whoever holds it; all ranks call this."""
+        if name in self.owners and not self._completed:
+            shape = boxes.stored(tuple(self.shapes[name]), self.layouts[name], self.plan.mesh)
+            x = self._from_first(name, x, shape, x.dtype)
+        return self.gather(x, self.lies(name, x), self.shapes[name])
 
     def _from_first(self, name: str, held: Any, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A tensor as the first of those who hold it has it."""

@@ -189,8 +189,8 @@ class StagePieces:
         if self.splits:  # nobody waits for what the first stage makes: it has no step of weights
             backward[0], weight[0] = backward[0] + weight[0], 0.0
         flight = figures[:, FIGURES.index("flight")]
-        columns = [tuple(np.maximum(x, 0.0).tolist()) for x in (forward, backward, weight, flight)]
-        return StageCosts(*columns[:3], message, columns[3])
+        f, b, w, held = (tuple(np.maximum(x, 0.0).tolist()) for x in (forward, backward, weight, flight))
+        return StageCosts(f, b, w, message, held)
 
     def _by_rank(self, figures: Figures, order: PipelineSchedule) -> Figures:
         """The figures of each rank: those of its stages, what a stage has besides its layers once."""

@@ -502,9 +502,9 @@ class Step:
             self._told = True
             torch_update.told(self.optimizer, why)
 
-    def _task(self, made: UnshardedStep) -> Task:
-        """What there is to plan."""
-        device = made.captured.device
+    def _task(self, made: UnshardedStep, device: torch.device | None = None) -> Task:
+        """What there is to plan; `device`: where it will run, if the model is not there yet."""
+        device = device or made.captured.device
         if device.type not in ("cuda", "cpu") and not self._given().offload.is_none:
             raise PlanError(
                 f"offload: a device of type {device.type} has no pinned memory that Mycel knows of\n"
@@ -536,6 +536,15 @@ class Step:
             return plan.Plan(Mesh())
         now = self._phases[self._phase()][1]
         return now.given if self.entries else now
+
+    def stage_owners(self, device: torch.device, *args: Any, **kwargs: Any) -> dict[str, tuple[int, ...]]:
+        """Of a pipeline whose model has no data yet: which places along its stages will hold each tensor, by name, for
+        such a batch on such a device."""
+        assert self.parts is not None
+        made = self.unsharded(*args, **kwargs)
+        _, done = planned(self._task(made, device), self._given())
+        assert done.pipeline is not None
+        return self.parts.owners_under(done.pipeline)
 
     def unsharded(self, *args: Any, **kwargs: Any) -> UnshardedStep:
         """The step as one program on one device, for such a batch: what there is to plan."""

@@ -115,13 +115,16 @@ def test_no_more_is_held_than_parts_and_the_largest_tensors():
         return nn.Sequential(*(nn.Linear(128, 128) for _ in range(layers)))
 
     mesh = Mesh(dp=4)
-    for layers in (16, 64):
-        cuts = Cuts(outline(lambda n=layers: made_of(n)), Plan.read("zero3", mesh), mesh, 1)
+    for layers, stages in ((16, 1), (64, 1), (64, 4)):
+        foreign = [f"{i}.{name}" for i in range(layers // stages, layers) for name in ("weight", "bias")]
+        plan = Plan.read("zero3" if stages == 1 else {"mesh": {"dp": 4}}, mesh)
+        cuts = Cuts(outline(lambda n=layers: made_of(n)), plan, mesh, 1, foreign)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as seen:
             held = cuts.made(lambda n=layers: made_of(n))
         events = sorted(
             (e.start_ns(), e.nbytes()) for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"
         )
         most = max(itertools.accumulate(n for _, n in events))
-        parts = sum(p.nbytes for p in held.parameters())
+        parts = sum(p.untyped_storage().nbytes() for p in held.parameters())
+        assert parts <= layers // stages * 128 * 129 * 4 + 4 * len(foreign)  # of a parameter of another stage, a number
         assert parts <= most <= parts + 3 * cuts.largest_bytes

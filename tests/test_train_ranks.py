@@ -137,15 +137,27 @@ def traced(run: Path) -> list[dict[str, Any]]:
     return json.loads((run / "trace.json").read_text())["traceEvents"]
 
 
-def test_a_pipeline_trains_saves_and_exports_as_one_process_does(disk, tmp_path, worlds):
+def test_a_pipeline_trains_goes_on_in_other_stages_and_exports_as_one_process_does(disk, tmp_path, worlds):
     still = {"config": {**MODEL["config"], "attention_dropout": 0.0}}
-    more = {"model": still, "train": {"steps": 5}, "evaluate": {"every": 4}, "export": True, "trace": 1}
+    more = {"model": still, "train": {"steps": 5}, "evaluate": {"every": 4}, "export": True}
+    more |= {"schedule": {"kind": "constant", "warmup": 0}, "trace": 1}
     plan = {"stages": 2, "schedule": "zbh1", "microbatches": 2, "mesh": {"dp": 2}, "batch": ["dp"], "zero": "1 over dp"}
-    worlds(4, {"settings": tiny(disk, tmp_path / "stages", None, plan, **more)})
+    other = {"stages": 4, "schedule": "1f1b", "microbatches": 2}  # which a rank makes and loads its stage of alone
+    first = {**more, "train": {"steps": 3}}
+    told = worlds(
+        4,
+        {"settings": tiny(disk, tmp_path / "stages", None, plan, **first)},
+        {
+            "settings": tiny(disk, tmp_path / "stages", None, other, **more),
+            "resume": str(tmp_path / "stages"),
+            "check": "restored",
+        },
+    )
+    assert all("restored to the bit" in text for text in told)
     assert train(config(disk, tmp_path / "alone", **{**QUIET, **more})) == 0
     assert losses(tmp_path / "stages") == pytest.approx(losses(tmp_path / "alone"), rel=1e-5)
     rows = [e["args"]["name"] for e in traced(tmp_path / "stages") if e["name"] == "process_name"]
-    assert rows == [*(f"rank {r}" for r in range(4)), "predicted, pp 0", "predicted, pp 1"]
+    assert rows == [*(f"rank {r}" for r in range(4)), *(f"predicted, pp {r}" for r in range(4))]
     assert {e["name"] for e in traced(tmp_path / "alone")} > {"process_name", "step"}
     assert "<h2>measured</h2>" in (tmp_path / "stages" / "schedule.html").read_text()
     for read in (tensors, lambda run: load_file(run / "model" / "model.safetensors")):

@@ -18,6 +18,7 @@ from torch import nn
 from mycel.errors import TrainError
 from mycel.feed import Local
 from mycel.ir import Mesh
+from mycel.plan import STAGE_AXIS
 from mycel.several_optimizers import SeveralOptimizers
 from mycel.step import Step, train_step
 from mycel.train import config as settings
@@ -72,7 +73,7 @@ class Assembly:
     def whole(self, name: str, x: torch.Tensor) -> torch.Tensor:
         """All of a parameter or buffer; where ranks hold it in parts, all of them call this."""
         held = self.step.parts
-        return x.detach() if held is None else held.gather(x.detach(), held.lies(name, x), held.shapes[name])
+        return x.detach() if held is None else held.whole_of(name, x.detach())
 
     @contextlib.contextmanager
     def complete(self) -> Iterator[None]:
@@ -83,6 +84,11 @@ class Assembly:
                 stack.enter_context(held.complete())
                 stack.enter_context(held.opened())
             yield
+
+    def opened(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, the model may be asked for its state, of which this rank holds parts."""
+        held = self.step.parts
+        return held.opened() if held is not None else contextlib.nullcontext()
 
     def local_step(self) -> Local:
         """The step, called with this rank's part of a batch; compiled, once this is called."""
@@ -107,7 +113,7 @@ def assemble(config: settings.Config, waiting: Waiting, team: Team | None = None
     labelled = config.train.task in LABELLED_TASKS
     data = None if labelled else _data(config, tokenizer, waiting.say)
     waiting.say("making the model") if config.model.path is None else waiting.say("loading the model")
-    cuts = _cuts(config, team)
+    owners, cuts = _cuts(config, team, data, device)
     model = models.build(
         config.model.path,
         config.model.config,
@@ -131,8 +137,27 @@ def assemble(config: settings.Config, waiting: Waiting, team: Team | None = None
     if cuts is not None:
         cuts.cut(model.module)  # what was added
     optimizer = make_optimizer(config.optimizer, model.module)
-    step = train_step(
-        model.module,
+    step = _step(config, team, model.module, optimizer, loss)
+    if cuts is not None and step.parts is not None:
+        step.parts.ranks = team.processes
+        step.parts.adopt(cuts.shapes, cuts.layouts, owners)
+        notes += cuts.notes
+    whole = cuts.outline if cuts else model.module
+    if config.train.task == "dpo":
+        waiting.say("likelihoods under the model as it is")
+        data = with_reference(data, step, config.train.batch)
+    return Assembly(config, device, tokenizer, data, model, optimizer, step, vocab, tuple(notes), team, whole, loss)
+
+
+def _step(
+    config: settings.Config,
+    team: Team,
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss: Callable[..., Any] | None = None,
+) -> Step:
+    return train_step(
+        module,
         optimizer,
         loss,
         mesh=team.mesh if team.mesh.axes else None,
@@ -143,24 +168,26 @@ def assemble(config: settings.Config, waiting: Waiting, team: Team | None = None
         memory=config.train.memory,
         compile=config.train.compile,
     )
-    if cuts is not None and step.parts is not None:
-        step.parts.ranks = team.processes
-        step.parts.adopt(cuts.shapes, cuts.layouts)
-        notes += cuts.notes
-    outline = cuts.outline if cuts else model.module
-    if config.train.task == "dpo":
-        waiting.say("likelihoods under the model as it is")
-        data = with_reference(data, step, config.train.batch)
-    return Assembly(config, device, tokenizer, data, model, optimizer, step, vocab, tuple(notes), team, outline, loss)
 
 
-def _cuts(config: settings.Config, team: Team) -> Cuts | None:
-    """How the model is cut for this rank; None: it is the only one."""
+def _cuts(
+    config: settings.Config, team: Team, data: Data | None, device: torch.device
+) -> tuple[dict[str, tuple[int, ...]], Cuts | None]:
+    """How the model is cut for this rank, None: it is the only one; and of a pipeline, the places along its stages that
+    hold a tensor.  Both follow from the model without data; of tasks whose batches are made with the model, a rank
+    makes all stages and lets go of the others."""
     if team.processes is None or team.plan is None:
-        return None
-    outline = models.outline_of(config.model.path, config.model.config, getattr(torch, config.model.dtype))
-    adapt(config, outline.module)
-    return Cuts(outline, team.plan, team.mesh, team.rank)
+        return {}, None
+    without_data = models.outline_of(config.model.path, config.model.config, getattr(torch, config.model.dtype))
+    adapt(config, without_data.module)
+    owners: dict[str, tuple[int, ...]] = {}
+    if team.plan.is_pipeline and data is not None and task_loss(config.train) is None:
+        step = _step(config, team, without_data.module, make_optimizer(config.optimizer, without_data.module))
+        owners = step.stage_owners(device, **outline(data.train, config.train.batch * config.train.accumulate))
+    place = team.mesh.index(team.rank, (STAGE_AXIS,)) if owners else 0
+    parameters = dict(without_data.module.named_parameters(remove_duplicate=False))
+    foreign = [name for name, places in owners.items() if place not in places and name in parameters]
+    return owners, Cuts(without_data, team.plan, team.mesh, team.rank, foreign)
 
 
 def adapt(config: settings.Config, module: nn.Module) -> None:

@@ -5,7 +5,8 @@ made.
                                                  ▲                        │
                                                  └──── written over ◀─────┘
 
-A closed one is cut to this rank's part, its memory given back; reading it is refused.
+A closed one is cut to this rank's part, its memory given back; reading it is refused.  Of a pipeline that is nothing
+for parameters of other stages.
 
 The constructor runs as it would for one device, with the same draws in the same order, so the parts are those of what
 one device would have, bit for bit.  Which parameter is which is known from an outline: the same constructor on the meta
@@ -14,7 +15,7 @@ device.  A model whose constructor reads what it has made before is made whole, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -83,10 +84,10 @@ def _registering(note: Callable[[nn.Parameter], None]) -> Iterator[None]:
 
 class Cuts:
     """How the tensors of a model are cut for one rank; `shapes` and `layouts` are by name, with the adapters that were
-    added to its outline."""
+    added to its outline.  Parameters of other stages of a pipeline (`foreign`) are left as one number."""
 
-    def __init__(self, model: Outline, plan: Plan, mesh: Mesh, rank: int) -> None:
-        self.outline, self.mesh, self.rank = model.module, mesh, rank
+    def __init__(self, model: Outline, plan: Plan, mesh: Mesh, rank: int, foreign: Collection[str] = ()) -> None:
+        self.outline, self.mesh, self.rank, self.foreign = model.module, mesh, rank, frozenset(foreign)
         named = list(_tensors(model.module))
         name_of = {id(x): name for name, x in named}
         one = {name: name_of[id(x)] for name, x in named}
@@ -119,8 +120,12 @@ class Cuts:
         for name, x in _tensors(module):
             if id(x) not in self.done:
                 self.done.add(id(x))
-                layout = self.layouts[name if name in self.layouts else self.renamed[name]]
-                x.data = convert(self.part(x.data, layout), isinstance(x, nn.Parameter))
+                known = name if name in self.layouts else self.renamed[name]
+                if known in self.foreign:
+                    one = x.data.new_zeros(())
+                    x.data = convert(one, True).expand(x.shape)
+                else:
+                    x.data = convert(self.part(x.data, self.layouts[known]), isinstance(x, nn.Parameter))
         return module
 
     def part(self, x: torch.Tensor, layout: Layout) -> torch.Tensor:
@@ -139,6 +144,7 @@ class CutParameter:
     parameter: nn.Parameter
     layout: Layout
     whole_bytes: int
+    foreign: bool = False
     part: torch.Tensor | None = None
 
 
@@ -162,9 +168,10 @@ class Cutter(TorchDispatchMode):
                 f"makes {name} of shape {list(p.shape)}, and not always: {list(self.cuts.shapes[name])} before"
             )
         key, layout = _storage(p), self.cuts.layouts[name] if name is not None else Layout()
-        if key in self.cells or layout.is_whole or p.untyped_storage().nbytes() != p.nbytes:
+        foreign = name in self.cuts.foreign
+        if key in self.cells or (layout.is_whole and not foreign) or p.untyped_storage().nbytes() != p.nbytes:
             return
-        self.cells[key] = CutParameter(p, layout, p.nbytes)
+        self.cells[key] = CutParameter(p, layout, p.nbytes, foreign)
         self._make_room(self.cells[key])
 
     def _make_room(self, newest: CutParameter) -> None:
@@ -174,7 +181,7 @@ class Cutter(TorchDispatchMode):
         for cell in is_open:
             if total <= self.cuts.largest_bytes or cell is newest:
                 continue
-            cell.part = self.cuts.part(cell.parameter.detach(), cell.layout)
+            cell.part = self._part(cell)
             cell.parameter.untyped_storage().resize_(0)
             total -= cell.whole_bytes
 
@@ -192,11 +199,14 @@ class Cutter(TorchDispatchMode):
             self._make_room(cell)
         return func(*args, **(kwargs or {}))
 
+    def _part(self, cell: CutParameter) -> torch.Tensor:
+        whole = cell.parameter.detach()
+        return whole.new_zeros(()).expand(whole.shape) if cell.foreign else self.cuts.part(whole, cell.layout)
+
     def finish(self) -> None:
         """All parameters become their parts."""
         for cell in self.cells.values():
-            part = cell.part if cell.part is not None else self.cuts.part(cell.parameter.detach(), cell.layout)
-            cell.parameter.data = part
+            cell.parameter.data = cell.part if cell.part is not None else self._part(cell)
             self.cuts.done.add(id(cell.parameter))
 
 

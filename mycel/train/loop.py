@@ -198,7 +198,7 @@ class Run:
             waiting.say("preparing the step")
             _prepare(parts)
             if earlier is not None:
-                with parts.complete():
+                with parts.opened():
                     loaded, notes = earlier(parts)
                     notes = [*notes, *state.restore(loaded, parts)]
             _refuse_not_finite(parts, loaded.path if loaded else self.config.model.path)

@@ -125,7 +125,7 @@ def set_random_state(saved: Mapping[str, str], device: torch.device) -> None:
 def restore(loaded: Loaded, parts: Assembly) -> list[str]:
     """A checkpoint into the parts of a run, random state apart; notes on what may make other bits.  Refused whole if it
     does not fit."""
-    own, saved = step_state.model_tensors(parts.module, frozen=False), _part(loaded, "model.")
+    own, saved = _own(parts), _part(loaded, "model.")
     _check_shapes(loaded, own, saved)
     _check_identity(loaded, parts)
     with torch.no_grad():
@@ -149,7 +149,22 @@ def restore(loaded: Loaded, parts: Assembly) -> list[str]:
 def wanted(parts: Assembly, manifest: Manifest) -> Wanted:
     """This rank's parts of what a checkpoint holds, however they were saved."""
     assert parts.step.parts is not None
-    return step_state.wanted(parts.step.parts, step_state.model_tensors(parts.module, frozen=False), manifest)
+    wanted_here = step_state.wanted(parts.step.parts, _own(parts), manifest)
+    held = {f"model.{name}" for name in _own(parts)}
+    return {n: x for n, x in wanted_here.items() if n in held or not _is_foreign(parts, n)}
+
+
+def _own(parts: Assembly) -> Tensors:
+    """Trained parameters and buffers that this rank holds."""
+    own = step_state.model_tensors(parts.module, frozen=False)
+    return {name: x for name, x in own.items() if not _is_foreign(parts, f"model.{name}")}
+
+
+def _is_foreign(parts: Assembly, name: str) -> bool:
+    """Does another stage of the pipeline hold it?"""
+    kind, _, rest = name.partition(".")
+    held, owner = parts.step.parts, rest if kind == "model" else rest.rpartition(".")[0]
+    return held is not None and bool(held.owners) and kind in ("model", "optimizer") and not held.is_own(owner)
 
 
 def pending(loaded: Loaded, device: torch.device) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
