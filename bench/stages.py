@@ -17,13 +17,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from mycel.ir import unchecked
 from mycel.parts import ShardedModel
-from mycel.plan import Plan, ladder
+from mycel.plan import Plan, ladder, splits
 from mycel.plan.cluster import Cluster
 from mycel.plan.schedule import stages_a_rank
 from mycel.planning import LaidOut, Task
 from mycel.shallow import Shallow
 from mycel.sizes import parse_bytes
-from mycel.stage_price import PricedStages, layer_runs, price_stages
+from mycel.stage_price import PricedStages, StagePieces, layer_runs
 from mycel.step import train_step
 
 BAR_S, LENGTH = 60.0, 8192
@@ -92,7 +92,8 @@ def main() -> None:
         def fitting(schedule: str) -> PricedStages:
             """Backward computes as much again as the memory asks for."""
             for price in ladder(laid_out.costs)[::4]:
-                priced = price_stages(laid_out, runs, price, args.stages * stages_a_rank(schedule), schedule)
+                pieces = StagePieces.of(laid_out, runs, price, splits(schedule))
+                priced = pieces.priced(args.stages * stages_a_rank(schedule), schedule, budget)
                 if priced.times.peak["device"] <= budget:
                     break
             return priced

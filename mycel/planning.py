@@ -158,7 +158,7 @@ class LaidOut:
         body = self.task.body
         summed = lower.plain_sums(resident, body)
         flow = plan.StepFlow(summed, body)
-        starts = tuple(flow.block.eqns[i].outputs[0].name for i in self._starts(flow))
+        starts = tuple(flow.block.eqns[i].outputs[0].name for i in self._starts(flow, names))
         decided = replace(self.plan.decided, residuals=residuals, stages=starts)
 
         def under(schedule: str, orders: tuple[str, ...] = ()) -> lower.Lowered:
@@ -177,14 +177,14 @@ class LaidOut:
         times = self._pipeline_times(done, costs)
         return Outcome(residuals, done, regions, times, stages=starts, orders=orders, steps=costs)
 
-    def _starts(self, flow: StepFlow) -> list[int]:
+    def _starts(self, flow: StepFlow, regions: frozenset[str]) -> list[int]:
         """The units at which stages begin: of the modules the plan names, or where the clock has them end."""
         given = self.plan
         if not isinstance(given.stages, int):
             return plan.starts_of(flow, given.stages)
-        costs = plan.Costs(flow.program, self.task.hardware, self.task.compiled, self.clock.links)
         assert self.clock.links is not None
-        blocks = plan.cut_blocks(flow, costs, self.clock.links.of((plan.STAGE_AXIS,)))
+        compiled = flow.program.blocks if self.task.compiled and not self.task.outlines else regions
+        blocks = plan.cut_blocks(flow, self.clock, self.clock.links.of((plan.STAGE_AXIS,)), compiled)
         return [blocks[i].unit for i in plan.best_cut(blocks, given.stages, flow.body.length)]
 
     def _stage_costs(self, done: lower.Lowered) -> StageCosts:

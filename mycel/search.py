@@ -350,7 +350,7 @@ class Search:
         first, nearest = None, float("inf")
         for price in plan.ladder(laid_out.costs, written.recompute)[::RUNGS]:
             pieces = StagePieces.of(laid_out, layer_runs(self.model, self.shallow), price, plan.splits(shape.schedule))
-            priced = pieces.priced(written.stage_count, shape.schedule)
+            priced = pieces.priced(written.stage_count, shape.schedule, self.memory)
             times = priced.times
             first, nearest = first or times, min(nearest, times.peak["device"])
             if self.memory is None or times.peak["device"] <= self.memory:

@@ -14,6 +14,7 @@ the schedule as named or searched, bubbles are those of its `timeline`, microbat
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from mycel import lower, plan
 from mycel.errors import PlanError
 from mycel.ir import DEVICE, Mesh, Program
 from mycel.plan import STAGE_AXIS, Clock, PipelineSchedule, StageCosts, StepFlow, StreamShare, Times
-from mycel.plan.cuts import CutBlock, best_cut
+from mycel.plan.cuts import CutBlock, Fits, best_cut
 from mycel.plan.schedule import BACKWARD, FORWARD, KINDS, WEIGHT, PipelineTimes, StageStep, named, stages_a_rank
 from mycel.planning import LaidOut
 from mycel.shallow import Shallow
@@ -146,8 +147,9 @@ class StagePieces:
             found.append((end, behind, 0))
         return found
 
-    def priced(self, stages: int, schedule: str) -> PricedStages:
-        """So many stages under a schedule; PlanError where there are fewer layers."""
+    def priced(self, stages: int, schedule: str, memory: int | None = None) -> PricedStages:
+        """So many stages under a schedule; PlanError where there are fewer layers.  Where a rank has one stage, the cut
+        is such that each fits the `memory`, if there is one."""
         if plan.splits(schedule) != self.splits:
             raise ValueError(f"the pieces were lowered {'with' if self.splits else 'without'} steps of weights")
         ranks = stages // stages_a_rank(schedule)
@@ -156,7 +158,7 @@ class StagePieces:
             link = hardware.links(_with_stages(self.laid_out, count)).of((STAGE_AXIS,))
             norm_s.append(link.seconds("all_reduce", count, 4.0))
         message = link.start_s + self.message_bytes / link.bytes_s
-        starts = self._cut(stages, message)
+        starts = self._cut(stages, message, schedule, memory)
         edges = [0, *starts, len(self.blocks)]
         figures = np.array([sum(x for x, _, _ in self.blocks[a:b]) + self.stage for a, b in itertools.pairwise(edges)])
         costs = self._costs(figures, message)
@@ -174,7 +176,7 @@ class StagePieces:
         peaks = tuple(int(x) for x in self._peaks(by_rank, order.held(costs.held, pending)))
         return PricedStages(self._times(line, by_rank, peaks, norm_s[1] - norm_s[0]), line, costs, begin, layers, peaks)
 
-    def _cut(self, stages: int, message: float) -> list[int]:
+    def _cut(self, stages: int, message: float, schedule: str, memory: int | None) -> list[int]:
         seconds = [max(0.0, float(x[:3].sum())) for x, _, _ in self.blocks]
         blocks = [CutBlock(i, s, 2 * message if i else 0.0) for i, s in enumerate(seconds)]
         layers = sum(run.count for run in self.runs)
@@ -182,7 +184,22 @@ class StagePieces:
             raise PlanError(
                 f"stages: {stages}, but the model has {layers} layers\n  try       stages: {layers}, or less"
             )
+        if memory is not None and stages_a_rank(schedule) == 1 and schedule != "searched":
+            with contextlib.suppress(PlanError):  # then the cut is by time, and its peaks say what is missing
+                return best_cut(blocks, stages, self.microbatches, self._fits(stages, schedule, memory))
         return best_cut(blocks, stages, self.microbatches)
+
+    def _fits(self, stages: int, schedule: str, memory: int) -> Fits:
+        """Does a stage of some blocks, with the microbatches that its rank has in flight?"""
+        sums = np.cumsum([np.zeros_like(self.stage), *(x for x, _, _ in self.blocks)], axis=0)
+        in_flight = named(schedule, stages, self.microbatches).held()
+
+        def fits(stage: int, first: int, last: int) -> bool:
+            own = sums[last] - sums[first] + self.stage
+            held, flight, loop, update = (own[FIGURES.index(x)] for x in ("held", "flight", "loop", "update"))
+            return bool(held + max(loop + in_flight[stage] * flight, update) <= memory)
+
+        return fits
 
     def _costs(self, figures: Figures, message: float) -> StageCosts:
         forward, backward, weight = figures[:, : len(KINDS)].T.copy()

@@ -10,12 +10,15 @@ import torch
 from distributing import OneDevice
 from pipelining import local_program
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from mycel.errors import PlanError
-from mycel.plan import CPU, Costs
+from mycel.ir import Mesh
+from mycel.plan import CPU, Clock, Plan
 from mycel.plan.cuts import CutBlock, best_cut, cut_blocks, cut_seconds
 from mycel.plan.links import CPU_LINK
 from mycel.plan.stages import StepFlow, cut
+from mycel.planning import LaidOut, Task
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -26,6 +29,25 @@ def test_no_other_cut_is_worth_less(seed):
     every = itertools.combinations(range(1, n), stages - 1)
     least = min(cut_seconds(blocks, starts, microbatches) for starts in every)
     assert cut_seconds(blocks, best_cut(blocks, stages, microbatches), microbatches) == pytest.approx(least)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_other_cut_that_fits_is_worth_less(seed):
+    """Stages hold what their number asks for, as those of a pipeline do their microbatches in flight."""
+    rng = random.Random(seed)
+    n, stages = rng.randint(5, 10), rng.randint(2, 4)
+    blocks = [CutBlock(i, rng.random(), rng.choice([0.0, 0.5])) for i in range(n)]
+    held = [rng.random() for _ in range(n)]
+    for room in (n * stages, n / 2, n / 4, 0.0):
+        fits = lambda stage, a, b, most=room: (stages - stage) * sum(held[a:b]) <= most
+        cuts = [(0, *starts, n) for starts in itertools.combinations(range(1, n), stages - 1)]
+        fitting = [c[1:-1] for c in cuts if all(fits(s, *ends) for s, ends in enumerate(itertools.pairwise(c)))]
+        if not fitting:
+            with pytest.raises(PlanError, match=f"no cut into {stages} stages fits the memory"):
+                best_cut(blocks, stages, 4, fits)
+            continue
+        least = min(cut_seconds(blocks, starts, 4) for starts in fitting)
+        assert cut_seconds(blocks, best_cut(blocks, stages, 4, fits), 4) == pytest.approx(least)
 
 
 def test_more_stages_than_blocks():
@@ -52,7 +74,7 @@ def test_a_large_head_leaves_its_stage_few_layers():
         one = OneDevice.of(Words(vocabulary), {"ids": torch.zeros(256, 16, dtype=torch.long)}, accumulate=4)
         local, _ = local_program(one, None)
         flow = StepFlow(local, one.made.body)
-        blocks = cut_blocks(flow, Costs(local, CPU, False), CPU_LINK)
+        blocks = cut_blocks(flow, Clock(CPU), CPU_LINK)
         starts = [blocks[i].unit for i in best_cut(blocks, 2, 4)]
         stages = cut(flow, starts)
         users = [s for v, s in stages.users.items() if ".layers." in v.name and v.name.endswith("weight")]
@@ -60,3 +82,19 @@ def test_a_large_head_leaves_its_stage_few_layers():
         return sum(s == {1} for s in users)
 
     assert layers_of_last(16) == 4 and layers_of_last(1024) == 0
+
+
+def test_a_large_vocabulary_is_cut_for_by_the_clock():
+    """A Llama with 128k words, whose head is worth five layers: the cut that is searched beats that of equal layers."""
+    config = LlamaConfig(
+        hidden_size=2048, intermediate_size=5632, num_hidden_layers=16, num_attention_heads=16, vocab_size=128256
+    )
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+        ids = torch.zeros(4, 128, dtype=torch.long)
+    one = OneDevice.of(model, {"input_ids": ids, "labels": ids}, accumulate=4)
+    task = Task(one.made.program, one.made.body, CPU)
+    equal = ("model.embed_tokens", "model.layers.4", "model.layers.8", "model.layers.12")
+    searched, given = (LaidOut.of(task, Plan(Mesh(), stages=stages)).under([0.0]) for stages in (4, equal))
+    longest = [max(map(sum, zip(o.steps.forward, o.steps.backward, strict=True))) for o in (searched, given)]
+    assert longest[0] < 0.7 * longest[1] and searched.times.seconds < 0.85 * given.times.seconds

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from distributing import OneDevice
@@ -51,6 +53,16 @@ def test_layers_go_where_the_head_is_not(shallow):
     priced = price_stages(shallow, [RUN], 0.0, 3, "1f1b")
     assert priced.layers[-1] < max(priced.layers)
     assert priced.begin[0] == "embed"
+
+
+def test_a_cut_that_fits_is_taken_where_there_is_one(shallow):
+    """The first stage has most microbatches in flight: with less memory it has fewer layers, at a price."""
+    pieces = StagePieces.of(shallow, [replace(RUN, count=40)], 0.0, splits=False)
+    free = pieces.priced(4, "1f1b")
+    fitting = pieces.priced(4, "1f1b", max(free.peaks) - 1)
+    assert max(fitting.peaks) < max(free.peaks) and fitting.times.seconds >= free.times.seconds
+    assert fitting.layers[0] < free.layers[0]
+    assert pieces.priced(4, "1f1b", memory=1).layers == free.layers
 
 
 def test_refusals(shallow):

@@ -8,21 +8,23 @@ and x_i those of the messages at a cut, a step of m microbatches takes about
 
 as under 1f1b; the cut that makes this least is found by going through the blocks once for each number of stages,
 keeping of all cuts before a block those that no other beats in both, the longest stage and the messages (`best_cut`).
+Stages that do not fit the memory of their rank, with the microbatches it has in flight, are none.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from mycel.errors import PlanError
 from mycel.ir import Var
-from mycel.plan.cost import Costs
+from mycel.plan.clock import Clock
 from mycel.plan.links import Link
 from mycel.plan.stages import StageMap, StepFlow, cut
 
+LESS_MEMORY = "recompute: full, smaller microbatches, more stages, or ZeRO inside a stage"
 WORTH = 0.002  # the share of a microbatch that a unit takes to be a block of its own
 
 
@@ -36,13 +38,15 @@ class CutBlock:
     message: float = 0.0
 
 
-def cut_blocks(flow: StepFlow, costs: Costs, link: Link) -> list[CutBlock]:
+def cut_blocks(flow: StepFlow, clock: Clock, link: Link, compiled: Collection[str] = ()) -> list[CutBlock]:
     """The blocks of a step."""
     units = list(flow.units)
     fine = cut(flow, units[1:])
     seconds = [0.0] * len(units)
+    spans = clock.spans(flow.program, flow.body.name, compiled)
     for i, place in fine.eqns.items():
-        seconds[place] += costs.seconds(flow.block.eqns[i])
+        start, end = spans[i]
+        seconds[place] += end - start
     crossing = [0.0] * (len(units) + 1)  # how much more goes over a cut before this unit than before the last
     for v, (low, high) in _spans(fine).items():
         crossing[low + 1] += v.type.bytes
@@ -86,8 +90,11 @@ def cut_seconds(blocks: Sequence[CutBlock], starts: Sequence[int], microbatches:
     return (microbatches - 1) * max(stages) + sum(stages) + sum(blocks[i].message for i in starts)
 
 
-def best_cut(blocks: Sequence[CutBlock], stages: int, microbatches: int) -> list[int]:
-    """The blocks at which the second and later stages begin; no other cut is worth less."""
+Fits = Callable[[int, int, int], bool]  # does a stage, by its number, of the blocks from one to before another?
+
+
+def best_cut(blocks: Sequence[CutBlock], stages: int, microbatches: int, fits: Fits | None = None) -> list[int]:
+    """The blocks at which the second and later stages begin; no other cut, of those whose stages fit, is worth less."""
     if stages > len(blocks):
         raise PlanError(
             f"stages: {stages}, but the step has {len(blocks)} parts that take time\n"
@@ -96,7 +103,7 @@ def best_cut(blocks: Sequence[CutBlock], stages: int, microbatches: int) -> list
     before = [0.0, *itertools.accumulate(b.seconds for b in blocks)]
     # by the number of blocks: cuts as (the longest stage, messages, where stages begin), none beaten in both
     fronts: list[list[tuple[float, float, tuple[int, ...]]]] = [
-        [(before[i], 0.0, ())] if i else [] for i in range(len(blocks) + 1)
+        [(before[i], 0.0, ())] if i and (fits is None or fits(0, 0, i)) else [] for i in range(len(blocks) + 1)
     ]
     for stage in range(2, stages + 1):
         following: list[list[tuple[float, float, tuple[int, ...]]]] = [[] for _ in fronts]
@@ -104,10 +111,13 @@ def best_cut(blocks: Sequence[CutBlock], stages: int, microbatches: int) -> list
             options = [
                 (max(longest, before[end] - before[i]), sent + blocks[i].message, (*starts, i))
                 for i in range(stage - 1, end)
+                if fronts[i] and (fits is None or fits(stage - 1, i, end))
                 for longest, sent, starts in fronts[i]
             ]
             following[end] = _unbeaten(options)
         fronts = following
+    if not fronts[-1]:
+        raise PlanError(f"no cut into {stages} stages fits the memory of its ranks\n  try       {LESS_MEMORY}")
     best = min(fronts[-1], key=lambda option: ((microbatches - 1) * option[0] + option[1], option[2]))
     return list(best[2])
 
