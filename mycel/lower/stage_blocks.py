@@ -44,6 +44,7 @@ class StageParts:
         self.of = dict(stages.of)
         self.eqns: dict[tuple[str, int], list[tuple[int, Eqn]]] = {}
         self.summed = {s.carry: s for s in self.flow.sums.values()}
+        self._carried: dict[str, list[tuple[int, Var]]] = {}
         for s in range(stages.stages):
             self._stage(s, splits)
         self._free()
@@ -124,6 +125,15 @@ class StageParts:
                         source = (self.made[home, v], home)
                         between.setdefault((source, (kind, s)), []).append(v)
         return [StageMessage(source, target, tuple(values)) for (source, target), values in between.items()]
+
+    def carried_by(self, part: StagePart) -> list[tuple[int, Var]]:
+        """What a step gives to sums, to carries and to rows of results: the output of the body, and its value or what
+        is added to it."""
+        if part.name not in self._carried:
+            news = [(j, self.summed[j].addend if j in self.summed else x) for j, x in enumerate(self.block.outputs)]
+            gives = set(part.gives)
+            self._carried[part.name] = [(j, x) for j, x in news if isinstance(x, Var) and x in gives]
+        return self._carried[part.name]
 
     def _part(self, kind: str, s: int) -> StagePart:
         eqns = tuple(e for _, e in self.eqns[kind, s])

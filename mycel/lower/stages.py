@@ -295,9 +295,8 @@ class RankWriter:
     def carry_on(self, step: StageStep, part: StagePart) -> None:
         """Add to sums, replace state, put rows aside."""
         s, m = step.stage, step.microbatch
-        for j, x in enumerate(self.parts.block.outputs):
-            new = self.parts.summed[j].addend if j in self.parts.summed else x
-            if not isinstance(new, Var) or new not in part.gives or self.entry.homes[j] != self.rank:
+        for j, new in self.parts.carried_by(part):
+            if self.entry.homes[j] != self.rank:
                 continue
             value = self.inside[s, m, new]
             if j in self.parts.summed:
