@@ -204,9 +204,17 @@ class LaidOut:
         fullest = max(alone, key=lambda t: t.peak[DEVICE])
         busiest = max(alone, key=lambda t: t.seconds)
         bubble = line.seconds - max(line.work)
+        stages = ", ".join(map(str, done.pipeline.schedule.stages_of(alone.index(fullest))))
+        where = f"{fullest.at or 'in the update'}, of stage {stages}"
         shares = {**busiest.parts, "bubble": plan.StreamShare(bubble, bubble)}
         return replace(
-            fullest, seconds=line.seconds + around, assumed=busiest.assumed, clock=None, program=None, shares=shares
+            fullest,
+            seconds=line.seconds + around,
+            at=where,
+            assumed=busiest.assumed,
+            clock=None,
+            program=None,
+            shares=shares,
         )
 
     def _outlined(self, resident: Program) -> tuple[Program, frozenset[str], dict[str, tuple[str, ...]]]:

@@ -17,9 +17,10 @@ from torch import nn
 from mycel.errors import PlanError, RunError
 from mycel.ir import Mesh, Program, Role
 from mycel.lower.stages import pipelined
-from mycel.plan import Plan
+from mycel.plan import CPU, Plan
 from mycel.plan.schedule import NAMED, interleaved, named
 from mycel.plan.stages import StepFlow, starts_of
+from mycel.planning import Task, planned
 from mycel.run import simulate_stages
 
 
@@ -209,7 +210,50 @@ def test_refusals(steps):
         starts_of(flow, ["embed", "layer.9"])
     with pytest.raises(PlanError, match="one after the other"):
         starts_of(flow, ["embed", "layers.2", "layers.1"])
-    with pytest.raises(PlanError, match="microbatches: 2, or more"):
-        StepFlow(tied(1).made.program, "main")
     with pytest.raises(PlanError, match="which this step does not make on its way forward"):
         pipelined(local, "part", ["nothing"], named("1f1b", 2, 4), "pp")
+
+
+class Recurrent(nn.Module):
+    """A stack of cells that a loop over a tensor goes through, between two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 3)
+        self.cells = nn.ModuleList([nn.Linear(4, 4) for _ in range(2)])
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        i = torch.zeros((), dtype=torch.long)
+        while (x.abs().sum() > 0) & (i < 3):
+            x = torch.tanh(self.cells[1](torch.tanh(self.cells[0](x))))
+            i = i + 1
+        return nn.functional.cross_entropy(self.last(x), labels)
+
+
+def test_what_cannot_be_a_pipeline_is_told():
+    """Each with its numbers, where, and what to try."""
+    torch.manual_seed(0)
+    batch = {"x": torch.randn(8, 4), "labels": torch.randint(0, 3, (8,))}
+    looped = OneDevice.of(Recurrent(), batch, accumulate=2)
+    few = tied(2, layers=1)
+
+    def under(one: OneDevice, budget: int | None = None, **plan: object) -> None:
+        task = Task(one.made.program, one.made.body, CPU, budget=budget)
+        planned(task, Plan.read(plan))
+
+    cases = {
+        "more stages than there are parts": lambda: under(few, stages=40),
+        "a cut inside a loop": lambda: under(looped, stages=["first", "cells.0", "cells.1"]),
+        "a module that is not there": lambda: under(looped, stages=["first", "cell"]),
+        "modules in another order": lambda: under(looped, stages=["first", "last", "cells"]),
+        "one microbatch": lambda: under(tied(1), stages=2),
+        "a schedule for other numbers": lambda: under(few, stages=3, schedule="zbv"),
+        "a stage that does not fit": lambda: under(few, 2000, stages=2),
+    }
+    told = []
+    for name, refused in cases.items():
+        with pytest.raises(PlanError) as e:
+            refused()
+        told.append(f"-- {name}\n{e.value}")
+    golden("refusal_stages", "\n\n".join(told))

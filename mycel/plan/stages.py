@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from mycel.errors import PlanError
-from mycel.ir import Atom, Block, Eqn, Program, Var, chains, scan
+from mycel.ir import CONTROL, Atom, Block, Eqn, Program, Var, chains, cond, loop, scan
 from mycel.ops import o
 from mycel.ops.optimisers import is_group_update
 from mycel.plan.residuals import backward_part
@@ -49,7 +49,8 @@ class StepBody:
                 p = eqn.params
                 return StepBody(i, eqn, name, program.blocks[name], p.get("consts", 0), p.get("carry", 0))
         raise PlanError(
-            "a pipeline of one microbatch has nothing to do at the same time\n  try       microbatches: 2, or more"
+            "a pipeline of 1 microbatch has nothing to do at the same time: each stage waits for the others\n"
+            "  try       microbatches: 2, or more: as many as there are stages, and again as many, keep them busy"
         )
 
     @property
@@ -358,6 +359,7 @@ def starts_of(flow: StepFlow, names: Sequence[str]) -> list[int]:
                 f"stages: {name}: no part of the step reads a parameter of it\n"
                 f"  try       names of modules, such as {', '.join(known[:4])}"
             )
+        _refuse_inside(flow, unit, name, reads, [flow.units[0], *starts])
         starts.append(unit)
     if sorted(set(starts)) != starts or (starts and starts[0] == flow.units[0]):
         raise PlanError(
@@ -365,6 +367,20 @@ def starts_of(flow: StepFlow, names: Sequence[str]) -> list[int]:
             "  try       one name for each stage, the module it begins with, in the order in which the model calls them"
         )
     return starts
+
+
+def _refuse_inside(flow: StepFlow, unit: int, name: str, reads: Mapping[int, set[str]], begun: Sequence[int]) -> None:
+    """PlanError where a module begins in the middle of an equation with which a stage has begun: a loop, a branch, or a
+    block that is called as a whole."""
+    eqn, others = flow.block.eqns[unit], sorted(n for n in reads[unit] if not _is_in(n, name))
+    if unit not in begun or eqn.op not in CONTROL or not others:
+        return
+    what = {scan: "a loop", loop: "a loop", cond: "a branch"}.get(eqn.op, "a block that is called as a whole")
+    raise PlanError(
+        f"stages: {name} is inside {what}, which stays in one stage: {len(others)} parameters of other modules are read "
+        f"there, {others[0]} among them\n  at        {eqn.line or 'a line that is not known'}\n"
+        f"  try       a module that begins before or behind it, or layers that Python calls one by one"
+    )
 
 
 def modules_around(flow: StepFlow, lists: Sequence[str]) -> tuple[str, ...]:
