@@ -350,7 +350,7 @@ def starts_of(flow: StepFlow, names: Sequence[str]) -> list[int]:
     names_of = _names_of_inputs(flow)
     for i in flow.units:
         reads[i] = {name for v in flow.behind(flow.block.eqns[i]) for name in names_of.get(v, ())}
-    starts = []
+    starts = list[int]()
     for name in names[1:]:
         unit = next((i for i in flow.units if any(_is_in(n, name) for n in reads[i])), None)
         if unit is None:
