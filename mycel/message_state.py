@@ -28,8 +28,6 @@ class MessageState:
         self.parts = parts
         self.held: dict[Role, torch.Tensor] = {}
         self.whole: set[Role] = set()
-        if parts is not None:
-            parts.messages = self
 
     def value(self, role: Role, type: Type, device: torch.device) -> torch.Tensor:
         """This rank's own, of this type: zeros at first."""
@@ -43,8 +41,8 @@ class MessageState:
         return self.held[role]
 
     def tensors(self) -> Tensors:
-        """As they are held, by the names they have in a checkpoint, in the same order on all ranks."""
-        return {name_of(role): self.held[role] for role in sorted(self.held, key=name_of)}
+        """As they are held, by the names they have in a checkpoint."""
+        return {name_of(role): x for role, x in self.held.items()}
 
     def layouts(self) -> dict[str, tuple[Layout, tuple[int, ...]]]:
         """How they lie on the mesh, with the shapes of the whole."""

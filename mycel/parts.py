@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import math
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -67,7 +66,6 @@ class ShardedModel:
     is_split: bool = False
     # in a pipeline: the places along its axis that hold a tensor, by name; what is not there, all do
     owners: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    messages: Any = None  # what messages keep (`message_state.py`), by role in `held`
     _open: int = 0
     _completed: bool = False
     _average: dict[int, torch.Tensor] = field(default_factory=dict)  # of islands' models, by id
@@ -259,9 +257,6 @@ class ShardedModel:
             if not self.is_own(name):
                 x.data = torch.zeros((), dtype=x.dtype, device=x.device).expand(self.shapes[name])  # one number
                 self.optimizer.state.pop(x, None)
-        kept = self.messages.held if self.messages is not None else {}
-        for role in [role for role in kept if not self.is_own(role.of)]:
-            del kept[role]
 
     def own(self, unsharded: UnshardedStep) -> UnshardedStep:
         """A step whose groups have the parameters of this rank."""
@@ -320,28 +315,13 @@ class ShardedModel:
                 held = self._from_first(role.of, state.get(role.name), shape, type.dtype)
                 if not self.is_own(role.of):
                     state[role.name] = held
-        self._fetch_messages()
-
-    def _fetch_messages(self) -> None:
-        """What messages of parameters of other stages keep, by the same ranks of those."""
-        kept = self.messages.held if self.messages is not None else {}
-        roles = [role for role in self.slots if role.kind in ("error", "outer") and role.of in self.owners]
-        if not roles:
-            return
-        there = self.ranks.all_reduce(torch.tensor([int(role in kept) for role in roles]), (STAGE_AXIS,), ">").bool()
-        for role in itertools.compress(roles, there.tolist()):
-            layout, type = self.slots[role]
-            shape = boxes.stored(type.shape, layout, self.plan.mesh)
-            held = self._from_first(role.of, kept.get(role), shape, type.dtype)
-            kept.setdefault(role, held)
 
     def whole_of(self, name: str, x: torch.Tensor) -> torch.Tensor:
         """All of a parameter or buffer, whoever holds it; all ranks call this."""
-        layout, held = self.lies(name, x), x.detach()
         if name in self.owners and not self._completed:
             shape = boxes.stored(tuple(self.shapes[name]), self.layouts[name], self.plan.mesh)
-            held = self._from_first(name, held, shape, x.dtype)
-        return self.gather(held, layout, self.shapes[name])
+            x = self._from_first(name, x, shape, x.dtype)
+        return self.gather(x, self.lies(name, x), self.shapes[name])
 
     def _from_first(self, name: str, held: Any, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A tensor as the first of those who hold it has it."""

@@ -62,10 +62,10 @@ def planned(task: Task, given: Plan) -> tuple[Plan, lower.Lowered]:
         return _of_islands(task, given)
     if given.decided is not None:
         return _applied(task, given)
-    if given.is_pipeline and not given.offload.is_none:
+    if given.is_pipeline and (given.compress or not given.offload.is_none):
+        what = "compresses no gradients" if given.compress else "moves nothing to the host"
         raise PlanError(
-            f"a pipeline moves nothing to the host yet: its {given.stage_count} stages run programs that differ\n"
-            "  try       offload: none, or a plan without stages"
+            f"a pipeline {what} yet\n  try       compress: {{}} and offload: none, or a plan without stages"
         )
     step = LaidOut.of(task, given)
     outcome = step.decided()

@@ -149,7 +149,7 @@ def apart(stages: StageMap) -> StageMap:
     results = tuple(v for more in added.values() for v in more)
     again = replace(body.eqn, inputs=operands, params=params, outputs=(*outs[:m], *results, *outs[m:]))
     main = program.main
-    after = [behind_loop(substitute(e, totals)) for e in main.eqns[body.at + 1 :]]
+    after = [substitute(e, totals) for e in main.eqns[body.at + 1 :]]
     sums = [replace(e, phase="backward") for e in behind.eqns]
     entry = Block(
         main.inputs,
@@ -159,11 +159,6 @@ def apart(stages: StageMap) -> StageMap:
     starts_at = [block.eqns[i].outputs[0].name for i in _starts(stages)]
     changed = dce(replace(program, blocks={**program.blocks, body.name: part, program.entry: entry}))
     return cut_at(check(changed), body.name, starts_at)
-
-
-def behind_loop(eqn: Eqn) -> Eqn:
-    """An equation of the entry behind the loop over microbatches, which ends with backward steps."""
-    return replace(eqn, phase="backward") if eqn.phase == "forward" else eqn
 
 
 def _starts(stages: StageMap) -> list[int]:

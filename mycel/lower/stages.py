@@ -29,7 +29,7 @@ import torch
 from mycel.ir import Atom, Axes, Block, Builder, Eqn, Params, Program, Ref, Role, Var, call, check, prune
 from mycel.lower.stage_blocks import StagePart, StageParts
 from mycel.lower.stage_entry import EntrySlice, PipelineEntry, PipelineLoop, TaggedMessage, of_group
-from mycel.lower.stage_sums import apart, behind_loop, cut_at
+from mycel.lower.stage_sums import apart, cut_at
 from mycel.ops import o
 from mycel.plan.schedule import FORWARD, PipelineSchedule, StageStep
 
@@ -126,7 +126,6 @@ class RankWriter:
             operands, results = tuple(some), tuple(own)
             params = Params({**params, "count": len(kept.groups[i])})
         outs = tuple(Var(self.b.name(v.name), v.type) for v in results)
-        eqn = behind_loop(eqn) if i > self.body.at else eqn
         self.b.eqns.append(replace(eqn, inputs=tuple(map(self.value, operands)), params=params, outputs=outs))
         self.values.update(zip(results, outs, strict=True))
 

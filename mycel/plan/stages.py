@@ -377,8 +377,8 @@ def _refuse_inside(flow: StepFlow, unit: int, name: str, reads: Mapping[int, set
         return
     what = {scan: "a loop", loop: "a loop", cond: "a branch"}.get(eqn.op, "a block that is called as a whole")
     raise PlanError(
-        f"stages: {name} is inside {what}, which stays in one stage: {len(others)} parameters of other modules are "
-        f"read there, {others[0]} among them\n  at        {eqn.line or 'a line that is not known'}\n"
+        f"stages: {name} is inside {what}, which stays in one stage: {len(others)} parameters of other modules are read "
+        f"there, {others[0]} among them\n  at        {eqn.line or 'a line that is not known'}\n"
         f"  try       a module that begins before or behind it, or layers that Python calls one by one"
     )
 

@@ -73,7 +73,7 @@ class Assembly:
     def whole(self, name: str, x: torch.Tensor) -> torch.Tensor:
         """All of a parameter or buffer; where ranks hold it in parts, all of them call this."""
         held = self.step.parts
-        return x.detach() if held is None else held.whole_of(name, x)
+        return x.detach() if held is None else held.whole_of(name, x.detach())
 
     @contextlib.contextmanager
     def complete(self) -> Iterator[None]:
