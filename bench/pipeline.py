@@ -2,8 +2,13 @@
 schedule, microbatches and optimiser, in turns.
 
     python bench/pipeline.py [--ranks 2] [--schedules gpipe 1f1b zbv] [--microbatches 8]
+    python bench/pipeline.py --bubbles [--ranks 2]
 
 Also said: the peak memory of the largest rank, as the system counts it.  Losses of the third step must agree.
+
+--bubbles measures how long ranks wait in a pipeline of equal layers, from traces of steps, against the formula of each
+schedule with the seconds of steps in the same trace.  It needs a core for each rank: with fewer, ranks take turns on
+them, steps take longer while others compute, and what is waited for is less than the formula says.
 """
 
 from __future__ import annotations
@@ -96,6 +101,71 @@ def torchs(schedule: str, microbatches: int, rank: int, ranks: int):
     return step
 
 
+class EqualLayers:
+    """So many equal layers and nothing else that takes time."""
+
+    def __new__(cls, layers: int, width: int = 1024):
+        from torch import nn
+
+        class Layers(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.layers = nn.ModuleList([nn.Linear(width, width, bias=False) for _ in range(layers)])
+
+            def forward(self, x):
+                for layer in self.layers:
+                    x = layer(x).tanh()
+                return x.mean()
+
+        return Layers()
+
+
+def bubbles(schedule: str, microbatches: int) -> None:
+    """One rank; the first says what was waited for, and what the formula says."""
+    import torch
+
+    import mycel
+    from mycel.plan.schedule import stages_a_rank
+
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    torch.set_num_threads(1)
+    chunks = stages_a_rank(schedule)
+    layers = 4 * ranks * chunks
+    model = EqualLayers(layers)
+    plan = {"stages": [f"layers.{i}" for i in range(0, layers, 4)], "schedule": schedule, "microbatches": microbatches}
+    step = mycel.train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), plan=plan, compile=False)
+    x = torch.randn(256 * microbatches, 1024)
+    for _ in range(3):
+        step(x)
+    waited = []
+    for _ in range(ROUNDS):
+        with step.trace() as trace:
+            step(x)
+        times = trace.measured
+        seconds = {
+            kind: statistics.median([times.end[s] - times.start[s] for s in times.end if s.kind == kind] or [0.0])
+            for kind in "FBW"
+        }
+        f, b, w = (chunks * seconds[kind] for kind in "FBW")
+        formula = (ranks - 1) * {"zbh1": f + b - w, "zbv": 0.0}.get(schedule, (f + b + w) / chunks)
+        waited.append((times.bubble, formula, times.seconds))
+    if rank == 0:
+        bubble, formula, whole = (statistics.median(column) for column in zip(*waited, strict=True))
+        print(
+            f"{schedule:12} {ranks} ranks {microbatches} microbatches   waits {bubble * 1e3:7.1f}ms "
+            f"({bubble / whole:.1%} of {whole * 1e3:.1f}ms)   formula {formula * 1e3:7.1f}ms   "
+            f"off by {(bubble - formula) / whole:+.1%} of the loop   (bar 10 %; {os.cpu_count()} cores)",
+            flush=True,
+        )
+
+
+def launch_bubbles(schedule: str, microbatches: int, ranks: int) -> None:
+    from mycel.launch import launch
+
+    env = {"OMP_NUM_THREADS": "1"}
+    launch(["--serve-bubbles", schedule, str(microbatches)], ranks, program=[__file__], env=env)
+
+
 def serve(way: str, schedule: str, microbatches: int) -> None:
     """One rank: answers each line on stdin with the seconds of a few steps."""
     import torch
@@ -181,12 +251,19 @@ def main() -> None:
         at = sys.argv.index("--serve")
         serve(sys.argv[at + 1], sys.argv[at + 2], int(sys.argv[at + 3]))
         return
+    if "--serve-bubbles" in sys.argv:
+        at = sys.argv.index("--serve-bubbles")
+        bubbles(sys.argv[at + 1], int(sys.argv[at + 2]))
+        return
     parser = argparse.ArgumentParser()
+    parser.add_argument("--bubbles", action="store_true")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--schedules", nargs="+", default=list(PEERS))
     args = parser.parse_args()
-    for schedule in args.schedules:
+    for schedule in (*args.schedules, "zbh1") if args.bubbles else ():
+        launch_bubbles(schedule, args.microbatches, args.ranks)
+    for schedule in args.schedules if not args.bubbles else ():
         compare(schedule, args.microbatches, args.ranks)
 
 

@@ -163,10 +163,8 @@ def _own(parts: Assembly) -> Tensors:
 def _is_foreign(parts: Assembly, name: str) -> bool:
     """Does another stage of the pipeline hold it?"""
     kind, _, rest = name.partition(".")
-    role = step_state.role_of(name)
-    owner = rest if kind == "model" else role.of if role is not None else rest.rpartition(".")[0]
-    held, known = parts.step.parts, kind in ("model", "optimizer") or role is not None
-    return held is not None and bool(held.owners) and known and not held.is_own(owner)
+    held, owner = parts.step.parts, rest if kind == "model" else rest.rpartition(".")[0]
+    return held is not None and bool(held.owners) and kind in ("model", "optimizer") and not held.is_own(owner)
 
 
 def pending(loaded: Loaded, device: torch.device) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
