@@ -149,7 +149,7 @@ def compare(info, function, listed):
         except RuntimeError:
             continue  # torch itself has no kernel here
         try:
-            got = mycel.jit(call)(*captured)
+            got = mycel.jit(call, strict=True)(*captured)
         except CaptureError:
             assert info.name in listed, "refused, and not listed above"
             refusals += 1

@@ -131,7 +131,7 @@ def test_capture_computes_what_torch_computes(name):
     torch.testing.assert_close(got, want, rtol=1e-6 if want.dtype == torch.float32 else 1e-12, atol=0)
 
 
-@pytest.mark.parametrize("change", [lambda y: y[:, :1].expand(2, 3, 4).add_(1), lambda y: y.unfold(0, 1, 1).add_(1)])
+@pytest.mark.parametrize("change", [lambda y: y[:, :1].expand(2, 3, 4).add_(1), lambda y: y.unfold(1, 2, 1).add_(1)])
 def test_writing_into_overlapping_views_is_refused(change):
     with pytest.raises(mycel.CaptureError, match=r"clone\(\)"):
         mycel.capture(lambda x: after(x, change), torch.zeros(2, 3, 4))

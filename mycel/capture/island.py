@@ -332,6 +332,8 @@ class Trial:
                     if any(not _is_dense(x) for x in out_leaves):
                         raise NoIslandError(f"{_name(self.fn, '')} returns a tensor that is not dense")
                     news = [self._new_value(i, given) for i in sorted(written)]
+                    if any(type_of(x) != type_of(before[i]) for i, x in zip(sorted(written), news, strict=True)):
+                        raise NoIslandError("it changes the shape of an argument", final=True)
                     types_ = [type_of(x) for x in (*out_leaves, *news)]
             except NoIslandError:
                 raise
