@@ -37,7 +37,7 @@ def chosen_by_measurement() -> None:
     """`auto` measures the link: all ranks choose the same, and say what they have seen."""
     step = made({"compress": {"dp": "auto"}}).prepare(**batch(0))
     axis, link = step._link
-    assert axis == "dp" and 1e5 < link.bytes_s < 1e12 and {name for name, *_ in link.measured} >= {"all_reduce"}
+    assert axis == "dp" and link.bytes_s > 1e5 and {name for name, *_ in link.measured} >= {"all_reduce"}
     assert step.plan.decided.links["dp"] == link
     assert step.plan.compress_text().startswith("along dp exact"), step.plan.compress_text()  # nothing is large here
 

@@ -10,10 +10,13 @@ os.environ["MYCEL_LEDGER"] = ""  # runs of tests are no experience
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
+import hypothesis
 import pytest
 import torch
 
 torch.set_num_threads(1)
+hypothesis.settings.register_profile("tests", deadline=None)  # machines are noisy: no test is about time
+hypothesis.settings.load_profile("tests")
 
 
 # whole files of processes, sweeps and searches, which `make check` leaves out

@@ -176,7 +176,7 @@ unknown key optimizer.learning_rate
 unknown key trian
   at        run.yaml:1:1
             trian: {steps: 3}
-  try       train""",
+  try       train or trace""",
     "data: {seq_len: 128}\n": """\
 unknown key data.seq_len
   at        run.yaml:1:8

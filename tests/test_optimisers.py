@@ -176,7 +176,7 @@ def test_state_saved_under_one_mesh_is_loaded_under_another(name, before, after)
     one, _ = ready(ONE_EACH[name])
     whole = state.tensors(held(name, PLANS[before], one), [], [])
     old, new = (held(name, PLANS[i], one) for i in (before, after))
-    lain = state.layouts(old)
+    lain = state.layouts(old, whole)
     mesh = PLANS[before].mesh
     assert any(
         len(layout.dims) > 1 and not layout.is_whole for k, (layout, _) in lain.items() if k.startswith("optimizer.")
