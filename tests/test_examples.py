@@ -28,8 +28,8 @@ def test_newton_agrees_with_the_implicit_function_theorem(capsys, monkeypatch):
 
 
 def test_lora_learns_another_text():
-    before, after = runpy.run_path(str(EXAMPLES / "lora.py"))["main"](steps=16)
-    assert after < 0.95 * before
+    before, after = runpy.run_path(str(EXAMPLES / "lora.py"))["main"](steps=40)
+    assert after < 0.8 * before
 
 
 def test_a_vision_transformer_learns():
