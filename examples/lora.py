@@ -49,8 +49,8 @@ def main(steps: int = 120) -> tuple[float, float]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         first, second = folder / "first.txt", folder / "second.txt"
-        first.write_text("".join(f"the sum of {i} and {i + 1} is {2 * i + 1}\n" for i in range(2000)))
-        second.write_text("".join(f"{i} squared makes {i * i}\n" for i in range(2000)))
+        first.write_text("".join(f"the sum of {i} and {i + 1} is {2 * i + 1}\n" for i in range(500)))
+        second.write_text("".join(f"{i} squared makes {i * i}\n" for i in range(500)))
         base = run(folder, "base", steps, {"config": LLAMA}, first)
         before = loss_on(base, second)
         adapted = run(folder, "lora", steps, {"path": str(base), "lora": {"rank": 4}}, second)

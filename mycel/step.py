@@ -349,6 +349,9 @@ class Step:
     def local(self, *args: Any, **kwargs: Any) -> Local:
         """The step that is called with this rank's part alone, of batches like this one, which needs no data
         (device="meta"): of each tensor what `slices` says, or its `rows` where the plan splits nothing else."""
+        if self.undecided is not None:
+            self._choose_update()
+            self._find_plan(args, kwargs)
         return Local(self, args, kwargs)
 
     def usable(self, entry: CompiledStep) -> bool:

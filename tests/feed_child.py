@@ -70,7 +70,7 @@ def trained(mesh: dict, plan: object, rows: int, length: int, share: int, **more
     torch.manual_seed(0)
     models = [Words().double()]
     models += [copy.deepcopy(models[0]) for _ in range(2)]
-    serial = step_of(models[0], **more)
+    serial = step_of(models[0], plan=None, **more)
     wanted = [float(serial(**batch(i, rows, length))) for i in range(STEPS)]
     settings = {"mesh": mycel.Mesh(mesh), "plan": plan, **more}
     whole = step_of(models[1], **settings)

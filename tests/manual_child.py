@@ -16,7 +16,11 @@ import mycel
 
 def losses(model: torch.nn.Module, steps: int, **settings: object) -> tuple[list[float], mycel.Step]:
     step = mycel.train_step(
-        model, torch.optim.AdamW(model.parameters(), lr=1e-2), compile=False, clip_norm=1.0, **settings
+        model,
+        torch.optim.AdamW(model.parameters(), lr=1e-2),
+        compile=False,
+        clip_norm=1.0,
+        **{"plan": None, **settings},
     )
     return [float(step(**rows())) for _ in range(steps)], step
 

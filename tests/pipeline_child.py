@@ -41,7 +41,7 @@ def batch(i: int) -> dict[str, torch.Tensor]:
 
 def step_of(model: torch.nn.Module, plan: dict | None) -> mycel.Step:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
-    more = {"accumulate": 4} if plan is None else {"plan": {**plan, "microbatches": 4}}
+    more = {"accumulate": 4, "plan": None} if plan is None else {"plan": {**plan, "microbatches": 4}}
     return mycel.train_step(model, optimizer, compile=False, clip_norm=0.05, **more)
 
 
