@@ -66,5 +66,5 @@ class Undecided:
     def refuse(self, what: str) -> None:
         raise TrainError(
             f"step.{what} was called before the plan was found, which needs a batch\n"
-            '  try       step.prepare(batch) first, or a plan: plan="zero3"'
+            '  try       step.prepare(batch) or step.local(batch) first, or a plan: plan="zero3"'
         )
