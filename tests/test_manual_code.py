@@ -4,8 +4,6 @@ finite differences."""
 from __future__ import annotations
 
 import random
-import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -171,15 +169,27 @@ def test_code_in_regions_is_the_plain_code(make, plain, mesh):
     step_is_plain(make, plain, rows(), mesh, {"batch": ["dp"] if "dp" in mesh else [], "parameters": SPLIT})
 
 
-def test_the_readmes_layer():
-    readme = (Path(__file__).parent.parent / "README.md").read_text()
-    known = {"torch": torch, "mycel": mycel}
-    exec(re.search(r"```python\n(class Mlp.*?)```", readme, re.DOTALL)[1], known)
+class Mlp(torch.nn.Module):
+    """A hint and a region in one layer."""
 
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(64, 256), torch.nn.Linear(256, 64)
+
+    def forward(self, x):
+        x = mycel.shard(x, "dp", None)
+        with mycel.manual("tp"):
+            up, bias = mycel.comm.part(self.up.weight, "tp"), mycel.comm.part(self.up.bias, "tp")
+            h = torch.relu(torch.nn.functional.linear(x, up, bias))
+            y = mycel.comm.all_reduce(h @ mycel.comm.part(self.down.weight, "tp", dim=1).T, "tp")
+        return y + self.down.bias
+
+
+def test_a_layer_with_a_hint_and_a_region():
     class Written(torch.nn.Module):
         def __init__(self):
             super().__init__()
-            self.mlp = known["Mlp"]()
+            self.mlp = Mlp()
 
         def forward(self, x, target):
             return F.mse_loss(self.mlp(x), target)

@@ -247,7 +247,7 @@ def test_hooks_of_forward_are_seen():
 @pytest.mark.parametrize(
     "kind", ["gradient of a parameter", "after accumulation", "backward of a module", "step of the optimiser"]
 )
-@pytest.mark.filterwarnings("ignore:.*runs as it is")
+@pytest.mark.filterwarnings("ignore:.*runs as it is", "ignore:.*runs as plain Python")
 def test_hooks_of_backward_are_called_or_refused(kind):
     import mycel
 
