@@ -32,9 +32,9 @@ SLOW = {
 # of long sweeps `make test` runs one case in k, whichever the names fall on, so that no flag or operator is left out as
 # such; MYCEL_SWEEPS=all runs all of them (`make sweeps`)
 ONE_IN = {
-    "test_a_family_trains_as_in_torch": 4, "test_ready_plans_for_experts": 3, "test_random_plans": 5,
-    "test_ready_plans_and_their_products": 8, "test_ready_plans_are_the_same_when_read_back": 3,
-    "test_every_operator_in_every_layout": 5, "test_every_operator_in_every_pair_of_labels": 6,
+    "test_a_family_trains_as_in_torch": 4, "test_ready_plans_for_experts": 3, "test_random_plans": 6,
+    "test_ready_plans_and_their_products": 10, "test_ready_plans_are_the_same_when_read_back": 3,
+    "test_every_operator_in_every_layout": 6, "test_every_operator_in_every_pair_of_labels": 6,
     "test_from_each_layout_to_each_other": 6, "test_four_steps_are_torchs": 6, "test_under_any_plan": 3,
     "test_simulated_ranks_take_the_step_of_one_device": 4, "test_fifty_steps_are_those_of_pytorch": 3,
     "test_every_budget_is_kept_by_computing_no_more_than_it_takes": 3, "test_a_step_under_a_budget_is_the_same_step": 3,
@@ -49,11 +49,11 @@ ONE_IN = {
     "test_adapters_of_peft": 2, "test_examples_on_two_processes": 2,
     "test_a_compressed_run_goes_on_to_the_bit": 2, "test_regions_are_the_plain_code": 3,
     "test_other_families_go_on_and_come_out": 3, "test_a_rank_that_does_not_come_is_named_at_the_timeout": 2,
-    "test_the_example_of_a_mode_runs": 4, "test_what_is_said_of_the_whole_is_what_it_says_itself": 3,
+    "test_the_example_of_a_mode_runs": 4, "test_what_is_said_of_the_whole_is_what_it_says_itself": 2,
     "test_when_a_rank_dies_the_others_end_by_themselves_and_say_why": 2, "test_every_collective_is_its_reference": 2,
     "test_kill_of_a_rank_before_a_touch_of_the_disk": 2, "test_models_no_plan_was_written_for": 3,
     "test_other_families_come_out_as_from_one_process": 2, "test_no_ready_plan_is_priced_lower": 2,
-    "test_losses_and_bytes_of_ranks_given_parts": 2, "test_sixteen_bits_are_near_to_fp32_as_autocast_is": 3,
+    "test_sixteen_bits_are_near_to_fp32_as_autocast_is": 3,
     "test_an_interrupted_run_is_the_uninterrupted_one": 2, "test_compiled_steps_are_those_of_pytorch": 2,
 }  # fmt: skip
 
