@@ -556,7 +556,9 @@ class Search:
                     yield each
             if not best.fits or best.exposed > least or (is_full and best.again > least):
                 yield from self._pipelines(shape)
-            if self._fastest() == float("inf") or (is_full and best.again > least and best.shape.pp == 1):
+            # what moves is not yet told from few layers: of a deep model all would be lowered, so only if nothing fits
+            is_wanted = is_full and best.again > least and best.shape.pp == 1 and self.shallow is None
+            if self._fastest() == float("inf") or is_wanted:
                 yield replace(shape, offload=True)
             if self._fastest() >= best.seconds:
                 return
