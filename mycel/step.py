@@ -258,6 +258,7 @@ class Step:
         self.entries: list[CompiledStep] = []
         self.by_rule = not optimizers.without_rule(optimizer)  # is the update part of the program?
         self._told = False  # that it is not
+        self._was_searched = False  # its plan: all ranks must have found the same
         self.grad_norm: torch.Tensor | None = None
         self._gradients: dict[str, torch.Tensor] = {}
         self.steps = 0  # taken, skipped ones among them
@@ -297,7 +298,7 @@ class Step:
         found = self.undecided.search(
             self.model, self.optimizer, make, device, s.budget, s.accumulate, s.compiles(device), self.by_rule
         )
-        self.undecided = None
+        self.undecided, self._was_searched = None, True
         self._spread(found)
         self.settings = replace(s, accumulate=found.microbatches)
 
@@ -442,6 +443,8 @@ class Step:
         run: Callable[..., Any] = replayed or code
         feed = feed_of(made.captured, made.program)
         if self.parts is not None:
+            if self._was_searched:
+                self.parts.ranks.agree({"the plan that was found": str(self.written)})
             if decided.compress:
                 self.parts.ranks.agree({"how gradients are compressed": str(decided.compressed())})
             if self.outer is not None:
