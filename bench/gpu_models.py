@@ -75,11 +75,14 @@ def _model(name: str):
 
 
 def model_and_batch(name: str, device: str = "cuda"):
-    """(module, batch by name) of a case."""
+    """(module, batch by name) of a case; `name@4`: four rows, or images."""
     import torch
 
     with torch.device(device):
+        name, _, rows = name.partition("@")
         model, sizes = _model(name)
+        if rows:
+            sizes = (int(rows),) if len(sizes) == 1 else (sizes[0], int(rows), sizes[2])
         if len(sizes) == 1:
             pixels = torch.randn(*sizes, 3, 224, 224, dtype=torch.bfloat16)
             batch = {"pixel_values": pixels, "labels": torch.randint(0, 1000, sizes)}

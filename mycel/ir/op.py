@@ -31,7 +31,7 @@ What the fields mean
   pads      its kernel pads rows of odd length itself, where aligned ones are faster
   product   a product of matrices, or made of them: what devices are fast at, and ranks share first
   rate      under which name its operations a second are measured: "product", "conv", "attention" …; "": it is bound by
-            memory
+            memory; a function of its inputs' types and parameters, where kernels differ
   precision in mixed precision: "low" in 16 bits, "high" in 32, "kept": it says its dtype itself or has its operand's;
             "": as its widest operand
   kept      operands, by position, that stay as wide as they are where others become 16 bits
@@ -65,7 +65,7 @@ What the fields mean
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -142,7 +142,7 @@ class Op:
     free: bool = False
     pads: bool = False
     product: bool = False
-    rate: str = ""
+    rate: str | Callable[..., str] = ""
     precision: str = ""
     kept: tuple[int, ...] = ()
     commutes: str = ""
@@ -209,6 +209,10 @@ class Op:
         assert isinstance(rule, str), f"{self.name} has no dims"
         shapes = [x.shape if isinstance(x, Type) else None if x is None else () for x in inputs]
         return dims_language.fit(rule, shapes, sizes)
+
+    def rate_of(self, inputs: Sequence[Any], params: Mapping[str, Any]) -> str:
+        """Under which name its operations a second are measured for such inputs."""
+        return self.rate if isinstance(self.rate, str) else self.rate(*inputs, **params)
 
     def cost(self, inputs: Sequence[Any], params: dict[str, Any]) -> Cost:
         """Floating-point operations and bytes moved, from types alone; a view costs nothing."""

@@ -74,6 +74,12 @@ def _backward_flops(d):
     return 2 * d.b * d.g * d.n * d.q * d.k * (3 * d.d + 2 * d.e)
 
 
+def _rate(name, mask, causal=False, window=None, **_):
+    """There are other kernels for what is causal, has a window, or a mask."""
+    kind = "_causal" if causal else "_window" if window is not None else "_masked" if mask is not None else ""
+    return name + kind
+
+
 def _share(q, k, window):
     """Of all pairs of rows and columns those in a window; all, where causal, whose rate is measured so."""
     if window is None:
@@ -211,7 +217,7 @@ def _attention_vjp(g, y, q, k, v, mask, **params):
         "f[2,4,6,8], f[2,2,6,8], f[2,2,6,8], None, window=(2, 0)",
         "f[1,2,6,4], f[1,2,3,4], f[1,2,3,4], None, window=(1, 1)",
     ],
-    product=True, rate="attention", apart=True, precision="low",
+    product=True, rate=lambda q, k, v, mask, **how: _rate("attention", mask, **how), apart=True, precision="low",
 )  # fmt: skip
 def attention(q, k, v, mask, *, causal=False, scale=None, window=None):
     """(softmax(q kᵀ · scale + mask) v, log-sum-exp of the scores)"""
@@ -240,7 +246,7 @@ def attention(q, k, v, mask, *, causal=False, scale=None, window=None):
         "f64[2,4,6,8], f64[2,4,6,8], f64[2,2,6,8], f64[2,2,6,8], None, f64[2,4,6,8], f64[2,4,6]>4, window=(2, 1)",
     ],
     product=True,
-    rate="attention_grad",
+    rate=lambda g, q, k, v, mask, *_, **how: _rate("attention_grad", mask, **how),
     apart=True,
 )
 def attention_grad(g, q, k, v, mask, y, lse, *, causal=False, scale=None, window=None):
@@ -261,7 +267,7 @@ def attention_grad(g, q, k, v, mask, y, lse, *, causal=False, scale=None, window
         "f64[2,4,6,8], f64[2,4,6,8], f64[2,2,4,8], f64[2,2,4,8], f64[2,1,1,4], f64[2,4,6,8], f64[2,4,6]>4, scale=0.3",
         "f64[2,2,6,6], f64[2,2,6,4], f64[2,2,3,4], f64[2,2,3,6], f64[1,3], f64[2,2,6,6], f64[2,2,6]>4",
     ],
-    rate="attention",
+    rate="attention_mask_grad",
     apart=True,
 )
 def attention_mask_grad(g, q, k, v, mask, y, lse, *, scale=None):

@@ -269,10 +269,11 @@ FORMS["fp16"] = CodecForm(
 def integer_encode(codec, x, noise):
     levels = LEVELS[codec.name]
     top = x.abs().amax(1, keepdim=True)
+    most = torch.full_like(top, levels)  # a tensor: by a number, torch divides to the last bit on CPUs alone
     finite, large = torch.isfinite(top), top >= TINY
-    scale = torch.where(large, top / levels, 0)
+    scale = torch.where(large, top / most, 0)
     scale = torch.where(finite, scale, torch.nan)
-    y = torch.where(finite, x * torch.where(large, levels / top, 0), 0)
+    y = torch.where(finite, x * torch.where(large, most / top, 0), 0)
     y = torch.floor(y + noise(codec.block)).clamp(-levels, levels) if codec.stochastic else torch.round(y)
     if codec.name == "int8":
         return torch.cat([as_bytes(scale), as_bytes(y.to(torch.int8))], 1)
@@ -297,9 +298,16 @@ FORMS["int8"] = CodecForm(integer_encode, integer_decode, lambda c: 4 + c.block,
 FORMS["int4"] = CodecForm(integer_encode, integer_decode, lambda c: 4 + c.block // 2, 128, integer_bound, rounds=True)
 
 
+def _sum_in_order(x):
+    """Of each row, keeping its dim; the halves first: the same bits on every device."""
+    while (n := x.shape[1]) > 1:
+        x = torch.cat([x[:, : n // 2] + x[:, n // 2 : n // 2 * 2], x[:, n // 2 * 2 :]], 1)
+    return x
+
+
 def sign_encode(codec, x, noise):
     """Bit j of byte i is element j * block / 8 + i."""
-    scale = (x.abs() / codec.block).sum(1, keepdim=True)
+    scale = _sum_in_order(x.abs() * (1 / codec.block))
     scale = torch.where(torch.isfinite(scale), scale, torch.nan)
     bits = (x >= 0).to(torch.uint8).view(-1, 8, codec.block // 8)
     code = functools.reduce(torch.bitwise_or, (bits[:, j] << j for j in range(8)))

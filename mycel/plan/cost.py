@@ -29,11 +29,6 @@ FUSED = 0.1  # a merged equation costs this share of writing its result: its rea
 TURNS = 10  # of a loop: how often it turns is known when it runs
 
 
-def kind_of(eqn: Eqn) -> str:
-    """Under which name the rate of an operator's arithmetic is measured; "" for what is no product."""
-    return f"{eqn.op.rate}_causal" if eqn.params.get("causal") else eqn.op.rate
-
-
 def alignment(eqn: Eqn) -> int:
     """The power of two, up to 8, that divides the lengths of all rows of a product: of its operands, its result, and
     its weight's columns; 8 where its kernel sees to that."""
@@ -95,7 +90,7 @@ class Costs:
 
     def kernel(self, eqn: Eqn, compiled: bool | None = None) -> float:
         """An equation as a kernel of its own; a compiler pads the operands of products."""
-        cost, kind = eqn.op.cost(eqn.input_types, eqn.params), kind_of(eqn)
+        cost, kind = (f(eqn.input_types, eqn.params) for f in (eqn.op.cost, eqn.op.rate_of))
         dtype = next((v.dtype for v in eqn.vars if v.dtype.is_floating_point), eqn.outputs[0].dtype)
         padded = not kind or (self.compiled if compiled is None else compiled)
         computing = cost.flops / self.hardware.flops(dtype, kind, cost.flops, 8 if padded else alignment(eqn))

@@ -71,13 +71,19 @@ class Hardware:
     levels: tuple[Link, ...] = ()
 
     def flops(self, dtype: torch.dtype, kind: str = "", work: float = math.inf, alignment: int = 8) -> float:
-        """Operations a second of a kernel of so many; `kind`: as `cost.kind_of` has it, where that was measured."""
+        """Operations a second of a kernel of so many; `kind`: as `Op.rate_of` has it, or the
+        first words of that, where they were measured."""
         narrow = dtype.itemsize == 2
-        curve = self.rates.get(f"{kind}.{'bf16' if narrow else 'fp32'}") if kind else None
+        curve = self._curve(kind, "bf16" if narrow else "fp32")
         reached = rate(curve, work) if curve else self.half if narrow else self.single
         if kind == "product" and narrow and alignment < 8:
             return reached * self.unaligned[alignment.bit_length() - 1]
         return reached * self.attends if kind.startswith("attention") and not curve else reached
+
+    def _curve(self, kind: str, dtype: str) -> Curve | None:
+        while kind and f"{kind}.{dtype}" not in self.rates:
+            kind = kind.rpartition("_")[0]
+        return self.rates.get(f"{kind}.{dtype}")
 
     def bandwidth(self, size: float) -> float:
         """Bytes a second of a kernel that reads and writes so many."""

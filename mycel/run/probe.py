@@ -28,7 +28,9 @@ from mycel.run.rendezvous import seat
 
 # a number is the least of so many rounds, each of at least so long: what else a machine does only adds to it
 ROUNDS, LEAST_S = 7, 0.01
+HOT_S = 0.2  # a GPU computes for so long before it is timed: its clock falls under load
 LONG_S = 0.25  # a message that takes longer is sent once
+LONGEST_MASK = 1024  # of attention: the gradient of a mask in 32 bits holds all pairs
 GRAPHED = 20  # runs in one graph of a GPU
 SIZES = {  # by device: what is small and what is large there
     "cpu": {
@@ -89,10 +91,7 @@ class Probe:
                 continue
             self.say(f"products, attention and convolutions in {name}")
             rates[f"product.{name}"] = list(self._products(dtype))
-            for causal in (False, True):
-                forward, backward = self._attention(dtype, causal)
-                kind = "_causal" if causal else ""
-                rates[f"attention{kind}.{name}"], rates[f"attention_grad{kind}.{name}"] = forward, backward
+            rates.update((f"{kind}.{name}", curve) for kind, curve in self._attention(dtype).items())
             rates[f"conv.{name}"] = list(self._convolutions(dtype))
         measurements = {
             "device": torch.cuda.get_device_properties(self.device).name if is_cuda else "CPU",
@@ -141,8 +140,10 @@ class Probe:
         with torch.cuda.graph(graph):
             for _ in range(GRAPHED):
                 fn()
-        graph.replay()
-        self._wait()
+        began = time.perf_counter()
+        while time.perf_counter() - began < HOT_S:
+            graph.replay()
+            self._wait()
         self._together()
         times = []
         for _ in range(ROUNDS):
@@ -152,7 +153,7 @@ class Probe:
             ended.record()
             self._wait()
             times.append(started.elapsed_time(ended) * 1e-3 / GRAPHED)
-        return self._mean(min(times))
+        return self._mean(sorted(times)[ROUNDS // 2])
 
     def _wait(self) -> None:
         if self.device.type == "cuda":
@@ -202,23 +203,31 @@ class Probe:
         for more in (1, 2, 4):
             yield rate(n + more) / aligned
 
-    def _attention(self, dtype: torch.dtype, causal: bool) -> tuple[list[list[float]], list[list[float]]]:
-        """Forward and backward, in the operations that the operators count: all pairs, seen or not."""
-        forward: list[list[float]] = []
-        backward: list[list[float]] = []
-        attend, gradient = OPS["attention"], OPS["attention_grad"]
+    def _attention(self, dtype: torch.dtype) -> dict[str, list[list[float]]]:
+        """Forward and backward, by kind (`Op.rate_of`), in the operations that the operators count: all pairs, seen
+        or not; those of a window alone."""
+        curves: dict[str, list[list[float]]] = {}
+        attend, gradient, of_mask = OPS["attention"], OPS["attention_grad"], OPS["attention_mask_grad"]
         for shape in self.sizes["attention"]:
             q, k, v = (self._rand(*shape, dtype=dtype) for _ in range(3))
-            y, lse = attend.kernel(q, k, v, None, causal=causal)
-            how: dict[str, Any] = {"causal": causal}
-            for into, op, args in (
-                (forward, attend, (q, k, v, None)),
-                (backward, gradient, (y, q, k, v, None, y, lse)),
+            is_small = shape[2] <= LONGEST_MASK
+            bias = self._rand(1, shape[1], shape[2], shape[2], dtype=dtype) if is_small else None
+            for mask, how in (
+                (None, {}),
+                (None, {"causal": True}),
+                (None, {"window": (shape[2] // 4, 0)}),
+                *([(bias, {})] if bias is not None else []),
             ):
-                types = [type_of(x) if isinstance(x, torch.Tensor) else x for x in args]
-                flops = op.cost(types, how).flops
-                into.append([flops, flops / self.work(lambda op=op, args=args: op.kernel(*args, **how))])  # type: ignore[misc]
-        return forward, backward
+                y, lse = attend.kernel(q, k, v, mask, **how)
+                runs = {attend: (q, k, v, mask), gradient: (y, q, k, v, mask, y, lse)}
+                if mask is not None:
+                    runs[of_mask] = (y, q, k, v, mask, y, lse)
+                for op, operands in runs.items():
+                    types = [type_of(x) if isinstance(x, torch.Tensor) else x for x in operands]
+                    flops = op.cost(types, how).flops
+                    seconds = self.work(lambda op=op, operands=operands, how=how: op.kernel(*operands, **how))
+                    curves.setdefault(op.rate_of(types, how), []).append([flops, flops / seconds])
+        return curves
 
     def _convolutions(self, dtype: torch.dtype) -> Iterator[list[float]]:
         """3 x 3, forward and both gradients together."""
