@@ -74,10 +74,11 @@ def _backward_flops(d):
     return 2 * d.b * d.g * d.n * d.q * d.k * (3 * d.d + 2 * d.e)
 
 
-def _rate(name, mask, causal=False, window=None, **_):
-    """There are other kernels for what is causal, has a window, or a mask."""
+def _rate(name, q, mask, causal=False, window=None, **_):
+    """There are other kernels for what is causal, has a window, or a mask; and for wide heads, which compute more for
+    each pair that is looked at."""
     kind = "_causal" if causal else "_window" if window is not None else "_masked" if mask is not None else ""
-    return name + kind
+    return f"{name}{kind}{'_wide' if q.shape[-1] > 64 else ''}"
 
 
 def _share(q, k, window):
@@ -217,7 +218,7 @@ def _attention_vjp(g, y, q, k, v, mask, **params):
         "f[2,4,6,8], f[2,2,6,8], f[2,2,6,8], None, window=(2, 0)",
         "f[1,2,6,4], f[1,2,3,4], f[1,2,3,4], None, window=(1, 1)",
     ],
-    product=True, rate=lambda q, k, v, mask, **how: _rate("attention", mask, **how), apart=True, precision="low",
+    product=True, rate=lambda q, k, v, mask, **how: _rate("attention", q, mask, **how), apart=True, precision="low",
 )  # fmt: skip
 def attention(q, k, v, mask, *, causal=False, scale=None, window=None):
     """(softmax(q kᵀ · scale + mask) v, log-sum-exp of the scores)"""
@@ -246,7 +247,7 @@ def attention(q, k, v, mask, *, causal=False, scale=None, window=None):
         "f64[2,4,6,8], f64[2,4,6,8], f64[2,2,6,8], f64[2,2,6,8], None, f64[2,4,6,8], f64[2,4,6]>4, window=(2, 1)",
     ],
     product=True,
-    rate=lambda g, q, k, v, mask, *_, **how: _rate("attention_grad", mask, **how),
+    rate=lambda g, q, k, v, mask, *_, **how: _rate("attention_grad", q, mask, **how),
     apart=True,
 )
 def attention_grad(g, q, k, v, mask, y, lse, *, causal=False, scale=None, window=None):

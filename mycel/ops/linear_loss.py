@@ -27,15 +27,22 @@ def linear_cross_entropy_types(x, w, b, target, *, reduction="mean", ignore_inde
     return (loss, x, w) if b is None else (loss, x, w, b)
 
 
-def linear_cross_entropy_scratch(x, w, b, target, **_):
-    """A chunk of logits, and in 16 bits also of cotangents, as on a GPU; rows of x and a few numbers a row; what is
-    summed over chunks; the weight, where it is padded."""
+def linear_cross_entropy_scratch(x, w, b, target, *, reduction="mean", **_):
+    """At the fullest moment, besides the results: a chunk of logits, and in 16 bits also of cotangents, as on a GPU,
+    rows of x and a few numbers a row; what is summed over chunks, as it was and as it becomes; the weight, where it is
+    padded.  The weight's gradient is there in the last moment alone."""
     short, wide = x.dtype.itemsize == 2, max(x.dtype.itemsize, 4)
-    n = min(x.shape[0], max((2 * CHUNK if short else CHUNK) // w.shape[0], 1))
-    each = wide + (x.dtype.itemsize if short else 0)
-    rows = n * (x.shape[1] * x.dtype.itemsize + 8 * wide)
-    padded = w.dtype.itemsize * w.numel if short and padded_classes(x.shape[0], w.shape[0]) != w.shape[0] else 0
-    return n * w.shape[0] * each + rows + padded + ((wide + w.dtype.itemsize) * w.numel if n < x.shape[0] else 0)
+    n = min(x.shape[0], _rows(w.shape[0], short))
+    classes = padded_classes(x.shape[0], w.shape[0]) if short else w.shape[0]
+    narrow = (classes + x.shape[1]) * x.dtype.itemsize + 8 * wide  # a row of cotangents
+    row = narrow + (classes * wide if short else 0)
+    total, result = wide * classes * x.shape[1], w.dtype.itemsize * w.numel
+    moments = [n * row, n * narrow + total, 2 * total if reduction == "mean" else total + result]
+    if n < x.shape[0]:
+        rest = min(n, x.shape[0] - n)
+        moments += [total + rest * row, 2 * total + rest * narrow]
+    padded = w.dtype.itemsize * classes * x.shape[1] if classes != w.shape[0] else 0
+    return max(*moments, result) - result + padded
 
 
 def linear_cross_entropy_vjp(gs, ys, x, w, b, target, **params):
@@ -92,7 +99,11 @@ def is_fused(x):
 
 def rows_at_once(x, w):
     """How many rows have their logits at a time: whole tiles of a product."""
-    n = max((2 * CHUNK if is_fused(x) else CHUNK) // w.shape[0], 1)
+    return _rows(w.shape[0], is_fused(x))
+
+
+def _rows(classes, is_short):
+    n = max((2 * CHUNK if is_short else CHUNK) // classes, 1)
     return n - n % 128 if n > 128 else n
 
 

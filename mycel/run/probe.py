@@ -28,7 +28,7 @@ from mycel.run.rendezvous import seat
 
 # a number is the least of so many rounds, each of at least so long: what else a machine does only adds to it
 ROUNDS, LEAST_S = 7, 0.01
-HOT_S = 0.2  # a GPU computes for so long before it is timed: its clock falls under load
+HOT_S = 0.15  # a GPU computes for so long before it is timed hot: its clock falls under load
 LONG_S = 0.25  # a message that takes longer is sent once
 LONGEST_MASK = 1024  # of attention: the gradient of a mask in 32 bits holds all pairs
 GRAPHED = 20  # runs in one graph of a GPU
@@ -43,7 +43,10 @@ SIZES = {  # by device: what is small and what is large there
     "cuda": {
         "memory": [1 << 14, 1 << 18, 1 << 22, 1 << 24, 1 << 26, 1 << 28, 1 << 30],
         "product": [128, 256, 512, 1024, 2048, 4096, 8192],
-        "attention": [(4, 12, 256, 64), (8, 16, 512, 64), (8, 16, 1024, 64), (8, 32, 2048, 64), (4, 32, 4096, 128)],
+        "attention": [
+            *[(4, 12, 256, 64), (8, 16, 512, 64), (8, 16, 1024, 64), (8, 32, 2048, 64)],
+            *[(4, 8, 256, 128), (4, 8, 1024, 128), (4, 16, 2048, 128), (4, 32, 4096, 128)],
+        ],
         "conv": [(32, 64, 56), (128, 128, 28), (128, 256, 28), (256, 256, 28)],
         "message": [(1 << 12, 20), (1 << 16, 20), (1 << 20, 10), (1 << 24, 5), (1 << 27, 3)],
     },
@@ -134,16 +137,30 @@ class Probe:
         return max(whole - self.launch_s, 0.1 * whole)
 
     def _on_device(self, fn: Callable[[], Any]) -> float:
-        """Of one run among many that a graph of the device starts by itself; the mean of all ranks."""
+        """Of one run among many that a graph of the device starts by itself; the mean of all ranks.  A device is slower
+        when it is hot; in a step, with other kernels between, it is neither: the mean of both."""
         fn()
+        self._wait()
+        started = time.perf_counter()
+        fn()
+        self._wait()
+        often = min(max(math.ceil(LEAST_S / (time.perf_counter() - started)), 1), GRAPHED)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            for _ in range(GRAPHED):
+            for _ in range(often):
                 fn()
+        graph.replay()
+        cold = min(self._replayed(graph))
         began = time.perf_counter()
         while time.perf_counter() - began < HOT_S:
             graph.replay()
             self._wait()
+        hot = sorted(self._replayed(graph))[ROUNDS // 2]
+        return self._mean((cold + hot) / 2 / often)
+
+    def _replayed(self, graph: torch.cuda.CUDAGraph) -> list[float]:
+        """Seconds of each of some replays, while other ranks do the same."""
+        self._wait()
         self._together()
         times = []
         for _ in range(ROUNDS):
@@ -152,8 +169,8 @@ class Probe:
             graph.replay()
             ended.record()
             self._wait()
-            times.append(started.elapsed_time(ended) * 1e-3 / GRAPHED)
-        return self._mean(sorted(times)[ROUNDS // 2])
+            times.append(started.elapsed_time(ended) * 1e-3)
+        return times
 
     def _wait(self) -> None:
         if self.device.type == "cuda":
