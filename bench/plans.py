@@ -16,11 +16,12 @@ import torch
 import transformers as hf
 from torch import nn
 
+from mycel.candidates import Candidate
 from mycel.errors import PlanError
 from mycel.ir import Mesh
 from mycel.plan import Plan
 from mycel.plan.cluster import Cluster
-from mycel.search import Candidate, Search
+from mycel.search import Search
 from mycel.train.planner import search
 
 Batch = dict[str, torch.Tensor]

@@ -104,7 +104,7 @@ def rank_main(out: str, model_name: str, hosts: int) -> None:
     model, batch = model_of(model_name, BATCH[model_name])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
-    def make(count: int):
+    def make(count: int, compress):
         ranks = Plan(mycel.Mesh(dp=RANKS))
         return mycel.train_step(model, optimizer, plan=ranks, accumulate=count, compile=False).unsharded(*batch)
 

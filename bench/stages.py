@@ -74,7 +74,7 @@ def main() -> None:
     cluster = Cluster.read(f"h100x{DP * TP * args.stages}")
     say(f"{sum(p.numel() for p in model.parameters()) / 1e9:.0f} G parameters for {cluster}")
 
-    def make(microbatches: int):
+    def make(microbatches: int, compress=None):
         return train_step(model, optimizer, plan=plan, accumulate=microbatches, compile=True).unsharded(**batch)
 
     with unchecked():

@@ -224,7 +224,7 @@ def _plan(
         if checked:
             typer.echo(search.checked(Plan.read(Path(checked))))
             return 0
-        answer = search.run(seconds)
+        answer = search.remarked(search.run(seconds))
         if explain:
             typer.echo(search_text.explained(search, answer, explain), err=as_json)
         if page:

@@ -17,109 +17,36 @@ message is a bound for all of them; a plan within `NEAR` of it ends the search.
 from __future__ import annotations
 
 import functools
-import itertools
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 
 from mycel import lower, plan
+from mycel.candidates import Answer, Candidate, Estimate, are_alike, bytes_sent, computed_again
 from mycel.errors import PlanError
 from mycel.ir import Layout, Mesh, Program, Role, Var, runs, unchecked, walk
 from mycel.parts import ShardedModel, UnshardedStep
-from mycel.plan import STAGE_AXIS, Costs, ErrorBars, Plan, Times
-from mycel.plan.clock import TO_DEVICE, TO_HOST
+from mycel.plan import STAGE_AXIS, Costs, Plan, Times
 from mycel.plan.cluster import Cluster
-from mycel.plan.links import sent_by
+from mycel.plan.compression import CANDIDATES
 from mycel.plan.schedule import PipelineTimes
-from mycel.planning import LaidOut, Outcome, Task
-from mycel.search_space import AXES, LEVELS, SearchSpace, Shape
+from mycel.planning import LaidOut, Task
+from mycel.run import without_collector
+from mycel.search_given import Given
+from mycel.search_order import SearchOrder
+from mycel.search_space import AXES, SearchSpace, Shape
 from mycel.shallow import Shallow, layer_lists
 from mycel.sizes import shown
 from mycel.stage_price import StagePieces, layer_runs
 
 NEAR = 0.01  # a plan this close to the bound ends the search
-WORSE = 1.02  # a direction that is slower by this is left: more tp (where twice in turn), lower levels of ZeRO
-MUCH_WORSE = 1.2  # more tp is left at once
-GAIN = 0.03  # the share of a step that a neighbour must be able to save to be looked at
-FULL = 0.8  # of the memory: what is computed again is so for want of it
 RUNGS = 4  # of the ladder of prices, every so many are tried for a pipeline
-HOST_COPIES = (TO_HOST, TO_DEVICE)
-ROUNDS = 3  # of neighbours of neighbours
-SMALL = 1e-3  # a value, against the largest of its block, whose layout matters little
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A plan that was priced, or one that was not and why."""
-
-    shape: Shape
-    plan: Plan | None = None
-    times: Times | None = None
-    sent: Mapping[str, float] = field(default_factory=dict)  # bytes a rank, by link level
-    again: float = 0.0  # seconds of computing again
-    price: float = 0.0  # what keeping a byte for backward has cost
-    why: str = ""  # it does not fit, or is not the best
-    outcome: Outcome | None = field(default=None, repr=False, compare=False)  # where all of the step was lowered
-    line: PipelineTimes | None = field(default=None, repr=False, compare=False)  # of a pipeline
-
-    @property
-    def fits(self) -> bool:
-        return self.plan is not None
-
-    @property
-    def seconds(self) -> float:
-        return self.times.seconds if self.times is not None else float("inf")
-
-    @property
-    def peak(self) -> int:
-        return self.times.peak["device"] if self.times is not None else 0
-
-    @property
-    def bubble(self) -> float:
-        """Seconds in which a rank of a pipeline has nothing to do."""
-        shares = self.times.shares if self.times is not None else None
-        return shares["bubble"].total if shares and "bubble" in shares else 0.0
-
-    @property
-    def moving(self) -> float:
-        """Seconds in which a rank waits for copies to and from the host."""
-        if self.times is None or self.times.shares is not None or self.times.clock is None:
-            return 0.0
-        return sum(share.exposed for name, share in self.times.parts.items() if name in HOST_COPIES)
-
-    @property
-    def exposed(self) -> float:
-        """Seconds in which a rank waits for messages."""
-        if self.times is None:
-            return 0.0
-        return max(0.0, self.times.seconds - self.times.totals["compute"] - self.bubble - self.moving)
-
-
-@dataclass(frozen=True)
-class Answer:
-    """Plans, the best first; `bound`: seconds that none goes below; of one device, what the step's products take."""
-
-    candidates: list[Candidate]
-    bound: float
-    flops: float
-    tokens: int  # of a step; rows, where the batch is no text
-    is_text: bool
-    cluster: Cluster
-    seconds: float  # what planning took
-    complete: bool  # nothing was left out for want of time
-    bars: ErrorBars | None = None  # what earlier runs on such devices have made of predictions
-
-    @property
-    def best(self) -> Candidate | None:
-        return next((c for c in self.candidates if c.fits), None)
-
-    def mfu(self, candidate: Candidate) -> float:
-        return self.flops / candidate.seconds / self.cluster.world / self.cluster.nominal
+WAITING = 0.2  # the share of a step above which encoded gradients are remarked on
 
 
 @dataclass(frozen=True)
@@ -133,14 +60,18 @@ class Detail:
     schedule: PipelineTimes | None = None  # of a pipeline
 
 
+ONE = Shape()
+
+
 class Search:
-    """Over the plans of one step.  `make(n)`: the step in n microbatches, on one device."""
+    """Over the plans of one step.  `make(n, compress)`: the step in n microbatches, on one device; its gradients
+    compressed as a plan says it."""
 
     def __init__(
         self,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
-        make: Callable[[int], UnshardedStep],
+        make: Callable[[int, Mapping[str, str]], UnshardedStep],
         cluster: Cluster,
         memory: int | None = None,
         given: Mapping[str, Any] | None = None,
@@ -149,21 +80,23 @@ class Search:
     ) -> None:
         self.model, self.optimizer, self.cluster = model, optimizer, cluster
         self.memory, self.compiled, self.say = memory or cluster.memory, compiled, say
-        self.given = dict(given or {})
-        self._make, self._steps = make, dict[int, UnshardedStep]()
+        self.given = Given.read(given or {})
+        self._make, self._steps = make, dict[tuple[int, tuple[tuple[str, str], ...]], UnshardedStep]()
         self._parameters: dict[tuple[bool, int, int, int], dict[str, Any]] = {}
-        self._priced: dict[Shape, Candidate] = {}
+        self.candidates: dict[Shape, Candidate] = {}  # that were priced
 
     # -- the step and what it holds
 
-    def step(self, microbatches: int) -> UnshardedStep:
-        if microbatches not in self._steps:
-            self._steps[microbatches] = self._make(microbatches)
-        return self._steps[microbatches]
+    def step(self, shape: Shape = ONE) -> UnshardedStep:
+        """On one device, as a plan needs it."""
+        key = (shape.microbatches, tuple(shape.codecs.items()))
+        if key not in self._steps:
+            self._steps[key] = self._make(shape.microbatches, shape.codecs)
+        return self._steps[key]
 
     @property
     def program(self) -> Program:
-        return self.step(1).program
+        return self.step().program
 
     def bytes_of(self, kind: str) -> int:
         """Of all inputs of the step with a role."""
@@ -202,25 +135,6 @@ class Search:
         layers = max(map(len, layer_lists(self.model)), default=1)
         return SearchSpace(cluster.world, cluster.devices, self.rows, self.length, experts, layers)
 
-    def shapes(self) -> Iterator[Shape]:
-        """Meshes, without ZeRO and microbatches, small tp first."""
-        fixed = self.given.get("mesh")
-        if fixed is None:
-            yield from self.space.meshes()
-            return
-        unknown = [a for a in fixed if a not in AXES]
-        if unknown:
-            raise PlanError(f"the search knows no axis {unknown[0]!r}\n  known     {', '.join(AXES)}")
-        if (world := Mesh(fixed).world) != self.cluster.world:
-            raise PlanError(
-                f"the mesh has {world} devices, the cluster {self.cluster.world}\n  the mesh  {Mesh(fixed)}"
-            )
-        shape = Shape(**fixed)
-        order = tuple(a for a, n in fixed.items() if n > 1)
-        shape = shape if order == shape.default_order else replace(shape, order=order)
-        if self.space.has(shape):
-            yield shape
-
     def _experts(self) -> list[tuple[str, int]]:
         """Patterns of parameters that a layer of experts has one of for each, and how many."""
         ready = Plan.read("ep", Mesh(ep=1)).parameters
@@ -231,9 +145,11 @@ class Search:
         """The plan of a shape before anything is decided: what is given, and over tp the parameters that cost least."""
         data = shape.data()
         parameters = self.parameters(shape) if shape.tp * shape.ty * shape.ep > 1 else {}
-        data["parameters"] = {**parameters, **dict(self.given.get("parameters") or {})}
-        data |= {k: v for k, v in self.given.items() if k in ("sums", "recompute", "activations")}
-        return Plan.read(data)
+        data |= {"offload": self.given.offload} if self.given.offload is not None else {}
+        return Plan.read({**data, **self.given.passed_on, "parameters": {**parameters, **self._given_parameters()}})
+
+    def _given_parameters(self) -> dict[str, Any]:
+        return dict(self.given.passed_on.get("parameters", {}))
 
     def parameters(self, shape: Shape) -> dict[str, Any]:
         """Layouts over tp, ty and ep, by pattern; those that stay whole are left out."""
@@ -245,7 +161,7 @@ class Search:
                 found = patterns(self._parameter_layouts(alone, self.shallow.steps(1)[0]))
                 if any(re.search(r"\d", name) for name in found):  # layers that differ: each has its say
                     found = None
-            self._parameters[key] = patterns(self._parameter_layouts(alone, self.step(1))) if found is None else found
+            self._parameters[key] = patterns(self._parameter_layouts(alone, self.step())) if found is None else found
         return self._parameters[key]
 
     def _parameter_layouts(self, shape: Shape, unsharded: UnshardedStep) -> dict[str, Layout]:
@@ -274,11 +190,11 @@ class Search:
 
     def price(self, shape: Shape) -> Candidate:
         """The plan of a shape, decided and timed; or by how much it does not fit."""
-        if shape not in self._priced:
+        if shape not in self.candidates:
             self.say(str(shape))
             with unchecked():
-                self._priced[shape] = self._price(shape)
-        return self._priced[shape]
+                self.candidates[shape] = self._price(shape)
+        return self.candidates[shape]
 
     def _price(self, shape: Shape) -> Candidate:
         if self.memory is not None and self.held(shape) > self.memory:
@@ -288,7 +204,7 @@ class Search:
     @functools.cached_property
     def shallow(self) -> Shallow | None:
         """The model with fewer layers, where that stands for all of it."""
-        return Shallow.of(self.model, self._make, self.step(1))
+        return Shallow.of(self.model, self._make, self.step())
 
     def _timed(self, shape: Shape, written: Plan) -> Candidate:
         try:
@@ -315,29 +231,29 @@ class Search:
             return self._timed(shape, written.given)
 
     def _timed_whole(self, shape: Shape, written: Plan) -> Candidate:
-        laid_out = self._laid_out(self.step(shape.microbatches), written)
+        laid_out = self._laid_out(self.step(shape), written)
         outcome = laid_out.decided()
-        again, sent = _again(outcome, shape), _sent(outcome, laid_out)
+        again, sent = computed_again(outcome, shape), bytes_sent(outcome, laid_out)
         return Candidate(shape, laid_out.plan_of(outcome), outcome.times, sent, again, outcome=outcome)
 
     def _timed_shallow(self, shape: Shape, written: Plan) -> Candidate | None:
         """From steps with fewer layers; nothing where their layouts differ."""
         assert self.shallow is not None
         shallow = self.shallow
-        laid_out = [self._laid_out(step, written) for step in shallow.steps(shape.microbatches)]
-        if not _alike([x.plan for x in laid_out]):
+        laid_out = [self._laid_out(step, written) for step in shallow.steps(shape.microbatches, shape.codecs)]
+        if not are_alike([x.plan for x in laid_out]):
             return None
         pairs = round(shallow.sum([x.pairs for x in laid_out]))
-        estimates: dict[float, _Estimate] = {}
+        estimates: dict[float, Estimate] = {}
 
-        def under(prices: Sequence[float]) -> _Estimate:
+        def under(prices: Sequence[float]) -> Estimate:
             """Some pairs at the first price, the others at the last."""
             for price in {prices[0], prices[-1]} - {*estimates}:
                 outcomes = [x.under([price]) for x in laid_out]
-                estimates[price] = _Estimate(
+                estimates[price] = Estimate(
                     shallow.times([x.times for x in outcomes]),
-                    shallow.sum([_again(x, shape) for x in outcomes]),
-                    shallow.by_name([_sent(x, y) for x, y in zip(outcomes, laid_out, strict=True)]),
+                    shallow.sum([computed_again(x, shape) for x in outcomes]),
+                    shallow.by_name([bytes_sent(x, y) for x, y in zip(outcomes, laid_out, strict=True)]),
                     price,
                 )
             share = (len(prices) - 1) / max(pairs, 1)
@@ -349,7 +265,7 @@ class Search:
     def _timed_stages(self, shape: Shape, written: Plan) -> Candidate:
         """A pipeline from the pieces of a step with few layers: with as much computed again as the memory asks for."""
         assert self.shallow is not None
-        laid_out = self._laid_out(self.shallow.steps(shape.microbatches)[0], written.inside)
+        laid_out = self._laid_out(self.shallow.steps(shape.microbatches, shape.codecs)[0], written.inside)
         links = self.cluster.hardware.links(written.mesh)
         first, nearest = None, float("inf")
         for price in plan.ladder(laid_out.costs, written.recompute)[::RUNGS]:
@@ -386,14 +302,14 @@ class Search:
         written = self.written(shape)
         if outcome is None:
             assert self.shallow is not None
-            step, written = self.shallow.steps(shape.microbatches)[0], written.inside
+            step, written = self.shallow.steps(shape.microbatches, shape.codecs)[0], written.inside
             with unchecked():
                 outcome = self._laid_out(step, written).under([candidate.price])
             kept = ", ".join(f"{x.kept} of {len(x.module)}" for x in self.shallow.lists)
             what = f"Drawn with {kept} layers: the others are like these."
             what += " Of a pipeline, as if its ranks had one stage." if shape.pp > 1 else ""
         else:
-            step = self.step(shape.microbatches)
+            step = self.step(shape)
         shapes = {r.name: v.shape for r, v in _parameters(step.program)}
         layouts = written.parameter_layouts(shapes)
         if written.zero == 3:
@@ -433,7 +349,7 @@ class Search:
         part of an equation takes at least its share of what the whole one does (`tests/test_search.py`)."""
         with unchecked():
             alone = Shape()
-            steps = self.shallow.steps(1) if self.shallow is not None else [self.step(1)]
+            steps = self.shallow.steps(1) if self.shallow is not None else [self.step()]
             laid_out = [self._laid_out(step, self.written(alone)) for step in steps]
             prices = [0.0, *plan.ladder(laid_out[0].costs)[:1]]
             computing = [[x.under([price]).times.totals["compute"] for x in laid_out] for price in prices]
@@ -444,28 +360,34 @@ class Search:
         program, count = self.program, runs(self.program)
         return float(sum(count[n] * e.op.cost(e.input_types, e.params).flops for n, e in walk(program) if e.op.product))
 
-    def run(self, seconds: float | None = None, top: int = 5) -> Answer:
+    def run(self, seconds: float | None = None) -> Answer:
         """Price plans, most promising first, until nothing better is left or the time is over."""
+        with without_collector():
+            return self._run(seconds)
+
+    def _run(self, seconds: float | None) -> Answer:
         started = time.perf_counter()
         bound, complete = self.bound, True
 
         def late() -> bool:
-            return seconds is not None and time.perf_counter() - started > seconds and bool(self._priced)
+            return seconds is not None and time.perf_counter() - started > seconds and bool(self.candidates)
 
         try:
-            for shape in self._order():
+            for shape in SearchOrder(self):
+                if shape in self.candidates:
+                    continue
                 if late():
                     complete = False
                     break
                 self.price(shape)
-                best = min((c.seconds for c in self._priced.values()), default=float("inf"))
+                best = min((c.seconds for c in self.candidates.values()), default=float("inf"))
                 if best <= bound * (1 + NEAR):
                     break
         except KeyboardInterrupt:
-            if not any(c.fits for c in self._priced.values()):
+            if not any(c.fits for c in self.candidates.values()):
                 raise
             complete = False
-        ranked = sorted(self._priced.values(), key=lambda c: (not c.fits, c.seconds, str(c.shape)))
+        ranked = sorted(self.candidates.values(), key=lambda c: (not c.fits, c.seconds, str(c.shape)))
         if not any(c.fits for c in ranked):
             self._refuse(ranked)
         ranked = [self._explained(c, ranked[0]) for c in ranked]
@@ -474,136 +396,24 @@ class Search:
         bars = plan.error_bars(self.cluster.hardware.name, self.cluster.world)
         return Answer(ranked, bound, self.flops(), tokens, self.length > 1, self.cluster, took, complete, bars)
 
-    def _order(self) -> Iterator[Shape]:
-        """Meshes with the ZeRO level that holds least, more cp and then more tp as long as that helps; for the better
-        ones all levels; then more microbatches where memory is short."""
-        meshes = list(self.shapes())
-        if not meshes:
-            raise PlanError(
-                f"no mesh of {self.cluster.world} devices divides a batch of {self.rows} rows\n"
-                "  try       a larger batch, or a mesh"
+    def remarked(self, answer: Answer) -> Answer:
+        """With what would be faster and changes numbers."""
+        best = answer.best
+        return replace(answer, remarks=tuple(self._remarks(best))) if best is not None else answer
+
+    def _remarks(self, best: Candidate) -> Iterator[str]:
+        shape = best.shape
+        is_slow = best.exposed > WAITING * best.seconds < SearchOrder(self).sending(best)
+        if not is_slow or self.given.codecs or shape.replicas == 1 or shape.pp > 1:
+            return
+        encoded = replace(shape, compress=CANDIDATES[1])
+        other = self.price(encoded)
+        if other.fits and other.seconds < (1 - WAITING / 2) * best.seconds:
+            saved = 1 - other.seconds / best.seconds
+            yield (
+                f"gradients as {encoded.compress} along {encoded.compressed} would save {100 * saved:.0f} % of a step "
+                f"({other.seconds * 1e3:,.1f} ms): compress: auto in the plan"
             )
-        level = self.given.get("zero")
-        fixed = int(str(level).split()[0]) if level is not None else None
-        parts = self.given.get("microbatches")
-        worse = 0  # sizes of tp, one after the other, that were slower than smaller ones
-        split_length = True  # did splitting the sequence help, the last time it was tried?
-        for tp in dict.fromkeys(mesh.tp for mesh in meshes):
-            before, fastest = self._fastest(), float("inf")
-            for mesh in (m for m in meshes if m.tp == tp):
-                if mesh.cp > 1 and not split_length and fastest < float("inf"):
-                    break
-                zero = fixed if fixed is not None else 3 if mesh.dp > 1 else 0
-                first = replace(mesh, zero=zero)
-                for count in [parts] if parts else self.space.microbatches(mesh):
-                    first = replace(first, microbatches=count)
-                    yield first
-                    if self._priced[first].fits or self.held(first) > (self.memory or float("inf")):
-                        break
-                seconds = self._priced[first].seconds
-                if mesh.cp > 1:
-                    split_length = seconds < fastest
-                if seconds > fastest:
-                    break
-                fastest = seconds
-            worse = worse + 1 if fastest > before * WORSE else 0
-            if worse == 2 or MUCH_WORSE * before < fastest < float("inf"):
-                break
-        ranked = sorted((c for c in self._priced.values() if c.fits), key=lambda c: c.seconds)
-        helped = True  # did a lower level help, where it was tried?
-        for shape in [c.shape for c in ranked[:2] if c.seconds <= self._fastest() * WORSE]:
-            if not helped:
-                break
-            levels = [] if fixed is not None or shape.dp == 1 else sorted(LEVELS, reverse=True)
-            before = self._priced[shape].seconds
-            for zero in levels:
-                # without microbatches a gradient is there once: level 2 is level 1
-                if zero == shape.zero or (zero == 2 and shape.microbatches == 1):
-                    continue
-                yield replace(shape, zero=zero)
-                seconds = self._priced[replace(shape, zero=zero)].seconds
-                helped = seconds < before
-                if seconds > before * WORSE:
-                    break  # a lower level waits longer for the same, or does not fit
-                before = min(before, seconds)
-        if not parts:  # fewer values computed again
-            for shape in [c.shape for c in self._priced.values() if c.again and c.seconds == self._fastest()]:
-                more = [n for n in self.space.microbatches(shape) if n > shape.microbatches][:1]
-                yield from (replace(shape, microbatches=n) for n in more)
-        yield from self._neighbours()
-
-    def _neighbours(self) -> Iterator[Shape]:
-        """Of the best, those that could save what it waits for or computes again; and of what is better then."""
-        if self.given.get("mesh") is not None:
-            return
-        space = self.space
-        for _ in range(ROUNDS):
-            best = min((c for c in self._priced.values()), key=lambda c: (c.seconds, self.held(c.shape)))
-            shape, least = best.shape, GAIN * best.seconds
-            found: list[Iterator[Shape]] = []
-            if best.fits and best.exposed > least:
-                if self._sending(best) > least:
-                    found += [space.orders(shape)] if self._could_change_places(best) else []
-                    found += [space.hybrids(shape)]
-                if self._sending(best, "tp") > least:
-                    found += [space.planes(shape)]
-                found += [space.with_experts(shape)]
-            is_full = self.memory is not None and best.peak > FULL * self.memory
-            if not best.fits or (is_full and best.again > least):
-                found += [space.with_experts(shape)]
-            for each in itertools.chain(*found):
-                if each not in self._priced and self.held(each) <= (self.memory or float("inf")):
-                    yield each
-            if not best.fits or best.exposed > least or (is_full and best.again > least):
-                yield from self._pipelines(shape)
-            # what moves is not yet told from few layers: of a deep model all would be lowered, so only if nothing fits
-            is_wanted = is_full and best.again > least and best.shape.pp == 1 and self.shallow is None
-            if self._fastest() == float("inf") or is_wanted:
-                yield replace(shape, offload=True)
-            if self._fastest() >= best.seconds:
-                return
-
-    def _pipelines(self, shape: Shape) -> Iterator[Shape]:
-        """Stages beside a plan, few first, as long as these get faster; of the best other schedules and numbers of
-        microbatches."""
-        for each in self.space.pipelines(shape):
-            fastest = float("inf")
-            for staged in each:
-                bubbles = 1 + (staged.pp - 1) / (2 * staged.microbatches)  # of interleaved stages
-                if self.bound * bubbles > self._fastest() or self.held(staged) > (self.memory or float("inf")):
-                    continue
-                yield staged
-                seconds = self._priced[staged].seconds
-                if fastest < float("inf") and seconds > fastest * WORSE:
-                    break
-                fastest = min(fastest, seconds)
-        pipelines = [c for c in self._priced.values() if c.shape.pp > 1 and c.fits]
-        if not pipelines:
-            return
-        best = min(pipelines, key=lambda c: c.seconds)
-        if best.seconds > self._fastest() * MUCH_WORSE:
-            return
-        yield from self.space.other_microbatches(best.shape)
-        best = min((c for c in self._priced.values() if c.shape.pp > 1 and c.fits), key=lambda c: c.seconds)
-        if best.bubble > GAIN * best.seconds:
-            yield from (replace(best.shape, schedule=name) for name in ("interleaved", "zbv"))
-
-    def _could_change_places(self, candidate: Candidate) -> bool:
-        """Would what goes over faster wires now take less time over the slowest than a rank waits?"""
-        slowest = min(self.cluster.hardware.links(candidate.shape.mesh).named.values(), key=lambda x: x.bytes_s)
-        faster = sum(n for name, n in candidate.sent.items() if name != slowest.name)
-        return faster / slowest.bytes_s < candidate.exposed
-
-    def _sending(self, candidate: Candidate, axis: str | None = None) -> float:
-        """Seconds of the messages over the wires of an axis; None: over the slowest."""
-        links = self.cluster.hardware.links(candidate.shape.mesh)
-        if axis is not None and axis not in links.named:
-            return 0.0
-        link = links.named[axis] if axis is not None else min(links.named.values(), key=lambda x: x.bytes_s)
-        return candidate.sent.get(link.name, 0.0) / link.bytes_s
-
-    def _fastest(self) -> float:
-        return min((c.seconds for c in self._priced.values()), default=float("inf"))
 
     def _explained(self, candidate: Candidate, best: Candidate) -> Candidate:
         """Why it lost."""
@@ -632,76 +442,11 @@ class Search:
         )
 
 
-@dataclass(frozen=True)
-class _Estimate:
-    """Figures of a step, from those of steps with fewer layers."""
-
-    times: Times
-    again: float
-    sent: Mapping[str, float]
-    price: float
-
-    def mixed(self, other: _Estimate, share: float) -> _Estimate:
-        """Where so much of the step is as in the other."""
-        if not share:
-            return self
-
-        def between(a: float, b: float) -> float:
-            return a + share * (b - a)
-
-        def by_name(a: Mapping[str, float], b: Mapping[str, float]) -> dict[str, float]:
-            return {name: between(a.get(name, 0.0), b.get(name, 0.0)) for name in dict.fromkeys([*a, *b])}
-
-        a, b = self.times, other.times
-        times = replace(
-            a,
-            seconds=between(a.seconds, b.seconds),
-            totals=by_name(a.totals, b.totals),
-            peak={name: int(n) for name, n in by_name(a.peak, b.peak).items()},
-        )
-        sent = by_name(self.sent, other.sent)
-        return _Estimate(times, between(self.again, other.again), sent, self.price)
-
-
 def _parameters(program: Program) -> Iterator[tuple[Role, Var]]:
     for v in program.inputs:
         role = program.role(v)
         if role.kind == "parameter":
             yield role, v
-
-
-def _again(outcome: Outcome, shape: Shape) -> float:
-    """Seconds of computing again."""
-    return sum(pair.seconds for pair in outcome.residuals.pairs) * shape.microbatches
-
-
-def _sent(outcome: Outcome, laid_out: LaidOut) -> dict[str, float]:
-    """Bytes that a rank sends, by link level."""
-    sent: dict[str, float] = {}
-    program, links = outcome.lowered.program, laid_out.clock.links
-    count = runs(program)
-    for name, eqn in walk(program):
-        axes, size = sent_by(eqn)
-        if size and links is not None:
-            level = links.of(axes).name
-            sent[level] = sent.get(level, 0.0) + count[name] * size
-    return sent
-
-
-def _alike(plans: Sequence[Plan]) -> bool:
-    """Do the blocks that several programs share lie alike in them?  Those that take all parameters differ anyway, and
-    of what is small (gains of norms, biases) two layouts may cost the same."""
-    first, *others = [p.decided.layouts for p in plans if p.decided is not None]
-    for layouts in others:
-        for name in layouts.keys() & first.keys():
-            a, b = first[name], layouts[name]
-            if a.inputs.keys() != b.inputs.keys():
-                continue
-            large = SMALL * max((t.bytes for x in a.values.values() for t, _ in x.results), default=0)
-            for key, value in a.values.items():
-                if value != b.values.get(key) and any(t.bytes > large for t, _ in value.results):
-                    return False
-    return True
 
 
 def patterns(layouts: Mapping[str, Layout]) -> dict[str, Any]:

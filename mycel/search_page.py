@@ -10,11 +10,12 @@ import html
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from mycel.candidates import Answer, Candidate
 from mycel.ir import Eqn, Mesh, Program, Type, lifetimes, read_layout
 from mycel.plan import Times
 from mycel.plan.clock import size
 from mycel.schedule_page import schedule_section
-from mycel.search import Answer, Candidate, Detail
+from mycel.search import Detail
 from mycel.search_text import ROW_HEAD, row
 from mycel.sizes import shown
 

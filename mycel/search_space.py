@@ -9,11 +9,12 @@ pp      stages of a pipeline, each on a mesh of the rest
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from mycel.ir import Mesh
+from mycel.plan import Plan
 from mycel.plan.schedule import stages_a_rank
 
 AXES = ("dp", "fsdp", "ep", "cp", "ty", "tp")  # of a mesh, the slowest first: tp inside a host
@@ -85,8 +86,13 @@ class Shape:
         if self.pp > 1:
             data |= {"stages": self.pp * stages_a_rank(self.schedule), "schedule": self.schedule}
         data |= {"offload": "auto"} if self.offload else {}
-        data |= {"compress": {self.compressed: self.compress}} if self.compress else {}
+        data |= {"compress": self.codecs} if self.compress else {}
         return data
+
+    @property
+    def codecs(self) -> dict[str, str]:
+        """How gradients travel, by axis."""
+        return {self.compressed: self.compress} if self.compress else {}
 
     @property
     def compressed(self) -> str:
@@ -201,6 +207,12 @@ class SearchSpace:
         for count in (shape.microbatches // 2, 2 * shape.microbatches):
             if count in counts and count >= shape.pp:
                 yield replace(shape, microbatches=count)
+
+
+def any_plan(world: int, compress: Mapping[str, str]) -> Plan:
+    """Of so many ranks: the program of one device depends on none but for how gradients travel."""
+    axis = next(iter(compress), "dp")
+    return Plan.read({"mesh": {axis: world}, "batch": [axis], "compress": dict(compress)})
 
 
 def divisors(n: int) -> list[int]:

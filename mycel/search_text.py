@@ -8,9 +8,10 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase as fnmatch
 from typing import Any
 
+from mycel.candidates import Answer, Candidate
 from mycel.errors import PlanError
 from mycel.plan import Plan
-from mycel.search import Answer, Candidate, Detail, Search
+from mycel.search import Detail, Search
 from mycel.sizes import shown
 
 GROUPS, SHOWN = 4, 12  # kinds of parameters and equations that are explained
@@ -36,6 +37,7 @@ def table(answer: Answer, top: int = 5) -> str:
         if answer.bars is not None:
             low, middle, high = answer.bars.expected(best.seconds)
             lines += [f"expected   {_ms(middle)}, {_ms(low)} to {_ms(high)}: steps took {answer.bars}"]
+    lines += [f"remark     {text}" for text in answer.remarks]
     left = "" if answer.complete else "; stopped early, there may be better ones"
     lines += [f"planning   {answer.seconds:.1f} s, {len(answer.candidates)} plans priced{left}"]
     return "\n".join(lines)
@@ -58,6 +60,7 @@ def data(answer: Answer, top: int | None = None) -> dict[str, Any]:
     return {
         "plans": [_data(answer, c) for c in answer.candidates[:top]],
         "cluster": str(answer.cluster),
+        "remarks": list(answer.remarks),
         "planning_seconds": answer.seconds,
     }
 

@@ -29,7 +29,8 @@ MANY = 8  # entries of a list that is worth it
 PERIODS = (1, 2, 3, 4, 6)
 LISTS = 3  # at most
 
-Make = Callable[[int], UnshardedStep]  # the step in so many microbatches
+Make = Callable[[int, Mapping[str, str]], UnshardedStep]  # the step in so many microbatches, gradients compressed so
+EXACTLY: Mapping[str, str] = {}
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Shallow:
 
     lists: tuple[LayerList, ...]
     make: Make
-    _steps: dict[int, list[UnshardedStep]] = field(default_factory=dict)
+    _steps: dict[tuple[Hashable, ...], list[UnshardedStep]] = field(default_factory=dict)
 
     @staticmethod
     def of(model: nn.Module, make: Make, whole: UnshardedStep) -> Shallow | None:
@@ -79,17 +80,18 @@ class Shallow:
         more = [x.left_out for x in self.lists]
         return [1 - sum(more), *more]
 
-    def steps(self, microbatches: int) -> list[UnshardedStep]:
+    def steps(self, microbatches: int, compress: Mapping[str, str] = EXACTLY) -> list[UnshardedStep]:
         """The base, and for each list the step with one period more of it."""
-        if microbatches not in self._steps:
+        key = (microbatches, *compress.items())
+        if key not in self._steps:
             kept = {x.module: x.kept for x in self.lists}
             lengths = [kept, *({**kept, x.module: x.kept + x.period} for x in self.lists)]
             steps = []
             for each in lengths:
                 with shortened(each):
-                    steps.append(self.make(microbatches))
-            self._steps[microbatches] = steps
-        return self._steps[microbatches]
+                    steps.append(self.make(microbatches, compress))
+            self._steps[key] = steps
+        return self._steps[key]
 
     def stands_for(self, programs: Sequence[Program], whole: Program) -> bool:
         """Are blocks and inputs of the whole program there as often as those of the others say?"""

@@ -73,6 +73,7 @@ from mycel.run import (
     without_collector,
     world,
 )
+from mycel.search_space import any_plan
 from mycel.several_optimizers import SeveralOptimizers, each_of
 from mycel.sizes import parse_bytes, shown
 from mycel.step_search import Undecided
@@ -288,11 +289,10 @@ class Step:
         """For such batches, where it is left to the search."""
         if self.undecided is None:
             return
-        ranks, s = plan.Plan(Mesh(dp=self.undecided.world)), self.settings
-        device = device_of(self.model)
+        world, s, device = self.undecided.world, self.settings, device_of(self.model)
 
-        def make(count: int) -> UnshardedStep:
-            settings = replace(s, accumulate=count)
+        def make(count: int, compress: Mapping[str, str]) -> UnshardedStep:
+            settings, ranks = replace(s, accumulate=count), any_plan(world, compress)
             return Step(self.model, self.optimizer, self._loss, settings, ranks).unsharded(*args, **kwargs)
 
         found = self.undecided.search(

@@ -5,7 +5,6 @@ Every rank searches for itself and finds the same; that they did is agreed on be
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,12 +12,12 @@ import torch
 
 from mycel.errors import TrainError
 from mycel.ir import Mesh
-from mycel.parts import UnshardedStep
 from mycel.plan import Plan, hardware_of
 from mycel.plan.cluster import Cluster
 from mycel.run.rendezvous import seat
 from mycel.search import Search
 from mycel.search_space import AXES
+from mycel.shallow import Make
 
 
 def ranks_of(device: str, count: int) -> Cluster:
@@ -47,7 +46,7 @@ class Undecided:
         self,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
-        make: Callable[[int], UnshardedStep],
+        make: Make,
         device: torch.device,
         memory: int | None,
         accumulate: int,

@@ -92,7 +92,7 @@ def test_the_best_of_its_space():
     best = found.run().best
     every = [
         found.price(replace(mesh, zero=zero, microbatches=n))
-        for mesh in found.shapes()
+        for mesh in found.space.meshes()
         for zero in ((0, 1, 2, 3) if mesh.dp > 1 else (0,))
         for n in (1, 2)
         if 8 // mesh.dp % n == 0

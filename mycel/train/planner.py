@@ -17,11 +17,11 @@ import torch
 from torch import nn
 
 from mycel.errors import PlanError
-from mycel.ir import Mesh
 from mycel.parts import UnshardedStep
-from mycel.plan import Plan, hardware_of
+from mycel.plan import hardware_of
 from mycel.plan.cluster import Cluster
 from mycel.search import Search
+from mycel.search_space import any_plan
 from mycel.sizes import parse_bytes
 from mycel.step import Step, train_step
 from mycel.train import models
@@ -89,9 +89,8 @@ def search(
 ) -> Search:
     """Plans for a training step; tensors need no data."""
 
-    def make(microbatches: int) -> UnshardedStep:
-        # any mesh of so many ranks: the program of one device does not depend on it
-        plan = Plan(Mesh(dp=cluster.world)) if cluster.world > 1 else None
+    def make(microbatches: int, compress: Mapping[str, str]) -> UnshardedStep:
+        plan = any_plan(cluster.world, compress) if cluster.world > 1 else None
         step: Step = train_step(model, optimizer, plan=plan, accumulate=microbatches, compile=True, **settings)
         return step.unsharded(**batch)
 

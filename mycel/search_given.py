@@ -1,0 +1,112 @@
+"""What of a plan is given before the search: it decides the rest.
+
+mesh, zero, microbatches      as in a plan; the mesh with any of the axes of `search_space.py`
+stages, schedule              a pipeline of so many
+offload                       what may lie on the host, in every plan that is looked at
+compress                      a codec by axis, or `auto`: the search picks one, or none.  Gradients that travel
+                              encoded are not quite the same, so it is never picked unasked
+parameters, activations, sums, recompute
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
+from typing import Any
+
+from mycel.errors import PlanError
+from mycel.plan.compression import AUTO, CANDIDATES, EXACT, read_codec
+from mycel.plan.schedule import stages_a_rank
+from mycel.search_space import AXES, Shape
+
+PASSED_ON = ("parameters", "activations", "sums", "recompute")
+KNOWN = ("mesh", "zero", "microbatches", "stages", "schedule", "offload", "compress", *PASSED_ON)
+FOLLOWS = ("batch", "over", "loose")  # from the rest
+SCHEDULES = ("1f1b", "interleaved", "zbv")
+
+
+@dataclass(frozen=True)
+class Given:
+    """None: the search decides."""
+
+    mesh: Mapping[str, int] | None = None
+    zero: int | None = None
+    microbatches: int | None = None
+    stages: int | None = None  # of all ranks together
+    schedule: str | None = None
+    offload: Any = None
+    codecs: tuple[str, ...] = ()  # that may be picked; one: it is
+    is_compressed: bool = False  # there is no choice
+    passed_on: Mapping[str, Any] = field(default_factory=dict)
+
+    @staticmethod
+    def read(data: Mapping[str, Any]) -> Given:
+        for name in data:
+            if name not in (*KNOWN, *FOLLOWS):
+                close = get_close_matches(str(name), KNOWN, 1)
+                raise PlanError(
+                    f"the search decides nothing beside {name!r}\n  known     {', '.join(KNOWN)}\n"
+                    f"  try       {close[0] if close else 'a whole plan, with its mesh, for  mycel train'}"
+                )
+        mesh, zero, parts = data.get("mesh"), data.get("zero"), data.get("microbatches")
+        unknown = [a for a in mesh or () if a not in AXES]
+        if unknown:
+            raise PlanError(f"the search knows no axis {unknown[0]!r}\n  known     {', '.join(AXES)}")
+        offload = data.get("offload")
+        codecs, is_compressed = _codecs(data.get("compress"))
+        return Given(
+            dict(mesh) if mesh else None,
+            int(str(zero).split()[0]) if zero is not None else None,
+            int(parts) if parts else None,
+            *_stages(data),
+            None if offload in (None, "none") else offload,
+            codecs,
+            is_compressed,
+            {k: data[k] for k in PASSED_ON if data.get(k) is not None},
+        )
+
+    @property
+    def pp(self) -> int:
+        """Ranks of a pipeline, with the schedule that is given or the first."""
+        return (self.stages or 1) // stages_a_rank(self.schedules[0])
+
+    @property
+    def schedules(self) -> tuple[str, ...]:
+        if self.schedule is not None:
+            return (self.schedule,)
+        return SCHEDULES if self.stages is None else tuple(s for s in SCHEDULES if stages_a_rank(s) == 1)
+
+    def applied(self, shape: Shape) -> Shape:
+        """A plan as it is with what is given of it."""
+        if self.is_compressed and shape.replicas > 1 and shape.pp == 1:
+            shape = replace(shape, compress=self.codecs[0])
+        return replace(shape, offload=True) if self.offload is not None else shape
+
+
+def _stages(data: Mapping[str, Any]) -> tuple[int | None, str | None]:
+    stages, schedule = data.get("stages"), data.get("schedule")
+    if stages is None:
+        return None, schedule
+    count = int(stages) if isinstance(stages, (int, str)) else len(stages) + 1
+    a_rank = stages_a_rank(schedule or "1f1b")
+    if count % a_rank:
+        raise PlanError(
+            f"{count} stages with schedule {schedule}, which has {a_rank} on each rank\n"
+            f"  try       stages: {count - count % a_rank or a_rank}"
+        )
+    return count, schedule
+
+
+def _codecs(entry: Any) -> tuple[tuple[str, ...], bool]:
+    """(what may be picked, is there no choice?)"""
+    if not entry:
+        return (), False
+    said = next(iter(entry.values())) if isinstance(entry, Mapping) and len(entry) == 1 else entry
+    if said == AUTO:
+        return tuple(c for c in CANDIDATES if c != EXACT), False
+    if not isinstance(said, str):
+        raise PlanError(
+            f"compress: {entry!r}\n  try       one codec for the search, such as  compress: {{dp: int8+ef}}"
+        )
+    return ((said,), True) if read_codec(said, "compress") is not None else ((), False)

@@ -1,0 +1,284 @@
+"""In which order a search looks at plans, and which it leaves out.
+
+Of small programs all plans.  Of others meshes first, with the ZeRO level that holds least; then lower levels for the
+better ones; then the neighbours of the best (`search_space.py`), each only where what it waits for or computes again
+leaves room.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from mycel.candidates import Candidate
+from mycel.errors import PlanError
+from mycel.ir import Mesh
+from mycel.search_space import LEVELS, SearchSpace, Shape
+
+if TYPE_CHECKING:
+    from mycel.search import Search
+
+WORSE = 1.02  # a direction that is slower by this is left: more tp (where twice in turn), lower levels of ZeRO
+MUCH_WORSE = 1.2  # more tp is left at once
+GAIN = 0.03  # the share of a step that a neighbour must be able to save to be looked at
+FULL = 0.8  # of the memory: what is computed again is so for want of it
+ROUNDS = 3  # of neighbours of neighbours
+RUNNERS_UP = 2  # that could be the best on other wires
+EVERYTHING = 1200  # equations times plans up to which all are priced
+
+
+class SearchOrder:
+    """Of one search: each plan is priced before the next is asked for."""
+
+    def __init__(self, search: Search) -> None:
+        self.search, self.given, self.space = search, search.given, search.space
+        self.memory = search.memory or float("inf")
+
+    def __iter__(self) -> Iterator[Shape]:
+        looked_at = self._staged() if self.given.stages is not None else self._all()
+        return (self.given.applied(shape) for shape in looked_at)
+
+    def _all(self) -> Iterator[Shape]:
+        meshes = list(self.meshes())
+        if not meshes:
+            self._refuse()
+        everything = list(self._everything(meshes))
+        if len(everything) * sum(len(b.eqns) for b in self.search.program.blocks.values()) <= EVERYTHING:
+            yield from everything
+        else:
+            yield from self._promising(meshes)
+        if self.given.mesh is None:
+            yield from self._neighbours()
+        else:
+            yield from self._encoded(self._best())
+
+    def _everything(self, meshes: list[Shape]) -> Iterator[Shape]:
+        """Meshes on all wires, with all levels of ZeRO and codecs, in one microbatch or two."""
+        space, is_free = self.space, self.given.mesh is None
+        for mesh in meshes:
+            levels = LEVELS if self.given.zero is None else (self.given.zero,)
+            for zero in levels if mesh.dp > 1 else levels[:1]:
+                first = replace(mesh, zero=zero)
+                others = (*space.orders(first), *space.hybrids(first)) if is_free else ()
+                codecs = self.given.codecs if mesh.replicas > 1 and not self.given.is_compressed else ()
+                for shape, count, codec in itertools.product((first, *others), self._counts(mesh)[:2], ("", *codecs)):
+                    if zero != 2 or count > 1:  # a gradient is there once: level 2 is level 1
+                        yield replace(shape, microbatches=count, compress=codec)
+
+    def _promising(self, meshes: list[Shape]) -> Iterator[Shape]:
+        yield from self._sizes(meshes)
+        yield from self._levels()
+        if self.given.microbatches is None:  # fewer values computed again
+            for shape in [c.shape for c in self._fitting() if c.again and c.seconds == self.fastest()]:
+                more = [n for n in self.space.microbatches(shape) if n > shape.microbatches][:1]
+                yield from (replace(shape, microbatches=n) for n in more)
+
+    # -- what was priced
+
+    def _priced(self, shape: Shape) -> Candidate:
+        return self.search.candidates[self.given.applied(shape)]
+
+    def _fitting(self) -> list[Candidate]:
+        return sorted((c for c in self.search.candidates.values() if c.fits), key=lambda c: c.seconds)
+
+    def _best(self) -> Candidate:
+        """The fastest; where none fits, what holds least."""
+        return min(self.search.candidates.values(), key=lambda c: (c.seconds, self.search.held(c.shape)))
+
+    def fastest(self) -> float:
+        return min((c.seconds for c in self.search.candidates.values()), default=float("inf"))
+
+    # -- meshes
+
+    def meshes(self) -> Iterator[Shape]:
+        """Without ZeRO and microbatches, small tp first."""
+        fixed, world = self.given.mesh, self.space.world
+        if fixed is None:
+            yield from self.space.meshes()
+            return
+        if (count := Mesh(fixed).world * self.given.pp) != world:
+            stages = f" in each of {self.given.pp} stages" if self.given.pp > 1 else ""
+            raise PlanError(
+                f"the mesh has {Mesh(fixed).world} devices{stages}, the cluster {world}\n  the mesh  {Mesh(fixed)}"
+                f"\n  needs     {count} devices"
+            )
+        shape = Shape(**fixed)
+        order = tuple(a for a, n in fixed.items() if n > 1)
+        shape = shape if order == shape.default_order else replace(shape, order=order)
+        if self.space.has(shape):
+            yield shape
+
+    def _sizes(self, meshes: list[Shape]) -> Iterator[Shape]:
+        """More cp and then more tp as long as that helps, with microbatches as memory asks for them."""
+        worse = 0  # sizes of tp, one after the other, that were slower than smaller ones
+        split_length = True  # did splitting the sequence help, the last time it was tried?
+        for tp in dict.fromkeys(mesh.tp for mesh in meshes):
+            before, fastest = self.fastest(), float("inf")
+            for mesh in (m for m in meshes if m.tp == tp):
+                if mesh.cp > 1 and not split_length and fastest < float("inf"):
+                    break
+                first = replace(mesh, zero=self._level(mesh))
+                for count in self._counts(mesh):
+                    first = replace(first, microbatches=count)
+                    yield first
+                    if self._priced(first).fits or self.search.held(first) > self.memory:
+                        break
+                seconds = self._priced(first).seconds
+                if mesh.cp > 1:
+                    split_length = seconds < fastest
+                if seconds > fastest:
+                    break
+                fastest = seconds
+            worse = worse + 1 if fastest > before * WORSE else 0
+            if worse == 2 or MUCH_WORSE * before < fastest < float("inf"):
+                break
+
+    def _level(self, mesh: Shape) -> int:
+        """Of ZeRO, to begin with."""
+        if self.given.zero is not None:
+            return self.given.zero
+        return 3 if mesh.dp > 1 else 0
+
+    def _counts(self, mesh: Shape) -> list[int]:
+        return [self.given.microbatches] if self.given.microbatches else self.space.microbatches(mesh)
+
+    def _levels(self) -> Iterator[Shape]:
+        """For the two fastest all levels of ZeRO, as long as that helps."""
+        helped = True  # did a lower level help, where it was tried?
+        for shape in [c.shape for c in self._fitting()[:2] if c.seconds <= self.fastest() * WORSE]:
+            if not helped:
+                break
+            levels = [] if self.given.zero is not None or shape.dp == 1 else sorted(LEVELS, reverse=True)
+            before = self._priced(shape).seconds
+            for zero in levels:
+                # without microbatches a gradient is there once: level 2 is level 1
+                if zero == shape.zero or (zero == 2 and shape.microbatches == 1):
+                    continue
+                yield replace(shape, zero=zero)
+                seconds = self._priced(replace(shape, zero=zero)).seconds
+                helped = seconds < before
+                if seconds > before * WORSE:
+                    break  # a lower level waits longer for the same, or does not fit
+                before = min(before, seconds)
+
+    # -- neighbours
+
+    def _neighbours(self) -> Iterator[Shape]:
+        """Of the best, those that could save what it waits for or computes again; and of what is better then."""
+        space, search = self.space, self.search
+        for _ in range(ROUNDS):
+            best = self._best()
+            shape, least = best.shape, GAIN * best.seconds
+            found: list[Iterator[Shape]] = []
+            if best.fits and best.exposed > least:
+                if self.sending(best) > least:
+                    found += [space.orders(shape)] if self._could_change_places(best) else []
+                    found += [space.hybrids(shape)]
+                    found += [space.orders(c.shape) for c in self._runners_up(best)]
+                if self.sending(best, "tp") > least:
+                    found += [space.planes(shape)]
+                found += [space.with_experts(shape)]
+            is_full = search.memory is not None and best.peak > FULL * search.memory
+            if not best.fits or (is_full and best.again > least):
+                found += [space.with_experts(shape)]
+            for each in itertools.chain(*found):
+                if each not in search.candidates and search.held(each) <= self.memory:
+                    yield each
+            if not best.fits or best.exposed > least or (is_full and best.again > least):
+                yield from self._pipelines(shape)
+            # what moves is not yet told from few layers: of a deep model all would be lowered, so only if nothing fits
+            is_wanted = is_full and best.again > least and best.shape.pp == 1 and search.shallow is None
+            if self.fastest() == float("inf") or is_wanted:
+                yield replace(shape, offload=True)
+            yield from self._encoded(self._best())
+            if self.fastest() >= best.seconds:
+                return
+
+    def _runners_up(self, best: Candidate) -> list[Candidate]:
+        """Plans on two axes that would be faster than the best if they waited for nothing."""
+        others = (c for c in self._fitting() if c is not best and len(c.shape.sizes) == 2 and not c.shape.order)
+        fast = [c for c in others if c.seconds - c.exposed < best.seconds and self._could_change_places(c)]
+        return list({c.shape.mesh: c for c in reversed(fast)}.values())[-RUNNERS_UP:]
+
+    def _encoded(self, best: Candidate) -> Iterator[Shape]:
+        """Gradients encoded on the slowest wire, where that may be and a rank waits for it."""
+        shape = best.shape
+        is_open = shape.pp == 1 and not shape.compress and shape.replicas > 1
+        if is_open and best.fits and self.sending(best) > GAIN * best.seconds < best.exposed:
+            yield from (replace(shape, compress=codec) for codec in self.given.codecs)
+
+    def _pipelines(self, shape: Shape) -> Iterator[Shape]:
+        """Stages beside a plan, few first, as long as these get faster; of the best other schedules and numbers of
+        microbatches."""
+        search = self.search
+        for each in self.space.pipelines(replace(shape, compress="")):
+            fastest = float("inf")
+            for staged in each:
+                bubbles = 1 + (staged.pp - 1) / (2 * staged.microbatches)  # of interleaved stages
+                if search.bound * bubbles > self.fastest() or search.held(staged) > self.memory:
+                    continue
+                yield staged
+                seconds = self._priced(staged).seconds
+                if fastest < float("inf") and seconds > fastest * WORSE:
+                    break
+                fastest = min(fastest, seconds)
+        pipelines = [c for c in self._fitting() if c.shape.pp > 1]
+        if not pipelines or pipelines[0].seconds > self.fastest() * MUCH_WORSE:
+            return
+        yield from self.space.other_microbatches(pipelines[0].shape)
+        best = next(c for c in self._fitting() if c.shape.pp > 1)
+        if best.bubble > GAIN * best.seconds:
+            yield from (replace(best.shape, schedule=name) for name in self.given.schedules if name != "1f1b")
+
+    def _staged(self) -> Iterator[Shape]:
+        """As many stages as are given: all meshes of the ranks of one, most tp last; of the best other numbers of
+        microbatches and schedules."""
+        pp, schedule = self.given.pp, self.given.schedules[0]
+        space = self.space
+        if space.world % pp:
+            raise PlanError(
+                f"{pp} stages on {space.world} devices\n  try       a number of stages that divides {space.world}"
+            )
+        inside = SearchSpace(space.world // pp, space.devices, space.rows, space.length, space.experts, space.layers)
+        found = list(self.meshes()) if self.given.mesh is not None else list(inside.meshes())
+        for mesh in found:
+            zero = self.given.zero if self.given.zero is not None else int(mesh.dp > 1)
+            counts = [n for n in self._counts(mesh) if n >= pp]
+            if not counts:
+                continue
+            count = min(counts, key=lambda n: abs(n - 4 * pp))
+            staged = replace(mesh, pp=pp, schedule=schedule, zero=zero, microbatches=count)
+            if self.search.held(staged) <= self.memory:
+                yield staged
+        if not self.search.candidates:
+            self._refuse()
+        best = self._best().shape
+        if self.given.microbatches is None:
+            yield from space.other_microbatches(best)
+        best = self._best().shape
+        yield from (replace(best, schedule=name) for name in self.given.schedules if name != best.schedule)
+
+    def _refuse(self) -> None:
+        stages = f" in {self.given.pp} stages" if self.given.pp > 1 else ""
+        raise PlanError(
+            f"no mesh of {self.space.world} devices{stages} divides a batch of {self.space.rows} rows\n"
+            "  try       a larger batch, or a mesh"
+        )
+
+    # -- wires
+
+    def _could_change_places(self, candidate: Candidate) -> bool:
+        """Would what goes over faster wires now take less time over the slowest than a rank waits?"""
+        slowest = min(self.search.cluster.hardware.links(candidate.shape.mesh).named.values(), key=lambda x: x.bytes_s)
+        faster = sum(n for name, n in candidate.sent.items() if name != slowest.name)
+        return faster / slowest.bytes_s < candidate.exposed
+
+    def sending(self, candidate: Candidate, axis: str | None = None) -> float:
+        """Seconds of the messages over the wires of an axis; None: over the slowest."""
+        links = self.search.cluster.hardware.links(candidate.shape.mesh)
+        if axis is not None and axis not in links.named:
+            return 0.0
+        link = links.named[axis] if axis is not None else min(links.named.values(), key=lambda x: x.bytes_s)
+        return candidate.sent.get(link.name, 0.0) / link.bytes_s

@@ -1,0 +1,145 @@
+"""What is given of a plan holds in every plan the search looks at; gradients are encoded where that is asked for and
+pays, never unasked; and a search equals pricing everything it may choose from."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from test_search import SLOW, TWO, of
+
+from mycel import search_text
+from mycel.errors import PlanError
+from mycel.plan.compression import CANDIDATES
+from mycel.search_given import Given
+
+CRAWLING = {**SLOW, "levels": [SLOW["levels"][0], {"bytes_s": 1e6, "start_s": 1e-6, "name": "network"}]}
+
+
+class Two(torch.nn.Module):
+    """Two products."""
+
+    def __init__(self, width=64):
+        super().__init__()
+        self.up = torch.nn.Linear(width, 4 * width, bias=False)
+        self.down = torch.nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x, y):
+        return torch.nn.functional.mse_loss(self.down(torch.relu(self.up(x))), y)
+
+
+def batch(rows=4096, width=64):
+    x = torch.empty(rows, width, device="meta")
+    return {"x": x, "y": x}
+
+
+def tokens(rows=16):
+    ids = torch.empty(rows, 4, dtype=torch.int64, device="meta")
+    return {"input_ids": ids, "labels": ids}
+
+
+def test_codecs_are_picked_where_asked_for_and_quicker():
+    exact = of(Two(), batch(), CRAWLING, given={"mesh": {"dp": 4}}).run().best
+    found = of(Two(), batch(), CRAWLING, given={"mesh": {"dp": 4}, "compress": "auto"})
+    answer = found.run()
+    assert exact.shape.compress == "" and answer.best.shape.compress in CANDIDATES[1:]
+    assert answer.best.seconds < exact.seconds
+    written = answer.best.plan.data()["compress"]
+    assert written == {answer.best.shape.compressed: answer.best.shape.compress}
+    fast = {**SLOW, "levels": [{"bytes_s": 1e12, "start_s": 1e-9}, {"bytes_s": 1e12, "start_s": 1e-9}]}
+    assert of(Two(), batch(), fast, given={"mesh": {"dp": 4}, "compress": "auto"}).run().best.shape.compress == ""
+
+
+def test_what_would_be_faster_is_remarked_on_not_done():
+    found = of(Two(), batch(), CRAWLING, given={"mesh": {"dp": 4}})
+    answer = found.remarked(found.run())
+    (text,) = answer.remarks
+    assert "int8+ef" in text and "compress: auto" in text and text in search_text.table(answer)
+    quick = of(Two(), batch(), TWO)
+    assert quick.remarked(quick.run()).remarks == ()
+
+
+@pytest.mark.parametrize(
+    "given, holds",
+    [
+        ({"zero": 1}, lambda s: s.zero == 1),
+        ({"zero": "3 over dp", "mesh": {"dp": 4}}, lambda s: s.zero == 3 and s.dp == 4),
+        ({"microbatches": 2}, lambda s: s.microbatches == 2),
+        ({"mesh": {"tp": 2, "dp": 2}}, lambda s: (s.dp, s.tp, s.order) == (2, 2, ("tp", "dp"))),
+        ({"compress": {"dp": "int4"}}, lambda s: s.compress == "int4" or s.replicas == 1),
+        ({"offload": {"optimizer": "host"}}, lambda s: s.offload),
+    ],
+    ids=str,
+)
+def test_what_is_given_holds_in_every_plan(given, holds):
+    found = of(Two(), batch(4), TWO if "mesh" not in given else SLOW, given=given)
+    answer = found.run()
+    assert all(holds(c.shape) for c in answer.candidates)
+    if "offload" in given:
+        assert answer.best.plan.data()["offload"] == given["offload"]
+
+
+class Deep(torch.nn.Module):
+    """Layers that stages can be cut from."""
+
+    def __init__(self, layers=8, width=64):
+        super().__init__()
+        self.table = torch.nn.Embedding(64, width)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(width, width) for _ in range(layers))
+
+    def forward(self, input_ids, labels):
+        x = self.table(input_ids)
+        for layer in self.layers:
+            x = x + torch.relu(layer(x))
+        return torch.nn.functional.cross_entropy(x.flatten(0, 1), labels.flatten())
+
+
+def test_stages_that_are_given():
+    answer = of(Deep(), tokens(), SLOW, given={"stages": 2}).run()
+    assert all(c.shape.pp == 2 for c in answer.candidates) and answer.best.plan.stage_count == 2
+    assert len({c.shape.mesh for c in answer.candidates}) > 1
+    fixed = of(Deep(), tokens(), SLOW, given={"stages": 4, "schedule": "interleaved", "mesh": {"dp": 2}}).run()
+    assert {(c.shape.pp, c.shape.schedule, c.shape.dp) for c in fixed.candidates} == {(2, "interleaved", 2)}
+
+
+@pytest.mark.parametrize("cluster, given", [(SLOW, {}), (CRAWLING, {"compress": "auto", "zero": 1})], ids=["all", "1"])
+def test_the_best_of_all_it_may_choose_from(cluster, given):
+    """Brute force: meshes and orders x ZeRO x microbatches x codecs, each priced."""
+    found = of(Two(32), batch(4, 32), cluster, given=given)
+    best = found.run().best
+    shapes = [
+        replace(shape, zero=zero, microbatches=count, compress=codec)
+        for mesh in found.space.meshes()
+        for shape in (mesh, *found.space.orders(mesh), *found.space.hybrids(replace(mesh, zero=3)))
+        for zero in ([given["zero"]] if given else (0, 1, 2, 3) if shape.dp * shape.fsdp > 1 else (0,))
+        if zero or shape.fsdp == 1
+        for count in found.space.microbatches(shape)[:2]
+        for codec in (("", *found.given.codecs) if shape.replicas > 1 else ("",))
+    ]
+    least = min((found.price(shape) for shape in dict.fromkeys(shapes)), key=lambda c: c.seconds)
+    assert found.bound <= least.seconds
+    assert best.seconds <= least.seconds, f"{best.shape} {best.seconds}, but {least.shape} {least.seconds}"
+
+
+@pytest.mark.parametrize(
+    "given, says",
+    [
+        ({"stage": 2}, "stages"),
+        ({"sync": {"dp": "local(H=4)"}}, "decides nothing beside 'sync'"),
+        ({"mesh": {"dq": 2}}, "no axis 'dq'"),
+        ({"compress": "int5"}, "int4"),
+        ({"stages": 3, "schedule": "zbv"}, "stages: 2"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_given(given, says):
+    with pytest.raises(PlanError, match=says):
+        Given.read(given)
+
+
+def test_stages_that_do_not_divide():
+    with pytest.raises(PlanError, match="3 stages on 4 devices"):
+        of(Deep(), tokens(), SLOW, given={"stages": 3}).run()
+    with pytest.raises(PlanError, match="in each of 2 stages"):
+        of(Deep(), tokens(), SLOW, given={"stages": 2, "mesh": {"dp": 4}}).run()
