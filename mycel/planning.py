@@ -285,7 +285,7 @@ def _with_moves(step: LaidOut, given: Plan) -> Outcome:
             if spaces.fit(outcome.times):
                 fitting.append(outcome)
 
-    if "host" not in (offload.activations, offload.optimizer):
+    if not any(getattr(offload, kind) == "host" for kind in plan.KINDS):
         attempt(None)
     for each in ways(offload):
         if not fitting or not each[0].windows:

@@ -61,6 +61,14 @@ class HostSpace:
             at += rounded(type.bytes)
         return self
 
+    def settled(self, role: Role, x: torch.Tensor) -> torch.Tensor:
+        """The home of an input, with the value of x, its elements in x's order; from now on it is there."""
+        home = self.homes[role]
+        if x.data_ptr() != home.data_ptr():
+            home = self.homes[role] = home.view(-1).as_strided(x.shape, like(x, "meta").stride())
+            home.copy_(x)
+        return home
+
     def _memory(self, size: int) -> torch.Tensor:
         """Bytes of the host that the device reads and writes by itself.  Not by way of torch's pinned allocator, which
         rounds up to a power of two."""
