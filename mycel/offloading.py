@@ -83,6 +83,13 @@ class Mover:
     way: Way
     compiled: Collection[str] = ()
 
+    def least(self) -> tuple[int, float]:
+        """The bytes that inputs take on the device, and seconds, below which this way never is: what lives on the host
+        comes once a step at least."""
+        sizes = [v.type.bytes for v in self.done.program.inputs if v.name in self._homes]
+        held = sum(v.type.bytes for v in self.done.program.inputs) - sum(sizes)
+        return held, sum(map(self.clock.hardware.move_s, sizes))
+
     @cached_property
     def most(self) -> MoveChoice:
         """All that can be is moved."""
@@ -92,22 +99,16 @@ class Mover:
         """The fastest that fits with as few moves as that takes; `most`, if that does not."""
         if not self._fits(self.most):
             return self.most
-        found = [self._fewest(ahead) for ahead in (AHEAD if self._homes else AHEAD[:1])]
-        return min(filter(self._fits, found), key=lambda c: c.times.seconds)
-
-    def _fewest(self, ahead: int) -> MoveChoice:
-        """With so many chunks on their way."""
         count, window = len(self.could), self._largest if self.way.windows else ENDLESS
-        first = self.most if ahead == AHEAD[0] else self._choice(count, window, ahead)
-        if not self._fits(first):
-            return first
+        best = self.most
         if self.way.windows:
-            return self._last(self._windows(), lambda w: self._choice(count, w, ahead), first)
-        kept = [a for a in self.could if getattr(self.offload, a.kind) == "auto"]
-        if kept:
-            counts = list(range(count, count - len(kept) - 1, -1))
-            return self._last(counts, lambda n: self._choice(n, window, ahead), first)
-        return first
+            window, best = self._last(self._windows(), lambda w: self._choice(count, w, AHEAD[0]), best)
+        else:
+            kept = sum(getattr(self.offload, a.kind) == "auto" for a in self.could)
+            counts = list(range(count, count - kept - 1, -1))
+            count, best = self._last(counts, lambda n: self._choice(n, window, AHEAD[0]), best)
+        more = [self._choice(count, window, ahead) for ahead in (AHEAD[1:] if self._homes else ())]
+        return min([best, *filter(self._fits, more)], key=lambda c: c.times.seconds)
 
     @cached_property
     def could(self) -> list[plan.Absence]:
@@ -186,14 +187,16 @@ class Mover:
             outer = plan.Copies(self._base, entry, self._entry_starts, self.clock.hardware, visiting=self._visits)
             moved, streamed = inner.placed(windows)[0], outer.placed(windows)[1]
         planned = Offloaded(self.body, moved, streamed, self._chunk, self._norms)
-        return MoveChoice(planned, self.clock(lower.offload(self.done.program, planned), self.compiled))
+        return MoveChoice(planned, self.clock(lower.with_copies(self._base, planned), self.compiled))
 
     def _fits(self, choice: MoveChoice) -> bool:
         """On the device."""
         return self.spaces.short(choice.times)[0] == 0
 
-    def _last(self, values: Sequence[int], choice: Callable[[int], MoveChoice], best: MoveChoice) -> MoveChoice:
-        """Of values that take ever more memory the choice of the last that fits; `best` is that of the first."""
+    def _last(
+        self, values: Sequence[int], choice: Callable[[int], MoveChoice], best: MoveChoice
+    ) -> tuple[int, MoveChoice]:
+        """Of values that take ever more memory the last that fits, and its choice; `best` is that of the first."""
         low, high = 0, len(values) - 1
         while low < high:
             middle = (low + high + 1) // 2
@@ -202,4 +205,4 @@ class Mover:
                 low, best = middle, each
             else:
                 high = middle - 1
-        return best
+        return values[low], best

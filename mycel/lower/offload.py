@@ -36,7 +36,11 @@ from mycel.plan import MovedValue, Offloaded, StreamedInput, close_names, equati
 def offload(program: Program, plan: Offloaded) -> Program:
     """The program with the moves of a plan."""
     program = norms_of_each(program) if plan.norms else program
-    program = split_updates(program, {s.input for s in plan.streamed}, plan.chunk)
+    return with_copies(split_updates(program, {s.input for s in plan.streamed}, plan.chunk), plan)
+
+
+def with_copies(program: Program, plan: Offloaded) -> Program:
+    """The same of a program whose updates and norms are taken in parts already."""
     if plan.moved:
         body = _Moves(program.blocks[plan.body])
         for moved in plan.moved:

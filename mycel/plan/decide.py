@@ -14,6 +14,7 @@ from mycel.sizes import shown
 # without a budget, keeping a byte for backward is worth moving four: about what compilers' own rules come to
 KEEPING = 4.0
 STEPS = 24  # prices tried, each twice the one before
+SLACK = 0.25  # where all that is tried first needs more than a budget by this share, no other price is tried
 
 
 class Timed(Protocol):
@@ -52,7 +53,8 @@ def decide(under: Under[D], pairs: int, costs: Costs, budget: int | None, recomp
             high, best = k, outcome
         else:
             low = k
-    if best is None:  # computing much again needs memory too: a lower price may need less
+    if best is None and smallest.peak[DEVICE] <= budget * (1 + SLACK):
+        # computing much again needs memory too: a lower price may need less
         for high in range(1, (len(prices) - 1) // 2):
             outcome = under([prices[high]])
             smallest = min(smallest, outcome.times, key=lambda t: t.peak[DEVICE])
