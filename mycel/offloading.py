@@ -112,10 +112,18 @@ class Mover:
 
     @cached_property
     def could(self) -> list[plan.Absence]:
-        """The values of its body that may leave, those first that a plan has on the host."""
+        """The values of its body that may leave, those first that a plan has on the host; of others, as many as there
+        is room for beside what lives there."""
         kinds = [kind for kind in ("activations", "gradients") if getattr(self.offload, kind) != "none"]
         found = plan.absences(self._base, self.body, self._body_starts, self.clock.hardware, kinds)
-        return sorted(found, key=lambda a: getattr(self.offload, a.kind) == "auto")
+        lives = sum(v.type.bytes for v in self.done.program.inputs if v.name in self._homes)
+        room = ENDLESS if self.spaces.host is None else self.spaces.host - lives
+        values = []
+        for value in sorted(found, key=lambda a: getattr(self.offload, a.kind) == "auto"):
+            room -= value.bytes
+            if room >= 0 or getattr(self.offload, value.kind) == "host":
+                values.append(value)
+        return values
 
     @cached_property
     def _homes(self) -> frozenset[str]:

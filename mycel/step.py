@@ -64,6 +64,7 @@ from mycel.run import (
     HostSpace,
     Replayed,
     Span,
+    available,
     keep_freed_memory,
     load,
     moves,
@@ -83,6 +84,7 @@ from mycel.step_trace import StepTrace
 differentiate_with(transform.value_and_grad)
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 BY_REPLICA = 0x5851F42D4C957F2D  # between the keys of two replicas
+ROOM = 0.95  # the share of the host's free memory that a plan may use
 SCALE = 65536.0  # the first loss scale of fp16, torch.amp.GradScaler's
 
 
@@ -492,6 +494,9 @@ class Step:
     def _hardware(self, device: torch.device) -> plan.Hardware:
         """What there is, as far as it is known or was measured."""
         known = plan.hardware_of(device)
+        if device.type == "cuda" and self.parts is None:  # ranks that share a host must come to the same plan
+            lives = sum(home.nbytes for home in self.host.space.homes.values()) if self.host.space is not None else 0
+            known = replace(known, host_memory=int(ROOM * (available() + lives)))
         if self._link is None or self.written is None:
             return known
         return plan.with_link(known, self.written.mesh, *self._link)

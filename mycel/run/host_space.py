@@ -22,6 +22,8 @@ from mycel.ir import DEVICE, HOST, Program, Role, Type, arenas, rounded
 from mycel.ops.space import HOST_SPACES, like
 from mycel.sizes import shown
 
+UNKNOWN = 1 << 62  # bytes
+
 
 class HostSpace:
     """What the programs of one step have on the host of a device."""
@@ -140,10 +142,20 @@ def moves(program: Program) -> bool:
 
 
 def available() -> int:
-    """Bytes of the host that are free, or can be."""
+    """Bytes of the host that are free, or can be: of all of it, and of what this process may have."""
     lines = Path("/proc/meminfo").read_text().splitlines() if Path("/proc/meminfo").is_file() else []
     known: Mapping[str, int] = {name: int(rest.split()[0]) << 10 for name, rest in (x.split(":", 1) for x in lines)}
-    return known.get("MemAvailable", 1 << 62)
+    return min(known.get("MemAvailable", UNKNOWN), _left_to_us(Path("/sys/fs/cgroup")))
+
+
+def _left_to_us(group: Path) -> int:
+    """Bytes up to the limit of this process's control group; files in memory give way."""
+    names = ("memory.max", "memory.current", "memory.stat")
+    limit, used, parts = ((group / name).read_text() if (group / name).is_file() else "" for name in names)
+    if not limit.strip().isdigit() or not used.strip().isdigit():
+        return UNKNOWN
+    held = dict(line.split() for line in parts.splitlines())
+    return int(limit) - int(used) + int(held.get("inactive_file", 0)) + int(held.get("active_file", 0))
 
 
 def _is_home(held: torch.Tensor | None, type: Type) -> bool:
