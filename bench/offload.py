@@ -256,7 +256,7 @@ class Worker:
 
     @staticmethod
     def of(size: str, way: str, budget: int, batch: int, length: int, steps: int) -> Worker:
-        errors = tempfile.TemporaryFile("w+")  # noqa: SIM115: it is read when the process has failed
+        errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 (read when the process has failed)
         numbers = [str(x) for x in (budget, batch, length, steps)]
         command = [sys.executable, __file__, "--one", size, way, *numbers]
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True)

@@ -123,7 +123,7 @@ def train_step(
                 divides it); loss and gradient are those of the whole batch
     clip_norm   gradients are scaled down to this global norm
     memory      the peak to stay below, in bytes or as "20GiB": what does not fit is computed again in backward, or
-                waits on the host (plan={"offload": "auto"})
+                on a GPU waits on the host (plan={"offload": …})
     compile     True, False, or "auto": where there is a GPU
     clip_value  no element of a gradient is larger than this
     outputs     step(batch) is (loss, outputs): what the model returned, or what the loss returned more, as in

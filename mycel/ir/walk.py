@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from mycel.errors import IRError
 from mycel.ir.program import Atom, Block, Eqn, Program, Var
 
 REMEMBERED = 8  # blocks whose chains are kept: who decides asks for those of one again and again
-_CHAINS: dict[int, tuple[Block, Mapping[Var, Chain]]] = {}  # by id, with the block
+_CHAINS: dict[int, tuple[Block, dict[Var, Chain]]] = {}  # by id, with the block
 
 
 def order(program: Program) -> list[str]:
@@ -82,7 +82,7 @@ class Chain:
         return self.uses[-1] if self.uses else self.defined
 
 
-def chains(block: Block) -> Mapping[Var, Chain]:
+def chains(block: Block) -> dict[Var, Chain]:
     """The use-def chain of every value of a block."""
     known = _CHAINS.get(id(block))
     if known is None or known[0] is not block:

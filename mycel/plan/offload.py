@@ -22,7 +22,7 @@ from __future__ import annotations
 import bisect
 import difflib
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from mycel.errors import PlanError
@@ -73,8 +73,8 @@ class Offload:
             budget = parse_bytes(budget)
         if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int) or budget < 0):
             raise PlanError(f"{where}: offload: host is {written['host']!r}\n  try       bytes, or text like '64GiB'")
-        kinds = {kind: str(written[kind]) for kind in KINDS if kind in written}
-        return replace(Offload(**kinds) if kinds else AUTO, host=budget)
+        kinds = [str(written.get(kind, "none" if len(written) > ("host" in written) else "auto")) for kind in KINDS]
+        return Offload(kinds[0], kinds[1], kinds[2], kinds[3], budget)
 
     def data(self) -> Any:
         own = {kind: getattr(self, kind) for kind in KINDS if getattr(self, kind) != "none"}
@@ -89,7 +89,7 @@ class Offload:
         return all(getattr(self, kind) == "none" for kind in KINDS)
 
 
-AUTO = Offload(*["auto"] * len(KINDS))
+AUTO = Offload("auto", "auto", "auto", "auto")
 UNSAID = Offload(unsaid=True)
 
 

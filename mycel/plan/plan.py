@@ -23,7 +23,8 @@
     recompute: full                    # in backward: all that can be; none; auto (default): what the memory budget asks
                                        # for, at least cost
     offload: auto                      # what is not needed now may live on the host, where the memory budget asks for
-                                       # it; none (default); or {activations: auto, optimizer: host, host: 64GiB}
+                                       # it (default on GPUs); none; or {activations: auto, parameters: host,
+                                       # optimizer: host, gradients: none, host: 64GiB}
 
 Everything else is decided for a program (`decided`: layouts, residuals, by name; see decided.py) and what that comes to
 is `predicted`.  A plan with its decisions, written and read back, lowers the same program to the same text without a

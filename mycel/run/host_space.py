@@ -76,6 +76,7 @@ class HostSpace:
         rounds up to a power of two."""
         memory = torch.empty(size, dtype=torch.uint8)
         if self.device.type == "cuda" and size:
+            memory.zero_()  # by all cores: pinning would touch page after page by one
             error = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), size, 0))
             if error:
                 raise RunError(
