@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -112,8 +113,6 @@ def step_of(size: str, way: str, model, optimizer, budget: int):
 
 def sharded(model):
     """FSDP2 over one rank, parameters and state on the host."""
-    import os
-
     import torch
     from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
@@ -255,11 +254,14 @@ class Worker:
     errors: Any
 
     @staticmethod
-    def of(size: str, way: str, budget: int, batch: int, length: int, steps: int) -> Worker:
+    def of(size: str, way: str, budget: int, batch: int, length: int, steps: int, beside: int) -> Worker:
         errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 (read when the process has failed)
         numbers = [str(x) for x in (budget, batch, length, steps)]
         command = [sys.executable, __file__, "--one", size, way, *numbers]
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True)
+        threads = str(max(2, min(8, (os.cpu_count() or 2) // beside)))  # of the compiler
+        env = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": threads}
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": errors}
+        process = subprocess.Popen(command, **pipes, text=True, env=env)
         return Worker(size, way, process, errors)
 
     def answer(self) -> dict[str, float]:
@@ -329,11 +331,12 @@ def main() -> None:
         rows: dict[str, dict[str, float]] = {}
         for each in waves:
             workers = []
-            for way in [way for way in each if not args.ways or way in args.ways]:
+            chosen = [way for way in each if not args.ways or way in args.ways]
+            for way in chosen:
                 numbers = batch, length, 4
                 if way == "long-ours":  # as long as it must be, for one step
                     numbers = 1, args.length or 2 * int(rows.get("long-recompute", {}).get("length", 16 * GRAIN)), 1
-                workers.append(Worker.of(size, way, budget_of(way, args.peak * GIB), *numbers))
+                workers.append(Worker.of(size, way, budget_of(way, args.peak * GIB), *numbers, beside=len(chosen)))
             rows |= wave(workers)
         compare(rows, args.peak * GIB)
 
