@@ -12,13 +12,15 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from typing import NamedTuple
 
 from mycel import lower, plan
-from mycel.ir import DEVICE, HOST, Program, Var
+from mycel.ir import DEVICE, HOST, Program, Var, packed
 from mycel.plan import Offload, Offloaded, Times
 
 ENDLESS = 1 << 62  # bytes: no window
@@ -116,14 +118,15 @@ class Mover:
         is room for beside what lives there."""
         kinds = [kind for kind in ("activations", "gradients") if getattr(self.offload, kind) != "none"]
         found = plan.absences(self._base, self.body, self._body_starts, self.clock.hardware, kinds)
-        lives = sum(v.type.bytes for v in self.done.program.inputs if v.name in self._homes)
-        room = ENDLESS if self.spaces.host is None else self.spaces.host - lives
-        values = []
-        for value in sorted(found, key=lambda a: getattr(self.offload, a.kind) == "auto"):
-            room -= value.bytes
-            if room >= 0 or getattr(self.offload, value.kind) == "host":
-                values.append(value)
-        return values
+        found = sorted(found, key=lambda a: getattr(self.offload, a.kind) == "auto")
+        if self.spaces.host is None:
+            return found
+        room = self.spaces.host - sum(v.type.bytes for v in self.done.program.inputs if v.name in self._homes)
+        spans = {i: (a.made, a.use, a.bytes) for i, a in enumerate(found)}
+        forced = sum(getattr(self.offload, a.kind) == "host" for a in found)
+        counts = range(forced, len(found) + 1)
+        beyond = bisect.bisect_right(counts, room, key=lambda n: packed(dict(islice(spans.items(), n)))[1])
+        return found[: forced + max(beyond - 1, 0)]
 
     @cached_property
     def _homes(self) -> frozenset[str]:

@@ -48,7 +48,8 @@ def with_copies(program: Program, plan: Offloaded) -> Program:
         program = replace(program, blocks={**program.blocks, plan.body: body.block()})
     if plan.streamed:
         entry = _Moves(program.main)
-        new = dict(zip(program.updates, program.main.outputs[-len(program.updates) :], strict=True))
+        outputs = program.main.outputs
+        new = dict(zip(program.updates, outputs[len(outputs) - len(program.updates) :], strict=True))
         for streamed in plan.streamed:
             entry.stream(streamed, new.get(streamed.input))
         program = replace(program, blocks={**program.blocks, program.entry: entry.block()})

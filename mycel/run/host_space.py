@@ -10,6 +10,7 @@ a program holds what it moves until the move is finished.  On a CPU the host is 
 
 from __future__ import annotations
 
+import resource
 import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -79,8 +80,11 @@ class HostSpace:
             memory.zero_()  # by all cores: pinning would touch page after page by one
             error = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), size, 0))
             if error:
+                limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+                locked = "not limited" if limit == resource.RLIM_INFINITY else f"limited to {shown(limit)}"
                 raise RunError(
-                    f"the host refused to pin {shown(size)} of its memory (CUDA error {error})\n"
+                    f"the host refused to pin {shown(size)} of its memory, of which {shown(available())} are free and "
+                    f"what is locked is {locked} (CUDA error {error})\n"
                     "  try       offload: none, or a larger limit of locked memory (ulimit -l)"
                 )
             self._pinned.append(memory.data_ptr())
