@@ -24,6 +24,8 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from mycel.run import available
+
 MODELS = {  # width, layers, heads, key-value heads, inner width, batch, length, vocabulary
     "1b": (2048, 22, 32, 4, 5632, 16, 2048, 32000),
     "8b": (4096, 32, 32, 8, 14336, 8, 4096, 128256),
@@ -47,6 +49,7 @@ SETS = {  # model, waves of ways
     "state": ("8b", [["ours-40GiB"]]),
     "long": ("1b", [["long-recompute"], ["long-ours"]]),
 }
+LARGE_HOST = 113 * GIB  # with less, the 8B model gets a smaller batch: 90 GiB are parameters and state
 PARTS = 4  # of a batch, for save_on_cpu: what it keeps of all of it is more than hosts have
 GRAIN = 8192  # tokens: lengths of sequences are multiples
 
@@ -328,6 +331,8 @@ def main() -> None:
         size, waves = SETS[name]
         size = args.model or size
         batch, length = args.batch or MODELS[size][5], args.length or MODELS[size][6]
+        if name == "state" and not args.batch and available() < LARGE_HOST:
+            batch = 3 * batch // 4
         rows: dict[str, dict[str, float]] = {}
         for each in waves:
             workers = []

@@ -69,7 +69,7 @@ class HostParameters:
             return program
         hardware, names = plan.hardware_of(device), {v.name for v in mine}
         starts = [start for start, _ in plan.Clock(hardware, moves=True).spans(program, program.entry)]
-        visiting = plan.visits(program, names, starts, hardware)
+        visiting = plan.visits(program, program.entry, names, starts, hardware)
         copies = plan.Copies(program, program.entry, starts, hardware, visiting=visiting)
         _, streamed = copies.placed({"parameters": AHEAD * plan.chunk_bytes(mine)})
         return check(lower.offload(program, plan.Offloaded(program.entry, streamed=streamed)))

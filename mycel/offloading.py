@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
 from typing import NamedTuple
@@ -109,7 +109,14 @@ class Mover:
             kept = sum(getattr(self.offload, a.kind) == "auto" for a in self.could)
             counts = list(range(count, count - kept - 1, -1))
             count, best = self._last(counts, lambda n: self._choice(n, window, AHEAD[0]), best)
-        more = [self._choice(count, window, ahead) for ahead in (AHEAD[1:] if self._homes else ())]
+        mover = self
+        if self._norms and not any(
+            a.kind == "gradients" for a in self.could[:count]
+        ):  # then their norms are one kernel
+            without = replace(self, offload=replace(self.offload, gradients="none"))
+            same = without._choice(count, window, AHEAD[0])
+            mover, best = (without, same) if self._fits(same) else (self, best)
+        more = [mover._choice(count, window, ahead) for ahead in (AHEAD[1:] if self._homes else ())]
         return min([best, *filter(self._fits, more)], key=lambda c: c.times.seconds)
 
     @cached_property
@@ -157,7 +164,18 @@ class Mover:
 
     @cached_property
     def _visits(self) -> list[plan.Visit]:
-        return plan.visits(self._base, self._homes, self._entry_starts, self.clock.hardware)
+        base = self._base
+        return plan.visits(base, base.entry, self._homes, self._entry_starts, self.clock.hardware, self._handed)
+
+    @cached_property
+    def _handed(self) -> dict[tuple[int, Var], Var]:
+        """Parameters that a body which is run several times gets as they lie, and streams by itself."""
+        return plan.handed_to(self._base, self.body, {v.name for v in self._parameters})
+
+    @cached_property
+    def _visits_inside(self) -> list[plan.Visit]:
+        names = {v.name for v in self._handed.values()}
+        return plan.visits(self._base, self.body, names, self._body_starts, self.clock.hardware)
 
     @cached_property
     def _entry_starts(self) -> list[float]:
@@ -190,14 +208,17 @@ class Mover:
             "parameters": ahead * plan.chunk_bytes(self._parameters),
             plan.UPDATE: ahead * (self._chunk + gradients),
         }
+        inside: tuple[plan.StreamedInput, ...] = ()
         if self.body == entry:
             copies = plan.Copies(self._base, entry, self._entry_starts, self.clock.hardware, away, self._visits)
             moved, streamed = copies.placed(windows)
         else:
-            inner = plan.Copies(self._base, self.body, self._body_starts, self.clock.hardware, away)
+            inner = plan.Copies(
+                self._base, self.body, self._body_starts, self.clock.hardware, away, self._visits_inside
+            )
             outer = plan.Copies(self._base, entry, self._entry_starts, self.clock.hardware, visiting=self._visits)
-            moved, streamed = inner.placed(windows)[0], outer.placed(windows)[1]
-        planned = Offloaded(self.body, moved, streamed, self._chunk, self._norms)
+            (moved, inside), (_, streamed) = inner.placed(windows), outer.placed(windows)
+        planned = Offloaded(self.body, moved, streamed, self._chunk, self._norms, inside)
         return MoveChoice(planned, self.clock(lower.with_copies(self._base, planned), self.compiled))
 
     def _fits(self, choice: MoveChoice) -> bool:

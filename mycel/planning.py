@@ -33,6 +33,7 @@ from mycel.plan import (
 from mycel.plan.choices import Laid
 from mycel.sizes import shown
 
+SLACK = 0.25  # where a way to move needs more than a budget by this share, not all prices are tried
 WORTH = 0.005  # the share of a step that compiling a stretch between calls must save
 NEAR = 0.01  # no other way to move is tried where a step is as near to its bound; parameters, which are needed more
 FAR = 0.25  # often than all else, stay on the device where it is as near as this
@@ -282,7 +283,7 @@ def _with_moves(step: LaidOut, given: Plan) -> Outcome:
             return outcome
 
         with contextlib.suppress(PlanError):
-            outcome = plan.decide(under, step.pairs, step.costs, task.budget, given.recompute)
+            outcome = plan.decide(under, step.pairs, step.costs, task.budget, given.recompute, SLACK)
             if way is not None:
                 moved, times = mover(outcome, way).fewest()
                 outcome = replace(outcome, times=times, moved=moved)

@@ -276,6 +276,8 @@ def test_all_on_the_host_is_the_same_step(settings):
     assert moving.plan.decided.moved.moved and len(arenas(moving.program)) >= 1
     away = [m.value for m in moving.plan.decided.moved.moved]
     assert ("d_model.head.weight" in away) == ("accumulate" not in settings), "sums of parts stay"
+    assert bool(moving.plan.decided.moved.inside) == ("accumulate" in settings), "parameters come for each part"
+    assert Plan.read(yaml.safe_load(str(moving.plan))).decided.moved == moving.plan.decided.moved
 
 
 def test_the_norm_of_norms_is_the_norm():

@@ -30,7 +30,7 @@ from mycel.errors import PlanError
 from mycel.ir import DEVICE, HOST, Atom, Block, Builder, Eqn, Op, Params, Program, Var, chains, lookup
 from mycel.ops import o
 from mycel.ops.space import TOKEN
-from mycel.plan import MovedValue, Offloaded, StreamedInput, close_names, equation_key
+from mycel.plan import MovedValue, Offloaded, StreamedInput, close_names, equation_key, handed_to
 
 
 def offload(program: Program, plan: Offloaded) -> Program:
@@ -41,13 +41,16 @@ def offload(program: Program, plan: Offloaded) -> Program:
 
 def with_copies(program: Program, plan: Offloaded) -> Program:
     """The same of a program whose updates and norms are taken in parts already."""
-    if plan.moved:
+    handed = handed_to(program, plan.body, {s.input for s in plan.streamed}) if plan.inside else {}
+    if plan.moved or plan.inside:
         body = _Moves(program.blocks[plan.body])
         for moved in plan.moved:
             body.away(moved)
+        for inside in plan.inside:
+            body.stream(inside, None)
         program = replace(program, blocks={**program.blocks, plan.body: body.block()})
     if plan.streamed:
-        entry = _Moves(program.main)
+        entry = _Moves(program.main, handed=handed.keys())
         outputs = program.main.outputs
         new = dict(zip(program.updates, outputs[len(outputs) - len(program.updates) :], strict=True))
         for streamed in plan.streamed:
@@ -62,6 +65,7 @@ class _Moves:
     copies that are waited for; and behind it."""
 
     old: Block
+    handed: Collection[tuple[int, Var]] = ()  # equations that take an input as it lies
     ended: dict[int, list[Eqn]] = field(default_factory=dict)
     begun: dict[int, list[tuple[int, Eqn]]] = field(default_factory=dict)  # with who reads it first
     awaited: dict[int, list[Eqn]] = field(default_factory=dict)
@@ -95,9 +99,11 @@ class _Moves:
         v = self._var(streamed.input)
         host = self.inputs[v] = Var(v.name, v.type.on(HOST))
         places = sorted(map(self._place, streamed.fetched))
+        readers = [i for i in self.uses[v].uses if (i, v) not in self.handed]
+        self.read.update(((i, v), host) for i in self.uses[v].uses if (i, v) in self.handed)
         for place, end in zip(places, [*places[1:], len(self.old.eqns) + 1], strict=True):
-            self._come(v, host, place, [i for i in self.uses[v].uses if place <= i < end])
-        if any(i < places[0] for i in self.uses[v].uses):
+            self._come(v, host, place, [i for i in readers if place <= i < end])
+        if any(i < min(places, default=0) for i in readers) or (readers and not places):
             raise PlanError(f"decided: {v.name} is read before it comes\n  try       plan.given, to decide anew")
         if isinstance(new, Var) and self.uses[new].defined >= 0:
             self.outputs[new] = self._leave(new, self._place(streamed.freed))

@@ -122,13 +122,15 @@ class StreamedInput:
 @dataclass(frozen=True)
 class Offloaded:
     """All that a step moves: values of its body (forward and backward), inputs of its entry, the bytes of them in one
-    chunk of an update; and whether the norm of gradients is made of the norm of each, so that they may leave."""
+    chunk of an update; whether the norm of gradients is made of the norm of each, so that they may leave; and inputs of
+    a body that is run several times, which are on the host while others of it are needed."""
 
     body: str
     moved: tuple[MovedValue, ...] = ()
     streamed: tuple[StreamedInput, ...] = ()
     chunk: int = 0
     norms: bool = False
+    inside: tuple[StreamedInput, ...] = ()
 
     def __bool__(self) -> bool:
         return bool(self.moved or self.streamed)
@@ -137,6 +139,7 @@ class Offloaded:
         found: dict[str, Any] = {"body": self.body}
         found |= {"values": {m.value: [m.freed, m.fetched] for m in self.moved}} if self.moved else {}
         found |= {"inputs": {s.input: [list(s.fetched), s.freed] for s in self.streamed}} if self.streamed else {}
+        found |= {"inside": {s.input: list(s.fetched) for s in self.inside}} if self.inside else {}
         found |= {"chunk": self.chunk} if self.chunk else {}
         return found | ({"norms": True} if self.norms else {})
 
@@ -147,8 +150,9 @@ class Offloaded:
             StreamedInput(name, tuple(map(str, fetched)), str(freed))
             for name, (fetched, freed) in data.get("inputs", {}).items()
         ]
+        inside = [StreamedInput(name, tuple(map(str, fetched))) for name, fetched in data.get("inside", {}).items()]
         chunk, norms = int(data.get("chunk", 0)), bool(data.get("norms", False))
-        return Offloaded(str(data["body"]), tuple(values), tuple(inputs), chunk, norms)
+        return Offloaded(str(data["body"]), tuple(values), tuple(inputs), chunk, norms, tuple(inside))
 
 
 def equation_key(i: int, eqn: Eqn) -> str:
@@ -300,13 +304,21 @@ class Visit:
         return Arrival(self.first, size(self.input), kind, self.after + 1)
 
 
-def visits(program: Program, inputs: Collection[str], times: Sequence[float], hardware: Hardware) -> list[Visit]:
-    """When inputs of the entry are needed on the device, in the order of that: between two visits there is time to come
-    anew."""
-    uses = chains(program.main)
+def visits(
+    program: Program,
+    name: str,
+    inputs: Collection[str],
+    times: Sequence[float],
+    hardware: Hardware,
+    handed: Collection[tuple[int, Var]] = (),
+) -> list[Visit]:
+    """When inputs of a block are needed on the device, in the order of that: between two visits there is time to come
+    anew.  `handed`: equations that take an input as it lies."""
+    block = program.blocks[name]
+    uses = chains(block)
     found = []
-    for v in program.inputs:
-        at = uses[v].uses
+    for v in block.inputs:
+        at = [i for i in uses[v].uses if (i, v) not in handed]
         if v.name not in inputs or not at:
             continue
         first, after = at[0], -1
@@ -384,6 +396,17 @@ class Copies:
         made = {v for e in block.eqns for v in e.outputs}
         mine = dict.fromkeys(visit.input for visit in self.visiting)
         return {v: x for v in mine if isinstance(x := new.get(v.name), Var) and x in made}
+
+
+def handed_to(program: Program, body: str, inputs: Collection[str]) -> dict[tuple[int, Var], Var]:
+    """Of a body that a scan in the entry runs: (equation, input of the entry) -> the input of the body that it is, of
+    these inputs, where each turn is given the same."""
+    found: dict[tuple[int, Var], Var] = {}
+    for i, eqn in enumerate(program.main.eqns if body != program.entry else ()):
+        if body in eqn.refs and "consts" in eqn.params:
+            pairs = zip(eqn.inputs[: eqn.params["consts"]], program.blocks[body].inputs, strict=False)
+            found |= {(i, x): v for x, v in pairs if isinstance(x, Var) and x.name in inputs}
+    return found
 
 
 def state_inputs(program: Program) -> list[Var]:
