@@ -591,12 +591,12 @@ class Step:
 
     def _with_offload(self, given: plan.Plan) -> plan.Plan:
         """What may live on the host where the plan does not say it: anything, under a budget, on a device whose memory
-        is apart from the host's.  Parameters do in all programs of a step, or in none."""
+        is apart from the host's; but for parameters of ranks.  Parameters do in all programs of a step, or in none."""
         said, s = given.offload, self.settings
         if given.decided is not None or given.is_pipeline:
             return given
         if said.unsaid and s.budget is not None and self.device.type == "cuda" and not self._was_searched:
-            said = plan.AUTO
+            said = plan.AUTO if self.parts is None else replace(plan.AUTO, parameters="none")
         if self.host.held:
             said = replace(said, parameters="host")
         elif said.parameters != "none" and (s.grads or not self.by_rule):

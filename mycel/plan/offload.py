@@ -403,7 +403,7 @@ def handed_to(program: Program, body: str, inputs: Collection[str]) -> dict[tupl
     these inputs, where each turn is given the same."""
     found: dict[tuple[int, Var], Var] = {}
     for i, eqn in enumerate(program.main.eqns if body != program.entry else ()):
-        if body in eqn.refs and "consts" in eqn.params:
+        if any(ref == body for ref in eqn.refs) and "consts" in eqn.params:
             pairs = zip(eqn.inputs[: eqn.params["consts"]], program.blocks[body].inputs, strict=False)
             found |= {(i, x): v for x, v in pairs if isinstance(x, Var) and x.name in inputs}
     return found
