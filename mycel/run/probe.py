@@ -17,6 +17,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -240,7 +241,7 @@ class Probe:
                 for op, operands in runs.items():
                     types = [type_of(x) if isinstance(x, torch.Tensor) else x for x in operands]
                     flops = op.cost(types, how).flops
-                    seconds = self.work(lambda op=op, operands=operands, how=how: op.kernel(*operands, **how))
+                    seconds = self.work(partial(op.kernel, *operands, **how))
                     curves.setdefault(op.rate_of(types, how), []).append([flops, flops / seconds])
         return curves
 
