@@ -37,7 +37,7 @@ class SearchOrder:
         self.memory = search.memory or float("inf")
 
     def __iter__(self) -> Iterator[Shape]:
-        looked_at = self._staged() if self.given.stages is not None else self._all()
+        looked_at = self._staged() if self.given.pp > 1 else self._all()
         return (self.given.applied(shape) for shape in looked_at)
 
     def _all(self) -> Iterator[Shape]:
@@ -52,7 +52,7 @@ class SearchOrder:
         if self.given.mesh is None:
             yield from self._neighbours()
         else:
-            yield from self._encoded(self._best())
+            yield from self._encoded()
 
     def _everything(self, meshes: list[Shape]) -> Iterator[Shape]:
         """Meshes on all wires, with all levels of ZeRO and codecs, in one microbatch or two."""
@@ -146,23 +146,26 @@ class SearchOrder:
         return [self.given.microbatches] if self.given.microbatches else self.space.microbatches(mesh)
 
     def _levels(self) -> Iterator[Shape]:
-        """For the two fastest all levels of ZeRO, as long as that helps."""
+        """For the fastest, and those that fewer messages could make so, all levels of ZeRO, as long as that helps."""
         helped = True  # did a lower level help, where it was tried?
-        for shape in [c.shape for c in self._fitting()[:2] if c.seconds <= self.fastest() * WORSE]:
+        limit = self.fastest() * WORSE
+        # gathering parameters is a third of what level 3 sends
+        near = [c for c in self._fitting() if c.seconds - c.exposed / 3 <= limit and c.shape.dp > 1]
+        for shape in [c.shape for c in near[:RUNNERS_UP]]:
             if not helped:
                 break
             levels = [] if self.given.zero is not None or shape.dp == 1 else sorted(LEVELS, reverse=True)
-            before = self._priced(shape).seconds
+            first = before = self._priced(shape).seconds
             for zero in levels:
                 # without microbatches a gradient is there once: level 2 is level 1
                 if zero == shape.zero or (zero == 2 and shape.microbatches == 1):
                     continue
                 yield replace(shape, zero=zero)
                 seconds = self._priced(replace(shape, zero=zero)).seconds
-                helped = seconds < before
                 if seconds > before * WORSE:
                     break  # a lower level waits longer for the same, or does not fit
                 before = min(before, seconds)
+            helped = before < first
 
     # -- neighbours
 
@@ -193,7 +196,7 @@ class SearchOrder:
             is_wanted = is_full and best.again > least and best.shape.pp == 1 and search.shallow is None
             if self.fastest() == float("inf") or is_wanted:
                 yield replace(shape, offload=True)
-            yield from self._encoded(self._best())
+            yield from self._encoded()
             if self.fastest() >= best.seconds:
                 return
 
@@ -203,17 +206,29 @@ class SearchOrder:
         fast = [c for c in others if c.seconds - c.exposed < best.seconds and self._could_change_places(c)]
         return list({c.shape.mesh: c for c in reversed(fast)}.values())[-RUNNERS_UP:]
 
-    def _encoded(self, best: Candidate) -> Iterator[Shape]:
-        """Gradients encoded on the slowest wire, where that may be and a rank waits for it."""
-        shape = best.shape
-        is_open = shape.pp == 1 and not shape.compress and shape.replicas > 1
-        if is_open and best.fits and self.sending(best) > GAIN * best.seconds < best.exposed:
-            yield from (replace(shape, compress=codec) for codec in self.given.codecs)
+    def _encoded(self) -> Iterator[Shape]:
+        """Gradients encoded on the slowest wire, where that may be."""
+        for candidate in self.worth_encoding():
+            yield from (replace(candidate.shape, compress=codec) for codec in self.given.codecs)
+
+    def worth_encoding(self) -> list[Candidate]:
+        """Plans that wait for gradients, and would be the fastest if these took no time; those first that split the
+        batch into most parts."""
+        fastest = self.fastest()
+        waiting = [
+            c for c in self._fitting()
+            if c.shape.pp == 1 and not c.shape.compress and c.shape.replicas > 1
+            and min(c.exposed, self.sending(c)) > GAIN * c.seconds and c.seconds - c.exposed < fastest * (1 - GAIN)
+        ]  # fmt: skip
+        waiting = list({c.shape.mesh: c for c in reversed(waiting)}.values())  # of each mesh the fastest
+        return sorted(waiting, key=lambda c: (-c.shape.replicas, c.seconds))[:RUNNERS_UP]
 
     def _pipelines(self, shape: Shape) -> Iterator[Shape]:
         """Stages beside a plan, few first, as long as these get faster; of the best other schedules and numbers of
         microbatches."""
         search = self.search
+        if self.given.stages is not None:
+            return
         for each in self.space.pipelines(replace(shape, compress="")):
             fastest = float("inf")
             for staged in each:

@@ -299,8 +299,9 @@ class Step:
             return Step(self.model, self.optimizer, self._loss, settings, ranks).unsharded(*args, **kwargs)
 
         found = self.undecided.search(
-            self.model, self.optimizer, make, device, s.budget, s.accumulate, s.compiles(device), self.by_rule
-        )
+            self.model, self.optimizer, make, device, s.budget, s.accumulate, s.compiles(device), self.by_rule,
+            s.outputs != "local",
+        )  # fmt: skip
         self.undecided, self._was_searched = None, True
         self._spread(found)
         self.settings = replace(s, accumulate=found.microbatches)

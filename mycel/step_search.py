@@ -52,10 +52,13 @@ class Undecided:
         accumulate: int,
         compiled: bool,
         splits: bool,
+        cuts: bool,
     ) -> Plan:
-        """The fastest plan that fits; `splits`: may parameters and their state lie in parts?"""
+        """The fastest plan that fits; `splits`: may parameters and their state lie in parts?  `cuts`: may it be a
+        pipeline?"""
         given: dict[str, Any] = {"mesh": self.mesh.sizes()} if self.mesh is not None else {}
         given |= {"microbatches": accumulate} if accumulate > 1 else {}
+        given |= {} if cuts else {"stages": 1}
         if not splits:
             given |= {"mesh": given.get("mesh", {"dp": self.world}), "zero": 0}
         answer = Search(model, optimizer, make, ranks_of(device.type, self.world), memory, given, compiled).run()

@@ -69,8 +69,9 @@ def test_what_would_be_faster_is_remarked_on_not_done():
         ({"mesh": {"tp": 2, "dp": 2}}, lambda s: (s.dp, s.tp, s.order) == (2, 2, ("tp", "dp"))),
         ({"compress": {"dp": "int4"}}, lambda s: s.compress == "int4" or s.replicas == 1),
         ({"offload": {"optimizer": "host"}}, lambda s: s.offload),
+        ({"stages": 1}, lambda s: s.pp == 1),
     ],
-    ids=str,
+    ids=["zero", "mesh", "microbatches", "order", "codec", "offload", "stages"],
 )
 def test_what_is_given_holds_in_every_plan(given, holds):
     found = of(Two(), batch(4), TWO if "mesh" not in given else SLOW, given=given)
