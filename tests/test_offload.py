@@ -336,11 +336,11 @@ def test_what_lives_on_the_host_is_loaded_and_saved(kinds, tmp_path):
     assert same(further(fresh), third)
 
 
-def test_a_model_on_the_host_is_still_a_model(free):
+def test_a_model_on_the_host_is_still_a_model():
     """It is evaluated, called and trained on batches of another shape as one on the device is."""
 
     def asked(plan):
-        step, _ = trained(plan)
+        step, _ = trained(plan, steps=1, make=lambda: small_llama(num_hidden_layers=2))
         outs = [step.evaluate(**tokens(5)), step(**tokens(6, rows=2)), step(**tokens(7))]
         with step.whole() as model:
             outs.append(model(**tokens(8)).loss.detach())
