@@ -64,7 +64,7 @@ def page(answer: Answer, detail: Detail | None, top: int = 20) -> str:
             _timeline(detail.times),
             "<h2>Memory of a device over the step</h2>",
             _memory(detail.times, detail.program),
-            _host_memory(detail.times, detail.program),
+            host_memory(detail.times, detail.program),
             "<h2>Parameters</h2>",
             _parameters(best, detail),
         ]
@@ -161,7 +161,7 @@ def _memory(times: Times, program: Program) -> str:
     return _over_time([(t, held) for t, held, _ in curve], times.held, times.seconds) + between + table
 
 
-def _host_memory(times: Times, program: Program) -> str:
+def host_memory(times: Times, program: Program) -> str:
     """What lies on the host, where anything does."""
     curve, held = times.host_curve(), host_held(program)
     if not any(now for _, now in curve):

@@ -31,6 +31,7 @@ from mycel.plan import AUTO, CPU, KINDS, Clock, Offload, clock
 from mycel.planning import Task, planned
 from mycel.run import host_space, interpret, load, simulate
 from mycel.run.simulate import spread_out
+from mycel.search_page import host_memory
 
 HOST_STATE = {"activations": "host", "optimizer": "host"}
 EVERYTHING = dict.fromkeys(KINDS, "host")
@@ -93,6 +94,15 @@ def test_text_with_moves_reads_back_and_runs():
     assert torch.equal(code(x, held)[0], e) and torch.equal(held, new), "the new state is written over the old"
     assert "over=s" in source and torch.equal(new, s + e)
     assert host_bytes(program) == 2 * 64 * 64 * 4, "the state, and one value that is there a while"
+
+
+def test_a_page_draws_what_lies_on_the_host():
+    program = Program.parse(TEXT)
+    times, size = clock(program, CPU), 64 * 64 * 4
+    assert [held for _, held in times.host_curve()] == [size, *[2 * size] * 7, *[size] * 6], "from begin to last use"
+    assert "Memory of the host" in host_memory(times, program) and "16.00 KiB" in host_memory(times, program)
+    plain = Program.parse("def main(x: f32[4,4]):\n  a: f32[4,4] = matmul(x, x)\n  return a\n")
+    assert host_memory(clock(plain, CPU), plain) == ""
 
 
 @pytest.mark.parametrize(
@@ -326,11 +336,11 @@ def test_what_lives_on_the_host_is_loaded_and_saved(kinds, tmp_path):
     assert same(further(fresh), third)
 
 
-def test_a_model_on_the_host_is_still_a_model(free):
+def test_a_model_on_the_host_is_still_a_model():
     """It is evaluated, called and trained on batches of another shape as one on the device is."""
 
     def asked(plan):
-        step, _ = trained(plan)
+        step, _ = trained(plan, steps=1, make=lambda: small_llama(num_hidden_layers=2))
         outs = [step.evaluate(**tokens(5)), step(**tokens(6, rows=2)), step(**tokens(7))]
         with step.whole() as model:
             outs.append(model(**tokens(8)).loss.detach())

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from mycel.errors import IRError
 from mycel.ir.program import Atom, Block, Eqn, Program, Var
@@ -68,8 +69,7 @@ def prune(program: Program) -> Program:
     )
 
 
-@dataclass(frozen=True)
-class Chain:
+class Chain(NamedTuple):
     """Where a value comes from and where it goes: equation indices; `defined` is -1 for a block input."""
 
     defined: int
