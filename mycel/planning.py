@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from mycel import lower, plan
 from mycel.errors import PlanError
 from mycel.ir import DEVICE, HOST, Eqn, Layout, Program
 from mycel.offloading import Mover, Spaces, Way, ways
+from mycel.placing import Given, PlacedStep
 from mycel.plan import (
     Clock,
     Costs,
@@ -53,6 +54,8 @@ class Task:
     budget: int | None = None
     results: Mapping[int, Layout] | None = None  # layouts of results of the entry that are not whole, by position
     outlines: bool = True  # stretches between calls are compiled where that pays
+    # of sub-models on meshes of their own: `inputs` and `gathered` of the program of a place
+    at_place: Callable[[int, Program], Given] | None = None
 
 
 def planned(task: Task, given: Plan) -> tuple[Plan, lower.Lowered]:
@@ -60,6 +63,8 @@ def planned(task: Task, given: Plan) -> tuple[Plan, lower.Lowered]:
     is."""
     if given.synced() is not None:
         return _of_replicas(task, given)
+    if given.place:
+        return _in_places(task, given)
     if given.decided is not None:
         return _applied(task, given)
     if given.is_pipeline and not given.offload.is_none:
@@ -70,6 +75,25 @@ def planned(task: Task, given: Plan) -> tuple[Plan, lower.Lowered]:
     step = LaidOut.of(task, given)
     outcome = step.decided()
     return step.plan_of(outcome), outcome.lowered
+
+
+def _in_places(task: Task, given: Plan) -> tuple[Plan, lower.Lowered]:
+    """The plan of sub-models on meshes of their own, decided now or before."""
+    assert task.at_place is not None
+
+    def laid_out(program: Program, of_place: Plan, inputs: Given) -> tuple[Plan, lower.Distributed | None]:
+        return with_layouts(Task(program, task.body, task.hardware, False, *inputs), of_place)
+
+    step = PlacedStep(task.program, task.body, given.given, task.hardware, task.at_place, laid_out)
+    if given.decided is None:
+        outcome = step.decided(task.budget)
+        return step.plan_of(outcome, task.budget), outcome.lowered
+    if plan.digest(task.program) != given.decided.program or len(given.decided.places) != len(given.places):
+        raise PlanError(
+            "the plan was decided for another program\n"
+            "  try       the model, batch, optimiser and settings it was made with, or plan.given to decide anew"
+        )
+    return given, step.under(given.decided.residuals, given.decided.places).lowered
 
 
 def _of_replicas(task: Task, given: Plan) -> tuple[Plan, lower.Lowered]:
@@ -195,27 +219,10 @@ class LaidOut:
         return plan.stage_costs(self.clock, pipeline.programs, pipeline.schedule, link, self.compiled(done))
 
     def _pipeline_times(self, done: lower.Lowered, costs: StageCosts) -> Times:
-        """The ranks beside each other: the loop over microbatches as its schedule has it, and the longest of what they
-        do around it; memory is that of the rank which needs most."""
+        """The ranks beside each other."""
         assert done.pipeline is not None
-        line = plan.timeline(done.pipeline.schedule, costs)
         alone = [self.clock(p, self.compiled(done)) for p in done.pipeline.programs]
-        around = max(max(t.seconds - work, 0.0) for t, work in zip(alone, line.work, strict=True))
-        fullest = max(alone, key=lambda t: t.peak[DEVICE])
-        busiest = max(alone, key=lambda t: t.seconds)
-        bubble = line.seconds - max(line.work)
-        stages = ", ".join(map(str, done.pipeline.schedule.stages_of(alone.index(fullest))))
-        where = f"{fullest.at or 'in the update'}, of stage {stages}"
-        shares = {**busiest.parts, "bubble": plan.StreamShare(bubble, bubble)}
-        return replace(
-            fullest,
-            seconds=line.seconds + around,
-            at=where,
-            assumed=busiest.assumed,
-            clock=None,
-            program=None,
-            shares=shares,
-        )
+        return plan.beside_each_other(done.pipeline.schedule, costs, alone)
 
     def _outlined(self, resident: Program) -> tuple[Program, frozenset[str], dict[str, tuple[str, ...]]]:
         """Stretches between calls that are worth compiling as one; by block the first value of each."""

@@ -8,14 +8,15 @@ from mycel.lower.lowered import Lowered, finished, local_of, lowered, staged, wi
 from mycel.lower.offload import offload, split_updates
 from mycel.lower.outer import SENT_AT, OuterMessage, outer_message, outer_messages, outer_role, rounds
 from mycel.lower.overlap import overlap
+from mycel.lower.places import connect, crossings, in_places
 from mycel.lower.price import Prices
 from mycel.lower.residency import reside
 from mycel.lower.stage_sums import plain_sums
 from mycel.lower.stages import Pipeline, pipelined
 
 __all__ = [
-    "SENT_AT", "Distributed", "Lowered", "OuterMessage", "Pipeline", "Prices", "compress", "distribute", "explain",
-    "finished", "hoist", "local_of", "lowered", "offload", "outer_message", "outer_messages", "outer_role",
+    "SENT_AT", "Distributed", "Lowered", "OuterMessage", "Pipeline", "Prices", "compress", "connect", "crossings", "distribute", "explain",
+    "finished", "hoist", "in_places", "local_of", "lowered", "offload", "outer_message", "outer_messages", "outer_role",
     "overlap", "pipelined", "plain_sums", "proved", "reside", "rounds", "schedule_text", "sent", "sent_text",
     "settled", "split_updates", "staged", "with_moves", "with_regions", "with_residuals",
 ]  # fmt: skip

@@ -34,17 +34,20 @@ from mycel.plan import STAGE_AXIS, Offloaded, Plan, Residuals, StepBody
 @dataclass(frozen=True)
 class Lowered:
     """The program of every rank, the blocks of it to compile; and on several ranks how it was spread.  Of a pipeline
-    `program` is that of the ranks of one place, the first, and `pipeline` has all of them."""
+    `program` is that of the ranks of one place, the first, and `pipeline` has all of them; where each place has a mesh
+    of its own, `spreads` says how the program of each was."""
 
     program: Program
     regions: frozenset[str] = frozenset()
     spread: Distributed | None = None
     pipeline: Pipeline | None = None
+    spreads: tuple[Distributed | None, ...] = ()
 
     def at(self, place: int) -> Lowered:
         """As the ranks of one place of the pipeline run it."""
         assert self.pipeline is not None
-        return replace(self, program=self.pipeline.programs[place])
+        spread = self.spreads[place] if self.spreads else self.spread
+        return replace(self, program=self.pipeline.programs[place], spread=spread)
 
 
 def lowered(program: Program, plan: Plan) -> Lowered:

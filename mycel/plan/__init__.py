@@ -24,6 +24,7 @@ from mycel.plan.offload import (
     state_inputs,
     streams_of,
 )
+from mycel.plan.places import PLACE_AXIS, Place
 from mycel.plan.plan import STAGE_AXIS, Plan, ready_plans
 from mycel.plan.residuals import (
     Decision,
@@ -37,17 +38,17 @@ from mycel.plan.residuals import (
 )
 from mycel.plan.schedule import PipelineSchedule, StageCosts, orders_text, searched, splits, timeline
 from mycel.plan.solve import Solved, parameter_layouts, solve
-from mycel.plan.stage_costs import message_bytes, stage_costs, step_seconds
+from mycel.plan.stage_costs import beside_each_other, message_bytes, stage_costs, step_seconds
 from mycel.plan.stages import StepBody, StepFlow, modules_around, starts_of
 from mycel.plan.synchronising import SyncPolicy
 from mycel.plan.travels import travels
 
 __all__ = [
-    "CANDIDATES", "COMPUTE", "CPU", "LESS", "STAGE_AXIS", "Absence", "BlockLayouts", "Clock", "Costs", "Decided",
+    "CANDIDATES", "COMPUTE", "CPU", "LESS", "PLACE_AXIS", "STAGE_AXIS", "Absence", "BlockLayouts", "Clock", "Costs", "Decided",
     "Decision", "ErrorBars", "Hardware", "Layouts", "Links", "Measured", "MovedValue", "Offload", "Offloaded",
-    "PipelineSchedule", "Plan", "Predicted", "Residuals", "Solved", "StageCosts", "StepBody", "StepFlow",
+    "PipelineSchedule", "Place", "Plan", "Predicted", "Residuals", "Solved", "StageCosts", "StepBody", "StepFlow",
     "StreamShare", "StreamedInput", "SyncPolicy", "Times", "absences", "backward_inputs", "backward_part",
-    "best_cut", "chunk_bytes", "clock", "cut_blocks", "decide", "digest", "equation_key", "error_bars",
+    "beside_each_other", "best_cut", "chunk_bytes", "clock", "cut_blocks", "decide", "digest", "equation_key", "error_bars",
     "expressions", "hardware_of", "ladder", "message_bytes", "modules_around", "moves_of", "orders_text", "paired",
     "parameter_layouts", "probe_path", "probe_text", "ready_plans", "refuse_idle", "residuals", "searched", "solve",
     "splits", "stage_costs", "starts_of", "state_inputs", "step_seconds", "streams_of", "timeline", "travels",

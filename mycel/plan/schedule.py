@@ -102,16 +102,20 @@ class StageCosts:
         return self.forward[stage] + self.backward[stage] + self.weight[stage]
 
 
+StepGraph = Mapping[tuple[str, int], tuple[tuple[str, int], ...]]  # (kind, stage) -> those it waits for
+
+
 @dataclass(frozen=True)
 class PipelineSchedule:
-    """The order of steps of each rank; `place`: the rank of each stage; `splits`: do weights have steps of their
-    own?"""
+    """The order of steps of each rank; `place`: the rank of each stage; `splits`: do weights have steps of their own?
+    `after`: the steps (kind, stage) of the same microbatch that each waits for, where stages are no chain."""
 
     name: str
     microbatches: int
     place: tuple[int, ...]
     splits: bool
     orders: tuple[tuple[StageStep, ...], ...]
+    after: StepGraph | None = None
 
     @property
     def stages(self) -> int:
@@ -131,6 +135,8 @@ class PipelineSchedule:
 
     def awaited(self, step: StageStep) -> list[StageStep]:
         """The steps it waits for."""
+        if self.after is not None:
+            return [StageStep(kind, s, step.microbatch) for kind, s in self.after.get((step.kind, step.stage), ())]
         if step.kind == FORWARD:
             return [replace(step, stage=step.stage - 1)] if step.stage else []
         if step.kind == WEIGHT:
@@ -421,6 +427,31 @@ def read_orders(texts: Sequence[str], place: Sequence[int], microbatches: int) -
     return schedule
 
 
+# -- of stages that are no chain
+
+
+def of_places(
+    name: str, place: Sequence[int], microbatches: int, after: StepGraph, costs: StageCosts | None = None
+) -> PipelineSchedule:
+    """The list schedule of stages that wait for each other as `after` says, each place taking what can start first.
+    gpipe: forward before backward; 1f1b: backward before forward, and no more microbatches begun than there are stages
+    on the longest way down, which is enough to keep all of them busy."""
+    place, known = tuple(place), costs or StageCosts.equal(len(place))
+    levels = _longest(after, len(place))
+    limit = [(microbatches if name == "gpipe" else levels) * len(_of(place, p)) for p in range(len(set(place)))]
+    return replace(_listed(place, microbatches, known, False, name == "gpipe", limit, after), name=name)
+
+
+def _longest(after: StepGraph, stages: int) -> int:
+    """Stages on the longest way that a microbatch goes forward; they are in an order in which none waits for a later
+    one."""
+    levels: list[int] = []
+    for s in range(stages):
+        before = [levels[t] for kind, t in after.get((FORWARD, s), ()) if kind == FORWARD]
+        levels.append(max(before, default=0) + 1)
+    return max(levels)
+
+
 # -- searched
 
 
@@ -452,12 +483,13 @@ def _listed(
     splits: bool,
     forward_first: bool,
     limit: Sequence[int],
+    after: StepGraph | None = None,
 ) -> PipelineSchedule:
     """List scheduling: whichever rank can start first takes, of the steps that can start then, backward before forward
     (or the other way round), weights last; never more than `limit` microbatches in its stages at once."""
     ranks, stages = len(set(place)), len(place)
     kinds = KINDS if splits else (FORWARD, BACKWARD)
-    empty = PipelineSchedule("listed", microbatches, place, splits, ((),) * ranks)
+    empty = PipelineSchedule("listed", microbatches, place, splits, ((),) * ranks, after)
     orders: list[list[StageStep]] = [[] for _ in range(ranks)]
     free, inside = [0.0] * ranks, [0] * ranks
     end: dict[StageStep, float] = {}
