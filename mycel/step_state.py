@@ -15,6 +15,7 @@ import functools
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +136,13 @@ class StepState:
 
     @property
     def rank(self) -> int:
+        """In the mesh of the plan; of sub-models on meshes of their own, in that of this rank's place."""
         return self.split.ranks.rank if self.split is not None else 0
+
+    @property
+    def number(self) -> int:
+        """Among all ranks."""
+        return self.split.ranks.world.rank if self.split is not None else 0
 
     # -- whole -------------------------------------------------------------------------------------------------------
 
@@ -197,7 +204,7 @@ class StepState:
             if id(x) not in done:
                 done.add(id(x))
                 gathered = parts.gather(before[name], lying[name], parts.shapes[name])
-                if rank is None or rank == self.rank:
+                if rank is None or rank == self.number:
                     x.data = gathered.clone() if gathered is before[name] else gathered
                 versions[id(x)] = x._version
         try:
@@ -245,7 +252,7 @@ class StepState:
             raise TrainError(f"there is something already\n  at        {folder}\n  try       another folder")
         partial = folder.with_name(f".{folder.name}.partial")
         with self.whole(rank=0):
-            if self.rank == 0:
+            if self.number == 0:
                 shutil.rmtree(partial, ignore_errors=True)
                 partial.mkdir(parents=True)
                 _write_model(self.model, partial)
@@ -264,7 +271,10 @@ class StepState:
             lying = {**layouts(self.model, self.optimizer, self.split, numbers), **self.messages.layouts()}
         tensors |= {f"optimizer.{name}": x for name, x in optimizer_tensors(self.model, self.optimizer).items()}
         tensors |= numbers | self.messages.tensors()
-        plan = str(self.split.plan.given) if self.split is not None else None
+        plan = str(self.split.written.given) if self.split is not None else None
+        if self.split is not None and self.split.ranks.world is not self.split.ranks:  # meshes differ: whole on each
+            tensors = {name: self.split.gather(x, *lying[name]) if name in lying else x for name, x in tensors.items()}
+            lying = {}
         with Saver(folder, keep, asynchronous=False, ranks=self.process, plan=plan) as saver:
             saver.save(number, tensors, {"optimizer": self._plain(), "steps": number}, layouts=lying)
         if saver.last is None:
@@ -283,17 +293,18 @@ class StepState:
         parts, device = self.split, next((x.device for x in own.values()), torch.device("cpu"))
         of_ranks = lambda saved: wanted(parts, own, saved) if parts is not None else {}
         if (folder / MANIFEST).is_file():
-            manifest, mesh = read_manifest(folder), self.process.mesh
+            manifest = read_manifest(folder)
             tensors = (
                 load(folder, device).tensors
                 if parts is None
-                else load_parts(folder, of_ranks(manifest), mesh, self.rank, device, manifest)
+                else load_parts(folder, of_ranks(manifest), parts.ranks.mesh, self.rank, device, manifest)
             )
             loaded = Loaded(manifest.step, tensors, manifest.meta, folder)
         elif parts is None:
             loaded, _ = load_latest(folder, device)
         else:
-            loaded, _ = load_latest_parts(folder, of_ranks, self.process, device)
+            mine = replace(self.process, mesh=parts.ranks.mesh, rank=self.rank)
+            loaded, _ = load_latest_parts(folder, of_ranks, mine, device)
         self._take(loaded, own)
         return loaded.step
 
@@ -366,7 +377,7 @@ class StepState:
         if self.split is None:
             return ALONE
         if self._ranks is None:
-            ranks = self.split.ranks
+            ranks = self.split.ranks.world
             share = Shares(ranks.meeting, "step") if ranks.meeting is not None else lambda text: [text]
             self._ranks = MeshProcess(ranks.mesh, ranks.rank, share)
         return self._ranks

@@ -19,7 +19,7 @@ from mycel.transform.fuse import fuse
 from mycel.transform.head import head
 from mycel.transform.inline import inline
 from mycel.transform.jvp import jvp
-from mycel.transform.microbatch import BODY, joined, microbatch, shares, with_numbers_of
+from mycel.transform.microbatch import BODY, joined, microbatch, no_counts, shares, with_numbers_of
 from mycel.transform.monitoring import ERROR, LARGE, SMALL, monitor_ranks, monitor_sums
 from mycel.transform.narrow import narrow
 from mycel.transform.ones import with_ones
@@ -77,6 +77,7 @@ __all__ = [
     "monitor_ranks",
     "monitor_sums",
     "narrow",
+    "no_counts",
     "optimise",
     "outline",
     "precision",
