@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from mycel.errors import PlanError
 from mycel.ir import Program, Role, Type
 from mycel.parts import ShardedModel, UnshardedStep
 from mycel.placing import Given
@@ -33,13 +32,8 @@ class PlacedModel(ShardedModel):
     @staticmethod
     def of(model: torch.nn.Module, optimizer: torch.optim.Optimizer, placed: Plan) -> PlacedModel:
         """Of this process."""
-        mine = seat()
-        if mine.world != placed.mesh.world:
-            raise PlanError(
-                f"the places have {placed.mesh.world} ranks, but {mine.world} processes run\n"
-                f"  try       mycel train --nproc {placed.mesh.world} (torchrun --nproc-per-node {placed.mesh.world})"
-            )
-        at = next(i for i, place in enumerate(placed.places) if mine.rank in place.ranks)
+        number = seat().rank
+        at = next((i for i, place in enumerate(placed.places) if number in place.ranks), 0)
         return PlacedModel(model, optimizer, placed.at_place(at), placed=placed, at=at)
 
     @property
@@ -49,7 +43,8 @@ class PlacedModel(ShardedModel):
 
     @property
     def rank(self) -> int:
-        return self.written.places[self.at].ranks.index(seat().rank)
+        ranks, number = self.written.places[self.at].ranks, seat().rank
+        return ranks.index(number) if number in ranks else 0
 
     @property
     def place(self) -> int:

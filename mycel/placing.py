@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from mycel import lower, plan, transform
 from mycel.errors import PlanError
-from mycel.ir import Layout, Program, check, walk
+from mycel.ir import Layout, Program, call, check, walk
 from mycel.ops import o
 from mycel.plan import Decided, Plan, Residuals, StageCosts, Times
 from mycel.plan.schedule import KINDS
@@ -54,16 +54,25 @@ class PlacedStep:
         pairs = len(list(plan.paired(local.blocks[self.body])))
 
         def under(prices: Sequence[float]) -> PlacedOutcome:
-            return self.under(plan.residuals(local, self.body, costs, prices))
+            residuals = plan.residuals(local, self.body, costs, prices)
+            outcome = self.under(residuals)
+            return outcome if self.plan.schedule != "searched" else self.under(residuals, costs=outcome.steps)
 
         return plan.decide(under, pairs, costs, budget, self.plan.recompute)
 
-    def under(self, residuals: Residuals, known: Sequence[Decided] = ()) -> PlacedOutcome:
-        """Lowered, where forward keeps so much for backward; `known`: what was decided for each place before."""
+    def under(
+        self,
+        residuals: Residuals,
+        known: Sequence[Decided] = (),
+        orders: Sequence[str] = (),
+        costs: StageCosts | None = None,
+    ) -> PlacedOutcome:
+        """Lowered, where forward keeps so much for backward; `known` and `orders`: what was decided for each place
+        before; `costs`: of its steps, for a schedule that is searched."""
         places = self.plan.places
         local = lower.local_of(self.program, None, simplified=True)
         summed = lower.plain_sums(lower.with_residuals(local, residuals, None), self.body)
-        pipeline = lower.in_places(summed, self.body, places, self.plan.schedule)
+        pipeline = lower.in_places(summed, self.body, places, self.plan.schedule, costs, orders)
         plans, spreads, programs = list[Plan](), list[lower.Distributed | None](), list[Program]()
         for i, program in enumerate(pipeline.programs):
             laid, spread = self._laid_out(i, program, known)
@@ -118,9 +127,11 @@ class PlacedStep:
 
     def plan_of(self, outcome: PlacedOutcome, budget: int | None) -> Plan:
         """Everything decided."""
-        decided = Decided(
-            plan.digest(self.program), outcome.residuals, places=tuple(_decided(p) for p in outcome.plans)
-        )
+        pipeline = outcome.lowered.pipeline
+        assert pipeline is not None
+        orders = plan.orders_text(pipeline.schedule) if self.plan.schedule == "searched" else ()
+        places = tuple(_decided(p) for p in outcome.plans)
+        decided = Decided(plan.digest(self.program), outcome.residuals, orders=orders, places=places)
         gap = max(p.predicted.gap if p.predicted is not None else 0.0 for p in outcome.plans)
         predicted = replace(plan.Predicted.of(outcome.times, budget, gap), steps=outcome.steps)
         return replace(self.plan, decided=decided, predicted=predicted)
@@ -135,4 +146,5 @@ def _local(program: Program, spread: lower.Distributed | None) -> Program:
     """What a rank of a place runs, but for its messages."""
     if spread is None:
         return program
-    return check(transform.fuse(lower.hoist(lower.local_of(program, spread))))
+    steps = [name for eqn in program.main.eqns if eqn.op is call and (name := eqn.params["block"])]
+    return check(transform.fuse(lower.hoist(lower.local_of(program, spread, keep=steps))))

@@ -93,7 +93,8 @@ def _in_places(task: Task, given: Plan) -> tuple[Plan, lower.Lowered]:
             "the plan was decided for another program\n"
             "  try       the model, batch, optimiser and settings it was made with, or plan.given to decide anew"
         )
-    return given, step.under(given.decided.residuals, given.decided.places).lowered
+    decided = given.decided
+    return given, step.under(decided.residuals, decided.places, decided.orders).lowered
 
 
 def _of_replicas(task: Task, given: Plan) -> tuple[Plan, lower.Lowered]:

@@ -7,12 +7,14 @@ Towers          two encoders whose outputs meet in a loss
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from distributing import OneDevice, start_values
 from torch import nn
 
+import mycel
 from mycel.ir import Layout, Program, type_of
 from mycel.parts import ShardedModel
 from mycel.plan import CPU, Plan
@@ -49,6 +51,13 @@ class Towers(nn.Module):
         seen = nn.functional.normalize(self.vision(pixels), dim=-1)
         read = nn.functional.normalize(self.text(self.embed(ids).mean(1)), dim=-1)
         return ((seen - read) ** 2).sum() * self.scale.exp() / 7
+
+
+def one_of(model: nn.Module, batch: Mapping[str, Any], written: Plan, **settings: Any) -> OneDevice:
+    """The step of one device, in the form in which a plan with places takes it."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    step = mycel.train_step(model, optimizer, compile=False, plan=written, **settings)
+    return OneDevice(model, batch, optimizer, step.unsharded(**batch))
 
 
 def task_of(one: OneDevice, written: Plan, budget: int | None = None) -> Task:

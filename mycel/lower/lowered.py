@@ -14,7 +14,7 @@ offload      values leave for the host and come back
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 from mycel import transform
@@ -77,13 +77,16 @@ def staged(summed: Program, regions: frozenset[str], spread: Distributed | None,
     return Lowered(done.programs[0], names, spread, done)
 
 
-def local_of(program: Program, spread: Distributed | None, simplified: bool = False) -> Program:
-    """What is left to a rank of a program; `simplified`, where nothing is."""
+def local_of(
+    program: Program, spread: Distributed | None, simplified: bool = False, keep: Collection[str] = ()
+) -> Program:
+    """What is left to a rank of a program; `simplified`, where nothing is.  `keep`: blocks that are called as they
+    are."""
     if spread is None and not simplified:
         return program
     if spread is None:
         return check(transform.simplify(program))
-    return check(transform.simplify(check(compress(spread.local)), ranks=True))
+    return check(transform.simplify(check(compress(spread.local)), ranks=True, keep=keep))
 
 
 def with_residuals(local: Program, residuals: Residuals, spread: Distributed | None) -> Program:

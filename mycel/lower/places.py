@@ -25,7 +25,7 @@ from mycel.lower.stages import Pipeline, RankWriter, pipeline_of
 from mycel.ops import o
 from mycel.plan.across import Placed, transfers
 from mycel.plan.places import PLACE_AXIS, Place, PlacedStages, placed_stages
-from mycel.plan.schedule import BACKWARD, FORWARD, PipelineSchedule, StageCosts, StepGraph, of_places
+from mycel.plan.schedule import BACKWARD, FORWARD, PipelineSchedule, StageCosts, StepGraph, of_places, read_orders
 from mycel.plan.stages import StepFlow, refuse_shared_state
 from mycel.transform.dce import dce
 
@@ -34,14 +34,24 @@ FIRST_SUM = 1 << 20  # tags of what places add up, behind those of all other mes
 
 
 def in_places(
-    program: Program, body: str, places: Sequence[Place], schedule: str, costs: StageCosts | None = None
+    program: Program,
+    body: str,
+    places: Sequence[Place],
+    schedule: str,
+    costs: StageCosts | None = None,
+    orders: Sequence[str] = (),
 ) -> Pipeline:
     """The global program of each place, of a step with `plain_sums`; `costs` are those of its stages, where they are
-    known."""
+    known, `orders` those of a schedule that was searched before."""
     placed = _placed(program, body, places)
     stages = apart(placed.stages, lambda changed: _placed(changed, body, places).stages)
     parts = StageParts(stages, splits=False)
-    order = of_places(schedule, placed.place, stages.flow.body.length, graph_of(parts), costs)
+    microbatches, after = stages.flow.body.length, graph_of(parts)
+    order = (
+        read_orders(orders, placed.place, microbatches, after)
+        if orders
+        else of_places(schedule, placed.place, microbatches, after, costs)
+    )
     entry = PipelineEntry(PipelineLoop(parts, order))
     programs = tuple(check(prune(PlaceWriter(entry, i, PLACE_AXIS).program())) for i in range(len(places)))
     return pipeline_of(program, programs, parts, order)

@@ -3,6 +3,7 @@
     place: {vision_model: [0, 1], "*": [2, 3, 4]}                      modules by name or pattern -> ranks, all along dp
     place: {vision_model: [0, 1], "*": {ranks: 2..7, mesh: {dp: 3, tp: 2}}}        with a mesh of their own
 
+Entries of the same ranks are one place; a parameter is in the first that has it, and in that of "*" if none has.
 An equation is where the parameters are that it reads, and one that reads none where its latest operand was made (of
 several, the last place).  What of a place waits for no other one can run at once with them, so a place is cut into
 *stages* by how often values have crossed on their way there, its depth:
@@ -33,25 +34,32 @@ REST = "*"
 
 @dataclass(frozen=True)
 class Place:
-    """Modules (a name or a pattern) on some ranks of the world, which are this mesh."""
+    """Modules (names or patterns) on some ranks of the world, which are this mesh."""
 
-    pattern: str
+    patterns: tuple[str, ...]
     ranks: tuple[int, ...]
     mesh: Mesh
 
     def has(self, parameter: str) -> bool:
-        return (
-            parameter == self.pattern
-            or parameter.startswith(f"{self.pattern}.")
-            or fnmatchcase(parameter, self.pattern)
-            or fnmatchcase(parameter, f"{self.pattern}.*")
+        return any(
+            parameter.startswith(f"{p}.") or fnmatchcase(parameter, p) or fnmatchcase(parameter, f"{p}.*")
+            for p in self.patterns
+            if p != REST
         )
 
     def data(self) -> Any:
-        """As people write it."""
+        """The ranks as people write them."""
         sizes = {axis: n for axis, n in self.mesh.sizes().items() if n > 1}
         plain = sizes in ({"dp": len(self.ranks)}, {})
         return list(self.ranks) if plain else {"ranks": list(self.ranks), "mesh": self.mesh.sizes()}
+
+    def __str__(self) -> str:
+        sizes = " ".join(f"{axis}={n}" for axis, n in self.mesh.sizes().items() if n > 1)
+        return f"{', '.join(self.patterns)} on {named_ranks(self.ranks)}{f' ({sizes})' if sizes else ''}"
+
+
+def named_ranks(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
 def read_places(entry: Any) -> tuple[Place, ...]:
@@ -61,12 +69,19 @@ def read_places(entry: Any) -> tuple[Place, ...]:
             f"place: {entry!r}\n"
             '  try       modules with the ranks they are on, all others by "*": {vision_model: [0, 1], "*": [2, 3]}'
         )
-    places = tuple(_read_place(str(pattern), value) for pattern, value in entry.items())
+    places: list[Place] = []
+    for pattern, value in entry.items():
+        new = _read_place(str(pattern), value)
+        at = next((i for i, p in enumerate(places) if (p.ranks, p.mesh) == (new.ranks, new.mesh)), None)
+        if at is None:
+            places.append(new)
+        else:
+            places[at] = Place((*places[at].patterns, *new.patterns), new.ranks, new.mesh)
     ranks = sorted(r for place in places for r in place.ranks)
-    if ranks != list(range(len(ranks))):
-        said = "; ".join(f"{p.pattern}: {', '.join(map(str, p.ranks))}" for p in places)
+    if len(places) < 2 or ranks != list(range(len(ranks))):
         raise PlanError(
-            f"place: {said}\n  try       each rank from 0 to {max(ranks)} in one place: ranks share no two sub-models yet"
+            f"place: {'; '.join(map(str, places))}\n"
+            f"  try       each rank from 0 to {max(ranks)} in one place, and two places or more"
         )
     return _with_all_axes(places)
 
@@ -84,7 +99,7 @@ def _read_place(pattern: str, value: Any) -> Place:
             f"place: {pattern}: {mesh} has {mesh.world} ranks, was given {len(ranks)}: {', '.join(map(str, ranks))}\n"
             f"  try       mesh: {{dp: {len(ranks)}}}"
         )
-    return Place(pattern, ranks, mesh)
+    return Place((pattern,), ranks, mesh)
 
 
 def _read_ranks(value: Any) -> tuple[int, ...]:
@@ -103,15 +118,16 @@ def _with_all_axes(places: Sequence[Place]) -> tuple[Place, ...]:
     there is something to split over."""
     axes = dict.fromkeys(axis for place in places for axis in place.mesh.axes)
     return tuple(
-        Place(p.pattern, p.ranks, Mesh({**p.mesh.sizes(), **{a: 1 for a in axes if a not in p.mesh}})) for p in places
+        Place(p.patterns, p.ranks, Mesh({**p.mesh.sizes(), **{a: 1 for a in axes if a not in p.mesh}})) for p in places
     )
 
 
 def place_of(places: Sequence[Place], parameter: str) -> int:
-    """The first place that has a parameter; PlanError where none has."""
-    at = next((i for i, place in enumerate(places) if place.has(parameter)), None)
+    """The first place that has a parameter, or the one for all others; PlanError where there is none."""
+    rest = next((i for i, place in enumerate(places) if REST in place.patterns), None)
+    at = next((i for i, place in enumerate(places) if place.has(parameter)), rest)
     if at is None:
-        patterns = ", ".join(place.pattern for place in places)
+        patterns = ", ".join(p for place in places for p in place.patterns)
         raise PlanError(f'place: {parameter} is in none of {patterns}\n  try       "*": ranks, for all others')
     return at
 
@@ -140,7 +156,7 @@ def placed_stages(flow: StepFlow, places: Sequence[Place]) -> PlacedStages:
     if idle is not None:
         known = sorted({name.split(".", 1)[0] for of_input in names.values() for name in of_input})
         raise PlanError(
-            f"place: {idle.pattern}: no part of the step reads a parameter of it\n"
+            f"place: {', '.join(idle.patterns)}: no part of the step reads a parameter of it\n"
             f"  try       names of modules, such as {', '.join(known[:4])}"
         )
     order = sorted(set(homes.values()))

@@ -63,7 +63,7 @@ from mycel.plan.decided import Decided, Predicted
 from mycel.plan.offload import Offload
 from mycel.plan.places import PLACE_AXIS, Place, read_places
 from mycel.plan.residuals import Residuals
-from mycel.plan.schedule import PipelineSchedule, named, read_orders, stages_a_rank
+from mycel.plan.schedule import PLACE_SCHEDULES, PipelineSchedule, named, read_orders, stages_a_rank
 from mycel.plan.synchronising import SyncPolicy, read_sync, refuse_codec, refuse_layouts, sync_text
 from mycel.sizes import shown
 
@@ -203,8 +203,8 @@ class Plan:
                 f"place: sub-models on meshes of their own have no {refused} yet\n"
                 f"  try       a plan without place, or without {refused}"
             )
-        if self.schedule not in ("gpipe", "1f1b"):
-            raise PlanError(f"place: schedule {self.schedule}\n  known     gpipe, 1f1b")
+        if self.schedule not in PLACE_SCHEDULES:
+            raise PlanError(f"place: schedule {self.schedule}\n  known     {', '.join(PLACE_SCHEDULES)}")
         places = self.places
         mesh = Mesh({PLACE_AXIS: sum(len(p.ranks) for p in places), **dict.fromkeys(places[0].mesh.axes, 1)})
         if self.mesh not in (mesh, Mesh()):
@@ -392,7 +392,7 @@ class Plan:
             found["stages"] = self.stages if isinstance(self.stages, int) else list(self.stages)
             found["schedule"] = self.schedule
         if self.place:
-            found["place"] = {p.pattern: p.data() for p in self.places}
+            found["place"] = {pattern: p.data() for p in self.places for pattern in p.patterns}
             found |= {"schedule": self.schedule} if self.schedule != "1f1b" else {}
         found |= {"sums": self.sums} if self.sums != "as computed" else {}
         found |= {"compress": _plain_mapping(self.compress)} if self.compress else {}

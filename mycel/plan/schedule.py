@@ -384,6 +384,7 @@ NAMED: dict[str, Callable[[int, int], PipelineSchedule]] = {
     "zbv": zbv,
 }
 SCHEDULES = (*NAMED, "searched")
+PLACE_SCHEDULES = ("gpipe", "1f1b", "searched")  # of stages that are no chain
 
 
 def named(name: str, ranks: int, microbatches: int) -> PipelineSchedule:
@@ -411,14 +412,16 @@ def orders_text(schedule: PipelineSchedule) -> tuple[str, ...]:
     return tuple(" ".join(map(str, order)) for order in schedule.orders)
 
 
-def read_orders(texts: Sequence[str], place: Sequence[int], microbatches: int) -> PipelineSchedule:
+def read_orders(
+    texts: Sequence[str], place: Sequence[int], microbatches: int, after: StepGraph | None = None
+) -> PipelineSchedule:
     """What `orders_text` wrote; PlanError for a schedule that is none."""
     orders = []
     for text in texts:
         steps = [re.fullmatch(r"([FBW])(\d+)\.(\d+)", word) for word in text.split()]
         orders.append(tuple(StageStep(m[1], int(m[2]), int(m[3])) for m in steps if m is not None))
     splits = any(s.kind == WEIGHT for order in orders for s in order)
-    schedule = PipelineSchedule("searched", microbatches, tuple(place), splits, tuple(orders))
+    schedule = PipelineSchedule("searched", microbatches, tuple(place), splits, tuple(orders), after)
     wanted = set(itertools.product(KINDS if splits else KINDS[:2], range(len(place)), range(microbatches)))
     found = [(s.kind, s.stage, s.microbatch) for order in orders for s in order]
     if set(found) != wanted or len(found) != len(wanted):
@@ -435,11 +438,19 @@ def of_places(
 ) -> PipelineSchedule:
     """The list schedule of stages that wait for each other as `after` says, each place taking what can start first.
     gpipe: forward before backward; 1f1b: backward before forward, and no more microbatches begun than there are stages
-    on the longest way down, which is enough to keep all of them busy."""
+    on the longest way down, which is enough to keep all of them busy; searched: by the costs, the shortest of both and
+    of what lies between them, and of equals the one that holds least."""
     place, known = tuple(place), costs or StageCosts.equal(len(place))
     levels = _longest(after, len(place))
-    limit = [(microbatches if name == "gpipe" else levels) * len(_of(place, p)) for p in range(len(set(place)))]
-    return replace(_listed(place, microbatches, known, False, name == "gpipe", limit, after), name=name)
+
+    def listed(forward_first: bool, begun: int) -> PipelineSchedule:
+        limit = [begun * len(_of(place, p)) for p in range(len(set(place)))]
+        return replace(_listed(place, microbatches, known, False, forward_first, limit, after), name=name)
+
+    if name != "searched":
+        return listed(name == "gpipe", microbatches if name == "gpipe" else levels)
+    candidates = [listed(first, begun) for begun in {levels, levels + 1, microbatches} for first in (False, True)]
+    return min(candidates, key=lambda s: (timeline(s, known).seconds, max(s.held(known.held))))
 
 
 def _longest(after: StepGraph, stages: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from mycel.ir import Program, check
 from mycel.transform import vjp_control  # noqa: F401  enters control flow into vjp
@@ -38,11 +38,11 @@ Pass = Callable[[Program], Program]
 SIMPLIFY: list[Pass] = [dce, cse, inline, algebra, attend, causal, narrow, fold, algebra, cse, dce]
 
 
-def simplify(program: Program, ranks: bool = False) -> Program:
+def simplify(program: Program, ranks: bool = False, keep: Collection[str] = ()) -> Program:
     """The passes of SIMPLIFY in order, each checked; layouts the user asks for and operators made to be shared are kept
-    only where it is for ranks."""
+    only where it is for ranks.  `keep`: blocks that are called as they are."""
     for change in SIMPLIFY if ranks else (unhinted, unshared, *SIMPLIFY):
-        program = check(change(program))
+        program = check(inline(program, keep=keep) if change is inline else change(program))
     return program
 
 
