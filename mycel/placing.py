@@ -7,14 +7,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from mycel import lower, plan, transform
+from mycel import lower, plan
 from mycel.errors import PlanError
-from mycel.ir import Layout, Program, call, check, walk
+from mycel.ir import Layout, Program, check, walk
 from mycel.ops import o
 from mycel.plan import Decided, Plan, Residuals, StageCosts, Times
 from mycel.plan.schedule import KINDS
 
-Given = tuple[Mapping[int, Layout], frozenset[int]]  # layouts of a program's inputs, by position; those gathered for use
+# layouts of a program's inputs, by position; and those that are gathered for use
+Given = tuple[Mapping[int, Layout], frozenset[int]]
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ class PlacedStep:
             laid, spread = self._laid_out(i, program, known)
             plans.append(laid)
             spreads.append(spread)
-            programs.append(_local(program, spread))
+            programs.append(lower.local_of_place(program, spread))
         ends = [lower.crossings(p, spread) for p, spread in zip(pipeline.programs, spreads, strict=True)]
         connected = [
             p if spread is None else check(lower.overlap(p))
@@ -89,9 +90,7 @@ class PlacedStep:
         times, steps = self._timed(done)
         return PlacedOutcome(residuals, lowered, tuple(plans), times, steps)
 
-    def _laid_out(
-        self, i: int, program: Program, known: Sequence[Decided]
-    ) -> tuple[Plan, lower.Distributed | None]:
+    def _laid_out(self, i: int, program: Program, known: Sequence[Decided]) -> tuple[Plan, lower.Distributed | None]:
         of_place = self.plan.at_place(i)
         if not known:
             return self.laid_out(program, of_place, self.given(i, program))
@@ -109,9 +108,7 @@ class PlacedStep:
         for place in self.plan.places:
             clocks.append(plan.Clock(self.hardware, self.hardware.links(place.mesh)))
         forward, backward, weight = (
-            tuple(
-                plan.step_seconds(clocks[p], pipeline.programs[p], kind, s, ()) for s, p in enumerate(schedule.place)
-            )
+            tuple(plan.step_seconds(clocks[p], pipeline.programs[p], kind, s, ()) for s, p in enumerate(schedule.place))
             for kind in KINDS
         )
         link = self.hardware.links(self.plan.mesh).of((plan.PLACE_AXIS,))
@@ -140,11 +137,3 @@ class PlacedStep:
 def _decided(of_place: Plan) -> Decided:
     assert of_place.decided is not None
     return of_place.decided
-
-
-def _local(program: Program, spread: lower.Distributed | None) -> Program:
-    """What a rank of a place runs, but for its messages."""
-    if spread is None:
-        return program
-    steps = [name for eqn in program.main.eqns if eqn.op is call and (name := eqn.params["block"])]
-    return check(transform.fuse(lower.hoist(lower.local_of(program, spread, keep=steps))))

@@ -56,9 +56,9 @@ from mycel.monitors import monitored
 from mycel.objective import Batch, objective, refuse_outputs
 from mycel.outer_steps import TAKEN, OuterSteps
 from mycel.parts import ShardedModel, UnshardedStep, roles_of
-from mycel.plan.links import Link, fitted
 from mycel.placed_model import PlacedModel
 from mycel.placing import Given
+from mycel.plan.links import Link, fitted
 from mycel.planning import Task, planned
 from mycel.run import (
     CudaGraph,

@@ -16,6 +16,7 @@ from torch import nn
 
 import mycel
 from mycel.ir import Layout, Program, type_of
+from mycel.lower import Lowered
 from mycel.parts import ShardedModel
 from mycel.plan import CPU, Plan
 from mycel.planning import Task, planned
@@ -68,8 +69,8 @@ def task_of(one: OneDevice, written: Plan, budget: int | None = None) -> Task:
     return Task(one.made.program, one.made.body, CPU, budget=budget, at_place=at_place)
 
 
-def placed_equals(one: OneDevice, written: Plan, seed: int = 0, poison: bool = False) -> Plan:
-    decided, done = planned(task_of(one, written), written)
+def placed_equals(one: OneDevice, written: Plan, seed: int = 0, poison: bool = False) -> Lowered:
+    done = planned(task_of(one, written), written)[1]
     assert done.pipeline is not None
     programs, places = done.pipeline.programs, written.places
     assert all(Program.parse(str(p), p.consts) == p for p in programs)
@@ -98,10 +99,11 @@ def placed_equals(one: OneDevice, written: Plan, seed: int = 0, poison: bool = F
     for program, (_, outs), mesh, results in zip(programs, laid, meshes, found, strict=True):
         seen |= set(program.updates)
         wants = [*wanted[:n], *(news[name] for name in program.updates)]
-        for name, parts, want, layout in zip([*map(str, range(n)), *program.updates], results, wants, outs, strict=True):
+        names = [*map(str, range(n)), *program.updates]
+        for name, parts, want, layout in zip(names, results, wants, outs, strict=True):
             whole = put_together(parts, layout, type_of(want), mesh)
             tolerance = 1e-10 if want.dtype == torch.float64 else 2e-5
             close = torch.allclose(whole, want, rtol=tolerance, atol=tolerance, equal_nan=True)
             assert close, (name, (whole - want).abs().max())
     assert seen == set(serial.updates)
-    return decided
+    return done

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from golden import golden
 from pipelining import Tied
 from placing import Towers, one_of, placed_equals, task_of
@@ -35,7 +36,10 @@ PLACES = {
         {"vision": {"ranks": [0, 3], "mesh": {"tp": 2}}, "*": {"ranks": [1, 2], "mesh": {"dp": 2}}},
         {"parameters": TENSOR, "loose": True},
     ),
-    "dp and tp": ({"text": [0], "*": {"ranks": "1..4", "mesh": {"dp": 2, "tp": 2}}}, {"parameters": TENSOR, "loose": True}),
+    "dp and tp": (
+        {"text": [0], "*": {"ranks": "1..4", "mesh": {"dp": 2, "tp": 2}}},
+        {"parameters": TENSOR, "loose": True},
+    ),
 }
 
 
@@ -63,13 +67,48 @@ def test_placed_is_serial(name, seed):
 
 def test_a_chain_in_places():
     """Layers on one mesh, embedding and head (which are tied) on another: three stages, two of them in one place."""
-    plan = Plan.read({"place": {"layers": [0, 1], "*": [2]}, "batch": ["dp"], "microbatches": 4})
+    plan = Plan.read({"place": {"layers": [0, 1], "*": [2]}, "batch": ["dp"], "microbatches": 2})
     torch.manual_seed(0)
     batch = {"ids": torch.randint(0, 12, (8, 3)), "labels": torch.randint(0, 12, (8, 3))}
     one = one_of(Tied(2, 0.1).double(), batch, plan, clip_norm=0.05)
-    placed_equals(one, plan)
-    schedule = planned(task_of(one, plan), plan)[1].pipeline.schedule
-    assert schedule.place == (1, 0, 1)
+    assert placed_equals(one, plan).pipeline.schedule.place == (1, 0, 1)
+
+
+def clip() -> tuple[nn.Module, dict]:
+    tiny = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    words = {"vocab_size": 20, "max_position_embeddings": 8, "eos_token_id": 19, "bos_token_id": 1, "pad_token_id": 0}
+    pictures = {"image_size": 8, "patch_size": 4}
+    config = transformers.CLIPConfig(text_config=tiny | words, vision_config=tiny | pictures, projection_dim=6)
+    ids = torch.randint(2, 19, (6, 7))
+    ids[:, -1] = 19
+    batch = {"input_ids": ids, "pixel_values": torch.randn(6, 3, 8, 8), "return_loss": True}
+    return transformers.CLIPModel(config), batch
+
+
+def t5() -> tuple[nn.Module, dict]:
+    config = transformers.T5Config(
+        vocab_size=20, d_model=8, d_kv=4, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0
+    )
+    ids = torch.randint(1, 20, (2, 4, 5))
+    return transformers.T5ForConditionalGeneration(config), {"input_ids": ids[0], "labels": ids[1]}
+
+
+@pytest.mark.parametrize(
+    ("made", "place", "stages"),
+    [
+        (clip, {"vision_model": [0], "visual_projection": [0], "*": [1, 2]}, (0, 1, 1)),
+        (t5, {"encoder": [0, 1], "*": [2]}, None),
+    ],
+    ids=["clip", "t5"],
+)
+def test_models_of_two_parts(made, place, stages):
+    """As transformers has them, unmodified: a contrastive loss over the whole batch; an embedding that both use."""
+    torch.manual_seed(0)
+    model, batch = made()
+    plan = Plan.read({"place": place, "batch": ["dp"]})
+    schedule = placed_equals(one_of(model.eval(), batch, plan), plan).pipeline.schedule
+    assert stages is None or schedule.place == stages
+    assert set(schedule.place) == {0, 1}
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +160,8 @@ def test_schedules_of_a_graph(name, microbatches):
         edges = [(s, t) for t in range(len(place)) for s in range(t) if rng.random() < 0.4]
         after = {("F", t): tuple(("F", s) for s, u in edges if u == t) for t in range(len(place))}
         after |= {("B", s): (("F", s), *(("B", t) for u, t in edges if u == s)) for s in range(len(place))}
-        costs = StageCosts(*(tuple(rng.uniform(0.1, 2) for _ in place) for _ in range(3)), message=rng.choice([0.0, 0.3]))
+        seconds = (tuple(rng.uniform(0.1, 2) for _ in place) for _ in range(3))
+        costs = StageCosts(*seconds, message=rng.choice([0.0, 0.3]))
         schedule = of_places(name, place, microbatches, after, costs)
         steps = [step for order in schedule.orders for step in order]
         assert len(set(steps)) == len(steps) == 2 * len(place) * microbatches

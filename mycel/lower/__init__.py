@@ -4,7 +4,17 @@ from mycel.lower.compress import compress
 from mycel.lower.distribute import Distributed, distribute, settled
 from mycel.lower.explain import explain, proved, schedule_text, sent, sent_text
 from mycel.lower.hoist import hoist
-from mycel.lower.lowered import Lowered, finished, local_of, lowered, staged, with_moves, with_regions, with_residuals
+from mycel.lower.lowered import (
+    Lowered,
+    finished,
+    local_of,
+    local_of_place,
+    lowered,
+    staged,
+    with_moves,
+    with_regions,
+    with_residuals,
+)
 from mycel.lower.offload import offload, split_updates
 from mycel.lower.outer import SENT_AT, OuterMessage, outer_message, outer_messages, outer_role, rounds
 from mycel.lower.overlap import overlap
@@ -15,8 +25,10 @@ from mycel.lower.stage_sums import plain_sums
 from mycel.lower.stages import Pipeline, pipelined
 
 __all__ = [
-    "SENT_AT", "Distributed", "Lowered", "OuterMessage", "Pipeline", "Prices", "compress", "connect", "crossings", "distribute", "explain",
-    "finished", "hoist", "in_places", "local_of", "lowered", "offload", "outer_message", "outer_messages", "outer_role",
+    "SENT_AT", "Distributed", "Lowered", "OuterMessage", "Pipeline", "Prices", "compress", "connect", "crossings",
+    "distribute", "explain",
+    "finished", "hoist", "in_places", "local_of", "local_of_place", "lowered", "offload",
+    "outer_message", "outer_messages", "outer_role",
     "overlap", "pipelined", "plain_sums", "proved", "reside", "rounds", "schedule_text", "sent", "sent_text",
     "settled", "split_updates", "staged", "with_moves", "with_regions", "with_residuals",
 ]  # fmt: skip

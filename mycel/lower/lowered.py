@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 from mycel import transform
-from mycel.ir import Eqn, Program, check
+from mycel.ir import Eqn, Program, call, check
 from mycel.lower.compress import compress
 from mycel.lower.distribute import Distributed, distribute
 from mycel.lower.encode_gathers import EncodedGathers, encode_gathers
@@ -87,6 +87,15 @@ def local_of(
     if spread is None:
         return check(transform.simplify(program))
     return check(transform.simplify(check(compress(spread.local)), ranks=True, keep=keep))
+
+
+def local_of_place(program: Program, spread: Distributed | None) -> Program:
+    """What is left to a rank of the program of a place, but for the pieces of its messages: the steps of its stages
+    stay blocks."""
+    if spread is None:
+        return program
+    steps = [eqn.params["block"] for eqn in program.main.eqns if eqn.op is call]
+    return check(transform.fuse(hoist(local_of(program, spread, keep=steps))))
 
 
 def with_residuals(local: Program, residuals: Residuals, spread: Distributed | None) -> Program:

@@ -25,7 +25,7 @@ from mycel.lower.stages import Pipeline, RankWriter, pipeline_of
 from mycel.ops import o
 from mycel.plan.across import Placed, transfers
 from mycel.plan.places import PLACE_AXIS, Place, PlacedStages, placed_stages
-from mycel.plan.schedule import BACKWARD, FORWARD, PipelineSchedule, StageCosts, StepGraph, of_places, read_orders
+from mycel.plan.schedule import BACKWARD, FORWARD, StageCosts, StepGraph, of_places, read_orders
 from mycel.plan.stages import StepFlow, refuse_shared_state
 from mycel.transform.dce import dce
 
@@ -93,9 +93,7 @@ class PlaceWriter(RankWriter):
 
     def finish_receive(self, tokens: Sequence[Var], like: Sequence[Var], source: int, tag: int) -> list[Var]:
         how = [{"source": source, "tag": tag + i, "dtype": v.dtype, "shape": v.shape} for i, v in enumerate(like)]
-        return [
-            self.emit(o.finish_receive_across, (token,), params) for token, params in zip(tokens, how, strict=True)
-        ]
+        return [self.emit(o.finish_receive_across, (token,), params) for token, params in zip(tokens, how, strict=True)]
 
     def summed(self, x: Var) -> Var:
         """Each place tells the others its own, and adds them up in the same order."""
@@ -152,9 +150,7 @@ def connect(
 
 def _pieces(sent: Crossing, source: Place, received: Crossing, target: Place) -> tuple[object, ...]:
     ends = Placed(sent.layout, source.mesh, source.ranks), Placed(received.layout, target.mesh, target.ranks)
-    return tuple(
-        (t.source, t.target, t.source_start, t.target_start, t.shape) for t in transfers(sent.type, *ends)
-    )
+    return tuple((t.source, t.target, t.source_start, t.target_start, t.shape) for t in transfers(sent.type, *ends))
 
 
 def _connected(program: Program, pieces: Mapping[int, tuple[object, ...]]) -> Program:

@@ -1,10 +1,10 @@
 """Messages between programs on meshes of their own: each rank sends the pieces of its part that ranks of the other mesh
 need of theirs.
 
-    t = begin_send_across(x, to=1, tag=7, pieces=…)            the pieces of x to the ranks of program 1, without waiting
-    finish_send_across(t, x, to=1, tag=7, pieces=…)            they have been taken, and x may change
+    t = begin_send_across(x, to=1, tag=7, pieces=…)     pieces of x to the ranks of program 1, without waiting
+    finish_send_across(t, x, to=1, tag=7, pieces=…)     they have been taken, and x may change
     t = begin_receive_across(source=0, tag=7, dtype=f32, pieces=…)
-    x = finish_receive_across(t, source=0, tag=7, dtype=f32, shape=(4, 8), pieces=…)     this rank's part of what was sent
+    x = finish_receive_across(t, source=0, tag=7, dtype=f32, shape=(4, 8), pieces=…)    this rank's part of it
 
 Every dim may be split, on either side as it likes; layouts decide the pieces (`plan/across.py`), so these are filled in
 once both are known: (rank that sends, rank that receives, where it begins in the part of each, its shape), ranks by

@@ -44,11 +44,13 @@ from mycel.plan.synchronising import SyncPolicy
 from mycel.plan.travels import travels
 
 __all__ = [
-    "CANDIDATES", "COMPUTE", "CPU", "LESS", "PLACE_AXIS", "STAGE_AXIS", "Absence", "BlockLayouts", "Clock", "Costs", "Decided",
+    "CANDIDATES", "COMPUTE", "CPU", "LESS", "PLACE_AXIS", "STAGE_AXIS", "Absence", "BlockLayouts", "Clock", "Costs",
+    "Decided",
     "Decision", "ErrorBars", "Hardware", "Layouts", "Links", "Measured", "MovedValue", "Offload", "Offloaded",
     "PipelineSchedule", "Place", "Plan", "Predicted", "Residuals", "Solved", "StageCosts", "StepBody", "StepFlow",
     "StreamShare", "StreamedInput", "SyncPolicy", "Times", "absences", "backward_inputs", "backward_part",
-    "beside_each_other", "best_cut", "chunk_bytes", "clock", "cut_blocks", "decide", "digest", "equation_key", "error_bars",
+    "beside_each_other", "best_cut", "chunk_bytes", "clock", "cut_blocks", "decide", "digest", "equation_key",
+    "error_bars",
     "expressions", "hardware_of", "ladder", "message_bytes", "modules_around", "moves_of", "orders_text", "paired",
     "parameter_layouts", "probe_path", "probe_text", "ready_plans", "refuse_idle", "residuals", "searched", "solve",
     "splits", "stage_costs", "starts_of", "state_inputs", "step_seconds", "streams_of", "timeline", "travels",

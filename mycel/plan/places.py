@@ -91,7 +91,8 @@ def _read_place(pattern: str, value: Any) -> Place:
     ranks = _read_ranks(value["ranks"] if known and "ranks" in value else value)
     if not ranks or (isinstance(value, Mapping) and not known):
         raise PlanError(
-            f"place: {pattern}: {value!r}\n  try       ranks, as in [0, 1] or 2..7; or {{ranks: 2..7, mesh: {{dp: 3, tp: 2}}}}"
+            f"place: {pattern}: {value!r}\n"
+            "  try       ranks, as in [0, 1] or 2..7; or {ranks: 2..7, mesh: {dp: 3, tp: 2}}"
         )
     mesh = Mesh(value.get("mesh") or {"dp": len(ranks)}) if known else Mesh(dp=len(ranks))
     if mesh.world != len(ranks):
@@ -143,11 +144,11 @@ class PlacedStages:
 def placed_stages(flow: StepFlow, places: Sequence[Place]) -> PlacedStages:
     """The stages of a step whose parameters are in places; PlanError for a place that does nothing."""
     names, homes, depths = names_of_inputs(flow), dict[int, tuple[int, int]](), dict[Var, tuple[int, int]]()
-    used = {i: _weights(flow, i, names, places) for i in flow.units}
     for i in flow.units:
         operands = [depths[v] for v in flow.behind(flow.block.eqns[i]) if v in depths]
-        weights = used[i]
-        at = max(weights, key=lambda p: (weights[p], p)) if weights else max(operands)[1] if operands else len(places) - 1
+        weights = _weights(flow, i, names, places)
+        latest = max(operands, default=(0, len(places) - 1))[1]
+        at = max(weights, key=lambda p: (weights[p], p)) if weights else latest
         depth = max((d + (p != at) for d, p in operands), default=0)
         homes[i] = depth, at
         depths.update(dict.fromkeys(flow.block.eqns[i].outputs, (depth, at)))
@@ -165,9 +166,7 @@ def placed_stages(flow: StepFlow, places: Sequence[Place]) -> PlacedStages:
     return PlacedStages(stages, tuple(p for _, p in order))
 
 
-def _weights(
-    flow: StepFlow, unit: int, names: Mapping[Var, set[str]], places: Sequence[Place]
-) -> dict[int, int]:
+def _weights(flow: StepFlow, unit: int, names: Mapping[Var, set[str]], places: Sequence[Place]) -> dict[int, int]:
     """Of the parameters that an equation reads: elements, by place."""
     found: dict[int, int] = {}
     for v in flow.behind(flow.block.eqns[unit]):
