@@ -273,8 +273,8 @@ class StepState:
         tensors |= numbers | self.messages.tensors()
         plan = str(self.split.written.given) if self.split is not None else None
         if self.split is not None and self.split.ranks.world is not self.split.ranks:  # meshes differ: whole on each
-            tensors = {name: self.split.gather(x, *lying[name]) if name in lying else x for name, x in tensors.items()}
-            lying = {}
+            wholes = {id(x): self.split.gather(x, *lying[name]) for name, x in tensors.items() if name in lying}
+            tensors, lying = {name: wholes.get(id(x), x) for name, x in tensors.items()}, {}
         with Saver(folder, keep, asynchronous=False, ranks=self.process, plan=plan) as saver:
             saver.save(number, tensors, {"optimizer": self._plain(), "steps": number}, layouts=lying)
         if saver.last is None:

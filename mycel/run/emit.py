@@ -47,6 +47,7 @@ from mycel.run.compile import compiled as compile_function
 from mycel.run.kernels import literal, sources_of, write, write_inplace, write_into
 from mycel.run.memory_sharing import given_away, reusable, shared_outputs, summing
 
+_ROOMS = {"mycel.ops.across": "across"}  # where operators are that ask the run's communicator, if not in collective
 _TAKEN = {*keyword.kwlist, *dir(builtins), "torch", "math", "base64", "device", "ranks", "across", "spaces"}
 
 
@@ -274,7 +275,7 @@ class _Function:
             more = [f"{k}={literal(v)}" for k, v in eqn.params.items()] + ["device=device"] * (
                 "device" in eqn.op.defaults
             )
-            room = "across" if eqn.op.name.endswith("_across") else "ranks"
+            room = _ROOMS.get(eqn.op.kernel.__module__, "ranks")
             return f"{room}.{eqn.op.name}({', '.join([*args, *more])})"
         return _const(eqn.params["name"]) if eqn.op is o.const else write(eqn.op, args, eqn.params, eqn.input_types)
 
