@@ -79,11 +79,10 @@ class Processes:
         self.groups: dict[tuple[Axes, str], RankGroup] = {}
         self.meeting, self.world, self.numbers = meeting, world or self, tuple(numbers) or tuple(range(mesh.world))
         self.owner = os.getpid()
-        if world is not None:
-            self.watch = world.watch
-            return
-        self.watch = Watch(meeting) if meeting else None
-        atexit.register(self._exit)
+        own = Watch(meeting) if meeting is not None and world is None else None
+        self.watch: Watch | None = world.watch if world is not None else own
+        if world is None:
+            atexit.register(self._exit)
 
     def within(self, mesh: Mesh, numbers: Sequence[int]) -> Processes:
         """This rank among some of all, which are a mesh of their own; all ranks call it, each for those it is one of:
