@@ -4,18 +4,18 @@ places, each is laid out over its mesh as any other step is, and messages betwee
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from mycel import lower, plan
 from mycel.errors import PlanError
 from mycel.ir import Layout, Program, check, walk
 from mycel.ops import o
-from mycel.plan import Decided, Plan, Residuals, StageCosts, Times
+from mycel.plan import Decided, Hardware, Plan, Residuals, StageCosts, Times
 from mycel.plan.schedule import KINDS
 
 # layouts of a program's inputs, by position; and those that are gathered for use
-Given = tuple[Mapping[int, Layout], frozenset[int]]
+Given = tuple[dict[int, Layout], frozenset[int]]
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class PlacedStep:
     program: Program
     body: str
     plan: Plan
-    hardware: plan.Hardware
+    hardware: Hardware
     given: Callable[[int, Program], Given]
     laid_out: Callable[[Program, Plan, Given], tuple[Plan, lower.Distributed | None]]
 

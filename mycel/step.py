@@ -653,8 +653,8 @@ class Step:
             program = check(transform.microbatch(program, counting, batch.parts, split, rows))
             body = transform.BODY
         elif self.written is not None and self.written.place:  # stages are cut from what is done with a part
-            rows = [v.name for v in program.inputs if program.role(v).kind == "batch" and v.ndim]
-            program = check(transform.microbatch(program, transform.no_counts(program), 1, rows))
+            tensors = [v.name for v in program.inputs if program.role(v).kind == "batch" and v.ndim]
+            program = check(transform.microbatch(program, transform.no_counts(program), 1, tensors))
             body = transform.BODY
         return UnshardedStep(captured, program, tuple(groups), results, body)
 

@@ -7,6 +7,7 @@ hoist        what blocks gather, their callers gather
 fuse         updates of many parameters in one
 outline      stretches between calls that are compiled as one
 stages       of a pipeline: one program for the ranks of each
+interleave   two microbatches at once, where the plan says so
 overlap      collectives begin early and end late
 gathers      of parameters, on encoded bytes
 offload      values leave for the host and come back
@@ -23,6 +24,7 @@ from mycel.lower.compress import compress
 from mycel.lower.distribute import Distributed, distribute
 from mycel.lower.encode_gathers import EncodedGathers, encode_gathers
 from mycel.lower.hoist import hoist
+from mycel.lower.interleave import interleave
 from mycel.lower.offload import offload
 from mycel.lower.overlap import overlap
 from mycel.lower.residency import reside
@@ -111,6 +113,9 @@ def with_regions(resident: Program, is_worth: Callable[[str, Sequence[Eqn]], boo
 def finished(program: Program, spread: Distributed | None, plan: Plan) -> Program:
     if spread is None:
         return program
+    if plan.at_once > 1:
+        assert plan.decided is not None
+        program = interleave(program, plan.decided.residuals.body)
     ordered = check(overlap(program))
     shapes = {role.name: v.shape for v in spread.whole.inputs if (role := spread.whole.role(v)).kind == "parameter"}
     codecs = plan.gathered_codecs(shapes)

@@ -290,8 +290,8 @@ class RankWriter:
         for message in self.loop.received.get(step, ()):
             self.at(step, message.values[0])
             source = self.schedule.place[message.source.stage]
-            outs = self.finish_receive(self.tokens[message.tag], message.values, source, message.tag)
-            self.inside.update({(s, m, v): x for v, x in zip(message.values, outs, strict=True)})
+            came = self.finish_receive(self.tokens[message.tag], message.values, source, message.tag)
+            self.inside.update({(s, m, v): x for v, x in zip(message.values, came, strict=True)})
         self.at(step)
         self.b.phase = "backward"
         for message in self.loop.settled.get(step, ()):

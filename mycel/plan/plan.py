@@ -9,6 +9,7 @@
       hidden_states: [dp, tp, -]
     zero: 3 over dp                    # optimiser state (1), gradients (2), parameters (3) split over axes
     microbatches: 4                    # the batch in so many parts, one after the other (`accumulate`)
+    at_once: 2                         # of these, at once on a device: while one waits for ranks, the other computes
     stages: 4                          # of a pipeline, cut where the clock says; or the module each begins with:
                                        # [embed, layers.4, layers.8, layers.12].  The mesh is that inside a stage
     schedule: zbv                      # gpipe, 1f1b (default), interleaved, interleaved 3 (stages a rank), zbh1, zbv,
@@ -71,8 +72,8 @@ _Dumper: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)  # the C ones are t
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 READY = Path(__file__).parent.parent / "plans"
 KEYS = (
-    "mesh", "parameters", "batch", "activations", "zero", "microbatches", "stages", "schedule", "place", "sums",
-    "compress", "gather", "monitor", "sync", "recompute", "offload", "loose", "decided", "predicted",
+    "mesh", "parameters", "batch", "activations", "zero", "microbatches", "at_once", "stages", "schedule", "place",
+    "sums", "compress", "gather", "monitor", "sync", "recompute", "offload", "loose", "decided", "predicted",
 )  # fmt: skip
 ALONE = frozenset({"microbatches", "recompute", "offload"})  # what may be said of one device, without a mesh
 STAGE_AXIS = "pp"  # of the mesh of a pipeline: the slowest, ranks of one stage lie together
@@ -106,6 +107,7 @@ class Plan:
     gather: Mapping[str, Any] = field(default_factory=dict)
     monitor: Any = ()
     place: Mapping[str, Any] = field(default_factory=dict)
+    at_once: int = 1
 
     def __post_init__(self) -> None:
         self._lay_stages()
@@ -128,6 +130,7 @@ class Plan:
             raise PlanError(f"microbatches: {self.microbatches!r}\n  try       a whole number, at least 1")
         if self.sums not in SUMS:
             raise PlanError(f"sums: {self.sums!r}\n  known     {', '.join(SUMS)}")
+        self._refuse_at_once()
         read_monitor(self.monitor)
         phases, _ = read_phases(self.compress)
         for _, how in phases:
@@ -185,6 +188,25 @@ class Plan:
             return self
         mesh = Mesh({axis: n for axis, n in self.mesh.sizes().items() if axis != STAGE_AXIS})
         return replace(self, mesh=mesh, stages=1, schedule="1f1b")
+
+    def _refuse_at_once(self) -> None:
+        """PlanError for microbatches that cannot go through a device at once."""
+        if self.at_once not in (1, 2):
+            raise PlanError(f"at_once: {self.at_once!r}\n  try       1, or 2 microbatches")
+        if self.at_once == 1:
+            return
+        others = {"stages": self.is_pipeline, "place": self.place, "offload": not self.offload.is_none}
+        refused = next((name for name, given in others.items() if given), None)
+        if refused is not None:
+            raise PlanError(
+                f"at_once: {self.at_once}: not beside {refused} yet\n"
+                f"  try       a plan without {refused}, or at_once: 1"
+            )
+        if self.microbatches % self.at_once:
+            raise PlanError(
+                f"at_once: {self.at_once}, but microbatches: {self.microbatches}\n"
+                f"  try       microbatches: {self.microbatches + 1}"
+            )
 
     # -- sub-models on meshes of their own ---------------------------------------------------------------------------
 
@@ -362,7 +384,7 @@ class Plan:
             str(data.get("sums") or "as computed"), data.get("microbatches") or 1,
             Offload.read(data.get("offload"), where), stages, str(data.get("schedule") or "1f1b"),
             data.get("compress") or {}, data.get("sync") or {}, data.get("gather") or {}, data.get("monitor") or (),
-            data.get("place") or {},
+            data.get("place") or {}, data.get("at_once") or 1,
         )  # fmt: skip
         return found._on(mesh, where)
 
@@ -388,6 +410,7 @@ class Plan:
         found |= {"activations": {k: _plain(v) for k, v in self.activations.items()}} if self.activations else {}
         found |= {"zero": f"{self.zero} over {'.'.join(self.over)}"} if self.zero else {}
         found |= {"microbatches": self.microbatches} if self.microbatches > 1 else {}
+        found |= {"at_once": self.at_once} if self.at_once > 1 else {}
         if self.is_pipeline:
             found["stages"] = self.stages if isinstance(self.stages, int) else list(self.stages)
             found["schedule"] = self.schedule
