@@ -3,6 +3,7 @@ under every schedule, whatever lies inside a stage; and what is sent and held is
 
 from __future__ import annotations
 
+import functools
 import random
 from collections import Counter
 
@@ -79,6 +80,26 @@ def test_cut_anywhere(seed, steps):
     ranks = rng.randint(2, 5)
     schedule = rng.choice([named(rng.choice(["1f1b", "zbh1", "gpipe"]), ranks, 4), interleaved(2, 4, 3)])
     pipeline_equals(steps[4], schedule, rng, seed=seed)
+
+
+@functools.cache
+def made_by_chance(layers: int, microbatches: int, dropout: float, clip: float | None) -> OneDevice:
+    return tied(microbatches, layers, dropout, clip_norm=clip)
+
+
+@pytest.mark.parametrize("seed", range(320))
+def test_random_pipelines(seed):
+    """A model, stages, a schedule, microbatches, what lies inside a stage and what is in the tensors, by chance."""
+    rng = random.Random(seed)
+    one = made_by_chance(rng.randint(1, 4), rng.choice([2, 4, 8]), rng.choice([0.0, 0.2]), rng.choice([None, 0.05]))
+    microbatches = StepFlow(local_program(one, None)[0], one.made.body).body.length
+    name, ranks = rng.choice([*NAMED, "interleaved 3"]), rng.randint(2, 4)
+    inner = INNER[rng.choice(list(INNER))]
+    units = len(StepFlow(local_program(one, inner)[0], one.made.body).units)
+    schedule = named(name, ranks, microbatches)
+    if schedule.stages > units:
+        schedule = named("1f1b", min(ranks, units), microbatches)
+    pipeline_equals(one, schedule, rng, inner, seed=rng.randrange(99), poison=rng.random() < 0.1)
 
 
 FAMILIES = {

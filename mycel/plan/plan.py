@@ -13,7 +13,7 @@
     stages: 4                          # of a pipeline, cut where the clock says; or the module each begins with:
                                        # [embed, layers.4, layers.8, layers.12].  The mesh is that inside a stage
     schedule: zbv                      # gpipe, 1f1b (default), interleaved, interleaved 3 (stages a rank), zbh1, zbv,
-                                       # searched
+                                       # dualpipev, searched
     place: {vision_model: [0, 1], "*": [2..7]}     # sub-models on ranks of their own, which run at once; with a mesh
                                        # each: {ranks: 2..7, mesh: {dp: 3, tp: 2}}.  Layouts are of these (places.py)
     sums: fp32                         # partial sums travel in 32 bits; as computed (default): in the precision of the

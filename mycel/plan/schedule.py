@@ -17,6 +17,8 @@ With p ranks and F, B, W the seconds of a rank's steps of one microbatch, ranks 
     interleaved  as 1f1b, each rank with v stages that lie p apart                          (p - 1) (F + B + W) / v
     zbh1         as 1f1b, weights where there was nothing to do; holds as many              (p - 1) (F + B - W)
     zbv          two stages a rank, down the ranks and up again, weights apart              0 where F = B = W
+    dualpipev    the stages of zbv, forward and backward of both in turn                    (p - 1) (F + B - W) / 2
+                                                                                            where F = B
     searched     by the costs: the best of list schedules and of all the above; `bound` says how much less is possible
 
 (Narayanan et al. 2021, Qi et al. 2023 and 2024.)  A schedule for a number of microbatches that does not fill its
@@ -27,6 +29,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -376,12 +379,57 @@ def zbv(ranks: int, microbatches: int) -> PipelineSchedule:
     return PipelineSchedule("zbv", microbatches, place, True, tuple(orders))
 
 
+def dualpipev(ranks: int, microbatches: int) -> PipelineSchedule:
+    """The stages of zbv, where in the middle each forward step is followed by a backward step of another microbatch, in
+    the rank's other stage: neither waits for the other, so messages inside a stage of one can go on beside the other
+    (DeepSeek-AI 2025, cut in half)."""
+    full = max(2 * ranks, microbatches)
+    orders = []
+    for rank in range(ranks):
+        steps, later = _Steps((rank, 2 * ranks - 1 - rank)), deque[int]()  # chunks whose weights are put off
+        behind = ranks - rank - 1
+
+        def backward(chunk: int, puts_off: bool = False, steps: _Steps = steps, later: deque[int] = later) -> None:
+            steps.add("B" if puts_off else "BW", chunk)
+            if puts_off:
+                later.append(chunk)
+
+        for _ in range(2 * behind):
+            steps.add("F", 0)
+        for _ in range(rank + 1):
+            steps.add("F", 0)
+            steps.add("F", 1)
+        for _ in range(behind):
+            backward(1)
+            steps.add("F", 1)
+        for _ in range(full - 2 * ranks + rank + 1):
+            for forward in (0, 1):
+                steps.add("F", forward)
+                backward(1 - forward)
+        for _ in range(behind):
+            backward(1)
+            steps.add("F", 1)
+            backward(0)
+        for i in range(rank + 1):
+            backward(1, i > (rank + 1) // 2 or (i == (rank + 1) // 2 and rank % 2 == 1))
+            backward(0, i >= (rank + 1) // 2)
+        for _ in range(behind):
+            steps.add("W", later.popleft())
+            backward(0, True)
+        while later:
+            steps.add("W", later.popleft())
+        orders.append(_whole(steps.steps, microbatches))
+    place = tuple(s if s < ranks else 2 * ranks - 1 - s for s in range(2 * ranks))
+    return PipelineSchedule("dualpipev", microbatches, place, True, tuple(orders))
+
+
 NAMED: dict[str, Callable[[int, int], PipelineSchedule]] = {
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
     "interleaved": interleaved,
     "zbh1": zbh1,
     "zbv": zbv,
+    "dualpipev": dualpipev,
 }
 SCHEDULES = (*NAMED, "searched")
 PLACE_SCHEDULES = ("gpipe", "1f1b", "searched")  # of stages that are no chain
@@ -399,12 +447,12 @@ def stages_a_rank(name: str) -> int:
     numbers = [int(n) for n in more if n.isdigit()]
     if word not in SCHEDULES or len(more) > (word == "interleaved") or len(numbers) < len(more) or 0 in numbers:
         raise PlanError(f"schedule: {name!r}\n  known     {', '.join(SCHEDULES)}; interleaved 3: three stages a rank")
-    return numbers[0] if numbers else {"zbv": 2, "interleaved": 2}.get(word, 1)
+    return numbers[0] if numbers else {"zbv": 2, "dualpipev": 2, "interleaved": 2}.get(word, 1)
 
 
 def splits(name: str) -> bool:
     """Have weights steps of their own under a schedule, or could they?"""
-    return name.split(maxsplit=1)[0] in ("zbh1", "zbv", "searched")
+    return name.split(maxsplit=1)[0] in ("zbh1", "zbv", "dualpipev", "searched")
 
 
 def orders_text(schedule: PipelineSchedule) -> tuple[str, ...]:
