@@ -33,6 +33,8 @@ from mycel.plan import (
 from mycel.plan.choices import Laid
 from mycel.sizes import shown
 
+CUTS = 8  # how often a pipeline is cut anew for its stages to fit
+NEARLY = 0.05  # of a budget: so little too much that the next smaller cut may do
 WORTH = 0.005  # the share of a step that compiling a stretch between calls must save
 
 
@@ -182,8 +184,39 @@ class LaidOut:
         assert self.plan.decided is not None
         body = self.task.body
         summed = lower.plain_sums(resident, body)
-        flow = plan.StepFlow(summed, body)
-        starts = tuple(flow.block.eqns[i].outputs[0].name for i in self._starts(flow, names))
+        flow, budget = plan.StepFlow(summed, body), self.task.budget
+
+        def cut_at(units: Sequence[int]) -> Outcome:
+            starts = tuple(flow.block.eqns[i].outputs[0].name for i in units)
+            return self._cut_at(starts, summed, residuals, names, regions)
+
+        if not isinstance(self.plan.stages, int):
+            return cut_at(plan.starts_of(flow, self.plan.stages))
+        cutter = self._cutter(flow, names)
+        room, outcomes = None, list[Outcome]()
+        for _ in range(CUTS):  # what a stage needs is estimated before it is cut, and known once it is
+            starts = cutter.best(room)
+            needs = cutter.needs(starts)
+            if room is not None and needs > room:
+                break
+            outcomes.append(cut_at([cutter.blocks[i].unit for i in starts]))
+            too_much = outcomes[-1].times.peak[DEVICE] - budget if budget is not None else 0
+            if too_much <= 0:
+                return outcomes[-1]
+            room = needs - (1.0 if too_much < NEARLY * (budget or 0) else 0.75 * too_much)
+        return min(outcomes, key=lambda x: x.times.peak[DEVICE])
+
+    def _cut_at(
+        self,
+        starts: tuple[str, ...],
+        summed: Program,
+        residuals: Residuals,
+        names: frozenset[str],
+        regions: Mapping[str, tuple[str, ...]],
+    ) -> Outcome:
+        """A pipeline whose stages begin at these values."""
+        assert self.plan.decided is not None
+        body = self.task.body
         decided = replace(self.plan.decided, residuals=residuals, stages=starts)
 
         def under(schedule: str, orders: tuple[str, ...] = ()) -> lower.Lowered:
@@ -202,15 +235,14 @@ class LaidOut:
         times = self._pipeline_times(done, costs)
         return Outcome(residuals, done, regions, times, stages=starts, orders=orders, steps=costs)
 
-    def _starts(self, flow: StepFlow, regions: frozenset[str]) -> list[int]:
-        """The units at which stages begin: of the modules the plan names, or where the clock has them end."""
-        given = self.plan
-        if not isinstance(given.stages, int):
-            return plan.starts_of(flow, given.stages)
-        assert self.clock.links is not None
+    def _cutter(self, flow: StepFlow, regions: frozenset[str]) -> plan.Cutter:
+        """What there is to cut, by the clock, and what stages would hold."""
+        assert self.clock.links is not None and isinstance(self.plan.stages, int)
         compiled = flow.program.blocks if self.task.compiled and not self.task.outlines else regions
         blocks = plan.cut_blocks(flow, self.clock, self.clock.links.of((plan.STAGE_AXIS,)), compiled)
-        return [blocks[i].unit for i in plan.best_cut(blocks, given.stages, flow.body.length)]
+        like = replace(self.plan, schedule="1f1b") if self.plan.schedule == "searched" else self.plan
+        in_flight = like.schedule_of(flow.body.length).in_flight
+        return plan.Cutter(blocks, plan.block_memory(flow, blocks), in_flight, flow.body.length)
 
     def _stage_costs(self, done: lower.Lowered) -> StageCosts:
         """Seconds of the steps of each stage, and of the longest message between them."""

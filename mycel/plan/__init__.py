@@ -4,7 +4,7 @@ from mycel.plan.choices import Layouts
 from mycel.plan.clock import COMPUTE, Clock, StreamShare, Times, clock
 from mycel.plan.compression import CANDIDATES
 from mycel.plan.cost import Costs
-from mycel.plan.cuts import best_cut, cut_blocks
+from mycel.plan.cuts import Cutter, block_memory, cut_blocks
 from mycel.plan.decide import LESS, decide, ladder
 from mycel.plan.decided import BlockLayouts, Decided, Predicted, digest
 from mycel.plan.hardware import CPU, Hardware, hardware_of, probe_path, probe_text, with_link
@@ -45,13 +45,13 @@ from mycel.plan.travels import travels
 
 __all__ = [
     "CANDIDATES", "COMPUTE", "CPU", "LESS", "PLACE_AXIS", "STAGE_AXIS", "Absence", "BlockLayouts", "Clock", "Costs",
-    "Decided",
+    "Cutter", "Decided",
     "Decision", "ErrorBars", "Hardware", "Layouts", "Links", "Measured", "MovedValue", "Offload", "Offloaded",
     "PipelineSchedule", "Place", "Plan", "Predicted", "Residuals", "Solved", "StageCosts", "StepBody", "StepFlow",
     "StreamShare", "StreamedInput", "SyncPolicy", "Times", "absences", "backward_inputs", "backward_part",
-    "beside_each_other", "best_cut", "chunk_bytes", "clock", "cut_blocks", "decide", "digest", "equation_key",
-    "error_bars",
-    "expressions", "hardware_of", "ladder", "message_bytes", "modules_around", "moves_of", "orders_text", "paired",
+    "beside_each_other", "block_memory", "chunk_bytes", "clock", "cut_blocks", "decide", "digest",
+    "equation_key", "error_bars", "expressions", "hardware_of", "ladder", "message_bytes", "modules_around",
+    "moves_of", "orders_text", "paired",
     "parameter_layouts", "probe_path", "probe_text", "ready_plans", "refuse_idle", "residuals", "searched", "solve",
     "splits", "stage_costs", "starts_of", "state_inputs", "step_seconds", "streams_of", "timeline", "travels",
     "twins", "with_link", "write_down",

@@ -174,6 +174,17 @@ class PipelineSchedule:
                 lines.append(f"  rank {r}    at {order[at[r]]} waits for {missing} of rank {self.place[missing.stage]}")
         return "\n".join([f"schedule {self.name}: ranks wait for each other in a circle", *lines])
 
+    @property
+    def in_flight(self) -> list[int]:
+        """The most microbatches that each stage holds at once, from their forward to their last step."""
+        most = [0] * self.stages
+        for order in self.orders:
+            now = [0] * self.stages
+            for step in order:
+                now[step.stage] += (step.kind == FORWARD) - (step.kind == self.last_kind)
+                most[step.stage] = max(most[step.stage], now[step.stage])
+        return most
+
     def held(self, of_stage: Sequence[float] = (), pending: Sequence[float] = ()) -> list[float]:
         """The most that each rank holds at once: microbatches between their forward and their last step, or what
         `of_stage` says these take; where weights have a step of their own, `pending` from backward to that."""
