@@ -245,7 +245,8 @@ class ShardedModel:
         return self.plan.mesh.index(self.ranks.rank, (STAGE_AXIS,))
 
     def is_own(self, name: str) -> bool:
-        return self.place in self.owners.get(name, (self.place,))
+        """Does this rank hold a tensor of the model?"""
+        return not self.owners or self.place in self.owners.get(name, (self.place,))
 
     def hold(self, pipeline: Pipeline) -> None:
         """From now on this rank holds what its stages use."""
