@@ -18,6 +18,7 @@ import pytest
 import torch
 import yaml
 from pipelining import Tied
+from placed_processes import in_places
 
 import mycel
 from mycel.errors import PlanError
@@ -103,6 +104,7 @@ def main(folder: Path) -> None:
         alike(found, [wanted] * 2)
     traced(step)
     refused()
+    in_places(folder / "places")
 
 
 def losses(i: int, *steps: mycel.Step) -> list[torch.Tensor]:
@@ -160,5 +162,5 @@ def refused() -> None:
 
 
 if __name__ == "__main__":
-    faulthandler.dump_traceback_later(100, exit=True)  # no test waits for ever
+    faulthandler.dump_traceback_later(150, exit=True)  # no test waits for ever
     main(Path(sys.argv[1]))

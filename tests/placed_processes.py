@@ -1,14 +1,13 @@
-"""What a rank does in the test of places in processes:  python place_child.py FOLDER.
+"""What a rank does in the test of places in processes, beside that of pipelines (`pipeline_child.py`).
 
-Two towers, on one rank and on two, take the steps of one device beside them; then they are asked for their state, save
-it, and others that lie differently go on from there.
+Two towers, on one rank and on three, take the steps of one device beside them; then they are asked for their state,
+save it, and others that lie differently go on from there.
 """
 
 from __future__ import annotations
 
 import copy
 import os
-import sys
 from pathlib import Path
 
 import torch
@@ -18,8 +17,8 @@ import mycel
 
 RANK = int(os.environ["RANK"])
 PLANS = [  # the first takes steps, the second goes on from what it saved
-    {"place": {"vision": [0], "*": [1, 2]}, "batch": ["dp"], "zero": "3 over dp"},
-    {"place": {"text": [0, 2], "*": [1]}, "batch": ["dp"]},
+    {"place": {"vision": [0], "*": [1, 2, 3]}, "batch": ["dp"], "zero": "3 over dp"},
+    {"place": {"text": [0, 2], "*": {"ranks": [1, 3], "mesh": {"tp": 2}}}, "batch": ["dp"]},
 ]
 
 
@@ -42,7 +41,7 @@ def alike(a: object, b: object) -> None:
     torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
 
 
-def main(folder: Path) -> None:
+def in_places(folder: Path) -> None:
     torch.manual_seed(0)
     first = Towers(1, 0.1, tied=True).double()
     serial, step = step_of(copy.deepcopy(first), None), step_of(first, PLANS[0])
@@ -66,7 +65,3 @@ def main(folder: Path) -> None:
     alike(again.state_dict(), serial.state_dict())
     again.export(folder / "exported")
     assert (folder / "exported").is_dir()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
