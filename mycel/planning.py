@@ -20,6 +20,7 @@ from mycel.placing import Given, PlacedStep
 from mycel.plan import (
     Clock,
     Costs,
+    Cutter,
     Decided,
     Hardware,
     Offloaded,
@@ -235,14 +236,15 @@ class LaidOut:
         times = self._pipeline_times(done, costs)
         return Outcome(residuals, done, regions, times, stages=starts, orders=orders, steps=costs)
 
-    def _cutter(self, flow: StepFlow, regions: frozenset[str]) -> plan.Cutter:
+    def _cutter(self, flow: StepFlow, regions: frozenset[str]) -> Cutter:
         """What there is to cut, by the clock, and what stages would hold."""
         assert self.clock.links is not None and isinstance(self.plan.stages, int)
         compiled = flow.program.blocks if self.task.compiled and not self.task.outlines else regions
         blocks = plan.cut_blocks(flow, self.clock, self.clock.links.of((plan.STAGE_AXIS,)), compiled)
         like = replace(self.plan, schedule="1f1b") if self.plan.schedule == "searched" else self.plan
         in_flight = like.schedule_of(flow.body.length).in_flight
-        return plan.Cutter(blocks, plan.block_memory(flow, blocks), in_flight, flow.body.length)
+        memory = plan.block_memory(flow, blocks) if self.task.budget is not None else []
+        return Cutter(blocks, memory, in_flight, flow.body.length)
 
     def _stage_costs(self, done: lower.Lowered) -> StageCosts:
         """Seconds of the steps of each stage, and of the longest message between them."""

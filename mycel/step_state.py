@@ -119,10 +119,11 @@ class SharedOut:
         whole = {name: lying.get(name) or (Layout.whole(x.dim()), tuple(x.shape)) for name, x in own.items()}
         tied = {id(x): name for name, x in reversed(own.items())}
         texts = [[n, typed(Type(x.dtype, whole[n][1]), whole[n][0]), tied[id(x)]] for n, x in own.items()]
-        tensors, layouts, there = dict[str, torch.Tensor](), dict[str, tuple[Layout, tuple[int, ...]]](), {}
+        tensors, layouts = dict[str, torch.Tensor](), dict[str, tuple[Layout, tuple[int, ...]]]()
+        there: dict[str, set[int]] = {}
         for rank, told in enumerate(tell(texts)):
             for name, text, first in told:
-                there.setdefault(name, set[int]()).add(rank)
+                there.setdefault(name, set()).add(rank)
                 if name in layouts:
                     continue
                 type, layout = parse_typed(text)
