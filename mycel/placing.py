@@ -116,7 +116,7 @@ class PlacedStep:
             next(e.vars).type.bytes
             for p in pipeline.programs
             for e in p.main.eqns
-            if e.op is o.begin_send_across and e.phase != "update"
+            if e.op is o.begin_send_across and e.source  # of a step
         ]
         costs = StageCosts(forward, backward, weight, link.start_s + max(sent, default=0) / link.bytes_s)
         alone = [clock(program, ()) for clock, program in zip(clocks, pipeline.programs, strict=True)]

@@ -45,13 +45,13 @@ PLACES = {
 def towers(plan: Plan, seed: int = 0, rows: int = 12, **settings):
     torch.manual_seed(seed)
     batch = {"pixels": torch.randn(rows, 6).double(), "ids": torch.randint(0, 11, (rows, 3))}
-    model = Towers(1, 0.2, tied=seed == 0).double()
-    model.vision.requires_grad_(seed != 2)  # a tower that only looks on has no backward
+    model = Towers(1, 0.2, tied=seed % 3 == 0).double()
+    model.vision.requires_grad_(seed % 4 != 2)  # a tower that only looks on has no backward
     return one_of(model, batch, plan, **settings)
 
 
 @pytest.mark.filterwarnings("ignore:accumulate")
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("name", PLACES)
 def test_placed_is_serial(name, seed):
     rng = random.Random(f"{name} {seed}")
@@ -66,7 +66,7 @@ def test_placed_is_serial(name, seed):
         "clip_norm": rng.choice([None, 0.05]), "precision": rng.choice(["fp32", "fp32", "bf16"]),
         "grads": rng.choice([False, True]), "outputs": rng.choice([False, True]),
     }  # fmt: skip
-    placed_equals(towers(plan, seed, **settings), plan, seed, poison=seed == 3)
+    placed_equals(towers(plan, seed, **settings), plan, seed, poison=seed % 4 == 3)
 
 
 def test_a_chain_in_places():

@@ -76,6 +76,7 @@ def graph_of(parts: StageParts) -> StepGraph:
 class PlaceWriter(RankWriter):
     """Writes the program of one place: what it sends and receives, each tensor by itself, may lie in any way."""
 
+    sending = "backward"  # laying it out may move what goes, and equations of the backward may read it so
     sums: int = 0  # taken over all places so far
 
     def begin_send(self, values: Sequence[Atom], to: int, tag: int) -> list[Var]:

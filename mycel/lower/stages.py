@@ -71,6 +71,8 @@ def pipeline_of(
 class RankWriter:
     """Writes the program of one rank."""
 
+    sending = "update"  # the phase of messages behind the loop
+
     def __init__(self, entry: PipelineEntry, rank: int, axis: str) -> None:
         self.entry, self.rank = entry, rank
         self.loop, self.schedule, self.parts = entry.loop, entry.schedule, entry.parts
@@ -158,7 +160,7 @@ class RankWriter:
                 if home in (-1, r) or j not in other.scanned:
                     continue
                 if self.rank == home:
-                    self.b.phase = "update"  # what comes is read by any phase, what goes is made by any
+                    self.b.phase = self.sending  # what comes is read by any phase, what goes is made by any
                     x = self.result(j)
                     sent.append((self.begin_send((x,), r, tag), x, r, tag))
                 elif self.rank == r:
