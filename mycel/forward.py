@@ -15,10 +15,11 @@ from mycel.capture import MISS, Captured, Facts, bind, make_room
 from mycel.capture import capture as capture_call
 from mycel.capture.bind import Call
 from mycel.feed import Fed, Feed, Local, feed_of, from_anywhere, refuse_without_data, refusing_parts, without_host_data
-from mycel.ir import Block, Program, Var, check
+from mycel.host_parameters import HostParameters
+from mycel.ir import HOST, Block, Program, Var, check
 from mycel.parts import ShardedModel, UnshardedStep, roles_of
 from mycel.planning import Task, with_layouts
-from mycel.run import load
+from mycel.run import load, moves
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,10 @@ class Forward:
         parts: ShardedModel | None,
         in_parts: bool = False,
         strict: bool = False,
+        host: HostParameters | None = None,
     ) -> None:
         self.fn, self.model, self.prepared, self.parts, self.strict = fn, model, prepared, parts, strict
+        self.host = host or HostParameters()  # where parameters may live
         self.in_parts = in_parts  # are results that are rows of the batch this rank's alone?
         self.entries: list[Signature] = []
 
@@ -70,16 +73,25 @@ class Forward:
         self.entries.insert(0, entry)
         return self
 
+    def _loaded(self, program: Program, device: torch.device) -> Callable[..., Any]:
+        """The code of a program, which finds its parameters where they live."""
+        code = load(program, device, reuse=True)[0]
+        if self.host.space is None or not moves(program):
+            return code
+        return self.host.space.connected(code)
+
     def _compiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signature:
         parts = self.parts
         data = args, kwargs
-        args, kwargs = without_host_data(args, kwargs, device_of(self.model))
-        with parts.whole() if parts is not None else contextlib.nullcontext():
+        with self.host.shown():
+            args, kwargs = without_host_data(args, kwargs, device_of(self.model))
+        with self.host.shown(), parts.whole() if parts is not None else contextlib.nullcontext():
             captured = capture_call(self.fn, args, kwargs, known=roles_of(self.model), data=data, strict=self.strict)
             program = self.prepared(captured)
             unsharded = UnshardedStep(captured, program, (), len(program.results), program.entry)
         if parts is None:
-            run, local, feed = load(program, captured.device, reuse=True)[0], program, feed_of(captured, program)
+            local = self.host.streamed(program, captured.device)
+            run, feed = self._loaded(local, captured.device), feed_of(captured, program)
         else:
             inputs, gathered = parts.given(unsharded, parts.plan.together)
             rows = parts.rows_of(unsharded, parts.plan.together) if self.in_parts else {}
@@ -89,7 +101,8 @@ class Forward:
             parts.split(captured.device)
             local = lower.local_of(program, spread)
             local = local if spread is None else check(lower.overlap(check(lower.hoist(local))))
-            run, feed = parts.connected(load(local, captured.device, reuse=True)[0]), parts.feed(unsharded, spread)
+            local = self.host.streamed(local, captured.device)
+            run, feed = parts.connected(self._loaded(local, captured.device)), parts.feed(unsharded, spread)
             run = parts.without_padding(run, unsharded, rows) if rows else run
 
         def bound(batch: tuple[Var, ...], fed: Fed) -> Call:
@@ -107,11 +120,14 @@ class Forward:
 
 
 def called(captured: Captured, batch: Iterable[Var], local: Program) -> Captured:
-    """What was captured, as this rank calls it: it is given such a batch, and holds the state that `local` takes."""
+    """What was captured, as this rank calls it: it is given such a batch, and holds the state that `local` takes, where
+    that has it."""
     held = {**{v.name: v for v in local.inputs}, **{v.name: v for v in batch}}
     inputs = tuple(held.get(v.name, v) for v in captured.program.inputs)
     program = Program({"main": Block(inputs, (), captured.program.results)}, roles=captured.program.roles)
-    return replace(from_anywhere(captured), program=program)
+    given = from_anywhere(captured)
+    on_host = {v.name: torch.device("cpu") for v in local.inputs if v.type.space == HOST and v.name in given.devices}
+    return replace(given, program=program, devices={**given.devices, **on_host})
 
 
 def device_of(model: torch.nn.Module) -> torch.device:

@@ -1,8 +1,8 @@
 """A lowered step and a budget for each memory space -> what it moves to the host and back, by the clock.
 
     ways        from the one that waits least for copies to the one that needs the least memory: values leave, as many
-                as there is time for; optimiser state lives on the host, too; and with windows: fewer bytes are on
-                their way at once, and computing waits for them
+                as there is time for; optimiser state lives on the host, too; then parameters; and with windows: fewer
+                bytes are on their way at once, and computing waits for them
     most        all that a way moves: the least memory it can do with
     fewest      as few values leave as the budget asks for, those made first before others: they have longest, and the
                 wire is busy from the start.  Windows are as wide as there is memory for
@@ -12,17 +12,19 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import islice
 from typing import NamedTuple
 
 from mycel import lower, plan
-from mycel.ir import DEVICE, HOST, Program
+from mycel.ir import DEVICE, HOST, Program, Var, packed
 from mycel.plan import Offload, Offloaded, Times
 
 ENDLESS = 1 << 62  # bytes: no window
-AHEAD = (2, 4, 8, 16)  # chunks of state on their way at once
+AHEAD = (2, 4, 8, 16)  # chunks of an update, or of parameters, on their way at once
 
 
 @dataclass(frozen=True)
@@ -43,17 +45,25 @@ class Spaces:
 
 @dataclass(frozen=True)
 class Way:
-    """To move: is optimiser state on the host; are the bytes on their way bounded?"""
+    """To move: is optimiser state on the host, are parameters; are the bytes on their way bounded?"""
 
     state: bool
     windows: bool
+    parameters: bool = False
 
 
 def ways(offload: Offload) -> Iterator[list[Way]]:
-    """Those a plan allows, first those that wait for copies only where there is nothing else to do."""
-    held = {"none": [False], "host": [True], "auto": [False, True]}[offload.optimizer]
-    for windows in (False, True) if offload.activations != "none" else (False,):
-        yield [Way(state, windows) for state in held]
+    """Those a plan allows, first those that wait for copies only where there is nothing else to do.  State goes before
+    parameters, which are needed more often."""
+    choices = {"none": [False], "host": [True], "auto": [False, True]}
+    lives = [
+        (state, parameters)
+        for parameters in choices[offload.parameters]
+        for state in choices[offload.optimizer]
+        if not (parameters and not state and offload.parameters == offload.optimizer == "auto")
+    ]
+    for windows in (False, True) if (offload.activations, offload.gradients) != ("none", "none") else (False,):
+        yield [Way(state, windows, parameters) for state, parameters in lives]
 
 
 class MoveChoice(NamedTuple):
@@ -75,6 +85,13 @@ class Mover:
     way: Way
     compiled: Collection[str] = ()
 
+    def least(self) -> tuple[int, float]:
+        """The bytes that inputs take on the device, and seconds, below which this way never is: what lives on the host
+        comes once a step at least."""
+        sizes = [v.type.bytes for v in self.done.program.inputs if v.name in self._homes]
+        held = sum(v.type.bytes for v in self.done.program.inputs) - sum(sizes)
+        return held, sum(map(self.clock.hardware.move_s, sizes))
+
     @cached_property
     def most(self) -> MoveChoice:
         """All that can be is moved."""
@@ -84,41 +101,81 @@ class Mover:
         """The fastest that fits with as few moves as that takes; `most`, if that does not."""
         if not self._fits(self.most):
             return self.most
-        found = [self._fewest(ahead) for ahead in (AHEAD if self.way.state else AHEAD[:1])]
-        return min(filter(self._fits, found), key=lambda c: c.times.seconds)
-
-    def _fewest(self, ahead: int) -> MoveChoice:
-        """With so many chunks of state on their way."""
         count, window = len(self.could), self._largest if self.way.windows else ENDLESS
-        first = self.most if ahead == AHEAD[0] else self._choice(count, window, ahead)
-        if not self._fits(first):
-            return first
+        best = self.most
         if self.way.windows:
-            return self._last(self._windows(), lambda w: self._choice(count, w, ahead), first)
-        if self.offload.activations == "auto":
-            counts = list(range(count, -1, -1))
-            return self._last(counts, lambda n: self._choice(n, window, ahead), first)
-        return first
+            window, best = self._last(self._windows(), lambda w: self._choice(count, w, AHEAD[0]), best)
+        else:
+            kept = sum(getattr(self.offload, a.kind) == "auto" for a in self.could)
+            counts = list(range(count, count - kept - 1, -1))
+            count, best = self._last(counts, lambda n: self._choice(n, window, AHEAD[0]), best)
+        mover = self
+        if self._norms and not any(
+            a.kind == "gradients" for a in self.could[:count]
+        ):  # then their norms are one kernel
+            without = replace(self, offload=replace(self.offload, gradients="none"))
+            same = without._choice(count, window, AHEAD[0])
+            mover, best = (without, same) if self._fits(same) else (self, best)
+        more = [mover._choice(count, window, ahead) for ahead in (AHEAD[1:] if self._homes else ())]
+        return min([best, *filter(self._fits, more)], key=lambda c: c.times.seconds)
 
     @cached_property
     def could(self) -> list[plan.Absence]:
-        """The values of its body that may leave."""
-        if self.offload.activations == "none":
-            return []
-        return plan.absences(self._base, self.body, self._starts(self.body), self.clock.hardware)
+        """The values of its body that may leave, those first that a plan has on the host; of others, as many as there
+        is room for beside what lives there."""
+        kinds = [kind for kind in ("activations", "gradients") if getattr(self.offload, kind) != "none"]
+        found = plan.absences(self._base, self.body, self._body_starts, self.clock.hardware, kinds)
+        found = sorted(found, key=lambda a: getattr(self.offload, a.kind) == "auto")
+        if self.spaces.host is None:
+            return found
+        room = self.spaces.host - sum(v.type.bytes for v in self.done.program.inputs if v.name in self._homes)
+        spans = {i: (a.made, a.use, a.bytes) for i, a in enumerate(found)}
+        forced = sum(getattr(self.offload, a.kind) == "host" for a in found)
+        counts = range(forced, len(found) + 1)
+        beyond = bisect.bisect_right(counts, room, key=lambda n: packed(dict(islice(spans.items(), n)))[1])
+        return found[: forced + max(beyond - 1, 0)]
 
     @cached_property
-    def _state(self) -> tuple[str, ...]:
-        return tuple(v.name for v in plan.state_inputs(self.done.program)) if self.way.state else ()
+    def _homes(self) -> frozenset[str]:
+        """Inputs of the entry that live on the host."""
+        state = plan.state_inputs(self.done.program) if self.way.state else []
+        return frozenset(v.name for v in (*state, *self._parameters))
+
+    @cached_property
+    def _parameters(self) -> list[Var]:
+        return plan.parameter_inputs(self.done.program) if self.way.parameters else []
 
     @cached_property
     def _chunk(self) -> int:
-        return plan.chunk_bytes(plan.state_inputs(self.done.program)) if self.way.state else 0
+        """The bytes of one chunk of an update."""
+        mine = [v for v in self.done.program.inputs if v.name in self._homes and v.name in self.done.program.updates]
+        return plan.chunk_bytes(mine) if mine else 0
+
+    @property
+    def _norms(self) -> bool:
+        """Is the norm of gradients taken of each, so that they may leave?"""
+        return self.offload.gradients != "none" and self.body == self.done.program.entry
 
     @cached_property
     def _base(self) -> Program:
         """The program whose update is taken in chunks."""
-        return lower.split_updates(self.done.program, self._state, self._chunk)
+        program = lower.norms_of_each(self.done.program) if self._norms else self.done.program
+        return lower.split_updates(program, self._homes, self._chunk)
+
+    @cached_property
+    def _visits(self) -> list[plan.Visit]:
+        base = self._base
+        return plan.visits(base, base.entry, self._homes, self._entry_starts, self.clock.hardware, self._handed)
+
+    @cached_property
+    def _handed(self) -> dict[tuple[int, Var], Var]:
+        """Parameters that a body which is run several times gets as they lie, and streams by itself."""
+        return plan.handed_to(self._base, self.body, {v.name for v in self._parameters})
+
+    @cached_property
+    def _visits_inside(self) -> list[plan.Visit]:
+        names = {v.name for v in self._handed.values()}
+        return plan.visits(self._base, self.body, names, self._body_starts, self.clock.hardware)
 
     @cached_property
     def _entry_starts(self) -> list[float]:
@@ -142,21 +199,36 @@ class Mover:
         return [self._largest, *(w for w in wider if w > self._largest)]
 
     def _choice(self, count: int, window: int, ahead: int) -> MoveChoice:
-        """The first `count` values leave; so many bytes of them, and chunks of state, are on their way at once."""
-        hardware, block = self.clock.hardware, self._base.blocks[self.body]
-        streamed = plan.streams_of(self._base, self._state, self._entry_starts, hardware, ahead * self._chunk)
-        late = {s.input for s in streamed if not s.freed}  # they still leave when the next step has begun
-        busy = sum(hardware.move_s(v.type.bytes) for v in self._base.inputs if v.name in late)
-        moved = plan.moves_of(block, self.could[:count], self._body_starts, hardware, window, busy)
-        planned = Offloaded(self.body, moved, streamed, self._chunk)
-        return MoveChoice(planned, self.clock(lower.offload(self.done.program, planned), self.compiled))
+        """The first `count` values leave; so many bytes of them, and chunks of what lives on the host, are on their way
+        at once."""
+        away, entry = self.could[:count], self._base.entry
+        gradients = plan.chunk_bytes(a.var for a in away if a.kind == "gradients")
+        windows = {
+            **dict.fromkeys(("activations", "gradients"), window),
+            "parameters": ahead * plan.chunk_bytes(self._parameters),
+            plan.UPDATE: ahead * (self._chunk + gradients),
+        }
+        inside: tuple[plan.StreamedInput, ...] = ()
+        if self.body == entry:
+            copies = plan.Copies(self._base, entry, self._entry_starts, self.clock.hardware, away, self._visits)
+            moved, streamed = copies.placed(windows)
+        else:
+            inner = plan.Copies(
+                self._base, self.body, self._body_starts, self.clock.hardware, away, self._visits_inside
+            )
+            outer = plan.Copies(self._base, entry, self._entry_starts, self.clock.hardware, visiting=self._visits)
+            (moved, inside), (_, streamed) = inner.placed(windows), outer.placed(windows)
+        planned = Offloaded(self.body, moved, streamed, self._chunk, self._norms, inside)
+        return MoveChoice(planned, self.clock(lower.with_copies(self._base, planned), self.compiled))
 
     def _fits(self, choice: MoveChoice) -> bool:
         """On the device."""
         return self.spaces.short(choice.times)[0] == 0
 
-    def _last(self, values: Sequence[int], choice: Callable[[int], MoveChoice], best: MoveChoice) -> MoveChoice:
-        """Of values that take ever more memory the choice of the last that fits; `best` is that of the first."""
+    def _last(
+        self, values: Sequence[int], choice: Callable[[int], MoveChoice], best: MoveChoice
+    ) -> tuple[int, MoveChoice]:
+        """Of values that take ever more memory the last that fits, and its choice; `best` is that of the first."""
         low, high = 0, len(values) - 1
         while low < high:
             middle = (low + high + 1) // 2
@@ -165,4 +237,4 @@ class Mover:
                 low, best = middle, each
             else:
                 high = middle - 1
-        return best
+        return values[low], best

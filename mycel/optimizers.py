@@ -158,20 +158,22 @@ class Bound:
         self,
         optimizer: torch.optim.Optimizer,
         homes: Mapping[Role, torch.Tensor],
+        device: torch.device,
         fill: Callable[[torch.nn.Parameter, StateSlot, float], torch.Tensor] | None = None,
     ) -> list[torch.Tensor]:
-        """The state tensors, slot by slot, made where there are none yet (by `fill`, where a rank holds parts); those
-        that live on the host, in their `homes`."""
+        """The state tensors, slot by slot, made where there are none yet (by `fill`, where a rank holds parts), on the
+        device that updates them; those that live on the host, in their `homes`."""
         if not self.group.slots:
             return []
         options, states = optimizer.param_groups[self.index], self._states(optimizer)
         found: list[torch.Tensor] = []
         for slot in map(self.group.slot, self.group.slots):
             held: list[Any] = [state.get(slot.name) for state in states]
-            if homes or slot.scalar or not _at_hand(held, self.params):
+            if homes or slot.scalar or not _at_hand(held, device):
+                make = fill or functools.partial(whole_slot, device=device)
                 of = zip(states, self.params, self.group.params, strict=True)
                 held = [
-                    _slot(state, slot, p, options, fill or whole_slot, homes.get(Role("state", slot.name, of=name)))
+                    _slot(state, slot, p, options, make, homes.get(Role("state", slot.name, of=name)), device)
                     for state, p, name in of
                 ]
             found += held
@@ -187,9 +189,9 @@ class Bound:
         return self._looked_up["states"]
 
 
-def _at_hand(held: Sequence[Any], params: Sequence[torch.nn.Parameter]) -> bool:
-    """Is a slot there for all parameters, and where they are?  It lived on the host under another plan otherwise."""
-    return type(None) not in map(type, held) and (not held or held[0].device == params[0].device)
+def _at_hand(held: Sequence[Any], device: torch.device) -> bool:
+    """Is a slot there for all parameters, on the device?  It lived on the host under another plan otherwise."""
+    return type(None) not in map(type, held) and (not held or held[0].device == device)
 
 
 def _number(options: Mapping[str, Any], option: str, dtype: torch.dtype) -> float:
@@ -199,11 +201,11 @@ def _number(options: Mapping[str, Any], option: str, dtype: torch.dtype) -> floa
     return torch.finfo(dtype).eps if value is None else float(value)
 
 
-def whole_slot(p: torch.nn.Parameter, slot: StateSlot, value: float) -> torch.Tensor:
+def whole_slot(p: torch.nn.Parameter, slot: StateSlot, value: float, device: torch.device) -> torch.Tensor:
     """New state for a parameter that is whole."""
     if slot.scalar or slot.ones:
-        return torch.full(slot.shape(p.shape), value, dtype=slot.dtype(p.dtype), device=p.device)
-    return torch.full_like(p, value, memory_format=torch.preserve_format).detach()
+        return torch.full(slot.shape(p.shape), value, dtype=slot.dtype(p.dtype), device=device)
+    return torch.full_like(p, value, device=device, memory_format=torch.preserve_format).detach()
 
 
 def _slot(
@@ -213,28 +215,28 @@ def _slot(
     options: Mapping[str, Any],
     fill: Callable[..., torch.Tensor],
     home: torch.Tensor | None,
+    device: torch.device,
 ) -> torch.Tensor:
     held = state.get(slot.name)
     if home is not None:
         if held is not home:  # new, or loaded
-            _settle(p)
+            _settle(device)
             state[slot.name] = home.fill_(slot.value(options)) if held is None else home.copy_(held)
     elif held is None:
         state[slot.name] = fill(p, slot, slot.value(options))
-    elif slot.scalar and (not isinstance(held, torch.Tensor) or held.device != p.device or held.dtype != torch.float32):
-        state[slot.name] = torch.as_tensor(held, dtype=torch.float32).to(
-            p.device
-        )  # torch keeps it on the host, its fused kernels on the device
-    elif not slot.scalar and held.device != p.device:  # it lived on the host under another plan
-        _settle(p)
-        state[slot.name] = held.to(p.device)
+    elif slot.scalar and (not isinstance(held, torch.Tensor) or held.device != device or held.dtype != torch.float32):
+        # torch keeps it on the host, its fused kernels on the device
+        state[slot.name] = torch.as_tensor(held, dtype=torch.float32).to(device)
+    elif not slot.scalar and held.device != device:  # it lived on the host under another plan
+        _settle(device)
+        state[slot.name] = held.to(device)
     return state[slot.name]
 
 
-def _settle(p: torch.nn.Parameter) -> None:
+def _settle(device: torch.device) -> None:
     """Wait for the device: a step before may still be writing to the host."""
-    if p.is_cuda:
-        torch.cuda.synchronize(p.device)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def hooked(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:

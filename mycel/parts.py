@@ -103,7 +103,7 @@ class ShardedModel:
         by_name = dict(self.tensors())
         try:
             for name, x in held.items():
-                by_name[name].data = _without_data(x, self.shapes[name])
+                by_name[name].data = without_data(x, self.shapes[name])
             yield
         finally:
             for name, x in held.items():
@@ -386,23 +386,21 @@ class ShardedModel:
             module.register_state_dict_pre_hook(refuse_state)
         self.optimizer.register_state_dict_pre_hook(refuse_state)
 
-    def state(self, group: Bound, homes: Mapping[Role, torch.Tensor]) -> list[torch.Tensor]:
+    def state(self, group: Bound, homes: Mapping[Role, torch.Tensor], device: torch.device) -> list[torch.Tensor]:
         """A group's optimiser state in parts, made where there is none yet (on the host, in `homes`); what torch made
         of a parameter before it was split is cut as well."""
         names = {id(p): name for p, name in zip(group.params, group.group.params, strict=True)}
 
         def fill(p: torch.nn.Parameter, slot: StateSlot, value: float) -> torch.Tensor:
             layout, type = self.slots[Role("state", slot.name, of=names[id(p)])]
-            return torch.full(
-                boxes.stored(type.shape, layout, self.plan.mesh), value, dtype=type.dtype, device=p.device
-            )
+            return torch.full(boxes.stored(type.shape, layout, self.plan.mesh), value, dtype=type.dtype, device=device)
 
         for p in group.params:
             for slot in map(group.group.slot, group.group.slots):
                 held = self.optimizer.state[p].get(slot.name)
                 if held is not None and not slot.scalar:
                     self.optimizer.state[p][slot.name] = self._cut(held, Role("state", slot.name, of=names[id(p)]), p)
-        return group.state(self.optimizer, homes, fill)
+        return group.state(self.optimizer, homes, device, fill)
 
     def _cut(self, held: torch.Tensor, role: Role, p: torch.nn.Parameter) -> torch.Tensor:
         """This rank's part of state: as it is, of the whole, or of state that no step has changed yet, which is one
@@ -593,8 +591,8 @@ def _in_parts(what: str, hint: str) -> TrainError:
     return TrainError(f"{what}, but this rank holds parts of its tensors\n  try       {hint}")
 
 
-def _without_data(like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """A tensor of the whole's shape that holds nothing."""
-    x = torch.empty(tuple(shape), dtype=like.dtype, device=like.device)
+def without_data(like: torch.Tensor, shape: Sequence[int], device: torch.device | None = None) -> torch.Tensor:
+    """A tensor of this shape, on this device or where another is, that holds nothing."""
+    x = torch.empty(tuple(shape), dtype=like.dtype, device=device or like.device)
     x.untyped_storage().resize_(0)
     return x

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -36,7 +37,10 @@ from mycel.sizes import shown
 
 CUTS = 8  # how often a pipeline is cut anew for its stages to fit
 NEARLY = 0.05  # of a budget: so little too much that the next smaller cut may do
+SLACK = 0.25  # where a way to move needs more than a budget by this share, not all prices are tried
 WORTH = 0.005  # the share of a step that compiling a stretch between calls must save
+NEAR = 0.01  # no other way to move is tried where a step is as near to its bound; parameters, which are needed more
+FAR = 0.25  # often than all else, stay on the device where it is as near as this
 
 
 @dataclass(frozen=True)
@@ -298,10 +302,11 @@ class LaidOut:
 def _with_moves(step: LaidOut, given: Plan) -> Outcome:
     """What backward computes again and what is moved: the fastest that fits both memory spaces.  For each way to move,
     the least is computed again with which that fits when all that can be is moved; then no more is moved than it
-    takes."""
+    takes.  Bounded from below: no way is faster than the step without any budget, nor than what it must move."""
     task, offload = step.task, given.offload
     spaces = Spaces(task.budget, offload.host if offload.host is not None else task.hardware.host_memory)
     lowered = functools.cache(lambda prices: step.under(prices))
+    free = lowered(tuple(plan.ladder(step.costs, given.recompute)[:1]))
     fitting: list[Outcome] = []
     nearest: list[plan.Times] = []
 
@@ -320,19 +325,28 @@ def _with_moves(step: LaidOut, given: Plan) -> Outcome:
             return outcome
 
         with contextlib.suppress(PlanError):
-            outcome = plan.decide(under, step.pairs, step.costs, task.budget, given.recompute)
+            outcome = plan.decide(under, step.pairs, step.costs, task.budget, given.recompute, SLACK)
             if way is not None:
                 moved, times = mover(outcome, way).fewest()
                 outcome = replace(outcome, times=times, moved=moved)
             if spaces.fit(outcome.times):
                 fitting.append(outcome)
 
-    if "host" not in (offload.activations, offload.optimizer):
+    def could_win(way: Way, is_last: bool) -> bool:
+        held, seconds = mover(free, way).least()
+        best_s = min((outcome.times.seconds for outcome in fitting), default=math.inf)
+        bound = max(seconds, free.times.seconds)
+        if bound * (1 + (FAR if way.parameters else NEAR)) >= best_s:
+            return False
+        return is_last or task.budget is None or held <= task.budget  # the last one says what is missing
+
+    if not any(getattr(offload, kind) == "host" for kind in plan.KINDS):
         attempt(None)
     for each in ways(offload):
         if not fitting or not each[0].windows:
             for way in each:
-                attempt(way)
+                if could_win(way, way is each[-1]):
+                    attempt(way)
     if not fitting:
         raise PlanError(_too_little(min(nearest, key=lambda times: sum(spaces.short(times))), spaces))
     best = min(fitting, key=lambda outcome: outcome.times.seconds)

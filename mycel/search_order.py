@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mycel.candidates import Candidate
 from mycel.errors import PlanError
@@ -104,7 +104,8 @@ class SearchOrder:
                 f"the mesh has {Mesh(fixed).world} devices{stages}, the cluster {world}\n  the mesh  {Mesh(fixed)}"
                 f"\n  needs     {count} devices"
             )
-        shape = Shape(**fixed)
+        sizes: dict[str, Any] = dict(fixed)
+        shape = Shape(**sizes)
         order = tuple(a for a, n in fixed.items() if n > 1)
         shape = shape if order == shape.default_order else replace(shape, order=order)
         if self.space.has(shape):

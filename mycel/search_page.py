@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from mycel.candidates import Answer, Candidate
-from mycel.ir import Eqn, Mesh, Program, Type, lifetimes, read_layout
+from mycel.ir import Eqn, Mesh, Program, Type, host_held, lifetimes, read_layout
 from mycel.plan import Times
 from mycel.plan.clock import size
 from mycel.schedule_page import schedule_section
@@ -64,6 +64,7 @@ def page(answer: Answer, detail: Detail | None, top: int = 20) -> str:
             _timeline(detail.times),
             "<h2>Memory of a device over the step</h2>",
             _memory(detail.times, detail.program),
+            _host_memory(detail.times, detail.program),
             "<h2>Parameters</h2>",
             _parameters(best, detail),
         ]
@@ -147,21 +148,6 @@ def _svg(height: int, inside: Sequence[str], width: int = WIDTH) -> str:
 
 def _memory(times: Times, program: Program) -> str:
     curve = times.curve()
-    most = max((held for _, held, _ in curve), default=0) or 1
-    scale, tall = (WIDTH - 90) / max(times.seconds, 1e-12), 180
-    points, last = [], float(tall)
-    for t, held, _ in curve:  # steps: what is alive changes from one equation to the next
-        height = tall - held / most * (tall - 20)
-        points += [f"{90 + t * scale:.1f},{last:.1f}", f"{90 + t * scale:.1f},{height:.1f}"]
-        last = height
-    points.append(f"{WIDTH},{last:.1f}")
-    area = f'<polygon points="90,{tall} {" ".join(points)} {WIDTH},{tall}" fill="#9ecae9" stroke="#4c78a8"/>'
-    base = tall - times.held / most * (tall - 20)
-    line = f'<line x1="90" x2="{WIDTH}" y1="{base:.1f}" y2="{base:.1f}" stroke="#777" stroke-dasharray="4 3"/>'
-    labels = [
-        f'<text x="0" y="24">{shown(int(most))}</text>',
-        f'<text x="0" y="{max(base, 40):.0f}">{shown(times.held)}</text>',
-    ]
     where = max(curve, key=lambda point: point[1])[2] if curve else 0
     rows = "".join(
         f"<tr><td>{_text(name)}</td><td>{_text(t)}</td><td>{shown(n)}</td><td>{_text(line)}</td></tr>"
@@ -172,7 +158,36 @@ def _memory(times: Times, program: Program) -> str:
         f'<p class="quiet">Dashed: parameters, state and batch, {shown(times.held)}. At the peak besides these:</p>'
     )
     table = f'<div class="scroll"><table>{head}{rows}</table></div>'
-    return _svg(tall + 24, [area, line, *labels, *_ticks(times.seconds, scale, tall + 24)]) + between + table
+    return _over_time([(t, held) for t, held, _ in curve], times.held, times.seconds) + between + table
+
+
+def _host_memory(times: Times, program: Program) -> str:
+    """What lies on the host, where anything does."""
+    curve, held = times.host_curve(), host_held(program)
+    if not any(now for _, now in curve):
+        return ""
+    text = f'<p class="quiet">Dashed: optimiser state and parameters that live there, {shown(held)}.</p>'
+    return "<h2>Memory of the host over the step</h2>" + _over_time(curve, held, times.seconds) + text
+
+
+def _over_time(curve: Sequence[tuple[float, int]], held: int, seconds: float) -> str:
+    """(seconds, bytes) as an area, what is `held` all the time as a line."""
+    most = max((now for _, now in curve), default=0) or 1
+    scale, tall = (WIDTH - 90) / max(seconds, 1e-12), 180
+    points, last = [], float(tall)
+    for t, now in curve:  # steps: what is alive changes from one equation to the next
+        height = tall - now / most * (tall - 20)
+        points += [f"{90 + t * scale:.1f},{last:.1f}", f"{90 + t * scale:.1f},{height:.1f}"]
+        last = height
+    points.append(f"{WIDTH},{last:.1f}")
+    area = f'<polygon points="90,{tall} {" ".join(points)} {WIDTH},{tall}" fill="#9ecae9" stroke="#4c78a8"/>'
+    base = tall - held / most * (tall - 20)
+    line = f'<line x1="90" x2="{WIDTH}" y1="{base:.1f}" y2="{base:.1f}" stroke="#777" stroke-dasharray="4 3"/>'
+    labels = [
+        f'<text x="0" y="24">{shown(int(most))}</text>',
+        f'<text x="0" y="{max(base, 40):.0f}">{shown(held)}</text>',
+    ]
+    return _svg(tall + 24, [area, line, *labels, *_ticks(seconds, scale, tall + 24)])
 
 
 def _alive(program: Program, at: int) -> list[tuple[str, Type, int, str]]:

@@ -49,6 +49,7 @@ from mycel.feed import (
     without_host_data,
 )
 from mycel.forward import Forward, called, device_of, evaluating
+from mycel.host_parameters import HostParameters
 from mycel.ir import DEVICE, Mesh, Program, Role, Type, Var, check
 from mycel.islands import TimedCode, islands_text
 from mycel.message_state import KINDS, MessageState
@@ -65,6 +66,7 @@ from mycel.run import (
     HostSpace,
     Replayed,
     Span,
+    available,
     keep_freed_memory,
     load,
     moves,
@@ -85,6 +87,7 @@ from mycel.step_trace import StepTrace
 differentiate_with(transform.value_and_grad)
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 BY_REPLICA = 0x5851F42D4C957F2D  # between the keys of two replicas
+ROOM = 0.95  # the share of the host's free memory that a plan may use
 SCALE = 65536.0  # the first loss scale of fp16, torch.amp.GradScaler's
 
 
@@ -123,7 +126,7 @@ def train_step(
                 divides it); loss and gradient are those of the whole batch
     clip_norm   gradients are scaled down to this global norm
     memory      the peak to stay below, in bytes or as "20GiB": what does not fit is computed again in backward, or
-                waits on the host (plan={"offload": "auto"})
+                on a GPU waits on the host (plan={"offload": …})
     compile     True, False, or "auto": where there is a GPU
     clip_value  no element of a gradient is larger than this
     outputs     step(batch) is (loss, outputs): what the model returned, or what the loss returned more, as in
@@ -271,7 +274,7 @@ class Step:
         self._routing: Forward | None = None
         self._adding: _Adding | None = None
         self._counters: dict[str, torch.Tensor] = {}
-        self._host: HostSpace | None = None
+        self.host = HostParameters()
         self._graphs: Any = None  # the memory of recorded steps
         self.traced: StepTrace | None = None  # the last step that was
 
@@ -297,7 +300,7 @@ class Step:
         """For such batches, where it is left to the search."""
         if self.undecided is None:
             return
-        world, s, device = self.undecided.world, self.settings, device_of(self.model)
+        world, s, device = self.undecided.world, self.settings, self.device
 
         def make(count: int, compress: Mapping[str, str]) -> UnshardedStep:
             settings, ranks = replace(s, accumulate=count), any_plan(world, compress)
@@ -330,6 +333,11 @@ class Step:
     def accumulate(self, *args: Any, **kwargs: Any) -> Any:
         """The loss of a batch, whose gradients are added to those of such calls before, until `apply` takes a step with
         their mean."""
+        if self.host.held:
+            raise TrainError(
+                "step.accumulate adds up gradients for parameters that live on the host\n"
+                "  try       train_step(…, accumulate=k): parts of one large batch, under any plan"
+            )
         if self._adding is None:
             self._adding = _Adding(self)
         return self._adding(*args, **kwargs)
@@ -422,7 +430,7 @@ class Step:
         """capture -> 16 bits -> head -> shares -> gradient -> parts -> update -> plan -> lower -> code."""
         self._choose_update()
         self._find_plan(args, kwargs)
-        s, device = self.settings, device_of(self.model)
+        s, device = self.settings, self.device
         if s.compiles(device):
             start_workers()
         if device.type == "cpu":
@@ -432,7 +440,7 @@ class Step:
             args, kwargs = data = self.parts.own_batch(args, kwargs)
         args, kwargs = without_host_data(args, kwargs, device)
         self._measure_link(device)
-        with self.parts.whole() if self.parts is not None else contextlib.nullcontext():
+        with self.host.shown(), self.parts.whole() if self.parts is not None else contextlib.nullcontext():
             made, decided, done = self._planned(args, kwargs, data)
         if self.parts is not None:
             self.parts.split(made.captured.device)
@@ -445,8 +453,9 @@ class Step:
         code, source = load(program, made.captured.device, reuse=True, donate=True, compiled=set(done.regions))
         generated = code
         if moves(program):
-            self._host = (self._host or HostSpace(made.captured.device)).prepare(program)
-            code = self._host.connected(code)
+            self.host.space = space = (self.host.space or HostSpace(made.captured.device)).prepare(program)
+            self.host.adopt(program, self._parameters(made))
+            code = space.connected(code)
         replayed = self._replayed(code, program, made.captured.device, decided)
         run: Callable[..., Any] = replayed or code
         feed = feed_of(made.captured, made.program)
@@ -468,6 +477,16 @@ class Step:
             done, source, decided, call, local, feed, signature, facts, replayed, islands, timed, generated
         )
 
+    @property
+    def device(self) -> torch.device:
+        """Where it computes: where the model is, but for what of it lives on the host."""
+        return self.host.space.device if self.host.space is not None else device_of(self.model)
+
+    def _parameters(self, made: UnshardedStep) -> dict[Role, torch.Tensor]:
+        """The model's own tensors, by their roles in the program."""
+        roles = {v.name: made.program.role(v) for v in made.captured.program.inputs}
+        return {roles[name]: places[0].read() for name, places in made.captured.state.items() if name in roles}
+
     def _measure_link(self, device: torch.device) -> None:
         """Where it is left to us how gradients travel: how fast that is now, once."""
         chosen = self._given().compressed() if self.parts is not None else None
@@ -483,6 +502,9 @@ class Step:
     def _hardware(self, device: torch.device) -> plan.Hardware:
         """What there is, as far as it is known or was measured."""
         known = plan.hardware_of(device)
+        if device.type == "cuda" and self.parts is None:  # ranks that share a host must come to the same plan
+            lives = sum(home.nbytes for home in self.host.space.homes.values()) if self.host.space is not None else 0
+            known = replace(known, host_memory=int(ROOM * (available() + lives)))
         if self._link is None or self.written is None:
             return known
         return plan.with_link(known, self.written.mesh, *self._link)
@@ -577,9 +599,29 @@ class Step:
     def _given(self) -> plan.Plan:
         """The plan for the next signature of the batch: decisions hold for the first one."""
         if self.written is None:
-            return plan.Plan(Mesh())
+            return self._with_offload(plan.Plan(Mesh()))
         now = self._phases[self._phase()][1]
-        return now.given if self.entries else now
+        return self._with_offload(now.given if self.entries else now)
+
+    def _with_offload(self, given: plan.Plan) -> plan.Plan:
+        """What may live on the host where the plan does not say it: anything, under a budget, on a device whose memory
+        is apart from the host's; but for parameters of ranks.  Parameters do in all programs of a step, or in none."""
+        said, s = given.offload, self.settings
+        if given.decided is not None or given.is_pipeline:
+            return given
+        if said.unsaid and s.budget is not None and self.device.type == "cuda" and not self._was_searched:
+            said = plan.AUTO if self.parts is None else replace(plan.AUTO, parameters="none")
+        if self.host.held:
+            said = replace(said, parameters="host")
+        elif said.parameters != "none" and (s.grads or not self.by_rule):
+            if said.parameters == "host":
+                raise PlanError(
+                    "offload: parameters live on the host, where "
+                    f"{'gradients are asked for (grads=True)' if s.grads else 'torch cannot update them'}\n"
+                    "  try       offload: {optimizer: host, activations: auto}"
+                )
+            said = replace(said, parameters="none")
+        return replace(given, offload=said)
 
     def stage_owners(self, device: torch.device, *args: Any, **kwargs: Any) -> dict[str, tuple[int, ...]]:
         """Of a pipeline whose model has no data yet: which places along its stages will hold each tensor, by name, for
@@ -834,7 +876,11 @@ class Step:
 
         def of_group(group: optimizers.Bound) -> list[Any]:
             hyper = group.hyper(self.optimizer)  # before its state is made: a first step is one without
-            state = group.state(self.optimizer, homes) if self.parts is None else self.parts.state(group, homes)
+            state = (
+                group.state(self.optimizer, homes, device)
+                if self.parts is None
+                else self.parts.state(group, homes, device)
+            )
             return [*state, *hyper]
 
         def of_all(messages: Sequence[tuple[Role, Type]]) -> list[torch.Tensor]:
@@ -842,7 +888,7 @@ class Step:
 
         # in the order in which the passes add inputs: then values need no rearranging at each call
         on_host = [program.role(v) for v in program.inputs if v.type.space != DEVICE]
-        homes = {role: self._host.homes[role] for role in on_host} if self._host is not None else {}
+        homes = {role: self.host.space.homes[role] for role in on_host} if self.host.space is not None else {}
         of_messages = [(program.role(v), v.type) for v in program.inputs if program.role(v).kind in KINDS]
         messages = [([role for role, _ in of_messages], partial(of_all, of_messages))] if of_messages else []
         counters = [program.role(v) for v in program.inputs_of("counter")]
@@ -882,12 +928,14 @@ class Step:
 
     def forward(self, fn: Callable[..., Any] | None = None) -> Forward:
         """The loss of a batch (or what `fn` makes of it with the model), under the plan, without a step."""
-        return Forward(fn or self.fn, self.model, self._prepared, self.parts, strict=self.settings.strict)
+        return Forward(
+            fn or self.fn, self.model, self._prepared, self.parts, strict=self.settings.strict, host=self.host
+        )
 
     def _evaluating(self) -> Forward:
         """The loss of a batch, and with `outputs` these, as a step gives them."""
         local = self.settings.outputs == "local"
-        return Forward(self.taken, self.model, self._prepared, self.parts, local, self.settings.strict)
+        return Forward(self.taken, self.model, self._prepared, self.parts, local, self.settings.strict, self.host)
 
     def expert_load(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
         """How many choices of a batch each expert gets, by layer; refuses a router that gives what is no number."""
@@ -918,7 +966,7 @@ class Step:
 
     def set_counters(self, counters: Mapping[str, torch.Tensor]) -> None:
         """Continue from what `counters` gave."""
-        device = device_of(self.model)
+        device = self.device
         self._counters = {k: v.to(device).clone() for k, v in counters.items() if k != TAKEN}
         self._taken = int(counters.get(TAKEN, 0))
         if self.outer is not None:
@@ -928,11 +976,13 @@ class Step:
 
     def state_dict(self) -> dict[str, Any]:
         """{"model", "optimizer", "step"}: as torch's own, whole on every rank."""
-        return self.state.state_dict()
+        with self._gathering():
+            return self.state.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from what `state_dict` gave, under any plan."""
-        self.state.load_state_dict(state)
+        with self._gathering():
+            self.state.load_state_dict(state)
 
     def save(self, folder: str | Path, keep: int = 2) -> Path:
         """A checkpoint of model, optimiser and step in a folder, of which the last `keep` stay; each rank writes its
@@ -947,11 +997,19 @@ class Step:
 
     def export(self, folder: str | Path) -> Path:
         """The model, whole: in Hugging Face form if it is one of theirs, else as model.safetensors."""
-        return self.state.export(folder)
+        with self._gathering():
+            return self.state.export(folder)
 
-    def whole(self, rank: int | None = None) -> contextlib.AbstractContextManager[torch.nn.Module]:
-        """A context in which the model is whole, on all ranks or on one: to call it, look at it or save it."""
-        return self.state.whole(rank)
+    @contextlib.contextmanager
+    def whole(self, rank: int | None = None) -> Iterator[torch.nn.Module]:
+        """A context in which the model is whole, on all ranks or on one, and on its device: to call it, look at it or
+        save it."""
+        with self.host.on_device(), self.state.whole(rank) as model:
+            yield model
+
+    def _gathering(self) -> contextlib.AbstractContextManager[None]:
+        """Ranks send each other what is on their devices."""
+        return self.host.on_device() if self.parts is not None else contextlib.nullcontext()
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """The loss of a batch (with `outputs`, and these) in evaluation mode, without a step; under the plan."""
@@ -973,7 +1031,7 @@ class Step:
         assert entry.code is not None
         pipeline = entry.lowered.pipeline
         trace = StepTrace(entry.plan, pipeline.schedule if pipeline is not None else None)
-        with recording(entry.code, entry.program, device_of(self.model)) as spans:
+        with recording(entry.code, entry.program, self.device) as spans:
             yield trace
         told = self.state.process.tell([span.data() for span in spans])
         trace.spans = [[Span(**data) for data in each] for each in told]
@@ -1003,7 +1061,7 @@ class Step:
     def explain(self) -> str:
         """What runs, and why."""
         entry = self._entry()
-        s, device = self.settings, device_of(self.model)
+        s, device = self.settings, self.device
         lines = [
             f"precision        {s.precision}, {s.accumulate} part(s) a step, clip_norm {s.clip_norm}",
             entry.plan.summary(),
@@ -1041,7 +1099,7 @@ class Step:
         """What it moves between host and device, one line for each value."""
         if not moves(entry.program):
             return []
-        hardware = plan.hardware_of(device_of(self.model))
+        hardware = plan.hardware_of(self.device)
         clock = plan.Clock(hardware, hardware.links(entry.plan.mesh), moves=True)
         texts = [str(t) for t in plan.travels(entry.program, clock, entry.lowered.regions)]
         return [f"{'moved' if i == 0 else '':<16} {text}" for i, text in enumerate(texts)]

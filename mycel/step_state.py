@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from mycel.errors import CheckpointError, TrainError
+from mycel.host_parameters import settle_copies
 from mycel.ir import Layout, Mesh, Role, Type, parse_typed, typed
 from mycel.message_state import MessageState, role_of
 from mycel.parts import ShardedModel
@@ -40,6 +41,7 @@ NAME = "model.safetensors"  # of weights alone
 
 def model_tensors(model: nn.Module, frozen: bool = True) -> Tensors:
     """A model's state as it is held, by name; without `frozen`, what training changes of it."""
+    settle_copies()
     state = model.state_dict(keep_vars=True)
     return {
         name: x
@@ -50,21 +52,13 @@ def model_tensors(model: nn.Module, frozen: bool = True) -> Tensors:
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
     """The optimiser's state as it is held, by parameter and slot."""
-    settle_copies(optimizer)
+    settle_copies()
     return {
         f"{name}.{slot}": x
         for name, p in model.named_parameters()
         for slot, x in optimizer.state.get(p, {}).items()
         if isinstance(x, torch.Tensor)
     }
-
-
-def settle_copies(optimizer: torch.optim.Optimizer) -> None:
-    """Wait until state that lives on the host has come there: the device writes it whenever it gets to it."""
-    for p, held in optimizer.state.items():
-        if p.is_cuda and any(isinstance(x, torch.Tensor) and x.dim() and not x.is_cuda for x in held.values()):
-            torch.cuda.synchronize(p.device)
-            return
 
 
 def layouts(
@@ -181,7 +175,7 @@ class StepState:
     @of_all_stages
     def state_dict(self) -> dict[str, Any]:
         """{"model", "optimizer", "step"}: the first two as torch's own, whole on every rank; all of them call this."""
-        settle_copies(self.optimizer)
+        settle_copies()
         with self._open():
             model = {name: self._whole(name, x) for name, x in self.model.state_dict(keep_vars=True).items()}
             optimizer = self.optimizer.state_dict()

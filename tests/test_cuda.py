@@ -238,9 +238,13 @@ def test_a_recorded_step_is_the_step(accumulate):
         assert (x - y).norm() <= 1e-2 * y.norm()
 
 
+EVERYTHING = dict.fromkeys(("activations", "gradients", "parameters", "optimizer"), "host")
+
+
 @pytest.mark.parametrize("compiled", [False, True])
-def test_offload_is_the_same_step(compiled):
-    """Activations and optimiser state on the host: the same bits, in the memory that was planned."""
+@pytest.mark.parametrize("kinds", [{"activations": "host", "optimizer": "host"}, EVERYTHING], ids=["some", "all"])
+def test_offload_is_the_same_step(compiled, kinds):
+    """What lives on the host, or waits there: the same bits, in the memory that was planned."""
 
     def trained(plan):
         gc.collect()
@@ -255,12 +259,16 @@ def test_offload_is_the_same_step(compiled):
         torch.cuda.reset_peak_memory_stats()
         losses.append(step(input_ids=batches[0], labels=batches[0]))
         peak = torch.cuda.max_memory_allocated() - before
-        state = step.state_dict()["optimizer"]["state"]
-        slots = [held[k].cpu() for held in state.values() for k in ("exp_avg", "exp_avg_sq")]
-        return step, peak, [*losses, *(p.detach().clone() for p in model.parameters()), *slots]
+        losses += [step(input_ids=ids, labels=ids) for ids in (batches[1][:4], batches[1])]  # another signature
+        losses += [step.evaluate(input_ids=batches[2], labels=batches[2])]
+        with step.whole() as whole:
+            losses.append(whole(input_ids=batches[3], labels=batches[3]).loss.detach())
+        state = step.state_dict()
+        slots = [held[k].cpu() for held in state["optimizer"]["state"].values() for k in ("exp_avg", "exp_avg_sq")]
+        return step, peak, [*losses, *(x.cpu().clone() for x in state["model"].values()), *slots]
 
     plain, _, want = trained(None)
-    moving, peak, got = trained({"offload": {"activations": "host", "optimizer": "host"}})
+    moving, peak, got = trained({"offload": kinds})
     assert moving.plan.decided.moved.moved and moving.plan.decided.moved.streamed
     assert all(map(torch.equal, want, got)), "offload changes no bit"
     assert moving.plan.peak < plain.plan.peak and peak <= moving.plan.peak

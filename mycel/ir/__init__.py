@@ -1,6 +1,6 @@
 """The IR: five records, the dims language, the checker, text, and one walker.  Imports nothing of ours but errors."""
 
-from mycel.ir.arena import GRAIN, Arena, arenas, host_bytes, rounded
+from mycel.ir.arena import GRAIN, Arena, arenas, host_alive, host_bytes, host_held, packed, rounded
 from mycel.ir.build import Builder
 from mycel.ir.check import check, unchecked
 from mycel.ir.control import CONTROL, atom_type, call, cond, custom, loop, scan
@@ -50,7 +50,9 @@ __all__ = [
     "cond",
     "custom",
     "extent",
+    "host_alive",
     "host_bytes",
+    "host_held",
     "is_even",
     "is_float",
     "lifetimes",
@@ -58,6 +60,7 @@ __all__ = [
     "loop",
     "op",
     "order",
+    "packed",
     "parse_typed",
     "part",
     "promote",

@@ -32,6 +32,14 @@ class Arena:
 
 def arena_of(program: Program, name: str, base: int = 0) -> Arena:
     """Of one block, from byte `base` on."""
+    spans, over = _spans(program, name)
+    offsets, size = packed(spans)
+    return Arena({i: base + at for i, at in offsets.items()}, over, size)
+
+
+def _spans(program: Program, name: str) -> tuple[dict[int, tuple[int, int, int]], dict[int, Var]]:
+    """(first, last, bytes) of the values that a block brings to the host, by the place of their `begin_move`; and those
+    that are written over an input instead."""
     block = program.blocks[name]
     begun = {e.outputs[0]: i for i, e in enumerate(block.eqns) if e.op.transfers and e.op.effect}
     ends = lifetimes(block)
@@ -45,8 +53,7 @@ def arena_of(program: Program, name: str, base: int = 0) -> Arena:
                 over[start] = replaced[host]
             else:
                 spans[start] = (start, ends[host][1], rounded(host.type.bytes))
-    offsets, size = packed(spans)
-    return Arena({i: base + at for i, at in offsets.items()}, over, size)
+    return spans, over
 
 
 def arenas(program: Program) -> dict[str, Arena]:
@@ -65,8 +72,25 @@ def arenas(program: Program) -> dict[str, Arena]:
 
 def host_bytes(program: Program) -> int:
     """What a program keeps on the host: inputs that lie there, and what it brings there."""
-    held = sum(rounded(v.type.bytes) for v in program.inputs if v.type.space != DEVICE)
-    return held + sum(a.size for a in arenas(program).values())
+    return host_held(program) + sum(a.size for a in arenas(program).values())
+
+
+def host_held(program: Program) -> int:
+    """Of that, what is there between two runs."""
+    return sum(rounded(v.type.bytes) for v in program.inputs if v.type.space != DEVICE)
+
+
+def host_alive(program: Program) -> list[int]:
+    """The bytes of values on the host at each equation of the entry; while a block runs, what that needs at most."""
+    spans, _ = _spans(program, program.entry)
+    inner = {name: arena.size for name, arena in arenas(program).items()}
+    held = host_held(program)
+    return [
+        held
+        + sum(n for first, last, n in spans.values() if first <= i <= last)
+        + sum(inner.get(r, 0) for r in eqn.refs)
+        for i, eqn in enumerate(program.main.eqns)
+    ]
 
 
 def _replaced(program: Program, block: Block) -> dict[Var, Var]:

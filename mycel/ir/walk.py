@@ -8,6 +8,9 @@ from dataclasses import dataclass, replace
 from mycel.errors import IRError
 from mycel.ir.program import Atom, Block, Eqn, Program, Var
 
+REMEMBERED = 8  # blocks whose chains are kept: who decides asks for those of one again and again
+_CHAINS: dict[int, tuple[Block, dict[Var, Chain]]] = {}  # by id, with the block
+
 
 def order(program: Program) -> list[str]:
     """Names of the blocks the entry reaches, each after all blocks it holds; refuses recursion."""
@@ -81,6 +84,15 @@ class Chain:
 
 def chains(block: Block) -> dict[Var, Chain]:
     """The use-def chain of every value of a block."""
+    known = _CHAINS.get(id(block))
+    if known is None or known[0] is not block:
+        if len(_CHAINS) >= REMEMBERED:
+            _CHAINS.pop(next(iter(_CHAINS)))
+        known = _CHAINS[id(block)] = block, _chains(block)
+    return known[1]
+
+
+def _chains(block: Block) -> dict[Var, Chain]:
     defined = dict.fromkeys(block.inputs, -1)
     uses: dict[Var, list[int]] = {v: [] for v in block.inputs}
     for i, eqn in enumerate(block.eqns):

@@ -15,7 +15,7 @@ from mycel.lower.lowered import (
     with_regions,
     with_residuals,
 )
-from mycel.lower.offload import offload, split_updates
+from mycel.lower.offload import norms_of_each, offload, split_updates, with_copies
 from mycel.lower.outer import SENT_AT, OuterMessage, outer_message, outer_messages, outer_role, rounds
 from mycel.lower.overlap import overlap
 from mycel.lower.places import connect, crossings, in_places
@@ -26,9 +26,8 @@ from mycel.lower.stages import Pipeline, pipelined
 
 __all__ = [
     "SENT_AT", "Distributed", "Lowered", "OuterMessage", "Pipeline", "Prices", "compress", "connect", "crossings",
-    "distribute", "explain",
-    "finished", "hoist", "in_places", "local_of", "local_of_place", "lowered", "offload",
-    "outer_message", "outer_messages", "outer_role",
-    "overlap", "pipelined", "plain_sums", "proved", "reside", "rounds", "schedule_text", "sent", "sent_text",
-    "settled", "split_updates", "staged", "with_moves", "with_regions", "with_residuals",
+    "distribute", "explain", "finished", "hoist", "in_places", "local_of", "local_of_place", "lowered",
+    "norms_of_each", "offload", "outer_message", "outer_messages", "outer_role", "overlap", "pipelined",
+    "plain_sums", "proved", "reside", "rounds", "schedule_text", "sent", "sent_text", "settled", "split_updates",
+    "staged", "with_copies", "with_moves", "with_regions", "with_residuals",
 ]  # fmt: skip

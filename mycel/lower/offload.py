@@ -14,6 +14,10 @@
     p1, p2, m1, m2 = adam(p1, p2, m1, m2, …)     p1, m1 = adam(p1, m1, …)
                                          =>      p2, m2 = adam(p2, m2, …)            and each m moved, as above
 
+    g1, g2 = backward(…)                         g1, g2 = backward(…)
+    norm = global_norm(g1, g2)           =>      g1.norm = global_norm(g1);  g2.norm = global_norm(g2)
+                                                 norm = global_norm(g1.norm, g2.norm)       where gradients may leave
+
 Last of all passes, so that a plan's places are those of the program that runs.
 """
 
@@ -26,20 +30,29 @@ from mycel.errors import PlanError
 from mycel.ir import DEVICE, HOST, Atom, Block, Builder, Eqn, Op, Params, Program, Var, chains, lookup
 from mycel.ops import o
 from mycel.ops.space import TOKEN
-from mycel.plan import MovedValue, Offloaded, StreamedInput, equation_key
+from mycel.plan import MovedValue, Offloaded, StreamedInput, close_names, equation_key, handed_to
 
 
 def offload(program: Program, plan: Offloaded) -> Program:
     """The program with the moves of a plan."""
-    program = split_updates(program, {s.input for s in plan.streamed}, plan.chunk)
-    if plan.moved:
+    program = norms_of_each(program) if plan.norms else program
+    return with_copies(split_updates(program, {s.input for s in plan.streamed}, plan.chunk), plan)
+
+
+def with_copies(program: Program, plan: Offloaded) -> Program:
+    """The same of a program whose updates and norms are taken in parts already."""
+    handed = handed_to(program, plan.body, {s.input for s in plan.streamed}) if plan.inside else {}
+    if plan.moved or plan.inside:
         body = _Moves(program.blocks[plan.body])
         for moved in plan.moved:
             body.away(moved)
+        for inside in plan.inside:
+            body.stream(inside, None)
         program = replace(program, blocks={**program.blocks, plan.body: body.block()})
     if plan.streamed:
-        entry = _Moves(program.main)
-        new = dict(zip(program.updates, program.main.outputs[-len(program.updates) :], strict=True))
+        entry = _Moves(program.main, handed=handed.keys())
+        outputs = program.main.outputs
+        new = dict(zip(program.updates, outputs[len(outputs) - len(program.updates) :], strict=True))
         for streamed in plan.streamed:
             entry.stream(streamed, new.get(streamed.input))
         program = replace(program, blocks={**program.blocks, program.entry: entry.block()})
@@ -52,8 +65,9 @@ class _Moves:
     copies that are waited for; and behind it."""
 
     old: Block
+    handed: Collection[tuple[int, Var]] = ()  # equations that take an input as it lies
     ended: dict[int, list[Eqn]] = field(default_factory=dict)
-    begun: dict[int, list[Eqn]] = field(default_factory=dict)
+    begun: dict[int, list[tuple[int, Eqn]]] = field(default_factory=dict)  # with who reads it first
     awaited: dict[int, list[Eqn]] = field(default_factory=dict)
     behind: dict[int, list[Eqn]] = field(default_factory=dict)
     read: dict[tuple[int, Var], Var] = field(default_factory=dict)  # what an equation reads instead
@@ -85,9 +99,11 @@ class _Moves:
         v = self._var(streamed.input)
         host = self.inputs[v] = Var(v.name, v.type.on(HOST))
         places = sorted(map(self._place, streamed.fetched))
+        readers = [i for i in self.uses[v].uses if (i, v) not in self.handed]
+        self.read.update(((i, v), host) for i in self.uses[v].uses if (i, v) in self.handed)
         for place, end in zip(places, [*places[1:], len(self.old.eqns) + 1], strict=True):
-            self._come(v, host, place, [i for i in self.uses[v].uses if place <= i < end])
-        if any(i < places[0] for i in self.uses[v].uses):
+            self._come(v, host, place, [i for i in readers if place <= i < end])
+        if any(i < min(places, default=0) for i in readers) or (readers and not places):
             raise PlanError(f"decided: {v.name} is read before it comes\n  try       plan.given, to decide anew")
         if isinstance(new, Var) and self.uses[new].defined >= 0:
             self.outputs[new] = self._leave(new, self._place(streamed.freed))
@@ -111,7 +127,7 @@ class _Moves:
             return
         reader = self.old.eqns[readers[0]]
         token, back = self._token(), Var(self.names.name(f"{v.name}.back"), v.type.on(DEVICE))
-        self.begun.setdefault(place, []).append(_half(o.begin_move, (host,), token, DEVICE, reader))
+        self.begun.setdefault(place, []).append((readers[0], _half(o.begin_move, (host,), token, DEVICE, reader)))
         self.awaited.setdefault(readers[0], []).append(_half(o.finish_move, (token, host), back, DEVICE, reader))
         self.read.update(((i, v), back) for i in readers)
 
@@ -121,7 +137,8 @@ class _Moves:
     def block(self) -> Block:
         eqns: list[Eqn] = []
         for i in range(len(self.old.eqns) + 1):
-            eqns += [*self.ended.get(i, ()), *self.begun.get(i, ()), *self.awaited.get(i, ())]
+            begun = sorted(self.begun.get(i, ()), key=lambda each: each[0])  # what is read first comes first
+            eqns += [*self.ended.get(i, ()), *(eqn for _, eqn in begun), *self.awaited.get(i, ())]
             if i < len(self.old.eqns):
                 eqn = self.old.eqns[i]
                 values = tuple(self.read.get((i, x), x) if isinstance(x, Var) else x for x in eqn.inputs)
@@ -132,17 +149,43 @@ class _Moves:
 
     def _var(self, name: str) -> Var:
         if name not in self.vars:
-            raise PlanError(f"decided: there is no value {name} to move\n  try       plan.given, to decide anew")
+            near = close_names(name, self.vars)
+            raise PlanError(f"decided: there is no value {name} to move{near}\n  try       plan.given, to decide anew")
         return self.vars[name]
 
     def _place(self, name: str) -> int:
         if name not in self.at:
-            raise PlanError(f"decided: there is no equation that makes {name}\n  try       plan.given, to decide anew")
+            near = close_names(name, self.at)
+            raise PlanError(
+                f"decided: there is no equation that makes {name}{near}\n  try       plan.given, to decide anew"
+            )
         return self.at[name]
 
 
 def _half(op: Op, inputs: tuple[Var, ...], out: Var, to: str, of: Eqn, **more: bool) -> Eqn:
     return Eqn(op, inputs, Params(to=to, **more), (out,), of.source, of.phase)
+
+
+def norms_of_each(program: Program) -> Program:
+    """Norms of several gradients in the entry as norms of the norm of each, which is taken where the gradient is made:
+    to the bit the same, and from there on nobody reads the gradient before its update."""
+    block, uses = program.main, chains(program.main)
+    names = Builder()
+    names.reserve(v.name for v in uses)
+    behind: dict[int, list[Eqn]] = {}
+    norms: dict[tuple[int, Var], Var] = {}
+    for i, eqn in enumerate(block.eqns):
+        for v in eqn.vars if eqn.op is o.global_norm and len(eqn.inputs) > 1 else ():
+            made = uses[v].defined
+            if made >= 0 and v.type.ndim and block.eqns[made].phase == "backward":
+                norm = norms[i, v] = Var(names.name(f"{v.name}.norm"), eqn.outputs[0].type)
+                own = Eqn(o.global_norm, (v,), Params(), (norm,), eqn.source, "backward")
+                behind.setdefault(made, []).append(own)
+    eqns: list[Eqn] = []
+    for i, eqn in enumerate(block.eqns):
+        values = tuple(norms.get((i, x), x) if isinstance(x, Var) else x for x in eqn.inputs)
+        eqns += [eqn if values == eqn.inputs else replace(eqn, inputs=values), *behind.get(i, ())]
+    return replace(program, blocks={**program.blocks, program.entry: replace(block, eqns=tuple(eqns))})
 
 
 def split_updates(program: Program, inputs: Collection[str], chunk: int) -> Program:

@@ -78,12 +78,12 @@ def square_sum(x, dtype):
     apart=True,
 )
 def global_norm(*xs):
-    """The 2-norm of all tensors as one vector, in fp32 at least; on a CPU also where fp32 does not hold their
-    squares."""
+    """The 2-norm of all tensors as one vector, in fp32 at least; on a CPU also where fp32 does not hold their squares.
+    It is the norm of the norm of each: to the bit the same where these were taken before."""
     wide = torch.float64 if any(x.dtype == torch.float64 for x in xs) else torch.float32
     if not xs[0].is_cpu:
         return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(xs, 2, dtype=wide)))
-    squares = torch.stack([square_sum(x.reshape(-1), wide) for x in xs]).sum()
-    if bool(squares.isfinite()):
-        return squares.sqrt()
+    norm = torch.linalg.vector_norm(torch.stack([square_sum(x.reshape(-1), wide) for x in xs]).sqrt())
+    if bool(norm.isfinite()):
+        return norm
     return torch.stack([torch.linalg.vector_norm(x, dtype=torch.float64) for x in xs]).norm().to(wide)

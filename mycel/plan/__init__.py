@@ -12,17 +12,24 @@ from mycel.plan.idle_experts import refuse_idle
 from mycel.plan.ledger import ErrorBars, Measured, error_bars, write_down
 from mycel.plan.links import Links
 from mycel.plan.offload import (
+    AUTO,
+    KINDS,
+    UPDATE,
     Absence,
+    Copies,
     MovedValue,
     Offload,
     Offloaded,
     StreamedInput,
+    Visit,
     absences,
     chunk_bytes,
+    close_names,
     equation_key,
-    moves_of,
+    handed_to,
+    parameter_inputs,
     state_inputs,
-    streams_of,
+    visits,
 )
 from mycel.plan.places import PLACE_AXIS, Place
 from mycel.plan.plan import STAGE_AXIS, Plan, ready_plans
@@ -44,15 +51,14 @@ from mycel.plan.synchronising import SyncPolicy
 from mycel.plan.travels import travels
 
 __all__ = [
-    "CANDIDATES", "COMPUTE", "CPU", "LESS", "PLACE_AXIS", "STAGE_AXIS", "Absence", "BlockLayouts", "Clock", "Costs",
-    "Cutter", "Decided",
-    "Decision", "ErrorBars", "Hardware", "Layouts", "Links", "Measured", "MovedValue", "Offload", "Offloaded",
-    "PipelineSchedule", "Place", "Plan", "Predicted", "Residuals", "Solved", "StageCosts", "StepBody", "StepFlow",
-    "StreamShare", "StreamedInput", "SyncPolicy", "Times", "absences", "backward_inputs", "backward_part",
-    "beside_each_other", "block_memory", "chunk_bytes", "clock", "cut_blocks", "decide", "digest",
-    "equation_key", "error_bars", "expressions", "hardware_of", "ladder", "message_bytes", "modules_around",
-    "moves_of", "orders_text", "paired",
-    "parameter_layouts", "probe_path", "probe_text", "ready_plans", "refuse_idle", "residuals", "searched", "solve",
-    "splits", "stage_costs", "starts_of", "state_inputs", "step_seconds", "streams_of", "timeline", "travels",
-    "twins", "with_link", "write_down",
+    "AUTO", "CANDIDATES", "COMPUTE", "CPU", "KINDS", "LESS", "PLACE_AXIS", "STAGE_AXIS", "UPDATE", "Absence",
+    "BlockLayouts", "Clock", "Copies", "Costs", "Cutter", "Decided", "Decision", "ErrorBars", "Hardware", "Layouts",
+    "Links", "Measured", "MovedValue", "Offload", "Offloaded", "PipelineSchedule", "Place", "Plan", "Predicted",
+    "Residuals", "Solved", "StageCosts", "StepBody", "StepFlow", "StreamShare", "StreamedInput", "SyncPolicy",
+    "Times", "Visit", "absences", "backward_inputs", "backward_part", "beside_each_other", "block_memory",
+    "chunk_bytes", "clock", "close_names", "cut_blocks", "decide", "digest", "equation_key", "error_bars",
+    "expressions", "handed_to", "hardware_of", "ladder", "message_bytes", "modules_around", "orders_text", "paired",
+    "parameter_inputs", "parameter_layouts", "probe_path", "probe_text", "ready_plans", "refuse_idle", "residuals",
+    "searched", "solve", "splits", "stage_costs", "starts_of", "state_inputs", "step_seconds", "timeline",
+    "travels", "twins", "visits", "with_link", "write_down",
 ]  # fmt: skip

@@ -42,6 +42,7 @@ from mycel.ir import (
     call,
     cond,
     custom,
+    host_alive,
     host_bytes,
     lifetimes,
     loop,
@@ -151,6 +152,12 @@ class Times:
         """(seconds, bytes on the device, number of the equation) for each equation of the entry."""
         assert self.clock is not None and self.program is not None
         return self.clock.curve(self.program, self.compiled, self.held)
+
+    def host_curve(self) -> list[tuple[float, int]]:
+        """(seconds, bytes on the host) for each equation of the entry."""
+        assert self.clock is not None and self.program is not None
+        spans = self.clock.spans(self.program, self.program.entry, self.compiled)
+        return [(start, held) for (start, _), held in zip(spans, host_alive(self.program), strict=False)]
 
     def __str__(self) -> str:
         return times_text(

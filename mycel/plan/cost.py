@@ -90,7 +90,7 @@ class Costs:
 
     def kernel(self, eqn: Eqn, compiled: bool | None = None) -> float:
         """An equation as a kernel of its own; a compiler pads the operands of products."""
-        cost, kind = (f(eqn.input_types, eqn.params) for f in (eqn.op.cost, eqn.op.rate_of))
+        cost, kind = eqn.op.cost(eqn.input_types, eqn.params), eqn.op.rate_of(eqn.input_types, eqn.params)
         dtype = next((v.dtype for v in eqn.vars if v.dtype.is_floating_point), eqn.outputs[0].dtype)
         padded = not kind or (self.compiled if compiled is None else compiled)
         computing = cost.flops / self.hardware.flops(dtype, kind, cost.flops, 8 if padded else alignment(eqn))

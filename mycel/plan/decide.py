@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
@@ -28,12 +29,20 @@ Under = Callable[[Sequence[float]], D]  # the step where keeping a byte costs so
 LESS = "a larger accumulate= (smaller parts of the batch), or a larger budget"  # what to try where nothing fits
 
 
-def decide(under: Under[D], pairs: int, costs: Costs, budget: int | None, recompute: str = "auto") -> D:
+def decide(
+    under: Under[D],
+    pairs: int,
+    costs: Costs,
+    budget: int | None,
+    recompute: str = "auto",
+    slack: float = math.inf,
+) -> D:
     """What to keep for backward: the fastest that fits the budget.  `under` gives the step under prices, which may
     differ between its `pairs` of calls.
 
     `recompute`, as a plan says it.  full: everything that can be is computed again; none: only what a compiler would
-    merge into its use."""
+    merge into its use.  `slack`: where all that is tried first needs more than the budget by this share, no other price
+    is tried."""
     prices = ladder(costs, recompute)
     outcome = under(prices[:1])
     peak = outcome.times.peak[DEVICE]
@@ -52,7 +61,8 @@ def decide(under: Under[D], pairs: int, costs: Costs, budget: int | None, recomp
             high, best = k, outcome
         else:
             low = k
-    if best is None:  # computing much again needs memory too: a lower price may need less
+    if best is None and smallest.peak[DEVICE] <= budget * (1 + slack):
+        # computing much again needs memory too: a lower price may need less
         for high in range(1, (len(prices) - 1) // 2):
             outcome = under([prices[high]])
             smallest = min(smallest, outcome.times, key=lambda t: t.peak[DEVICE])

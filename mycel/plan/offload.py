@@ -1,23 +1,26 @@
 """What lives on the host while it is not needed: which values, when they leave and when they come back.
 
-    moved      a value of forward that backward needs: it leaves once it is made and comes back before backward reads it
-    streamed   an input of the step that lies on the host: it comes before it is used, and goes back where the step
-               changes it.  Optimiser state comes and goes in chunks: an update of many parameters is taken in several
+    moved      a value of forward that backward needs, or a gradient that the update needs: it leaves once it is made
+               and comes back before it is read.  Where gradients leave, their global norm is the norm of their norms
+    streamed   an input of the step that lies on the host: it comes before it is used, as often as it is not needed for
+               a while in between, and goes back where the step changes it.  An update of many parameters is taken in
+               several chunks, each with its state, and with its parameters where they are on the host
 
-A copy has one of two streams, which do one thing after the other: with s its seconds, and T the times at which the
-equations of the block begin,
+A copy has one of two streams, which do one thing after the other, whatever it is that they move: with s its seconds,
+and T the times at which the equations of the block begin,
 
     leaving    begins behind the equation that makes the value, ends when the copies before it and s more have passed;
                before the first equation that begins later, the device's memory is free again
     coming     ends where the value is read, or where the next copy must begin, and begins s before that
 
-so what there is time for costs nothing.  A `window` bounds the bytes that are on their way at once: then computing
-waits for copies, where there is no memory for them.
+so what there is time for costs nothing.  `Windows` bound the bytes of one kind that are on their way at once: then
+computing waits for copies, where there is no memory for them.
 """
 
 from __future__ import annotations
 
 import bisect
+import difflib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,33 +31,41 @@ from mycel.plan.clock import owners, size
 from mycel.plan.hardware import Hardware
 from mycel.sizes import parse_bytes
 
-KINDS = ("activations", "optimizer")
+KINDS = ("activations", "gradients", "parameters", "optimizer")
 WAYS = ("auto", "host", "none")
+UPDATE = "update"  # the phase; and a kind of copies besides these: what an update reads and replaces
 SMALL = 1000  # of all that could leave, what is less than this part stays: it would gain nothing
-CHUNKS = 16  # optimiser state is updated in about so many
+CHUNKS = 32  # an update is taken in about so many, and parameters come in such parts
 
 
 @dataclass(frozen=True)
 class Offload:
-    """What a plan says of the host: for activations and optimiser state `auto` (where the memory budget asks for it),
-    `host` (all that can be) or `none`; and the bytes there are on the host, None: all that it has."""
+    """What a plan says of the host, by kind: `auto` (where the memory budget asks for it), `host` (all that can be) or
+    `none`; and the bytes there are on the host, None: all that it has.  `unsaid`: the plan says nothing, which is
+    `auto` where there is a budget and a host beside the device."""
 
     activations: str = "none"
+    gradients: str = "none"
+    parameters: str = "none"
     optimizer: str = "none"
     host: int | None = None
+    unsaid: bool = False
 
     @staticmethod
     def read(written: Any, where: str) -> Offload:
-        """`auto`, `none`, or by kind."""
-        if written is None or written == "none" or written is False:
+        """`auto`, `none`, or by kind; a host budget alone is `auto` within it."""
+        if written is None:
+            return UNSAID
+        if written == "none" or written is False:
             return Offload()
         if written == "auto":
-            return Offload("auto", "auto")
+            return AUTO
         if not isinstance(written, Mapping):
             raise PlanError(f"{where}: offload is {written!r}\n  try       auto, none, or {{optimizer: host}}")
         for key, value in written.items():
             if key not in (*KINDS, "host"):
-                raise PlanError(f"{where}: offload: unknown key {key!r}\n  known     {', '.join(KINDS)}, host")
+                near = close_names(str(key), (*KINDS, "host"))
+                raise PlanError(f"{where}: offload: unknown key {key!r}{near}\n  known     {', '.join(KINDS)}, host")
             if key in KINDS and value not in WAYS:
                 raise PlanError(f"{where}: offload: {key} is {value!r}\n  known     {', '.join(WAYS)}")
         budget = written.get("host")
@@ -62,17 +73,30 @@ class Offload:
             budget = parse_bytes(budget)
         if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int) or budget < 0):
             raise PlanError(f"{where}: offload: host is {written['host']!r}\n  try       bytes, or text like '64GiB'")
-        return Offload(str(written.get("activations", "none")), str(written.get("optimizer", "none")), budget)
+        kinds = [str(written.get(kind, "none" if len(written) > ("host" in written) else "auto")) for kind in KINDS]
+        return Offload(kinds[0], kinds[1], kinds[2], kinds[3], budget)
 
     def data(self) -> Any:
-        if self == Offload("auto", "auto"):
-            return "auto"
         own = {kind: getattr(self, kind) for kind in KINDS if getattr(self, kind) != "none"}
+        if not own:
+            return "none"
+        if set(own.values()) == {"auto"} and len(own) == len(KINDS):
+            return {"host": self.host} if self.host is not None else "auto"
         return own | ({"host": self.host} if self.host is not None else {})
 
     @property
     def is_none(self) -> bool:
-        return self.activations == "none" and self.optimizer == "none"
+        return all(getattr(self, kind) == "none" for kind in KINDS)
+
+
+AUTO = Offload("auto", "auto", "auto", "auto")
+UNSAID = Offload(unsaid=True)
+
+
+def close_names(name: str, known: Iterable[str]) -> str:
+    """For a refusal: what was meant, perhaps."""
+    near = difflib.get_close_matches(name, list(known), 3)
+    return f"\n  near      {', '.join(near)}" if near else ""
 
 
 @dataclass(frozen=True)
@@ -97,13 +121,16 @@ class StreamedInput:
 
 @dataclass(frozen=True)
 class Offloaded:
-    """All that a step moves: values of its body (forward and backward), inputs of its entry, and the bytes of state in
-    one chunk of an update."""
+    """All that a step moves: values of its body (forward and backward), inputs of its entry, the bytes of them in one
+    chunk of an update; whether the norm of gradients is made of the norm of each, so that they may leave; and inputs of
+    a body that is run several times, which are on the host while others of it are needed."""
 
     body: str
     moved: tuple[MovedValue, ...] = ()
     streamed: tuple[StreamedInput, ...] = ()
     chunk: int = 0
+    norms: bool = False
+    inside: tuple[StreamedInput, ...] = ()
 
     def __bool__(self) -> bool:
         return bool(self.moved or self.streamed)
@@ -112,7 +139,9 @@ class Offloaded:
         found: dict[str, Any] = {"body": self.body}
         found |= {"values": {m.value: [m.freed, m.fetched] for m in self.moved}} if self.moved else {}
         found |= {"inputs": {s.input: [list(s.fetched), s.freed] for s in self.streamed}} if self.streamed else {}
-        return found | ({"chunk": self.chunk} if self.chunk else {})
+        found |= {"inside": {s.input: list(s.fetched) for s in self.inside}} if self.inside else {}
+        found |= {"chunk": self.chunk} if self.chunk else {}
+        return found | ({"norms": True} if self.norms else {})
 
     @staticmethod
     def read(data: Mapping[str, Any]) -> Offloaded:
@@ -121,7 +150,9 @@ class Offloaded:
             StreamedInput(name, tuple(map(str, fetched)), str(freed))
             for name, (fetched, freed) in data.get("inputs", {}).items()
         ]
-        return Offloaded(str(data["body"]), tuple(values), tuple(inputs), int(data.get("chunk", 0)))
+        inside = [StreamedInput(name, tuple(map(str, fetched))) for name, fetched in data.get("inside", {}).items()]
+        chunk, norms = int(data.get("chunk", 0)), bool(data.get("norms", False))
+        return Offloaded(str(data["body"]), tuple(values), tuple(inputs), chunk, norms, tuple(inside))
 
 
 def equation_key(i: int, eqn: Eqn) -> str:
@@ -140,15 +171,19 @@ class Absence:
     made: int
     before: int
     use: int
+    kind: str = "activations"
 
     @property
     def bytes(self) -> int:
         return size(self.var)
 
 
-def absences(program: Program, name: str, times: Sequence[float], hardware: Hardware) -> list[Absence]:
-    """Values of a block that may leave the device between forward and backward, in the order in which they are made:
-    those alone in their memory, which nobody reads for longer than two copies take."""
+def absences(
+    program: Program, name: str, times: Sequence[float], hardware: Hardware, kinds: Collection[str] = ("activations",)
+) -> list[Absence]:
+    """Values of a block that may leave the device, activations between forward and backward, gradients between backward
+    and update, in the order in which they are made: those alone in their memory, which nobody reads for longer than two
+    copies take."""
     block = program.blocks[name]
     uses, owner = chains(block), owners(block)
     alone = _alone(program, block)
@@ -159,14 +194,17 @@ def absences(program: Program, name: str, times: Sequence[float], hardware: Hard
     for of, family in lying.items():
         at = uses[of].defined
         eqn = block.eqns[at]
-        if of not in alone or eqn.phase != "forward" or of.type.space != DEVICE or of.type.depth:
+        kind = {"forward": "activations", "backward": "gradients"}.get(eqn.phase, "")
+        if of not in alone or kind not in kinds or of.type.space != DEVICE or of.type.depth or not of.type.ndim:
             continue
         reads = sorted({i for v in family for i in uses[v].uses})
         gap = max(((times[b] - times[a], a, b) for a, b in zip([at, *reads], reads, strict=False)), default=(0.0, 0, 0))
         before, use = gap[1], gap[2]
+        if kind == "gradients" and block.eqns[use].phase != UPDATE:
+            continue
         late = [v for v in family if any(i >= use for i in uses[v].uses) and uses[v].defined <= before]
         if gap[0] > 2 * hardware.move_s(size(of)) and late == [of] and not any(uses[v].is_output for v in family):
-            found.append(Absence(of, at, before, use))
+            found.append(Absence(of, at, before, use, kind))
     least = sum(a.bytes for a in found) // SMALL
     return sorted((a for a in found if a.bytes >= least), key=lambda a: (a.made, a.var.name))
 
@@ -196,83 +234,179 @@ class Departure:
     ready: int
     earliest: int
     bytes: int
+    kind: str = ""
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A copy to the device that is read at `use`; it may begin before equation `first`, at the earliest."""
+
+    use: int
+    bytes: int
+    kind: str = ""
+    first: int = 0
+
+
+Windows = Mapping[str, int]  # by kind, the most bytes on their way at once; what is not there is not bounded
+ENDLESS = 1 << 62
 
 
 def departures(
-    wanted: Sequence[Departure], times: Sequence[float], hardware: Hardware, window: int, free: float = 0.0
-) -> list[int]:
-    """Before which equation each copy to the host has ended, one after the other in this order; `free`: when the first
-    can begin."""
-    ends, flying = list[int](), list[int]()
+    wanted: Sequence[Departure], times: Sequence[float], hardware: Hardware, windows: Windows, free: float = 0.0
+) -> tuple[list[int], float]:
+    """Before which equation each copy to the host has ended, one after the other in this order, and when the last has;
+    `free`: when the first can begin."""
+    ends = list[int]()
+    flying: dict[str, list[int]] = {}
     for k, each in enumerate(wanted):
-        while flying and sum(wanted[i].bytes for i in flying) + each.bytes > window:  # wait for the oldest
-            oldest = flying.pop(0)
+        mine = flying.setdefault(each.kind, [])
+        while mine and sum(wanted[i].bytes for i in mine) + each.bytes > windows.get(each.kind, ENDLESS):
+            oldest = mine.pop(0)  # it is waited for
             ends[oldest] = max(wanted[oldest].earliest, min(ends[oldest], each.ready))
         free = max(free, times[each.ready]) + hardware.move_s(each.bytes)
         at = bisect.bisect_left(times, free, each.ready)
         ends.append(max(min(at, len(times) - 1), each.earliest))
-        flying = [i for i in (*flying, k) if ends[i] > each.ready]
-    return ends
+        flying[each.kind] = [i for i in (*mine, k) if ends[i] > each.ready]
+    return ends, free
 
 
-def arrivals(
-    wanted: Sequence[tuple[int, int]], times: Sequence[float], hardware: Hardware, window: int, first: int = 0
-) -> list[int]:
-    """(use, bytes) of copies to the device, in the order of their uses -> before which equation each begins, at the
-    earliest before `first`."""
+def arrivals(wanted: Sequence[Arrival], times: Sequence[float], hardware: Hardware, windows: Windows) -> list[int]:
+    """Before which equation each copy to the device begins, in the order of their uses."""
     begins = [0] * len(wanted)
-    free = times[-1] + sum(hardware.move_s(size) for _, size in wanted)
+    free = times[-1] + sum(hardware.move_s(each.bytes) for each in wanted)
     for k in reversed(range(len(wanted))):
-        use, size = wanted[k]
-        free = min(free, times[use]) - hardware.move_s(size)
-        begins[k] = min(max(bisect.bisect_right(times, free, 0, use + 1) - 1, first), use)
-    sizes = [size for _, size in wanted]
-    start = 0
-    for k, (use, _) in enumerate(wanted):
-        while start < k and sum(sizes[start : k + 1]) > window:
-            start += 1
-        if start:  # not before what is outside of the window has been used
-            begins[k] = min(max(begins[k], wanted[start - 1][0] + 1), use)
+        each = wanted[k]
+        free = min(free, times[each.use]) - hardware.move_s(each.bytes)
+        begins[k] = min(max(bisect.bisect_right(times, free, 0, each.use + 1) - 1, each.first), each.use)
+    for kind, window in windows.items():
+        mine = [k for k, each in enumerate(wanted) if each.kind == kind]
+        start, flying = 0, 0
+        for n, k in enumerate(mine):
+            flying += wanted[k].bytes
+            while start < n and flying > window:
+                flying -= wanted[mine[start]].bytes
+                start += 1
+            if start:  # not before what is outside of the window has been used
+                begins[k] = min(max(begins[k], wanted[mine[start - 1]].use + 1), wanted[k].use)
     return begins
 
 
-def moves_of(
-    block: Block,
-    leaving: Sequence[Absence],
+@dataclass(frozen=True)
+class Visit:
+    """Uses of an input that lies on the host, for which it comes once: from equation `first` to `last`."""
+
+    input: Var
+    first: int
+    last: int
+    after: int  # the last use before
+
+    def arrival(self, kind: str) -> Arrival:
+        return Arrival(self.first, size(self.input), kind, self.after + 1)
+
+
+def visits(
+    program: Program,
+    name: str,
+    inputs: Collection[str],
     times: Sequence[float],
     hardware: Hardware,
-    window: int,
-    busy: float = 0.0,
-) -> tuple[MovedValue, ...]:
-    """When these values leave and come back; one that would come back before it has left stays.  `busy`: how long the
-    step before still moves to the host."""
-    names = [*(equation_key(i, e) for i, e in enumerate(block.eqns)), ""]
-    out = [Departure(a.made + 1, a.before + 1, a.bytes) for a in leaving]
-    freed = dict(zip(leaving, departures(out, times, hardware, window, busy), strict=True))
-    back = sorted(leaving, key=lambda a: (a.use, a.made))
-    fetched = dict(zip(back, arrivals([(a.use, a.bytes) for a in back], times, hardware, window), strict=True))
-    return tuple(
-        MovedValue(a.var.name, names[freed[a]], names[max(fetched[a], freed[a])]) for a in leaving if freed[a] < a.use
-    )
-
-
-def streams_of(
-    program: Program, inputs: Collection[str], times: Sequence[float], hardware: Hardware, window: int
-) -> tuple[StreamedInput, ...]:
-    """When inputs of the entry that lie on the host come, and their new values leave."""
-    block = program.main
-    names = [*(equation_key(i, e) for i, e in enumerate(block.eqns)), ""]
+    handed: Collection[tuple[int, Var]] = (),
+) -> list[Visit]:
+    """When inputs of a block are needed on the device, in the order of that: between two visits there is time to come
+    anew.  `handed`: equations that take an input as it lies."""
+    block = program.blocks[name]
     uses = chains(block)
-    mine = sorted((v for v in block.inputs if v.name in inputs), key=lambda v: uses[v].uses[0])
-    begins = arrivals([(uses[v].uses[0], size(v)) for v in mine], times, hardware, window)
-    new = dict(zip(program.updates, block.outputs[len(block.outputs) - len(program.updates) :], strict=True))
-    leaving = sorted(
-        ((uses[x].defined, v) for v in mine if isinstance(x := new.get(v.name), Var) and uses[x].defined >= 0),
-        key=lambda each: each[0],
-    )
-    ends = departures([Departure(i + 1, i + 1, size(v)) for i, v in leaving], times, hardware, window)
-    freed = {v: names[end] for (_, v), end in zip(leaving, ends, strict=True)}
-    return tuple(StreamedInput(v.name, (names[at],), freed.get(v, "")) for v, at in zip(mine, begins, strict=True))
+    found = []
+    for v in block.inputs:
+        at = [i for i in uses[v].uses if (i, v) not in handed]
+        if v.name not in inputs or not at:
+            continue
+        first, after = at[0], -1
+        for a, b in zip(at, [*at[1:], None], strict=True):
+            if b is None or times[b] - times[a + 1] > 2 * hardware.move_s(size(v)):
+                found.append(Visit(v, first, a, after))
+                first, after = b or 0, a
+    return sorted(found, key=lambda visit: visit.first)
+
+
+@dataclass(frozen=True)
+class Copies:
+    """All copies of one block: values that are away for a while, and inputs that live on the host."""
+
+    program: Program
+    block: str
+    times: Sequence[float]
+    hardware: Hardware
+    away: Sequence[Absence] = ()
+    visiting: Sequence[Visit] = ()
+
+    def placed(self, windows: Windows) -> tuple[tuple[MovedValue, ...], tuple[StreamedInput, ...]]:
+        """When all of them go, one after the other on the wire of each way.  A value that would come back before it has
+        left stays."""
+        names = [*(equation_key(i, e) for i, e in enumerate(self.program.blocks[self.block].eqns)), ""]
+        freed = self._freed(windows)
+        fetched = self._fetched(windows)
+        moved = tuple(
+            MovedValue(a.var.name, names[freed[a.var]], names[max(fetched[a], freed[a.var])])
+            for a in self.away
+            if freed[a.var] < a.use
+        )
+        new, coming = self._new(), dict[Var, list[str]]()
+        for visit in self.visiting:
+            coming.setdefault(visit.input, []).append(names[fetched[visit]])
+        streamed = tuple(
+            StreamedInput(v.name, tuple(places), names[freed[new[v]]] if v in new else "")
+            for v, places in coming.items()
+        )
+        return moved, streamed
+
+    def _freed(self, windows: Windows) -> dict[Var, int]:
+        """Before which equation each value has left: those that are away, and those that replace an input.  The wire
+        may still be busy with what the step before left."""
+        uses = chains(self.program.blocks[self.block])
+        wanted = [(a.var, Departure(a.made + 1, a.before + 1, a.bytes, a.kind)) for a in self.away]
+        made = {x: uses[x].defined for x in self._new().values()}
+        wanted += [(x, Departure(i + 1, i + 1, size(x), UPDATE)) for x, i in made.items()]
+        wanted.sort(key=lambda each: each[1].ready)
+        order = [each for _, each in wanted]
+        _, free = departures(order, self.times, self.hardware, windows)
+        ends, _ = departures(order, self.times, self.hardware, windows, max(0.0, free - self.times[-1]))
+        return {v: end for (v, _), end in zip(wanted, ends, strict=True)}
+
+    def _fetched(self, windows: Windows) -> dict[Absence | Visit, int]:
+        """Before which equation each begins to come."""
+        wanted: list[tuple[Absence | Visit, Arrival]] = [
+            *((a, Arrival(a.use, a.bytes, self._kind(a.use, a.kind))) for a in self.away),
+            *((visit, visit.arrival(self._kind(visit.first, "parameters"))) for visit in self.visiting),
+        ]
+        wanted.sort(key=lambda each: each[1].use)
+        begins = arrivals([each for _, each in wanted], self.times, self.hardware, windows)
+        return {of: at for (of, _), at in zip(wanted, begins, strict=True)}
+
+    def _kind(self, use: int, kind: str) -> str:
+        """Of what comes for this equation."""
+        return UPDATE if self.program.blocks[self.block].eqns[use].phase == UPDATE else kind
+
+    def _new(self) -> dict[Var, Var]:
+        """Inputs that visit -> the values that replace them."""
+        program, block = self.program, self.program.blocks[self.block]
+        if self.block != program.entry or not program.updates:
+            return {}
+        new = dict(zip(program.updates, block.outputs[-len(program.updates) :], strict=True))
+        made = {v for e in block.eqns for v in e.outputs}
+        mine = dict.fromkeys(visit.input for visit in self.visiting)
+        return {v: x for v in mine if isinstance(x := new.get(v.name), Var) and x in made}
+
+
+def handed_to(program: Program, body: str, inputs: Collection[str]) -> dict[tuple[int, Var], Var]:
+    """Of a body that a scan in the entry runs: (equation, input of the entry) -> the input of the body that it is, of
+    these inputs, where each turn is given the same."""
+    found: dict[tuple[int, Var], Var] = {}
+    for i, eqn in enumerate(program.main.eqns if body != program.entry else ()):
+        if any(ref == body for ref in eqn.refs) and "consts" in eqn.params:
+            pairs = zip(eqn.inputs[: eqn.params["consts"]], program.blocks[body].inputs, strict=False)
+            found |= {(i, x): v for x, v in pairs if isinstance(x, Var) and x.name in inputs}
+    return found
 
 
 def state_inputs(program: Program) -> list[Var]:
@@ -283,7 +417,13 @@ def state_inputs(program: Program) -> list[Var]:
     ]
 
 
-def chunk_bytes(state: Iterable[Var]) -> int:
-    """Of one chunk of an update."""
-    sizes = [size(v) for v in state]
+def parameter_inputs(program: Program) -> list[Var]:
+    """Parameters that may live on the host: matrices and what has more dims.  Whether one does depends on it alone, so
+    that all programs of a model agree."""
+    return [v for v in program.inputs_of("parameter") if v.type.ndim > 1]
+
+
+def chunk_bytes(inputs: Iterable[Var]) -> int:
+    """Of one part of those that come one after the other."""
+    sizes = [size(v) for v in inputs]
     return max(sum(sizes) // CHUNKS, max(sizes, default=0), 1)

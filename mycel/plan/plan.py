@@ -26,7 +26,8 @@
     recompute: full                    # in backward: all that can be; none; auto (default): what the memory budget asks
                                        # for, at least cost
     offload: auto                      # what is not needed now may live on the host, where the memory budget asks for
-                                       # it; none (default); or {activations: auto, optimizer: host, host: 64GiB}
+                                       # it (default on GPUs); none; or {activations: auto, parameters: host,
+                                       # optimizer: host, gradients: none, host: 64GiB}
 
 Everything else is decided for a program (`decided`: layouts, residuals, by name; see decided.py) and what that comes to
 is `predicted`.  A plan with its decisions, written and read back, lowers the same program to the same text without a
@@ -61,7 +62,7 @@ from mycel.plan.compression import (
     read_phases,
 )
 from mycel.plan.decided import Decided, Predicted
-from mycel.plan.offload import Offload
+from mycel.plan.offload import UNSAID, Offload
 from mycel.plan.places import PLACE_AXIS, Place, read_places
 from mycel.plan.residuals import Residuals
 from mycel.plan.schedule import PLACE_SCHEDULES, PipelineSchedule, named, read_orders, stages_a_rank
@@ -99,7 +100,7 @@ class Plan:
     predicted: Predicted | None = None
     sums: str = "as computed"
     microbatches: int = 1
-    offload: Offload = field(default_factory=Offload)
+    offload: Offload = UNSAID
     stages: int | tuple[str, ...] = 1
     schedule: str = "1f1b"
     compress: Mapping[str, Any] = field(default_factory=dict)
@@ -423,7 +424,7 @@ class Plan:
         found |= {"monitor": sorted(read_monitor(self.monitor))} if self.monitor else {}
         found |= {"sync": dict(self.sync)} if self.sync else {}
         found |= {"recompute": self.recompute} if self.recompute != "auto" else {}
-        found |= {"offload": self.offload.data()} if self.offload != Offload() else {}
+        found |= {"offload": self.offload.data()} if not self.offload.unsaid else {}
         found |= {"loose": True} if self.loose else {}
         found |= {"decided": self.decided.data()} if self.decided is not None else {}
         found |= {"predicted": self.predicted.data()} if self.predicted is not None else {}

@@ -3,7 +3,7 @@
 from mycel.run.allocator import keep_freed_memory
 from mycel.run.compile import start_workers, warm_up, without_collector
 from mycel.run.emit import emit, load
-from mycel.run.host_space import HostSpace, moves
+from mycel.run.host_space import HostSpace, available, moves
 from mycel.run.interpret import interpret, not_finite
 from mycel.run.link_probe import timed_messages
 from mycel.run.processes import world
@@ -16,6 +16,7 @@ __all__ = [
     "HostSpace",
     "Replayed",
     "Span",
+    "available",
     "emit",
     "interpret",
     "keep_freed_memory",

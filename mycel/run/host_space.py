@@ -10,6 +10,7 @@ a program holds what it moves until the move is finished.  On a CPU the host is 
 
 from __future__ import annotations
 
+import resource
 import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -21,6 +22,8 @@ from mycel.errors import RunError
 from mycel.ir import DEVICE, HOST, Program, Role, Type, arenas, rounded
 from mycel.ops.space import HOST_SPACES, like
 from mycel.sizes import shown
+
+UNKNOWN = 1 << 62  # bytes
 
 
 class HostSpace:
@@ -61,15 +64,27 @@ class HostSpace:
             at += rounded(type.bytes)
         return self
 
+    def settled(self, role: Role, x: torch.Tensor) -> torch.Tensor:
+        """The home of an input, with the value of x, its elements in x's order; from now on it is there."""
+        home = self.homes[role]
+        if x.data_ptr() != home.data_ptr():
+            home = self.homes[role] = home.view(-1).as_strided(x.shape, like(x, "meta").stride())
+            home.copy_(x)
+        return home
+
     def _memory(self, size: int) -> torch.Tensor:
         """Bytes of the host that the device reads and writes by itself.  Not by way of torch's pinned allocator, which
         rounds up to a power of two."""
         memory = torch.empty(size, dtype=torch.uint8)
         if self.device.type == "cuda" and size:
+            memory.zero_()  # by all cores: pinning would touch page after page by one
             error = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), size, 0))
             if error:
+                limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+                locked = "not limited" if limit == resource.RLIM_INFINITY else f"limited to {shown(limit)}"
                 raise RunError(
-                    f"the host refused to pin {shown(size)} of its memory (CUDA error {error})\n"
+                    f"the host refused to pin {shown(size)} of its memory, of which {shown(available())} are free and "
+                    f"what is locked is {locked} (CUDA error {error})\n"
                     "  try       offload: none, or a larger limit of locked memory (ulimit -l)"
                 )
             self._pinned.append(memory.data_ptr())
@@ -132,10 +147,20 @@ def moves(program: Program) -> bool:
 
 
 def available() -> int:
-    """Bytes of the host that are free, or can be."""
+    """Bytes of the host that are free, or can be: of all of it, and of what this process may have."""
     lines = Path("/proc/meminfo").read_text().splitlines() if Path("/proc/meminfo").is_file() else []
     known: Mapping[str, int] = {name: int(rest.split()[0]) << 10 for name, rest in (x.split(":", 1) for x in lines)}
-    return known.get("MemAvailable", 1 << 62)
+    return min(known.get("MemAvailable", UNKNOWN), _left_to_us(Path("/sys/fs/cgroup")))
+
+
+def _left_to_us(group: Path) -> int:
+    """Bytes up to the limit of this process's control group; files in memory give way."""
+    names = ("memory.max", "memory.current", "memory.stat")
+    limit, used, parts = ((group / name).read_text() if (group / name).is_file() else "" for name in names)
+    if not limit.strip().isdigit() or not used.strip().isdigit():
+        return UNKNOWN
+    held = dict(line.split() for line in parts.splitlines())
+    return int(limit) - int(used) + int(held.get("inactive_file", 0)) + int(held.get("active_file", 0))
 
 
 def _is_home(held: torch.Tensor | None, type: Type) -> bool:

@@ -17,6 +17,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -229,12 +230,10 @@ class Probe:
             q, k, v = (self._rand(*shape, dtype=dtype) for _ in range(3))
             is_small = shape[2] <= LONGEST_MASK
             bias = self._rand(1, shape[1], shape[2], shape[2], dtype=dtype) if is_small else None
-            for mask, how in (
-                (None, {}),
-                (None, {"causal": True}),
-                (None, {"window": (shape[2] // 4, 0)}),
-                *([(bias, {})] if bias is not None else []),
-            ):
+            kinds: list[tuple[torch.Tensor | None, dict[str, Any]]] = [(None, {}), (None, {"causal": True})]
+            kinds += [(None, {"window": (shape[2] // 4, 0)})]
+            kinds += [(bias, {})] if bias is not None else []
+            for mask, how in kinds:
                 y, lse = attend.kernel(q, k, v, mask, **how)
                 runs = {attend: (q, k, v, mask), gradient: (y, q, k, v, mask, y, lse)}
                 if mask is not None:
@@ -242,7 +241,7 @@ class Probe:
                 for op, operands in runs.items():
                     types = [type_of(x) if isinstance(x, torch.Tensor) else x for x in operands]
                     flops = op.cost(types, how).flops
-                    seconds = self.work(lambda op=op, operands=operands, how=how: op.kernel(*operands, **how))
+                    seconds = self.work(partial(op.kernel, *operands, **how))
                     curves.setdefault(op.rate_of(types, how), []).append([flops, flops / seconds])
         return curves
 
