@@ -607,7 +607,7 @@ class Step:
         """What may live on the host where the plan does not say it: anything, under a budget, on a device whose memory
         is apart from the host's; but for parameters of ranks.  Parameters do in all programs of a step, or in none."""
         said, s = given.offload, self.settings
-        if given.decided is not None or given.is_pipeline:
+        if given.decided is not None or given.is_pipeline or given.place or given.at_once > 1:
             return given
         if said.unsaid and s.budget is not None and self.device.type == "cuda" and not self._was_searched:
             said = plan.AUTO if self.parts is None else replace(plan.AUTO, parameters="none")
