@@ -24,7 +24,7 @@ import time
 
 ROUNDS, STEPS, ROWS = 9, 2, 32
 PEERS = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B", "interleaved": "ScheduleInterleaved1F1B",
-         "zbv": "ScheduleZBVZeroBubble"}  # fmt: skip
+         "zbv": "ScheduleZBVZeroBubble", "dualpipev": "ScheduleDualPipeV"}  # fmt: skip
 
 
 def names_of(stages: int, layers: int) -> list[str]:
@@ -147,7 +147,8 @@ def bubbles(schedule: str, microbatches: int) -> None:
             for kind in "FBW"
         }
         f, b, w = (chunks * seconds[kind] for kind in "FBW")
-        formula = (ranks - 1) * {"zbh1": f + b - w, "zbv": 0.0}.get(schedule, (f + b + w) / chunks)
+        known = {"zbh1": f + b - w, "zbv": 0.0, "dualpipev": (f + b - w) / 2}
+        formula = (ranks - 1) * known.get(schedule, (f + b + w) / chunks)
         waited.append((times.bubble, formula, times.seconds))
     if rank == 0:
         bubble, formula, whole = (statistics.median(column) for column in zip(*waited, strict=True))

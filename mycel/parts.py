@@ -207,10 +207,24 @@ class ShardedModel:
 
     # -- what this rank holds
 
+    @property
+    def written(self) -> Plan:
+        """The plan of all ranks."""
+        return self.plan
+
+    @property
+    def rank(self) -> int:
+        """Of this process in the mesh of the plan, also before it speaks to the others."""
+        return int(self.ranks.rank) if self.ranks is not None else seat().rank
+
+    def _meet(self, device: torch.device) -> Any:
+        """The ranks of the plan's mesh, to speak to."""
+        return world(self.plan.mesh, device)
+
     def split(self, device: torch.device) -> None:
         """Parameters become this rank's parts, once; `device` is where its ranks speak from."""
         if self.ranks is None:
-            self.ranks = world(self.plan.mesh, device)
+            self.ranks = self._meet(device)
         if self.is_split:
             return
         self.is_split = True
@@ -231,7 +245,8 @@ class ShardedModel:
         return self.plan.mesh.index(self.ranks.rank, (STAGE_AXIS,))
 
     def is_own(self, name: str) -> bool:
-        return self.place in self.owners.get(name, (self.place,))
+        """Does this rank hold a tensor of the model?"""
+        return not self.owners or self.place in self.owners.get(name, (self.place,))
 
     def hold(self, pipeline: Pipeline) -> None:
         """From now on this rank holds what its stages use."""
@@ -304,20 +319,17 @@ class ShardedModel:
             if name not in self.owners or id(x) in done:
                 continue
             done.add(id(x))
-            shape = boxes.stored(tuple(self.shapes[name]), self.layouts[name], self.plan.mesh)
-            held = self._from_first(name, x.data, shape, x.dtype)
+            held = self._from_first(name, x.data, x.dtype)
             if not self.is_own(name):
                 x.data = held
         params = dict(self.model.named_parameters())
         roles = [role for role in self.slots if role.kind == "state" and role.of in params]
         there = torch.tensor([role.name in self.optimizer.state.get(params[role.of], {}) for role in roles])
-        there = self.ranks.all_reduce(there.int(), (STAGE_AXIS,), ">").bool()
+        there = self._most(there.int()).bool()
         for role, is_there in zip(roles, there.tolist(), strict=True):
             if is_there and role.of in self.owners:
-                layout, type = self.slots[role]
                 state = self.optimizer.state[params[role.of]]
-                shape = boxes.stored(type.shape, layout, self.plan.mesh)
-                held = self._from_first(role.of, state.get(role.name), shape, type.dtype)
+                held = self._from_first(role.of, state.get(role.name), self.slots[role][1].dtype, role)
                 if not self.is_own(role.of):
                     state[role.name] = held
         self._fetch_messages()
@@ -328,24 +340,34 @@ class ShardedModel:
         roles = [role for role in self.slots if role.kind in ("error", "outer") and role.of in self.owners]
         if not roles:
             return
-        there = self.ranks.all_reduce(torch.tensor([int(role in kept) for role in roles]), (STAGE_AXIS,), ">").bool()
+        there = self._most(torch.tensor([int(role in kept) for role in roles])).bool()
         for role in itertools.compress(roles, there.tolist()):
-            layout, type = self.slots[role]
-            shape = boxes.stored(type.shape, layout, self.plan.mesh)
-            held = self._from_first(role.of, kept.get(role), shape, type.dtype)
+            held = self._from_first(role.of, kept.get(role), self.slots[role][1].dtype, role)
             kept.setdefault(role, held)
+
+    def _most(self, counts: torch.Tensor) -> torch.Tensor:
+        """The largest over all stages."""
+        return self.ranks.all_reduce(counts, (STAGE_AXIS,), ">")
 
     def whole_of(self, name: str, x: torch.Tensor) -> torch.Tensor:
         """All of a parameter or buffer, whoever holds it; all ranks call this."""
         layout, x = self.lies(name, x), x.detach()
         if name in self.owners and not self._completed:
-            shape = boxes.stored(tuple(self.shapes[name]), layout, self.plan.mesh)
-            x = self._from_first(name, x, shape, x.dtype)
+            x = self._from_first(name, x, x.dtype)
         return self.gather(x, layout, self.shapes[name])
 
-    def _from_first(self, name: str, held: Any, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor as the first of those who hold it has it."""
-        first = self.owners[name][0]
+    def _lying(self, name: str, role: Role | None) -> tuple[Layout, tuple[int, ...]]:
+        """How a tensor of the model lies, or of what is kept of it that with a role; and the shape of its whole."""
+        if role is None:
+            return self.layouts[name], tuple(self.shapes[name])
+        layout, type = self.slots[role]
+        return layout, type.shape
+
+    def _from_first(self, name: str, held: Any, dtype: torch.dtype, role: Role | None = None) -> torch.Tensor:
+        """This rank's part of a tensor of the model (or of what is kept of it), as the first of those who hold it
+        have it."""
+        first, (layout, whole) = self.owners[name][0], self._lying(name, role)
+        shape = boxes.stored(whole, layout, self.plan.mesh)
         own = held if self.place == first else torch.zeros(tuple(shape), dtype=dtype, device=self.ranks.device)
         return self.ranks.all_gather(own.unsqueeze(0).to(self.ranks.device), (STAGE_AXIS,), 0)[first].clone()
 
@@ -497,8 +519,7 @@ class ShardedModel:
 
     def own_batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """The part of a batch that is this rank's replica's; all of it where all ranks step together."""
-        rank = self.ranks.rank if self.ranks is not None else seat().rank
-        return replica_batch.own_batch(self.plan, rank, args, kwargs)
+        return replica_batch.own_batch(self.plan, self.rank, args, kwargs)
 
     def feed(self, unsharded: UnshardedStep, sharded: Distributed | None, whole: Arguments | None = None) -> Feed:
         """How a step that lies as was found is fed on this rank; `whole`: the batch that replicas have parts of."""
@@ -509,8 +530,8 @@ class ShardedModel:
 
     def slices(self, name: str, shape: Sequence[int]) -> tuple[slice, ...]:
         """This rank's part of a batch tensor of this shape."""
-        layout, rank = self.plan.batch_layout(name, shape), self.ranks.rank if self.ranks is not None else seat().rank
-        return tuple(slice(start, stop) for start, stop in boxes.held(tuple(shape), layout, self.plan.mesh, rank))
+        layout = self.plan.batch_layout(name, shape)
+        return tuple(slice(start, stop) for start, stop in boxes.held(tuple(shape), layout, self.plan.mesh, self.rank))
 
     def rows(self, size: int, name: str | None = None) -> range:
         """The part of the first dim."""

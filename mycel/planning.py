@@ -10,13 +10,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from mycel import lower, plan
 from mycel.errors import PlanError
 from mycel.ir import DEVICE, HOST, Eqn, Layout, Program
 from mycel.offloading import Mover, Spaces, Way, ways
+from mycel.placing import Given, PlacedStep
 from mycel.plan import (
     Clock,
     Costs,
@@ -27,12 +28,15 @@ from mycel.plan import (
     Predicted,
     Residuals,
     StageCosts,
+    StageCutter,
     StepFlow,
     Times,
 )
 from mycel.plan.choices import Laid
 from mycel.sizes import shown
 
+CUTS = 8  # how often a pipeline is cut anew for its stages to fit
+NEARLY = 0.05  # of a budget: so little too much that the next smaller cut may do
 SLACK = 0.25  # where a way to move needs more than a budget by this share, not all prices are tried
 WORTH = 0.005  # the share of a step that compiling a stretch between calls must save
 NEAR = 0.01  # no other way to move is tried where a step is as near to its bound; parameters, which are needed more
@@ -57,6 +61,8 @@ class Task:
     budget: int | None = None
     results: Mapping[int, Layout] | None = None  # layouts of results of the entry that are not whole, by position
     outlines: bool = True  # stretches between calls are compiled where that pays
+    # of sub-models on meshes of their own: `inputs` and `gathered` of the program of a place
+    at_place: Callable[[int, Program], Given] | None = None
 
 
 def planned(task: Task, given: Plan) -> tuple[Plan, lower.Lowered]:
@@ -64,6 +70,8 @@ def planned(task: Task, given: Plan) -> tuple[Plan, lower.Lowered]:
     is."""
     if given.synced() is not None:
         return _of_replicas(task, given)
+    if given.place:
+        return _in_places(task, given)
     if given.decided is not None:
         return _applied(task, given)
     if given.is_pipeline and not given.offload.is_none:
@@ -74,6 +82,26 @@ def planned(task: Task, given: Plan) -> tuple[Plan, lower.Lowered]:
     step = LaidOut.of(task, given)
     outcome = step.decided()
     return step.plan_of(outcome), outcome.lowered
+
+
+def _in_places(task: Task, given: Plan) -> tuple[Plan, lower.Lowered]:
+    """The plan of sub-models on meshes of their own, decided now or before."""
+    assert task.at_place is not None
+
+    def laid_out(program: Program, of_place: Plan, inputs: Given) -> tuple[Plan, lower.Distributed | None]:
+        return with_layouts(Task(program, task.body, task.hardware, False, *inputs), of_place)
+
+    step = PlacedStep(task.program, task.body, given.given, task.hardware, task.at_place, laid_out)
+    if given.decided is None:
+        outcome = step.decided(task.budget)
+        return step.plan_of(outcome, task.budget), outcome.lowered
+    if plan.digest(task.program) != given.decided.program or len(given.decided.places) != len(given.places):
+        raise PlanError(
+            "the plan was decided for another program\n"
+            "  try       the model, batch, optimiser and settings it was made with, or plan.given to decide anew"
+        )
+    decided = given.decided
+    return given, step.under(decided.residuals, decided.places, decided.orders).lowered
 
 
 def _of_replicas(task: Task, given: Plan) -> tuple[Plan, lower.Lowered]:
@@ -161,8 +189,39 @@ class LaidOut:
         assert self.plan.decided is not None
         body = self.task.body
         summed = lower.plain_sums(resident, body)
-        flow = plan.StepFlow(summed, body)
-        starts = tuple(flow.block.eqns[i].outputs[0].name for i in self._starts(flow, names))
+        flow, budget = plan.StepFlow(summed, body), self.task.budget
+
+        def cut_at(units: Sequence[int]) -> Outcome:
+            starts = tuple(flow.block.eqns[i].outputs[0].name for i in units)
+            return self._cut_at(starts, summed, residuals, names, regions)
+
+        if not isinstance(self.plan.stages, int):
+            return cut_at(plan.starts_of(flow, self.plan.stages))
+        cutter = self._cutter(flow, names)
+        room, outcomes = None, list[Outcome]()
+        for _ in range(CUTS):  # what a stage needs is estimated before it is cut, and known once it is
+            starts = cutter.best(room)
+            needs = cutter.needs(starts)
+            if room is not None and needs > room:
+                break
+            outcomes.append(cut_at([cutter.blocks[i].unit for i in starts]))
+            too_much = outcomes[-1].times.peak[DEVICE] - budget if budget is not None else 0
+            if too_much <= 0:
+                return outcomes[-1]
+            room = needs - (1.0 if too_much < NEARLY * (budget or 0) else 0.75 * too_much)
+        return min(outcomes, key=lambda x: x.times.peak[DEVICE])
+
+    def _cut_at(
+        self,
+        starts: tuple[str, ...],
+        summed: Program,
+        residuals: Residuals,
+        names: frozenset[str],
+        regions: Mapping[str, tuple[str, ...]],
+    ) -> Outcome:
+        """A pipeline whose stages begin at these values."""
+        assert self.plan.decided is not None
+        body = self.task.body
         decided = replace(self.plan.decided, residuals=residuals, stages=starts)
 
         def under(schedule: str, orders: tuple[str, ...] = ()) -> lower.Lowered:
@@ -181,15 +240,15 @@ class LaidOut:
         times = self._pipeline_times(done, costs)
         return Outcome(residuals, done, regions, times, stages=starts, orders=orders, steps=costs)
 
-    def _starts(self, flow: StepFlow, regions: frozenset[str]) -> list[int]:
-        """The units at which stages begin: of the modules the plan names, or where the clock has them end."""
-        given = self.plan
-        if not isinstance(given.stages, int):
-            return plan.starts_of(flow, given.stages)
-        assert self.clock.links is not None
+    def _cutter(self, flow: StepFlow, regions: frozenset[str]) -> StageCutter:
+        """What there is to cut, by the clock, and what stages would hold."""
+        assert self.clock.links is not None and isinstance(self.plan.stages, int)
         compiled = flow.program.blocks if self.task.compiled and not self.task.outlines else regions
         blocks = plan.cut_blocks(flow, self.clock, self.clock.links.of((plan.STAGE_AXIS,)), compiled)
-        return [blocks[i].unit for i in plan.best_cut(blocks, given.stages, flow.body.length)]
+        like = replace(self.plan, schedule="1f1b") if self.plan.schedule == "searched" else self.plan
+        in_flight = like.schedule_of(flow.body.length).in_flight
+        memory = plan.block_memory(flow, blocks) if self.task.budget is not None else []
+        return StageCutter(blocks, memory, in_flight, flow.body.length)
 
     def _stage_costs(self, done: lower.Lowered) -> StageCosts:
         """Seconds of the steps of each stage, and of the longest message between them."""
@@ -199,27 +258,10 @@ class LaidOut:
         return plan.stage_costs(self.clock, pipeline.programs, pipeline.schedule, link, self.compiled(done))
 
     def _pipeline_times(self, done: lower.Lowered, costs: StageCosts) -> Times:
-        """The ranks beside each other: the loop over microbatches as its schedule has it, and the longest of what they
-        do around it; memory is that of the rank which needs most."""
+        """The ranks beside each other."""
         assert done.pipeline is not None
-        line = plan.timeline(done.pipeline.schedule, costs)
         alone = [self.clock(p, self.compiled(done)) for p in done.pipeline.programs]
-        around = max(max(t.seconds - work, 0.0) for t, work in zip(alone, line.work, strict=True))
-        fullest = max(alone, key=lambda t: t.peak[DEVICE])
-        busiest = max(alone, key=lambda t: t.seconds)
-        bubble = line.seconds - max(line.work)
-        stages = ", ".join(map(str, done.pipeline.schedule.stages_of(alone.index(fullest))))
-        where = f"{fullest.at or 'in the update'}, of stage {stages}"
-        shares = {**busiest.parts, "bubble": plan.StreamShare(bubble, bubble)}
-        return replace(
-            fullest,
-            seconds=line.seconds + around,
-            at=where,
-            assumed=busiest.assumed,
-            clock=None,
-            program=None,
-            shares=shares,
-        )
+        return plan.beside_each_other(done.pipeline.schedule, costs, alone)
 
     def _outlined(self, resident: Program) -> tuple[Program, frozenset[str], dict[str, tuple[str, ...]]]:
         """Stretches between calls that are worth compiling as one; by block the first value of each."""

@@ -206,6 +206,11 @@ class Search:
         """The model with fewer layers, where that stands for all of it."""
         return Shallow.of(self.model, self._make, self.step())
 
+    @property
+    def is_shallow(self) -> bool:
+        """Are plans priced from fewer layers?"""
+        return self.shallow is not None
+
     def _timed(self, shape: Shape, written: Plan) -> Candidate:
         try:
             if self.shallow is None or not written.offload.is_none:

@@ -10,15 +10,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from mycel.candidates import Candidate
 from mycel.errors import PlanError
-from mycel.ir import Mesh
+from mycel.ir import Mesh, Program
+from mycel.plan.cluster import Cluster
+from mycel.search_given import Given
 from mycel.search_space import LEVELS, SearchSpace, Shape
-
-if TYPE_CHECKING:
-    from mycel.search import Search
 
 WORSE = 1.02  # a direction that is slower by this is left: more tp (where twice in turn), lower levels of ZeRO
 MUCH_WORSE = 1.2  # more tp is left at once
@@ -29,10 +28,29 @@ RUNNERS_UP = 2  # that could be the best on other wires
 EVERYTHING = 1200  # equations times plans up to which all are priced
 
 
+class Pricing(Protocol):
+    """What is asked of a search."""
+
+    candidates: dict[Shape, Candidate]
+    given: Given
+    memory: int | None
+    cluster: Cluster
+
+    @property
+    def program(self) -> Program: ...
+    @property
+    def space(self) -> SearchSpace: ...
+    @property
+    def bound(self) -> float: ...
+    @property
+    def is_shallow(self) -> bool: ...
+    def held(self, shape: Shape) -> float: ...
+
+
 class SearchOrder:
     """Of one search: each plan is priced before the next is asked for."""
 
-    def __init__(self, search: Search) -> None:
+    def __init__(self, search: Pricing) -> None:
         self.search, self.given, self.space = search, search.given, search.space
         self.memory = search.memory or float("inf")
 
@@ -193,7 +211,7 @@ class SearchOrder:
             if not best.fits or best.exposed > least or (is_full and best.again > least):
                 yield from self._pipelines(shape)
             # what moves is not yet told from few layers: of a deep model all would be lowered, so only if nothing fits
-            is_wanted = is_full and best.again > least and best.shape.pp == 1 and search.shallow is None
+            is_wanted = is_full and best.again > least and best.shape.pp == 1 and not search.is_shallow
             if self.fastest() == float("inf") or is_wanted:
                 yield replace(shape, offload=True)
             yield from self._encoded()

@@ -57,6 +57,8 @@ from mycel.monitors import monitored
 from mycel.objective import Batch, objective, refuse_outputs
 from mycel.outer_steps import TAKEN, OuterSteps
 from mycel.parts import ShardedModel, UnshardedStep, roles_of
+from mycel.placed_model import PlacedModel
+from mycel.placing import Given
 from mycel.plan.links import Link, fitted
 from mycel.planning import Task, planned
 from mycel.run import (
@@ -167,7 +169,7 @@ def train_step(
         accumulate = written.microbatches
     if outputs not in (True, False, "local"):
         raise TrainError(f"outputs={outputs!r}\n  known     True, False, 'local'")
-    if outputs == "local" and written is not None and written.is_pipeline:
+    if outputs == "local" and written is not None and (written.is_pipeline or written.place):
         raise PlanError("outputs='local': a pipeline gives its outputs whole\n  try       outputs=True")
     settings = Settings(precision, accumulate, clip_norm, budget, compile, clip_value, bool(grads), outputs, strict)
     undecided = Undecided.of(mesh) if _is_auto(plan) else None
@@ -280,13 +282,19 @@ class Step:
         """Over the ranks of a plan."""
         model, optimizer = self.model, self.optimizer
         self.written = written
-        self.parts = ShardedModel(model, optimizer, written) if written is not None and written.mesh.world > 1 else None
+        self.parts = self._sharded(written) if written is not None and written.mesh.world > 1 else None
         self.for_ranks = self.parts is not None  # is what they share kept in the program?
         self.messages = MessageState(self.parts)
         policy = written.synced() if written is not None else None
         self._phases, self._condition = written.phases() if written is not None else ([], None)
         self.outer = OuterSteps(policy, self.parts, self.messages) if policy and self.parts is not None else None
         self.state = StepState(model, optimizer, self.parts, self.counters, self.set_counters, self.messages)
+
+    def _sharded(self, written: plan.Plan) -> ShardedModel:
+        """What this rank holds."""
+        if written.place:
+            return PlacedModel.of(self.model, self.optimizer, written)
+        return ShardedModel(self.model, self.optimizer, written)
 
     def _find_plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """For such batches, where it is left to the search."""
@@ -576,7 +584,13 @@ class Step:
             gathered,
             self.settings.budget,
             self.parts.rows_of(made) if self.parts is not None and self.settings.outputs == "local" else None,
+            at_place=self._given_at(made),
         )
+
+    def _given_at(self, made: UnshardedStep) -> Callable[[int, Program], Given] | None:
+        """How inputs lie in the program of each place, where sub-models are on meshes of their own."""
+        parts = self.parts
+        return partial(parts.given_at, made) if isinstance(parts, PlacedModel) else None
 
     def _refuse_split(self, split: Iterable[str]) -> None:
         """PlanError where torch would take the update of parts."""
@@ -594,7 +608,7 @@ class Step:
         """What may live on the host where the plan does not say it: anything, under a budget, on a device whose memory
         is apart from the host's; but for parameters of ranks.  Parameters do in all programs of a step, or in none."""
         said, s = given.offload, self.settings
-        if given.decided is not None or given.is_pipeline:
+        if given.decided is not None or given.is_pipeline or given.place or given.at_once > 1:
             return given
         if said.unsaid and s.budget is not None and self.device.type == "cuda" and not self._was_searched:
             said = plan.AUTO if self.parts is None else replace(plan.AUTO, parameters="none")
@@ -680,6 +694,10 @@ class Step:
         body = program.entry
         if counting is not None:
             program = check(transform.microbatch(program, counting, batch.parts, split, rows))
+            body = transform.BODY
+        elif self.written is not None and self.written.place:  # stages are cut from what is done with a part
+            tensors = [v.name for v in program.inputs if program.role(v).kind == "batch" and v.ndim]
+            program = check(transform.microbatch(program, transform.no_counts(program), 1, tensors))
             body = transform.BODY
         return UnshardedStep(captured, program, tuple(groups), results, body)
 

@@ -15,6 +15,7 @@ import functools
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,10 @@ from torch import nn
 
 from mycel.errors import CheckpointError, TrainError
 from mycel.host_parameters import settle_copies
-from mycel.ir import Layout, Role
+from mycel.ir import Layout, Mesh, Role, Type, parse_typed, typed
 from mycel.message_state import MessageState, role_of
 from mycel.parts import ShardedModel
-from mycel.run import part_of
+from mycel.run import boxes, part_of
 from mycel.run.checkpoint import ALONE, Loaded, MeshProcess, Saver, load, load_latest, load_latest_parts
 from mycel.run.reading import Wanted, load_parts
 from mycel.run.shards import MANIFEST, Manifest, read_manifest
@@ -87,12 +88,44 @@ def wanted(parts: ShardedModel, own: Tensors, manifest: Manifest) -> Wanted:
         kind, _, rest = name.partition(".")
         owner, _, slot = rest.rpartition(".")
         role = Role("state", slot, of=owner) if kind == "optimizer" else role_of(name)
+        if not parts.is_own(rest if kind == "model" else role.of if role is not None else ""):
+            continue  # another stage's
         known = parts.slots.get(role) if role is not None else None
         shape = saved.value_shape
         fits = known is not None and known[1].shape == shape
         layout = known[0] if known and fits else Layout.whole(len(shape))
         specs[name] = layout if role is not None and kind != "optimizer" else parts.apart(layout), shape, saved.dtype
     return specs
+
+
+@dataclass(frozen=True)
+class SharedOut:
+    """The tensors of a checkpoint where ranks hold different ones, in the same order on all: what this rank has, and
+    for others something of their shape that takes no memory; how they lie; and who has them."""
+
+    tensors: Tensors
+    layouts: Layouts
+    there: dict[str, frozenset[int]]
+
+    @staticmethod
+    def of(own: Tensors, lying: Layouts, mesh: Mesh, tell: Callable[[Any], list[Any]]) -> SharedOut:
+        """All ranks tell what they hold."""
+        whole = {name: lying.get(name) or (Layout.whole(x.dim()), tuple(x.shape)) for name, x in own.items()}
+        tied = {id(x): name for name, x in reversed(own.items())}
+        texts = [[n, typed(Type(x.dtype, whole[n][1]), whole[n][0]), tied[id(x)]] for n, x in own.items()]
+        tensors, layouts = dict[str, torch.Tensor](), dict[str, tuple[Layout, tuple[int, ...]]]()
+        there: dict[str, set[int]] = {}
+        for rank, told in enumerate(tell(texts)):
+            for name, text, first in told:
+                there.setdefault(name, set()).add(rank)
+                if name in layouts:
+                    continue
+                type, layout = parse_typed(text)
+                layouts[name] = layout, type.shape
+                stored = boxes.stored(type.shape, layout, mesh)
+                nothing = lambda dtype=type.dtype, shape=stored: torch.zeros((), dtype=dtype).expand(shape)
+                tensors[name] = own[name] if name in own else tensors[first] if first in tensors else nothing()
+        return SharedOut(tensors, layouts, {name: frozenset(ranks) for name, ranks in there.items()})
 
 
 def of_all_stages(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -129,7 +162,13 @@ class StepState:
 
     @property
     def rank(self) -> int:
+        """In the mesh of the plan; of sub-models on meshes of their own, in that of this rank's place."""
         return self.split.ranks.rank if self.split is not None else 0
+
+    @property
+    def number(self) -> int:
+        """Among all ranks."""
+        return self.split.ranks.world.rank if self.split is not None else 0
 
     # -- whole -------------------------------------------------------------------------------------------------------
 
@@ -191,7 +230,7 @@ class StepState:
             if id(x) not in done:
                 done.add(id(x))
                 gathered = parts.gather(before[name], lying[name], parts.shapes[name])
-                if rank is None or rank == self.rank:
+                if rank is None or rank == self.number:
                     x.data = gathered.clone() if gathered is before[name] else gathered
                 versions[id(x)] = x._version
         try:
@@ -239,7 +278,7 @@ class StepState:
             raise TrainError(f"there is something already\n  at        {folder}\n  try       another folder")
         partial = folder.with_name(f".{folder.name}.partial")
         with self.whole(rank=0):
-            if self.rank == 0:
+            if self.number == 0:
                 shutil.rmtree(partial, ignore_errors=True)
                 partial.mkdir(parents=True)
                 _write_model(self.model, partial)
@@ -249,23 +288,34 @@ class StepState:
         self.process.tell(None)  # it is there for all
         return folder
 
-    @of_all_stages
     def save(self, folder: str | Path, number: int, keep: int) -> Path:
-        """A checkpoint FOLDER/step-NUMBER, written by all ranks; when this returns it is on disk."""
+        """A checkpoint FOLDER/step-NUMBER, written by all ranks, each of what it holds; when this returns it is on
+        disk."""
         with self._open():
-            tensors = {f"model.{name}": x for name, x in model_tensors(self.model).items()}
+            tensors = {f"model.{name}": x for name, x in self._own().items()}
             numbers = {f"step.{name}": x for name, x in self.counters().items()}
             lying = {**layouts(self.model, self.optimizer, self.split, numbers), **self.messages.layouts()}
         tensors |= {f"optimizer.{name}": x for name, x in optimizer_tensors(self.model, self.optimizer).items()}
         tensors |= numbers | self.messages.tensors()
-        plan = str(self.split.plan.given) if self.split is not None else None
+        plan = str(self.split.written.given) if self.split is not None else None
+        if self.split is not None and self.split.ranks.world is not self.split.ranks:  # meshes differ: whole on each
+            wholes = {id(x): self.split.gather(x, *lying[name]) for name, x in tensors.items() if name in lying}
+            tensors, lying = {name: wholes.get(id(x), x) for name, x in tensors.items()}, {}
+        there: dict[str, frozenset[int]] = {}
+        if self.split is not None and self.split.owners:
+            out = SharedOut.of(tensors, lying, self.process.mesh, self.process.tell)
+            tensors, lying, there = out.tensors, dict(out.layouts), out.there
         with Saver(folder, keep, asynchronous=False, ranks=self.process, plan=plan) as saver:
-            saver.save(number, tensors, {"optimizer": self._plain(), "steps": number}, layouts=lying)
+            saver.save(number, tensors, {"optimizer": self._plain(), "steps": number}, layouts=lying, there=there)
         if saver.last is None:
             raise CheckpointError(next(iter(saver.poll()), "nothing was saved"))
         return saver.last
 
-    @of_all_stages
+    def _own(self) -> Tensors:
+        """What this rank holds of the model's state."""
+        held, parts = model_tensors(self.model), self.split
+        return held if parts is None else {name: x for name, x in held.items() if parts.is_own(name)}
+
     def load(self, folder: str | Path) -> int:
         """Continue from the newest undamaged checkpoint in a folder (or from the checkpoint that it is), saved under
         any plan: the number of steps it was saved after.  A folder of weights alone gives the model those."""
@@ -273,21 +323,22 @@ class StepState:
         if (folder / NAME).is_file() or any(folder.glob("*.safetensors.index.json")) or has_torch_weights(folder):
             return self._load_weights(folder)
         with self._open():
-            own = model_tensors(self.model)
+            own = self._own()
         parts, device = self.split, next((x.device for x in own.values()), torch.device("cpu"))
         of_ranks = lambda saved: wanted(parts, own, saved) if parts is not None else {}
         if (folder / MANIFEST).is_file():
-            manifest, mesh = read_manifest(folder), self.process.mesh
+            manifest = read_manifest(folder)
             tensors = (
                 load(folder, device).tensors
                 if parts is None
-                else load_parts(folder, of_ranks(manifest), mesh, self.rank, device, manifest)
+                else load_parts(folder, of_ranks(manifest), parts.ranks.mesh, self.rank, device, manifest)
             )
             loaded = Loaded(manifest.step, tensors, manifest.meta, folder)
         elif parts is None:
             loaded, _ = load_latest(folder, device)
         else:
-            loaded, _ = load_latest_parts(folder, of_ranks, self.process, device)
+            mine = replace(self.process, mesh=parts.ranks.mesh, rank=self.rank)
+            loaded, _ = load_latest_parts(folder, of_ranks, mine, device)
         self._take(loaded, own)
         return loaded.step
 
@@ -311,7 +362,8 @@ class StepState:
             owner, _, slot = name.rpartition(".")
             self.optimizer.state[parameters[owner]][slot] = x
         for name, values in plain.get("state", {}).items():
-            self.optimizer.state[parameters[name]].update(values)
+            if self.split is None or self.split.is_own(name):
+                self.optimizer.state[parameters[name]].update(values)
         for group, options in zip(self.optimizer.param_groups, plain.get("groups", ()), strict=False):
             group.update({k: tuple(v) if isinstance(v, list) else v for k, v in options.items()})
         self.set_counters(named("step."))
@@ -360,7 +412,7 @@ class StepState:
         if self.split is None:
             return ALONE
         if self._ranks is None:
-            ranks = self.split.ranks
+            ranks = self.split.ranks.world
             share = Shares(ranks.meeting, "step") if ranks.meeting is not None else lambda text: [text]
             self._ranks = MeshProcess(ranks.mesh, ranks.rank, share)
         return self._ranks

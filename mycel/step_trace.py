@@ -9,9 +9,9 @@ trace.files()                         trace.json for ui.perfetto.dev, schedule.h
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from mycel.plan import STAGE_AXIS, Plan
+from mycel.plan import PLACE_AXIS, STAGE_AXIS, Plan
 from mycel.plan.schedule import KINDS, PipelineSchedule, PipelineTimes, StageStep, step_name, timeline
 from mycel.run.trace import STEP, Span, chrome_trace
 from mycel.schedule_page import schedule_page
@@ -37,7 +37,9 @@ class StepTrace:
         if self.schedule is None or not self.spans:
             return None
         mesh = self.plan.mesh
-        first = [r for r in range(mesh.world) if mesh.index(r, self.plan.inside.mesh.axes) == 0]
+        first = [place.ranks[0] for place in self.plan.places] or [
+            r for r in range(mesh.world) if mesh.index(r, self.plan.inside.mesh.axes) == 0
+        ]
         spans = {(s.block, s.call): s for r in first for s in self.spans[r] if s.block != STEP}
         steps = [step for order in self.schedule.orders for step in order]
         there = {x: spans[key] for x in steps if (key := (step_name(x.kind, x.stage), x.microbatch)) in spans}
@@ -55,9 +57,7 @@ class StepTrace:
         """The schedule with the steps that ran: of weights, those that are a step of their own."""
         assert self.schedule is not None
         orders = tuple(tuple(x for x in order if x in there) for order in self.schedule.orders)
-        return PipelineSchedule(
-            self.schedule.name, self.schedule.microbatches, self.schedule.place, self.schedule.splits, orders
-        )
+        return replace(self.schedule, orders=orders)
 
     def chrome(self) -> str:
         """All ranks, and of a pipeline the ranks as they were predicted."""
@@ -66,7 +66,7 @@ class StepTrace:
         if predicted is not None:
             began = min(s.start_s for each in self.spans for s in each)
             for r, order in enumerate(predicted.schedule.orders):
-                rows[f"predicted, {STAGE_AXIS} {r}"] = [
+                rows[f"predicted, {PLACE_AXIS if self.plan.place else STAGE_AXIS} {r}"] = [
                     Span(step_name(x.kind, x.stage), x.microbatch, began + predicted.start[x], began + predicted.end[x])
                     for x in order
                     if x.kind in KINDS

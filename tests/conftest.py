@@ -23,9 +23,9 @@ hypothesis.settings.load_profile("tests")
 SLOW = {
     "across", "alike", "architectures", "brute", "checkpoint_faults", "checkpoint_mesh", "checkpoint_ranks",
     "commands", "compress", "control_flow_random", "cutting", "data_cache", "distribute", "docs", "examples",
-    "experts", "feed", "layouts", "manual", "offload", "op_database", "optimisers", "pipeline", "plan", "probe",
-    "processes", "search", "search_given", "shallow", "stages", "step_memory", "step_models", "step_state", "tasks",
-    "torch_update", "train", "train_export", "train_faults", "train_lora", "train_messages", "train_ranks",
+    "experts", "feed", "layouts", "manual", "offload", "op_database", "optimisers", "pipeline", "places", "plan",
+    "probe", "processes", "search", "search_given", "shallow", "stages", "step_memory", "step_models", "step_state",
+    "tasks", "torch_update", "train", "train_export", "train_faults", "train_lora", "train_messages", "train_ranks",
     "train_resume", "weights",
 }  # fmt: skip
 
@@ -47,6 +47,7 @@ ONE_IN = {
     "test_hyper_parameters_are_read_at_every_step": 3, "test_second_derivatives": 3,
     "test_gradients_are_finite_differences": 3, "test_state_saved_under_one_mesh_is_loaded_under_another": 3,
     "test_models": 3, "test_every_optimiser": 3, "test_assignments": 3, "test_expressions": 3,
+    "test_placed_is_serial": 18, "test_random_pipelines": 80,
     "test_adapters_of_peft": 2, "test_examples_on_two_processes": 2,
     "test_a_compressed_run_goes_on_to_the_bit": 2, "test_regions_are_the_plain_code": 3,
     "test_other_families_go_on_and_come_out": 3, "test_a_rank_that_does_not_come_is_named_at_the_timeout": 2,

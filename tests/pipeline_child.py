@@ -6,15 +6,19 @@ another one goes on from there.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import faulthandler
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 import torch
 import yaml
 from pipelining import Tied
+from placed_processes import in_places
 
 import mycel
 from mycel.errors import PlanError
@@ -64,6 +68,15 @@ def held(step: mycel.Step) -> int:
     return sum(x.untyped_storage().nbytes() for x in tensors)
 
 
+@contextlib.contextmanager
+def alone(step: mycel.Step) -> Iterator[None]:
+    """Inside, no stage comes to the ranks of another."""
+    fetch = step.parts._fetch
+    step.parts._fetch = lambda: pytest.fail("a rank holds what another stage does")
+    yield
+    step.parts._fetch = fetch
+
+
 def main(folder: Path) -> None:
     torch.manual_seed(0)
     first = Tied(2, 0.1).double()
@@ -80,15 +93,18 @@ def main(folder: Path) -> None:
             healed(serial)
             healed(step)
     compared(step, serial)
-    assert step.save(folder / "saved").name == "step-00000003"
+    with alone(step):
+        assert step.save(folder / "saved").name == "step-00000003"
     other = step_of(Tied(2, 0.1).double(), PLANS[1])
     other.prepare(**batch(0))
-    other.load(folder / "saved")
+    with alone(other):
+        other.load(folder / "saved")
     for i in (3, 4):
         wanted, *found = losses(i, serial, step, other)
         alike(found, [wanted] * 2)
     traced(step)
     refused()
+    in_places(folder / "places")
 
 
 def losses(i: int, *steps: mycel.Step) -> list[torch.Tensor]:
@@ -146,5 +162,5 @@ def refused() -> None:
 
 
 if __name__ == "__main__":
-    faulthandler.dump_traceback_later(100, exit=True)  # no test waits for ever
+    faulthandler.dump_traceback_later(150, exit=True)  # no test waits for ever
     main(Path(sys.argv[1]))

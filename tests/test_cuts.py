@@ -18,7 +18,7 @@ from mycel.plan import CPU, Clock, Plan
 from mycel.plan.cuts import CutBlock, best_cut, cut_blocks, cut_seconds
 from mycel.plan.links import CPU_LINK
 from mycel.plan.stages import StepFlow, cut
-from mycel.planning import LaidOut, Task
+from mycel.planning import LaidOut, Task, planned
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -98,3 +98,23 @@ def test_a_large_vocabulary_is_cut_for_by_the_clock():
     searched, given = (LaidOut.of(task, Plan(Mesh(), stages=stages)).under([0.0]) for stages in (4, equal))
     longest = [max(map(sum, zip(o.steps.forward, o.steps.backward, strict=True))) for o in (searched, given)]
     assert longest[0] < 0.7 * longest[1] and searched.times.seconds < 0.85 * given.times.seconds
+
+
+def test_a_budget_moves_the_cut():
+    """A table of embeddings that takes no time, and microbatches in flight: where the cut by the clock alone does not
+    fit, one that leaves the first stage fewer layers does, without computing anything again."""
+    one = OneDevice.of(Words(16), {"ids": torch.zeros(512, 16, dtype=torch.long)}, accumulate=8)
+
+    def under(budget: int | None) -> tuple[int, int, float]:
+        task = Task(one.made.program, one.made.body, CPU, budget=budget)
+        decided, done = planned(task, Plan(Mesh(), stages=2, recompute="none"))
+        owners = done.pipeline.owners
+        first = [r for r, at in owners.items() if r.kind == "parameter" and r.name.endswith("weight") and 0 in at]
+        return len(first), decided.peak, decided.predicted.seconds
+
+    layers, peak, seconds = under(None)
+    budget = int(0.88 * peak)
+    fewer, lower_peak, more_seconds = under(budget)
+    assert fewer < layers and lower_peak <= budget and more_seconds >= seconds
+    with pytest.raises(PlanError, match="too much"):
+        under(lower_peak // 4)

@@ -1,4 +1,5 @@
-"""Pipelines in processes: the steps of one device, their state, checkpoints under other plans, and what is refused."""
+"""Pipelines, and sub-models on meshes of their own, in processes: the steps of one device, their state, checkpoints
+under other plans, and what is refused."""
 
 from __future__ import annotations
 

@@ -69,6 +69,8 @@ def test_bubbles_are_those_of_the_formulas(p, m, f, b, w):
         assert bubble(interleaved(p, m, v)) == pytest.approx((p - 1) * (f + b + w) / v)
     if f == b == w:
         assert bubble(named("zbv", p, m)) == pytest.approx(0.0, abs=1e-9)
+    if f == b and m >= 2 * p:
+        assert bubble(named("dualpipev", p, m)) == pytest.approx((p - 1) * (f + b - w) / 2)
     assert bubble(named("zbh1", p, m)) == pytest.approx((p - 1) * (f + b - w))
 
 
@@ -78,6 +80,7 @@ def test_what_ranks_hold(p, m):
     assert named("1f1b", p, m).held() == [min(m, p - i) for i in range(p)]
     assert max(named("zbh1", p, m).held()) <= p
     assert max(named("zbv", p, m).held()) <= 2 * p
+    assert max(named("dualpipev", p, m).held()) <= 2 * p + 1
     assert named("gpipe", p, m).held([2.0] * p) == [2.0 * m] * p
 
 
@@ -149,8 +152,19 @@ def test_room_is_kept_or_refused():
 def test_names():
     assert [stages_a_rank(n) for n in ("zbv", "1f1b", "interleaved", "interleaved 3")] == [2, 1, 2, 3]
     assert named("interleaved 3", 2, 4) == interleaved(2, 4, 3)
-    with pytest.raises(PlanError, match="known     gpipe, 1f1b, interleaved, zbh1, zbv, searched; interleaved 3"):
+    with pytest.raises(PlanError, match="known     gpipe, 1f1b, interleaved, zbh1, zbv, dualpipev, searched"):
         named("2f2b", 2, 2)
+
+
+@pytest.mark.parametrize("p", [2, 4, 5])
+def test_forward_and_backward_in_turn(p):
+    """In the middle of dualpipev, each forward step is followed by a backward step of the rank's other stage, of
+    another microbatch: neither waits for the other."""
+    m = 4 * p
+    for rank, order in enumerate(named("dualpipev", p, m).orders):
+        pairs = [(a, b) for a, b in itertools.pairwise(s for s in order if s.kind != "W") if a.kind == "F" != b.kind]
+        apart = [(a, b) for a, b in pairs if a.stage != b.stage and a.microbatch != b.microbatch]
+        assert len(apart) >= 2 * (m - 2 * p) + p and all(a.stage + b.stage == 2 * p - 1 for a, b in apart), rank
 
 
 def test_drawn():

@@ -3,25 +3,30 @@ under every schedule, whatever lies inside a stage; and what is sent and held is
 
 from __future__ import annotations
 
+import functools
 import random
 from collections import Counter
+from dataclasses import replace
 
 import models
 import pytest
 import torch
-from distributing import OneDevice
+from distributing import OneDevice, start_values
 from golden import golden
 from pipelining import Tied, local_program, pipeline_equals
 from torch import nn
 
+import mycel
 from mycel.errors import PlanError, RunError
 from mycel.ir import Mesh, Program, Role
 from mycel.lower.stages import pipelined
+from mycel.parts import ShardedModel
 from mycel.plan import CPU, Plan
 from mycel.plan.schedule import NAMED, interleaved, named
 from mycel.plan.stages import StepFlow, starts_of
 from mycel.planning import Task, planned
-from mycel.run import simulate_stages
+from mycel.run import simulate, simulate_stages
+from mycel.run.simulate import spread_out
 
 
 class Normed(nn.Module):
@@ -79,6 +84,26 @@ def test_cut_anywhere(seed, steps):
     ranks = rng.randint(2, 5)
     schedule = rng.choice([named(rng.choice(["1f1b", "zbh1", "gpipe"]), ranks, 4), interleaved(2, 4, 3)])
     pipeline_equals(steps[4], schedule, rng, seed=seed)
+
+
+@functools.cache
+def made_by_chance(layers: int, microbatches: int, dropout: float, clip: float | None) -> OneDevice:
+    return tied(microbatches, layers, dropout, clip_norm=clip)
+
+
+@pytest.mark.parametrize("seed", range(320))
+def test_random_pipelines(seed):
+    """A model, stages, a schedule, microbatches, what lies inside a stage and what is in the tensors, by chance."""
+    rng = random.Random(seed)
+    one = made_by_chance(rng.randint(1, 4), rng.choice([2, 4, 8]), rng.choice([0.0, 0.2]), rng.choice([None, 0.05]))
+    microbatches = StepFlow(local_program(one, None)[0], one.made.body).body.length
+    name, ranks = rng.choice([*NAMED, "interleaved 3"]), rng.randint(2, 4)
+    inner = INNER[rng.choice(list(INNER))]
+    units = len(StepFlow(local_program(one, inner)[0], one.made.body).units)
+    schedule = named(name, ranks, microbatches)
+    if schedule.stages > units:
+        schedule = named("1f1b", min(ranks, units), microbatches)
+    pipeline_equals(one, schedule, rng, inner, seed=rng.randrange(99), poison=rng.random() < 0.1)
 
 
 FAMILIES = {
@@ -257,3 +282,30 @@ def test_what_cannot_be_a_pipeline_is_told():
             refused()
         told.append(f"-- {name}\n{e.value}")
     golden("refusal_stages", "\n\n".join(told))
+
+
+def test_compressed_gradients():
+    """Each stage encodes the gradients of its own parameters, and keeps what was lost of them: new parameters, state
+    and errors are those of the same ranks without stages."""
+    torch.manual_seed(0)
+    batch = {"ids": torch.randint(0, 12, (8, 3)), "labels": torch.randint(0, 12, (8, 3))}
+    model = Tied(2, width=48)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    flat = Plan.read({"mesh": {"dp": 2}, "batch": ["dp"], "microbatches": 2, "compress": {"dp": "int8+ef"}})
+    made = mycel.train_step(model, optimizer, compile=False, plan=flat, clip_norm=0.1).unsharded(**batch)
+    one = OneDevice(model, batch, optimizer, made)
+    task = Task(made.program, made.body, CPU, False, *ShardedModel(model, optimizer, flat).given(made))
+    alone = planned(task, flat)[1]
+    stages = planned(task, replace(flat, stages=("embed", "layers.1")))[1].pipeline
+    roles = [{p.role(v).of for v in p.inputs_of("error")} for p in stages.programs]
+    assert roles[0] and roles[1] and not roles[0] & roles[1]
+    given = {
+        made.program.role(v): spread_out(x, layout, flat.mesh)
+        for v, x, layout in zip(made.program.inputs, start_values(one), alone.spread.inputs, strict=True)
+    }
+    results = simulate(alone.program, flat.mesh, [given[alone.program.role(v)] for v in alone.program.inputs])
+    news = dict(zip(alone.program.updates, results[-len(alone.program.updates) :], strict=True))
+    inputs = [[given[p.role(v)] for v in p.inputs] for p in stages.programs]
+    for p, found in zip(stages.programs, simulate_stages(stages.programs, flat.mesh, "pp", inputs), strict=True):
+        for name, parts in zip(p.updates, found[-len(p.updates) :], strict=True):
+            torch.testing.assert_close(parts, news[name], rtol=1e-4, atol=2e-5)

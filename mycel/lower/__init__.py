@@ -4,19 +4,30 @@ from mycel.lower.compress import compress
 from mycel.lower.distribute import Distributed, distribute, settled
 from mycel.lower.explain import explain, proved, schedule_text, sent, sent_text
 from mycel.lower.hoist import hoist
-from mycel.lower.lowered import Lowered, finished, local_of, lowered, staged, with_moves, with_regions, with_residuals
+from mycel.lower.lowered import (
+    Lowered,
+    finished,
+    local_of,
+    local_of_place,
+    lowered,
+    staged,
+    with_moves,
+    with_regions,
+    with_residuals,
+)
 from mycel.lower.offload import norms_of_each, offload, split_updates, with_copies
 from mycel.lower.outer import SENT_AT, OuterMessage, outer_message, outer_messages, outer_role, rounds
 from mycel.lower.overlap import overlap
+from mycel.lower.places import connect, crossings, in_places
 from mycel.lower.price import Prices
 from mycel.lower.residency import reside
 from mycel.lower.stage_sums import plain_sums
 from mycel.lower.stages import Pipeline, pipelined
 
 __all__ = [
-    "SENT_AT", "Distributed", "Lowered", "OuterMessage", "Pipeline", "Prices", "compress", "distribute", "explain",
-    "finished", "hoist", "local_of", "lowered", "norms_of_each", "offload", "outer_message", "outer_messages",
-    "outer_role", "overlap", "pipelined", "plain_sums", "proved", "reside", "rounds", "schedule_text", "sent",
-    "sent_text", "settled", "split_updates", "staged", "with_copies", "with_moves", "with_regions",
-    "with_residuals",
+    "SENT_AT", "Distributed", "Lowered", "OuterMessage", "Pipeline", "Prices", "compress", "connect", "crossings",
+    "distribute", "explain", "finished", "hoist", "in_places", "local_of", "local_of_place", "lowered",
+    "norms_of_each", "offload", "outer_message", "outer_messages", "outer_role", "overlap", "pipelined",
+    "plain_sums", "proved", "reside", "rounds", "schedule_text", "sent", "sent_text", "settled", "split_updates",
+    "staged", "with_copies", "with_moves", "with_regions", "with_residuals",
 ]  # fmt: skip

@@ -117,11 +117,14 @@ def _bytes(count: float) -> str:
 def schedule_text(schedule: PipelineSchedule, plan: Plan) -> str:
     """A pipeline: where it is cut, how long ranks wait, and a row of steps for each of them."""
     assert plan.decided is not None and plan.predicted is not None
+    where = f"in {schedule.ranks} places" if plan.place else f"on {schedule.ranks} ranks"
     lines = [
-        f"pipeline         {schedule.stages} stages on {schedule.ranks} ranks, {schedule.microbatches} microbatches, "
+        f"pipeline         {schedule.stages} stages {where}, {schedule.microbatches} microbatches, "
         f"schedule {plan.schedule}"
     ]
-    lines += [f"  begin at       {', '.join(plan.decided.stages)}"]
+    for i, place in enumerate(plan.places):
+        lines.append(f"  place {i}        {place}, stages {', '.join(map(str, schedule.stages_of(i)))}")
+    lines += [f"  begin at       {', '.join(plan.decided.stages)}"] if not plan.place else []
     if plan.predicted.steps is not None:
         times = timeline(schedule, plan.predicted.steps)
         lines += [

@@ -7,6 +7,7 @@ hoist        what blocks gather, their callers gather
 fuse         updates of many parameters in one
 outline      stretches between calls that are compiled as one
 stages       of a pipeline: one program for the ranks of each
+interleave   two microbatches at once, where the plan says so
 overlap      collectives begin early and end late
 gathers      of parameters, on encoded bytes
 offload      values leave for the host and come back
@@ -14,15 +15,16 @@ offload      values leave for the host and come back
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 from mycel import transform
-from mycel.ir import Eqn, Program, check
+from mycel.ir import Eqn, Program, call, check
 from mycel.lower.compress import compress
 from mycel.lower.distribute import Distributed, distribute
 from mycel.lower.encode_gathers import EncodedGathers, encode_gathers
 from mycel.lower.hoist import hoist
+from mycel.lower.interleave import interleave
 from mycel.lower.offload import offload
 from mycel.lower.overlap import overlap
 from mycel.lower.residency import reside
@@ -34,17 +36,20 @@ from mycel.plan import STAGE_AXIS, Offloaded, Plan, Residuals, StepBody
 @dataclass(frozen=True)
 class Lowered:
     """The program of every rank, the blocks of it to compile; and on several ranks how it was spread.  Of a pipeline
-    `program` is that of the ranks of one place, the first, and `pipeline` has all of them."""
+    `program` is that of the ranks of one place, the first, and `pipeline` has all of them; where each place has a mesh
+    of its own, `spreads` says how the program of each was."""
 
     program: Program
     regions: frozenset[str] = frozenset()
     spread: Distributed | None = None
     pipeline: Pipeline | None = None
+    spreads: tuple[Distributed | None, ...] = ()
 
     def at(self, place: int) -> Lowered:
         """As the ranks of one place of the pipeline run it."""
         assert self.pipeline is not None
-        return replace(self, program=self.pipeline.programs[place])
+        spread = self.spreads[place] if self.spreads else self.spread
+        return replace(self, program=self.pipeline.programs[place], spread=spread)
 
 
 def lowered(program: Program, plan: Plan) -> Lowered:
@@ -74,13 +79,25 @@ def staged(summed: Program, regions: frozenset[str], spread: Distributed | None,
     return Lowered(done.programs[0], names, spread, done)
 
 
-def local_of(program: Program, spread: Distributed | None, simplified: bool = False) -> Program:
-    """What is left to a rank of a program; `simplified`, where nothing is."""
+def local_of(
+    program: Program, spread: Distributed | None, simplified: bool = False, keep: Collection[str] = ()
+) -> Program:
+    """What is left to a rank of a program; `simplified`, where nothing is.  `keep`: blocks that are called as they
+    are."""
     if spread is None and not simplified:
         return program
     if spread is None:
         return check(transform.simplify(program))
-    return check(transform.simplify(check(compress(spread.local)), ranks=True))
+    return check(transform.simplify(check(compress(spread.local)), ranks=True, keep=keep))
+
+
+def local_of_place(program: Program, spread: Distributed | None) -> Program:
+    """What is left to a rank of the program of a place, but for the pieces of its messages: the steps of its stages
+    stay blocks."""
+    if spread is None:
+        return program
+    steps = [eqn.params["block"] for eqn in program.main.eqns if eqn.op is call]
+    return check(transform.fuse(hoist(local_of(program, spread, keep=steps))))
 
 
 def with_residuals(local: Program, residuals: Residuals, spread: Distributed | None) -> Program:
@@ -96,6 +113,9 @@ def with_regions(resident: Program, is_worth: Callable[[str, Sequence[Eqn]], boo
 def finished(program: Program, spread: Distributed | None, plan: Plan) -> Program:
     if spread is None:
         return program
+    if plan.at_once > 1:
+        assert plan.decided is not None
+        program = interleave(program, plan.decided.residuals.body)
     ordered = check(overlap(program))
     shapes = {role.name: v.shape for v in spread.whole.inputs if (role := spread.whole.role(v)).kind == "parameter"}
     codecs = plan.gathered_codecs(shapes)

@@ -174,7 +174,8 @@ class PipelineEntry:
         return {name: (new, self.owners(by_name[name])) for name, new in news}
 
     def _made_by(self) -> dict[Var, int]:
-        """Of what a global norm is taken of: the rank that counts it."""
+        """Of what comes of the loop: the rank that has it, the first of several.  Of gradients, it counts them in the
+        global norm."""
         reached: dict[Var, set[int]] = {
             v: {self.homes[j]} for j, v in enumerate(self.body.eqn.outputs) if self.homes[j] >= 0
         }
@@ -183,7 +184,11 @@ class PipelineEntry:
             if is_group_update(eqn.op) or eqn.op is o.global_norm:
                 ranks = set()
             reached.update(dict.fromkeys(eqn.outputs, ranks))
-        return {v: min(ranks, default=0) for v, ranks in reached.items()}
+        return {v: min(ranks) for v, ranks in reached.items() if ranks}
+
+    def _acts_on(self, eqn: Eqn) -> int:
+        """The rank on which an equation is run for what it does: that of what it reads."""
+        return min((self.norm_of[v] for v in eqn.vars if v in self.norm_of), default=0)
 
     def _slice(self, rank: int, wanted: Iterable[Var], norm: bool = True) -> EntrySlice:
         """What of the entry makes these values."""
@@ -195,7 +200,8 @@ class PipelineEntry:
                 if norm and any(self.homes[j] < 0 for j in kept.scanned):
                     need |= {x for v in self.turn_takes if isinstance(x := self.body.outer.get(v), Var)}
                 continue
-            if not any(v in need for v in eqn.outputs) and not (eqn.op.effect and rank == 0 and norm):
+            acts = norm and eqn.op.effect and self._acts_on(eqn) == rank
+            if not any(v in need for v in eqn.outputs) and not acts:
                 continue
             kept.eqns.add(i)
             if norm and eqn.op is o.global_norm:

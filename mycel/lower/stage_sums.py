@@ -6,7 +6,7 @@ apart        the gradient of what several stages use is summed up in each
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from mycel.errors import PlanError
@@ -82,11 +82,13 @@ def plain_sums(program: Program, name: str) -> Program:
     return check(replace(program, blocks={**program.blocks, name: changed}))
 
 
-def apart(stages: StageMap) -> StageMap:
+def apart(stages: StageMap, recut: Callable[[Program], StageMap]) -> StageMap:
     """The gradient of what several stages use: each sums up its own over the microbatches, and these are added once.
 
     d = add(a, b); total' = add(total, d)    =>    t0' = add(t0, a); t1' = add(t1, b)      with a, b of stages 0 and 1
                                                    total = add(t0, t1) behind the scan
+
+    `recut` cuts the program that this makes where the stages begin.
     """
     flow = stages.flow
     program, body, block = flow.program, flow.body, flow.block
@@ -156,19 +158,12 @@ def apart(stages: StageMap) -> StageMap:
         (*main.eqns[: body.at], again, *sums, *after),
         tuple(totals.get(x, x) if isinstance(x, Var) else x for x in main.outputs),
     )
-    starts_at = [block.eqns[i].outputs[0].name for i in _starts(stages)]
-    changed = dce(replace(program, blocks={**program.blocks, body.name: part, program.entry: entry}))
-    return cut_at(check(changed), body.name, starts_at)
+    return recut(check(dce(replace(program, blocks={**program.blocks, body.name: part, program.entry: entry}))))
 
 
 def behind_loop(eqn: Eqn) -> Eqn:
     """An equation of the entry behind the loop over microbatches, which ends with backward steps."""
     return replace(eqn, phase="backward") if eqn.phase == "forward" else eqn
-
-
-def _starts(stages: StageMap) -> list[int]:
-    units = stages.flow.units
-    return [i for k, i in enumerate(units) if k and stages.eqns[i] != stages.eqns[units[k - 1]]]
 
 
 def _shares(stages: StageMap, summed: CarrySum) -> list[list[Var]]:

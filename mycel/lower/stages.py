@@ -50,10 +50,17 @@ class Pipeline:
 def pipelined(program: Program, body: str, starts: Sequence[str], schedule: PipelineSchedule, axis: str) -> Pipeline:
     """The programs of all ranks, of a step with `plain_sums`; `starts`: the values whose equations begin the second and
     later stages."""
-    stages = apart(cut_at(program, body, starts))
+    stages = apart(cut_at(program, body, starts), lambda changed: cut_at(changed, body, starts))
     parts = StageParts(stages, schedule.splits)
     entry = PipelineEntry(PipelineLoop(parts, schedule))
     programs = tuple(check(prune(RankWriter(entry, rank, axis).program())) for rank in range(schedule.ranks))
+    return pipeline_of(program, programs, parts, schedule)
+
+
+def pipeline_of(
+    program: Program, programs: tuple[Program, ...], parts: StageParts, schedule: PipelineSchedule
+) -> Pipeline:
+    """What the ranks of a pipeline run, and who of them holds which input of the step."""
     held = {r: {p.role(v) for v in p.inputs} for r, p in enumerate(programs)}
     owners = {
         program.role(v): tuple(r for r, roles in held.items() if program.role(v) in roles) for v in program.inputs
@@ -63,6 +70,8 @@ def pipelined(program: Program, body: str, starts: Sequence[str], schedule: Pipe
 
 class RankWriter:
     """Writes the program of one rank."""
+
+    sending = "update"  # the phase of messages behind the loop
 
     def __init__(self, entry: PipelineEntry, rank: int, axis: str) -> None:
         self.entry, self.rank = entry, rank
@@ -78,7 +87,7 @@ class RankWriter:
         self.totals: dict[int, Atom] = {}
         self.rows: dict[int, list[Atom]] = {}
         self.turned: list[dict[Var, Atom]] = []
-        self.tokens: dict[int, Var] = {}
+        self.tokens: dict[int, list[Var]] = {}
         self.blocks: dict[str, Block] = {}
 
     def program(self) -> Program:
@@ -137,8 +146,7 @@ class RankWriter:
         with self.b:
             norm = o.global_norm(*own) if own else o.full(0.0, shape=(), dtype=dtype)
             squares = o.square(o.cast(norm, dtype=torch.float64))  # which 32 bits might not hold
-            total = o.all_reduce(squares, axes=self.axes, count=self.schedule.ranks)
-            self.values[eqn.outputs[0]] = o.cast(o.sqrt(total), dtype=dtype)
+            self.values[eqn.outputs[0]] = o.cast(o.sqrt(self.summed(squares)), dtype=dtype)
 
     def exchange(self, kept: EntrySlice) -> None:
         """Results of the loop, to all who ask for them and do not have them."""
@@ -146,26 +154,52 @@ class RankWriter:
         for j in kept.scanned:
             if self.entry.homes[j] in (-1, self.rank):
                 self.values[outputs[j]] = self.result(j)
-        sent: list[tuple[Var, Atom, dict[str, object]]] = []
+        sent: list[tuple[list[Var], Atom, int, int]] = []
         for j, home in enumerate(self.entry.homes):
             for r, other in enumerate(self.entry.slices):
                 if home in (-1, r) or j not in other.scanned:
                     continue
-                how: dict[str, object] = {"axes": self.axes, "count": self.schedule.ranks}
                 if self.rank == home:
-                    how |= {"to": r, "tag": tag}
-                    self.b.phase = "update"  # what comes is read by any phase, what goes is made by any
+                    self.b.phase = self.sending  # what comes is read by any phase, what goes is made by any
                     x = self.result(j)
-                    sent.append((self.emit(o.begin_send, (x,), how), x, how))
+                    sent.append((self.begin_send((x,), r, tag), x, r, tag))
                 elif self.rank == r:
                     v, self.b.phase = outputs[j], "forward"
-                    how |= {"source": home, "tag": tag, "shapes": (v.shape,), "dtypes": (v.dtype,)}
-                    token = self.emit(o.begin_receive, (), how)
-                    self.values[v] = self.emit(o.finish_receive, (token,), how)
+                    tokens = self.begin_receive((v,), home, tag)
+                    (self.values[v],) = self.finish_receive(tokens, (v,), home, tag)
                 tag += 1
         self.b.phase = "update"
-        for token, x, how in sent:
-            self.emit(o.finish_send, (token, x), how)
+        for tokens, x, r, tag in sent:
+            self.finish_send(tokens, (x,), r, tag)
+
+    # -- messages, between the ranks of the same place in each stage
+
+    def begin_send(self, values: Sequence[Atom], to: int, tag: int) -> list[Var]:
+        """Values to another rank; what `finish_send` asks for."""
+        return [self.emit(o.begin_send, tuple(values), {**self.between, "to": to, "tag": tag})]
+
+    def finish_send(self, tokens: Sequence[Var], values: Sequence[Atom], to: int, tag: int) -> None:
+        self.emit(o.finish_send, (*tokens, *values), {**self.between, "to": to, "tag": tag})
+
+    def begin_receive(self, like: Sequence[Var], source: int, tag: int) -> list[Var]:
+        """Be ready for values like these from another rank."""
+        return [self.emit(o.begin_receive, (), self.incoming(like, source, tag))]
+
+    def finish_receive(self, tokens: Sequence[Var], like: Sequence[Var], source: int, tag: int) -> list[Var]:
+        outs = self.b.emit(o.finish_receive, tuple(tokens), self.incoming(like, source, tag))
+        return list(outs) if isinstance(outs, tuple) else [outs]
+
+    def incoming(self, like: Sequence[Var], source: int, tag: int) -> dict[str, object]:
+        shapes, dtypes = tuple(v.shape for v in like), tuple(v.dtype for v in like)
+        return {**self.between, "source": source, "tag": tag, "shapes": shapes, "dtypes": dtypes}
+
+    def summed(self, x: Var) -> Var:
+        """Over all ranks of the pipeline."""
+        return o.all_reduce(x, axes=self.axes, count=self.schedule.ranks)
+
+    @property
+    def between(self) -> dict[str, object]:
+        return {"axes": self.axes, "count": self.schedule.ranks}
 
     def emit(self, op: object, inputs: tuple[Atom, ...], how: Mapping[str, object]) -> Var:
         return self.b.emit(op, inputs, dict(how))  # type: ignore[arg-type, return-value]
@@ -238,17 +272,8 @@ class RankWriter:
         """Be ready for what a step receives."""
         for message in self.loop.received.get(step, ()):
             self.at(step, message.values[0])
-            self.tokens[message.tag] = self.emit(o.begin_receive, (), self.incoming(message))
-
-    def incoming(self, message: TaggedMessage) -> dict[str, object]:
-        shapes, dtypes = tuple(v.shape for v in message.values), tuple(v.dtype for v in message.values)
-        source = self.schedule.place[message.source.stage]
-        how: dict[str, object] = {"axes": self.axes, "count": self.schedule.ranks, "source": source}
-        return how | {"tag": message.tag, "shapes": shapes, "dtypes": dtypes}
-
-    def outgoing(self, message: TaggedMessage) -> dict[str, object]:
-        to = self.schedule.place[message.target.stage]
-        return {"axes": self.axes, "count": self.schedule.ranks, "to": to, "tag": message.tag}
+            source = self.schedule.place[message.source.stage]
+            self.tokens[message.tag] = self.begin_receive(message.values, source, message.tag)
 
     def at(self, step: StageStep, v: Var | None = None) -> None:
         """The next equations are of a step, and speak of a value: they are told by these if nobody answers."""
@@ -259,16 +284,16 @@ class RankWriter:
 
     def give_back(self, message: TaggedMessage) -> None:
         values = [self.inside[message.source.stage, message.source.microbatch, v] for v in message.values]
-        self.emit(o.finish_send, (self.tokens[message.tag], *values), self.outgoing(message))
+        to = self.schedule.place[message.target.stage]
+        self.finish_send(self.tokens[message.tag], values, to, message.tag)
 
     def step(self, step: StageStep) -> None:
         s, m = step.stage, step.microbatch
         for message in self.loop.received.get(step, ()):
             self.at(step, message.values[0])
-            token = self.tokens[message.tag]
-            outs = self.b.emit(o.finish_receive, (token,), self.incoming(message))
-            outs = outs if isinstance(outs, tuple) else (outs,)
-            self.inside.update({(s, m, v): x for v, x in zip(message.values, outs, strict=True)})
+            source = self.schedule.place[message.source.stage]
+            came = self.finish_receive(self.tokens[message.tag], message.values, source, message.tag)
+            self.inside.update({(s, m, v): x for v, x in zip(message.values, came, strict=True)})
         self.at(step)
         self.b.phase = "backward"
         for message in self.loop.settled.get(step, ()):
@@ -287,8 +312,9 @@ class RankWriter:
             self.inside.update({(message.target.stage, m, v): self.inside[s, m, v] for v in message.values})
         for message in self.loop.sent.get(step, ()):
             self.at(step, message.values[0])
-            values = tuple(self.inside[s, m, v] for v in message.values)
-            self.tokens[message.tag] = self.emit(o.begin_send, values, self.outgoing(message))
+            values = [self.inside[s, m, v] for v in message.values]
+            to = self.schedule.place[message.target.stage]
+            self.tokens[message.tag] = self.begin_send(values, to, message.tag)
 
     def operand(self, s: int, m: int, v: Var) -> Atom:
         return self.given(v, m) if v in self.body.outer else self.inside[s, m, v]

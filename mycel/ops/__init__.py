@@ -2,6 +2,7 @@
 `ir.OPS`."""
 
 from mycel.ops import (
+    across,
     activations,
     attention,
     bags,
@@ -53,6 +54,7 @@ from mycel.ops.rules import o
 
 __all__ = [
     "RULES",
+    "across",
     "activations",
     "attention",
     "bags",

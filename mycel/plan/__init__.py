@@ -4,7 +4,7 @@ from mycel.plan.choices import Layouts
 from mycel.plan.clock import COMPUTE, Clock, StreamShare, Times, clock
 from mycel.plan.compression import CANDIDATES
 from mycel.plan.cost import Costs
-from mycel.plan.cuts import best_cut, cut_blocks
+from mycel.plan.cuts import StageCutter, block_memory, cut_blocks
 from mycel.plan.decide import LESS, decide, ladder
 from mycel.plan.decided import BlockLayouts, Decided, Predicted, digest
 from mycel.plan.hardware import CPU, Hardware, hardware_of, probe_path, probe_text, with_link
@@ -31,6 +31,7 @@ from mycel.plan.offload import (
     state_inputs,
     visits,
 )
+from mycel.plan.places import PLACE_AXIS, Place
 from mycel.plan.plan import STAGE_AXIS, Plan, ready_plans
 from mycel.plan.residuals import (
     Decision,
@@ -44,20 +45,90 @@ from mycel.plan.residuals import (
 )
 from mycel.plan.schedule import PipelineSchedule, StageCosts, orders_text, searched, splits, timeline
 from mycel.plan.solve import Solved, parameter_layouts, solve
-from mycel.plan.stage_costs import message_bytes, stage_costs, step_seconds
+from mycel.plan.stage_costs import beside_each_other, message_bytes, stage_costs, step_seconds
 from mycel.plan.stages import StepBody, StepFlow, modules_around, starts_of
 from mycel.plan.synchronising import SyncPolicy
 from mycel.plan.travels import travels
 
 __all__ = [
-    "AUTO", "CANDIDATES", "COMPUTE", "CPU", "KINDS", "LESS", "STAGE_AXIS", "UPDATE", "Absence", "BlockLayouts",
-    "Clock", "Copies", "Costs", "Decided", "Decision", "ErrorBars", "Hardware", "Layouts", "Links", "Measured",
-    "MovedValue", "Offload", "Offloaded", "PipelineSchedule", "Plan", "Predicted", "Residuals", "Solved",
-    "StageCosts", "StepBody", "StepFlow", "StreamShare", "StreamedInput", "SyncPolicy", "Times", "Visit",
-    "absences", "backward_inputs", "backward_part", "best_cut", "chunk_bytes", "clock", "close_names", "cut_blocks",
-    "decide", "digest", "equation_key", "error_bars", "expressions", "handed_to", "hardware_of", "ladder",
-    "message_bytes", "modules_around", "orders_text", "paired", "parameter_inputs", "parameter_layouts",
-    "probe_path", "probe_text", "ready_plans", "refuse_idle", "residuals", "searched", "solve", "splits",
-    "stage_costs", "starts_of", "state_inputs", "step_seconds", "timeline", "travels", "twins", "visits",
-    "with_link", "write_down",
+    "AUTO",
+    "CANDIDATES",
+    "COMPUTE",
+    "CPU",
+    "KINDS",
+    "LESS",
+    "PLACE_AXIS",
+    "STAGE_AXIS",
+    "UPDATE",
+    "Absence",
+    "BlockLayouts",
+    "Clock",
+    "Copies",
+    "Costs",
+    "Decided",
+    "Decision",
+    "ErrorBars",
+    "Hardware",
+    "Layouts",
+    "Links",
+    "Measured",
+    "MovedValue",
+    "Offload",
+    "Offloaded",
+    "PipelineSchedule",
+    "Place",
+    "Plan",
+    "Predicted",
+    "Residuals",
+    "Solved",
+    "StageCosts",
+    "StageCutter",
+    "StepBody",
+    "StepFlow",
+    "StreamShare",
+    "StreamedInput",
+    "SyncPolicy",
+    "Times",
+    "Visit",
+    "absences",
+    "backward_inputs",
+    "backward_part",
+    "beside_each_other",
+    "block_memory",
+    "chunk_bytes",
+    "clock",
+    "close_names",
+    "cut_blocks",
+    "decide",
+    "digest",
+    "equation_key",
+    "error_bars",
+    "expressions",
+    "handed_to",
+    "hardware_of",
+    "ladder",
+    "message_bytes",
+    "modules_around",
+    "orders_text",
+    "paired",
+    "parameter_inputs",
+    "parameter_layouts",
+    "probe_path",
+    "probe_text",
+    "ready_plans",
+    "refuse_idle",
+    "residuals",
+    "searched",
+    "solve",
+    "splits",
+    "stage_costs",
+    "starts_of",
+    "state_inputs",
+    "step_seconds",
+    "timeline",
+    "travels",
+    "twins",
+    "visits",
+    "with_link",
+    "write_down",
 ]  # fmt: skip

@@ -13,9 +13,10 @@ Stages that do not fit the memory of their rank, with the microbatches it has in
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from mycel.errors import PlanError
@@ -120,6 +121,72 @@ def best_cut(blocks: Sequence[CutBlock], stages: int, microbatches: int, fits: F
         raise PlanError(f"no cut into {stages} stages fits the memory of its ranks\n  try       {LESS_MEMORY}")
     best = min(fronts[-1], key=lambda option: ((microbatches - 1) * option[0] + option[1], option[2]))
     return list(best[2])
+
+
+@dataclass(frozen=True)
+class BlockMemory:
+    """What a block of units takes: by parameter, bytes of it, of its state and of its gradient; and bytes of what one
+    microbatch leaves for backward."""
+
+    held: Mapping[str, int]
+    kept: int
+
+
+def block_memory(flow: StepFlow, blocks: Sequence[CutBlock]) -> list[BlockMemory]:
+    """Of each block of a step."""
+    program, starts = flow.program, [b.unit for b in blocks]
+    stages = cut(flow, starts[1:])
+    parameters = {x: v for v, x in flow.body.outer.items() if isinstance(x, Var)}
+    sizes: dict[Var, int] = {}
+    for v in program.inputs_of("parameter"):
+        name = program.role(v).name
+        state = sum(x.type.bytes for x in program.inputs_of("state") if program.role(x).of == name)
+        sizes[v] = v.type.bytes + state
+    for carry, v in flow.trained.items():
+        outer = flow.body.outer[v]
+        if isinstance(outer, Var) and outer in sizes:
+            sizes[outer] += flow.body.carried[carry].type.bytes
+    held: list[dict[str, int]] = [{} for _ in blocks]
+    for x, size in sizes.items():
+        for s in stages.users.get(parameters[x], ()) if x in parameters else ():
+            held[s][x.name] = size
+    kept = [0] * len(blocks)
+    late = {v for i in flow.backward for v in flow.behind(flow.block.eqns[i])}
+    for v, s in stages.of.items():
+        if v in late and flow.makers[v] not in flow.backward:
+            kept[s] += v.type.bytes
+    return [BlockMemory(h, k) for h, k in zip(held, kept, strict=True)]
+
+
+@dataclass(frozen=True)
+class StageCutter:
+    """Cuts a step into so many stages; `in_flight`: microbatches that each holds at once."""
+
+    blocks: Sequence[CutBlock]
+    memory: Sequence[BlockMemory]
+    in_flight: Sequence[int]
+    microbatches: int
+
+    def best(self, room: float | None = None) -> list[int]:
+        """The blocks at which the second and later stages begin; with `room`, of cuts no stage of which takes more
+        bytes, if there are any."""
+        stages = len(self.in_flight)
+        if room is not None:
+            with contextlib.suppress(PlanError):
+                fits = lambda stage, first, end: self._takes(stage, first, end) <= room
+                return best_cut(self.blocks, stages, self.microbatches, fits)
+        return best_cut(self.blocks, stages, self.microbatches)
+
+    def needs(self, starts: Sequence[int]) -> float:
+        """About the bytes of the stage that takes most, besides what it computes with."""
+        edges = itertools.pairwise([0, *starts, len(self.blocks)])
+        return max(self._takes(stage, *ends) for stage, ends in enumerate(edges))
+
+    def _takes(self, stage: int, first: int, end: int) -> float:
+        held: dict[str, int] = {}
+        for block in self.memory[first:end]:
+            held.update(block.held)
+        return sum(held.values()) + self.in_flight[stage] * sum(b.kept for b in self.memory[first:end])
 
 
 def _unbeaten(options: list[tuple[float, float, tuple[int, ...]]]) -> list[tuple[float, float, tuple[int, ...]]]:

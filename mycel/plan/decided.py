@@ -44,7 +44,7 @@ from mycel.plan.schedule import StageCosts
 
 KEYS = (
     "program", "compiled", "links", "gathered", "layouts", "residuals", "regions", "moved", "stages", "orders",
-    "compress",
+    "compress", "places",
 )  # fmt: skip
 SHOWN = 3  # differences that a refusal names
 _SPLIT = re.compile(r"(\S+)@(\w+(?:\.\w+)*)")
@@ -192,6 +192,7 @@ class Decided:
     stages      of a pipeline: the values at which the second and later ones begin
     orders      of a searched schedule: the steps of each rank
     compress    the codec that `compress: auto` has come to
+    places      of sub-models on meshes of their own: what was decided for the program of each
     """
 
     program: str
@@ -205,6 +206,7 @@ class Decided:
     stages: tuple[str, ...] = ()
     orders: tuple[str, ...] = ()
     compress: str = ""
+    places: tuple[Decided, ...] = ()
 
     def links_of(self, mesh: Mesh) -> Links:
         return Links(mesh, named=self.links)
@@ -243,6 +245,7 @@ class Decided:
         data |= {"stages": list(self.stages)} if self.stages else {}
         data |= {"orders": list(self.orders)} if self.orders else {}
         data |= {"compress": self.compress} if self.compress else {}
+        data |= {"places": [x.data() for x in self.places]} if self.places else {}
         return data
 
     @staticmethod
@@ -263,6 +266,7 @@ class Decided:
                 tuple(data.get("stages", ())),
                 tuple(data.get("orders", ())),
                 str(data.get("compress", "")),
+                tuple(Decided.read(x, where) for x in data.get("places", ())),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as e:
             what = f"{e} is missing" if isinstance(e, KeyError) else str(e)

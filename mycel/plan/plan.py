@@ -9,10 +9,13 @@
       hidden_states: [dp, tp, -]
     zero: 3 over dp                    # optimiser state (1), gradients (2), parameters (3) split over axes
     microbatches: 4                    # the batch in so many parts, one after the other (`accumulate`)
+    at_once: 2                         # of these, at once on a device: while one waits for ranks, the other computes
     stages: 4                          # of a pipeline, cut where the clock says; or the module each begins with:
                                        # [embed, layers.4, layers.8, layers.12].  The mesh is that inside a stage
     schedule: zbv                      # gpipe, 1f1b (default), interleaved, interleaved 3 (stages a rank), zbh1, zbv,
-                                       # searched
+                                       # dualpipev, searched
+    place: {vision_model: [0, 1], "*": [2..7]}     # sub-models on ranks of their own, which run at once; with a mesh
+                                       # each: {ranks: 2..7, mesh: {dp: 3, tp: 2}}.  Layouts are of these (places.py)
     sums: fp32                         # partial sums travel in 32 bits; as computed (default): in the precision of the
                                        # product that leaves them
     compress: {dp: int8+ef}            # gradients travel along dp in fewer bytes; by pattern; auto (compression.py)
@@ -60,8 +63,9 @@ from mycel.plan.compression import (
 )
 from mycel.plan.decided import Decided, Predicted
 from mycel.plan.offload import UNSAID, Offload
+from mycel.plan.places import PLACE_AXIS, Place, read_places
 from mycel.plan.residuals import Residuals
-from mycel.plan.schedule import PipelineSchedule, named, read_orders, stages_a_rank
+from mycel.plan.schedule import PLACE_SCHEDULES, PipelineSchedule, named, read_orders, stages_a_rank
 from mycel.plan.synchronising import SyncPolicy, read_sync, refuse_codec, refuse_layouts, sync_text
 from mycel.sizes import shown
 
@@ -69,8 +73,8 @@ _Dumper: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)  # the C ones are t
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 READY = Path(__file__).parent.parent / "plans"
 KEYS = (
-    "mesh", "parameters", "batch", "activations", "zero", "microbatches", "stages", "schedule", "sums", "compress",
-    "gather", "monitor", "sync", "recompute", "offload", "loose", "decided", "predicted",
+    "mesh", "parameters", "batch", "activations", "zero", "microbatches", "at_once", "stages", "schedule", "place",
+    "sums", "compress", "gather", "monitor", "sync", "recompute", "offload", "loose", "decided", "predicted",
 )  # fmt: skip
 ALONE = frozenset({"microbatches", "recompute", "offload"})  # what may be said of one device, without a mesh
 STAGE_AXIS = "pp"  # of the mesh of a pipeline: the slowest, ranks of one stage lie together
@@ -103,9 +107,12 @@ class Plan:
     sync: Mapping[str, Any] = field(default_factory=dict)
     gather: Mapping[str, Any] = field(default_factory=dict)
     monitor: Any = ()
+    place: Mapping[str, Any] = field(default_factory=dict)
+    at_once: int = 1
 
     def __post_init__(self) -> None:
         self._lay_stages()
+        self._lay_places()
         for name, entry in self.parameters.items():
             read_layout(entry, self.mesh, f"parameters: {name}")
         for name, entry in self.activations.items():
@@ -124,6 +131,7 @@ class Plan:
             raise PlanError(f"microbatches: {self.microbatches!r}\n  try       a whole number, at least 1")
         if self.sums not in SUMS:
             raise PlanError(f"sums: {self.sums!r}\n  known     {', '.join(SUMS)}")
+        self._refuse_at_once()
         read_monitor(self.monitor)
         phases, _ = read_phases(self.compress)
         for _, how in phases:
@@ -181,6 +189,62 @@ class Plan:
             return self
         mesh = Mesh({axis: n for axis, n in self.mesh.sizes().items() if axis != STAGE_AXIS})
         return replace(self, mesh=mesh, stages=1, schedule="1f1b")
+
+    def _refuse_at_once(self) -> None:
+        """PlanError for microbatches that cannot go through a device at once."""
+        if self.at_once not in (1, 2):
+            raise PlanError(f"at_once: {self.at_once!r}\n  try       1, or 2 microbatches")
+        if self.at_once == 1:
+            return
+        others = {"stages": self.is_pipeline, "place": self.place, "offload": not self.offload.is_none}
+        refused = next((name for name, given in others.items() if given), None)
+        if refused is not None:
+            raise PlanError(
+                f"at_once: {self.at_once}: not beside {refused} yet\n"
+                f"  try       a plan without {refused}, or at_once: 1"
+            )
+        if self.microbatches % self.at_once:
+            raise PlanError(
+                f"at_once: {self.at_once}, but microbatches: {self.microbatches}\n"
+                f"  try       microbatches: {self.microbatches + 1}"
+            )
+
+    # -- sub-models on meshes of their own ---------------------------------------------------------------------------
+
+    def _lay_places(self) -> None:
+        """The ranks of all places are one axis, on which no tensor lies in parts; others have their sizes in a place
+        alone."""
+        if not self.place:
+            return
+        others = {
+            "stages": self.is_pipeline, "compress": self.compress, "gather": self.gather, "monitor": self.monitor,
+            "sync": self.sync, "offload": not self.offload.is_none,
+        }  # fmt: skip
+        refused = next((name for name, given in others.items() if given), None)
+        if refused is not None:
+            raise PlanError(
+                f"place: sub-models on meshes of their own have no {refused} yet\n"
+                f"  try       a plan without place, or without {refused}"
+            )
+        if self.schedule not in PLACE_SCHEDULES:
+            raise PlanError(f"place: schedule {self.schedule}\n  known     {', '.join(PLACE_SCHEDULES)}")
+        places = self.places
+        mesh = Mesh({PLACE_AXIS: sum(len(p.ranks) for p in places), **dict.fromkeys(places[0].mesh.axes, 1)})
+        if self.mesh not in (mesh, Mesh()):
+            raise PlanError(
+                f"place: each place has a mesh, the plan says {self.mesh}\n"
+                '  try       the mesh of a place: "*": {ranks: 2..7, mesh: {dp: 3, tp: 2}}'
+            )
+        object.__setattr__(self, "mesh", mesh)
+
+    @property
+    def places(self) -> tuple[Place, ...]:
+        """Where sub-models are; nothing where all ranks run one program."""
+        return read_places(self.place) if self.place else ()
+
+    def at_place(self, i: int) -> Plan:
+        """The plan of the ranks of one place, by themselves."""
+        return replace(self, mesh=self.places[i].mesh, place={}, schedule="1f1b", decided=None, predicted=None)
 
     # -- ranks that take steps of their own --------------------------------------------------------------------------
 
@@ -302,7 +366,8 @@ class Plan:
             stages = tuple(map(str, stages))
         elif not isinstance(stages, int):
             raise PlanError(f"{where}: stages is {stages!r}\n  try       a number, or a list of names of modules")
-        written = {} if written is None and stages != 1 else written  # one rank for each stage
+        if written is None and (stages != 1 or data.get("place")):  # one rank for each stage; a mesh for each place
+            written = {}
         if mesh is None and not isinstance(written, Mapping):
             raise PlanError(f"{where}: no mesh is given\n  try       mesh: {{dp: 2}} in the plan, or mesh=Mesh(dp=2)")
         text = str(data.get("zero") or 0)
@@ -320,6 +385,7 @@ class Plan:
             str(data.get("sums") or "as computed"), data.get("microbatches") or 1,
             Offload.read(data.get("offload"), where), stages, str(data.get("schedule") or "1f1b"),
             data.get("compress") or {}, data.get("sync") or {}, data.get("gather") or {}, data.get("monitor") or (),
+            data.get("place") or {}, data.get("at_once") or 1,
         )  # fmt: skip
         return found._on(mesh, where)
 
@@ -336,7 +402,7 @@ class Plan:
 
     def data(self) -> dict[str, Any]:
         """Plain data that `read` takes back."""
-        found: dict[str, Any] = {"mesh": self.inside.mesh.sizes()}
+        found: dict[str, Any] = {"mesh": self.inside.mesh.sizes()} if not self.place else {}
         found |= {"parameters": {k: _plain(v) for k, v in self.parameters.items()}} if self.parameters else {}
         if self.batch:
             found["batch"] = (
@@ -345,9 +411,13 @@ class Plan:
         found |= {"activations": {k: _plain(v) for k, v in self.activations.items()}} if self.activations else {}
         found |= {"zero": f"{self.zero} over {'.'.join(self.over)}"} if self.zero else {}
         found |= {"microbatches": self.microbatches} if self.microbatches > 1 else {}
+        found |= {"at_once": self.at_once} if self.at_once > 1 else {}
         if self.is_pipeline:
             found["stages"] = self.stages if isinstance(self.stages, int) else list(self.stages)
             found["schedule"] = self.schedule
+        if self.place:
+            found["place"] = {pattern: p.data() for p in self.places for pattern in p.patterns}
+            found |= {"schedule": self.schedule} if self.schedule != "1f1b" else {}
         found |= {"sums": self.sums} if self.sums != "as computed" else {}
         found |= {"compress": _plain_mapping(self.compress)} if self.compress else {}
         found |= {"gather": _plain_mapping(self.gather)} if self.gather else {}

@@ -17,6 +17,8 @@ With p ranks and F, B, W the seconds of a rank's steps of one microbatch, ranks 
     interleaved  as 1f1b, each rank with v stages that lie p apart                          (p - 1) (F + B + W) / v
     zbh1         as 1f1b, weights where there was nothing to do; holds as many              (p - 1) (F + B - W)
     zbv          two stages a rank, down the ranks and up again, weights apart              0 where F = B = W
+    dualpipev    the stages of zbv, forward and backward of both in turn                    (p - 1) (F + B - W) / 2
+                                                                                            where F = B
     searched     by the costs: the best of list schedules and of all the above; `bound` says how much less is possible
 
 (Narayanan et al. 2021, Qi et al. 2023 and 2024.)  A schedule for a number of microbatches that does not fill its
@@ -27,6 +29,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -102,16 +105,20 @@ class StageCosts:
         return self.forward[stage] + self.backward[stage] + self.weight[stage]
 
 
+StepGraph = Mapping[tuple[str, int], tuple[tuple[str, int], ...]]  # (kind, stage) -> those it waits for
+
+
 @dataclass(frozen=True)
 class PipelineSchedule:
-    """The order of steps of each rank; `place`: the rank of each stage; `splits`: do weights have steps of their
-    own?"""
+    """The order of steps of each rank; `place`: the rank of each stage; `splits`: do weights have steps of their own?
+    `after`: the steps (kind, stage) of the same microbatch that each waits for, where stages are no chain."""
 
     name: str
     microbatches: int
     place: tuple[int, ...]
     splits: bool
     orders: tuple[tuple[StageStep, ...], ...]
+    after: StepGraph | None = None
 
     @property
     def stages(self) -> int:
@@ -131,6 +138,8 @@ class PipelineSchedule:
 
     def awaited(self, step: StageStep) -> list[StageStep]:
         """The steps it waits for."""
+        if self.after is not None:
+            return [StageStep(kind, s, step.microbatch) for kind, s in self.after.get((step.kind, step.stage), ())]
         if step.kind == FORWARD:
             return [replace(step, stage=step.stage - 1)] if step.stage else []
         if step.kind == WEIGHT:
@@ -164,6 +173,17 @@ class PipelineSchedule:
                 missing = next(a for a in self.awaited(order[at[r]]) if a not in done)
                 lines.append(f"  rank {r}    at {order[at[r]]} waits for {missing} of rank {self.place[missing.stage]}")
         return "\n".join([f"schedule {self.name}: ranks wait for each other in a circle", *lines])
+
+    @property
+    def in_flight(self) -> list[int]:
+        """The most microbatches that each stage holds at once, from their forward to their last step."""
+        most = [0] * self.stages
+        for order in self.orders:
+            now = [0] * self.stages
+            for step in order:
+                now[step.stage] += (step.kind == FORWARD) - (step.kind == self.last_kind)
+                most[step.stage] = max(most[step.stage], now[step.stage])
+        return most
 
     def held(self, of_stage: Sequence[float] = (), pending: Sequence[float] = ()) -> list[float]:
         """The most that each rank holds at once: microbatches between their forward and their last step, or what
@@ -370,14 +390,60 @@ def zbv(ranks: int, microbatches: int) -> PipelineSchedule:
     return PipelineSchedule("zbv", microbatches, place, True, tuple(orders))
 
 
+def dualpipev(ranks: int, microbatches: int) -> PipelineSchedule:
+    """The stages of zbv, where in the middle each forward step is followed by a backward step of another microbatch, in
+    the rank's other stage: neither waits for the other, so messages inside a stage of one can go on beside the other
+    (DeepSeek-AI 2025, cut in half)."""
+    full = max(2 * ranks, microbatches)
+    orders = []
+    for rank in range(ranks):
+        steps, later = _Steps((rank, 2 * ranks - 1 - rank)), deque[int]()  # chunks whose weights are put off
+        behind = ranks - rank - 1
+
+        def backward(chunk: int, puts_off: bool = False, steps: _Steps = steps, later: deque[int] = later) -> None:
+            steps.add("B" if puts_off else "BW", chunk)
+            if puts_off:
+                later.append(chunk)
+
+        for _ in range(2 * behind):
+            steps.add("F", 0)
+        for _ in range(rank + 1):
+            steps.add("F", 0)
+            steps.add("F", 1)
+        for _ in range(behind):
+            backward(1)
+            steps.add("F", 1)
+        for _ in range(full - 2 * ranks + rank + 1):
+            for forward in (0, 1):
+                steps.add("F", forward)
+                backward(1 - forward)
+        for _ in range(behind):
+            backward(1)
+            steps.add("F", 1)
+            backward(0)
+        for i in range(rank + 1):
+            backward(1, i > (rank + 1) // 2 or (i == (rank + 1) // 2 and rank % 2 == 1))
+            backward(0, i >= (rank + 1) // 2)
+        for _ in range(behind):
+            steps.add("W", later.popleft())
+            backward(0, True)
+        while later:
+            steps.add("W", later.popleft())
+        orders.append(_whole(steps.steps, microbatches))
+    place = tuple(s if s < ranks else 2 * ranks - 1 - s for s in range(2 * ranks))
+    return PipelineSchedule("dualpipev", microbatches, place, True, tuple(orders))
+
+
 NAMED: dict[str, Callable[[int, int], PipelineSchedule]] = {
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
     "interleaved": interleaved,
     "zbh1": zbh1,
     "zbv": zbv,
+    "dualpipev": dualpipev,
 }
 SCHEDULES = (*NAMED, "searched")
+PLACE_SCHEDULES = ("gpipe", "1f1b", "searched")  # of stages that are no chain
 
 
 def named(name: str, ranks: int, microbatches: int) -> PipelineSchedule:
@@ -392,12 +458,12 @@ def stages_a_rank(name: str) -> int:
     numbers = [int(n) for n in more if n.isdigit()]
     if word not in SCHEDULES or len(more) > (word == "interleaved") or len(numbers) < len(more) or 0 in numbers:
         raise PlanError(f"schedule: {name!r}\n  known     {', '.join(SCHEDULES)}; interleaved 3: three stages a rank")
-    return numbers[0] if numbers else {"zbv": 2, "interleaved": 2}.get(word, 1)
+    return numbers[0] if numbers else {"zbv": 2, "dualpipev": 2, "interleaved": 2}.get(word, 1)
 
 
 def splits(name: str) -> bool:
     """Have weights steps of their own under a schedule, or could they?"""
-    return name.split(maxsplit=1)[0] in ("zbh1", "zbv", "searched")
+    return name.split(maxsplit=1)[0] in ("zbh1", "zbv", "dualpipev", "searched")
 
 
 def orders_text(schedule: PipelineSchedule) -> tuple[str, ...]:
@@ -405,20 +471,55 @@ def orders_text(schedule: PipelineSchedule) -> tuple[str, ...]:
     return tuple(" ".join(map(str, order)) for order in schedule.orders)
 
 
-def read_orders(texts: Sequence[str], place: Sequence[int], microbatches: int) -> PipelineSchedule:
+def read_orders(
+    texts: Sequence[str], place: Sequence[int], microbatches: int, after: StepGraph | None = None
+) -> PipelineSchedule:
     """What `orders_text` wrote; PlanError for a schedule that is none."""
     orders = []
     for text in texts:
         steps = [re.fullmatch(r"([FBW])(\d+)\.(\d+)", word) for word in text.split()]
         orders.append(tuple(StageStep(m[1], int(m[2]), int(m[3])) for m in steps if m is not None))
     splits = any(s.kind == WEIGHT for order in orders for s in order)
-    schedule = PipelineSchedule("searched", microbatches, tuple(place), splits, tuple(orders))
+    schedule = PipelineSchedule("searched", microbatches, tuple(place), splits, tuple(orders), after)
     wanted = set(itertools.product(KINDS if splits else KINDS[:2], range(len(place)), range(microbatches)))
     found = [(s.kind, s.stage, s.microbatch) for order in orders for s in order]
     if set(found) != wanted or len(found) != len(wanted):
         raise PlanError("the order of a searched schedule is not that of this step\n  try       plan.given")
     list(schedule.in_time())
     return schedule
+
+
+# -- of stages that are no chain
+
+
+def of_places(
+    name: str, place: Sequence[int], microbatches: int, after: StepGraph, costs: StageCosts | None = None
+) -> PipelineSchedule:
+    """The list schedule of stages that wait for each other as `after` says, each place taking what can start first.
+    gpipe: forward before backward; 1f1b: backward before forward, and no more microbatches begun than there are stages
+    on the longest way down, which is enough to keep all of them busy; searched: by the costs, the shortest of both and
+    of what lies between them, and of equals the one that holds least."""
+    place, known = tuple(place), costs or StageCosts.equal(len(place))
+    levels = _longest(after, len(place))
+
+    def listed(forward_first: bool, begun: int) -> PipelineSchedule:
+        limit = [begun * len(_of(place, p)) for p in range(len(set(place)))]
+        return replace(_listed(place, microbatches, known, False, forward_first, limit, after), name=name)
+
+    if name != "searched":
+        return listed(name == "gpipe", microbatches if name == "gpipe" else levels)
+    candidates = [listed(first, begun) for begun in {levels, levels + 1, microbatches} for first in (False, True)]
+    return min(candidates, key=lambda s: (timeline(s, known).seconds, max(s.held(known.held))))
+
+
+def _longest(after: StepGraph, stages: int) -> int:
+    """Stages on the longest way that a microbatch goes forward; they are in an order in which none waits for a later
+    one."""
+    levels: list[int] = []
+    for s in range(stages):
+        before = [levels[t] for kind, t in after.get((FORWARD, s), ()) if kind == FORWARD]
+        levels.append(max(before, default=0) + 1)
+    return max(levels)
 
 
 # -- searched
@@ -452,12 +553,13 @@ def _listed(
     splits: bool,
     forward_first: bool,
     limit: Sequence[int],
+    after: StepGraph | None = None,
 ) -> PipelineSchedule:
     """List scheduling: whichever rank can start first takes, of the steps that can start then, backward before forward
     (or the other way round), weights last; never more than `limit` microbatches in its stages at once."""
     ranks, stages = len(set(place)), len(place)
     kinds = KINDS if splits else (FORWARD, BACKWARD)
-    empty = PipelineSchedule("listed", microbatches, place, splits, ((),) * ranks)
+    empty = PipelineSchedule("listed", microbatches, place, splits, ((),) * ranks, after)
     orders: list[list[StageStep]] = [[] for _ in range(ranks)]
     free, inside = [0.0] * ranks, [0] * ranks
     end: dict[StageStep, float] = {}

@@ -6,11 +6,11 @@ import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from mycel.ir import Program, call
+from mycel.ir import DEVICE, Program, call
 from mycel.ops import o
-from mycel.plan.clock import Clock
+from mycel.plan.clock import Clock, StreamShare, Times
 from mycel.plan.links import Link
-from mycel.plan.schedule import KINDS, PipelineSchedule, StageCosts, step_name
+from mycel.plan.schedule import KINDS, PipelineSchedule, StageCosts, step_name, timeline
 
 
 def step_seconds(clock: Clock, program: Program, kind: str, stage: int, compiled: Collection[str]) -> float:
@@ -34,6 +34,28 @@ def stage_costs(
         for kind in KINDS
     )
     return StageCosts(forward, backward, weight, message_seconds(programs, link))
+
+
+def beside_each_other(schedule: PipelineSchedule, costs: StageCosts, alone: Sequence[Times]) -> Times:
+    """The ranks of a pipeline, each of which takes so long by itself: the loop over microbatches as its schedule has
+    it, and the longest of what they do around it; memory is that of the rank which needs most."""
+    line = timeline(schedule, costs)
+    around = max(max(t.seconds - work, 0.0) for t, work in zip(alone, line.work, strict=True))
+    fullest = max(alone, key=lambda t: t.peak[DEVICE])
+    busiest = max(alone, key=lambda t: t.seconds)
+    bubble = line.seconds - max(line.work)
+    stages = ", ".join(map(str, schedule.stages_of(list(alone).index(fullest))))
+    where = f"{fullest.at or 'in the update'}, of stage {stages}"
+    shares = {**busiest.parts, "bubble": StreamShare(bubble, bubble)}
+    return replace(
+        fullest,
+        seconds=line.seconds + around,
+        at=where,
+        assumed=busiest.assumed,
+        clock=None,
+        program=None,
+        shares=shares,
+    )
 
 
 def message_seconds(programs: Sequence[Program], link: Link) -> float:

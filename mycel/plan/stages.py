@@ -250,14 +250,18 @@ class StageMap:
 def cut(flow: StepFlow, starts: Sequence[int]) -> StageMap:
     """The stages of a step; `starts`: the units (equations of the body, by index) at which the second and later stages
     begin."""
-    block, stages = flow.block, len(starts) + 1
+    return assigned(flow, {i: sum(i >= s for s in starts) for i in flow.units}, len(starts) + 1)
+
+
+def assigned(flow: StepFlow, units: Mapping[int, int], stages: int) -> StageMap:
+    """The stages of a step whose units (by index) belong to these; values cross from lower stages to higher ones."""
+    block = flow.block
     eqns: dict[int, int] = {}
     of: dict[Var, int] = {}
     have: dict[Var, set[int]] = {}
     users: dict[Var, set[int]] = {}
     for i in flow.units:
-        stage = sum(i >= s for s in starts)
-        eqns[i] = stage
+        stage = eqns[i] = units[i]
         for v in flow.behind(block.eqns[i]):
             (have if v in of else users).setdefault(v, set()).add(stage)
         for v in block.eqns[i].outputs:
@@ -347,7 +351,7 @@ def starts_of(flow: StepFlow, names: Sequence[str]) -> list[int]:
     """The units at which the modules (or parameters) with these names begin; the first of them begins the first
     stage."""
     program, reads = flow.program, dict[int, set[str]]()
-    names_of = _names_of_inputs(flow)
+    names_of = names_of_inputs(flow)
     for i in flow.units:
         reads[i] = {name for v in flow.behind(flow.block.eqns[i]) for name in names_of.get(v, ())}
     starts: list[int] = []
@@ -386,14 +390,14 @@ def _refuse_inside(flow: StepFlow, unit: int, name: str, reads: Mapping[int, set
 def modules_around(flow: StepFlow, lists: Sequence[str]) -> tuple[str, ...]:
     """The module whose parameters a step reads first, and for each list of layers that with which it goes on behind
     the last of them."""
-    names_of = _names_of_inputs(flow)
+    names_of = names_of_inputs(flow)
     reads = [sorted(n for v in flow.behind(flow.block.eqns[i]) for n in names_of.get(v, ())) for i in flow.units]
     last = [max(k for k, names in enumerate(reads) if any(_is_in(n, each) for n in names)) for each in lists]
     following = [next((n for names in reads[k + 1 :] for n in names), "") for k in (-1, *last)]
     return tuple(name.rsplit(".", 1)[0] for name in following)
 
 
-def _names_of_inputs(flow: StepFlow) -> dict[Var, set[str]]:
+def names_of_inputs(flow: StepFlow) -> dict[Var, set[str]]:
     """Inputs of the body -> the parameters they come from."""
     program = flow.program
     names = {v: {program.role(v).name} for v in program.inputs_of("parameter")}

@@ -8,7 +8,7 @@ from mycel.run.interpret import interpret, not_finite
 from mycel.run.link_probe import timed_messages
 from mycel.run.processes import world
 from mycel.run.replay import CudaGraph, Replayed
-from mycel.run.simulate import part_of, simulate, simulate_stages
+from mycel.run.simulate import part_of, simulate, simulate_places, simulate_stages
 from mycel.run.trace import Span, recording
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "part_of",
     "recording",
     "simulate",
+    "simulate_places",
     "simulate_stages",
     "start_workers",
     "timed_messages",

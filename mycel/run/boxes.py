@@ -82,14 +82,17 @@ def inside(box: Box, outer: Box) -> tuple[slice, ...]:
 
 
 @functools.lru_cache(maxsize=32)
-def chosen(mesh: Mesh, rank: int, items: tuple[Item, ...]) -> frozenset[int]:
+def chosen(
+    mesh: Mesh, rank: int, items: tuple[Item, ...], there: tuple[frozenset[int] | None, ...] = ()
+) -> frozenset[int]:
     """Which of the items a rank saves its part of: each part is saved by one of its holders, and all have about the
-    same to save."""
+    same to save.  `there`: of items that some ranks alone have anything of, these."""
     load = [0] * mesh.world
     mine = []
     for i in sorted(range(len(items)), key=lambda i: -math.prod(items[i][1]) * items[i][2]):
+        ranks = there[i] if there else None
         for holders, part_bytes in _parts(mesh, *items[i]):
-            saver = min(holders, key=load.__getitem__)
+            saver = min((r for r in holders if ranks is None or r in ranks), key=load.__getitem__)
             load[saver] += part_bytes
             if saver == rank:
                 mine.append(i)

@@ -199,12 +199,14 @@ class Saver:
         meta: dict[str, Any],
         metric: float | None = None,
         layouts: Layouts | None = None,
+        there: Mapping[str, frozenset[int]] | None = None,
     ) -> None:
         """Take the state as it is now; a save that fails is reported by `poll`, and leaves the earlier checkpoints as
         they are.
 
         `layouts` says how tensors lie on the mesh, and their global shapes; others are whole on every rank.  All ranks
-        call this with the same step and names; `meta` and `metric` are rank 0's.
+        call this with the same step and names; `meta` and `metric` are rank 0's.  `there`: of tensors that some ranks
+        alone hold, these; others give anything of the same shape.
         """
         self.wait()
         self.saves += 1
@@ -212,7 +214,8 @@ class Saver:
             self.folder, step, f"{self.owner}-{self.saves}", self.ranks, self.plan, self.shard_bytes
         )
         copy = self.buffers.copy if self.asynchronous else on_host
-        writing.begin(lambda: take(tensors, meta, metric, copy, layouts or {}, self.ranks.mesh, self.ranks.rank))
+        mesh, rank = self.ranks.mesh, self.ranks.rank
+        writing.begin(lambda: take(tensors, meta, metric, copy, layouts or {}, mesh, rank, there))
         if self.asynchronous:
             self.under_way = self.worker.submit(self._finish, writing)
         else:

@@ -151,18 +151,19 @@ def exchange(group: RankGroup, xs: list[Tensor], pieces: Sequence[TransferPiece]
         [sum(math.prod(p.shape) for p in ps if getattr(p, end) == i) for i in range(group.count)]
         for ps, end in ((come, "source"), (out, "target"))
     ]
-    sent = torch.cat([x.new_empty(0), *(_box(x, p.source_start, p.shape).reshape(-1) for p in out)])
+    sent = torch.cat([x.new_empty(0), *(box_of(x, p.source_start, p.shape).reshape(-1) for p in out)])
     received = x.new_empty(sum(count[0]))
     yield group.exchange(received, sent, *count)
     for p, values in zip(come, received.split([math.prod(p.shape) for p in come]), strict=True):
-        _box(y, p.target_start, p.shape).copy_(values.view(p.shape))
+        box_of(y, p.target_start, p.shape).copy_(values.view(p.shape))
     for p in pieces:
         if p.source == me == p.target:
-            _box(y, p.target_start, p.shape).copy_(_box(x, p.source_start, p.shape))
+            box_of(y, p.target_start, p.shape).copy_(box_of(x, p.source_start, p.shape))
     return [y]
 
 
-def _box(x: Tensor, start: Sequence[int], shape: Sequence[int]) -> Tensor:
+def box_of(x: Tensor, start: Sequence[int], shape: Sequence[int]) -> Tensor:
+    """A piece of a tensor, in its memory."""
     return x[tuple(slice(a, a + n) for a, n in zip(start, shape, strict=True))]
 
 

@@ -47,7 +47,8 @@ from mycel.run.compile import compiled as compile_function
 from mycel.run.kernels import literal, sources_of, write, write_inplace, write_into
 from mycel.run.memory_sharing import given_away, reusable, shared_outputs, summing
 
-_TAKEN = {*keyword.kwlist, *dir(builtins), "torch", "math", "base64", "device", "ranks", "spaces"}
+_ROOMS = {"mycel.ops.across": "across"}  # where operators are that ask the run's communicator, if not in collective
+_TAKEN = {*keyword.kwlist, *dir(builtins), "torch", "math", "base64", "device", "ranks", "across", "spaces"}
 
 
 def emit(program: Program, device: torch.device | str = "cpu", reuse: bool = False, donate: bool = False) -> str:
@@ -71,6 +72,7 @@ def emit(program: Program, device: torch.device | str = "cpu", reuse: bool = Fal
     head = ["import base64"] if any(_is_bytes(c) for c in program.consts.values()) else []
     head += ["import math", "", "import torch"]
     head += ["", "from mycel.ops import collective as ranks"] if re.search(r"\branks\.", body) else []
+    head += ["from mycel.ops import across"] if re.search(r"\bacross\.", body) else []
     head += ["", "from mycel.ops import space as spaces"] if re.search(r"\bspaces\.", body) else []
     if program.consts or re.search(r"\bdevice\b", body):
         head += ["", f"device = torch.device({str(device)!r})"]
@@ -273,7 +275,8 @@ class _Function:
             more = [f"{k}={literal(v)}" for k, v in eqn.params.items()] + ["device=device"] * (
                 "device" in eqn.op.defaults
             )
-            return f"ranks.{eqn.op.name}({', '.join([*args, *more])})"
+            room = _ROOMS.get(eqn.op.kernel.__module__, "ranks")
+            return f"{room}.{eqn.op.name}({', '.join([*args, *more])})"
         return _const(eqn.params["name"]) if eqn.op is o.const else write(eqn.op, args, eqn.params, eqn.input_types)
 
     def held(self, name: str, args: Sequence[str], outs: Sequence[str], over: dict[int, int] | None = None) -> None:

@@ -7,6 +7,7 @@
     p = ranks.start("all_gather", [a, b], axes=("dp",), dim=0)    the same without waiting,
     a, b = ranks.wait(p)                                          several tensors in one message
     ranks.start_send([x], ("pp",), 1, tag=3)                      from one rank to another, told apart by tags
+    part = ranks.within(Mesh(dp=2), [2, 3])                       some of the ranks, as a mesh of their own
 
 Tensors that are given are never changed; where nothing is to be done, they are what comes back.
 """
@@ -27,7 +28,7 @@ from torch import distributed as dist
 
 from mycel.errors import PlanError, RunError
 from mycel.ir.layout import Axes, Mesh
-from mycel.run.collectives import Messages, TransferPiece, begin, buckets, finish
+from mycel.run.collectives import Messages, TransferPiece, begin, box_of, buckets, finish
 from mycel.run.groups import Gloo, Nccl, RankGroup, Works
 from mycel.run.rendezvous import LATER_S, Rendezvous, Seat, code_version, is_loopback, seat
 from mycel.run.watch import PendingCollective, Watch
@@ -35,6 +36,8 @@ from mycel.run.watch import PendingCollective, Watch
 __all__ = ["Pending", "Processes", "code_version", "world"]
 
 Tensor = torch.Tensor
+# who sends it, who receives it, where it begins in the part of each, its shape (ops/across.py)
+Piece = tuple[int, int, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass
@@ -49,28 +52,44 @@ class Pending:
 
 @dataclass
 class PendingTransfer:
-    """Tensors on their way to another rank, or from it; `peer`: its rank."""
+    """Tensors on their way to other ranks, or from them; `pieces`: of tensors between meshes, those of this rank."""
 
     tensors: list[Tensor]
     works: Works
     what: str
     at: str
-    peer: int
+    peers: tuple[int, ...]
+    pieces: Sequence[Piece] = ()
 
 
 class Processes:
     """Speaks to the other ranks of a mesh.  `at`: the user's source line that the next collectives stand for, told when
-    one does not end."""
+    one does not end.  `world`: of some of the ranks (`within`), all of them; `numbers`: theirs in the world."""
 
     def __init__(
-        self, mesh: Mesh, rank: int = 0, device: torch.device | None = None, meeting: Rendezvous | None = None
+        self,
+        mesh: Mesh,
+        rank: int = 0,
+        device: torch.device | None = None,
+        meeting: Rendezvous | None = None,
+        world: Processes | None = None,
+        numbers: Sequence[int] = (),
     ) -> None:
         self.mesh, self.rank, self.device, self.at = mesh, rank, device or torch.device("cpu"), ""
         self.groups: dict[tuple[Axes, str], RankGroup] = {}
-        self.meeting = meeting
-        self.watch = Watch(meeting) if meeting else None
+        self.meeting, self.world, self.numbers = meeting, world or self, tuple(numbers) or tuple(range(mesh.world))
         self.owner = os.getpid()
-        atexit.register(self._exit)
+        own = Watch(meeting) if meeting is not None and world is None else None
+        self.watch: Watch | None = world.watch if world is not None else own
+        if world is None:
+            atexit.register(self._exit)
+
+    def within(self, mesh: Mesh, numbers: Sequence[int]) -> Processes:
+        """This rank among some of all, which are a mesh of their own; all ranks call it, each for those it is one of:
+        from now on they can send each other single messages too."""
+        if self.meeting is not None:
+            self._peers(self.mesh.axes, self.rank)
+        return Processes(mesh, numbers.index(self.rank), self.device, self.meeting, self, numbers)
 
     def index(self, axes: Axes) -> int:
         """This rank's place along the axes, the first the slowest."""
@@ -124,7 +143,7 @@ class Processes:
         if not axes:
             return Pending([torch.zeros_like(x) for x in xs] if name == "permute" and how["to"][0] else list(xs), [])
         watch = self._watch()
-        place = watch.enter(f"{name} over {'.'.join(axes)}", at or self.at, self.mesh.group(self.rank, axes))
+        place = watch.enter(f"{name} over {'.'.join(axes)}", at or self.at, self._members(axes))
         flights = []
         for bucket, args in buckets(name, xs, how):
             group = self._group(axes, xs[bucket[0]].device.type, place)
@@ -159,7 +178,7 @@ class Processes:
         group, peer = self._peers(axes, to)
         tensors = [x.contiguous() for x in xs]
         works = [work for i, x in enumerate(tensors) for work in group.send(x, to, tag + i)]
-        return PendingTransfer(tensors, works, f"a message to rank {peer}", self.at, peer)
+        return PendingTransfer(tensors, works, f"a message to rank {peer}", self.at, (peer,))
 
     def start_receive(
         self, shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype], axes: Axes, source: int, tag: int
@@ -171,7 +190,7 @@ class Processes:
             for shape, dtype in zip(shapes, dtypes, strict=True)
         ]
         works = [work for i, x in enumerate(tensors) for work in group.receive(x, source, tag + i)]
-        return PendingTransfer(tensors, works, f"a message from rank {peer}", self.at, peer)
+        return PendingTransfer(tensors, works, f"a message from rank {peer}", self.at, (peer,))
 
     def wait_sent(self, pending: PendingTransfer) -> None:
         """The tensors have been taken: their memory may change."""
@@ -184,7 +203,7 @@ class Processes:
 
     def _arrived(self, pending: PendingTransfer) -> None:
         watch = self._watch()
-        place = watch.enter(pending.what, pending.at, (pending.peer,))
+        place = watch.enter(pending.what, pending.at, pending.peers)
         try:
             for work in pending.works:
                 work.wait()
@@ -194,7 +213,7 @@ class Processes:
 
     def _peers(self, axes: Axes, index: int) -> tuple[RankGroup, int]:
         """The group in which messages between two ranks go, and the rank of the other."""
-        ranks = self.mesh.group(self.rank, axes)
+        ranks = self._members(axes)
         group = self.groups.get((axes, self.device.type))
         if group is None:
             place = self._watch().enter(f"the first message over {'.'.join(axes)}", self.at, ranks)
@@ -202,17 +221,55 @@ class Processes:
             self._watch().leave(place)
         return group, ranks[index]
 
+    def _members(self, axes: Axes) -> list[int]:
+        """The ranks along the axes, by their numbers in the world."""
+        return [self.numbers[r] for r in self.mesh.group(self.rank, axes)]
+
+    # -- between meshes: pieces from rank to rank of the world
+
+    def start_send_across(self, x: Tensor, tag: int, pieces: Sequence[Piece]) -> PendingTransfer:
+        """Begin to send this rank's pieces of a tensor."""
+        own = [piece for piece in pieces if piece[0] == self.world.rank]
+        tensors = [box_of(x, start, shape).contiguous() for _, _, start, _, shape in own]
+        group, _ = self.world._peers(self.world.mesh.axes, self.world.rank)
+        works = [w for piece, t in zip(own, tensors, strict=True) for w in group.send(t, piece[1], tag)]
+        peers = tuple(piece[1] for piece in own)
+        return PendingTransfer(tensors, works, f"a message to {_ranks_text(peers)}", self.at, peers, own)
+
+    def start_receive_across(self, dtype: torch.dtype, tag: int, pieces: Sequence[Piece]) -> PendingTransfer:
+        """Be ready for this rank's pieces of a tensor."""
+        own = [piece for piece in pieces if piece[1] == self.world.rank]
+        tensors = [torch.empty(piece[4], dtype=dtype, device=self.device) for piece in own]
+        group, _ = self.world._peers(self.world.mesh.axes, self.world.rank)
+        works = [w for piece, t in zip(own, tensors, strict=True) for w in group.receive(t, piece[0], tag)]
+        peers = tuple(piece[0] for piece in own)
+        return PendingTransfer(tensors, works, f"a message from {_ranks_text(peers)}", self.at, peers, own)
+
+    def wait_received_across(self, pending: PendingTransfer, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """This rank's part, of this shape, put together."""
+        self._arrived(pending)
+        if len(pending.pieces) == 1 and tuple(pending.tensors[0].shape) == tuple(shape):
+            return pending.tensors[0]
+        part = torch.zeros(tuple(shape), dtype=dtype, device=self.device)
+        for (_, _, _, start, size), x in zip(pending.pieces, pending.tensors, strict=True):
+            box_of(part, start, size).copy_(x)
+        return part
+
     def agree(self, facts: Mapping[str, str]) -> None:
         """Refuse, on all ranks, a world whose ranks do not have the same facts: the text of the plan, of the
         configuration, the versions."""
         if self.meeting is not None:
-            place = self._watch().enter("an agreement", "before the first collective", range(self.mesh.world))
+            place = self._watch().enter("an agreement", "before the first collective", range(self.world.mesh.world))
             self.meeting.agree(facts)
             self._watch().leave(place)
 
     def close(self, error: BaseException | None = None) -> None:
         """This rank is done with the others, or an error is done with it: then they are told.  A second call does
         nothing."""
+        if self.world is not self:
+            self.groups.clear()
+            self.world.close(error)
+            return
         atexit.unregister(self._exit)
         if self.watch is None or self.meeting is None or os.getpid() != self.owner:  # a forked child has its parent's
             return
@@ -238,7 +295,7 @@ class Processes:
         self.close(getattr(sys, "last_value", None))
 
     def _watch(self) -> Watch:
-        if self.watch is None:
+        if self.world.watch is None or self.watch is None:
             raise RunError(f"rank {self.rank} has left its world\n  try       collectives before `close`")
         return self.watch
 
@@ -300,6 +357,10 @@ def _device(wanted: str | torch.device, mine: Seat) -> torch.device:
         )
     torch.cuda.set_device(mine.local_rank)
     return torch.device("cuda", mine.local_rank)
+
+
+def _ranks_text(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
 def _reached() -> Callable[[], bool]:

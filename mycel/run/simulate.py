@@ -37,6 +37,7 @@ from mycel.ir import (
 )
 from mycel.ops import o
 from mycel.ops.collective import COMMUNICATORS, each, reduced
+from mycel.run.collectives import box_of
 
 Values = list[Any]  # one for each rank; a literal stands for itself on all
 Waiting = Generator[str, None, list[Values]]  # what is waited for, and in the end what has come
@@ -55,9 +56,20 @@ def simulate_stages(
 ) -> list[list[Values]]:
     """Run the programs of all stages, each on the ranks of a mesh of its own; `axis` is the name of the axis of stages
     in their messages, `inputs` and results are those of `simulate` for each stage."""
-    queues = _Queues(len(programs), axis)
+    return simulate_places(programs, [mesh] * len(programs), [()] * len(programs), inputs, axis)
+
+
+def simulate_places(
+    programs: Sequence[Program],
+    meshes: Sequence[Mesh],
+    ranks: Sequence[Sequence[int]],
+    inputs: Sequence[Sequence[Values]],
+    axis: str = "place",
+) -> list[list[Values]]:
+    """The same for programs on meshes that differ, whose ranks have these numbers in the world."""
+    queues = _Queues(len(programs), axis, ranks)
     stages = []
-    for i, (program, given) in enumerate(zip(programs, inputs, strict=True)):
+    for i, (program, mesh, given) in enumerate(zip(programs, meshes, inputs, strict=True)):
         if len(given) != len(program.inputs):
             raise RunError(f"stage {i} takes {len(program.inputs)} inputs, was given {len(given)}")
         device = next(
@@ -90,6 +102,7 @@ class _Queues:
 
     stages: int
     axis: str
+    ranks: Sequence[Sequence[int]] = ()  # of each stage, by their number in the world
     messages: dict[tuple[int, int, int], list[Values]] = field(default_factory=dict)
     boards: dict[int, dict[int, tuple[Eqn, list[Values]]]] = field(default_factory=dict)
     moves: int = 0
@@ -256,9 +269,31 @@ class _StageRanks(_Ranks):
                 if any((tuple(x.shape), x.dtype) != (v.shape, v.dtype) for x in xs):
                     raise RunError(f"stage {self.stage} receives {v}, was sent {tuple(xs[0].shape)} {xs[0].dtype}")
             return sent
+        if eqn.op is o.begin_send_across:
+            queues.put(self.stage, p["to"], p["tag"], args)
+            return token
+        if eqn.op is o.finish_send_across:
+            while (self.stage, p["to"], p["tag"]) in queues.messages:
+                yield f"{at}: waits until stage {p['to']} has received message {p['tag']}"
+            return token
+        if eqn.op is o.begin_receive_across:
+            return token
+        if eqn.op is o.finish_receive_across:
+            while (p["source"], self.stage, p["tag"]) not in queues.messages:
+                yield f"{at}: waits for message {p['tag']} of stage {p['source']}"
+            return [self.pieced(eqn, queues.take(p["source"], self.stage, p["tag"])[0])]
         if p.get("axes") == (queues.axis,) and eqn.op is not o.begin:
             return (yield from self.between_stages(eqn, args, at))
         return self.eqn(eqn, args)
+
+    def pieced(self, eqn: Eqn, sent: Values) -> Values:
+        """What each rank gets of a message from another mesh, piece by piece."""
+        source, own = (self.queues.ranks[i] for i in (eqn.params["source"], self.stage))
+        parts = [torch.zeros(eqn.outputs[0].shape, dtype=eqn.outputs[0].dtype, device=self.device) for _ in own]
+        for a, b, start, put, shape in eqn.params["pieces"]:
+            piece = box_of(sent[source.index(a)], start, shape)
+            box_of(parts[own.index(b)], put, shape).copy_(piece)
+        return parts
 
     def between_stages(self, eqn: Eqn, args: list[Values], at: str) -> Waiting:
         """A collective over the stages: ranks of the same place in each."""

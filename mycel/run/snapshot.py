@@ -52,8 +52,10 @@ def take(
     layouts: Layouts,
     mesh: Mesh,
     rank: int,
+    there: Mapping[str, frozenset[int]] | None = None,
 ) -> State:
-    """What the caller gave, with names of the same tensor joined and everything copied that could change."""
+    """What the caller gave, with names of the same tensor joined and everything copied that could change.  `there`: of
+    tensors that some ranks alone hold, these; others give anything of the same shape."""
     try:
         meta = json.loads(json.dumps(meta))
     except (TypeError, ValueError) as e:
@@ -66,7 +68,8 @@ def take(
     tensors = {name: x.unsqueeze(0) if name in partial else x for name, x in tensors.items()}
     owner = _owners(tensors, lies)
     own = [name for name, other in owner.items() if name == other]
-    saves = boxes.chosen(mesh, rank, tuple((*lies[name], tensors[name].itemsize) for name in own))
+    items = tuple((*lies[name], tensors[name].itemsize) for name in own)
+    saves = boxes.chosen(mesh, rank, items, tuple(there.get(name) for name in own) if there else ())
     held = {name: boxes.held(lies[name][1], lies[name][0], mesh, rank) for i, name in enumerate(own) if i in saves}
     valid = {name: tensors[name].detach()[tuple(slice(n) for n in boxes.extents(box))] for name, box in held.items()}
     host, ready = copy(valid)

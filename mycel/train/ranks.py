@@ -145,6 +145,11 @@ def _staged(parallel: Parallel) -> Plan | None:
     """A plan of a pipeline, whose mesh is that inside a stage, or that of all ranks with the axis of stages."""
     plan = parallel.plan
     written: Any = plan if isinstance(plan, dict) else _read(Path(plan)) if plan is not None and is_file(plan) else None
+    if isinstance(written, dict) and written.get("place"):
+        raise PlanError(
+            "place: sub-models on meshes of their own are for mycel.train_step yet, not for mycel train\n"
+            "  at        parallel.plan\n  try       stages, or a plan of one mesh"
+        )
     if not isinstance(written, dict) or not written.get("stages"):
         return None
     return Plan.read(plan, Mesh(parallel.mesh) if parallel.mesh is not None else None)

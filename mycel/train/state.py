@@ -30,6 +30,7 @@ from mycel.run.checkpoint import Loaded
 from mycel.run.reading import Wanted
 from mycel.run.shards import Manifest
 from mycel.run.snapshot import Layouts
+from mycel.step_state import SharedOut
 from mycel.train.assemble import Assembly
 from mycel.train.device import describe
 
@@ -38,8 +39,8 @@ Tensors = dict[str, torch.Tensor]
 
 
 def tensors(parts: Assembly, losses: list[torch.Tensor], norms: list[torch.Tensor]) -> Tensors:
-    """The state as it is now: the tensors themselves, not copies."""
-    state = {f"model.{name}": x for name, x in step_state.model_tensors(parts.module, frozen=False).items()}
+    """What this rank holds of the state as it is now: the tensors themselves, not copies."""
+    state = {f"model.{name}": x for name, x in _own(parts).items()}
     state |= {f"optimizer.{n}": x for n, x in step_state.optimizer_tensors(parts.module, parts.optimizer).items()}
     state |= {f"step.{name}": x for name, x in parts.step.counters().items()} | parts.step.messages.tensors()
     for name, values in (("losses", losses), ("norms", norms)):
@@ -52,6 +53,14 @@ def layouts(parts: Assembly, state: Tensors) -> Layouts:
     numbers = {name: x for name, x in state.items() if name.startswith(("step.", "loop."))}
     lying = step_state.layouts(parts.module, parts.optimizer, parts.step.parts, numbers)
     return {**lying, **parts.step.messages.layouts()}
+
+
+def shared_out(parts: Assembly, state: Tensors) -> SharedOut:
+    """The tensors of all ranks, where these hold different ones: stages of a pipeline."""
+    lying, held = layouts(parts, state), parts.step.parts
+    if held is None or not held.owners:
+        return SharedOut(state, lying, {})
+    return SharedOut.of(state, lying, parts.team.mesh, parts.team.tell)
 
 
 def identity(parts: Assembly) -> dict[str, Any]:

@@ -292,9 +292,9 @@ class Steps:
             "seconds": self.seconds,
         }
         meta = {**self.same, **more, "random": state.random_state(self.parts.device)}
-        with self.parts.complete():
-            tensors = state.tensors(self.parts, self.losses, self.norms)
-            self.saver.save(self.done, tensors, meta, metric, state.layouts(self.parts, tensors))
+        with self.parts.opened():
+            out = state.shared_out(self.parts, state.tensors(self.parts, self.losses, self.norms))
+            self.saver.save(self.done, out.tensors, meta, metric, out.layouts, out.there)
 
     def _tell_saves(self) -> None:
         """What became of saves since the last look."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from mycel.ir import Program, check
 from mycel.transform import vjp_control  # noqa: F401  enters control flow into vjp
@@ -19,7 +19,7 @@ from mycel.transform.fuse import fuse
 from mycel.transform.head import head
 from mycel.transform.inline import inline
 from mycel.transform.jvp import jvp
-from mycel.transform.microbatch import BODY, joined, microbatch, shares, with_numbers_of
+from mycel.transform.microbatch import BODY, joined, microbatch, no_counts, shares, with_numbers_of
 from mycel.transform.monitoring import ERROR, LARGE, SMALL, monitor_ranks, monitor_sums
 from mycel.transform.narrow import narrow
 from mycel.transform.ones import with_ones
@@ -38,11 +38,11 @@ Pass = Callable[[Program], Program]
 SIMPLIFY: list[Pass] = [dce, cse, inline, algebra, attend, causal, narrow, fold, algebra, cse, dce]
 
 
-def simplify(program: Program, ranks: bool = False) -> Program:
+def simplify(program: Program, ranks: bool = False, keep: Collection[str] = ()) -> Program:
     """The passes of SIMPLIFY in order, each checked; layouts the user asks for and operators made to be shared are kept
-    only where it is for ranks."""
+    only where it is for ranks.  `keep`: blocks that are called as they are."""
     for change in SIMPLIFY if ranks else (unhinted, unshared, *SIMPLIFY):
-        program = check(change(program))
+        program = check(inline(program, keep=keep) if change is inline else change(program))
     return program
 
 
@@ -77,6 +77,7 @@ __all__ = [
     "monitor_ranks",
     "monitor_sums",
     "narrow",
+    "no_counts",
     "optimise",
     "outline",
     "precision",

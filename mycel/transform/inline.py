@@ -15,7 +15,7 @@ The results keep the names they have at the call; other names stay unless they a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from mycel.ir import (
@@ -39,26 +39,29 @@ from mycel.ir import (
 from mycel.ops import o
 
 
-def inline(program: Program, small: int = 8) -> Program:
-    """call(x…, block=@b) => the equations of b, where b is called once or has at most `small` equations."""
+def inline(program: Program, small: int = 8, keep: Collection[str] = ()) -> Program:
+    """call(x…, block=@b) => the equations of b, where b is called once or has at most `small` equations, and is none to
+    `keep`."""
     changed = True
     while changed:  # a branch that is dropped may leave another block with a single call
-        program, changed = _once(program, small)
+        program, changed = _once(program, small, keep)
     return program
 
 
-def _once(program: Program, small: int) -> tuple[Program, bool]:
+def _once(program: Program, small: int, keep: Collection[str]) -> tuple[Program, bool]:
     """One round, inner blocks first; was there anything to inline?"""
     counts = Counter(str(ref) for _, eqn in walk(program) for ref in eqn.refs)
     blocks: dict[str, Block] = {}
     changed = False
     for name in order(program):
-        blocks[name] = _inlined(program.blocks[name], blocks, counts, small)
+        blocks[name] = _inlined(program.blocks[name], blocks, counts, small, keep)
         changed |= blocks[name] is not program.blocks[name]
     return prune(replace(program, blocks=blocks)), changed
 
 
-def _inlined(block: Block, blocks: Mapping[str, Block], counts: Mapping[str, int], small: int) -> Block:
+def _inlined(
+    block: Block, blocks: Mapping[str, Block], counts: Mapping[str, int], small: int, keep: Collection[str]
+) -> Block:
     """One block with its calls inlined; itself if there is nothing to inline."""
     names = {v.name for v in block.inputs} | {v.name for e in block.eqns for v in e.outputs}
     decided: dict[Var, bool] = {}
@@ -69,8 +72,9 @@ def _inlined(block: Block, blocks: Mapping[str, Block], counts: Mapping[str, int
         if eqn.op is o.full and eqn.outputs[0].shape == () and isinstance(eqn.inputs[0], bool):
             decided[eqn.outputs[0]] = eqn.inputs[0]
         eqn = substitute(eqn, values)
-        if eqn.op is call and (counts[eqn.params["block"]] == 1 or len(blocks[eqn.params["block"]].eqns) <= small):
-            eqns += _spliced(eqn, eqn.inputs, blocks[eqn.params["block"]], names, values)
+        called = eqn.params["block"] if eqn.op is call and eqn.params["block"] not in keep else None
+        if called is not None and (counts[called] == 1 or len(blocks[called].eqns) <= small):
+            eqns += _spliced(eqn, eqn.inputs, blocks[called], names, values)
             changed = True
         elif eqn.op is cond and eqn.inputs[0] in decided:
             branch = eqn.params["then" if decided[eqn.inputs[0]] else "orelse"]

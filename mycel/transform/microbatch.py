@@ -279,6 +279,12 @@ def microbatch(
     return prune(replace(program, blocks=blocks, consts={**counting.consts, **program.consts}, roles=roles))
 
 
+def no_counts(program: Program) -> Program:
+    """What `microbatch` counts of a program whose loss is no share of a larger one: nothing."""
+    empty = Block(program.main.inputs, (), ())
+    return prune(replace(program, blocks={**program.blocks, program.entry: empty}, updates=()))
+
+
 def _summed(
     whole: Builder,
     blocks: dict[str, Block],

@@ -1,0 +1,96 @@
+"""The parts of a model that this rank holds, where sub-models are on meshes of their own: those of its place.
+
+A rank's plan is that of its place, an ordinary one; what other places hold comes, for as long as it is asked for, in
+pieces from their layouts to those that this rank's place would have it in (`plan/across.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from mycel.ir import Program, Role, Type
+from mycel.parts import ShardedModel, UnshardedStep
+from mycel.placing import Given
+from mycel.plan import Plan
+from mycel.plan.across import Placed, transfers
+from mycel.run import boxes, world
+from mycel.run.rendezvous import seat
+
+
+@dataclass
+class PlacedModel(ShardedModel):
+    """`placed`: the plan of all; `plan`: that of this rank's place, the how manieth `at` says; `others`: what each
+    place would hold of the model, were it to hold all of it."""
+
+    placed: Plan | None = None
+    at: int = 0
+    others: list[ShardedModel] = field(default_factory=list)
+
+    @staticmethod
+    def of(model: torch.nn.Module, optimizer: torch.optim.Optimizer, placed: Plan) -> PlacedModel:
+        """Of this process."""
+        number = seat().rank
+        at = next((i for i, place in enumerate(placed.places) if number in place.ranks), 0)
+        return PlacedModel(model, optimizer, placed.at_place(at), placed=placed, at=at)
+
+    @property
+    def written(self) -> Plan:
+        assert self.placed is not None
+        return self.placed
+
+    @property
+    def rank(self) -> int:
+        ranks, number = self.written.places[self.at].ranks, seat().rank
+        return ranks.index(number) if number in ranks else 0
+
+    @property
+    def place(self) -> int:
+        return self.at
+
+    def _meet(self, device: torch.device) -> Any:
+        place = self.written.places[self.at]
+        return world(self.written.mesh, device).within(place.mesh, place.ranks)
+
+    def given(self, unsharded: UnshardedStep, plan: Plan | None = None) -> Given:
+        if not self.others and unsharded.groups:  # a step says how they lie, and it stays so
+            self.others = [self._would_hold(i) for i in range(len(self.written.places))]
+            for other in self.others:
+                other.given(unsharded)
+                other.is_split = True
+        return super().given(unsharded, plan)
+
+    def _would_hold(self, i: int) -> ShardedModel:
+        other = ShardedModel(self.model, self.optimizer, self.written.at_place(i))
+        other.shapes = self.shapes
+        return other
+
+    def given_at(self, unsharded: UnshardedStep, i: int, program: Program) -> Given:
+        """As `given`, of the program of a place."""
+        return self._would_hold(i).given(replace(unsharded, program=program))
+
+    # -- what other places hold
+
+    def _most(self, counts: torch.Tensor) -> torch.Tensor:
+        everyone = self.ranks.world
+        return everyone.all_reduce(counts, everyone.mesh.axes, ">")
+
+    def _from_first(self, name: str, held: Any, dtype: torch.dtype, role: Role | None = None) -> torch.Tensor:
+        first, (layout, shape) = self.owners[name][0], self._lying(name, role)
+        pieces = [
+            piece
+            for i in range(len(self.others))
+            if i != first
+            for piece in transfers(Type(dtype, shape), self._at(first, name, role), self._at(i, name, role))
+        ]
+        nothing = torch.zeros((0,) * len(shape), dtype=dtype, device=self.ranks.device)
+        own = held.to(self.ranks.device) if self.at == first else nothing
+        part = boxes.stored(shape, layout, self.plan.mesh)
+        came = self.ranks.world.exchange(own, pieces, part)
+        return held.clone() if self.at == first else came
+
+    def _at(self, i: int, name: str, role: Role | None) -> Placed:
+        place, (layout, _) = self.written.places[i], self.others[i]._lying(name, role)
+        return Placed(layout, place.mesh, place.ranks)

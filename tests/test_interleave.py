@@ -1,0 +1,105 @@
+"""Two microbatches at once on a device: results are those of one after the other, under any layouts; messages of one
+are under way while the other computes, and the clock sees it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from distributing import OneDevice, compared, start_values
+from golden import golden
+from pipelining import Tied
+
+from mycel.errors import PlanError
+from mycel.ir import Program
+from mycel.lower.interleave import interleave
+from mycel.lower.lowered import Lowered
+from mycel.parts import ShardedModel
+from mycel.plan import CPU, Plan
+from mycel.planning import Task, planned
+
+TENSOR = {"*.up.weight": ["tp", "-"], "*.up.bias": ["tp"], "*.down.weight": ["-", "tp"]}
+PLANS = {
+    "tp": {"mesh": {"tp": 2}, "parameters": TENSOR},
+    "sequence": {"mesh": {"tp": 2}, "parameters": TENSOR, "activations": {"x": ["-", "tp", "-"]}, "loose": True},
+    "dp": {"mesh": {"dp": 2}, "batch": ["dp"]},
+    "zero3": {"mesh": {"dp": 2}, "batch": ["dp"], "zero": "3 over dp"},
+    "dp tp zero2": {"mesh": {"dp": 2, "tp": 2}, "parameters": TENSOR, "batch": ["dp"], "zero": "2 over dp"},
+    "recompute": {"mesh": {"tp": 2}, "parameters": TENSOR, "recompute": "full"},
+}
+
+
+def step_of(width: int = 4, rows: int = 8) -> OneDevice:
+    torch.manual_seed(0)
+    batch = {"ids": torch.randint(0, 12, (rows, 3)), "labels": torch.randint(0, 12, (rows, 3))}
+    batch["labels"][:3] = -100  # microbatches count unequally
+    return OneDevice.of(Tied(2, 0.1, width).double(), batch, accumulate=4, clip_norm=0.05)
+
+
+@pytest.fixture(scope="module")
+def one() -> OneDevice:
+    return step_of()
+
+
+def lowered(one: OneDevice, plan: Plan) -> tuple[Plan, Lowered]:
+    given, gathered = ShardedModel(one.model, one.optimizer, plan).given(one.made)
+    return planned(Task(one.made.program, one.made.body, CPU, False, given, gathered), plan)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_two_at_once_are_one_after_the_other(name, one):
+    plan = Plan.read({**PLANS[name], "microbatches": 4, "at_once": 2})
+    decided, done = lowered(one, plan)
+    scan = next(e for e in done.program.main.eqns if e.params.get("body") == one.made.body)
+    assert scan.params["length"] == 2
+    compared(one.made.program, done.spread, plan.mesh, start_values(one), done.program)
+    assert str(lowered(one, Plan.read(decided.data()))[1].program) == str(done.program)
+
+
+def test_messages_go_on_beside_the_other(one):
+    """Of a step with tensor parallelism less is waited for, and nothing else is sent."""
+    large = step_of(width=256, rows=64)
+    alone, both = (
+        lowered(large, Plan.read({**PLANS["tp"], "microbatches": 4, "at_once": k}))[0].predicted for k in (1, 2)
+    )
+    wire = next(name for name in alone.parts if name in ("network", "loopback") or "tp" in name)
+    (sent, waited), (sent_2, waited_2) = alone.parts[wire], both.parts[wire]
+    assert sent_2 == pytest.approx(sent, rel=0.01)
+    assert waited_2 < 0.7 * waited and both.seconds < alone.seconds
+
+
+def test_golden():
+    program = Program.parse("""
+def layer(x: f32[4], w: f32[4]):
+  h: f32[4] = mul(x, w)
+  s: f32[4] = all_reduce(h, axes=("tp",), count=2)
+  g: f32[4] = gelu(s)
+  y: f32[4] = mul(g, w)
+  z: f32[4] = all_reduce(y, axes=("tp",), count=2)
+  return z
+
+def part(w: f32[4], total: f32[4], key: i64[], x: f32[4]):
+  v: f32[4] = exp(w)
+  k: i64[] = fold_in(key, data=0)
+  d: f32[4] = dropout(x, k, 0, p=0.5)
+  y: f32[4] = call(d, v, block=@layer)
+  z: f32[4] = call(y, v, block=@layer)
+  t: f32[4] = add(total, z)
+  n: i64[] = fold_in(key, data=7)
+  return t, n, y
+
+def main(w: f32[4], x: f32[4,4], key: i64[]):
+  zero: f32[4] = full(0.0, dtype=f32, shape=(4,))
+  t: f32[4], n: i64[], y: f32[4,4] = scan(w, zero, key, x, body=@part, carry=2, consts=1, length=4)
+  return t, y
+""")
+    golden("interleave", str(interleave(program, "part")))
+
+
+def test_refusals():
+    plan = {**PLANS["tp"], "at_once": 2}
+    with pytest.raises(PlanError, match="at_once: 2, but microbatches: 3\n  try       microbatches: 4"):
+        Plan.read({**plan, "microbatches": 3})
+    with pytest.raises(PlanError, match="at_once: 3\n  try       1, or 2 microbatches"):
+        Plan.read({**plan, "at_once": 3})
+    with pytest.raises(PlanError, match="at_once: 2: not beside stages yet"):
+        Plan.read({**plan, "microbatches": 4, "stages": 2})
