@@ -24,7 +24,7 @@ from mycel.capture.cumulative_norm import cumulative_forward
 from mycel.capture.custom import trace_function
 from mycel.capture.encoder import encoder_forward
 from mycel.capture.experts import as_one_operator
-from mycel.capture.facts import Facts
+from mycel.capture.facts import CHANGING, Facts
 from mycel.capture.fence import OPENED, is_library, refuse
 from mycel.capture.hooks import ModuleHooks, hook_parameters
 from mycel.capture.island import ROOT, boundary, module_keys, next_island, refusal, suspended
@@ -92,19 +92,28 @@ def capture(
     strict          what cannot be captured is refused, and does not become an island (`island.py`)
     """
     islands = dict(TRACING[-1].islands) if TRACING else {}  # an inner capture leaves it to the outer one to find more
+    selects = set(TRACING[-1].plain_selects) if TRACING else set()
+    changing = TRACING[-1].changing if TRACING else frozenset(CHANGING)
     with paused():
         while True:
             opened = len(OPENED)
             try:
-                return _capture(fn, args, kwargs, apart, known or {}, differentiated, data or (args, kwargs), islands)
+                given = data or (args, kwargs)
+                return _capture(fn, args, kwargs, apart, known or {}, differentiated, given, islands, selects, changing)
             except CaptureError as e:
                 error: Exception = e
+                if e.chosen_at and not TRACING and e.chosen_at not in selects:  # once more without that
+                    selects.add(e.chosen_at)
+                    continue
                 if len(OPENED) != opened:  # libraries that decide on tensors are rewritten now
                     continue
             except Exception as e:
                 error = e
             if strict or TRACING or not next_island(islands, error):
-                raise refusal(error) from error.__cause__
+                if not changing or TRACING:
+                    raise refusal(error) from error.__cause__
+                changing = frozenset()  # then for each of the values
+                islands.clear()
 
 
 @contextlib.contextmanager
@@ -130,6 +139,8 @@ def _capture(
     differentiated: bool,
     data: tuple[tuple[Any, ...], dict[str, Any]],
     islands: dict[Any, BaseException],
+    selects: set[str],
+    changing: frozenset[str],
 ) -> Captured:
     leaves: list[torch.Tensor] = []
     tree = flatten((args, kwargs), leaves)
@@ -137,7 +148,7 @@ def _capture(
     places = Reachable(fn, tree.statics())
     device = _device(leaves, places)
     tracer = Tracer(device, places)
-    tracer.islands = islands
+    tracer.islands, tracer.plain_selects, tracer.changing = islands, selects, changing
     paths = _argument_paths(fn, tree)
     traced, given = _trace_arguments(tracer, tree, paths, leaves, apart)
     held: list[torch.Tensor] = []
@@ -158,6 +169,7 @@ def _capture(
             results = [tracer.cell(x).read() for x in outs]
         effects, more = _effects(tracer, _changes(tracer, places))
         results += more
+        tracer.refuse_rows(results, "they are what the program returns or keeps")
     except BaseException:
         _undo(places)
         raise
@@ -165,6 +177,7 @@ def _capture(
         TRACING[-1].python_calls += tracer.python_calls
     _restore(places, lambda v: not isinstance(v, torch.Tensor) and not _holds_traced(v))
     updates, new = _updates(tracer)
+    tracer.refuse_rows(new, "they are what the program keeps")
     blocks = assemble(tracer, results + new)
     names = {v: w.name for v, w in zip(tracer.inputs, blocks["main"].inputs, strict=False)}
     arguments = {

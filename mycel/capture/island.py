@@ -289,7 +289,8 @@ class Trial:
         _check_tree(self.out, self.fn)
         for _, tree in self.kept:
             _check_tree(tree, self.fn)
-        for others in (*_others(values), *(_extremes(values) if watched.dynamic else ())):
+        counts = _counts(values) if self.tracer.changing else ()  # what keeps changing may be what they say
+        for others in (*_others(values), *(_extremes(values) if watched.dynamic else ()), *counts):
             other = self._try(others, _Watched(4 * watched.count + 1000))
             if other is not None:
                 self._compare(*other)
@@ -553,6 +554,14 @@ def _extremes(values: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     for sign in (1.0, -1.0):
         with suspended():
             others = [sign * (x.abs() + 0.1) if is_float(x.dtype) else x for x in values]
+        yield others
+
+
+def _counts(values: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Integers and masks that are all the smallest, or all the largest, of what is there."""
+    for extreme in (torch.min, torch.max):
+        with suspended():
+            others = [x if is_float(x.dtype) or not x.numel() else extreme(x).expand_as(x).clone() for x in values]
         yield others
 
 

@@ -20,6 +20,7 @@ from mycel.capture.bounds import bounds
 from mycel.capture.fence import READS, refuse, refuse_read
 from mycel.capture.hooks import hook_value
 from mycel.capture.record import Traced
+from mycel.capture.rows import RowsShape
 from mycel.capture.trace import SPECIAL, Tracer, tensors_in
 from mycel.capture.weak import as_numbers
 from mycel.ops import o
@@ -60,6 +61,10 @@ class FunctionMode(TorchFunctionMode):
         return self._call(func, name, args, kwargs)
 
     def _call(self, func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
+        if self.tracer.rows and (name in _SIZES or name == "__get__") and type(args[0]) is Traced:
+            rows = self.tracer.rows.get(args[0].cell.read())
+            if rows is not None and (name in _SIZES or func.__self__ is torch.Tensor.shape):
+                return _SIZES.get(name, _shape)(RowsShape(args[0].cell.var.shape, rows), *args[1:], **kwargs)
         if name == "__get__":
             if func.__self__ is torch.Tensor.grad and type(args[0]) is Traced:
                 return leaf_grad(args[0])
@@ -223,6 +228,14 @@ def _set_requires_grad(mode: FunctionMode, x: Traced, value: bool) -> None:
     _requires_grad(mode, torch.Tensor.requires_grad_, x, value)
 
 
+def _shape(shape: RowsShape, dim: int | None = None) -> Any:
+    return shape if dim is None else shape[dim]
+
+
+# what asks for sizes: of rows that a mask chose all are known but their number
+_SIZES: dict[str, Callable[..., Any]] = {
+    "size": _shape, "__len__": lambda shape: shape[0], "numel": RowsShape.numel, "nelement": RowsShape.numel,
+}  # fmt: skip
 _DATA: Any = torch.Tensor.data
 _SETTERS: dict[Any, Callable[..., None]] = {
     _DATA: lambda mode, x, other: mode.tracer.rebind(x, other),
