@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import inspect
 import itertools
 import os
@@ -27,9 +26,10 @@ from mycel.capture.experts import as_one_operator
 from mycel.capture.facts import CHANGING, Facts
 from mycel.capture.fence import OPENED, is_library, refuse
 from mycel.capture.hooks import ModuleHooks, hook_parameters
-from mycel.capture.island import ROOT, boundary, module_keys, next_island, refusal, suspended
+from mycel.capture.island import ROOT, boundary, module_keys, next_island, refusal
 from mycel.capture.modes import DispatchMode, FunctionMode
 from mycel.capture.names import clean
+from mycel.capture.plain import suspended
 from mycel.capture.record import Traced
 from mycel.capture.repeats import assemble
 from mycel.capture.state import Container, Guarded, Location, Reachable, contents, is_static, is_there, put_back
@@ -317,7 +317,7 @@ def _tracing(tracer: Tracer) -> Iterator[None]:
 _Applied: Any = torch.autograd.function._SingleLevelFunction
 
 
-_IMPORTS: Any = importlib._bootstrap  # type: ignore[attr-defined]
+_IMPORTS: Any = sys.modules["_frozen_importlib"]
 
 
 def _plain_import(plain: Callable[..., Any]) -> Callable[..., Any]:
