@@ -39,11 +39,14 @@ def peft_model() -> tuple[nn.Module, dict[str, Any]]:
 
 
 def cases() -> dict[str, Callable[[], Any]]:
+    return {**cases_at_hand(), "hand/peft_lora": peft_model, **families()}
+
+
+def cases_at_hand() -> dict[str, Callable[[], Any]]:
+    """Those that need torch alone."""
     known: dict[str, Callable[[], Any]] = {f"nn/{name}": make for name, make in MODULES.items()}
     known.update({f"hand/{fn.__name__}": lambda fn=fn: (Written(fn), (X,)) for fn in HAND})
-    known["hand/peft_lora"] = peft_model
     known.update({f"net/{name}": make for name, make in ARCHITECTURES.items()})
-    known.update(families())
     return known
 
 
@@ -150,6 +153,9 @@ def main() -> None:
     wanted = [n for n in known if n.startswith(args.kind) and any(part in n for part in args.only.split(","))]
     first, every = map(int, args.part.split("/"))
     wanted = wanted[first % every :: every]
+    judge(known["nn/prelu"])  # what is imported on the way is imported once for all
+    if any(n not in cases_at_hand() for n in wanted):
+        judge(known["hand/peft_lora"])
     tally: Counter[str] = Counter()
     for name in wanted:
         start = time.perf_counter()

@@ -22,8 +22,10 @@ from mycel.capture.hooks import hook_value
 from mycel.capture.record import Traced
 from mycel.capture.rows import RowsShape
 from mycel.capture.trace import SPECIAL, Tracer, tensors_in
-from mycel.capture.weak import as_numbers
+from mycel.capture.weak import as_number, as_numbers
 from mycel.ops import o
+
+MOST_NUMBERS = 64  # in the list that a tensor becomes
 
 
 class DispatchMode(TorchDispatchMode):
@@ -266,10 +268,19 @@ def _read(tracer: Tracer, name: str, x: torch.Tensor, *args: Any, **kwargs: Any)
         with tracer.mode:
             return _read(tracer, "__bool__", (x == args[0]).any())
     value = tracer.concrete(x) if name in ("__format__", "data_ptr") else tracer.fact(x)
+    if value is None and name == "item" and x.numel() == 1:
+        return as_number(tracer, x)
+    if value is None and name == "tolist" and x.numel() <= MOST_NUMBERS:
+        return _numbers(tracer, x)
     if value is None:
         raise refuse_read(name)
     with _disable_current_modes():
         return getattr(torch.Tensor, name)(value, *args, **kwargs)
+
+
+def _numbers(tracer: Tracer, x: torch.Tensor) -> Any:
+    """x.tolist() of a tensor whose values are not known."""
+    return [_numbers(tracer, row) for row in x.unbind(0)] if x.ndim else as_number(tracer, x)
 
 
 def _bincount(tracer: Tracer, x: torch.Tensor, weights: torch.Tensor | None = None, minlength: int = 0) -> Any:

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from mycel.capture.alias import Cell
 from mycel.capture.facts import CONSTANT, GIVEN, UNKNOWN, Fact, dependence, evaluate, needed
-from mycel.capture.fence import here, refuse
+from mycel.capture.fence import here, refuse, refuse_read
 from mycel.capture.rows import Rows, refuse_rows, write_rows
 from mycel.capture.state import Location, Reachable
 from mycel.errors import CaptureError
@@ -58,6 +58,12 @@ class Traced(torch.Tensor):
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"Traced({self.cell.var})"
+
+    def __hash__(self) -> int:
+        """Tensors are found by what they are, numbers by their value, which is not known."""
+        if self.weak:
+            raise refuse_read("__hash__")
+        return id(self)
 
 
 @dataclass
