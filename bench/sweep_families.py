@@ -63,16 +63,18 @@ def small(config: Any) -> Any:
             small(value)
         elif QUIET.fullmatch(name) and isinstance(value, (int, float)) and not isinstance(value, bool):
             setattr(config, name, type(value)(0))
+        elif QUIET.fullmatch(name) and isinstance(value, (list, tuple)):
+            setattr(config, name, type(value)(0.0 for _ in value))
         elif name in ("depth_multiplier", "width_coefficient", "depth_coefficient"):
             setattr(config, name, 0.25)
         elif isinstance(value, int) and not isinstance(value, bool):
             size = next((n for pattern, n in SMALL if re.fullmatch(pattern, name)), None)
             if size is not None and (value > size or name.endswith("token_id")):
                 _set(config, name, size)
-        elif isinstance(value, list) and value and all(isinstance(x, int) for x in value):
+        elif isinstance(value, (list, tuple)) and value and all(isinstance(x, int) for x in value):
             rule = next((f for pattern, f in LISTS if re.fullmatch(pattern, name)), None)
             if rule is not None:
-                _set(config, name, rule(value))
+                _set(config, name, type(value)(rule(list(value))))
     return _consistent(config)
 
 
