@@ -136,9 +136,11 @@ def compare(model: nn.Module, twin: nn.Module, batch: Any) -> str:
         for (name, p), q in zip(model.named_parameters(), twin.parameters(), strict=True):
             if q.grad is not None and p.grad is not None and not close(p.grad, q.grad):
                 return f"gradient of {name} in step {turn}: off by {(p.grad - q.grad).abs().max():.2g}"
-    for (name, x), y in () if random else zip(model.state_dict().items(), twin.state_dict().values(), strict=True):
-        if isinstance(x, torch.Tensor) and not torch.allclose(x.double(), y.double(), rtol=1e-3, atol=1e-5):
-            return f"{name} after two steps: off by {(x.double() - y.double()).abs().max():.2g}"
+        held = model.state_dict()
+        for (name, x), y in zip(held.items(), twin.state_dict().values(), strict=True):
+            if isinstance(x, torch.Tensor) and not torch.allclose(x.double(), y.double(), rtol=1e-3, atol=1e-5):
+                return f"{name} after step {turn}: off by {(x.double() - y.double()).abs().max():.2g}"
+        twin.load_state_dict(held)  # a norm over two rows makes much of the last bit
     return ""
 
 

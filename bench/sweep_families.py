@@ -156,6 +156,17 @@ MAPPINGS = {
     "ctc": "CTC",
     "pairs": "ZERO_SHOT_IMAGE_CLASSIFICATION",
 }
+# what the names of fields do not tell
+OWN: dict[str, dict[str, Any]] = {
+    "swin": {"embed_dim": 24, "window_size": 2, "depths": [1, 1], "num_heads": [3, 6], "patch_size": 4},
+    "swinv2": {"embed_dim": 24, "window_size": 4, "depths": [1, 1], "num_heads": [3, 6], "patch_size": 4},
+    "donut-swin": {"embed_dim": 24, "window_size": 2, "depths": [1, 1], "num_heads": [3, 6], "patch_size": 4},
+    "bit": {"embedding_size": 32, "hidden_sizes": [32, 64], "depths": [1, 1], "num_groups": 2},
+    "cvt": {"embed_dim": [16, 32, 48], "num_heads": [1, 2, 3], "depth": [1, 1, 2], "drop_path_rate": [0.0] * 3},
+    "levit": {"image_size": 64},
+    "efficientnet": {"image_size": 32, "width_coefficient": 1.0, "depth_coefficient": 0.3, "hidden_dim": 1280},
+    "mobilevitv2": {"image_size": 64},
+}
 LARGEST = 30_000_000  # parameters: what is larger was not made small
 
 
@@ -165,6 +176,8 @@ def family(kind: str, name: str) -> Made:
     from transformers.models.auto import modeling_auto
 
     config = small(hf.AutoConfig.for_model(name))
+    for field, value in OWN.get(name, {}).items():
+        setattr(config, field, value)
     config.num_labels = 5
     if kind == "causal" and hasattr(config, "is_decoder"):
         config.is_decoder = True
