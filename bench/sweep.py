@@ -82,6 +82,8 @@ def judge(make: Callable[[], Any]) -> str:
         twin = copy.deepcopy(model)
         wanted = {mode: called(copy.deepcopy(twin).train(mode), batch) for mode in (True, False)}
         loss_of(wanted[True]).backward()
+        if not finite(copy.deepcopy(twin).train(), batch):
+            raise ValueError("a loss or a gradient is not finite")
         torch.optim.AdamW(twin.parameters())
     except Exception as e:
         return f"left out: torch itself: {type(e).__name__}: {str(e).splitlines()[0][:90]}"
@@ -97,6 +99,12 @@ def judge(make: Callable[[], Any]) -> str:
         return f"wrong: {wrong}"
     island = next((str(w.message) for w in told if "runs as plain Python" in str(w.message)), None)
     return "pass" if island is None else f"island: {' '.join(island.split())[:160]}"
+
+
+def finite(model: nn.Module, batch: Any) -> bool:
+    loss = loss_of(called(model, batch))
+    loss.backward()
+    return all(x is None or bool(x.isfinite().all()) for x in (loss, *(p.grad for p in model.parameters())))
 
 
 def draws(model: nn.Module, batch: Any) -> bool:

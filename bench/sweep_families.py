@@ -127,7 +127,9 @@ def _batch(kind: str, config: Any, model: nn.Module) -> dict[str, Any]:
         case "text":
             return {**text(), "labels": torch.tensor([0, 1])}
         case "seq2seq":
-            return {**text(), "labels": torch.randint(3, 90, (2, 7))}
+            words = text()
+            own = getattr(config, "is_encoder_decoder", False)
+            return {**words, "labels": torch.randint(3, 90, (2, 7)) if own else words["input_ids"]}
         case "vision":
             return {"pixel_values": _images(config), "labels": classes}
         case "segment":
@@ -179,6 +181,8 @@ def family(kind: str, name: str) -> Made:
     for field, value in OWN.get(name, {}).items():
         setattr(config, field, value)
     config.num_labels = 5
+    if kind == "seq2seq" and getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = 1
     if kind == "causal" and hasattr(config, "is_decoder"):
         config.is_decoder = True
     mapping = getattr(modeling_auto, f"MODEL_FOR_{MAPPINGS[kind]}_MAPPING")

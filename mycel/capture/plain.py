@@ -40,7 +40,7 @@ def suspended() -> Iterator[None]:
 _PLAIN_KEYS = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
 
 
-class Watched(TorchDispatchMode):
+class CountedOperators(TorchDispatchMode):
     """Counts operators, stops after `most` of them (values that were not meant may never converge), and notes those
     whose shapes are data."""
 

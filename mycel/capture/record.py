@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from mycel.capture.alias import Cell
 from mycel.capture.facts import CONSTANT, GIVEN, UNKNOWN, Fact, dependence, evaluate, needed
 from mycel.capture.fence import here, refuse, refuse_read
-from mycel.capture.rows import Rows, refuse_rows, write_rows
+from mycel.capture.rows import ChosenRows, refuse_rows, write_rows
 from mycel.capture.state import Location, Reachable
 from mycel.errors import CaptureError
 from mycel.ir import CONTROL, OPS, Atom, Block, Builder, Eqn, Op, Type, Var, type_of
@@ -101,7 +101,7 @@ class Record(Builder):
         self.data: dict[Var, Any] = {}  # values that were computed because they were asked for
         self.facts: dict[Var, Fact] = {}
         self.changing: frozenset[str] = frozenset()  # lines whose values keep changing: no fact is asked for there
-        self.rows: dict[Var, Rows] = {}  # values of which not all rows count (`rows.py`)
+        self.rows: dict[Var, ChosenRows] = {}  # values of which not all rows count (`rows.py`)
         self.plain_selects: set[str] = set()  # lines that choose rows for which that did not work
         self.aliases: dict[str, list[Location]] = {}  # arguments that the code also reaches otherwise, and where
         self.differentiated = False  # is the gradient taken of what is captured, so that hooks on it are called?

@@ -1,6 +1,6 @@
 """Rows that a mask chooses, without a shape that depends on values: all rows, of which some count.
 
-    h[mask]               ─▶  where(mask, h, one of the chosen rows)     N rows; `Rows` says by which mask they count
+    h[mask]               ─▶  where(mask, h, one of the chosen rows)     N rows, marked as `ChosenRows`
     f(h[mask])            ─▶  f of all of them, where f treats each row by itself: the row's letter passes through
     f(h[mask]).mean()     ─▶  sum(where(mask, …, 0)) / sum(mask)         a sum, a maximum; others by `Op.of_rows`
     y[mask] = f(h[mask])  ─▶  where(mask, …, y)
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Rows:
+class ChosenRows:
     """Along `dim`, rows count where `keep` holds; `mask` and `spread` tell whose rows they are, `source` which line
     chose them."""
 
@@ -41,16 +41,16 @@ class Rows:
     spread: tuple[tuple[int, int], ...]  # joined with other dims since: how many are before and behind
     source: str
 
-    def goes_with(self, other: Rows) -> bool:
+    def goes_with(self, other: ChosenRows) -> bool:
         return self.mask == other.mask and self.spread == other.spread
 
 
 @dataclass(frozen=True)
-class At:
+class RowsAt:
     """What an operator's `of_rows` is told: where rows are, and which count."""
 
     record: Record
-    rows: Rows
+    rows: ChosenRows
 
     def covered(self, x: Var, value: Any) -> Var:
         """x with a value in the rows that do not count."""
@@ -109,8 +109,8 @@ def choose(record: Record, x: Var, mask: Var, front: int, source: str) -> Var:
     nothing = o.full(0.5 if is_float(x.dtype) else 0, shape=(), dtype=x.dtype)  # where none is chosen
     one = o.where(o.any(keep, dims=(0,)), one, nothing)
     out: Var = o.where(lane, rows, one)
-    record.rows[keep] = Rows(keep, 0, mask, (), source)
-    record.rows[out] = Rows(keep, front, mask, (), source)
+    record.rows[keep] = ChosenRows(keep, 0, mask, (), source)
+    record.rows[out] = ChosenRows(keep, front, mask, (), source)
     return out
 
 
@@ -201,7 +201,7 @@ def write_rows(record: Record, op: Op, inputs: tuple[Any, ...], params: dict[str
         if i not in given and any(letter in d for d in item or ()) and not _is_uniform(record, inputs[i]):
             raise refuse_rows(rows.source, f"{op.name} takes as many others")
     flag = fit.flags.get(letter, "")
-    at = At(record, rows)
+    at = RowsAt(record, rows)
     if flag and op.of_rows is not None:
         outs = op.of_rows(at, *inputs, **params)
     elif not flag:
@@ -220,7 +220,7 @@ def write_rows(record: Record, op: Op, inputs: tuple[Any, ...], params: dict[str
     return outs
 
 
-def _covered(at: At, inputs: Sequence[Any], given: Any, value: Any) -> tuple[Any, ...]:
+def _covered(at: RowsAt, inputs: Sequence[Any], given: Any, value: Any) -> tuple[Any, ...]:
     return tuple(at.covered(x, value(x.dtype)) if i in given else x for i, x in enumerate(inputs))
 
 
@@ -234,18 +234,18 @@ def _last(dtype: torch.dtype, flag: str) -> Any:
     return info.min if flag == ">" else info.max
 
 
-def _joined(record: Record, rows: Rows, d: int, joined: Any, letter: str, sizes: dict[str, int]) -> Rows:
+def _joined(record: Record, rows: ChosenRows, d: int, joined: Any, letter: str, sizes: dict[str, int]) -> ChosenRows:
     """Rows whose dim became dim `d`, perhaps joined with others to a longer one."""
     at = joined.index(letter)
     before, behind = (math.prod(sizes[c] for c in part) for part in (joined[:at], joined[at + 1 :]))
     if before == behind == 1:
-        return Rows(rows.keep, d, rows.mask, rows.spread, rows.source)
+        return ChosenRows(rows.keep, d, rows.mask, rows.spread, rows.source)
     n = rows.keep.shape[0]
     keep = unmarked(record, rows.keep, (1, n, 1))
     keep = o.reshape(o.expand(keep, shape=(before, n, behind)), shape=(before * n * behind,))
     spread = (*rows.spread, (before, behind))
-    record.rows[keep] = Rows(keep, 0, rows.mask, spread, rows.source)
-    return Rows(keep, d, rows.mask, spread, rows.source)
+    record.rows[keep] = ChosenRows(keep, 0, rows.mask, spread, rows.source)
+    return ChosenRows(keep, d, rows.mask, spread, rows.source)
 
 
 def _is_uniform(record: Record, x: Any) -> bool:
@@ -257,7 +257,7 @@ def _is_uniform(record: Record, x: Any) -> bool:
 class RowsShape:
     """What code is told of the shape of chosen rows: every size but their number."""
 
-    def __init__(self, shape: Sequence[int], rows: Rows) -> None:
+    def __init__(self, shape: Sequence[int], rows: ChosenRows) -> None:
         self.shape, self.rows = tuple(shape), rows
 
     def __getitem__(self, at: Any) -> Any:

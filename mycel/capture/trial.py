@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from mycel.capture.plain import Watched, states_kept, suspended
+from mycel.capture.plain import CountedOperators, states_kept, suspended
 from mycel.capture.record import Traced
 from mycel.capture.sampling import counts, extremes, others, sample
 from mycel.capture.state import Container, Location, Reachable, contents, is_static, owner, put_back
@@ -90,7 +90,7 @@ class Trial:
     def probe(self) -> None:
         """Find out what the call gives, and that other values give the same types."""
         values = [sample(self.tracer, x) for x in self.operands]
-        watched = Watched()
+        watched = CountedOperators()
         first = self._try(values, watched) or self._try(values)
         if first is None:
             # with values that were made up it may, and yet be right
@@ -103,7 +103,7 @@ class Trial:
             _check_tree(tree, self.fn)
         sizes = counts(values) if self.tracer.changing else ()  # what keeps changing may be what they say
         for changed in (*others(values), *(extremes(values) if watched.dynamic else ()), *sizes):
-            other = self._try(changed, Watched(4 * watched.count + 1000))
+            other = self._try(changed, CountedOperators(4 * watched.count + 1000))
             if other is not None:
                 self._compare(*other)
 
