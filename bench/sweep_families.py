@@ -94,7 +94,9 @@ def _consistent(config: Any) -> Any:
         ):
             kinds = list(dict.fromkeys(value))  # one of each kind
             _set(config, name, [kinds[i % len(kinds)] for i in range(layers)])
-    config._attn_implementation = "eager"
+    if hasattr(config, "qk_rope_head_dim") and hasattr(config, "head_dim"):
+        _set(config, "head_dim", config.qk_rope_head_dim)
+    config._attn_implementation = config._experts_implementation = "eager"
     return config
 
 
