@@ -6,12 +6,15 @@ import warnings
 
 import pytest
 import torch
+from distributing import OneDevice, step_equals
 from torch import nn
 from torch.nn import functional as F
 
 import mycel
 from mycel.capture.facts import MOST
 from mycel.errors import CaptureError
+from mycel.ir import Mesh
+from mycel.plan import Plan
 
 HEAD = nn.Linear(4, 3).double()
 WEIGHT = nn.Parameter(torch.randn(4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)))
@@ -128,6 +131,30 @@ def test_rows_are_those_of_torch(program, which):
     fast = mycel.jit(lambda h: program(h, t), strict=True)
     for a, b in zip(with_gradients(fast, x), with_gradients(lambda h: program(h, t), x), strict=True):
         torch.testing.assert_close(a, b, atol=1e-9, rtol=1e-9)
+
+
+class Masked(nn.Module):
+    """Rows are chosen by what the weights say: averaged, written back, added where they came from."""
+
+    def __init__(self):
+        super().__init__()
+        self.before, self.behind = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        h = self.before(x)
+        h[h > 0] = torch.log1p(h[h > 0])
+        keep = h[:, 0] < 0.3
+        y = torch.zeros_like(h).index_add(0, *(lambda at: (at, self.behind(h[at])))(keep.nonzero().squeeze(1)))
+        return y.square().mean() + self.behind(h[keep]).abs().mean()
+
+
+@pytest.mark.parametrize("plan", ["dp", "tp"])
+def test_ranks_agree_on_rows(plan):
+    torch.manual_seed(0)
+    model, x = Masked().double(), torch.randn(6, 4, dtype=torch.float64)
+    split = {"before.weight": ["a", "-"], "behind.weight": ["-", "a"]}
+    written = Plan(Mesh(a=2), {} if plan == "dp" else split, ["a"] if plan == "dp" else [])
+    step_equals(OneDevice.of(model, {"x": x}), written)
 
 
 @pytest.mark.parametrize(
