@@ -22,7 +22,8 @@ SMALL: list[tuple[str, int]] = [
     (r"(type_|text_|src_|tgt_|unpadded_|padded_)?vocab(ulary)?_size|.*_vocab_size", 99),
     (r"type_vocab_size", 2),
     (r"((global|local|q|k|v|qk_nope|mamba|ssm)_)?head_dim|d_kv|attention_head_size", 8),
-    (r"qk_rope_head_dim|rotary_dim", 4),
+    (r"qk_rope_head_dim", 8),
+    (r"rotary_dim", 4),
     (r"q_lora_rank|kv_lora_rank|o_lora_rank", 16),
     (r"num_key_value_heads|num_kv_heads|multi_query_group_num", 2),
     (r"(.*_)?(num_attention_heads|n_heads?|num_heads|attention_heads)", 4),
@@ -94,7 +95,7 @@ def _consistent(config: Any) -> Any:
         ):
             kinds = list(dict.fromkeys(value))  # one of each kind
             _set(config, name, [kinds[i % len(kinds)] for i in range(layers)])
-    if hasattr(config, "qk_rope_head_dim") and hasattr(config, "head_dim"):
+    if isinstance(getattr(config, "qk_rope_head_dim", None), int) and hasattr(config, "head_dim"):
         _set(config, "head_dim", config.qk_rope_head_dim)
     config._attn_implementation = config._experts_implementation = "eager"
     return config
