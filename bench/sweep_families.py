@@ -19,6 +19,7 @@ Made = tuple[nn.Module, dict[str, Any]]
 # the first pattern that fits a field's name gives its value
 SMALL: list[tuple[str, int]] = [
     (r"max.*positions?(_embeddings)?|n_positions|n_ctx|context_length|seq_length|max_seq_len", 64),
+    (r"vocab_size_per_layer_input", 99),
     (r"(type_|text_|src_|tgt_|unpadded_|padded_)?vocab(ulary)?_size|.*_vocab_size", 99),
     (r"type_vocab_size", 2),
     (r"((global|local|q|k|v|qk_nope|mamba|ssm)_)?head_dim|d_kv|attention_head_size", 8),
@@ -95,8 +96,14 @@ def _consistent(config: Any) -> Any:
         ):
             kinds = list(dict.fromkeys(value))  # one of each kind
             _set(config, name, [kinds[i % len(kinds)] for i in range(layers)])
-    if isinstance(getattr(config, "qk_rope_head_dim", None), int) and hasattr(config, "head_dim"):
+    if isinstance(getattr(config, "qk_rope_head_dim", None), int):  # one head of keys and values for each of queries
         _set(config, "head_dim", config.qk_rope_head_dim)
+        _set(config, "num_key_value_heads", config.num_attention_heads)
+    if getattr(config, "num_key_value_heads", 0) is None:
+        _set(config, "num_key_value_heads", 2)
+    if isinstance(rope := getattr(config, "rope_parameters", None), dict) and rope.get("rope_theta", 0) is None:
+        rope["rope_theta"] = 10000.0
+    _set(config, "use_cache", False)
     config._attn_implementation = config._experts_implementation = "eager"
     return config
 
@@ -168,7 +175,15 @@ OWN: dict[str, dict[str, Any]] = {
     "donut-swin": {"embed_dim": 24, "window_size": 2, "depths": [1, 1], "num_heads": [3, 6], "patch_size": 4},
     "bit": {"embedding_size": 32, "hidden_sizes": [32, 64], "depths": [1, 1], "num_groups": 2},
     "cvt": {"embed_dim": [16, 32, 48], "num_heads": [1, 2, 3], "depth": [1, 1, 2], "drop_path_rate": [0.0] * 3},
-    "levit": {"image_size": 64},
+    "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 1, "chunk_size": 4},
+    "bamba": {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "attn_layer_indices": [1]},
+    "granitemoehybrid": {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1},
+    "falcon_h1": {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_ssm": 64, "head_dim": 8},
+    "nemotron_h": {"mamba_num_heads": 8, "mamba_head_dim": 8, "n_groups": 1},
+    "zamba2": {"mamba_headdim": 8, "n_mamba_heads": 8, "mamba_ngroups": 1},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
+    "reformer": {"axial_pos_embds_dim": [16, 16], "axial_pos_shape": [4, 4]},
+    "xmod": {"default_language": "en_XX"},
     "efficientnet": {"image_size": 32, "width_coefficient": 1.0, "depth_coefficient": 0.3, "hidden_dim": 1280},
     "mobilevitv2": {"image_size": 64},
 }
@@ -183,6 +198,8 @@ def family(kind: str, name: str) -> Made:
     config = small(hf.AutoConfig.for_model(name))
     for field, value in OWN.get(name, {}).items():
         setattr(config, field, value)
+    if kind == "causal" and not hasattr(config, "vocab_size"):
+        config = config.get_text_config()
     config.num_labels = 5
     if kind == "seq2seq" and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = 1
