@@ -144,7 +144,8 @@ class Masked(nn.Module):
         h = self.before(x)
         h[h > 0] = torch.log1p(h[h > 0])
         keep = h[:, 0] < 0.3
-        y = torch.zeros_like(h).index_add(0, *(lambda at: (at, self.behind(h[at])))(keep.nonzero().squeeze(1)))
+        at = keep.nonzero().squeeze(1)
+        y = torch.zeros_like(h).index_add(0, at, self.behind(h[at]))
         return y.square().mean() + self.behind(h[keep]).abs().mean()
 
 
