@@ -345,7 +345,8 @@ class HeldTypes:
         for x, (dtype, shape, device) in zip(tensors, self.wanted, strict=True):
             if x.dtype is not dtype or x.shape != shape or (device is not None and x.device != device):
                 return False
-        self.at_once = torch._C._dynamo.guards.TensorGuards(
+        guards: Any = torch._C._dynamo.guards
+        self.at_once = guards.TensorGuards(
             *tensors,
             dynamic_dims_sizes=[list(x.shape) for x in tensors],
             dynamic_dims_strides=[list(x.stride()) for x in tensors],

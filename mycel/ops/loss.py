@@ -174,7 +174,7 @@ def soft_cross_entropy_vjp(g, logp, x, target, weight, label_smoothing):
     ],
     precision="high",
     averages=True,
-    of_rows=lambda at, x, target, weight, **params: cross_entropy(
+    of_rows=lambda at, x, target, weight, **params: o.cross_entropy(
         at.plain(x), ignored(at, target, **params), weight, **params
     ),
 )
@@ -294,7 +294,7 @@ def nll_loss_expand(x, target, weight, *, reduction="mean", ignore_index=-100):
     ],
     precision="high",
     averages=True,
-    of_rows=lambda at, x, target, weight, **params: nll_loss(
+    of_rows=lambda at, x, target, weight, **params: o.nll_loss(
         at.plain(x), ignored(at, target, **params), weight, **params
     ),
 )

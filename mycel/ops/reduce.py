@@ -151,7 +151,7 @@ def prod_vjp(g, y, x, *, dims, keepdim=False):
         "c128[2,3], dims=(1,)",
     ],
     precision="high",
-    of_rows=lambda at, x, **params: prod(at.covered(x, 1), **params),
+    of_rows=lambda at, x, **params: o.prod(at.covered(x, 1), **params),
 )
 def prod(x, *, dims, keepdim=False):
     """The product over dims"""
@@ -312,7 +312,7 @@ def norm_expand(x, *, ord=2, dims, keepdim=False):
         "f[2,3], ord=0.5, dims=(1,)", "c128[2,3], dims=(1,)",
     ],
     precision="high",
-    of_rows=lambda at, x, ord=2, **params: norm(at.covered(x, 0 if ord >= 0 else math.inf), ord=ord, **params),
+    of_rows=lambda at, x, ord=2, **params: o.norm(at.covered(x, 0 if ord >= 0 else math.inf), ord=ord, **params),
 )  # fmt: skip
 def norm(x, *, ord=2, dims, keepdim=False):
     """The vector norm of this order over dims"""
