@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import warnings
 
 import pytest
 import torch
@@ -75,6 +77,37 @@ def test_numbers_are_those_of_torch(program, scale):
     assert results[0][0].dtype == results[1][0].dtype
     fast(X * 0.01)
     assert len(fast.entries) == 1  # whatever the values
+
+
+class Logs(nn.Module):
+    """Keeps numbers where Python code looks for them."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.average, self.last = nn.Linear(6, 6).double(), 0.0, {}
+
+    def forward(self, x):
+        if not hasattr(self, "losses"):
+            self.losses = []
+        loss = self.linear(x).square().mean()
+        self.losses.append(loss.item())
+        self.average = 0.9 * self.average + 0.1 * loss.item()
+        self.last["loss"] = loss.item()
+        return loss
+
+
+def test_numbers_that_are_kept_are_python_numbers():
+    """Whoever reads them later wants floats, one more at every call: code that keeps some is an island."""
+    torch.manual_seed(0)
+    model = Logs()
+    twin = copy.deepcopy(model)
+    fast = mycel.jit(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for i in range(3):
+            same(fast(X * i), twin(X * i))
+    assert (model.losses, model.average, model.last) == (twin.losses, twin.average, twin.last)
+    assert len(fast.entries) == 1
 
 
 def test_a_set_of_numbers_is_not_taken_for_one_of_tensors():

@@ -460,6 +460,12 @@ def _changes(tracer: Tracer, places: Reachable) -> list[_Rebound]:
             tree = flatten(value, leaves, objects=True)
             with tracer:
                 values = [tracer.cell(x).read() for x in leaves]
+            if tracer.asked_numbers and any(isinstance(x, Traced) and x.weak for x in leaves):
+                raise refuse(
+                    f"a Python number that depends on values was kept in {box.name or key}",
+                    "keeping it a tensor: x.detach() instead of x.item()",
+                    next((tracer.made[v].source for v in values if v in tracer.made), ""),
+                )
             if box.kind == "variable" or (isinstance(box.slots, list) and len(box.slots) != len(box.old)):
                 raise refuse(
                     f"a traced tensor was kept in {box.name}, which lives outside of the function",

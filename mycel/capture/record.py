@@ -114,6 +114,7 @@ class Record(Builder):
         self.hints: dict[str, str] = {}  # names of what control flow gives back
         self.raised: BaseException | None = None  # the last exception of a raise statement in rewritten code
         self.numbers = False  # are there weak tensors?
+        self.asked_numbers = False  # … that stand for numbers which code asked of tensors?
         self.maybe: set[str] = set()  # variables that only one of two branches defines
         self.manual: list[Any] = []  # manual regions that are open (`region.py`)
         self.local: dict[
