@@ -211,6 +211,24 @@ def test_containers_that_grow_or_shrink_are_noticed():
     assert [float(f(x)[0]) for f in (length, member, optional)] == [0, 1, 1]
 
 
+def test_a_parameter_that_code_gives_another_dtype_is_refused():
+    """torch changes it for good, at the first call alone: no program does that."""
+
+    class Router(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(3, 3).double()
+
+        def forward(self, x):
+            return self.inner.to(torch.float32)(x)
+
+    with pytest.raises(mycel.CaptureError, match="becomes one of torch.float32"):
+        mycel.jit(Router())(X)
+    model = Router()
+    want = model(X)
+    same(mycel.jit(model)(X), want)
+
+
 def test_an_argument_that_is_also_reached_otherwise():
     def fn(x):
         return x * SCALE

@@ -351,7 +351,13 @@ class Tracer(Record):
         if type(x) is Traced and type(other) is Traced and x.cell.place is None:
             return self._become(x, other)
         with self:
-            self._assign(torch.ops.aten.set_data.default, x, self.cell(other).read(), resizes=False)
+            value = self.cell(other).read()
+            if value.dtype != x.dtype:
+                raise refuse(
+                    f"a tensor that lives outside of the code becomes one of {value.dtype}; it is of {x.dtype}",
+                    "calling the model once before, or model.to(dtype), so that tensors have the dtypes they keep",
+                )
+            self._assign(torch.ops.aten.set_data.default, x, value, resizes=False)
 
     def _become(self, x: Traced, other: Traced) -> None:
         """From here on x is the same tensor as `other`."""
