@@ -15,6 +15,7 @@ more without it, by a fact or an island.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,8 @@ from mycel.capture.fence import refuse
 from mycel.errors import CaptureError
 from mycel.ir import CONTROL, Op, Type, Var, is_float
 from mycel.ops import o
+
+_WARNED: set[str] = set()  # lines that were told of
 
 if TYPE_CHECKING:
     from mycel.capture.record import Record
@@ -83,6 +86,19 @@ def refuse_rows(source: str, why: str) -> CaptureError:
     error = refuse(f"rows that a mask chose: {why}", "torch.where(mask, x, 0) instead of x[mask]", source)
     error.chosen_at = source
     return error
+
+
+def warn_of_experts(source: str) -> None:
+    """Once for a line: a loop over experts that picks the tokens of each computes all tokens for each."""
+    if source in _WARNED:
+        return
+    _WARNED.add(source)
+    warnings.warn(
+        "the rows that are picked here, after a topk, are all rows of which some count: a loop over experts computes "
+        f"every one for each of them\n  at        {source}\n"
+        "  try       mycel.experts(x, ids, weights, up, down, gate=…), which computes those that are chosen",
+        stacklevel=2,
+    )
 
 
 def counts_rows(func: Any) -> bool:
