@@ -53,6 +53,22 @@ def compare(fns: list[Callable[[], Any]], rounds: int, calls: int) -> list[float
     return [statistics.median(t) for t in times]
 
 
+def deep_llama() -> nn.Module:
+    """32 layers, so small that what is left is looking at 423 modules and 292 tensors."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    small = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(**small, num_hidden_layers=32, vocab_size=32, use_cache=False))
+
+
+def overhead_of(fast: Any, args: tuple[Any, ...]) -> float:
+    """Seconds of guards and call, without the work."""
+    captured = fast.entries[-1].captured
+    nothing = (None,) * len(captured.program.main.outputs)
+    empty, _ = bind(captured, lambda *inputs: nothing)
+    return compare([lambda: empty(args, {})], 51, 200)[0]
+
+
 def main() -> None:
     torch.manual_seed(0)
     x16, x8, ids = torch.randn(16), torch.randn(8, 64), batch()
@@ -67,14 +83,16 @@ def main() -> None:
         for name, fn, args, rounds, calls, bar in cases:
             fast = mycel.jit(fn)
             torch.testing.assert_close(fast(*args), fn(*args))
-            entry = fast.entries[-1]
-            nothing = (None,) * len(entry.captured.program.main.outputs)
-            empty, _ = bind(entry.captured, lambda *inputs, nothing=nothing: nothing)  # guards and call, no work
             eager, ours = compare([lambda: fn(*args), lambda: fast(*args)], rounds, calls)
-            (overhead,) = compare([lambda: empty(args, {})], 51, 200)
+            overhead = overhead_of(fast, args)
             print(
                 f"{name:32}{eager * 1e6:8.1f}µs{ours * 1e6:8.1f}µs{eager / ours:8.2f}{bar:6.1f}{overhead * 1e6:10.2f}µs"
             )
+        fast, ids = mycel.jit(deep_llama().eval()), torch.zeros(1, 8, dtype=torch.int64)
+        fast(ids)
+        (yardstick,) = compare([lambda: None], 51, 2000)
+        print(f"32-layer Llama, guards alone (bar 50 µs; a call of nothing: {yardstick * 1e6:.3f} µs)"
+              f"{overhead_of(fast, (ids,)) * 1e6:20.2f}µs")  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -53,9 +53,11 @@ class TextError(MycelError):
 
 class CaptureError(MycelError):
     """User code that cannot be captured: what, the user's file, line and source text, and what to try.  `final`: nor
-    can a call around it stay Python."""
+    can a call around it stay Python.  `chosen_at`: the line that chose rows by a mask, where that was tried without a
+    shape that depends on values (`capture/rows.py`)."""
 
     final = False
+    chosen_at = ""
 
     def __init__(self, what: str, *, file: str = "", line: int = 0, text: str = "", hint: str = "") -> None:
         self.what, self.file, self.line, self.text, self.hint = what, file, line, text, hint

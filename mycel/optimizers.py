@@ -239,21 +239,15 @@ def _settle(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def hooked(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:
-    """Who has a hook after torch's backward or around its step, which torch then has to take; empty: nobody.  Those on
-    gradients are captured."""
+def left_to_torch(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    """Why torch has to take the step: a hook after its backward or around its step (those on gradients are captured),
+    parameters for which there are no rules; empty: nothing."""
     if any(each._optimizer_step_pre_hooks or each._optimizer_step_post_hooks for each in each_of(optimizer)):
         return "it has a hook on its step"
     names = [n for n, p in model.named_parameters() if p._post_accumulate_grad_hooks]
-    return f"there is a hook on the accumulated gradient of {', '.join(names[:3])}" if names else ""
-
-
-def refuse_dtypes(params: Sequence[torch.nn.Parameter]) -> None:
-    if any(p.dtype.is_complex for p in params):
-        raise TrainError(
-            "train_step was given complex parameters\n"
-            "  try       real parameters, and torch.view_as_complex in the model"
-        )
+    if names:
+        return f"there is a hook on the accumulated gradient of {', '.join(names[:3])}"
+    return "it has complex parameters" if any(p.dtype.is_complex for p in trainable(optimizer)) else ""
 
 
 def bind_groups(optimizer: torch.optim.Optimizer, names: dict[int, str], by_rule: bool = True) -> list[Bound]:

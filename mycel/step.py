@@ -557,7 +557,7 @@ class Step:
 
     def _choose_update(self) -> None:
         """Is the update part of the program, or torch's?  The latter is said once."""
-        why = optimizers.without_rule(self.optimizer) or optimizers.hooked(self.model, self.optimizer)
+        why = optimizers.without_rule(self.optimizer) or optimizers.left_to_torch(self.model, self.optimizer)
         self.by_rule = not why
         if why and not self._told:
             self._told = True
@@ -787,7 +787,6 @@ class Step:
         found = {id(p): at[id(p)] for p in optimizers.trainable(self.optimizer) if id(p) in at}
         if self.settings.precision == "fp16" and any(p.dtype == torch.bfloat16 for p in self.model.parameters()):
             raise TrainError('precision="fp16" with parameters in bf16\n  try       precision="bf16", or model.float()')
-        optimizers.refuse_dtypes([p for p in optimizers.trainable(self.optimizer) if id(p) in found])
         if not found:
             raise GradientError("the loss depends on no parameter of the optimizer that requires a gradient")
         return found

@@ -4,6 +4,7 @@ behind."""
 from __future__ import annotations
 
 import linecache
+import math
 import types
 
 import numpy as np
@@ -65,16 +66,16 @@ REFUSED = {
     "unique_consecutive": lambda x: x.unique_consecutive(),
     "repeat_interleave": lambda x: torch.repeat_interleave(x[0], x[1].long()),
     "bincount": lambda x: torch.bincount(x.long().flatten()),
-    "item": lambda x: x * x.sum().item(),
+    "item": lambda x: [x] * x.sum().long().item(),
     "bool": lambda x: [x] * bool(x.any()),
-    "float": lambda x: x * float(x[0, 0]),
+    "float": lambda x: x * math.gamma(float(x[0, 1])),
     "int": lambda x: x[: int(x[0, 1])],
     "index": lambda x: x[:, : x.sum().long()],
     "range": lambda x: [x for _ in range(x[0, 1].long())],
-    "tolist": lambda x: torch.tensor(x.tolist()),
+    "tolist": lambda x: torch.split(x[0], x[1].long().tolist()),
     "numpy": lambda x: torch.from_numpy(x.numpy()),
     "array": lambda x: np.asarray(x),
-    "list_of_numbers": lambda x: [float(v) for v in x[0]],
+    "set_of_numbers": lambda x: {float(v) for v in x[0]},
     "equal": lambda x: torch.equal(x, x + 1),
     "allclose": lambda x: torch.allclose(x, x + 1),
     "format": lambda x: f"{x.sum():.2f}",
@@ -161,7 +162,7 @@ class Leaky(nn.Module):
         y = self.norm(x)
         self.seen.append(x)
         if self.refuses:
-            y = y * y.sum().item()
+            y = y * y.detach().numpy().sum()
         self.seen.clear()
         return y
 

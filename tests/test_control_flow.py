@@ -141,7 +141,7 @@ def many_elements(x):
 
 def asks_for_a_number(x):
     while x.sum() < 10:
-        x = x + x.max().item()
+        x = x + x.detach().numpy().max()
     return x
 
 
@@ -196,7 +196,7 @@ REFUSED = {
     list_in_a_loop: "seen has another number of items after each turn",
     list_in_one_branch: "seen has other items after one branch",
     many_elements: "a tensor with 3 elements",
-    asks_for_a_number: "a Python number was asked of a traced tensor",
+    asks_for_a_number: "a NumPy array was asked of a traced tensor",
     # from Python 3.12 on it has no frame of its own
     condition_in_a_comprehension: "comprehensions are not captured|a Python decision",
     uses_a_generator: "the control flow of generator is not captured, because it is a generator",

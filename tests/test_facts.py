@@ -89,9 +89,9 @@ def test_what_the_code_reaches_is_asked_anew(monkeypatch):
 
 
 @pytest.mark.parametrize("fn", [
-    lambda x: x * (x * WEIGHT).sum().item(),
+    lambda x: [x] * (x * WEIGHT).sum().long().item(),
     lambda x: x[(x * WEIGHT) > 0],
-    lambda x: x * torch.rand(()).item(),
+    lambda x: [x] * (9 * torch.rand(())).long().item(),
     lambda x: [x] * int(torch.nn.functional.dropout(x).sum()),
 ])  # fmt: skip
 def test_what_depends_on_parameters_or_random_numbers_is_refused(fn):
@@ -129,7 +129,7 @@ def test_values_that_keep_changing_are_told_of():
         warnings.simplefilter("always")
         for i in range(MOST + 3):
             same(fast(X + i), (X + i) * (X + i).sum())
-    assert len(fast.entries) == MOST
+    assert len(fast.entries) == MOST + 1  # and then it is read by an island
     assert any("keep changing" in str(w.message) and "test_facts.py" in str(w.message) for w in caught)
 
 

@@ -66,7 +66,7 @@ def test_refusals(name):
         return x[x > weight]
 
     def item(x):
-        return x * (x + weight).sum().item()
+        return x[: (x + weight).sum().long().item()]
 
     def write(x):
         table.add_(x)

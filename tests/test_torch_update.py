@@ -156,6 +156,33 @@ def test_hooks_see_and_change_what_they_would_in_torch(kind):
     assert len(calls) == 6 or kind == "gradient"  # which is captured
 
 
+class Spectral(nn.Module):
+    """A layer of a Fourier neural operator: its weight is complex."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2, 2, 3, dtype=torch.complex128))
+        self.head = nn.Linear(2, 2).double()
+
+    def forward(self, x):
+        spectrum = torch.fft.rfft(x)
+        low = torch.zeros_like(spectrum)
+        low[:, :, :3] = torch.einsum("bik,iok->bok", spectrum[:, :, :3], self.weight)
+        return self.head(torch.fft.irfft(low, n=x.shape[-1]).transpose(1, 2)).square().mean()
+
+
+@QUIET
+def test_complex_parameters_are_torchs_to_change():
+    def batch(i: int):
+        return {"x": torch.randn(3, 2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(i))}
+
+    agree(
+        beside(Spectral, lambda m: torch.optim.AdamW(m.parameters(), lr=0.02), batch, steps=3, clip_norm=0.5),
+        loss=1e-9,
+        params=1e-9,
+    )
+
+
 # -- gradients that are left, clipping by value ------------------------------------------------------------------------
 
 

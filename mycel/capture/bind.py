@@ -9,9 +9,10 @@ All of it is one generated Python function, so that a call costs a few microseco
         if type(t0) not in TENSORS or t0.dtype is not D0 or t0.shape != S0 or t0.device != DEVICE: return MISS
         for box, key, value in LINKS:
             if box[key] is not value: return MISS
-        if m0['training'] is not True or h0 or h1: return MISS
+        if any(HOOKS): return MISS
+        if m0['training'] is not True: return MISS
         s0 = c0['weight']
-        if s0.dtype is not D1 or s0.shape != S1: return MISS
+        if not held(s0): return MISS
         y0, = run(t0, s0)
         return y0
 
@@ -140,17 +141,15 @@ class _GuardWriter:
             return self.guard(f"{expr} is not {self.values[input_]}")
         self.values[input_] = name = f"t{len(self.values)}"
         self.lines.append(f"{name} = {expr}")
-        self.typed(name, input_, check_class=True)
+        self.typed(name, input_)
 
-    def typed(self, name: str, input_: str, check_class: bool = False) -> None:
-        """Guards for the value of an input, called `name` in here."""
+    def typed(self, name: str, input_: str) -> None:
+        """Guards for the value of an argument, called `name` in here."""
         t, where = self.types[input_], self.c.devices[input_]
         wrong = f"{name}.dtype is not {self.constant(t.dtype, 'D')} or {name}.shape != {t.shape!r}"
         if where is not None:
             wrong += f" or {name}.device != {'DEVICE' if where == self.c.device else self.constant(where, 'E')}"
-        self.guard(
-            f"type({name}) not in TENSORS and not isinstance({name}, Tensor) or {wrong}" if check_class else wrong
-        )
+        self.guard(f"type({name}) not in TENSORS and not isinstance({name}, Tensor) or {wrong}")
 
     def static(self, value: Any, name: str) -> None:
         if value is None or isinstance(value, bool):
@@ -228,6 +227,9 @@ class _GuardWriter:
 
     def modules(self) -> None:
         """Train mode, submodules, hooks and forward methods as they were."""
+        without: list[Any] = []
+        self.env["HOOKS"] = without
+        self.guard("any(HOOKS)")
         for module in self.c.modules:
             slots = self.constant(vars(module), "m")
             wrong = [f"{slots}['training'] is not {module.training!r}"] if "training" in vars(module) else []
@@ -235,26 +237,33 @@ class _GuardWriter:
                 wrong.append(f"'forward' in {slots}")
             all_hooks = (module._forward_hooks, module._forward_pre_hooks)
             for hooks in (*all_hooks, module._backward_hooks, module._backward_pre_hooks):
-                name = self.constant(hooks, "h")
-                wrong.append(f"[*{name}.values()] != {self.constant([*hooks.values()], 'V')}" if hooks else name)
+                if hooks:
+                    name = self.constant(hooks, "h")
+                    wrong.append(f"[*{name}.values()] != {self.constant([*hooks.values()], 'V')}")
+                else:
+                    without.append(hooks)
             if module._modules and isinstance(module._modules, dict):  # those of a module of torch.jit stay
                 children = self.constant(module._modules, "n")
                 wrong.append(f"len({children}) != {len(module._modules)}")
                 wrong += [f"{children}.get({k!r}) is not {self.constant(m, 'sub')}" for k, m in module._modules.items()]
-            self.guard(" or ".join(wrong))
+            if wrong:
+                self.guard(" or ".join(wrong))
 
     def inputs(self) -> list[str]:
         """What holds the value of each of the program's inputs; state is read here."""
         for i, (input_, places) in enumerate(self.c.state.items()):
             self.values[input_] = name = f"s{i}"
             self.lines.append(f"{name} = {self.read(places[0])}")
-            self.typed(name, input_)
             if self.c.differentiated and isinstance(parameter := places[0].read(), torch.nn.Parameter):
                 own = f"{name}._backward_hooks"
                 hooks = [*(parameter._backward_hooks or {}).values()]
                 self.guard(f"not {own} or [*{own}.values()] != {self.constant(hooks, 'V')}" if hooks else own)
             for other in places[1:]:
                 self.guard(f"{self.read(other)} is not {name}")
+        if self.c.state:
+            wanted = [(self.types[k].dtype, self.types[k].shape, self.c.devices[k]) for k in self.c.state]
+            held = self.constant(HeldTypes(wanted), "held")
+            self.guard(f"not {held}({', '.join(self.values[k] for k in self.c.state)})")
         for input_, place in self.c.aliases:
             self.guard(f"{self.read(place)} is not {self.values[input_]}")
         self.values.update((v.name, "draw_key(DEVICE)") for v in self.c.program.inputs_of("key"))
@@ -320,6 +329,29 @@ class _GuardWriter:
             f"rebuild({self.constant(template, 'made')}, {self.constant(keys, 'keys')}, "
             f"({''.join(p + ', ' for p in parts)}))"
         )
+
+
+class HeldTypes:
+    """Are all these tensors of the types they were?  torch's compiler has a check of many at once, which also says no
+    where just strides or requires_grad differ: then they are looked at one by one, and it is made anew."""
+
+    def __init__(self, wanted: Sequence[tuple[torch.dtype, tuple[int, ...], torch.device | None]]) -> None:
+        self.wanted = wanted
+        self.at_once: Callable[..., bool] | None = None
+
+    def __call__(self, *tensors: torch.Tensor) -> bool:
+        if self.at_once is not None and self.at_once(*tensors):
+            return True
+        for x, (dtype, shape, device) in zip(tensors, self.wanted, strict=True):
+            if x.dtype is not dtype or x.shape != shape or (device is not None and x.device != device):
+                return False
+        guards: Any = torch._C._dynamo.guards
+        self.at_once = guards.TensorGuards(
+            *tensors,
+            dynamic_dims_sizes=[list(x.shape) for x in tensors],
+            dynamic_dims_strides=[list(x.stride()) for x in tensors],
+        ).check
+        return True
 
 
 def _define(name: str, lines: list[str]) -> str:

@@ -27,6 +27,7 @@ from mycel.ops import o
 
 CONSTANT, GIVEN, UNKNOWN = 0, 1, 2  # what a value depends on: nothing, what the program is given, anything else
 MOST = 16  # programs that differ in facts alone, before the oldest is given up
+CHANGING: set[str] = set()  # lines that asked for values which keep changing: nothing is read there any more
 Entry = TypeVar("Entry")
 
 
@@ -157,23 +158,25 @@ def evaluate(eqns: Iterable[Eqn], known: dict[Var, Any], consts: Mapping[str, to
 def make_room(
     entries: list[Entry], facts_of: Callable[[Entry], Sequence[Facts]], new: Sequence[Facts], oldest: int = -1
 ) -> None:
-    """Of too many programs that differ in facts alone the oldest (last or first) is given up, with a warning."""
+    """Of too many programs that differ in facts alone the oldest (last or first) is given up, with a warning; what they
+    differ in is no fact from here on, but what a mask, a branch or an island can make of it."""
     sources = [f.sources for f in new]
     rivals = [e for e in entries if facts_of(e) and [f.sources for f in facts_of(e)] == sources]
     if len(rivals) < MOST:
         return
     entries.remove(rivals[oldest])
     changing = _changing([f for e in rivals for f in facts_of(e)], new)
+    CHANGING.update(f.source for f in changing)
     warnings.warn(
         f"captured {len(rivals) + 1} times, since values of the batch that decide what the program is keep changing\n  "
-        + "\n  ".join(changing)
+        + "\n  ".join(dict.fromkeys(map(str, changing)))
         + "\n  try       keep it a tensor: torch.where, masks, padding to a fixed size",
         stacklevel=4,
     )
 
 
-def _changing(before: Sequence[Facts], new: Sequence[Facts]) -> list[str]:
+def _changing(before: Sequence[Facts], new: Sequence[Facts]) -> list[Fact]:
     """The facts that are not what they were."""
     old = {(f.source, f.value.numpy().tobytes()) for facts in before for f in facts.facts}
-    lines = [str(f) for facts in new for f in facts.facts if (f.source, f.value.numpy().tobytes()) not in old]
-    return list(dict.fromkeys(lines)) or [str(f) for facts in new for f in facts.facts]
+    unseen = [f for facts in new for f in facts.facts if (f.source, f.value.numpy().tobytes()) not in old]
+    return unseen or [f for facts in new for f in facts.facts]

@@ -112,6 +112,7 @@ READS = {
     "__contains__": "membership was asked of",
     "__format__": "text was asked of",
     "data_ptr": "the address was asked of",
+    "__hash__": "a set or a dict looks for the value of",
 }
 
 

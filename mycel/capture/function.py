@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import inspect
 import itertools
 import os
@@ -24,12 +23,13 @@ from mycel.capture.cumulative_norm import cumulative_forward
 from mycel.capture.custom import trace_function
 from mycel.capture.encoder import encoder_forward
 from mycel.capture.experts import as_one_operator
-from mycel.capture.facts import Facts
+from mycel.capture.facts import CHANGING, Facts
 from mycel.capture.fence import OPENED, is_library, refuse
 from mycel.capture.hooks import ModuleHooks, hook_parameters
-from mycel.capture.island import ROOT, boundary, module_keys, next_island, refusal, suspended
+from mycel.capture.island import ROOT, boundary, module_keys, next_island, refusal
 from mycel.capture.modes import DispatchMode, FunctionMode
 from mycel.capture.names import clean
+from mycel.capture.plain import suspended
 from mycel.capture.record import Traced
 from mycel.capture.repeats import assemble
 from mycel.capture.state import Container, Guarded, Location, Reachable, contents, is_static, is_there, put_back
@@ -92,19 +92,28 @@ def capture(
     strict          what cannot be captured is refused, and does not become an island (`island.py`)
     """
     islands = dict(TRACING[-1].islands) if TRACING else {}  # an inner capture leaves it to the outer one to find more
+    selects = set(TRACING[-1].plain_selects) if TRACING else set()
+    changing = TRACING[-1].changing if TRACING else frozenset(CHANGING)
     with paused():
         while True:
             opened = len(OPENED)
             try:
-                return _capture(fn, args, kwargs, apart, known or {}, differentiated, data or (args, kwargs), islands)
+                given = data or (args, kwargs)
+                return _capture(fn, args, kwargs, apart, known or {}, differentiated, given, islands, selects, changing)
             except CaptureError as e:
                 error: Exception = e
+                if e.chosen_at and not TRACING and e.chosen_at not in selects:  # once more without that
+                    selects.add(e.chosen_at)
+                    continue
                 if len(OPENED) != opened:  # libraries that decide on tensors are rewritten now
                     continue
             except Exception as e:
                 error = e
             if strict or TRACING or not next_island(islands, error):
-                raise refusal(error) from error.__cause__
+                if not changing or TRACING:
+                    raise refusal(error) from error.__cause__
+                changing = frozenset()  # then for each of the values
+                islands.clear()
 
 
 @contextlib.contextmanager
@@ -130,6 +139,8 @@ def _capture(
     differentiated: bool,
     data: tuple[tuple[Any, ...], dict[str, Any]],
     islands: dict[Any, BaseException],
+    selects: set[str],
+    changing: frozenset[str],
 ) -> Captured:
     leaves: list[torch.Tensor] = []
     tree = flatten((args, kwargs), leaves)
@@ -137,7 +148,7 @@ def _capture(
     places = Reachable(fn, tree.statics())
     device = _device(leaves, places)
     tracer = Tracer(device, places)
-    tracer.islands = islands
+    tracer.islands, tracer.plain_selects, tracer.changing = islands, selects, changing
     paths = _argument_paths(fn, tree)
     traced, given = _trace_arguments(tracer, tree, paths, leaves, apart)
     held: list[torch.Tensor] = []
@@ -158,6 +169,7 @@ def _capture(
             results = [tracer.cell(x).read() for x in outs]
         effects, more = _effects(tracer, _changes(tracer, places))
         results += more
+        tracer.refuse_rows(results, "they are what the program returns or keeps")
     except BaseException:
         _undo(places)
         raise
@@ -165,6 +177,7 @@ def _capture(
         TRACING[-1].python_calls += tracer.python_calls
     _restore(places, lambda v: not isinstance(v, torch.Tensor) and not _holds_traced(v))
     updates, new = _updates(tracer)
+    tracer.refuse_rows(new, "they are what the program keeps")
     blocks = assemble(tracer, results + new)
     names = {v: w.name for v, w in zip(tracer.inputs, blocks["main"].inputs, strict=False)}
     arguments = {
@@ -304,7 +317,7 @@ def _tracing(tracer: Tracer) -> Iterator[None]:
 _Applied: Any = torch.autograd.function._SingleLevelFunction
 
 
-_IMPORTS: Any = importlib._bootstrap  # type: ignore[attr-defined]
+_IMPORTS: Any = sys.modules["_frozen_importlib"]
 
 
 def _plain_import(plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -447,6 +460,12 @@ def _changes(tracer: Tracer, places: Reachable) -> list[_Rebound]:
             tree = flatten(value, leaves, objects=True)
             with tracer:
                 values = [tracer.cell(x).read() for x in leaves]
+            if tracer.asked_numbers and any(isinstance(x, Traced) and x.weak for x in leaves):
+                raise refuse(
+                    f"a Python number that depends on values was kept in {box.name or key}",
+                    "keeping it a tensor: x.detach() instead of x.item()",
+                    next((tracer.made[v].source for v in values if v in tracer.made), ""),
+                )
             if box.kind == "variable" or (isinstance(box.slots, list) and len(box.slots) != len(box.old)):
                 raise refuse(
                     f"a traced tensor was kept in {box.name}, which lives outside of the function",

@@ -20,9 +20,12 @@ from mycel.capture.bounds import bounds
 from mycel.capture.fence import READS, refuse, refuse_read
 from mycel.capture.hooks import hook_value
 from mycel.capture.record import Traced
+from mycel.capture.rows import RowsShape
 from mycel.capture.trace import SPECIAL, Tracer, tensors_in
-from mycel.capture.weak import as_numbers
+from mycel.capture.weak import as_number, as_numbers
 from mycel.ops import o
+
+MOST_NUMBERS = 64  # in the list that a tensor becomes
 
 
 class DispatchMode(TorchDispatchMode):
@@ -60,6 +63,10 @@ class FunctionMode(TorchFunctionMode):
         return self._call(func, name, args, kwargs)
 
     def _call(self, func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
+        if self.tracer.rows and (name in _SIZES or name == "__get__") and type(args[0]) is Traced:
+            rows = self.tracer.rows.get(args[0].cell.read())
+            if rows is not None and (name in _SIZES or func.__self__ is torch.Tensor.shape):
+                return _SIZES.get(name, _shape)(RowsShape(args[0].cell.var.shape, rows), *args[1:], **kwargs)
         if name == "__get__":
             if func.__self__ is torch.Tensor.grad and type(args[0]) is Traced:
                 return leaf_grad(args[0])
@@ -223,6 +230,14 @@ def _set_requires_grad(mode: FunctionMode, x: Traced, value: bool) -> None:
     _requires_grad(mode, torch.Tensor.requires_grad_, x, value)
 
 
+def _shape(shape: RowsShape, dim: int | None = None) -> Any:
+    return shape if dim is None else shape[dim]
+
+
+# what asks for sizes: of rows that a mask chose all are known but their number
+_SIZES: dict[str, Callable[..., Any]] = {
+    "size": _shape, "__len__": lambda shape: shape[0], "numel": RowsShape.numel, "nelement": RowsShape.numel,
+}  # fmt: skip
 _DATA: Any = torch.Tensor.data
 _SETTERS: dict[Any, Callable[..., None]] = {
     _DATA: lambda mode, x, other: mode.tracer.rebind(x, other),
@@ -253,10 +268,19 @@ def _read(tracer: Tracer, name: str, x: torch.Tensor, *args: Any, **kwargs: Any)
         with tracer.mode:
             return _read(tracer, "__bool__", (x == args[0]).any())
     value = tracer.concrete(x) if name in ("__format__", "data_ptr") else tracer.fact(x)
+    if value is None and name == "item" and x.numel() == 1:
+        return as_number(tracer, x)
+    if value is None and name == "tolist" and x.numel() <= MOST_NUMBERS:
+        return _numbers(tracer, x)
     if value is None:
         raise refuse_read(name)
     with _disable_current_modes():
         return getattr(torch.Tensor, name)(value, *args, **kwargs)
+
+
+def _numbers(tracer: Tracer, x: torch.Tensor) -> Any:
+    """x.tolist() of a tensor whose values are not known."""
+    return [_numbers(tracer, row) for row in x.unbind(0)] if x.ndim else as_number(tracer, x)
 
 
 def _bincount(tracer: Tracer, x: torch.Tensor, weights: torch.Tensor | None = None, minlength: int = 0) -> Any:

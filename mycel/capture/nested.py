@@ -105,6 +105,7 @@ def free(*sections: OpenBlock, outputs: Sequence[Atom] = ()) -> list[Var]:
 def finish(tracer: Tracer, name: str, section: OpenBlock, inputs: Sequence[Var], outputs: Sequence[Atom]) -> str:
     """Enter the finished section as a block; the name it has in the program."""
     section.inputs = inputs
+    tracer.refuse_rows(outputs, "a branch or a loop gives them")
     around = [*_OUTER, OpenBlock(tracer.eqns, tracer.lines)]
     names = {k: v for s in around for k, v in hints(s.eqns, s.lines).items()}
     inner, block = assemble_inner(

@@ -21,7 +21,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from mycel.capture.alias import Cell
 from mycel.capture.facts import CONSTANT, GIVEN, UNKNOWN, Fact, dependence, evaluate, needed
-from mycel.capture.fence import here, refuse
+from mycel.capture.fence import here, refuse, refuse_read
+from mycel.capture.rows import ChosenRows, refuse_rows, write_rows
 from mycel.capture.state import Location, Reachable
 from mycel.errors import CaptureError
 from mycel.ir import CONTROL, OPS, Atom, Block, Builder, Eqn, Op, Type, Var, type_of
@@ -58,6 +59,12 @@ class Traced(torch.Tensor):
     def __repr__(self) -> str:  # type: ignore[override]
         return f"Traced({self.cell.var})"
 
+    def __hash__(self) -> int:
+        """Tensors are found by what they are, numbers by their value, which is not known."""
+        if self.weak:
+            raise refuse_read("__hash__")
+        return id(self)
+
 
 @dataclass
 class ModuleCall:
@@ -93,6 +100,9 @@ class Record(Builder):
         self.sources: dict[Var, torch.Tensor] = {}  # inputs whose values may be asked for
         self.data: dict[Var, Any] = {}  # values that were computed because they were asked for
         self.facts: dict[Var, Fact] = {}
+        self.changing: frozenset[str] = frozenset()  # lines whose values keep changing: no fact is asked for there
+        self.rows: dict[Var, ChosenRows] = {}  # values of which not all rows count (`rows.py`)
+        self.plain_selects: set[str] = set()  # lines that choose rows for which that did not work
         self.aliases: dict[str, list[Location]] = {}  # arguments that the code also reaches otherwise, and where
         self.differentiated = False  # is the gradient taken of what is captured, so that hooks on it are called?
         self.grad_mode = torch.is_grad_enabled()  # of the caller
@@ -104,6 +114,7 @@ class Record(Builder):
         self.hints: dict[str, str] = {}  # names of what control flow gives back
         self.raised: BaseException | None = None  # the last exception of a raise statement in rewritten code
         self.numbers = False  # are there weak tensors?
+        self.asked_numbers = False  # … that stand for numbers which code asked of tensors?
         self.maybe: set[str] = set()  # variables that only one of two branches defines
         self.manual: list[Any] = []  # manual regions that are open (`region.py`)
         self.local: dict[
@@ -118,6 +129,8 @@ class Record(Builder):
     def append(self, op: Op, inputs: tuple[Atom, ...], params: dict[str, Any], types: Sequence[Type]) -> Any:
         for region in self.manual:
             inputs = region.given(inputs)
+        if self.rows and any(x in self.rows for x in inputs if isinstance(x, Var)):
+            return write_rows(self, op, inputs, params, types)
         return self.write(op, inputs, params, types)
 
     def write(
@@ -159,10 +172,13 @@ class Record(Builder):
 
     def fact(self, x: torch.Tensor) -> torch.Tensor | None:
         """The same also for what depends on the program's inputs, parameters apart: from here on the program holds for
-        that value alone.  None if it depends on parameters or random numbers."""
+        that value alone.  None if it depends on parameters or random numbers, or keeps changing."""
         var = self.cell(x).read()
+        self.refuse_rows([var], "their values were asked for")
         if self.kinds.get(var, UNKNOWN) != GIVEN:
             return self.concrete(x)
+        if var not in self.facts and here()[0] in self.changing:
+            return None
         if var not in self.facts:
             eqns = needed(var, self.made, self.data.keys() | self.sources.keys())
             for eqn in eqns:  # what they begin with
@@ -174,6 +190,12 @@ class Record(Builder):
                 value = self.data[var].clone()
             self.facts[var] = Fact(var, value, here()[0], tuple(eqns))
         return self.facts[var].value
+
+    def refuse_rows(self, values: Sequence[Any], why: str) -> None:
+        """These may not be rows of which only some count."""
+        for v in values:
+            if isinstance(v, Var) and v in self.rows:
+                raise refuse_rows(self.rows[v].source, why)
 
     def _data(self, var: Var) -> torch.Tensor:
         """The values of an input, on the host."""
@@ -255,6 +277,8 @@ class Record(Builder):
                 "a tensor inside a transform of torch.func was given to one of Mycel's", "mycel.vmap, mycel.grad"
             )
         _check_dense(tensor)
+        if type(tensor) is Traced and isinstance(tensor.tracer, Record):
+            tensor.tracer.refuse_rows([tensor.cell.var], "a function inside is captured by itself")
         kinds = {tensor.device.type, self.device.type} - {"meta"}
         if len(kinds) > 1 and tensor.ndim:
             raise refuse(

@@ -16,8 +16,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from mycel.capture.alias import Cell, view_cells
 from mycel.capture.dynamic import FORMS, columns_of
+from mycel.capture.facts import GIVEN
 from mycel.capture.fence import here, refuse, refuse_dynamic, refuse_read
 from mycel.capture.record import ModuleCall, Record, Traced
+from mycel.capture.rows import choose, counts_rows, places, put, warn_of_experts
 from mycel.capture.schema import Schema, schema_of
 from mycel.capture.state import Reachable
 from mycel.capture.subscript import open_key
@@ -145,6 +147,8 @@ class Tracer(Record):
         if known.rule is None and known.functional is None and func in SPECIAL:
             return SPECIAL[func](self, *args, **kwargs)
         if known.composite:
+            if self.rows and counts_rows(func):
+                self.refuse_rows([self.value(x) for x in tensors_in(args)], f"{func} asks for their number")
             with self.mode:
                 return func.decompose(*args, **kwargs)
         if known.dynamic:
@@ -165,6 +169,9 @@ class Tracer(Record):
         if out is NotImplemented:
             self.undo(before)
             if known.mask_index and any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1]):
+                rows = self._choose(args)
+                if rows is not None:
+                    return self.wrap(rows)
                 return self.dispatch(func, (args[0], self._places(args[1]), *args[2:]), kwargs)
             if func in FORMS:
                 return self._dynamic(func, args, kwargs)
@@ -198,6 +205,11 @@ class Tracer(Record):
         the batch decides; else refused."""
         if func in FORMS and any(self.concrete(x) is None for x in tensors_in(args)):
             self.here()
+            if func is torch.ops.aten.nonzero.default and self._may_choose(args[0]):
+                if any(eqn.op is o.topk for eqn in self.made.values()):
+                    warn_of_experts(self.source)
+                with self:
+                    return self.wrap(places(self, self.value(args[0]), self.source))
             with self:
                 return self.wrap(FORMS[func](self, *args, **kwargs))
         values = torch.utils._pytree.tree_map(self._concrete_or_refuse(func), list(args))
@@ -232,6 +244,30 @@ class Tracer(Record):
             with self:
                 places += [self.wrap(self.constant(p)) for p in mask.nonzero(as_tuple=True)]
         return places
+
+    def _may_choose(self, mask: torch.Tensor) -> bool:
+        """May rows be chosen by it without knowing how many: no fact can say it, and it was not tried in vain?"""
+        source = here()[0]
+        if source in self.plain_selects or mask.numel() == 0:
+            return False
+        known = self.kinds.get(self.cell(mask).read()) == GIVEN and source not in self.changing
+        return not known and self.concrete(mask) is None
+
+    def _choose(self, args: Sequence[Any]) -> Var | None:
+        """x[mask], or x with x[mask] = rows, where the shape of what is chosen is not known; None where it is."""
+        x, indices, *rest = args
+        given = [(d, i) for d, i in enumerate(indices) if i is not None]
+        value = self.value(rest[0]) if rest else None
+        if len(given) != 1 or (value is not None and value not in self.rows):
+            return None
+        ((front, mask),) = given
+        if value is None and not self._may_choose(mask):
+            return None
+        self.here()
+        with self:
+            if value is not None:
+                return put(self, self.value(x), self.value(mask), front, value, bool(rest[1:] and rest[1]))
+            return choose(self, self.value(x), self.value(mask), front, self.source)
 
     def _concrete_or_refuse(self, func: Any) -> Callable[[Any], Any]:
         name = func._schema.name.split("::")[-1]
@@ -317,7 +353,13 @@ class Tracer(Record):
         if type(x) is Traced and type(other) is Traced and x.cell.place is None:
             return self._become(x, other)
         with self:
-            self._assign(torch.ops.aten.set_data.default, x, self.cell(other).read(), resizes=False)
+            value = self.cell(other).read()
+            if value.dtype != x.dtype:
+                raise refuse(
+                    f"a tensor that lives outside of the code becomes one of {value.dtype}; it is of {x.dtype}",
+                    "calling the model once before, or model.to(dtype), so that tensors have the dtypes they keep",
+                )
+            self._assign(torch.ops.aten.set_data.default, x, value, resizes=False)
 
     def _become(self, x: Traced, other: Traced) -> None:
         """From here on x is the same tensor as `other`."""
@@ -332,6 +374,9 @@ class Tracer(Record):
         if out is NotImplemented:
             self.undo(before)
             if known.mask_index and any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1]):
+                rows = self._choose(args)
+                if rows is not None:
+                    return rows
                 return self._functional(func, (args[0], self._places(args[1]), *args[2:]), kwargs)
             out = self._opaque(func, args, kwargs)
         return out

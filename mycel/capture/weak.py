@@ -1,4 +1,5 @@
-"""Python numbers that control flow made tensors: 0-dim, i64, f64 or bool, and *weak*.
+"""Python numbers that control flow made tensors, or that were asked of tensors (`x.item()`) whose values are not known:
+0-dim, i64, f64 or bool, and *weak*.
 
 Arithmetic on them is Python's, so that a loop gives what its written-out turns give: with numbers it stays in i64 and
 f64 (`1 / 2` is 0.5 in f64), with other tensors a weak one takes the dtype a Python number would take.  They do not
@@ -90,6 +91,14 @@ def as_numbers(func: Any, name: str, args: Sequence[Any]) -> tuple[Any, Sequence
     elif name not in _BITS:
         args = [_as(a, torch.int64) if _is_weak(a) and a.dtype == torch.bool else a for a in args]
     return func, args, True
+
+
+def as_number(tracer: Any, x: torch.Tensor) -> Any:
+    """x.item() of a tensor whose value is not known: a number that no gradient flows through."""
+    wide = x.dtype if x.dtype == torch.bool else torch.float64 if x.is_floating_point() else torch.int64
+    number: Any = x.detach().reshape(()).to(torch.complex128 if x.is_complex() else wide, copy=True)
+    number.weak = tracer.numbers = tracer.asked_numbers = True
+    return number
 
 
 def _is_weak(x: Any) -> bool:

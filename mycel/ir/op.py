@@ -56,6 +56,8 @@ What the fields mean
   parts     how a part is computed where the kernel on parts is not it: {letter: Part}; "*" for whatever letter is
             split, "q k" for two together
   aten      ATen overloads that mean exactly this, with the same arguments in the same order ("exp.default")
+  of_rows   what it is of rows of which only some count (capture/rows.py), where zeros before a sum or the least before
+            a maximum do not say it: (at, *inputs, **params) -> outputs
   for_ranks it is one operator so that ranks can share it; where there are none its `expand` takes its place
   effect    it is run for what it does, not for its value: never left out
   defaults  of static params; read from the kernel's signature where they are not given
@@ -157,6 +159,7 @@ class Op:
     python: bool = False
     by_rank: bool = False
     for_ranks: bool = False
+    of_rows: Callable[..., Any] | None = None
     collective: Collective | None = None
     transfers: bool = False
     sent_as_sum: bool = False

@@ -316,12 +316,18 @@ def index_add_part(at, x, index, src, *, dim):
     return index_add(x, index, o.where(lane(hit, dim, x.ndim), src, 0), dim=dim)
 
 
+def index_add_of_rows(at, x, index, src, *, dim):
+    """Nothing is added for rows that do not count; as many others as rows cannot be told apart."""
+    return index_add(x, at.plain(index), at.covered(src, 0), dim=dim)
+
+
 @op(
     index_add_dims,
     vjp=lambda g, y, x, index, src, *, dim: (g, None, cast_like(index_select(g, index, dim=dim), src)),
     dtype="first",
     linear=((0, 2),),
     parts={"n": SplitRule(index_add_part, uneven=True)},
+    of_rows=index_add_of_rows,
     examples=["n[2,6,4], i64[3]<6, n[2,3,4], dim=1", "f[4], i32[6]<4, f[6], dim=0"],
     apart=True,
 )

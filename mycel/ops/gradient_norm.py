@@ -9,11 +9,12 @@ from mycel.ops.rules import o
 
 
 def norm_dtype(types):
-    return torch.float64 if any(t.dtype == torch.float64 for t in types) else torch.float32
+    wide = (torch.float64, torch.complex128)
+    return torch.float64 if any(t.dtype in wide for t in types) else torch.float32
 
 
 def global_norm_expand(*xs):
-    wide = [o.cast(x, dtype=norm_dtype(xs)) for x in xs]
+    wide = [o.cast(o.abs(x) if x.dtype.is_complex else x, dtype=norm_dtype(xs)) for x in xs]
     squares = [o.sum(o.square(x), dims=tuple(range(x.ndim))) if x.ndim else o.square(x) for x in wide]
     total = squares[0]
     for s in squares[1:]:
@@ -74,12 +75,13 @@ def square_sum(x, dtype):
     parts={"*": SplitRule(global_norm_part, uneven=True)},
     fresh=True,
     compiles=False,
-    examples=["f[4,6], f[3]", "f32[4], bf16[2,2]", "f64[]"],
+    examples=["f[4,6], f[3]", "f32[4], bf16[2,2]", "f64[]", "c128[3], f[4]"],
     apart=True,
 )
 def global_norm(*xs):
     """The 2-norm of all tensors as one vector, in fp32 at least; on a CPU also where fp32 does not hold their squares.
     It is the norm of the norm of each: to the bit the same where these were taken before."""
+    xs = [torch.view_as_real(x.resolve_conj()) if x.is_complex() else x for x in xs]
     wide = torch.float64 if any(x.dtype == torch.float64 for x in xs) else torch.float32
     if not xs[0].is_cpu:
         return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(xs, 2, dtype=wide)))

@@ -143,6 +143,19 @@ def index_put_vjp(g, y, x, value, *indices, at, accumulate=False):
     return gx, unbroadcast(index(g, *indices, at=at), value), *(None for _ in indices)
 
 
+def index_put_of_rows(rows, x, value, *indices, at, accumulate=False):
+    """Rows that do not count are added as zeros, or written behind the end."""
+    places = [rows.plain(i) for i in indices]
+    if accumulate and rows.has(value):
+        return o.index_put(x, rows.covered(value, 0), *places, at=at, accumulate=True)
+    (marked, *_) = [k for k, i in enumerate(indices) if rows.has(i)]
+    n = x.shape[at[marked]]
+    places[marked] = rows.covered(indices[marked], n)
+    longer = o.pad(x, widths=tuple((0, int(d == at[marked])) for d in range(x.ndim)))
+    longer = o.index_put(longer, rows.plain(value), *places, at=at, accumulate=accumulate)
+    return o.slice(longer, dim=at[marked], start=0, stop=n)
+
+
 @op(
     index_put_dims,
     vjp=index_put_vjp,
@@ -154,6 +167,7 @@ def index_put_vjp(g, y, x, value, *indices, at, accumulate=False):
         "f[4,6], f[6], i64[2,3]<4, at=(0,), accumulate=True",
     ],
     apart=True,
+    of_rows=index_put_of_rows,
 )  # fmt: skip
 def index_put(x, value, *indices, at, accumulate=False):
     """x with x[..., i, ..., j, ...] replaced by, or with `accumulate` increased by, value"""

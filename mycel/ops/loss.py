@@ -89,6 +89,13 @@ def picked_nll(logp, target, weight, ignore_index):
     return o.neg(o.mul(rows, picked)), o.sum(rows, dims=tuple(range(rows.ndim)))
 
 
+def ignored(at, target, ignore_index=-100, **_):
+    """Classes of rows, those that do not count being ignored."""
+    if is_float(target.dtype):
+        raise at.refusal("a loss with probabilities as targets")
+    return at.covered(target, ignore_index)
+
+
 def cross_entropy_vjp(gs, ys, x, target, weight, **params):
     """Through the loss, and through the log probabilities where they were used."""
     (g, dlogp), (y, logp) = gs, ys
@@ -167,6 +174,9 @@ def soft_cross_entropy_vjp(g, logp, x, target, weight, label_smoothing):
     ],
     precision="high",
     averages=True,
+    of_rows=lambda at, x, target, weight, **params: o.cross_entropy(
+        at.plain(x), ignored(at, target, **params), weight, **params
+    ),
 )
 def cross_entropy(x, target, weight, *, reduction="mean", ignore_index=-100, label_smoothing=0.0):
     """The cross entropy of logits x against class indices or probabilities; and the log probabilities, which its
@@ -284,6 +294,9 @@ def nll_loss_expand(x, target, weight, *, reduction="mean", ignore_index=-100):
     ],
     precision="high",
     averages=True,
+    of_rows=lambda at, x, target, weight, **params: o.nll_loss(
+        at.plain(x), ignored(at, target, **params), weight, **params
+    ),
 )
 def nll_loss(x, target, weight, *, reduction="mean", ignore_index=-100):
     """Minus the log probability x of each target class, weighed by class."""

@@ -7,9 +7,9 @@ import random
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -18,15 +18,25 @@ from mycel.ir import Type, is_float, type_of
 from mycel.ops.opaque import levels
 
 
+class PlainCode(Protocol):
+    """The user's code on its operands; `again`: for a gradient, so that what it changes in Python is changed once."""
+
+    def __call__(self, operands: Sequence[torch.Tensor], again: bool) -> list[torch.Tensor]: ...
+
+    def is_like(self, other: Any) -> bool:
+        """Does it run the same code in the same way?"""
+        ...
+
+
 @dataclass(eq=False)
 class PythonCall:
-    """What an island runs: `call(operands, again)` gives its results; `again`: for a gradient, so that what it changes
-    in Python is changed once.  `draws`: its first operand is a key, from which all random numbers follow."""
+    """What an island runs: `call(operands, again)` gives its results.  `draws`: its first operand is a key, from which
+    all random numbers follow."""
 
     name: str
     source: str  # the user's line
     reason: str
-    call: Callable[[Sequence[torch.Tensor], bool], list[torch.Tensor]]
+    call: PlainCode
     written: frozenset[int]  # operands the code changes in place: it is given copies
     draws: bool = False
     grad: bool = True  # was torch.is_grad_enabled() where it was called?

@@ -96,6 +96,12 @@ def mean_vjp(g, y, x, *, dims, keepdim=False, count=None):
     return (spread(o.div(g, count or count_of(x, dims)), x, dims, keepdim),)
 
 
+def mean_of_rows(at, x, *, dims, keepdim=False, count=None):
+    """The sum of the rows that count, over their number."""
+    total = sum(at.covered(x, 0), dims=dims, keepdim=keepdim)
+    return o.div(total, at.share(count_of(x, dims), total.dtype))
+
+
 @op(
     lambda x, *, dims, keepdim=False, count=None: over("^" if count is None else "+")(x, dims=dims, keepdim=keepdim),
     vjp=mean_vjp,
@@ -107,6 +113,7 @@ def mean_vjp(g, y, x, *, dims, keepdim=False, count=None):
     examples=[*EXAMPLES, "f[2,3,4], dims=(0,2), keepdim=True, count=8", "f[4,6], dims=(0,1), count=24"],
     precision="high",
     averages=True,
+    of_rows=mean_of_rows,
 )
 def mean(x, *, dims, keepdim=False, count=None):
     """The mean over dims; with `count`, x's share in the mean of that many elements: shares of parts sum up"""
@@ -144,6 +151,7 @@ def prod_vjp(g, y, x, *, dims, keepdim=False):
         "c128[2,3], dims=(1,)",
     ],
     precision="high",
+    of_rows=lambda at, x, **params: o.prod(at.covered(x, 1), **params),
 )
 def prod(x, *, dims, keepdim=False):
     """The product over dims"""
@@ -183,6 +191,20 @@ def var_expand(x, *, dims, correction=1, keepdim=False):
     return per_freedom(sum(o.square(deviations(x, dims)), dims=dims, keepdim=keepdim), x, dims, correction)
 
 
+def var_of_rows(at, x, *, dims, correction=1, keepdim=False):
+    """Of the rows that count, over their number less `correction`."""
+    far = o.sub(x, mean_of_rows(at, x, dims=dims, keepdim=True))
+    total = sum(o.square(at.covered(far, 0)), dims=dims, keepdim=keepdim)
+    return o.div(total, o.clamp(o.sub(at.share(count_of(x, dims), total.dtype), correction), 0, None))
+
+
+def std_of_rows(at, x, **params):
+    """Its root, whose gradient is zero where it is."""
+    spread = var_of_rows(at, x, **params)
+    none = o.eq(spread, 0)
+    return o.where(none, 0, o.sqrt(o.where(none, 1, spread)))
+
+
 @op(
     over("^"),
     vjp=var_vjp,
@@ -194,6 +216,7 @@ def var_expand(x, *, dims, correction=1, keepdim=False):
         "f[4,6], dims=(0,1), correction=2.5",
     ],
     precision="high",
+    of_rows=var_of_rows,
 )
 def var(x, *, dims, correction=1, keepdim=False):
     """The variance over dims: squared deviations from the mean, over their number less `correction`"""
@@ -229,6 +252,7 @@ def std_vjp(g, y, x, *, dims, correction=1, keepdim=False):
     flops=lambda d: 4 * elements(d),
     examples=["f[2,3,4], dims=(1,)", "f[2,3,4], dims=(0,2), correction=0, keepdim=True", "f[4,6], dims=(0,1)"],
     precision="high",
+    of_rows=std_of_rows,
 )
 def std(x, *, dims, correction=1, keepdim=False):
     """The standard deviation over dims, the root of `var`"""
@@ -288,6 +312,7 @@ def norm_expand(x, *, ord=2, dims, keepdim=False):
         "f[2,3], ord=0.5, dims=(1,)", "c128[2,3], dims=(1,)",
     ],
     precision="high",
+    of_rows=lambda at, x, ord=2, **params: o.norm(at.covered(x, 0 if ord >= 0 else math.inf), ord=ord, **params),
 )  # fmt: skip
 def norm(x, *, ord=2, dims, keepdim=False):
     """The vector norm of this order over dims"""

@@ -116,6 +116,9 @@ def slice_update_vjp(g, y, x, new, *, dim, start, stop, step=1):
 )  # fmt: skip
 def slice_update(x, new, *, dim, start, stop, step=1):
     """x with x[start:stop:step] along a dim replaced"""
+    if x.is_complex():  # torch's autograd has no rule for these
+        x, new = torch.view_as_real(x.resolve_conj()), torch.view_as_real(new.to(x.dtype).resolve_conj())
+        return torch.view_as_complex(torch.slice_scatter(x, new, dim, start, stop, step))
     return torch.slice_scatter(x, new, dim, start, stop, step)
 
 
@@ -192,6 +195,9 @@ def select_update_vjp(g, y, x, new, *, dim, index):
 )
 def select_update(x, new, *, dim, index):
     """x with x[index] along a dim replaced"""
+    if x.is_complex():
+        x, new = torch.view_as_real(x.resolve_conj()), torch.view_as_real(new.to(x.dtype).resolve_conj())
+        return torch.view_as_complex(torch.select_scatter(x, new, dim, index))
     return torch.select_scatter(x, new, dim, index)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import builtins
 import contextlib
 import functools
+import math
 import operator
 import re
 import sys
@@ -30,6 +31,7 @@ from mycel.capture.syntax.draws import CLOCKS, DRAWS
 from mycel.capture.syntax.load import twin
 from mycel.capture.syntax.rewrite import RUNTIME
 from mycel.capture.trace import TRACING, Tracer
+from mycel.capture.weak import as_number
 from mycel.errors import CaptureError
 from mycel.ir import Type
 from mycel.ops import o
@@ -69,6 +71,7 @@ _CHEAP = {
     "slice",
 }
 
+_MATH = ("isnan", "isinf", "isfinite", "sqrt", "exp", "log", "log2", "log10", "sin", "cos", "tanh", "floor", "ceil")
 _SIGNS: dict[str, Callable[[Any, Any], Any]] = {
     "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge, "==": operator.eq, "!=": operator.ne,
     "is": operator.is_, "is not": operator.is_not, "in": lambda a, b: a in b, "not in": lambda a, b: a not in b,
@@ -378,6 +381,31 @@ def _bool(x: Any = False) -> Any:
     return decide(x)
 
 
+def _number(kind: type[float] | type[int]) -> Callable[..., Any]:
+    """float and int, which ask a tensor for its value: one that is not known stays a tensor."""
+
+    def number(*args: Any, **kwargs: Any) -> Any:
+        x = args[0] if len(args) == 1 and not kwargs else None
+        if not TRACING or not isinstance(x, torch.Tensor) or x.numel() != 1 or x.is_complex():
+            return kind(*args, **kwargs)
+        if TRACING[-1].fact(x) is not None:
+            return kind(x)
+        return as_number(TRACING[-1], x.to(torch.float64 if kind is float else torch.int64))
+
+    return number
+
+
+def _of_numbers(plain: Callable[..., Any], traced: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of `math`, on a number that is not known."""
+
+    def function(*args: Any) -> Any:
+        if not TRACING or len(args) != 1 or not isinstance(args[0], torch.Tensor) or _known(args[0]) is not None:
+            return plain(*args)
+        return as_number(TRACING[-1], traced(as_number(TRACING[-1], args[0]).to(torch.float64)))
+
+    return function
+
+
 def _extreme(plain: Callable[..., Any], sign: Callable[[Any, Any], Any]) -> Callable[..., Any]:
     """max and min, which compare: on traced numbers a choice."""
 
@@ -448,6 +476,8 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     print: _print,
     range: _range,
     bool: _bool,
+    float: _number(float),
+    int: _number(int),
     max: _extreme(builtins.max, operator.gt),
     min: _extreme(builtins.min, operator.lt),
     any: _over_items(True, either),
@@ -457,6 +487,7 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     sorted: _with_twins(builtins.sorted),
     functools.reduce: _with_twins(functools.reduce),
     torch.utils.checkpoint.checkpoint: _with_twins(torch.utils.checkpoint.checkpoint),
+    **{getattr(math, name): _of_numbers(getattr(math, name), getattr(torch, name)) for name in _MATH},
     **DRAWS,
     **CLOCKS,
 }

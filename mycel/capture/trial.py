@@ -1,0 +1,332 @@
+"""Trying a call as an island: what it gives on values at hand, and whether others give the same types.
+
+Operands are the tensors of the arguments and all that the code reaches; while it runs, they lie where it finds them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from mycel.capture.plain import CountedOperators, states_kept, suspended
+from mycel.capture.record import Traced
+from mycel.capture.sampling import counts, extremes, others, sample
+from mycel.capture.state import Container, Location, Reachable, contents, is_static, owner, put_back
+from mycel.capture.trace import Tracer
+from mycel.capture.tree import Tree, flatten, holds_tensors
+from mycel.errors import RunError
+from mycel.ir import Type, Var, is_float, type_of
+
+
+class NoIslandError(Exception):
+    """A call that cannot be an island: `why`.  `final`: nor can one around it."""
+
+    def __init__(self, why: str, final: bool = False) -> None:
+        super().__init__(why)
+        self.why, self.final = why, final
+
+
+def call_name(fn: Any, source: str) -> str:
+    target = fn if isinstance(fn, torch.nn.Module) else getattr(fn, "__self__", None)
+    kind = type(target).__name__ if isinstance(target, torch.nn.Module) else ""
+    called = "" if isinstance(fn, torch.nn.Module) else getattr(fn, "__name__", type(fn).__name__)
+    return f"{'.'.join(filter(None, (kind, called)))} at {source}".removesuffix(" at ")
+
+
+class Trial:
+    """A call on tensors that are put where its code finds them; then what runs at every call of the program."""
+
+    def __init__(self, tracer: Tracer, fn: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        self.tracer, self.fn = tracer, fn
+        self.grad = torch.is_grad_enabled()
+        leaves: list[torch.Tensor] = []
+        self.arguments = flatten((args, kwargs), leaves, objects=True)
+        reached = Reachable(fn, self.arguments.statics())
+        if reached.iterators:
+            raise NoIslandError(
+                f"{call_name(fn, '')} reaches an iterator, which would go on once more for the gradient"
+            )
+        self.boxes: list[Container] = reached.boxes
+        self.operands: list[torch.Tensor] = []
+        at: dict[int, int] = {}
+        for x, places in [(places[0].read(), places) for places in reached.tensors.values()]:
+            if any(map(_is_of_class, places)):  # stays there; what is traced or trained cannot
+                if _is_differentiable(x) or type(x) is Traced:
+                    raise NoIslandError(f"{call_name(fn, '')} reaches a tensor of a class, {places[0].name}")
+                del reached.tensors[id(x)]
+        found = [places[0].read() for places in reached.tensors.values()]
+        for x in (*leaves, *(x for x in found if _fits(tracer, x))):
+            if id(x) not in at:
+                at[id(x)] = len(self.operands)
+                self.operands.append(x)
+        self.leaves = [at[id(x)] for x in leaves]
+        everywhere = [
+            (at[id(x)], place)
+            for x, places in zip(found, reached.tensors.values(), strict=True)
+            if id(x) in at
+            for place in places
+        ]
+        self.places = [(i, p) for i, p in everywhere if not isinstance(p.container, tuple)]
+        self.tuples: dict[int, tuple[Location, Any, dict[int, int]]] = {}  # where a tuple is, and what of it
+        self.laid: set[int] = set()  # the tuples that stand there during a call
+        for i, p in everywhere:
+            if isinstance(p.container, tuple):
+                if p.inside is None or isinstance(p.inside.place.container, tuple):
+                    raise NoIslandError(f"{call_name(fn, '')} reaches tensors in tuples of tuples")
+                self.tuples.setdefault(id(p.container), (p.inside.place, p.container, {}))[2][p.key] = i
+        self.differentiable = [i for i, x in enumerate(self.operands) if _is_differentiable(x)]
+        self.written: frozenset[int] = frozenset()
+        self.kept: list[tuple[Location, Tree]] = []  # slots that hold new tensors after the call
+        self.changes_python = self.draws = False
+        self.out = Tree("static")
+        self.types: list[Type] = []
+
+    # -- while capturing
+
+    def probe(self) -> None:
+        """Find out what the call gives, and that other values give the same types."""
+        values = [sample(self.tracer, x) for x in self.operands]
+        watched = CountedOperators()
+        first = self._try(values, watched) or self._try(values)
+        if first is None:
+            # with values that were made up it may, and yet be right
+            raise NoIslandError("its code fails in plain Python, too", final=not self.tracer.made_up)
+        self.written, self.kept, self.out, self.types, self.draws, self.changes_python = first
+        if not self.types:
+            raise NoIslandError(f"{call_name(self.fn, '')} returns no tensor")
+        _check_tree(self.out, self.fn)
+        for _, tree in self.kept:
+            _check_tree(tree, self.fn)
+        sizes = counts(values) if self.tracer.changing else ()  # what keeps changing may be what they say
+        for changed in (*others(values), *(extremes(values) if watched.dynamic else ()), *sizes):
+            other = self._try(changed, CountedOperators(4 * watched.count + 1000))
+            if other is not None:
+                self._compare(*other)
+
+    def _compare(
+        self, written: frozenset[int], kept: Any, out: Tree, types_: list[Type], draws: bool, changes: bool
+    ) -> None:
+        """NoIslandError where other values gave other types."""
+        if out != self.out or types_ != self.types or len(kept) != len(self.kept) or written != self.written:
+            raise NoIslandError(f"what {call_name(self.fn, '')} returns depends on values")
+        self.draws, self.changes_python = self.draws or draws, self.changes_python or changes
+
+    def _try(self, values: Sequence[torch.Tensor], watched: Any = None) -> Any:
+        """What one run of the call did, under a mode that watches it; None where it failed."""
+        olds = [contents(box.slots) for box in self.boxes]
+        with suspended(), torch.set_grad_enabled(self.grad), states_kept() as drawn:
+            leaves = [
+                x.detach().clone().requires_grad_(i in self.differentiable and self.grad) for i, x in enumerate(values)
+            ]
+            given = [
+                x if isinstance(p, torch.nn.Parameter) else x.clone()
+                for x, p in zip(leaves, self.operands, strict=True)
+            ]
+            before = [x.detach().clone() for x in given]
+            try:
+                with self._placed(given):
+                    try:
+                        with watched or contextlib.nullcontext():
+                            result = self._called(given)
+                    except Exception:
+                        return None
+                    out_leaves: list[torch.Tensor] = []
+                    out = flatten(result, out_leaves, objects=True)
+                    written, kept, changes = self._changes(given, before)
+                    kept_trees = []
+                    for place in kept:
+                        kept_trees.append((place, flatten(place.read(), out_leaves, objects=True)))
+                    if any(x.is_leaf and x.grad is not None for x in given):
+                        raise NoIslandError("it leaves gradients in .grad of parameters", final=True)
+                    if any(not _is_dense(x) for x in out_leaves):
+                        raise NoIslandError(f"{call_name(self.fn, '')} returns a tensor that is not dense")
+                    news = [self._new_value(i, given) for i in sorted(written)]
+                    if any(type_of(x) != type_of(before[i]) for i, x in zip(sorted(written), news, strict=True)):
+                        raise NoIslandError("it changes the shape of an argument", final=True)
+                    types_ = [type_of(x) for x in (*out_leaves, *news)]
+            except NoIslandError:
+                raise
+            except Exception as e:
+                raise NoIslandError(f"{call_name(self.fn, '')}: {type(e).__name__}: {e}") from e
+            finally:
+                for box, old in zip(self.boxes, olds, strict=True):
+                    put_back(box.slots, old)
+        self._forget([*changes, *((place.container, place.key) for place in kept)])
+        return frozenset(written), kept_trees, out, types_, drawn(), bool(changes)
+
+    def _changes(
+        self, given: Sequence[torch.Tensor], before: Sequence[torch.Tensor]
+    ) -> tuple[set[int], list[Location], list[tuple[Any, Any]]]:
+        """Operands with new values, slots with tensors that were not there, and slots with other plain values."""
+        written = {
+            i for i, (x, old) in enumerate(zip(given, before, strict=True)) if x._version or not _same(x.detach(), old)
+        }
+        slot_of = {(id(owner(p.container)), p.key): i for i, p in self.places}
+        rebound: list[Location] = []
+        plain: list[tuple[Any, Any]] = []
+        for box in self.boxes:
+            now = contents(box.slots)
+            for key in {**box.old, **now}:
+                new, old = now.get(key), box.old.get(key)
+                i = slot_of.get((id(owner(box.slots)), key))
+                if i is not None:
+                    if new is given[i]:
+                        continue
+                    if isinstance(new, torch.Tensor) and type_of(new) == type_of(given[i]):
+                        written.add(i)
+                        continue
+                    old = given[i]
+                if new is old or id(new) in self.laid or (is_static(new) and is_static(old) and new == old):
+                    continue
+                if isinstance(new, torch.Tensor) or holds_tensors(new):
+                    if isinstance(box.slots, list) or box.kind == "variable":
+                        raise NoIslandError(f"{call_name(self.fn, '')} keeps tensors in {box.name}")
+                    rebound.append(Location(f"{box.name}.{key}", box.kind, box.slots, key, box.inside))
+                else:
+                    plain.append((box.slots, key))
+        return written, rebound, plain
+
+    def _forget(self, changes: Sequence[tuple[Any, Any]]) -> None:
+        """What the code itself changes is no part of the signature."""
+        if not changes:
+            return
+        changed = {(id(owner(slots)), key) for slots, key in changes}
+        boxes = {id(owner(slots)) for slots, _ in changes}
+        places = self.tracer.places
+        places.statics[:] = [s for s in places.statics if (id(owner(s.place.container)), s.place.key) not in changed]
+        places.sizes[:] = [(held, n) for held, n in places.sizes if id(held) not in boxes]
+
+    def results(self, outs: Sequence[Var]) -> Any:
+        """What the traced code gets for the call: its results, and its changes made on traced tensors."""
+        tracer = self.tracer
+        count = len(outs) - len(self.written)
+        tensors = iter([tracer.wrap(v) for v in outs[:count]])
+        value = self.out.unflatten(tensors)
+        for place, tree in self.kept:
+            place.write(tree.unflatten(tensors))
+        with tracer:
+            for i, new in zip(sorted(self.written), outs[count:], strict=True):
+                tracer.cell(self.operands[i]).write(new)
+        self.operands = []  # of a capture that is over soon
+        del self.tracer
+        return value
+
+    # -- at every call of the program
+
+    def is_like(self, other: Trial) -> bool:
+        """Does it run the same code in the same way?"""
+
+        def ways(trial: Trial) -> Any:
+            at = [(i, id(p.container), p.key) for i, p in trial.places]
+            kept = [(id(p.container), p.key, tree) for p, tree in trial.kept]
+            return trial.fn, trial.arguments, trial.leaves, at, kept, trial.out, trial.changes_python
+
+        return bool(ways(self) == ways(other))
+
+    def __call__(self, operands: Sequence[torch.Tensor], again: bool) -> list[torch.Tensor]:
+        olds = [contents(box.slots) for box in self.boxes] if again and self.changes_python else None
+        try:
+            with self._placed(operands):
+                leaves: list[torch.Tensor] = []
+                before = [_read(place) for place, _ in self.kept]
+                try:
+                    out = flatten(self._called(operands), leaves, objects=True)
+                    if out != self.out:
+                        raise RunError(
+                            f"an island, {call_name(self.fn, '')}, returned something else than when it was captured\n"
+                            "  try       mycel.island around a larger part, whose results have one structure"
+                        )
+                    for place, _ in self.kept:
+                        flatten(place.read(), leaves, objects=True)
+                finally:
+                    for (place, _), old in zip(self.kept, before, strict=True):
+                        _write(place, old)
+                return leaves + [self._new_value(i, operands) for i in sorted(self.written)]
+        finally:
+            if olds is not None:
+                for box, old in zip(self.boxes, olds, strict=True):
+                    put_back(box.slots, old)
+
+    def _called(self, operands: Sequence[torch.Tensor]) -> Any:
+        args, kwargs = self.arguments.unflatten(iter([operands[i] for i in self.leaves]))
+        return self.fn(*args, **kwargs)
+
+    def _new_value(self, i: int, operands: Sequence[torch.Tensor]) -> torch.Tensor:
+        """What an operand is after the call: itself, or what is in its place."""
+        for at, place in self.places:
+            if at == i and (now := _read(place)) is not operands[i] and isinstance(now, torch.Tensor):
+                return now
+        return operands[i]
+
+    @contextlib.contextmanager
+    def _placed(self, operands: Sequence[torch.Tensor]) -> Iterator[None]:
+        """The operands lie where the code finds them; afterwards what was there does."""
+        held = [place for _, place in self.places] + [place for place, _, _ in self.tuples.values()]
+        before = [_read(place) for place in held]
+        try:
+            for i, place in self.places:
+                _write(place, operands[i])
+            for place, old, items in self.tuples.values():
+                new = [operands[items[k]] if k in items else x for k, x in enumerate(old)]
+                laid = type(old)(*new) if hasattr(old, "_fields") else tuple(new)
+                self.laid.add(id(laid))
+                _write(place, laid)
+            yield
+        finally:
+            self.laid.clear()
+            for place, old in zip(held, before, strict=True):
+                _write(place, old)
+
+
+def _is_of_class(place: Location) -> bool:
+    """Is it an attribute of a class, or in a tuple that is one?"""
+    if isinstance(place.container, tuple) and place.inside is not None:
+        return _is_of_class(place.inside.place)
+    return isinstance(place.container, types.MappingProxyType)
+
+
+_GONE = object()
+
+
+def _read(place: Location) -> Any:
+    try:
+        return place.read()
+    except (KeyError, IndexError, AttributeError, ValueError):
+        return _GONE
+
+
+def _write(place: Location, value: Any) -> None:
+    if value is not _GONE:
+        place.write(value)
+    elif isinstance(place.container, dict):
+        place.container.pop(place.key, None)
+
+
+def _fits(tracer: Tracer, x: torch.Tensor) -> bool:
+    """Can it be a value of the program?  What cannot stays where it is."""
+    return _is_dense(x) and (x.ndim == 0 or len({x.device.type, tracer.device.type} - {"meta"}) < 2)
+
+
+def _is_dense(x: torch.Tensor) -> bool:
+    return x.layout == torch.strided and not x.is_quantized and not x.is_nested
+
+
+def _is_differentiable(x: torch.Tensor) -> bool:
+    return is_float(x.dtype) and (type(x) is Traced or x.requires_grad)
+
+
+def _same(x: torch.Tensor, y: torch.Tensor) -> bool:
+    return x.shape == y.shape and (torch.equal(x, y) or bool(((x == y) | (x.isnan() & y.isnan())).all()))
+
+
+def _check_tree(tree: Tree, fn: Any) -> None:
+    """NoIslandError where a call returns what is no tensor and no plain value."""
+    if tree.kind == "named" and tree.key is torch.nn.utils.rnn.PackedSequence:
+        raise NoIslandError(f"{call_name(fn, '')} returns a packed sequence, whose sizes are data")
+    for value in tree.statics():
+        if not is_static(value):
+            raise NoIslandError(f"{call_name(fn, '')} returns a {type(value).__name__}")
