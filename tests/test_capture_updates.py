@@ -222,7 +222,7 @@ def test_a_parameter_that_code_gives_another_dtype_is_refused():
         def forward(self, x):
             return self.inner.to(torch.float32)(x)
 
-    with pytest.raises(mycel.CaptureError, match="becomes one of torch.float32"):
+    with pytest.raises(mycel.CaptureError, match=r"becomes one of torch\.float32"):
         mycel.jit(Router())(X)
     model = Router()
     want = model(X)
