@@ -128,7 +128,7 @@ def ready(name: str) -> tuple[OneDevice, list[torch.Tensor]]:
     one = OneDevice.of(model, rows(2), optimizer, clip_norm=0.5)
     kept = {}
     for bound in one.made.groups:
-        kept |= zip(bound.group.state_roles(), bound.state(optimizer, {}), strict=True)
+        kept |= zip(bound.group.state_roles(), bound.state(optimizer, {}, torch.device("cpu")), strict=True)
         kept |= {
             role: torch.as_tensor(x, dtype=torch.float64)
             for role, x in zip(bound.group.hyper_roles(), bound.hyper(optimizer), strict=True)
