@@ -276,11 +276,6 @@ MISUSE |= {
     "memory is True": (lambda: step(memory=True), TrainError, "memory"),
     "accumulate is True": (lambda: step(accumulate=True), TrainError, "accumulate=True"),
     "an argument too many": (lambda: step()(X, Y, Y), MycelError, "c is 5 and 8"),
-    "complex weights": (
-        lambda: step(model=nn.Linear(6, 5, dtype=torch.complex64), loss=lambda o, y: o.abs().mean())(X + 0j, Y),
-        TrainError,
-        "complex",
-    ),
 }
 THEIRS = {
     "no arguments": (lambda: step()(), TypeError, "missing 1 required positional argument"),
