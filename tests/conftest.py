@@ -22,11 +22,11 @@ hypothesis.settings.load_profile("tests")
 # whole files of processes, sweeps and searches, which `make check` leaves out
 SLOW = {
     "across", "alike", "architectures", "brute", "checkpoint_faults", "checkpoint_mesh", "checkpoint_ranks",
-    "commands", "compress", "control_flow_random", "cutting", "data_cache", "distribute", "docs", "examples",
-    "experts", "feed", "layouts", "manual", "offload", "op_database", "optimisers", "pipeline", "places", "plan",
-    "probe", "processes", "search", "search_given", "shallow", "stages", "step_memory", "step_models", "step_state",
-    "tasks", "torch_update", "train", "train_export", "train_faults", "train_lora", "train_messages", "train_ranks",
-    "train_resume", "weights",
+    "commands", "compress", "context", "control_flow_random", "cutting", "data_cache", "distribute", "docs",
+    "examples", "experts", "feed", "layouts", "manual", "offload", "op_database", "optimisers", "pipeline",
+    "places", "plan", "probe", "processes", "search", "search_given", "shallow", "stages", "step_memory",
+    "step_models", "step_state", "sync", "tasks", "torch_update", "train", "train_export", "train_faults",
+    "train_lora", "train_messages", "train_ranks", "train_resume", "weights",
 }  # fmt: skip
 
 
