@@ -2,11 +2,11 @@
 
     python bench/published.py
 
-Rows in bf16 of torchtitan (its repository: benchmarks/llama3_h100_202412_torchtitan.md): Llama 3.1 8B, 8,192 tokens, two
-sequences a GPU, FSDP with torch.compile, parameters and AdamW's state in f32, on H100 limited to 500 W with 96 GB of
-HBM2e at 2.4 TB/s, 400 Gbit/s of network each.  They write that the device's peak lies between those of the SXM and the
-NVL card; here it is the NVL card's.  Predicted twice: as they ran it (ZeRO-3 over all devices; they compute products of
-a layer again, we what the memory asks for), and as the search would.
+Rows in bf16 of torchtitan (its repository: benchmarks/llama3_h100_202412_torchtitan.md): Llama 3.1 8B, 8,192 tokens,
+two sequences a GPU, FSDP with torch.compile, parameters and AdamW's state in f32, on H100 limited to 500 W with 96 GB
+of HBM2e at 2.4 TB/s, 400 Gbit/s of network each. They write that the device's peak lies between those of the SXM and
+the NVL card; here it is the NVL card's. Predicted twice: as they ran it (ZeRO-3 over all devices; they compute
+products of a layer again, we what the memory asks for), and as the search would.
 """
 
 from __future__ import annotations
