@@ -167,9 +167,9 @@ class SearchOrder:
         """For the fastest, and those that fewer messages could make so, all levels of ZeRO, as long as that helps."""
         helped = True  # did a lower level help, where it was tried?
         limit = self.fastest() * WORSE
-        # gathering parameters is a third of what level 3 sends
-        near = [c for c in self._fitting() if c.seconds - c.exposed / 3 <= limit and c.shape.dp > 1]
-        for shape in [c.shape for c in near[:RUNNERS_UP]]:
+        # gathering parameters is a third of what level 3 sends, and more of its messages
+        near = [c for c in self._fitting() if c.seconds - c.exposed / 2 <= limit and c.shape.dp > 1]
+        for shape in [c.shape for c in near[: RUNNERS_UP + 1]]:
             if not helped:
                 break
             levels = [] if self.given.zero is not None or shape.dp == 1 else sorted(LEVELS, reverse=True)
