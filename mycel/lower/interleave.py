@@ -30,6 +30,7 @@ from mycel.ir import (
     Block,
     Builder,
     Eqn,
+    Op,
     Params,
     Program,
     Ref,
@@ -292,8 +293,9 @@ class _Weaver:
         values: dict[Var, Atom] = {}
         inputs = list(mine.inputs)
         for i, v in enumerate(theirs.inputs):
-            values[v] = mine.inputs[i] if shared[i] else Var(names.name(v.name), v.type)
-            inputs += [] if shared[i] else [values[v]]  # type: ignore[list-item]
+            value = mine.inputs[i] if shared[i] else Var(names.name(v.name), v.type)
+            inputs += [] if shared[i] else [value]
+            values[v] = value
         same = {e.outputs: e for e in mine.eqns} if f == g else {}
         eqns, alike = self._renamed(theirs.eqns, values, names, same)
         woven = self._woven(mine.eqns, eqns, set(inputs), names, alike)
@@ -322,7 +324,7 @@ def _on_the_side(eqns: Sequence[Eqn], ends: set[Var]) -> set[Var]:
     return aside
 
 
-def _half(half: object, eqn: Eqn, inputs: tuple[Atom, ...], outputs: tuple[Var, ...]) -> Eqn:
+def _half(half: Op, eqn: Eqn, inputs: tuple[Atom, ...], outputs: tuple[Var, ...]) -> Eqn:
     """The beginning or the end of a message, as `begin` and `finish` have it."""
     p = eqn.params
     how: dict[str, object] = {"op": eqn.op.name, "axes": p["axes"], "count": p["count"]}
@@ -330,4 +332,4 @@ def _half(half: object, eqn: Eqn, inputs: tuple[Atom, ...], outputs: tuple[Var, 
     how |= {"dims": (p["dim"],)} if "dim" in p else {}
     how |= {"sizes": (p["size"],)} if "size" in p else {}
     how |= {"to": p["to"]} if "to" in p else {}
-    return replace(eqn, op=half, inputs=inputs, params=Params(how), outputs=outputs)  # type: ignore[arg-type]
+    return replace(eqn, op=half, inputs=inputs, params=Params(how), outputs=outputs)
