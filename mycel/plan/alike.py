@@ -83,21 +83,23 @@ class Alike:
         return Source(first, output, source.rows)
 
     def _refined(self, colors: dict[Node, int]) -> dict[Node, int]:
-        g, count = self.whole, 0
+        g = self.whole
+        number = {node: i for i, node in enumerate(colors)}
+        now, count = list(colors.values()), 0
         ways: dict[tuple[int, ...], int] = {}  # in which values are used, numbered
         edges = []
         for (s, node, operand, cut), times in g.edges.items():
             use = (g.rank_of(s.node, 1, s.output), s.rows, g.rank_of(node, 0, operand), cut, times)
-            edges.append((s.node, node, ways.setdefault(use, len(ways))))
-        while count < len(set(colors.values())):
-            count = len(set(colors.values()))
-            around: dict[Node, list[tuple[int, int]]] = {node: [] for node in colors}
-            for source, node, way in edges:
-                around[source].append((way, colors[node]))
-                around[node].append((~way, colors[source]))
+            edges.append((number[s.node], number[node], ways.setdefault(use, len(ways))))
+        while count < len(set(now)):
+            count = len(set(now))
+            around: list[list[tuple[int, int]]] = [[] for _ in now]
+            for a, b, way in edges:
+                around[a].append((way, now[b]))
+                around[b].append((~way, now[a]))
             seen: dict[Hashable, int] = {}
-            colors = {node: seen.setdefault((colors[node], *sorted(near)), len(seen)) for node, near in around.items()}
-        return colors
+            now = [seen.setdefault((own, *sorted(near)), len(seen)) for own, near in zip(now, around, strict=True)]
+        return dict(zip(colors, now, strict=True))
 
 
 def _first_colors(setting: Setting) -> dict[Node, int]:

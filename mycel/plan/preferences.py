@@ -86,18 +86,21 @@ def made_of(g: Graph, inputs: Iterable[int]) -> set[Source]:
     found = {Source(g.port(g.program.entry, i), 0) for i in inputs}
     if not found:
         return found
-    feeds: dict[Node, list[Source]] = {}
+    waits: dict[Node, int] = {}  # by node: for how many of its sources, all of which it needs
+    uses: dict[Source, list[Node]] = {}
     for source, node, _, _ in g.edges:
-        feeds.setdefault(node, []).append(source)
-    for _ in range(8):  # through nested calls
-        more = set()
-        for node, sources in feeds.items():
-            if all(s in found for s in sources) and (node in g.ports or len(sources) == 1):
+        waits[node] = waits.get(node, 0) + 1
+        uses.setdefault(source, []).append(node)
+    alone = {node for node, n in waits.items() if n == 1 or node in g.ports}
+    todo = list(found)
+    while todo:
+        for node in uses.get(todo.pop(), ()):
+            waits[node] -= 1
+            if not waits[node] and node in alone:
                 count = len(g.options[node].outputs) if node in g.options else 1
-                more |= {Source(node, j) for j in range(count)}
-        if more <= found:
-            break
-        found |= more
+                more = [x for x in (Source(node, j) for j in range(count)) if x not in found]
+                found.update(more)
+                todo += more
     return found
 
 
