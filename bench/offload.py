@@ -157,6 +157,8 @@ def measure(size: str, way: str, budget: int, batch: int, length: int, steps: in
     ids = torch.randint(0, MODELS[size][7], (batch, length), device=device)
     sync = torch.cuda.synchronize if device == "cuda" else lambda: None
     bound = unconstrained(size, model, optimizer, ids) if way.endswith("GiB") else 0.0
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
     began = time.perf_counter()
     step, ours = step_of(size, way, model, optimizer, budget - (SLACK if way == "long-ours" else 0))
     losses = [step(ids) for _ in range(2 if steps > 1 else 1)]
@@ -166,8 +168,6 @@ def measure(size: str, way: str, budget: int, batch: int, length: int, steps: in
         torch.cuda.empty_cache()
     if steps > 1:
         ready(start)
-        if device == "cuda":
-            torch.cuda.reset_peak_memory_stats()
         began = time.perf_counter()
         losses += [step(ids) for _ in range(steps)]
         sync()

@@ -21,6 +21,7 @@ from mycel.plan import CPU, Clock, Costs, Plan, clock
 from mycel.plan.clock import COMPUTE, size
 from mycel.plan.cost import TURNS
 from mycel.plan.hardware import Hardware, hardware_of, probed, rate
+from mycel.plan.kernels import moments
 from mycel.plan.links import Link, Links, fitted, message
 
 MESH = Mesh(dp=2, tp=2)
@@ -287,6 +288,47 @@ def test_the_peak_is_that_of_counting_what_is_alive(program):
     times = clock(program, CPU, LINKS)
     assert times.peak[DEVICE] == brute_peak(program)
     assert times.held == sum(-(-v.type.bytes // GRAIN) * GRAIN for v in program.inputs)
+
+
+GATED = """def main(gate: T, up: T, d_hidden: T, d_out: T):
+  silu: T = silu(gate)
+  hidden: T = mul(silu, up)
+  d_weight: T = linear_weight(d_out, hidden)
+  d_up: T = mul(d_hidden, silu)
+  d_x: T = matmul(d_up, d_weight)
+  return d_x
+"""
+
+
+def test_what_a_compiler_makes_one_kernel_of_is_alive_at_once():
+    """`hidden` waits for `d_up`: silu, of which both are made, is never in memory.  Each by itself, d_weight would be
+    made and `hidden` gone before d_up is there."""
+    program = check(Program.parse(GATED.replace("T", SHAPE)))
+    main = program.main
+    costs = Costs(program, CPU, True)
+    there = costs.in_memory(main, True)
+    assert moments(main, costs.groups(main, there), there) == [0, 3, 3, 3, 4]
+    each = size(main.inputs[0])
+    times = clock(program, CPU, None, ["main"])
+    assert times.peak[DEVICE] == times.held + 3 * each  # hidden, d_up, d_weight
+
+
+def test_what_waits_for_a_kernel_between_is_another_kernel():
+    """And a small statistic is written: what uses it later does not hold up what was made with it."""
+    waits = GATED.replace("mul(d_hidden, silu)", "mul(d_weight, silu)")
+    row = SHAPE.replace("48]", "1]")
+    norm = f"""def main(x: T, d: T, w: T):
+  y: T, mean: {row}, scale: {row} = layer_norm(x, None, None, ndim=1, eps=1e-05)
+  p: T = matmul(y, w)
+  shifted: T = mul(d, scale)
+  q: T = matmul(p, shifted)
+  return q
+"""
+    for text in (waits, norm):
+        program = check(Program.parse(text.replace("T", SHAPE)))
+        costs = Costs(program, CPU, True)
+        there = costs.in_memory(program.main, True)
+        assert moments(program.main, costs.groups(program.main, there), there) == list(range(len(program.main.eqns)))
 
 
 # -- steps -----------------------------------------------------------------------------------------------------------

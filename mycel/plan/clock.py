@@ -19,9 +19,9 @@ power of TURNS, which is assumed and said.
 
 Memory goes in the same walk: an equation's results are alive from where it starts (a message's from its `begin`) to
 their last use; a called block needs its own peak on top, a scan the rows of all its turns.  Inputs of the entry
-(parameters, state, the batch) are there all the time.  In a compiled block only values that lie in memory count; a view
-has the memory of what it shows, a result that is written over an operand the operand's.  What lies on the host is
-counted apart, where `ir/arena.py` lays it out.
+(parameters, state, the batch) are there all the time.  In a compiled block only values that lie in memory count, and
+what is one kernel runs at once (`kernels.py`); a view has the memory of what it shows, a result that is written over an
+operand the operand's.  What lies on the host is counted apart, where `ir/arena.py` lays it out.
 """
 
 from __future__ import annotations
@@ -44,7 +44,6 @@ from mycel.ir import (
     custom,
     host_alive,
     host_bytes,
-    lifetimes,
     loop,
     rounded,
     scan,
@@ -53,6 +52,7 @@ from mycel.ir import (
 from mycel.ops import o
 from mycel.plan.cost import TURNS, Costs
 from mycel.plan.hardware import Hardware
+from mycel.plan.kernels import moments
 from mycel.plan.links import Link, Links, message
 
 WORKSPACE = 100 << 20  # what the libraries for products and attention take on a GPU, once: as seen on an H200
@@ -270,7 +270,11 @@ class Clock:
                 lines.append(Line(eqn, "begin" if eqn.op is o.begin else "wait", costs.message(eqn), stream, link.busy))
             else:
                 lines.append(Line(eqn, "work", seconds))
-        _remember(lines, block, costs.in_memory(block, compiled) if compiled else None)
+        if compiled:
+            there = costs.in_memory(block, compiled)
+            _remember(lines, block, there, moments(block, costs.groups(block, there), there))
+        else:
+            _remember(lines, block, None, range(len(lines)))
         return lines
 
 
@@ -522,17 +526,19 @@ def _stacked(eqn: Eqn) -> int:
     return sum(rows) + max(rows, default=0)
 
 
-def _remember(lines: Sequence[Line], block: Block, there: Collection[Var] | None) -> None:
-    """Enters what each line makes and frees; `there`: the values that lie in memory, None: all."""
+def _remember(lines: Sequence[Line], block: Block, there: Collection[Var] | None, when: Sequence[int]) -> None:
+    """Enters what each line makes and frees; `there`: the values that lie in memory, None: all; `when`: the line at
+    which each one runs."""
     owner = owners(block)
-    end: dict[Var, int] = {}
-    for v, (_, last) in lifetimes(block).items():
-        if v in owner:
-            end[owner[v]] = max(end.get(owner[v], -1), last)
-    for line in lines:
+    end = {owner[v]: len(lines) for v in block.outputs if v in owner}
+    for i, eqn in enumerate(block.eqns):
+        for v in (*eqn.vars, *eqn.outputs):
+            if v in owner:
+                end[owner[v]] = max(end.get(owner[v], -1), when[i])
+    for i, line in enumerate(lines):
         own = [v for v in line.eqn.outputs if owner.get(v) is v and (there is None or v in there)]
         own = [v for v in own if v.type.space == DEVICE and line.eqn.op is not o.begin_move]  # it stands for a copy
-        at = lines[line.token] if line.kind == "finish" else line
+        at = lines[line.token if line.kind == "finish" else when[i]]
         at.new += sum(map(size, own))
         for v in own:
             if end[v] < len(lines):

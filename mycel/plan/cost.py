@@ -105,7 +105,7 @@ class Costs:
                 0.0 if e.op in CONTROL or is_free(e) or message(e)[0] else self.kernel(e, False) for e in block.eqns
             ]
         there = self.in_memory(block, compiled)
-        group_of = self._groups(block, there)
+        group_of = self.groups(block, there)
         shown = _shown(block)
         read: set[tuple[int, Var]] = set()
         started: set[int] = set()
@@ -127,7 +127,7 @@ class Costs:
                 started.add(group)
         return seconds
 
-    def _groups(self, block: Block, there: Collection[Var]) -> dict[int, int]:
+    def groups(self, block: Block, there: Collection[Var]) -> dict[int, int]:
         """Merged equations and views -> the first one of those that hang together by values that are never in
         memory."""
         first: dict[int, int] = {}
