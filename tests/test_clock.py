@@ -307,10 +307,10 @@ def test_what_a_compiler_makes_one_kernel_of_is_alive_at_once():
     main = program.main
     costs = Costs(program, CPU, True)
     there = costs.in_memory(main, True)
-    assert moments(main, costs.groups(main, there), there) == [0, 3, 3, 3, 4]
-    each = size(main.inputs[0])
-    times = clock(program, CPU, None, ["main"])
-    assert times.peak[DEVICE] == times.held + 3 * each  # hidden, d_up, d_weight
+    assert moments(main, costs.groups(main, there), there) == [0, 3, 4, 3, 4]
+    apart = check(Program.parse(GATED.replace("d_hidden, silu", "d_hidden, d_out").replace("T", SHAPE)))
+    together, one_by_one = (clock(p, CPU, None, ["main"]).peak[DEVICE] for p in (program, apart))
+    assert together == one_by_one + size(main.inputs[0])
 
 
 def test_what_waits_for_a_kernel_between_is_another_kernel():

@@ -3,17 +3,17 @@ they read is there, and what uses a result of theirs runs after that.
 
     0  silu     = silu(gate)             0, 1 and 3 are one kernel: silu is never in memory
     1  hidden   = mul(silu, up)          it runs at 3, where its last operand is there
-    2  d_weight = mm(d_out.t(), hidden)  so does this, behind it; until then `gate`, `up` and `d_out` are alive,
+    2  d_weight = mm(d_out.t(), hidden)  and this behind it, with 4; until then `gate`, `up` and `d_out` are alive,
     3  d_up     = mul(d_hidden, silu)    and `hidden` and `d_up` lie in memory at once
 
-Equations hang together by values that are never in memory and as large as what they are made of: what is reduced is
-small, and written.  They are not one kernel where one of them waits for another by way of a kernel in between, or where
-other blocks run between them.
+Equations hang together by values that are never in memory and as large as what they are made of (what is reduced is
+small, and written), and where they read the same and make as much of it.  They are not one kernel where one of them
+waits for another by way of a kernel in between, or where other blocks run between them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from mycel.ir import CONTROL, Block, Eqn, Var
 
@@ -34,7 +34,8 @@ def moments(block: Block, merged: Collection[int], there: Collection[Var]) -> li
     for _ in range(ROUNDS):
         before = list(when)
         for i, sources in enumerate(makers):
-            when[i] = max([when[i], *(when[j] for j in sources)])
+            behind = i not in merged  # a kernel of its own runs after what it reads
+            when[i] = min(max([when[i], *(when[j] + behind for j in sources)]), len(when) - 1)
         for members in kernels:
             last = max(when[i] for i in members)
             for i in members:
@@ -48,6 +49,7 @@ def _together(block: Block, merged: Collection[int], there: Collection[Var]) -> 
     """Merged equations -> the first of those that hang together."""
     first: dict[int, int] = {}
     maker: dict[Var, int] = {}
+    readers: dict[tuple[Var, int], int] = {}  # of values in memory, by the size of what is made of them
 
     def root(i: int) -> int:
         while first[i] != i:
@@ -57,12 +59,19 @@ def _together(block: Block, merged: Collection[int], there: Collection[Var]) -> 
     for i, eqn in enumerate(block.eqns):
         if i not in merged:
             continue
-        roots = sorted({root(maker[v]) for v in eqn.vars if v in maker})
+        roots = sorted({root(maker[v]) for v in eqn.vars if v in maker} | {root(j) for j in _beside(eqn, readers)})
         first[i] = roots[0] if roots else i
         for j in roots[1:]:
             first[j] = roots[0]
         maker.update((v, i) for v in eqn.outputs if v not in there and not _is_reduced(eqn, v))
+        readers.update(((v, eqn.outputs[0].type.numel), i) for v in eqn.vars if v in there and eqn.op.write is None)
     return {i: root(i) for i in first}
+
+
+def _beside(eqn: Eqn, readers: Mapping[tuple[Var, int], int]) -> list[int]:
+    """Equations that read the same memory and make as much of it."""
+    size = eqn.outputs[0].type.numel
+    return [readers[v, size] for v in eqn.vars if v.type.numel == size and (v, size) in readers]
 
 
 def _is_reduced(eqn: Eqn, result: Var) -> bool:
