@@ -242,6 +242,10 @@ class Plan:
         """Where sub-models are; nothing where all ranks run one program."""
         return read_places(self.place) if self.place else ()
 
+    def place_at(self, rank: int) -> int:
+        """In which place a rank is; a process that is none of them (it plans for others) takes the first."""
+        return next((i for i, place in enumerate(self.places) if rank in place.ranks), 0)
+
     def at_place(self, i: int) -> Plan:
         """The plan of the ranks of one place, by themselves."""
         return replace(self, mesh=self.places[i].mesh, place={}, schedule="1f1b", decided=None, predicted=None)
