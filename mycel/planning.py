@@ -86,12 +86,7 @@ def planned(task: Task, given: Plan) -> tuple[Plan, lower.Lowered]:
 
 def _in_places(task: Task, given: Plan) -> tuple[Plan, lower.Lowered]:
     """The plan of sub-models on meshes of their own, decided now or before."""
-    assert task.at_place is not None
-
-    def laid_out(program: Program, of_place: Plan, inputs: Given) -> tuple[Plan, lower.Distributed | None]:
-        return with_layouts(Task(program, task.body, task.hardware, False, *inputs), of_place)
-
-    step = PlacedStep(task.program, task.body, given.given, task.hardware, task.at_place, laid_out)
+    step = placed_step(task, given.given)
     if given.decided is None:
         outcome = step.decided(task.budget)
         return step.plan_of(outcome, task.budget), outcome.lowered
@@ -102,6 +97,16 @@ def _in_places(task: Task, given: Plan) -> tuple[Plan, lower.Lowered]:
         )
     decided = given.decided
     return given, step.under(decided.residuals, decided.places, decided.orders).lowered
+
+
+def placed_step(task: Task, given: Plan) -> PlacedStep:
+    """A step to cut into the programs of places."""
+    assert task.at_place is not None
+
+    def laid_out(program: Program, of_place: Plan, inputs: Given) -> tuple[Plan, lower.Distributed | None]:
+        return with_layouts(Task(program, task.body, task.hardware, False, *inputs), of_place)
+
+    return PlacedStep(task.program, task.body, given, task.hardware, task.at_place, laid_out)
 
 
 def _of_replicas(task: Task, given: Plan) -> tuple[Plan, lower.Lowered]:

@@ -187,7 +187,7 @@ def test_sub_models_train_in_places_of_their_own_and_go_on_in_others(disk, tmp_p
     place = {"decoder": [0], "*": [1]}
     told = worlds(2, {"settings": tiny(disk, run, None, {"place": place}, **more, train={"steps": 1})})
     assert "2 ranks, decoder on rank 0; * on rank 1" in told[0]
-    plan = {"place": {"encoder": [1], "*": [0, 2]}, "batch": ["dp"], "zero": "3 over dp"}
+    plan = {"place": {"encoder": [0, 2], "*": [1]}, "batch": ["dp"], "zero": "3 over dp"}
     go_on = {"resume": str(run), "check": "restored"}
     told = worlds(3, {"settings": tiny(disk, run, None, plan, **all_of_it), **go_on})
     assert all("restored to the bit" in text for text in told)
@@ -203,7 +203,9 @@ def test_sub_models_train_in_places_of_their_own_and_go_on_in_others(disk, tmp_p
 
 def test_places_and_a_mesh_of_all_are_told(disk, tmp_path):
     plan = {"place": {"encoder": [0], "*": [1]}}
-    with pytest.raises(PlanError, match=r"(?s)each place has a mesh of its own.*at +parallel.mesh\n +try +leave it out"):
+    with pytest.raises(
+        PlanError, match=r"(?s)each place has a mesh of its own.*at +parallel.mesh\n +try +leave it out"
+    ):
         team(Config.from_dict(tiny(disk, tmp_path, {"dp": 2}, plan)))
     with pytest.raises(PlanError, match="the mesh has 2 ranks, but 1 processes run"):
         team(Config.from_dict(tiny(disk, tmp_path, None, plan)))

@@ -59,6 +59,8 @@ class Place:
 
 
 def named_ranks(ranks: Sequence[int]) -> str:
+    if len(ranks) > 4 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
+        return f"ranks {ranks[0]}..{ranks[-1]}"
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
@@ -121,6 +123,12 @@ def _with_all_axes(places: Sequence[Place]) -> tuple[Place, ...]:
     return tuple(
         Place(p.patterns, p.ranks, Mesh({**p.mesh.sizes(), **{a: 1 for a in axes if a not in p.mesh}})) for p in places
     )
+
+
+def places_mesh(places: Sequence[Place]) -> Mesh:
+    """Of the ranks of all places: one axis, on which no tensor lies in parts; others have their sizes in a place
+    alone."""
+    return Mesh({PLACE_AXIS: sum(len(p.ranks) for p in places), **dict.fromkeys(places[0].mesh.axes, 1)})
 
 
 def place_of(places: Sequence[Place], parameter: str) -> int:

@@ -63,7 +63,7 @@ from mycel.plan.compression import (
 )
 from mycel.plan.decided import Decided, Predicted
 from mycel.plan.offload import UNSAID, Offload
-from mycel.plan.places import PLACE_AXIS, Place, read_places
+from mycel.plan.places import Place, places_mesh, read_places
 from mycel.plan.residuals import Residuals
 from mycel.plan.schedule import PLACE_SCHEDULES, PipelineSchedule, named, read_orders, stages_a_rank
 from mycel.plan.synchronising import SyncPolicy, read_sync, refuse_codec, refuse_layouts, sync_text
@@ -212,8 +212,7 @@ class Plan:
     # -- sub-models on meshes of their own ---------------------------------------------------------------------------
 
     def _lay_places(self) -> None:
-        """The ranks of all places are one axis, on which no tensor lies in parts; others have their sizes in a place
-        alone."""
+        """The mesh is that of the ranks of all places."""
         if not self.place:
             return
         others = {
@@ -228,8 +227,7 @@ class Plan:
             )
         if self.schedule not in PLACE_SCHEDULES:
             raise PlanError(f"place: schedule {self.schedule}\n  known     {', '.join(PLACE_SCHEDULES)}")
-        places = self.places
-        mesh = Mesh({PLACE_AXIS: sum(len(p.ranks) for p in places), **dict.fromkeys(places[0].mesh.axes, 1)})
+        mesh = places_mesh(self.places)
         if self.mesh not in (mesh, Mesh()):
             raise PlanError(
                 f"place: each place has a mesh, the plan says {self.mesh}\n"

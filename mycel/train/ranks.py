@@ -145,8 +145,8 @@ def _searched(config: Config, count: int) -> tuple[Plan, str]:
 
 
 def _of_several_programs(parallel: Parallel) -> Plan | None:
-    """A plan by which ranks run several programs: of a pipeline, whose mesh is that inside a stage, or that of all ranks
-    with the axis of stages; or of sub-models in places, each of which has a mesh."""
+    """A plan by which ranks run several programs: of a pipeline, whose mesh is that inside a stage, or that of all
+    ranks with the axis of stages; or of sub-models in places, each of which has a mesh."""
     plan = parallel.plan
     written: Any = plan if isinstance(plan, dict) else _read(Path(plan)) if plan is not None and is_file(plan) else None
     if not isinstance(written, dict) or not (written.get("stages") or written.get("place")):
@@ -154,7 +154,8 @@ def _of_several_programs(parallel: Parallel) -> Plan | None:
     if written.get("place") and parallel.mesh is not None:
         raise PlanError(
             f"place: each place has a mesh of its own, and parallel.mesh is {Mesh(parallel.mesh)}\n"
-            '  at        parallel.mesh\n  try       leave it out, and in the plan "*": {ranks: 2..7, mesh: {dp: 3, tp: 2}}'
+            "  at        parallel.mesh\n"
+            '  try       leave it out, and in the plan "*": {ranks: 2..7, mesh: {dp: 3, tp: 2}}'
         )
     return Plan.read(plan, Mesh(parallel.mesh) if parallel.mesh is not None else None)
 
