@@ -66,6 +66,10 @@ def named_ranks(ranks: Sequence[int]) -> str:
 
 def read_places(entry: Any) -> tuple[Place, ...]:
     """What a plan says; PlanError where ranks are missing or in two places."""
+    if entry == "auto":
+        raise PlanError(
+            'place: auto is for a search\n  try       plan="auto", mycel plan, or for mycel train parallel.plan: auto'
+        )
     if not isinstance(entry, Mapping) or len(entry) < 2:
         raise PlanError(
             f"place: {entry!r}\n"

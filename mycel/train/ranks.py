@@ -99,7 +99,7 @@ def team(config: Config) -> Team:
     """The ranks that the environment and the configuration speak of, once all are there and agree on what they are
     about to do."""
     parallel, count = config.parallel, seat().world
-    if parallel.plan == AUTO or (parallel.plan is None and parallel.mesh is None and count > 1):
+    if _is_searched(parallel, count):
         plan, name = _searched(config, count) if count > 1 else (None, "")
         mesh = plan.mesh if plan is not None else Mesh()
     elif (several := _of_several_programs(parallel)) is not None:
@@ -131,6 +131,16 @@ def team(config: Config) -> Team:
     except BaseException as error:
         processes.close(error)
         raise
+
+
+def _is_searched(parallel: Parallel, count: int) -> bool:
+    """Is the plan left to the search, all of it or where sub-models are?"""
+    given = parallel.plan
+    return (
+        given == AUTO
+        or (isinstance(given, dict) and given.get("place") == AUTO)
+        or (given is None and parallel.mesh is None and count > 1)
+    )
 
 
 def _searched(config: Config, count: int) -> tuple[Plan, str]:
