@@ -16,7 +16,7 @@ from typing import Any
 
 from mycel.ir import Mesh
 from mycel.plan import Plan
-from mycel.plan.places import REST, Place, places_mesh, read_places
+from mycel.plan.places import REST, Place, places_data, places_mesh, read_places
 from mycel.plan.schedule import stages_a_rank
 
 AXES = ("dp", "fsdp", "ep", "cp", "ty", "tp")  # of a mesh, the slowest first: tp inside a host
@@ -87,7 +87,7 @@ class Shape:
         """What of a plan it says."""
         data: dict[str, Any] = {"mesh": self.mesh.sizes(), "batch": self.batch}
         if self.place:
-            data = {"place": {pattern: p.data() for p in self.place for pattern in p.patterns}, "batch": ["dp"]}
+            data = {"place": places_data(self.place), "batch": ["dp"]}
             data |= {"schedule": self.schedule} if self.schedule != "1f1b" else {}
         data |= {"zero": f"{self.zero} over {'.'.join(self.over)}"} if self.over else {}
         data |= {"microbatches": self.microbatches} if self.microbatches > 1 else {}

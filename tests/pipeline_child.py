@@ -33,7 +33,10 @@ PLANS = {  # the first takes steps, the second goes on from what it saved
     4: [
         {"stages": 4, "mesh": {"dp": 2}, "batch": ["dp"], "zero": "3 over dp", "schedule": "zbv"},
         {
-            "stages": 2, "mesh": {"tp": 2}, "parameters": TENSOR, "schedule": "zbh1",
+            "stages": 2,
+            "mesh": {"tp": 2},
+            "parameters": TENSOR,
+            "schedule": "zbh1",
             "offload": {"activations": "host", "optimizer": "host"},
         },
     ],
