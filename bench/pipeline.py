@@ -3,12 +3,17 @@ schedule, microbatches and optimiser, in turns.
 
     python bench/pipeline.py [--ranks 2] [--schedules gpipe 1f1b zbv] [--microbatches 8]
     python bench/pipeline.py --bubbles [--ranks 2]
+    python bench/pipeline.py --cuts [--ranks 4] [--microbatches 4]
 
 Also said: the peak memory of the largest rank, as the system counts it.  Losses of the third step must agree.
 
 --bubbles measures how long ranks wait in a pipeline of equal layers, from traces of steps, against the formula of each
 schedule with the seconds of steps in the same trace.  It needs a core for each rank: with fewer, ranks take turns on
 them, steps take longer while others compute, and what is waited for is less than the formula says.
+
+--cuts: a Llama with a vocabulary of 128k, whose head takes as long as several layers, cut where the clock says against
+layers in equal numbers, in turns.  With fewer cores than ranks a long stage costs less than the clock says, as others
+have its core while they wait for it.
 """
 
 from __future__ import annotations
@@ -101,6 +106,50 @@ def torchs(schedule: str, microbatches: int, rank: int, ranks: int):
     return step
 
 
+def cut_llama(way: str, microbatches: int, ranks: int):
+    """A step of the Llama, and what was predicted of it."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    import mycel
+
+    torch.manual_seed(0)
+    layers, vocabulary = 2 * ranks, 128 * 1024
+    config = LlamaConfig(
+        vocab_size=vocabulary, hidden_size=256, intermediate_size=8192, num_hidden_layers=layers,
+        num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False, use_cache=False,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    ids = torch.randint(0, vocabulary, (2 * microbatches, 32))
+    equal = ["model.embed_tokens", *(f"model.layers.{i}" for i in range(2, layers, 2))]
+    plan = {"stages": ranks if way == "searched" else equal, "microbatches": microbatches}
+    step = mycel.train_step(model, torch.optim.SGD(model.parameters(), lr=1e-3), plan=plan, compile=False)
+    step.prepare(input_ids=ids, labels=ids)
+    assert step.plan.predicted is not None
+    return (lambda: float(step(input_ids=ids, labels=ids))), step.plan.predicted.seconds
+
+
+def compare_cuts(microbatches: int, ranks: int) -> None:
+    worlds = {way: World(way, "1f1b", microbatches, ranks) for way in ("searched", "equal")}
+    try:
+        for _ in range(ROUNDS):
+            for world in worlds.values():
+                world.time()
+    finally:
+        for world in worlds.values():
+            world.close()
+    mine, other = worlds["searched"], worlds["equal"]
+    assert abs(mine.loss - other.loss) < 1e-3 * abs(other.loss), (mine.loss, other.loss)
+    seconds = [statistics.median(w.seconds) for w in (mine, other)]
+    print(
+        f"128k Llama   {ranks} ranks {microbatches} microbatches   searched cut {seconds[0] * 1e3:8.1f}ms   "
+        f"equal {seconds[1] * 1e3:8.1f}ms   {seconds[1] / seconds[0]:.2f}x (bar 1.0)   by the clock "
+        f"{other.predicted_s / mine.predicted_s:.2f}x   ({os.cpu_count()} cores)   loss {mine.loss:.6f} "
+        f"{other.loss:.6f}",
+        flush=True,
+    )
+
+
 class EqualLayers:
     """So many equal layers and nothing else that takes time."""
 
@@ -173,10 +222,14 @@ def serve(way: str, schedule: str, microbatches: int) -> None:
 
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
-    step = ours(schedule, microbatches, ranks) if way == "ours" else torchs(schedule, microbatches, rank, ranks)
+    predicted_s = 0.0
+    if way in ("searched", "equal"):
+        step, predicted_s = cut_llama(way, microbatches, ranks)
+    else:
+        step = ours(schedule, microbatches, ranks) if way == "ours" else torchs(schedule, microbatches, rank, ranks)
     for _ in range(3):
         loss = step()
-    print("ready", loss, flush=True)
+    print("ready", loss, predicted_s, flush=True)
     for _ in sys.stdin:
         start = time.perf_counter()
         for _ in range(STEPS):
@@ -208,7 +261,7 @@ class World:
         lines = [p.stdout.readline() for p in self.ranks]
         if not all(line.startswith("ready") for line in lines):
             raise SystemExit(f"{way} under {schedule} did not start: {lines}")
-        self.loss = float(lines[0].split()[1])
+        self.loss, self.predicted_s = map(float, lines[0].split()[1:])
         self.seconds: list[float] = []
         self.peak = 0.0
 
@@ -258,10 +311,15 @@ def main() -> None:
         return
     parser = argparse.ArgumentParser()
     parser.add_argument("--bubbles", action="store_true")
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--cuts", action="store_true")
+    parser.add_argument("--ranks", type=int)
+    parser.add_argument("--microbatches", type=int)
     parser.add_argument("--schedules", nargs="+", default=list(PEERS))
     args = parser.parse_args()
+    args.ranks, args.microbatches = args.ranks or (4 if args.cuts else 2), args.microbatches or (4 if args.cuts else 8)
+    if args.cuts:
+        compare_cuts(args.microbatches, args.ranks)
+        return
     for schedule in (*args.schedules, "zbh1") if args.bubbles else ():
         launch_bubbles(schedule, args.microbatches, args.ranks)
     for schedule in args.schedules if not args.bubbles else ():

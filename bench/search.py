@@ -97,6 +97,7 @@ def rank_main(out: str, model_name: str, hosts: int) -> None:
     from mycel.plan import Plan, hardware_of
     from mycel.plan.cluster import Cluster
     from mycel.search import Search
+    from mycel.search_space import any_plan
 
     torch.set_num_threads(1)
     hardware = hardware_of(torch.device("cpu"))
@@ -104,8 +105,8 @@ def rank_main(out: str, model_name: str, hosts: int) -> None:
     model, batch = model_of(model_name, BATCH[model_name])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
-    def make(count: int, compress):
-        ranks = Plan(mycel.Mesh(dp=RANKS))
+    def make(count: int, compress, placed: bool = False):
+        ranks = any_plan(RANKS, compress, placed)
         return mycel.train_step(model, optimizer, plan=ranks, accumulate=count, compile=False).unsharded(*batch)
 
     started = time.perf_counter()

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from mycel.ir import runs, walk
-from mycel.plan import ErrorBars, Plan, Times
+from mycel.ir import Program, runs, walk
+from mycel.ops import o
+from mycel.placing import PlacedOutcome
+from mycel.plan import PLACE_AXIS, ErrorBars, Hardware, Plan, Times
 from mycel.plan.clock import TO_DEVICE, TO_HOST
 from mycel.plan.cluster import Cluster
-from mycel.plan.links import sent_by
+from mycel.plan.links import Links, sent_by
 from mycel.plan.schedule import PipelineTimes
 from mycel.planning import LaidOut, Outcome
 from mycel.search_space import Shape
@@ -29,7 +31,8 @@ class Candidate:
     again: float = 0.0  # seconds of computing again
     price: float = 0.0  # what keeping a byte for backward has cost
     why: str = ""  # it does not fit, or is not the best
-    outcome: Outcome | None = field(default=None, repr=False, compare=False)  # where all of the step was lowered
+    # where all of the step was lowered
+    outcome: Outcome | PlacedOutcome | None = field(default=None, repr=False, compare=False)
     line: PipelineTimes | None = field(default=None, repr=False, compare=False)  # of a pipeline
 
     @property
@@ -119,15 +122,31 @@ class Estimate:
         return Estimate(times, between(self.again, other.again), sent, self.price)
 
 
-def computed_again(outcome: Outcome, shape: Shape) -> float:
+def computed_again(outcome: Outcome | PlacedOutcome, shape: Shape) -> float:
     """Seconds of computing again."""
     return sum(pair.seconds for pair in outcome.residuals.pairs) * shape.microbatches
 
 
 def bytes_sent(outcome: Outcome, laid_out: LaidOut) -> dict[str, float]:
     """Bytes that a rank sends, by link level."""
+    return _sent(outcome.lowered.program, laid_out.clock.links)
+
+
+def bytes_sent_in_places(outcome: PlacedOutcome, shape: Shape, hardware: Hardware) -> dict[str, float]:
+    """The same, of a rank of the place that sends most; to other places, what goes from all ranks of its own."""
+    assert outcome.lowered.pipeline is not None
+    between = hardware.links(shape.mesh).of((PLACE_AXIS,)).name
+    found = []
+    for place, program in zip(shape.place, outcome.lowered.pipeline.programs, strict=True):
+        by_level = _sent(program, hardware.links(place.mesh))
+        across = sum(next(e.vars).type.bytes for e in program.main.eqns if e.op is o.begin_send_across)
+        by_level[between] = by_level.get(between, 0.0) + across
+        found.append(by_level)
+    return max(found, key=lambda by_level: sum(by_level.values()))
+
+
+def _sent(program: Program, links: Links | None) -> dict[str, float]:
     by_level: dict[str, float] = {}
-    program, links = outcome.lowered.program, laid_out.clock.links
     count = runs(program)
     for name, eqn in walk(program):
         axes, size = sent_by(eqn)

@@ -73,6 +73,13 @@ class MoveChoice(NamedTuple):
     times: Times
 
 
+class PipelineMoveChoice(NamedTuple):
+    """Moves of each rank of a pipeline, and what its step takes with them."""
+
+    moved: tuple[Offloaded, ...]
+    times: Times
+
+
 @dataclass
 class Mover:
     """A lowered step whose values may be moved in one way."""
@@ -238,3 +245,48 @@ class Mover:
             else:
                 high = middle - 1
         return values[low], best
+
+
+@dataclass
+class PipelineMover:
+    """A pipeline whose ranks move values in one way, each what its own program has in its entry: what forward steps
+    leave for backward steps, microbatch by microbatch, and state.  `beside`: what all take together, of what each takes
+    by itself."""
+
+    movers: Sequence[Mover]
+    beside: Callable[[Sequence[Times]], Times]
+
+    @staticmethod
+    def of(
+        done: lower.Lowered,
+        clock: plan.Clock,
+        offload: Offload,
+        spaces: Spaces,
+        way: Way,
+        compiled: Collection[str],
+        beside: Callable[[Sequence[Times]], Times],
+    ) -> PipelineMover:
+        assert done.pipeline is not None
+        movers = [
+            Mover(replace(done, program=program), program.entry, clock, offload, spaces, way, compiled)
+            for program in done.pipeline.programs
+        ]
+        return PipelineMover(movers, beside)
+
+    def least(self) -> tuple[int, float]:
+        """As a mover's: of the rank that needs most."""
+        each = [mover.least() for mover in self.movers]
+        return max(held for held, _ in each), max(seconds for _, seconds in each)
+
+    @cached_property
+    def most(self) -> PipelineMoveChoice:
+        return self._together([mover.most for mover in self.movers])
+
+    def fewest(self) -> PipelineMoveChoice:
+        return self._together([mover.fewest() for mover in self.movers])
+
+    def _together(self, choices: Sequence[MoveChoice]) -> PipelineMoveChoice:
+        times = self.beside([choice.times for choice in choices])
+        host = max(choice.times.peak[HOST] for choice in choices)
+        moved = tuple(choice.moved for choice in choices)
+        return PipelineMoveChoice(moved, replace(times, peak={**times.peak, HOST: host}))

@@ -217,14 +217,14 @@ class ShardedModel:
         """Of this process in the mesh of the plan, also before it speaks to the others."""
         return int(self.ranks.rank) if self.ranks is not None else seat().rank
 
-    def _meet(self, device: torch.device) -> Any:
-        """The ranks of the plan's mesh, to speak to."""
-        return world(self.plan.mesh, device)
+    def meet(self, everyone: Any) -> None:
+        """From now on this rank speaks to these: all ranks of the plan."""
+        self.ranks = everyone
 
     def split(self, device: torch.device) -> None:
         """Parameters become this rank's parts, once; `device` is where its ranks speak from."""
         if self.ranks is None:
-            self.ranks = self._meet(device)
+            self.meet(world(self.written.mesh, device))
         if self.is_split:
             return
         self.is_split = True

@@ -11,12 +11,14 @@ from typing import Any
 
 import torch
 
+from mycel.feed import Arguments, Feed
 from mycel.ir import Program, Role, Type
+from mycel.lower import Distributed
 from mycel.parts import ShardedModel, UnshardedStep
 from mycel.placing import Given
 from mycel.plan import Plan
 from mycel.plan.across import Placed, transfers
-from mycel.run import boxes, world
+from mycel.run import boxes
 from mycel.run.rendezvous import seat
 
 
@@ -32,8 +34,7 @@ class PlacedModel(ShardedModel):
     @staticmethod
     def of(model: torch.nn.Module, optimizer: torch.optim.Optimizer, placed: Plan) -> PlacedModel:
         """Of this process."""
-        number = seat().rank
-        at = next((i for i, place in enumerate(placed.places) if number in place.ranks), 0)
+        at = placed.place_at(seat().rank)
         return PlacedModel(model, optimizer, placed.at_place(at), placed=placed, at=at)
 
     @property
@@ -50,9 +51,9 @@ class PlacedModel(ShardedModel):
     def place(self) -> int:
         return self.at
 
-    def _meet(self, device: torch.device) -> Any:
+    def meet(self, everyone: Any) -> None:
         place = self.written.places[self.at]
-        return world(self.written.mesh, device).within(place.mesh, place.ranks)
+        self.ranks = everyone.within(place.mesh, place.ranks)
 
     def given(self, unsharded: UnshardedStep, plan: Plan | None = None) -> Given:
         if not self.others and unsharded.groups:  # a step says how they lie, and it stays so
@@ -70,6 +71,17 @@ class PlacedModel(ShardedModel):
     def given_at(self, unsharded: UnshardedStep, i: int, program: Program) -> Given:
         """As `given`, of the program of a place."""
         return self._would_hold(i).given(replace(unsharded, program=program))
+
+    def feed(self, unsharded: UnshardedStep, sharded: Distributed | None, whole: Arguments | None = None) -> Feed:
+        """As everywhere; what of the batch this place's program does not read comes as the plan splits it."""
+        feed = super().feed(unsharded, sharded, whole)
+        read = {v.name for v in sharded.whole.inputs} if sharded is not None else set()
+        role = unsharded.program.role
+        lie = [
+            layout if v.name in read else self.plan.batch_layout(role(v).name, v.shape)
+            for v, layout in zip(feed.inputs, feed.layouts, strict=True)
+        ]
+        return replace(feed, layouts=tuple(lie))
 
     # -- what other places hold
 

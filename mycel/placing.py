@@ -4,6 +4,7 @@ places, each is laid out over its mesh as any other step is, and messages betwee
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -48,9 +49,14 @@ class PlacedStep:
                 "  try       a plan without place, or model code without mycel.manual"
             )
 
+    @functools.cached_property
+    def local(self) -> Program:
+        """The step of one device, as it is cut."""
+        return lower.local_of(self.program, None, simplified=True)
+
     def decided(self, budget: int | None) -> PlacedOutcome:
         """The fastest that fits every rank."""
-        local = lower.local_of(self.program, None, simplified=True)
+        local = self.local
         costs = plan.Costs(local, self.hardware, False)
         pairs = len(list(plan.paired(local.blocks[self.body])))
 
@@ -71,8 +77,7 @@ class PlacedStep:
         """Lowered, where forward keeps so much for backward; `known` and `orders`: what was decided for each place
         before; `costs`: of its steps, for a schedule that is searched."""
         places = self.plan.places
-        local = lower.local_of(self.program, None, simplified=True)
-        summed = lower.plain_sums(lower.with_residuals(local, residuals, None), self.body)
+        summed = lower.plain_sums(lower.with_residuals(self.local, residuals, None), self.body)
         pipeline = lower.in_places(summed, self.body, places, self.plan.schedule, costs, orders)
         plans, spreads, programs = list[Plan](), list[lower.Distributed | None](), list[Program]()
         for i, program in enumerate(pipeline.programs):

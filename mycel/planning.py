@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from mycel import lower, plan
 from mycel.errors import PlanError
 from mycel.ir import DEVICE, HOST, Eqn, Layout, Program
-from mycel.offloading import Mover, Spaces, Way, ways
+from mycel.offloading import MoveChoice, Mover, PipelineMoveChoice, PipelineMover, Spaces, Way, ways
 from mycel.placing import Given, PlacedStep
 from mycel.plan import (
     Clock,
@@ -74,24 +74,26 @@ def planned(task: Task, given: Plan) -> tuple[Plan, lower.Lowered]:
         return _in_places(task, given)
     if given.decided is not None:
         return _applied(task, given)
-    if given.is_pipeline and not given.offload.is_none:
-        raise PlanError(
-            f"a pipeline moves nothing to the host yet: its {given.stage_count} stages run programs that differ\n"
-            "  try       offload: none, or a plan without stages"
-        )
-    step = LaidOut.of(task, given)
+    step = LaidOut.of(task, _with_stage_offload(given) if given.is_pipeline else given)
     outcome = step.decided()
     return step.plan_of(outcome), outcome.lowered
 
 
+def _with_stage_offload(given: Plan) -> Plan:
+    """What a stage may have on the host: what its forward keeps, and optimiser state."""
+    said = given.offload
+    refused = next((kind for kind in ("parameters", "gradients") if getattr(said, kind) == "host"), None)
+    if refused is not None:
+        raise PlanError(
+            f"offload: {refused}: host: in a pipeline these are on the device, where each microbatch needs them\n"
+            "  at        stages\n  try       offload: {optimizer: host, activations: auto}, or zero: 3 over dp inside"
+        )
+    return replace(given, offload=replace(said, parameters="none", gradients="none"))
+
+
 def _in_places(task: Task, given: Plan) -> tuple[Plan, lower.Lowered]:
     """The plan of sub-models on meshes of their own, decided now or before."""
-    assert task.at_place is not None
-
-    def laid_out(program: Program, of_place: Plan, inputs: Given) -> tuple[Plan, lower.Distributed | None]:
-        return with_layouts(Task(program, task.body, task.hardware, False, *inputs), of_place)
-
-    step = PlacedStep(task.program, task.body, given.given, task.hardware, task.at_place, laid_out)
+    step = placed_step(task, given.given)
     if given.decided is None:
         outcome = step.decided(task.budget)
         return step.plan_of(outcome, task.budget), outcome.lowered
@@ -102,6 +104,16 @@ def _in_places(task: Task, given: Plan) -> tuple[Plan, lower.Lowered]:
         )
     decided = given.decided
     return given, step.under(decided.residuals, decided.places, decided.orders).lowered
+
+
+def placed_step(task: Task, given: Plan) -> PlacedStep:
+    """A step to cut into the programs of places."""
+    assert task.at_place is not None
+
+    def laid_out(program: Program, of_place: Plan, inputs: Given) -> tuple[Plan, lower.Distributed | None]:
+        return with_layouts(Task(program, task.body, task.hardware, False, *inputs), of_place)
+
+    return PlacedStep(task.program, task.body, given, task.hardware, task.at_place, laid_out)
 
 
 def _of_replicas(task: Task, given: Plan) -> tuple[Plan, lower.Lowered]:
@@ -130,6 +142,7 @@ class Outcome:
     regions: Mapping[str, tuple[str, ...]]
     times: plan.Times
     moved: Offloaded | None = None
+    moved_by_rank: tuple[Offloaded, ...] = ()  # of a pipeline
     stages: tuple[str, ...] = ()
     orders: tuple[str, ...] = ()
     steps: plan.StageCosts | None = None
@@ -292,6 +305,7 @@ class LaidOut:
             residuals=outcome.residuals,
             regions=outcome.regions,
             moved=outcome.moved,
+            moved_by_rank=outcome.moved_by_rank if any(outcome.moved_by_rank) else (),
             stages=outcome.stages,
             orders=outcome.orders,
         )
@@ -310,8 +324,17 @@ def _with_moves(step: LaidOut, given: Plan) -> Outcome:
     fitting: list[Outcome] = []
     nearest: list[plan.Times] = []
 
-    def mover(outcome: Outcome, way: Way) -> Mover:
-        return Mover(outcome.lowered, task.body, step.clock, offload, spaces, way, step.compiled(outcome.lowered))
+    def mover(outcome: Outcome, way: Way) -> Mover | PipelineMover:
+        done, compiled = outcome.lowered, step.compiled(outcome.lowered)
+        if done.pipeline is None:
+            return Mover(done, task.body, step.clock, offload, spaces, way, compiled)
+        beside = functools.partial(plan.beside_each_other, done.pipeline.schedule, outcome.steps)
+        return PipelineMover.of(done, step.clock, offload, spaces, way, compiled, beside)
+
+    def with_choice(outcome: Outcome, choice: MoveChoice | PipelineMoveChoice) -> Outcome:
+        if isinstance(choice, PipelineMoveChoice):
+            return replace(outcome, times=choice.times, moved_by_rank=choice.moved)
+        return replace(outcome, times=choice.times, moved=choice.moved)
 
     def attempt(way: Way | None) -> None:
         """The best in a way; None: nothing is moved."""
@@ -319,16 +342,14 @@ def _with_moves(step: LaidOut, given: Plan) -> Outcome:
         def under(prices: Sequence[float]) -> Outcome:
             outcome: Outcome = lowered(tuple(prices))
             if way is not None:
-                moved, times = mover(outcome, way).most
-                outcome = replace(outcome, times=times, moved=moved)
+                outcome = with_choice(outcome, mover(outcome, way).most)
             nearest.append(outcome.times)
             return outcome
 
         with contextlib.suppress(PlanError):
             outcome = plan.decide(under, step.pairs, step.costs, task.budget, given.recompute, SLACK)
             if way is not None:
-                moved, times = mover(outcome, way).fewest()
-                outcome = replace(outcome, times=times, moved=moved)
+                outcome = with_choice(outcome, mover(outcome, way).fewest())
             if spaces.fit(outcome.times):
                 fitting.append(outcome)
 
@@ -350,6 +371,8 @@ def _with_moves(step: LaidOut, given: Plan) -> Outcome:
     if not fitting:
         raise PlanError(_too_little(min(nearest, key=lambda times: sum(spaces.short(times))), spaces))
     best = min(fitting, key=lambda outcome: outcome.times.seconds)
+    if best.lowered.pipeline is not None:
+        return replace(best, lowered=lower.with_moves_by_rank(best.lowered, best.moved_by_rank))
     return replace(best, lowered=lower.with_moves(best.lowered, best.moved), moved=best.moved or None)
 
 

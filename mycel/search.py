@@ -7,7 +7,8 @@
     recomputation   what the memory budget asks for, at least cost (`plan/decide.py`)
     neighbours      of the best: other axes inside a host, ZeRO inside a host alone, parameters split in two dims,
                     experts over ranks of their own, stages of a pipeline (`stage_price.py`), state and activations on
-                    the host (`search_space.py`)
+                    the host (`search_space.py`); sub-models that wait for none of the others on meshes of their own
+                    (`plan/towers.py`)
 
 Each of these plans is lowered and priced by the one clock, under the memory of the device.  Plans that cannot fit are
 told apart by what they hold alone.  A plan that computes everything once, divided among all devices, and waits for no
@@ -27,20 +28,29 @@ from typing import Any
 import torch
 
 from mycel import lower, plan
-from mycel.candidates import Answer, Candidate, Estimate, are_alike, bytes_sent, computed_again
+from mycel.candidates import (
+    Answer,
+    Candidate,
+    Estimate,
+    are_alike,
+    bytes_sent,
+    bytes_sent_in_places,
+    computed_again,
+)
 from mycel.errors import PlanError
 from mycel.ir import Layout, Mesh, Program, Role, Var, runs, unchecked, walk
 from mycel.parts import ShardedModel, UnshardedStep
 from mycel.plan import STAGE_AXIS, Costs, Plan, Times
 from mycel.plan.cluster import Cluster
 from mycel.plan.compression import CANDIDATES
-from mycel.plan.schedule import PipelineTimes
-from mycel.planning import LaidOut, Task
+from mycel.plan.schedule import PipelineTimes, timeline
+from mycel.plan.towers import Tower, towers
+from mycel.planning import LaidOut, Task, placed_step
 from mycel.run import without_collector
 from mycel.search_given import Given
 from mycel.search_order import SearchOrder
 from mycel.search_space import AXES, SearchSpace, Shape
-from mycel.shallow import Shallow, layer_lists
+from mycel.shallow import Make, Shallow, layer_lists
 from mycel.sizes import shown
 from mycel.stage_price import StagePieces, layer_runs
 
@@ -65,13 +75,13 @@ ONE = Shape()
 
 class Search:
     """Over the plans of one step.  `make(n, compress)`: the step in n microbatches, on one device; its gradients
-    compressed as a plan says it."""
+    compressed as a plan says it; with `placed=True` in the form in which sub-models are put on ranks of their own."""
 
     def __init__(
         self,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
-        make: Callable[[int, Mapping[str, str]], UnshardedStep],
+        make: Make,
         cluster: Cluster,
         memory: int | None = None,
         given: Mapping[str, Any] | None = None,
@@ -81,7 +91,7 @@ class Search:
         self.model, self.optimizer, self.cluster = model, optimizer, cluster
         self.memory, self.compiled, self.say = memory or cluster.memory, compiled, say
         self.given = Given.read(given or {})
-        self._make, self._steps = make, dict[tuple[int, tuple[tuple[str, str], ...]], UnshardedStep]()
+        self._make, self._steps = make, dict[tuple[int, bool, tuple[tuple[str, str], ...]], UnshardedStep]()
         self._parameters: dict[tuple[bool, int, int, int], dict[str, Any]] = {}
         self.candidates: dict[Shape, Candidate] = {}  # that were priced
 
@@ -89,9 +99,10 @@ class Search:
 
     def step(self, shape: Shape = ONE) -> UnshardedStep:
         """On one device, as a plan needs it."""
-        key = (shape.microbatches, tuple(shape.codecs.items()))
+        key = (shape.microbatches, bool(shape.place), tuple(shape.codecs.items()))
         if key not in self._steps:
-            self._steps[key] = self._make(shape.microbatches, shape.codecs)
+            form = {"placed": True} if shape.place else {}
+            self._steps[key] = self._make(shape.microbatches, shape.codecs, **form)
         return self._steps[key]
 
     @property
@@ -104,7 +115,7 @@ class Search:
 
     def held(self, shape: Shape) -> float:
         """Bytes that are there all the time, at the least: parameters and optimiser state."""
-        split = shape.tp * shape.ty * shape.ep * shape.pp
+        split = shape.world if shape.place else shape.tp * shape.ty * shape.ep * shape.pp
         parameters, state = self.bytes_of("parameter") / split, self.bytes_of("state") / split
         over = shape.fsdp if shape.fsdp > 1 else shape.dp
         state = 0.0 if shape.offload else state / (over if shape.zero else 1)
@@ -140,6 +151,11 @@ class Search:
         ready = Plan.read("ep", Mesh(ep=1)).parameters
         named = [(name, v.shape[0]) for name, v in ((r.name, v) for r, v in _parameters(self.program)) if v.shape]
         return [(p, count) for p in ready for name, count in named if fnmatchcase(name, p)]
+
+    @functools.cached_property
+    def towers(self) -> tuple[Tower, ...]:
+        """Sub-models that wait for none of the others."""
+        return towers(self.program)
 
     def written(self, shape: Shape) -> Plan:
         """The plan of a shape before anything is decided: what is given, and over tp the parameters that cost least."""
@@ -213,6 +229,8 @@ class Search:
 
     def _timed(self, shape: Shape, written: Plan) -> Candidate:
         try:
+            if written.place:
+                return self._timed_places(shape, written)
             if self.shallow is None or not written.offload.is_none:
                 return self._timed_whole(shape, written)
             if written.is_pipeline:
@@ -226,6 +244,12 @@ class Search:
 
     def priced(self, written: Plan) -> Candidate:
         """What a plan that people wrote comes to, on as many devices."""
+        if written.place:
+            shape = Shape(
+                place=written.places, zero=written.zero, microbatches=written.microbatches, schedule=written.schedule
+            )
+            with unchecked():
+                return self._timed(shape, written.given)
         sizes: dict[str, Any] = {a: n for a, n in written.inside.mesh.sizes().items() if a in AXES and n > 1}
         stages = written.mesh.world // written.inside.mesh.world
         shape = Shape(
@@ -240,6 +264,23 @@ class Search:
         outcome = laid_out.decided()
         again, sent = computed_again(outcome, shape), bytes_sent(outcome, laid_out)
         return Candidate(shape, laid_out.plan_of(outcome), outcome.times, sent, again, outcome=outcome)
+
+    def _timed_places(self, shape: Shape, written: Plan) -> Candidate:
+        """Sub-models on meshes of their own, beside each other."""
+        unsharded, hardware = self.step(shape), self.cluster.hardware
+
+        def at_place(i: int, program: Program) -> tuple[dict[int, Layout], frozenset[int]]:
+            of_place = replace(unsharded, program=program)
+            return ShardedModel(self.model, self.optimizer, written.at_place(i)).given(of_place)
+
+        task = Task(unsharded.program, unsharded.body, hardware, budget=self.memory, at_place=at_place)
+        step = placed_step(task, written)
+        outcome = step.decided(self.memory)
+        again, sent = computed_again(outcome, shape), bytes_sent_in_places(outcome, shape, hardware)
+        assert outcome.lowered.pipeline is not None
+        line = timeline(outcome.lowered.pipeline.schedule, outcome.steps)
+        decided = step.plan_of(outcome, self.memory)
+        return Candidate(shape, decided, outcome.times, sent, again, outcome=outcome, line=line)
 
     def _timed_shallow(self, shape: Shape, written: Plan) -> Candidate | None:
         """From steps with fewer layers; nothing where their layouts differ."""
@@ -321,7 +362,12 @@ class Search:
             layouts = {name: written.stored(layout, shapes[name]) for name, layout in layouts.items()}
         entries = {name: [".".join(axes) or "-" for axes in layout.dims] for name, layout in layouts.items()}
         held = {name: (shape, entries[name]) for name, shape in shapes.items()}
-        return Detail(outcome.lowered.program, outcome.times, held, what, candidate.line)
+        times = outcome.times
+        if shape.place:
+            what = f"Drawn is the place of {shape.place[0]}; all of them are below."
+            hardware = self.cluster.hardware
+            times = plan.Clock(hardware, hardware.links(shape.place[0].mesh))(outcome.lowered.program, ())
+        return Detail(outcome.lowered.program, times, held, what, candidate.line)
 
     def _laid_out(self, unsharded: UnshardedStep, written: Plan) -> LaidOut:
         inputs, gathered = (

@@ -2,6 +2,8 @@
 
 mesh, zero, microbatches      as in a plan; the mesh with any of the axes of `search_space.py`
 stages, schedule              a pipeline of so many
+place                         sub-models on ranks of their own, as in a plan; or `auto`: they are tried, even where the
+                              best plan hardly waits for anything
 offload                       what may lie on the host, in every plan that is looked at
 compress                      a codec by axis, or `auto`: the search picks one, or none.  Gradients that travel
                               encoded are not quite the same, so it is never picked unasked
@@ -17,11 +19,12 @@ from typing import Any
 
 from mycel.errors import PlanError
 from mycel.plan.compression import AUTO, CANDIDATES, EXACT, read_codec
+from mycel.plan.places import Place, read_places
 from mycel.plan.schedule import stages_a_rank
 from mycel.search_space import AXES, Shape
 
 PASSED_ON = ("parameters", "activations", "sums", "recompute")
-KNOWN = ("mesh", "zero", "microbatches", "stages", "schedule", "offload", "compress", *PASSED_ON)
+KNOWN = ("mesh", "zero", "microbatches", "stages", "schedule", "place", "offload", "compress", *PASSED_ON)
 FOLLOWS = ("batch", "over", "loose")  # from the rest
 SCHEDULES = ("1f1b", "interleaved", "zbv")
 
@@ -39,6 +42,8 @@ class Given:
     codecs: tuple[str, ...] = ()  # that may be picked; one: it is
     is_compressed: bool = False  # there is no choice
     passed_on: Mapping[str, Any] = field(default_factory=dict)
+    place: tuple[Place, ...] = ()
+    tries_places: bool = False  # whatever the best plan waits for
 
     @staticmethod
     def read(data: Mapping[str, Any]) -> Given:
@@ -64,7 +69,13 @@ class Given:
             codecs,
             is_compressed,
             {k: data[k] for k in PASSED_ON if data.get(k) is not None},
+            *_places(data),
         )
+
+    @property
+    def may_place(self) -> bool:
+        """Does nothing that is given keep sub-models from ranks of their own?"""
+        return self.mesh is None and self.stages is None and self.offload is None and not self.is_compressed
 
     @property
     def pp(self) -> int:
@@ -82,6 +93,20 @@ class Given:
         if self.is_compressed and shape.replicas > 1 and shape.pp == 1:
             shape = replace(shape, compress=self.codecs[0])
         return replace(shape, offload=True) if self.offload is not None else shape
+
+
+def _places(data: Mapping[str, Any]) -> tuple[tuple[Place, ...], bool]:
+    """(where sub-models are, are places tried in any case?)"""
+    place = data.get("place")
+    if not place:
+        return (), False
+    other = next((name for name in ("mesh", "stages", "offload", "compress") if data.get(name)), None)
+    if other is not None:
+        raise PlanError(
+            f"place: sub-models on meshes of their own, and {other} is {data[other]!r}\n"
+            f"  try       a plan without {other}, or without place"
+        )
+    return ((), True) if place == AUTO else (read_places(place), False)
 
 
 def _stages(data: Mapping[str, Any]) -> tuple[int | None, str | None]:

@@ -8,7 +8,7 @@ leaves room.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -16,8 +16,10 @@ from mycel.candidates import Candidate
 from mycel.errors import PlanError
 from mycel.ir import Mesh, Program
 from mycel.plan.cluster import Cluster
+from mycel.plan.places import REST
+from mycel.plan.towers import Tower
 from mycel.search_given import Given
-from mycel.search_space import LEVELS, SearchSpace, Shape
+from mycel.search_space import LEVELS, SearchSpace, Shape, moved_ranks, on_ranks_of_their_own, shares
 
 WORSE = 1.02  # a direction that is slower by this is left: more tp (where twice in turn), lower levels of ZeRO
 MUCH_WORSE = 1.2  # more tp is left at once
@@ -44,6 +46,8 @@ class Pricing(Protocol):
     def bound(self) -> float: ...
     @property
     def is_shallow(self) -> bool: ...
+    @property
+    def towers(self) -> tuple[Tower, ...]: ...
     def held(self, shape: Shape) -> float: ...
 
 
@@ -55,7 +59,7 @@ class SearchOrder:
         self.memory = search.memory or float("inf")
 
     def __iter__(self) -> Iterator[Shape]:
-        looked_at = self._staged() if self.given.pp > 1 else self._all()
+        looked_at = self._in_places() if self.given.place else self._staged() if self.given.pp > 1 else self._all()
         return (self.given.applied(shape) for shape in looked_at)
 
     def _all(self) -> Iterator[Shape]:
@@ -67,6 +71,8 @@ class SearchOrder:
             yield from everything
         else:
             yield from self._promising(meshes)
+        if self.given.may_place:
+            yield from self._placed()
         if self.given.mesh is None:
             yield from self._neighbours()
         else:
@@ -192,6 +198,8 @@ class SearchOrder:
         space, search = self.space, self.search
         for _ in range(ROUNDS):
             best = self._best()
+            if best.shape.place:
+                return
             shape, least = best.shape, GAIN * best.seconds
             found: list[Iterator[Shape]] = []
             if best.fits and best.exposed > least:
@@ -235,7 +243,7 @@ class SearchOrder:
         fastest = self.fastest()
         waiting = [
             c for c in self._fitting()
-            if c.shape.pp == 1 and not c.shape.compress and c.shape.replicas > 1
+            if c.shape.pp == 1 and not c.shape.compress and not c.shape.place and c.shape.replicas > 1
             and min(c.exposed, self.sending(c)) > GAIN * c.seconds and c.seconds - c.exposed < fastest * (1 - GAIN)
         ]  # fmt: skip
         waiting = list({c.shape.mesh: c for c in reversed(waiting)}.values())  # of each mesh the fastest
@@ -265,6 +273,60 @@ class SearchOrder:
         best = next(c for c in self._fitting() if c.shape.pp > 1)
         if best.bubble > GAIN * best.seconds:
             yield from (replace(best.shape, schedule=name) for name in self.given.schedules if name != "1f1b")
+
+    # -- sub-models on meshes of their own
+
+    def _in_places(self) -> Iterator[Shape]:
+        """As it is given, with all levels of ZeRO that are not."""
+        given, count = self.given, self.given.microbatches or 1
+        shape = Shape(place=given.place, microbatches=count, schedule=given.schedule or "1f1b")
+        if shape.world != self.space.world:
+            raise PlanError(
+                f"place: {shape.world} ranks, the cluster has {self.space.world}\n"
+                f"  the ranks {shape}\n  try       --cluster with {shape.world} devices"
+            )
+        levels = LEVELS if given.zero is None else (given.zero,)
+        for zero in levels if any(p.mesh.sizes().get("dp", 1) > 1 for p in given.place) else levels[:1]:
+            if zero != 2 or count > 1:
+                yield replace(shape, zero=zero)
+
+    def _placed(self) -> Iterator[Shape]:
+        """Sub-models that wait for none of the others beside each other, first on ranks by the size of their
+        parameters, then on one more or less as long as that is faster; where the best plan waits for messages, or does
+        not fit."""
+        best, world = self._best(), self.space.world
+        waits = not best.fits or best.exposed > GAIN * best.seconds
+        if not (waits or self.given.tries_places) or best.seconds <= self.search.bound * (1 + GAIN):
+            return
+        groups = [(t.modules, t.elements) for t in self.search.towers]
+        while len(groups) > max(world, 1):  # the two smallest share ranks
+            (a, n), (b, m), *others = sorted(groups, key=lambda x: x[1])
+            groups = [((*a, *b), n + m), *others]
+        if len(groups) < 2:
+            return
+        modules = [*(names for names, _ in groups[:-1]), (REST,)]  # the largest, and what is of no tower
+        counts = shares([n for _, n in groups], world)
+        for _ in range(ROUNDS):
+            before = self.fastest_placed()
+            for each in (counts, *moved_ranks(counts)):
+                yield from self._on_so_many(modules, each)
+            if self.fastest_placed() >= before:
+                return
+            fastest = next(c for c in self._fitting() if c.shape.place)
+            if fastest.seconds - fastest.exposed - fastest.bubble > self.fastest() * WORSE:
+                return  # what it waits for is not what it loses by
+            counts = [len(p.ranks) for p in fastest.shape.place]
+
+    def fastest_placed(self) -> float:
+        return min((c.seconds for c in self._fitting() if c.shape.place), default=float("inf"))
+
+    def _on_so_many(self, modules: Sequence[tuple[str, ...]], counts: Sequence[int]) -> Iterator[Shape]:
+        """Groups of modules on so many ranks each, with parameters split over these where they do not fit whole."""
+        place = on_ranks_of_their_own(modules, counts)
+        shape = Shape(place=place, microbatches=self.given.microbatches or 1, zero=self.given.zero or 0)
+        yield shape
+        if self.given.zero is None and not self._priced(shape).fits:
+            yield replace(shape, zero=3)
 
     def _staged(self) -> Iterator[Shape]:
         """As many stages as are given: all meshes of the ranks of one, most tp last; of the best other numbers of

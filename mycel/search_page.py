@@ -218,10 +218,10 @@ def _parameters(best: Candidate, detail: Detail) -> str:
 
 def _sheet(name: str, shape: Sequence[int], entry: object, mesh: Mesh) -> str:
     layout = read_layout(entry, mesh, name)
-    rows, columns = (shape[0], shape[1]) if len(shape) == 2 else (1, shape[0])
+    rows, columns = (shape[0], shape[1]) if len(shape) == 2 else (1, shape[0] if shape else 1)
     tall, wide = _fit(rows, columns)
     counts = [mesh.count(axes) for axes in layout.dims]
-    down, across = (counts[0], counts[1]) if len(shape) == 2 else (1, counts[0])
+    down, across = (counts[0], counts[1]) if len(shape) == 2 else (1, counts[0] if counts else 1)
     down, across = min(down, 16), min(across, 16)
     cells = [
         f'<rect x="{j * wide / across:.1f}" y="{i * tall / down:.1f}" width="{wide / across:.1f}" '

@@ -4,17 +4,19 @@ dp      the batch                               zero    over dp, or over fsdp wh
 fsdp    the batch, and what ZeRO splits         cp      the sequence
 ep      the batch, and experts                  tp      parameters; with ty in two dims
 pp      stages of a pipeline, each on a mesh of the rest
+place   sub-models on meshes of their own, instead of all of these
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from mycel.ir import Mesh
 from mycel.plan import Plan
+from mycel.plan.places import REST, Place, places_data, places_mesh, read_places
 from mycel.plan.schedule import stages_a_rank
 
 AXES = ("dp", "fsdp", "ep", "cp", "ty", "tp")  # of a mesh, the slowest first: tp inside a host
@@ -45,6 +47,7 @@ class Shape:
     order: tuple[str, ...] = ()
     offload: bool = False
     compress: str = ""
+    place: tuple[Place, ...] = ()
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -53,7 +56,9 @@ class Shape:
 
     @property
     def mesh(self) -> Mesh:
-        """Of the ranks of one stage."""
+        """Of the ranks of one stage; of places, of all their ranks."""
+        if self.place:
+            return places_mesh(self.place)
         return Mesh(self.sizes or {"dp": 1})
 
     @property
@@ -68,8 +73,8 @@ class Shape:
     @property
     def over(self) -> tuple[str, ...]:
         """The axes of ZeRO."""
-        if not self.zero:
-            return ()
+        if not self.zero or self.place:
+            return ("dp",) if self.zero else ()
         return tuple(a for a in (("fsdp", "ep") if self.fsdp > 1 else ("dp", "ep")) if getattr(self, a) > 1)
 
     @property
@@ -81,6 +86,9 @@ class Shape:
     def data(self) -> dict[str, Any]:
         """What of a plan it says."""
         data: dict[str, Any] = {"mesh": self.mesh.sizes(), "batch": self.batch}
+        if self.place:
+            data = {"place": places_data(self.place), "batch": ["dp"]}
+            data |= {"schedule": self.schedule} if self.schedule != "1f1b" else {}
         data |= {"zero": f"{self.zero} over {'.'.join(self.over)}"} if self.over else {}
         data |= {"microbatches": self.microbatches} if self.microbatches > 1 else {}
         if self.pp > 1:
@@ -102,13 +110,13 @@ class Shape:
     def __str__(self) -> str:
         axes = [f"pp={self.pp}"] if self.pp > 1 else []
         axes += [f"{name}={n}" for name, n in self.sizes.items()]
-        said = [" ".join(axes) or "one device"]
+        said = ["; ".join(map(str, self.place)) or " ".join(axes) or "one device"]
         if self.order:
             said.append("the slowest axis first")
         if self.zero:
             said.append(f"zero {self.zero}" + (" over fsdp" if self.fsdp > 1 else ""))
         said += [f"{self.microbatches} microbatches"] if self.microbatches > 1 else []
-        said += [self.schedule] if self.pp > 1 else []
+        said += [self.schedule] if self.pp > 1 or (self.place and self.schedule != "1f1b") else []
         said += ["offload"] if self.offload else []
         said += [f"{self.compress} along {self.compressed}"] if self.compress else []
         return ", ".join(said)
@@ -209,10 +217,37 @@ class SearchSpace:
                 yield replace(shape, microbatches=count)
 
 
-def any_plan(world: int, compress: Mapping[str, str]) -> Plan:
-    """Of so many ranks: the program of one device depends on none but for how gradients travel."""
+def on_ranks_of_their_own(groups: Sequence[tuple[str, ...]], counts: Sequence[int]) -> tuple[Place, ...]:
+    """Groups of modules, by name or pattern, on so many ranks each, one behind the other."""
+    first, entries = 0, dict[str, Any]()
+    for modules, count in zip(groups, counts, strict=True):
+        entries |= {name: list(range(first, first + count)) for name in modules}
+        first += count
+    return read_places(entries)
+
+
+def any_plan(world: int, compress: Mapping[str, str], placed: bool = False) -> Plan:
+    """Of so many ranks: the program of one device depends on none but for how gradients travel, and on whether
+    sub-models have ranks of their own."""
+    if placed:
+        return Plan.read({"place": {"-": [0], REST: [f"1..{world - 1}"]}})
     axis = next(iter(compress), "dp")
     return Plan.read({"mesh": {axis: world}, "batch": [axis], "compress": dict(compress)})
+
+
+def shares(work: Sequence[float], ranks: int) -> list[int]:
+    """Of so many ranks, at least one for each; each next one to who has most to do on each of its own."""
+    counts = [1] * len(work)
+    for _ in range(ranks - len(work)):
+        counts[max(range(len(work)), key=lambda i: work[i] / counts[i])] += 1
+    return counts
+
+
+def moved_ranks(counts: Sequence[int]) -> Iterator[list[int]]:
+    """With one rank of a place in another."""
+    for i, j in itertools.permutations(range(len(counts)), 2):
+        if counts[i] > 1:
+            yield [n - (k == i) + (k == j) for k, n in enumerate(counts)]
 
 
 def divisors(n: int) -> list[int]:

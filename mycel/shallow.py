@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 
@@ -29,7 +29,14 @@ MANY = 8  # entries of a list that is worth it
 PERIODS = (1, 2, 3, 4, 6)
 LISTS = 3  # at most
 
-Make = Callable[[int, Mapping[str, str]], UnshardedStep]  # the step in so many microbatches, gradients compressed so
+
+class Make(Protocol):
+    """The step in so many microbatches, gradients compressed so; `placed`: in the form in which sub-models are put on
+    ranks of their own."""
+
+    def __call__(self, microbatches: int, compress: Mapping[str, str], /, placed: bool = ...) -> UnshardedStep: ...
+
+
 EXACTLY: Mapping[str, str] = {}
 
 

@@ -302,8 +302,8 @@ class Step:
             return
         world, s, device = self.undecided.world, self.settings, self.device
 
-        def make(count: int, compress: Mapping[str, str]) -> UnshardedStep:
-            settings, ranks = replace(s, accumulate=count), any_plan(world, compress)
+        def make(count: int, compress: Mapping[str, str], placed: bool = False) -> UnshardedStep:
+            settings, ranks = replace(s, accumulate=count), any_plan(world, compress, placed)
             return Step(self.model, self.optimizer, self._loss, settings, ranks).unsharded(*args, **kwargs)
 
         found = self.undecided.search(

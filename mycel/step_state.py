@@ -128,6 +128,19 @@ class SharedOut:
         return SharedOut(tensors, layouts, {name: frozenset(ranks) for name, ranks in there.items()})
 
 
+def shared_out(
+    parts: ShardedModel | None, tensors: Tensors, lying: Layouts, mesh: Mesh, tell: Callable[[Any], list[Any]]
+) -> SharedOut:
+    """The tensors of a checkpoint as ranks write them; all ranks call this.  Of sub-models on meshes of their own each
+    tensor is whole: a manifest has one mesh."""
+    if parts is None or not parts.owners:
+        return SharedOut(tensors, lying, {})
+    if parts.ranks.world is not parts.ranks:
+        wholes = {id(x): parts.gather(x, *lying[name]) for name, x in tensors.items() if name in lying}
+        tensors, lying = {name: wholes.get(id(x), x) for name, x in tensors.items()}, {}
+    return SharedOut.of(tensors, lying, mesh, tell)
+
+
 def of_all_stages(method: Callable[..., Any]) -> Callable[..., Any]:
     """In a pipeline: while every rank has what all stages hold."""
 
@@ -298,15 +311,10 @@ class StepState:
         tensors |= {f"optimizer.{name}": x for name, x in optimizer_tensors(self.model, self.optimizer).items()}
         tensors |= numbers | self.messages.tensors()
         plan = str(self.split.written.given) if self.split is not None else None
-        if self.split is not None and self.split.ranks.world is not self.split.ranks:  # meshes differ: whole on each
-            wholes = {id(x): self.split.gather(x, *lying[name]) for name, x in tensors.items() if name in lying}
-            tensors, lying = {name: wholes.get(id(x), x) for name, x in tensors.items()}, {}
-        there: dict[str, frozenset[int]] = {}
-        if self.split is not None and self.split.owners:
-            out = SharedOut.of(tensors, lying, self.process.mesh, self.process.tell)
-            tensors, lying, there = out.tensors, dict(out.layouts), out.there
+        out = shared_out(self.split, tensors, lying, self.process.mesh, self.process.tell)
+        meta = {"optimizer": self._plain(), "steps": number}
         with Saver(folder, keep, asynchronous=False, ranks=self.process, plan=plan) as saver:
-            saver.save(number, tensors, {"optimizer": self._plain(), "steps": number}, layouts=lying, there=there)
+            saver.save(number, out.tensors, meta, layouts=out.layouts, there=out.there)
         if saver.last is None:
             raise CheckpointError(next(iter(saver.poll()), "nothing was saved"))
         return saver.last

@@ -48,7 +48,7 @@ MAY_IMPORT = {
     "monitors": {"transform"},
     "replica_batch": {"errors", "ir", "capture", "plan", "feed"},
     "parts": {"errors", "ir", "ops", "capture", "plan", "lower", "run", "optimizers", "feed", "replica_batch"},
-    "placed_model": {"ir", "plan", "placing", "parts", "run"},
+    "placed_model": {"feed", "ir", "plan", "placing", "lower", "parts", "run"},
     "host_parameters": {"ir", "plan", "lower", "run", "parts"},
     "forward": {"ir", "capture", "transform", "plan", "lower", "run", "feed", "parts", "planning", "host_parameters"},
     "message_state": {"ir", "parts", "run"},
@@ -91,7 +91,7 @@ MAY_IMPORT = {
     "shallow": {"ir", "plan", "parts"},
     "search_space": {"ir", "plan"},
     "search_given": {"errors", "plan", "search_space"},
-    "candidates": {"ir", "plan", "planning", "search_space"},
+    "candidates": {"ir", "ops", "plan", "placing", "planning", "search_space"},
     "search_order": {"errors", "ir", "plan", "candidates", "search_given", "search_space"},
     "stage_price": {"errors", "sizes", "ir", "plan", "lower", "planning", "shallow"},
     "search": {

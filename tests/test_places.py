@@ -35,6 +35,10 @@ PLACES = {
         {"vision": {"ranks": [0, 3], "mesh": {"tp": 2}}, "*": {"ranks": [1, 2], "mesh": {"dp": 2}}},
         {"parameters": TENSOR, "loose": True},
     ),
+    "stages in a place": (
+        {"vision": {"ranks": "0..3", "stages": ["vision", "vision.out"]}, "*": [4]},
+        {},
+    ),
     "dp and tp": (
         {"text": [0], "*": {"ranks": "1..4", "mesh": {"dp": 2, "tp": 2}}},
         {"parameters": TENSOR, "loose": True},
@@ -76,6 +80,19 @@ def test_a_chain_in_places():
     batch = {"ids": torch.randint(0, 12, (8, 3)), "labels": torch.randint(0, 12, (8, 3))}
     one = one_of(Tied(2, 0.1).double(), batch, plan, clip_norm=0.05)
     assert placed_equals(one, plan).pipeline.schedule.place == (1, 0, 1)
+
+
+def test_stages_of_a_place():
+    """A tower in two stages beside one in one: microbatches go down both at once; the plan is written as it was."""
+    written = {"vision": {"ranks": [0, 1], "stages": ["vision.layers.0", "vision.layers.1"]}, "*": [2]}
+    plan = Plan.read({"place": written, "batch": ["dp"], "microbatches": 3})
+    assert Plan.read(plan.data()) == plan and plan.data()["place"] == written
+    torch.manual_seed(0)
+    batch = {"pixels": torch.randn(6, 6).double(), "ids": torch.randint(0, 11, (6, 3))}
+    schedule = placed_equals(one_of(Towers(2).double(), batch, plan), plan).pipeline.schedule
+    assert schedule.place == (0, 2, 1, 2)  # vision, text; the rest of vision; the loss
+    line = timeline(schedule, StageCosts.equal(4))
+    assert line.start[StageStep("F", 0, 1)] == line.start[StageStep("F", 2, 0)] == 1.0
 
 
 def clip() -> tuple[nn.Module, dict]:
@@ -228,6 +245,11 @@ def test_what_cannot_be_placed_is_told():
         "parameters that are nowhere": lambda: under({"vision": [0], "text": [1]}),
         "a mesh of all": lambda: under({"vision": [0], "*": [1]}, mesh={"dp": 2}),
         "stages beside places": lambda: under({"vision": [0], "*": [1]}, stages=2),
+        "stages by their number": lambda: under({"vision": {"ranks": [0, 1], "stages": 2}, "*": [2]}),
+        "stages that do not divide ranks": lambda: under({"vision": {"ranks": [0], "stages": ["a", "b"]}, "*": [1]}),
+        "a stage that nothing begins": lambda: under(
+            {"vision": {"ranks": [0, 1], "stages": ["vision", "vision.roof"]}, "*": [2]}
+        ),
         "another schedule": lambda: under({"vision": [0], "*": [1]}, schedule="zbv"),
         "state that two places change": lambda: under({"a": [0], "*": [1]}, Shared()),
     }

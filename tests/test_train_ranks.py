@@ -27,7 +27,7 @@ from training import LLAMA, config, measured, nothing_left, settings, tensors
 from mycel.errors import PlanError
 from mycel.run.checkpoint import latest, load
 from mycel.train import metrics
-from mycel.train.config import dump
+from mycel.train.config import Config, dump
 from mycel.train.loop import train
 from mycel.train.ranks import Team, team
 
@@ -164,6 +164,51 @@ def test_a_pipeline_trains_goes_on_in_other_stages_and_exports_as_one_process_do
         ours, theirs = read(tmp_path / "stages"), read(tmp_path / "alone")
         assert ours.keys() == theirs.keys()
         assert all(torch.allclose(ours[k], theirs[k], rtol=1e-4, atol=1e-5) for k in ours)
+
+
+T5 = {
+    "model_type": "t5",
+    "d_model": 16,
+    "d_kv": 4,
+    "d_ff": 24,
+    "num_layers": 1,
+    "num_heads": 2,
+    "vocab_size": 258,
+    "decoder_start_token_id": 0,
+    "pad_token_id": 0,
+    "eos_token_id": 257,
+}
+
+
+def test_sub_models_train_in_places_of_their_own_and_go_on_in_others(disk, tmp_path, worlds):
+    """Encoder and decoder of a T5, whose embedding both hold: as one process, also what is evaluated and exported."""
+    run, more = tmp_path / "places", {"model": {"config": T5}, "schedule": {"kind": "constant", "warmup": 0}}
+    all_of_it = more | {"train": {"steps": 3}, "evaluate": {"every": 3}, "export": True}
+    place = {"decoder": [0], "*": [1]}
+    told = worlds(2, {"settings": tiny(disk, run, None, {"place": place}, **more, train={"steps": 1})})
+    assert "2 ranks, decoder on rank 0; * on rank 1" in told[0]
+    plan = {"place": {"encoder": [0, 2], "*": [1]}, "batch": ["dp"], "zero": "3 over dp"}
+    go_on = {"resume": str(run), "check": "restored"}
+    told = worlds(3, {"settings": tiny(disk, run, None, plan, **all_of_it), **go_on})
+    assert all("restored to the bit" in text for text in told)
+    assert train(config(disk, tmp_path / "alone", **{**QUIET, **all_of_it})) == 0
+    ours, theirs = measured(run), measured(tmp_path / "alone")
+    for key in ("loss", "grad_norm", "validation"):
+        assert [r[key] for r in ours if key in r] == pytest.approx([r[key] for r in theirs if key in r], rel=1e-5), key
+    for read in (tensors, lambda run: load_file(run / "model" / "model.safetensors")):
+        ours, theirs = read(run), read(tmp_path / "alone")
+        assert ours.keys() == theirs.keys()
+        assert all(torch.allclose(ours[k], theirs[k], rtol=1e-4, atol=1e-5) for k in ours)
+
+
+def test_places_and_a_mesh_of_all_are_told(disk, tmp_path):
+    plan = {"place": {"encoder": [0], "*": [1]}}
+    with pytest.raises(
+        PlanError, match=r"(?s)each place has a mesh of its own.*at +parallel.mesh\n +try +leave it out"
+    ):
+        team(Config.from_dict(tiny(disk, tmp_path, {"dp": 2}, plan)))
+    with pytest.raises(PlanError, match="the mesh has 2 ranks, but 1 processes run"):
+        team(Config.from_dict(tiny(disk, tmp_path, None, plan)))
 
 
 def test_a_run_goes_on_under_any_plan_on_any_number_of_ranks(disk, tmp_path, worlds, alone):

@@ -64,7 +64,8 @@ def lowered(program: Program, plan: Plan) -> Lowered:
         resident, names = with_regions(resident, lambda block, run: run[0].outputs[0].name in chosen.get(block, ()))
     if plan.is_pipeline:
         body = plan.decided.residuals.body
-        return staged(plain_sums(resident, body), names, spread, plan, body)
+        done = staged(plain_sums(resident, body), names, spread, plan, body)
+        return with_moves_by_rank(done, plan.decided.moved_by_rank)
     return with_moves(Lowered(finished(resident, spread, plan), names, spread), plan.decided.moved)
 
 
@@ -124,3 +125,13 @@ def finished(program: Program, spread: Distributed | None, plan: Plan) -> Progra
 
 def with_moves(done: Lowered, moved: Offloaded | None) -> Lowered:
     return replace(done, program=check(offload(done.program, moved))) if moved else done
+
+
+def with_moves_by_rank(done: Lowered, moved: Sequence[Offloaded]) -> Lowered:
+    """The same of a pipeline, each rank with what its own program moves."""
+    if not any(moved):
+        return done
+    assert done.pipeline is not None
+    pairs = zip(done.pipeline.programs, moved, strict=True)
+    programs = tuple(check(offload(program, each)) if each else program for program, each in pairs)
+    return replace(done, program=programs[0], pipeline=replace(done.pipeline, programs=programs))

@@ -44,7 +44,7 @@ from mycel.plan.schedule import StageCosts
 
 KEYS = (
     "program", "compiled", "links", "gathered", "layouts", "residuals", "regions", "moved", "stages", "orders",
-    "compress", "places",
+    "compress", "places", "moved_by_rank",
 )  # fmt: skip
 SHOWN = 3  # differences that a refusal names
 _SPLIT = re.compile(r"(\S+)@(\w+(?:\.\w+)*)")
@@ -193,6 +193,7 @@ class Decided:
     orders      of a searched schedule: the steps of each rank
     compress    the codec that `compress: auto` has come to
     places      of sub-models on meshes of their own: what was decided for the program of each
+    moved_by_rank  of a pipeline: `moved` of the program of each rank along its axis
     """
 
     program: str
@@ -207,6 +208,7 @@ class Decided:
     orders: tuple[str, ...] = ()
     compress: str = ""
     places: tuple[Decided, ...] = ()
+    moved_by_rank: tuple[Offloaded, ...] = ()
 
     def links_of(self, mesh: Mesh) -> Links:
         return Links(mesh, named=self.links)
@@ -246,6 +248,7 @@ class Decided:
         data |= {"orders": list(self.orders)} if self.orders else {}
         data |= {"compress": self.compress} if self.compress else {}
         data |= {"places": [x.data() for x in self.places]} if self.places else {}
+        data |= {"moved_by_rank": [x.data() for x in self.moved_by_rank]} if self.moved_by_rank else {}
         return data
 
     @staticmethod
@@ -267,6 +270,7 @@ class Decided:
                 tuple(data.get("orders", ())),
                 str(data.get("compress", "")),
                 tuple(Decided.read(x, where) for x in data.get("places", ())),
+                tuple(map(Offloaded.read, data.get("moved_by_rank", ()))),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as e:
             what = f"{e} is missing" if isinstance(e, KeyError) else str(e)

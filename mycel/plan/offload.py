@@ -183,7 +183,7 @@ def absences(
 ) -> list[Absence]:
     """Values of a block that may leave the device, activations between forward and backward, gradients between backward
     and update, in the order in which they are made: those alone in their memory, which nobody reads for longer than two
-    copies take."""
+    copies take.  What is made of nothing (the zeros that a sum begins with) would not be worth a copy."""
     block = program.blocks[name]
     uses, owner = chains(block), owners(block)
     alone = _alone(program, block)
@@ -196,6 +196,8 @@ def absences(
         eqn = block.eqns[at]
         kind = {"forward": "activations", "backward": "gradients"}.get(eqn.phase, "")
         if of not in alone or kind not in kinds or of.type.space != DEVICE or of.type.depth or not of.type.ndim:
+            continue
+        if not any(True for _ in eqn.vars):
             continue
         reads = sorted({i for v in family for i in uses[v].uses})
         gap = max(((times[b] - times[a], a, b) for a, b in zip([at, *reads], reads, strict=False)), default=(0.0, 0, 0))

@@ -16,6 +16,7 @@
                                        # dualpipev, searched
     place: {vision_model: [0, 1], "*": [2..7]}     # sub-models on ranks of their own, which run at once; with a mesh
                                        # each: {ranks: 2..7, mesh: {dp: 3, tp: 2}}.  Layouts are of these (places.py)
+                                       # in stages: {ranks: 2..7, stages: [embed, layers.8]}, the mesh of one stage
     sums: fp32                         # partial sums travel in 32 bits; as computed (default): in the precision of the
                                        # product that leaves them
     compress: {dp: int8+ef}            # gradients travel along dp in fewer bytes; by pattern; auto (compression.py)
@@ -63,7 +64,7 @@ from mycel.plan.compression import (
 )
 from mycel.plan.decided import Decided, Predicted
 from mycel.plan.offload import UNSAID, Offload
-from mycel.plan.places import PLACE_AXIS, Place, read_places
+from mycel.plan.places import Place, places_data, places_mesh, read_places
 from mycel.plan.residuals import Residuals
 from mycel.plan.schedule import PLACE_SCHEDULES, PipelineSchedule, named, read_orders, stages_a_rank
 from mycel.plan.synchronising import SyncPolicy, read_sync, refuse_codec, refuse_layouts, sync_text
@@ -212,8 +213,7 @@ class Plan:
     # -- sub-models on meshes of their own ---------------------------------------------------------------------------
 
     def _lay_places(self) -> None:
-        """The ranks of all places are one axis, on which no tensor lies in parts; others have their sizes in a place
-        alone."""
+        """The mesh is that of the ranks of all places."""
         if not self.place:
             return
         others = {
@@ -222,14 +222,13 @@ class Plan:
         }  # fmt: skip
         refused = next((name for name, given in others.items() if given), None)
         if refused is not None:
-            raise PlanError(
-                f"place: sub-models on meshes of their own have no {refused} yet\n"
-                f"  try       a plan without place, or without {refused}"
-            )
+            hint = f"a plan without place, or without {refused}"
+            if refused == "stages":
+                hint = 'the stages of a place: "*": {ranks: 2..5, stages: [embed, layers.8]}'
+            raise PlanError(f"place: sub-models on meshes of their own have no {refused} of all\n  try       {hint}")
         if self.schedule not in PLACE_SCHEDULES:
             raise PlanError(f"place: schedule {self.schedule}\n  known     {', '.join(PLACE_SCHEDULES)}")
-        places = self.places
-        mesh = Mesh({PLACE_AXIS: sum(len(p.ranks) for p in places), **dict.fromkeys(places[0].mesh.axes, 1)})
+        mesh = places_mesh(self.places)
         if self.mesh not in (mesh, Mesh()):
             raise PlanError(
                 f"place: each place has a mesh, the plan says {self.mesh}\n"
@@ -241,6 +240,10 @@ class Plan:
     def places(self) -> tuple[Place, ...]:
         """Where sub-models are; nothing where all ranks run one program."""
         return read_places(self.place) if self.place else ()
+
+    def place_at(self, rank: int) -> int:
+        """In which place a rank is; a process that is none of them (it plans for others) takes the first."""
+        return next((i for i, place in enumerate(self.places) if rank in place.ranks), 0)
 
     def at_place(self, i: int) -> Plan:
         """The plan of the ranks of one place, by themselves."""
@@ -416,7 +419,7 @@ class Plan:
             found["stages"] = self.stages if isinstance(self.stages, int) else list(self.stages)
             found["schedule"] = self.schedule
         if self.place:
-            found["place"] = {pattern: p.data() for p in self.places for pattern in p.patterns}
+            found["place"] = places_data(self.places)
             found |= {"schedule": self.schedule} if self.schedule != "1f1b" else {}
         found |= {"sums": self.sums} if self.sums != "as computed" else {}
         found |= {"compress": _plain_mapping(self.compress)} if self.compress else {}

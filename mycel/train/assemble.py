@@ -77,7 +77,7 @@ class Assembly:
 
     @contextlib.contextmanager
     def complete(self) -> Iterator[None]:
-        """Inside, ranks have their parts of what all stages of a pipeline hold; all of them enter it."""
+        """Inside, ranks have their parts of what all stages or places hold; all of them enter it."""
         held = self.step.parts
         with contextlib.ExitStack() as stack:
             if held is not None and held.owners:
@@ -139,7 +139,7 @@ def assemble(config: settings.Config, waiting: Waiting, team: Team | None = None
     optimizer = make_optimizer(config.optimizer, model.module)
     step = _step(config, team, model.module, optimizer, loss)
     if cuts is not None and step.parts is not None:
-        step.parts.ranks = team.processes
+        step.parts.meet(team.processes)
         step.parts.adopt(cuts.shapes, cuts.layouts, owners)
         notes += cuts.notes
     whole = cuts.outline if cuts else model.module
@@ -173,21 +173,27 @@ def _step(
 def _cuts(
     config: settings.Config, team: Team, data: Data | None, device: torch.device
 ) -> tuple[dict[str, tuple[int, ...]], Cuts | None]:
-    """How the model is cut for this rank, None: it is the only one; and of a pipeline, the places along its stages that
-    hold a tensor.  Both follow from the model without data; of tasks whose batches are made with the model, a rank
-    makes all stages and lets go of the others."""
+    """How the model is cut for this rank, None: it is the only one; and where ranks run several programs (stages of a
+    pipeline, sub-models on meshes of their own), the places that hold a tensor.  Both follow from the model without
+    data; of tasks whose batches are made with the model, a rank makes all of it and lets go of what others hold."""
     if team.processes is None or team.plan is None:
         return {}, None
     without_data = models.outline_of(config.model.path, config.model.config, getattr(torch, config.model.dtype))
     adapt(config, without_data.module)
     owners: dict[str, tuple[int, ...]] = {}
-    if team.plan.is_pipeline and data is not None and task_loss(config.train) is None:
+    several = team.plan.is_pipeline or bool(team.plan.place)
+    if several and data is not None and task_loss(config.train) is None:
         step = _step(config, team, without_data.module, make_optimizer(config.optimizer, without_data.module))
         owners = step.stage_owners(device, **outline(data.train, config.train.batch * config.train.accumulate))
-    place = team.mesh.index(team.rank, (STAGE_AXIS,)) if owners else 0
+    plan, rank, place = team.plan, team.rank, 0
+    if plan.place:
+        place = plan.place_at(rank)
+        plan, rank = plan.at_place(place), plan.places[place].ranks.index(rank)
+    elif owners:
+        place = plan.mesh.index(rank, (STAGE_AXIS,))
     parameters = dict(without_data.module.named_parameters(remove_duplicate=False))
     foreign = [name for name, places in owners.items() if place not in places and name in parameters]
-    return owners, Cuts(without_data, team.plan, team.mesh, team.rank, foreign)
+    return owners, Cuts(without_data, plan, plan.mesh, rank, foreign)
 
 
 def adapt(config: settings.Config, module: nn.Module) -> None:

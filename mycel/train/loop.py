@@ -177,9 +177,8 @@ class Run:
         if self.config.train.steps != before.train.steps and self.config.schedule.kind != "constant":
             self._note(_stretched(before, self.config, self.team.first(lambda: _last_step(folder))))
         if self.team.processes is not None:
-            ranks = self.team.savers
             return lambda parts: load_latest_parts(
-                folder / CHECKPOINTS, lambda saved: state.wanted(parts, saved), ranks, parts.device
+                folder / CHECKPOINTS, lambda saved: state.wanted(parts, saved), state.reader(parts), parts.device
             )
         loaded = load_latest(folder / CHECKPOINTS)  # before anything is made
         return lambda parts: loaded

@@ -89,8 +89,8 @@ def search(
 ) -> Search:
     """Plans for a training step; tensors need no data."""
 
-    def make(microbatches: int, compress: Mapping[str, str]) -> UnshardedStep:
-        plan = any_plan(cluster.world, compress) if cluster.world > 1 else None
+    def make(microbatches: int, compress: Mapping[str, str], placed: bool = False) -> UnshardedStep:
+        plan = any_plan(cluster.world, compress, placed) if cluster.world > 1 else None
         step: Step = train_step(model, optimizer, plan=plan, accumulate=microbatches, compile=True, **settings)
         return step.unsharded(**batch)
 

@@ -52,7 +52,10 @@ class Team:
     name: str = ""  # of the plan, for people
 
     def __str__(self) -> str:
-        return f"{self.mesh.world} ranks, {self.mesh}; plan {self.name}" if self.plan is not None else "one process"
+        if self.plan is None:
+            return "one process"
+        where = "; ".join(map(str, self.plan.places)) if self.plan.place else str(self.mesh)
+        return f"{self.mesh.world} ranks, {where}; plan {self.name}"
 
     @property
     def rank(self) -> int:
@@ -96,11 +99,11 @@ def team(config: Config) -> Team:
     """The ranks that the environment and the configuration speak of, once all are there and agree on what they are
     about to do."""
     parallel, count = config.parallel, seat().world
-    if parallel.plan == AUTO or (parallel.plan is None and parallel.mesh is None and count > 1):
+    if _is_searched(parallel, count):
         plan, name = _searched(config, count) if count > 1 else (None, "")
         mesh = plan.mesh if plan is not None else Mesh()
-    elif (staged := _staged(parallel)) is not None:
-        plan, name, mesh = staged, _name(parallel, staged.mesh), staged.mesh
+    elif (several := _of_several_programs(parallel)) is not None:
+        plan, name, mesh = several, _name(parallel, several.mesh), several.mesh
     else:
         mesh = Mesh(_axes(parallel, count))
         plan, name = (_plan(parallel, mesh), _name(parallel, mesh)) if mesh.axes and mesh.world == count else (None, "")
@@ -130,6 +133,16 @@ def team(config: Config) -> Team:
         raise
 
 
+def _is_searched(parallel: Parallel, count: int) -> bool:
+    """Is the plan left to the search, all of it or where sub-models are?"""
+    given = parallel.plan
+    return (
+        given == AUTO
+        or (isinstance(given, dict) and given.get("place") == AUTO)
+        or (given is None and parallel.mesh is None and count > 1)
+    )
+
+
 def _searched(config: Config, count: int) -> tuple[Plan, str]:
     """The fastest plan for so many ranks, which each of them finds; its name for people."""
     from mycel.step_search import ranks_of
@@ -141,17 +154,19 @@ def _searched(config: Config, count: int) -> tuple[Plan, str]:
     return best.plan.given, f"{AUTO} ({best.shape}; {best.seconds * 1e3:,.1f} ms a step predicted)"
 
 
-def _staged(parallel: Parallel) -> Plan | None:
-    """A plan of a pipeline, whose mesh is that inside a stage, or that of all ranks with the axis of stages."""
+def _of_several_programs(parallel: Parallel) -> Plan | None:
+    """A plan by which ranks run several programs: of a pipeline, whose mesh is that inside a stage, or that of all
+    ranks with the axis of stages; or of sub-models in places, each of which has a mesh."""
     plan = parallel.plan
     written: Any = plan if isinstance(plan, dict) else _read(Path(plan)) if plan is not None and is_file(plan) else None
-    if isinstance(written, dict) and written.get("place"):
-        raise PlanError(
-            "place: sub-models on meshes of their own are for mycel.train_step yet, not for mycel train\n"
-            "  at        parallel.plan\n  try       stages, or a plan of one mesh"
-        )
-    if not isinstance(written, dict) or not written.get("stages"):
+    if not isinstance(written, dict) or not (written.get("stages") or written.get("place")):
         return None
+    if written.get("place") and parallel.mesh is not None:
+        raise PlanError(
+            f"place: each place has a mesh of its own, and parallel.mesh is {Mesh(parallel.mesh)}\n"
+            "  at        parallel.mesh\n"
+            '  try       leave it out, and in the plan "*": {ranks: 2..7, mesh: {dp: 3, tp: 2}}'
+        )
     return Plan.read(plan, Mesh(parallel.mesh) if parallel.mesh is not None else None)
 
 

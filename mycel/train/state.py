@@ -26,7 +26,7 @@ from torch import nn
 
 from mycel import step_state
 from mycel.errors import CheckpointError
-from mycel.run.checkpoint import Loaded
+from mycel.run.checkpoint import Loaded, MeshProcess
 from mycel.run.reading import Wanted
 from mycel.run.shards import Manifest
 from mycel.run.snapshot import Layouts
@@ -56,11 +56,8 @@ def layouts(parts: Assembly, state: Tensors) -> Layouts:
 
 
 def shared_out(parts: Assembly, state: Tensors) -> SharedOut:
-    """The tensors of all ranks, where these hold different ones: stages of a pipeline."""
-    lying, held = layouts(parts, state), parts.step.parts
-    if held is None or not held.owners:
-        return SharedOut(state, lying, {})
-    return SharedOut.of(state, lying, parts.team.mesh, parts.team.tell)
+    """The tensors of all ranks, where these hold different ones: stages of a pipeline, sub-models in places."""
+    return step_state.shared_out(parts.step.parts, state, layouts(parts, state), parts.team.mesh, parts.team.tell)
 
 
 def identity(parts: Assembly) -> dict[str, Any]:
@@ -161,6 +158,13 @@ def wanted(parts: Assembly, manifest: Manifest) -> Wanted:
     wanted_here = step_state.wanted(parts.step.parts, _own(parts), manifest)
     held = {f"model.{name}" for name in _own(parts)}
     return {n: x for n, x in wanted_here.items() if n in held or not _is_foreign(parts, n)}
+
+
+def reader(parts: Assembly) -> MeshProcess:
+    """This rank among those that load together, where its parts are: in the mesh of its place, if it has one."""
+    held = parts.step.parts
+    savers = parts.team.savers
+    return savers if held is None else replace(savers, mesh=held.ranks.mesh, rank=held.ranks.rank)
 
 
 def _own(parts: Assembly) -> Tensors:

@@ -198,7 +198,7 @@ class Steps:
         validation = None
         if validates:
             with self.clock.paused():
-                validation = self.validate(lambda: self._ask()())
+                validation = self._agreed(self.validate(lambda: self._ask()()))
             if validation is None:
                 return False
             self.validation = validation
@@ -215,6 +215,12 @@ class Steps:
         if read and (self.skipped_in_a_row >= HOPELESS or self.skipped_in_a_row == self.done == self.total):
             self._give_up(metrics["loss"])
         return True
+
+    def _agreed(self, value: float | None) -> float | None:
+        """A number on which all ranks must agree to the bit; each place computes it by itself, over its own mesh."""
+        plan = self.parts.team.plan
+        agreed: float | None = self.parts.team.first(lambda: value) if plan is not None and plan.place else value
+        return agreed
 
     def _read(self) -> tuple[list[float], list[float], float | None]:
         """Losses and gradient norms of the steps since the last report, and tokens a second; here the device is waited

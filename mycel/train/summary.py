@@ -99,6 +99,8 @@ def _batch(parts: Assembly) -> str:
     """Sequences in a step, and how many ranks share them: the configuration's batch is that of all together."""
     train, plan = parts.config.train, parts.team.plan
     first = plan.batch_layout("input_ids", (train.batch, parts.config.data.length)).dims[0] if plan is not None else ()
+    if plan is not None and plan.place:
+        return f"{train.batch} (batch, in each place) x {train.accumulate} (accumulate)"
     ranks = parts.team.mesh.count(first)
     if train.batch % ranks:
         return f"{train.batch} (batch, over {ranks} devices) x {train.accumulate} (accumulate)"

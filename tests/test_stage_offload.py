@@ -1,0 +1,103 @@
+"""Stages of a pipeline that keep values and optimiser state on the host: to the bit what they are without, within the
+memory of each rank; what a stage cannot move is refused.  (In processes: `pipeline_child.py`.)"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from distributing import OneDevice, start_values
+from test_stages import tied
+
+from mycel.errors import PlanError
+from mycel.ir import DEVICE, Layout, Mesh
+from mycel.lower import Lowered
+from mycel.parts import ShardedModel
+from mycel.plan import CPU, Clock, Plan
+from mycel.planning import Task, planned
+from mycel.run import moves, simulate_stages
+from mycel.run.simulate import spread_out
+
+ON_HOST = {"activations": "host", "optimizer": "host"}
+
+
+def task_of(one: OneDevice, written: Plan, budget: int | None = None) -> Task:
+    inside = ShardedModel(one.model, one.optimizer, written.inside).given(one.made) if written.inside.mesh.axes else ()
+    return Task(one.made.program, one.made.body, CPU, False, *inside, budget=budget)
+
+
+def simulated(one: OneDevice, task: Task, written: Plan, done: Lowered) -> list:
+    mesh, serial = written.inside.mesh, one.made.program
+    laid = [(task.inputs or {}).get(i, Layout.whole(v.type.ndim)) for i, v in enumerate(serial.inputs)]
+    given = {
+        serial.role(v): spread_out(x, layout, mesh)
+        for v, x, layout in zip(serial.inputs, start_values(one), laid, strict=True)
+    }
+    programs = done.pipeline.programs
+    return simulate_stages(programs, mesh, "pp", [[given[p.role(v)] for v in p.inputs] for p in programs])
+
+
+@pytest.fixture(scope="module")
+def one() -> OneDevice:
+    return tied(4)
+
+
+HALVES = ["embed", "layers.2"]
+PLANS = [
+    {"stages": ["embed", "layers.1", "layers.2", "layers.3"], "schedule": "zbv"},
+    {"stages": HALVES, "schedule": "1f1b", "mesh": {"dp": 2}, "batch": ["dp"], "zero": "1 over dp"},
+]
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan["schedule"])
+def test_to_the_bit_what_they_are_without(one, plan):
+    """All values that can leave do, on each rank its own; a plan read back makes the same programs."""
+    outs = []
+    for offload in ("none", ON_HOST):
+        written = Plan.read({**plan, "microbatches": 4, "offload": offload})
+        task = task_of(one, written)
+        decided, done = planned(task, written)
+        assert all(moves(p) == (offload != "none") for p in done.pipeline.programs)
+        again = planned(task, Plan.read(decided.data()))[1]
+        assert list(map(str, again.pipeline.programs)) == list(map(str, done.pipeline.programs))
+        outs.append(simulated(one, task, written, done))
+        by_rank = decided.decided.moved_by_rank
+        assert len(by_rank) == 2 * (offload != "none") and all(m.streamed for m in by_rank)
+        assert not by_rank or by_rank[0].moved  # the last stage of 1f1b goes back at once
+    for plain, moved in zip(*outs, strict=True):
+        assert all(all(map(torch.equal, x, y)) for x, y in zip(plain, moved, strict=True))
+
+
+def test_a_budget_is_kept_by_each_rank(one):
+    """Where computing nothing again does not fit, values leave; no rank needs more than is predicted."""
+    plan = {"stages": HALVES, "schedule": "gpipe", "microbatches": 4, "recompute": "none"}
+    free = planned(task_of(one, Plan.read(plan)), Plan.read(plan))[0].predicted
+    budget = int(0.85 * free.peak)
+    with pytest.raises(PlanError, match="too much"):
+        planned(task_of(one, Plan.read(plan), budget), Plan.read(plan))
+    written = Plan.read({**plan, "offload": "auto"})
+    decided, done = planned(task_of(one, written, budget), written)
+    assert decided.predicted.peak <= budget < free.peak and decided.predicted.host > 0
+    assert decided.predicted.seconds >= free.seconds
+    clock = Clock(CPU, CPU.links(written.mesh), moves=True)
+    alone = [clock(p, ()).peak[DEVICE] for p in done.pipeline.programs]
+    assert max(alone) == decided.predicted.peak
+
+
+def test_zeros_that_a_sum_begins_with_stay(one):
+    written = Plan.read({"stages": 2, "microbatches": 4, "offload": {"activations": "host"}})
+    programs = planned(task_of(one, written), written)[1].pipeline.programs
+    made = {v: e for p in programs for e in p.main.eqns for v in e.outputs}
+    left = [made[e.inputs[0]].op.name for p in programs for e in p.main.eqns if e.op.name == "begin_move"]
+    assert "call" in left and "full" not in left
+
+
+@pytest.mark.parametrize("kind", ["parameters", "gradients"])
+def test_what_a_stage_does_not_move_is_told(one, kind):
+    written = Plan.read({"stages": 2, "microbatches": 4, "offload": {kind: "host"}})
+    with pytest.raises(PlanError, match=rf"(?s)offload: {kind}: host: in a pipeline.*try .*optimizer: host"):
+        planned(task_of(one, written), written)
+    asked = replace(written, offload=Plan.read({"offload": "auto"}).offload)  # of its own accord it moves none of these
+    assert getattr(planned(task_of(one, asked), asked)[0].offload, kind) == "none"
+    assert Mesh(pp=2) == asked.mesh
