@@ -125,7 +125,7 @@ class _Compressed:
 
     def begun(self, eqn: Eqn) -> None:
         y, r = eqn.outputs
-        eqn = substitute(eqn, self.values)
+        eqn = self.with_share(substitute(eqn, self.values))
         g, e, key, _ = eqn.inputs
         asked = self.users.get(y, [])
         if not asked or y in self.main.outputs or not all(is_sum(x, eqn.params["axes"]) for x in asked):
@@ -148,6 +148,14 @@ class _Compressed:
         message.rows = o.exchange_chunks(message.rows, axes=p["axes"], count=p["count"])
         if message.dim is not None and message.left is not None:
             self.values[r] = message.left
+
+    def with_share(self, eqn: Eqn) -> Eqn:
+        """What is the same on all ranks (m), shared out among them: g + m / count."""
+        g, *others, m = eqn.inputs if len(eqn.inputs) == 5 else (*eqn.inputs, None)
+        if m is None:
+            return eqn
+        count = math.prod(x.params["count"] for x in self.users.get(eqn.outputs[0], ())[:1])
+        return replace(eqn, inputs=(o.add(g, o.mul(m, 1.0 / count)), *others))
 
     def gathered(self, scatter: Eqn) -> list[Eqn]:
         """Where the parts of a sum are brought together again."""

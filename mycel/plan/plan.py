@@ -60,6 +60,7 @@ from mycel.plan.compression import (
     read_gather,
     read_monitor,
     read_phases,
+    refuse_split_momentum,
 )
 from mycel.plan.decided import Decided, Predicted
 from mycel.plan.offload import UNSAID, Offload
@@ -135,7 +136,7 @@ class Plan:
         read_monitor(self.monitor)
         phases, _ = read_phases(self.compress)
         for _, how in phases:
-            read_compress(how, self.mesh, self.batch_axes())
+            refuse_split_momentum(read_compress(how, self.mesh, self.batch_axes()), self.zero, self.over)
         read_gather(self.gather, self.mesh, self.zero, self.over)
         self._refuse_replicas()
 

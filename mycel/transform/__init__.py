@@ -9,7 +9,7 @@ from mycel.transform import vjp_control  # noqa: F401  enters control flow into 
 from mycel.transform.algebra import algebra
 from mycel.transform.attend import attend
 from mycel.transform.causal import causal, masks
-from mycel.transform.compressing import DRAWS, compress_gradients
+from mycel.transform.compressing import DRAWS, compress_gradients, frozen_groups
 from mycel.transform.coupling import coupled
 from mycel.transform.cse import cse
 from mycel.transform.dce import dce
@@ -67,6 +67,7 @@ __all__ = [
     "delay_gradients",
     "fold",
     "forward_and_backward",
+    "frozen_groups",
     "fuse",
     "head",
     "inline",
