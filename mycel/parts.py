@@ -439,8 +439,8 @@ class ShardedModel:
         """The whole of a tensor of which this rank has a part, or a summand; all ranks call it."""
         for axis, kind in layout.partial:
             if kind != MEAN:
-                wide = x.float() if x.is_floating_point() and x.itemsize == 1 else x
-                x = self.ranks.all_reduce(wide, (axis,), kind).to(x.dtype)
+                is_small = x.is_floating_point() and x.itemsize == 1  # which nobody adds up
+                x = self.ranks.all_reduce(x.float() if is_small else x, (axis,), kind).to(x.dtype)
             elif x.is_floating_point():
                 wide = torch.promote_types(x.dtype, torch.float32)
                 x = (self.ranks.all_reduce(x.to(wide), (axis,)) / self.plan.mesh[axis]).to(x.dtype)

@@ -727,7 +727,12 @@ class Step:
         if late is not None and late.options["correction"]:
             program = check(transform.correct_delay(program, names, body.results, late.options["correction"]))
         program, groups = transform.frozen_groups(program, groups, body.results, chosen)
-        return replace(body, program=check(transform.optimise(program, groups, body.results, *clipping, s.grads)))
+        program = check(transform.optimise(program, groups, body.results, *clipping, s.grads))
+        shapes = {n: self.parts.shapes[n] for n in names if n in self.parts.shapes} if self.parts is not None else {}
+        told = given.told_codecs(shapes) if self.by_rule else {}
+        if told:
+            program = check(transform.tell_differences(program, told, given.over[0]))
+        return replace(body, program=program)
 
     def _chosen(self, groups: Sequence[transform.ParameterGroup], given: plan.Plan) -> dict[str, Compression]:
         """How gradients are compressed that a plan says so of, by parameter."""

@@ -52,7 +52,7 @@ class Compressed:
         torch.manual_seed(0)
         self.model = Small()
         self.batch = {"x": torch.randn(24, 40), "y": torch.randint(0, 5, (24,))}
-        optimizer = optimizer or torch.optim.SGD(self.model.parameters(), lr=1.0)
+        optimizer = (optimizer or (lambda m: torch.optim.SGD(m.parameters(), lr=1.0)))(self.model)
         patterns = dict.fromkeys(COMPRESSED, written.pop("codec"))
         self.plan = Plan.read({"batch": ["dp"], **written, "compress": {"dp": patterns}})
         step = mycel.train_step(self.model, optimizer, plan=self.plan, compile=False, **settings)
@@ -283,6 +283,55 @@ def test_parameters_of_zero3_are_gathered_on_encoded_bytes():
             )
 
 
+TOLD = {
+    "zero 1": {"mesh": {"dp": 3}, "zero": "1 over dp"},  # parts that do not divide
+    "zero 2": {"mesh": {"dp": 2}, "zero": "2 over dp", "microbatches": 2},
+    "tp": {**MESHES["dp and tp"], "zero": "1 over dp"},
+    "stages": MESHES["stages"],
+}
+
+
+def telling(kind: str, codec: str, gradients: str = "exact", **settings: Any) -> Compressed:
+    """Adam, whose new parameters are told so."""
+    case = {**TOLD[kind], "codec": gradients, "gather": {"dp": dict.fromkeys(COMPRESSED, codec)}}
+    return Compressed(case, optimizer=lambda m: torch.optim.Adam(m.parameters(), lr=1.0), **settings)
+
+
+@pytest.mark.parametrize("kind", TOLD)
+def test_told_differences_and_what_is_left_of_them_are_all_there_was(kind):
+    """fp32: the step of one device.  int4: what all have then and what is left are what the update made of it, and the
+    ranks have the same to the bit."""
+    exact, coarse = telling(kind, "fp32+ef"), telling(kind, "int4+ef")
+    values = exact.values()
+    wanted, got = exact.serial(values), exact.ranks(values)
+    for name, want in wanted.items():
+        torch.testing.assert_close(exact.whole(name, got[name], want), want, rtol=1e-4, atol=1e-5)
+    after = coarse.ranks(values)
+    for name in COMPRESSED:
+        parameter, unsent = f"parameter {name}", f"outer unsent of {name}"
+        now, left = (coarse.whole(n, after[n], wanted[n]) for n in (parameter, unsent))
+        torch.testing.assert_close(now + left, wanted[parameter], rtol=1e-4, atol=1e-5)
+        assert left.abs().max() > 0
+        own = [x for x in after[parameter]]
+        alike = 1 if kind != "tp" else 2
+        assert all(torch.equal(x, own[i % alike]) for i, x in enumerate(own))
+
+
+def test_differences_are_kept_by_a_skipped_step_and_cost_the_bytes_of_their_codec():
+    case, exact = (telling("zero 1", codec) for codec in ("int4+ef", "exact"))
+    values = case.values(poison=True)
+    got = case.ranks(values)
+    assert int(got["counter skipped"][0]) == 1
+    for name, parts in got.items():
+        if name.startswith(("outer", "parameter")):
+            assert torch.equal(case.whole(name, parts, values[name]), values[name]), name
+    part = 40 * -(-67 // 3)
+    sent = [mycel.lower.sent(x.lowered.program)["dp",] for x in (case, exact)]
+    assert sent[1] - sent[0] == 2 * 2 * (4 * part - -(-part // 128) * 68)  # of two matrices, to two others
+    begun = [e for e in case.lowered.program.main.eqns if message(e)[0] == "gather_chunks"]
+    assert len([e for e in begun if e.op is not o.finish]) == 1  # in one message
+
+
 class Apart(nn.Module):
     """Gradients of one rank's rows have a large part that cancels over both ranks, and a small one that does not."""
 
@@ -481,6 +530,8 @@ BAD = [
     )),
     {"compress": {"dp": "1bit-adam(5)"}, "zero": "1 over dp"},
     {"gather": {"dp": "int8"}, "zero": "2 over dp"},
+    {"gather": {"dp": "int8+ef"}},
+    {"gather": {"dp": "powersgd(2)+ef"}, "zero": "1 over dp"},
     {"gather": {"dp": "int8+ef"}, "zero": "3 over dp"},
     {"gather": {"dp": "auto"}, "zero": "3 over dp"},
     {"gather": "int8", "zero": "3 over dp"},

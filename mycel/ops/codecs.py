@@ -4,6 +4,8 @@
     z = summed(y)                                                  a gradient on its way to a sum over dp: y is g + e
                                                                    up to what its codec loses, and that is r.  In a
                                                                    global program nothing is lost: r is zero
+    y, r = told(new, old, e, axes=("dp",), codec="int4", of="w")   a parameter on its way from the rank that has updated
+                                                                   a part of it to all: what travels is its difference
     c = encode(x, key, codec="int8", rows=4, row=250)              rows of x, one behind the other, as bytes
     c, r = encode_residual(x, e, key, codec="int8", …)             of x + e, and what is left over
     y = decode(c, key, codec="int8", row=250, shape=(10, 100))     the rows one behind the other
@@ -151,6 +153,18 @@ def unsent(u, given, lost, *, axes):
     """u where all that was given is lost, and zero where some of it was sent; on each rank its own part of a sum over
     the axes."""
     return torch.where(given == lost, u, torch.zeros_like(u))
+
+
+@op(
+    "..., ..., ... -> ..., ...",
+    types=lambda new, old, e, **_: (new, e),
+    padding="zeros",
+    examples=['f[4,6], f[4,6], f[4,6], codec="int4", axes=("dp",), of="w"'],
+)
+def told(new, old, e, *, codec, axes, of):
+    """A parameter `of` that all ranks have, as each is told of its new value by the one that has updated a part of it:
+    old and new - old + e, up to what its codec loses, which is what is left.  In a global program nothing is lost."""
+    return (old.to(e.dtype) + ((new.to(e.dtype) - old.to(e.dtype)) + e)).to(new.dtype), torch.zeros_like(e)
 
 
 @op("... -> ...", dtype="first", examples=["f[2,3]"], free=True)

@@ -12,6 +12,7 @@
                                                      variance frozen: [exact until 100, sign+adam]
     compress: {dp: int4+ef, when: noise > 2}         while what is monitored says so, exact otherwise
     gather: {dp: int8}                               parameters of ZeRO-3, when they are gathered for use; by pattern
+    gather: {dp: int4+ef}                            of ZeRO-1 and 2: by how much an update has changed them
 
 Gradients are compressed on their way along one axis, which splits the batch.  What a codec's text may be says
 `ops/codec_kernels.py`; `+ef`, `+ef21`, `+loco`, `+dgc` and `+adam` keep what it loses (`ops/codecs.py`).
@@ -247,15 +248,18 @@ def read_gather(entry: Any, mesh: Mesh, zero: int, over: Sequence[str]) -> Compr
     axis = next(iter(entry)) if isinstance(entry, Mapping) and len(entry) == 1 else None
     if axis is None or axis not in mesh:
         raise PlanError(f"gather: {entry!r}\n  try       an axis and a codec, such as  gather: {{dp: int8}}")
-    if zero != 3 or tuple(over) != (axis,):
+    if zero == 0 or tuple(over) != (axis,):
         has = f"zero is {zero} over {'.'.join(over)}" if zero else "there is no zero"
-        raise PlanError(
-            f"gather: along {axis} no parameters are gathered for use: {has}\n  try       zero: 3 over {axis}"
-        )
+        raise PlanError(f"gather: along {axis} no parameters are gathered: {has}\n  try       zero: 3 over {axis}")
     chosen = read_compress({axis: entry[axis]}, mesh, [axis])
     assert chosen is not None
     for pattern, how in chosen.patterns:
-        if how is not None and (how.memory or how.draws or how.codec.startswith("topk")):
+        if how is not None and zero < 3 and (how.memory != "ef" or how.draws):
+            raise PlanError(
+                f"gather: {axis}: {pattern}: {how}: under zero: {zero} what travels is how parameters have changed, and "
+                "what is lost of that is kept\n  try       int4+ef or int8+ef"
+            )
+        if how is not None and zero == 3 and (how.memory or how.draws or how.codec.startswith("topk")):
             raise PlanError(
                 f"gather: {axis}: {pattern}: {how}: parts are encoded anew each time, and nothing is kept\n"
                 "  try       int8, int4, bf16 or fp16"

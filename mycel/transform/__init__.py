@@ -27,6 +27,7 @@ from mycel.transform.optimise import ParameterGroup, optimise
 from mycel.transform.outline import outline
 from mycel.transform.precision import precision
 from mycel.transform.scaling import LOSS_SCALE, scaled, with_scale
+from mycel.transform.telling import tell_differences
 from mycel.transform.unhinted import unhinted
 from mycel.transform.unshared import unshared
 from mycel.transform.vjp import forward_and_backward, value_and_grad
@@ -85,6 +86,7 @@ __all__ = [
     "scaled",
     "shares",
     "simplify",
+    "tell_differences",
     "unhinted",
     "unshared",
     "value_and_grad",
