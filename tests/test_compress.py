@@ -312,8 +312,7 @@ def test_told_differences_and_what_is_left_of_them_are_all_there_was(kind):
         now, left = (coarse.whole(n, after[n], wanted[n]) for n in (parameter, unsent))
         torch.testing.assert_close(now + left, wanted[parameter], rtol=1e-4, atol=1e-5)
         assert left.abs().max() > 0
-        own = [x for x in after[parameter]]
-        alike = 1 if kind != "tp" else 2
+        own, alike = after[parameter], 1 if kind != "tp" else 2
         assert all(torch.equal(x, own[i % alike]) for i, x in enumerate(own))
 
 

@@ -256,8 +256,8 @@ def read_gather(entry: Any, mesh: Mesh, zero: int, over: Sequence[str]) -> Compr
     for pattern, how in chosen.patterns:
         if how is not None and zero < 3 and (how.memory != "ef" or how.draws):
             raise PlanError(
-                f"gather: {axis}: {pattern}: {how}: under zero: {zero} what travels is how parameters have changed, and "
-                "what is lost of that is kept\n  try       int4+ef or int8+ef"
+                f"gather: {axis}: {pattern}: {how}: under zero: {zero} what travels is how parameters have changed, "
+                "and what is lost of that is kept\n  try       int4+ef or int8+ef"
             )
         if how is not None and zero == 3 and (how.memory or how.draws or how.codec.startswith("topk")):
             raise PlanError(

@@ -1,5 +1,5 @@
-"""Parameters that all ranks have and of which each updates a part (ZeRO 1 and 2): what the others are told is by how much
-that part has changed, encoded.
+"""Parameters that all ranks have and of which each updates a part (ZeRO 1 and 2): what the others are told is by how
+much that part has changed, encoded.
 
     w' = adam(w, …)                       w' = adam(w, …)
     return w=w'                           y, r = told(w', w, w.unsent, axes=("dp",), codec="int4", of="w")
