@@ -2,6 +2,7 @@
 this rank holds it; part of every checkpoint.
 
     error.dp.up.weight         error of up.weight over dp        each rank's own: its whole is the sum over dp
+    velocity.dp.up.weight      velocity of up.weight over dp     as well
     delayed.dp.up.weight       delayed of up.weight over dp      as well
     outer.received.up.weight   outer received of up.weight       lies as the optimiser's state of up.weight
 """
@@ -17,7 +18,8 @@ from mycel.ir import Layout, Role, Type
 from mycel.parts import ShardedModel
 from mycel.run import part_of
 
-KINDS = ("error", "delayed", "outer")
+OVER_AXIS = ("error", "velocity", "delayed")  # of each rank along an axis its own
+KINDS = (*OVER_AXIS, "outer")
 Tensors = dict[str, torch.Tensor]
 
 
@@ -32,12 +34,12 @@ class MessageState:
             parts.messages = self
 
     def value(self, role: Role, type: Type, device: torch.device) -> torch.Tensor:
-        """This rank's own, of this type: zeros at first."""
+        """This rank's own, of this type: zeros at first, and where what was kept is of another kind."""
         if role in self.whole and self.parts is not None:
             layout, _ = self.parts.slots[role]
             self.held[role] = part_of(self.held[role], layout, self.parts.plan.mesh, self.parts.ranks.rank).clone()
         self.whole.discard(role)
-        if role not in self.held:
+        if role not in self.held or self.held[role].dtype != type.dtype:
             self.held[role] = torch.zeros(type.shape, dtype=type.dtype)
         self.held[role] = self.held[role].to(device)
         return self.held[role]
@@ -75,5 +77,5 @@ def role_of(name: str) -> Role | None:
     """The role of a tensor in a checkpoint; None for what is none of a message's."""
     kind, _, rest = name.partition(".")
     first, _, of = rest.partition(".")
-    fields: dict[str, Any] = {"over": first} if kind in ("error", "delayed") else {"name": first}
+    fields: dict[str, Any] = {"over": first} if kind in OVER_AXIS else {"name": first}
     return Role(kind, of=of, **fields) if kind in KINDS and of else None

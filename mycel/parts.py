@@ -144,7 +144,7 @@ class ShardedModel:
         for i, v in enumerate(program.inputs):
             role = program.role(v)
             layout = plan.batch_layout(role.name, v.shape) if role.kind == "batch" else self._layout(role, v.type)
-            if role.kind in ("state", "error", "delayed", "outer"):
+            if role.kind in ("state", "error", "velocity", "delayed", "outer"):
                 self.slots[role] = layout, v.type
             if not layout.is_whole:
                 given[i] = layout
@@ -198,12 +198,20 @@ class ShardedModel:
                 return self.layouts.get(role.of, Layout())
             case "state" | "outer" if role.of in self.stored:
                 return state_layout(self.stored[role.of], self.shapes[role.of], type.shape)
-            case "error" | "delayed":  # each rank along the axis has one of its own: the whole is their sum
+            case "error" | "velocity" | "delayed":  # each rank along the axis has its own: the whole is their sum
                 layout = state_layout(
                     self.stored.get(role.of, Layout()), self.shapes.get(role.of, type.shape), type.shape
                 )
                 return layout.without(role.over).with_partial(role.over, "+")
         return Layout.whole(type.ndim)
+
+    def slot(self, role: Role, type: Type) -> tuple[Layout, Type] | None:
+        """How state of this role lies; None: it is not known.  What messages keep is, also where the program of now
+        sends none, since those of other phases of a run do."""
+        is_kept = role.kind in ("error", "velocity", "delayed") and role.of in self.stored
+        if role not in self.slots and is_kept and role.over in self.plan.mesh:
+            self.slots[role] = self._layout(role, type), type
+        return self.slots.get(role)
 
     # -- what this rank holds
 
@@ -337,7 +345,7 @@ class ShardedModel:
     def _fetch_messages(self) -> None:
         """What messages of parameters of other stages keep, by the same ranks of those."""
         kept = self.messages.held if self.messages is not None else {}
-        roles = [role for role in self.slots if role.kind in ("error", "outer") and role.of in self.owners]
+        roles = [role for role in self.slots if role.kind in ("error", "velocity", "outer") and role.of in self.owners]
         if not roles:
             return
         there = self._most(torch.tensor([int(role in kept) for role in roles])).bool()
@@ -431,7 +439,8 @@ class ShardedModel:
         """The whole of a tensor of which this rank has a part, or a summand; all ranks call it."""
         for axis, kind in layout.partial:
             if kind != MEAN:
-                x = self.ranks.all_reduce(x, (axis,), kind)
+                is_small = x.is_floating_point() and x.itemsize == 1  # which nobody adds up
+                x = self.ranks.all_reduce(x.float() if is_small else x, (axis,), kind).to(x.dtype)
             elif x.is_floating_point():
                 wide = torch.promote_types(x.dtype, torch.float32)
                 x = (self.ranks.all_reduce(x.to(wide), (axis,)) / self.plan.mesh[axis]).to(x.dtype)

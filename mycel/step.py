@@ -55,10 +55,13 @@ from mycel.islands import TimedCode, islands_text
 from mycel.message_state import KINDS, MessageState
 from mycel.monitors import monitored
 from mycel.objective import Batch, objective, refuse_outputs
+from mycel.ops.codecs import Compression
+from mycel.ops.optimisers import is_group_update
 from mycel.outer_steps import TAKEN, OuterSteps
 from mycel.parts import ShardedModel, UnshardedStep, roles_of
 from mycel.placed_model import PlacedModel
 from mycel.placing import Given
+from mycel.plan.compression import refuse_update
 from mycel.plan.links import Link, fitted
 from mycel.planning import Task, planned
 from mycel.run import (
@@ -713,25 +716,45 @@ class Step:
         if watched:
             ranks = given.mesh[watched]
             program = check(transform.monitor_ranks(program, len(names), body.results, watched, ranks))
-        program = self._compressed(program, names, body.results, given)
+        chosen = self._chosen(groups, given)
+        if chosen:
+            axis = next(iter(given.compress))
+            program = check(transform.compress_gradients(program, groups, body.results, chosen, axis))
         if watched:
             assert self.written is not None
             errors = "error" in self.written.monitored()
             program = check(transform.monitor_sums(program, by_group, body.results, watched, errors))
         if late is not None and late.options["correction"]:
             program = check(transform.correct_delay(program, names, body.results, late.options["correction"]))
-        return replace(body, program=check(transform.optimise(program, groups, body.results, *clipping, s.grads)))
+        program, groups = transform.frozen_groups(program, groups, body.results, chosen)
+        program = check(transform.optimise(program, groups, body.results, *clipping, s.grads))
+        shapes = {n: self.parts.shapes[n] for n in names if n in self.parts.shapes} if self.parts is not None else {}
+        told = given.told_codecs(shapes) if self.by_rule else {}
+        if told:
+            program = check(transform.tell_differences(program, told, given.over[0]))
+        return replace(body, program=program)
 
-    def _compressed(self, program: Program, names: Sequence[str], results: int, given: plan.Plan) -> Program:
-        """The program with the gradients compressed that a plan says."""
+    def _chosen(self, groups: Sequence[transform.ParameterGroup], given: plan.Plan) -> dict[str, Compression]:
+        """How gradients are compressed that a plan says so of, by parameter."""
         how = given.compressed()
         if how is None or self.parts is None:
-            return program
+            return {}
+        names = [name for group in groups for name in group.params]
         trained = {name: self.parts.shapes[name] for name in names if name in self.parts.shapes}
         others = {name: x.dtype for name, x in self.parts.tensors() if name not in trained}
         how.refuse_unused(trained, others)
-        chosen = how.of(trained)
-        return check(transform.compress_gradients(program, names, results, chosen, how.axis)) if chosen else program
+        chosen, s = how.of(trained), self.settings
+        asking = {
+            "clip_norm": s.clip_norm, "clip_value": s.clip_value, "grads=True": s.grads,
+            "monitor": given.monitored(), "sync": given.delayed(),
+        }  # fmt: skip
+        others_asking = [name for name, said in asking.items() if said]
+        for group in groups:
+            for name in group.params:
+                if name in chosen:
+                    flags = dict(group.flags)
+                    refuse_update(how.axis, name, chosen[name], group.kind, flags, self._phase() > 0, others_asking)
+        return chosen
 
     def _for_all_parts(self, captured: Captured, whole: Captured, batch: Batch, data: Arguments) -> Captured:
         """What was captured for the first part, where what the batch decided is decided so by every part."""
@@ -874,8 +897,14 @@ class Step:
         def gradients(params: Sequence[torch.nn.Parameter], names: Sequence[str]) -> list[torch.Tensor]:
             return [self._gradient(p, name) for p, name in zip(params, names, strict=True)]
 
+        read = {v for e in program.main.eqns if not is_group_update(e.op) for v in e.vars}
+        read_roles = {program.role(v) for v in program.inputs_of("hyper") if v in read}  # by ordinary equations
+
         def of_group(group: optimizers.Bound) -> list[Any]:
             hyper = group.hyper(self.optimizer)  # before its state is made: a first step is one without
+            if read_roles:
+                named = zip(group.group.hyper_roles(), hyper, strict=True)
+                hyper = [torch.as_tensor(x, dtype=torch.float64) if r in read_roles else x for r, x in named]
             state = (
                 group.state(self.optimizer, homes, device)
                 if self.parts is None

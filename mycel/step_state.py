@@ -90,8 +90,8 @@ def wanted(parts: ShardedModel, own: Tensors, manifest: Manifest) -> Wanted:
         role = Role("state", slot, of=owner) if kind == "optimizer" else role_of(name)
         if not parts.is_own(rest if kind == "model" else role.of if role is not None else ""):
             continue  # another stage's
-        known = parts.slots.get(role) if role is not None else None
         shape = saved.value_shape
+        known = parts.slot(role, Type(saved.dtype, shape)) if role is not None else None
         fits = known is not None and known[1].shape == shape
         layout = known[0] if known and fits else Layout.whole(len(shape))
         specs[name] = layout if role is not None and kind != "optimizer" else parts.apart(layout), shape, saved.dtype

@@ -19,6 +19,7 @@ from torch import nn
 import mycel
 from mycel import lower, transform
 from mycel.ir import Layout, Mesh, Program, check, type_of
+from mycel.ops.codec_kernels import EIGHT_BITS, EIGHT_BITS_SCALE
 from mycel.parts import ShardedModel
 from mycel.plan import CPU, Hardware, Plan
 from mycel.planning import Task, with_layouts
@@ -123,6 +124,8 @@ def start_values(one: OneDevice, seed: int = 0, poison: bool = False) -> list[to
             values.append(torch.tensor(7))
         elif role.name == "loss_scale":
             values.append(torch.tensor(16.0))
+        elif v.type.ndim and v.dtype == EIGHT_BITS:
+            values.append((torch.rand(v.shape, generator=gen) * 0.1 * EIGHT_BITS_SCALE).to(v.dtype))
         elif v.type.ndim:
             values.append(torch.rand(v.shape, generator=gen, dtype=v.dtype) * 0.1)
         elif v.dtype.is_floating_point:  # a hyper-parameter or a count of steps

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mycel.ops import codec_kernels, native_codecs, o
-from mycel.ops.codec_kernels import blocks_of, codec_of
+from mycel.ops.codec_kernels import EIGHT_BITS, EIGHT_BITS_SCALE, blocks_of, codec_of, in_eight_bits
 from mycel.ops.codecs import Compression
 
 NAMES = [
@@ -149,7 +149,35 @@ def test_other_dtypes_are_encoded_too_and_what_is_left_is_wide(kernels, dtype):
     torch.testing.assert_close(left, x.to(left.dtype) - decoded(code, "int8").to(left.dtype), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("text", ["int8+ef", "int4(block=64)+stochastic", "topk(0.01)+ef21", "bf16", "randomk(0.5)+ef"])
+def test_what_is_remembered_in_8_bits_is_near_finite_and_on_average_what_it_was():
+    gen = torch.Generator().manual_seed(2)
+    keys = torch.randint(-(2**62), 2**62, (400,), generator=gen)
+    for kind, x in hostile().items():
+        y = in_eight_bits(x, keys[0]).float() / EIGHT_BITS_SCALE
+        within = x.abs() <= torch.finfo(EIGHT_BITS).max / EIGHT_BITS_SCALE
+        assert torch.isfinite(y).all() and (y.abs() <= 1.75).all(), kind
+        assert ((y - x).abs() <= x.abs() * (0.25 + 1e-3) + 2.0**-31)[within].all(), kind
+    x = torch.randn(96, generator=gen) * torch.logspace(-8, -1, 96)
+    ys = torch.stack([in_eight_bits(x, k).double() / EIGHT_BITS_SCALE for k in keys])
+    most = (x.abs() * 0.25 + 2.0**-31) / 2  # half of what is between two neighbours: no deviation is larger
+    assert ((ys.mean(0) - x).abs() <= 5.5 * most / len(keys) ** 0.5 + x.abs() * 2.0**-10).all()
+    assert (ys != ys[0]).any()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "int4+loco",
+        "int4+loco(0.2)",
+        "topk(0.01)+dgc",
+        "sign+adam",
+        "int8+ef",
+        "int4(block=64)+stochastic",
+        "topk(0.01)+ef21",
+        "bf16",
+        "randomk(0.5)+ef",
+    ],
+)
 def test_a_compression_is_its_text(text):
     assert str(Compression.parse(text)) == text
 
@@ -158,7 +186,8 @@ def test_a_compression_is_its_text(text):
     ("int9", "there is no codec"), ("topk+ef", "more than 0"), ("topk(1.5)+ef", "more than 0"),
     ("int8(block=100)", "multiple of 16"), ("int8(7)", "takes no"), ("fp32+stochastic", "does not round"),
     ("topk(0.01)", r"topk\(0.01\)\+ef"), ("sign", r"sign\+ef"), ("", "no codec"),
-    ("randomk(0.1)+stochastic+ef", "by itself"),
+    ("randomk(0.1)+stochastic+ef", "by itself"), ("int8+loco(2)", "between 0 and 1"), ("int8+ef(0.5)", "no number"),
+    ("topk(0.1)+dgc(1)", "between 0 and 1"), ("int8+dgc", r"topk\(0.01\)\+dgc"), ("powersgd(2)+dgc", "has a rank"),
 ])  # fmt: skip
 def test_refusals_say_what_is_wrong(text, why):
     with pytest.raises(ValueError, match=why):

@@ -21,6 +21,7 @@ from mycel.errors import PlanError, RunError
 from mycel.ir import Mesh, Program, Role, type_of
 from mycel.launch import launch
 from mycel.ops import o
+from mycel.ops.codec_kernels import EIGHT_BITS, EIGHT_BITS_SCALE
 from mycel.ops.collective import COMMUNICATORS
 from mycel.plan import CPU, Plan
 from mycel.plan.links import Link, message
@@ -51,7 +52,7 @@ class Compressed:
         torch.manual_seed(0)
         self.model = Small()
         self.batch = {"x": torch.randn(24, 40), "y": torch.randint(0, 5, (24,))}
-        optimizer = optimizer or torch.optim.SGD(self.model.parameters(), lr=1.0)
+        optimizer = (optimizer or (lambda m: torch.optim.SGD(m.parameters(), lr=1.0)))(self.model)
         patterns = dict.fromkeys(COMPRESSED, written.pop("codec"))
         self.plan = Plan.read({"batch": ["dp"], **written, "compress": {"dp": patterns}})
         step = mycel.train_step(self.model, optimizer, plan=self.plan, compile=False, **settings)
@@ -102,6 +103,8 @@ class Compressed:
     def whole(self, name: str, parts: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
         layouts = dict(zip(self.names, self.lowered.spread.inputs, strict=True))
         layout = layouts.get(name)
+        if like.dtype == EIGHT_BITS:  # torch does not add these up
+            parts, like = [numbers(x) for x in parts], numbers(like)
         return parts[0] if layout is None else put_together(parts, layout, type_of(like), self.mesh)
 
     @property
@@ -109,9 +112,14 @@ class Compressed:
         return self.made.captured
 
 
+def numbers(x: torch.Tensor) -> torch.Tensor:
+    """What an error in 8 bits stands for."""
+    return x.float() / EIGHT_BITS_SCALE if x.dtype == EIGHT_BITS else x
+
+
 CODECS = ["bf16", "int8", "int4", "int8+stochastic", "int8+ef", "fp16+ef", "int4+ef", "sign+ef", "topk(0.05)+ef",
           "randomk(0.2)+ef", "int4+stochastic+ef", "int8+ef21", "topk(0.1)+ef21", "powersgd(3)+ef",
-          "powersgd(2)+ef21"]  # fmt: skip
+          "powersgd(2)+ef21", "int4+loco", "sign+loco(0.2)", "topk(0.1)+dgc", "randomk(0.2)+dgc(0.5)"]  # fmt: skip
 MESHES: dict[str, dict[str, Any]] = {
     "dp": {"mesh": {"dp": 3}},
     "dp and tp": {"mesh": {"dp": 2, "tp": 2}, "parameters": {"up.weight": ["tp", "-"], "down.weight": ["-", "tp"]}},
@@ -141,12 +149,13 @@ def received(case: Compressed, name: str, values: dict[str, Any], after: dict[st
     return (before - case.whole(f"parameter {name}", after[f"parameter {name}"], before)) / 0.01
 
 
-SCATTERED = ["int8+ef", "topk(0.1)+ef21", "randomk(0.2)+ef", "powersgd(3)+ef"]
+SCATTERED = ["int8+ef", "int4+loco", "topk(0.1)+dgc", "topk(0.1)+ef21", "randomk(0.2)+ef", "powersgd(3)+ef"]
 
 
 @pytest.mark.parametrize("kind, codec", [*(("dp", codec) for codec in CODECS), *(("zero 3", c) for c in SCATTERED)])
 def test_what_is_received_and_what_is_kept_are_all_there_was(kind, codec):
-    """ef: gradient + old errors = received + new errors.  ef21: gradient = received + what ranks have yet to say."""
+    """ef: gradient + old errors = received + new errors.  ef21: gradient = received + what ranks have yet to say.
+    loco: the new error is an average of the old one and of what was lost.  dgc: as ef, of momentum."""
     case = Compressed({**MESHES[kind], "codec": codec})
     values = case.values()
     exact = Compressed({**MESHES[kind], "codec": "exact"})
@@ -160,6 +169,20 @@ def test_what_is_received_and_what_is_kept_are_all_there_was(kind, codec):
             before, after = values[error], case.whole(error, got[error], values[error])
             torch.testing.assert_close(came + after, gradient + before, rtol=1e-3, atol=2e-4)
             assert after.norm() < (gradient + before).norm() * case.plan.mesh["dp"]
+        elif "+loco" in codec:
+            before, after = numbers(values[error]), case.whole(error, got[error], values[error])
+            lost, share = gradient + before - came, 0.2 if "0.2" in codec else 0.5
+            want = (1 - share) * before + share * lost
+            # each rank rounds its part to two bits behind the first
+            room = 2.0**-2 * sum(numbers(x).abs() for x in got[error]) + 1e-4
+            assert ((after - want).abs() <= room).all() and not torch.equal(after, before)
+        elif "+dgc" in codec:
+            velocity = f"velocity of {name} over dp"
+            momentum = (0.5 if "0.5" in codec else 0.9) * values[velocity] + gradient
+            after = case.whole(error, got[error], values[error])
+            torch.testing.assert_close(came + after, momentum + values[error], rtol=1e-3, atol=2e-4)
+            for u, v in zip(got[velocity], got[error], strict=True):  # what was sent has no velocity
+                assert 0.05 < (u == 0).float().mean() < 0.6 and ((v != 0) | (u == 0)).all()
         elif codec.endswith("+ef21"):
             kept, total = (f"error of {name} over dp", f"outer received of {name}")
             torch.testing.assert_close(came, case.whole(total, got[total], values[total]), rtol=1e-3, atol=2e-4)
@@ -182,7 +205,16 @@ def test_along_other_axes_sums_are_exact_and_come_first():
 
 
 @pytest.mark.parametrize(
-    "codec", ["int8+ef", "int4+stochastic", "randomk(0.2)+ef", "topk(0.05)+ef21", "powersgd(2)+ef"]
+    "codec",
+    [
+        "int8+ef",
+        "int4+stochastic",
+        "randomk(0.2)+ef",
+        "topk(0.05)+ef21",
+        "powersgd(2)+ef",
+        "int4+loco",
+        "topk(0.1)+dgc",
+    ],
 )
 def test_replicas_are_the_same_to_the_bit(codec):
     case = Compressed({"mesh": {"dp": 4}, "codec": codec})
@@ -192,25 +224,29 @@ def test_replicas_are_the_same_to_the_bit(codec):
             assert all(torch.equal(x, parts[0]) for x in parts), name
 
 
-@pytest.mark.parametrize("codec", ["int8+ef", "topk(0.1)+ef21", "powersgd(2)+ef"])
+@pytest.mark.parametrize("codec", ["int8+ef", "topk(0.1)+ef21", "powersgd(2)+ef", "int4+loco", "topk(0.1)+dgc"])
 def test_a_skipped_step_keeps_errors(codec):
     case = Compressed({"mesh": {"dp": 2}, "codec": codec})
     values = case.values(poison=True)
     got = case.ranks(values)
     assert int(got["counter skipped"][0]) == 1
     for name, parts in got.items():
-        if name.startswith(("error", "outer", "parameter")):
-            assert torch.equal(case.whole(name, parts, values[name]), values[name])
+        if name.startswith(("error", "velocity", "outer", "parameter")):
+            assert torch.equal(case.whole(name, parts, values[name]), numbers(values[name]))
 
 
-def test_errors_are_kept_without_the_loss_scale():
+@pytest.mark.parametrize("codec", ["int8+ef", "int8+loco", "randomk(0.5)+dgc"])
+def test_errors_are_kept_without_the_loss_scale(codec):
     """Twice the scale: the same errors."""
-    case = Compressed({"mesh": {"dp": 2}, "codec": "int8+ef"}, precision="fp16")
-    values, error = case.values(), "error of up.weight over dp"
+    case = Compressed({"mesh": {"dp": 2}, "codec": codec}, precision="fp16")
+    values = case.values()
     double = values | {"counter loss_scale": values["counter loss_scale"] * 2}
-    first, second = case.ranks(values)[error], case.ranks(double)[error]
-    for a, b in zip(first, second, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-4)
+    once, twice = case.ranks(values), case.ranks(double)
+    kept = [name for name in once if name.startswith(("error of up", "velocity of up"))]
+    assert kept
+    for name in kept:
+        for a, b in zip(once[name], twice[name], strict=True):
+            torch.testing.assert_close(numbers(a), numbers(b), rtol=0.26 if "loco" in codec else 1e-2, atol=1e-4)
 
 
 def test_the_bytes_sent_are_those_of_the_codec():
@@ -245,6 +281,54 @@ def test_parameters_of_zero3_are_gathered_on_encoded_bytes():
             assert torch.allclose(close, want, atol=2e-2) and (
                 name != "parameter up.weight" or not torch.equal(close, want)
             )
+
+
+TOLD = {
+    "zero 1": {"mesh": {"dp": 3}, "zero": "1 over dp"},  # parts that do not divide
+    "zero 2": {"mesh": {"dp": 2}, "zero": "2 over dp", "microbatches": 2},
+    "tp": {**MESHES["dp and tp"], "zero": "1 over dp"},
+    "stages": MESHES["stages"],
+}
+
+
+def telling(kind: str, codec: str, gradients: str = "exact", **settings: Any) -> Compressed:
+    """Adam, whose new parameters are told so."""
+    case = {**TOLD[kind], "codec": gradients, "gather": {"dp": dict.fromkeys(COMPRESSED, codec)}}
+    return Compressed(case, optimizer=lambda m: torch.optim.Adam(m.parameters(), lr=1.0), **settings)
+
+
+@pytest.mark.parametrize("kind", TOLD)
+def test_told_differences_and_what_is_left_of_them_are_all_there_was(kind):
+    """fp32: the step of one device.  int4: what all have then and what is left are what the update made of it, and the
+    ranks have the same to the bit."""
+    exact, coarse = telling(kind, "fp32+ef"), telling(kind, "int4+ef")
+    values = exact.values()
+    wanted, got = exact.serial(values), exact.ranks(values)
+    for name, want in wanted.items():
+        torch.testing.assert_close(exact.whole(name, got[name], want), want, rtol=1e-4, atol=1e-5)
+    after = coarse.ranks(values)
+    for name in COMPRESSED:
+        parameter, unsent = f"parameter {name}", f"outer unsent of {name}"
+        now, left = (coarse.whole(n, after[n], wanted[n]) for n in (parameter, unsent))
+        torch.testing.assert_close(now + left, wanted[parameter], rtol=1e-4, atol=1e-5)
+        assert left.abs().max() > 0
+        own, alike = after[parameter], 1 if kind != "tp" else 2
+        assert all(torch.equal(x, own[i % alike]) for i, x in enumerate(own))
+
+
+def test_differences_are_kept_by_a_skipped_step_and_cost_the_bytes_of_their_codec():
+    case, exact = (telling("zero 1", codec) for codec in ("int4+ef", "exact"))
+    values = case.values(poison=True)
+    got = case.ranks(values)
+    assert int(got["counter skipped"][0]) == 1
+    for name, parts in got.items():
+        if name.startswith(("outer", "parameter")):
+            assert torch.equal(case.whole(name, parts, values[name]), values[name]), name
+    part = 40 * -(-67 // 3)
+    sent = [mycel.lower.sent(x.lowered.program)["dp",] for x in (case, exact)]
+    assert sent[1] - sent[0] == 2 * 2 * (4 * part - -(-part // 128) * 68)  # of two matrices, to two others
+    begun = [e for e in case.lowered.program.main.eqns if message(e)[0] == "gather_chunks"]
+    assert len([e for e in begun if e.op is not o.finish]) == 1  # in one message
 
 
 class Apart(nn.Module):
@@ -284,17 +368,102 @@ def converged(codec: str, steps: int = 120) -> float:
     return float((w - best)[:, 1:].abs().mean())
 
 
-@pytest.mark.parametrize("memory", ["ef", "ef21"])
+@pytest.mark.parametrize("memory", ["ef", "ef21", "loco"])
 def test_error_feedback_converges_where_plain_compression_does_not(memory):
     assert converged("int4") > 0.9
     assert converged(f"int4+{memory}") < 0.2
+
+
+class Squares(nn.Module):
+    """Matrices that are compressed without being named, and a bias that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64, bias=False)
+
+    def forward(self, x, y):
+        return ((self.second(torch.tanh(self.first(x))) - y) ** 2).mean()
+
+
+def one_bit(codec: str, optimizer=torch.optim.AdamW, mesh: Any = None, **options: Any) -> Any:
+    """The second phase of 1-bit Adam on ranks: its step and programs, and what goes in."""
+    torch.manual_seed(0)
+    model, batch = Squares(), {"x": torch.randn(16, 64), "y": torch.randn(16, 64)}
+    plan = Plan.read({"mesh": mesh or {"dp": 2}, "batch": ["dp"], "compress": {"dp": ["exact until 5", codec]}})
+    step = mycel.train_step(model, optimizer(model.parameters(), **options), plan=plan, compile=False)
+    step.set_counters({"taken": torch.tensor(5)})
+    made = step._unsharded((), batch)
+    lowered = planned(step._task(made), step._given())[1]
+    gen, values = torch.Generator().manual_seed(1), {}
+    for v in made.program.inputs:
+        role = made.program.role(v)
+        known = {"lr": 0.01, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1, "step": 5.0}
+        if role.kind in ("batch", "parameter"):
+            values[str(role)] = batch[role.name] if role.kind == "batch" else model.get_parameter(role.name).detach()
+        elif v.ndim:
+            values[str(role)] = torch.rand(v.shape, generator=gen) * 0.01
+        else:
+            values[str(role)] = torch.tensor(known.get(role.name, 0), dtype=v.dtype)
+    return made.program, lowered, plan.mesh, values
+
+
+def named_updates(program: Program, outs: list[Any]) -> dict[str, Any]:
+    roles = {v.name: str(program.role(v)) for v in program.inputs}
+    return {roles[u]: x for u, x in zip(program.updates, outs[len(outs) - len(program.updates) :], strict=True)}
+
+
+@pytest.mark.parametrize("optimizer, decoupled", [(torch.optim.AdamW, True), (torch.optim.Adam, False)])
+def test_momentum_travels_and_what_adam_divides_by_is_frozen(optimizer, decoupled):
+    """m' = b1 m + (1-b1) g and p' = p - lr m'/(1-b1^t) / (sqrt(v/(1-b2^t)) + eps) with the t of before; what is not
+    compressed is updated by Adam."""
+    program, lowered, mesh, values = one_bit("fp32+adam", optimizer)
+    spread = [spread_out(x, at, mesh) for x, at in zip(values.values(), lowered.spread.inputs, strict=True)]
+    # of a sum over ranks the error is fed back, too
+    got = named_updates(program, simulate(lowered.program, mesh, spread))
+    model = Squares()
+    model.load_state_dict({n: values[f"parameter {n}"] for n in model.state_dict()})
+    model(values["batch x"], values["batch y"]).backward()
+    twin = optimizer([model.first.bias], lr=0.01, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1)
+    for name, p in model.named_parameters():
+        state = {slot: values[f"state {slot} of {name}"].clone() for slot in ("exp_avg", "exp_avg_sq", "step")}
+        m, v, e = state["exp_avg"], state["exp_avg_sq"], values.get(f"error of {name} over dp", torch.zeros(()))
+        if name.endswith("weight"):
+            g, old = p.grad, p.detach().clone()
+            m_new = 0.9 * m + 0.1 * (g if decoupled else g + 0.1 * old) + e
+            base = old * (1 - 0.01 * 0.1) if decoupled else old
+            want = base - 0.01 * m_new / (1 - 0.9**6) / ((v / (1 - 0.99**5)).sqrt() + 1e-8)
+            torch.testing.assert_close(got[f"state exp_avg of {name}"][0], m_new, rtol=1e-4, atol=1e-6)
+            after = got[f"state exp_avg_sq of {name}"][0]
+            torch.testing.assert_close(after / (1 - 0.99**6), v / (1 - 0.99**5), rtol=1e-5, atol=1e-8)
+        else:
+            twin.state[p] = state
+            twin.step()
+            want = p.detach()
+        torch.testing.assert_close(got[f"parameter {name}"][0], want, rtol=1e-4, atol=1e-6)
+        assert all(torch.equal(x, got[f"parameter {name}"][0]) for x in got[f"parameter {name}"])
+        assert float(got[f"state step of {name}"][0]) == 6
+
+
+def test_one_bit_adam_sends_a_bit_of_each_element():
+    _, lowered, mesh, values = one_bit("sign+adam", mesh={"dp": 4})
+    sent = {
+        kind: sum(v.type.numel for e in lowered.program.main.eqns if message(e)[0] == kind for v in e.vars if v.ndim)
+        for kind in ("exchange_chunks", "gather_chunks")
+    }
+    row = -(-1024 // 512) * 68  # of each matrix a quarter for each rank
+    assert sent == {"exchange_chunks": 2 * 4 * row, "gather_chunks": 2 * row}
+    spread = [spread_out(x, at, mesh) for x, at in zip(values.values(), lowered.spread.inputs, strict=True)]
+    outs = simulate(lowered.program, mesh, spread)
+    for name, parts in named_updates(lowered.program, outs).items():
+        if name.startswith(("parameter", "state")):
+            assert all(torch.equal(x, parts[0]) for x in parts), name
 
 
 def test_in_two_processes_and_on_from_a_checkpoint_to_the_bit(tmp_path):
     child = str(Path(__file__).parent / "compress_child.py")
     env = {"OMP_NUM_THREADS": "1", "MYCEL_TIMEOUT": "60"}
     assert launch([str(tmp_path)], 2, program=[child], env=env, logs=tmp_path / "logs") == 0
-    for name in ("int8", "topk"):
+    for name in ("mixed", "dgc", "one bit"):
         first, second = (torch.load(tmp_path / f"{name}-{rank}.pt") for rank in range(2))
         assert all(torch.equal(x, second[k]) for k, x in first.items())
 
@@ -355,9 +524,13 @@ BAD = [
         {"dp": "int9+ef"}, {"tp": "int8"}, {"pp": "int8"}, {"dp": "int8", "tp": "int8"}, "int8",
         {"dp": {"*.nothing": "int8"}}, {"dp": {"seen": "int8"}}, {"dp": {"up.*": "topk(3)+ef"}}, {"dp": "topk(0.01)"},
         {"dp": {"*.bias": "powersgd(2)+ef"}}, {"dp": "powersgd(0)+ef"}, {"dp": {"up.weight": "powersgd(41)+ef"}},
-        {"dp": "int8(block=17)"}, {"dp": "sign"}, {"dp": "randomk(0.1)+stochastic+ef"}
+        {"dp": "int8(block=17)"}, {"dp": "sign"}, {"dp": "randomk(0.1)+stochastic+ef"}, {"dp": "int8+loco(7)"},
+        {"dp": {"up.weight": "sign+adam"}}, {"dp": "1bit-adam"}, {"dp": "int8+dgc"},
     )),
+    {"compress": {"dp": "1bit-adam(5)"}, "zero": "1 over dp"},
     {"gather": {"dp": "int8"}, "zero": "2 over dp"},
+    {"gather": {"dp": "int8+ef"}},
+    {"gather": {"dp": "powersgd(2)+ef"}, "zero": "1 over dp"},
     {"gather": {"dp": "int8+ef"}, "zero": "3 over dp"},
     {"gather": {"dp": "auto"}, "zero": "3 over dp"},
     {"gather": "int8", "zero": "3 over dp"},
@@ -366,6 +539,22 @@ BAD = [
 
 def test_what_is_said_of_bad_plans():
     golden("compress_refusals", "\n\n".join(f"{yaml.safe_dump(plan).strip()}\n  => {refused(plan)}" for plan in BAD))
+
+
+@pytest.mark.parametrize("codec, optimizer, settings, why", [
+    ("sign+adam", torch.optim.SGD, {}, r"momentum of Adam, but the optimiser of first.weight is sgd"),
+    ("sign+adam", lambda p: torch.optim.Adam(p, amsgrad=True), {}, "Adam with amsgrad"),
+    ("sign+adam", torch.optim.AdamW, {"clip_norm": 1.0}, "first.weight is the momentum of Adam, and clip_norm asks"),
+    ("topk(0.1)+dgc", torch.optim.Adam, {}, "ranks keep the momentum of first.weight, but its optimiser is adam"),
+    ("topk(0.1)+dgc", lambda p: torch.optim.SGD(p, momentum=0.9), {}, r"SGD with momentum\n  try .* momentum=0"),
+])  # fmt: skip
+def test_what_travels_must_be_what_the_optimiser_takes(codec, optimizer, settings, why):
+    model = Squares()
+    plan = Plan.read({"mesh": {"dp": 2}, "batch": ["dp"], "compress": {"dp": ["exact until 5", codec]}})
+    step = mycel.train_step(model, optimizer(model.parameters()), plan=plan, compile=False, **settings)
+    step.set_counters({"taken": torch.tensor(5)})
+    with pytest.raises(PlanError, match=why):
+        step._unsharded((), {"x": torch.randn(4, 64), "y": torch.randn(4, 64)})
 
 
 class Wire:

@@ -11,6 +11,7 @@
     gradient of layers.0.q_proj.weight           where the step puts it, for others to read
     count tokens                                 a number of the whole batch that a microbatch is divided by
     error of layers.0.q_proj.weight over dp      what compressing a message left behind, sent with the next
+    velocity of layers.0.q_proj.weight over dp   momentum of a rank's own gradients, of what it has not sent
     delayed of layers.0.q_proj.weight over dp    a gradient that the next step is taken with
     outer momentum of layers.0.q_proj.weight     state of an optimiser around the optimiser
 
@@ -37,6 +38,7 @@ FORMS = {
     "gradient": ("of", "OF"),
     "count": ("NAME",),
     "error": ("of", "OF", "over", "OVER"),
+    "velocity": ("of", "OF", "over", "OVER"),
     "delayed": ("of", "OF", "over", "OVER"),
     "outer": ("NAME", "of", "OF"),
 }

@@ -14,6 +14,12 @@ stay the same to the bit.
     powersgd(r)     p = (g + e) q for a random q, summed; its columns made orthonormal; (g + e)' p, summed; z is their
                     product, and r is g + e without what of it is in the span of p: two small all-reduces
 
+A part of a parameter that its rank has updated (`told`) is gathered likewise:
+
+    y, r = told(n, p, e, axes=("dp",), codec="int4")       c, r = encode_residual(n - p, e, codec="int4", …)
+    z = all_gather(y, axes=("dp",), …)             =>      z = w + decode(gather_chunks(c, axes=("dp",), …))
+                                                           where p is this rank's own part of the parameter w
+
 What the second encoding loses, the rank whose part it is keeps with its own: the sum of all that ranks keep and what
 they received is the sum of what they had.  A `reduce_scatter` is the first half alone.  Where nobody asks for r,
 nothing is kept.  A sum that is no such collective stays as it is, exact.  Rows that have come are `verified` before
@@ -23,10 +29,11 @@ they are decoded, in one of so many messages.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from mycel.ir import Atom, Block, Builder, Eqn, Program, Var, substitute
+from mycel.lower.encode_gathers import joined_parts
 from mycel.ops import o
 from mycel.ops.codec_kernels import codec_of
 from mycel.ops.codecs import rank_of
@@ -38,9 +45,9 @@ SECOND = 0x14057B7EF767814F  # between those of the two encodings
 
 def compress(program: Program) -> Program:
     """The local program with its compressed sums written out."""
-    if not any(e.op is o.compressed for e in program.main.eqns):
+    if not any(e.op in (o.compressed, o.told) for e in program.main.eqns):
         return program
-    return replace(program, blocks={**program.blocks, program.entry: _Compressed(program.main).block()})
+    return replace(program, blocks={**program.blocks, program.entry: _Compressed(program).block()})
 
 
 @dataclass
@@ -77,8 +84,9 @@ class Message:
 
 
 class _Compressed:
-    def __init__(self, main: Block) -> None:
-        self.main = main
+    def __init__(self, program: Program) -> None:
+        self.main = main = program.main
+        self.parameters = {program.role(v).name: v for v in program.inputs_of("parameter")}
         self.b = Builder()
         self.b.reserve(v.name for v in (*main.inputs, *(v for e in main.eqns for v in e.outputs)))
         self.values: dict[Var, Atom] = {}
@@ -88,6 +96,9 @@ class _Compressed:
                 self.users.setdefault(v, []).append(eqn)
         self.messages: dict[Var, Message] = {}  # by the partial sum
         self.again: dict[Eqn, Message] = {}  # gathers of parts of a sum that all ranks are sent whole
+        # gathers of parameters that were written on encoded bytes, and what they bring; those whose turn has come
+        self.told: dict[Eqn, Callable[[], Atom]] = {}
+        self.coming: dict[Var, Callable[[], Atom]] = {}
         # what is on its way to all ranks: the values to come, and of a part of one the collective that asked for it
         self.expected: dict[Var, tuple[Message, Eqn | None]] = {}
 
@@ -104,6 +115,10 @@ class _Compressed:
         first = eqn.inputs[0] if eqn.inputs else None
         if eqn.op is o.compressed:
             self.begun(eqn)
+        elif eqn.op is o.told:
+            self.tell(eqn)
+        elif eqn in self.told:
+            self.coming[eqn.outputs[0]] = self.told.pop(eqn)
         elif isinstance(first, Var) and first in self.messages:
             self.ended(eqn)
         elif eqn.op is o.summed and first in self.expected:
@@ -111,7 +126,7 @@ class _Compressed:
         elif eqn in self.again:
             self.expected[eqn.outputs[0]] = self.again[eqn], None
         else:
-            if any(v in self.expected for v in eqn.vars):
+            if any(v in self.expected or v in self.coming for v in eqn.vars):
                 self.arrive()
             self.b.eqns.append(substitute(eqn, self.values))
 
@@ -122,10 +137,13 @@ class _Compressed:
                 message.total = self.decoded(message)
             self.values[v] = message.total if scatter is None else o.own_part(message.total, **scatter.params)
         self.expected.clear()
+        for v, come in self.coming.items():
+            self.values[v] = come()
+        self.coming.clear()
 
     def begun(self, eqn: Eqn) -> None:
         y, r = eqn.outputs
-        eqn = substitute(eqn, self.values)
+        eqn = self.with_share(substitute(eqn, self.values))
         g, e, key, _ = eqn.inputs
         asked = self.users.get(y, [])
         if not asked or y in self.main.outputs or not all(is_sum(x, eqn.params["axes"]) for x in asked):
@@ -148,6 +166,40 @@ class _Compressed:
         message.rows = o.exchange_chunks(message.rows, axes=p["axes"], count=p["count"])
         if message.dim is not None and message.left is not None:
             self.values[r] = message.left
+
+    def tell(self, eqn: Eqn) -> None:
+        """A part of a parameter that this rank has updated, to all: its difference to what all have."""
+        y, r = eqn.outputs
+        gathers, w = self.users.get(y, []), self.parameters[eqn.params["of"]]
+        is_told = len(gathers) == 1 and gathers[0].op is o.all_gather and y not in self.main.outputs
+        new, old, e = substitute(eqn, self.values).inputs
+        assert isinstance(new, Var) and isinstance(old, Var) and isinstance(e, Var)
+        wide = lambda x: x if x.dtype == e.dtype else o.cast(x, dtype=e.dtype)
+        changed = o.sub(wide(new), wide(old))
+        p = gathers[0].params if is_told else {}
+        if not is_told or p["axes"] != eqn.params["axes"] or gathers[0].outputs[0].shape != w.shape:
+            total = o.add(wide(old), o.add(changed, e))
+            self.values[y] = total if total.dtype == new.dtype else o.cast(total, dtype=new.dtype)
+            self.values[r] = o.mul(e, 0.0)
+            return
+        codec, along = eqn.params["codec"], {"axes": p["axes"], "count": p["count"]}
+        code, self.values[r] = o.encode_residual(changed, e, None, codec=codec, rows=1, row=math.prod(new.shape))
+        rows = o.gather_chunks(code, **along)
+
+        def come() -> Var:
+            difference = joined_parts(rows, codec, new.shape, p["count"], p["dim"], p["size"])
+            total = o.add(wide(w), wide(difference))
+            return total if total.dtype == new.dtype else o.cast(total, dtype=new.dtype)
+
+        self.told[gathers[0]] = come
+
+    def with_share(self, eqn: Eqn) -> Eqn:
+        """What is the same on all ranks (m), shared out among them: g + m / count."""
+        g, *others, m = eqn.inputs if len(eqn.inputs) == 5 else (*eqn.inputs, None)
+        if m is None:
+            return eqn
+        count = math.prod(x.params["count"] for x in self.users.get(eqn.outputs[0], ())[:1])
+        return replace(eqn, inputs=(o.add(g, o.mul(m, 1.0 / count)), *others))
 
     def gathered(self, scatter: Eqn) -> list[Eqn]:
         """Where the parts of a sum are brought together again."""

@@ -13,7 +13,7 @@ Those of a bucket that are not encoded go in a message of their own.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -120,12 +120,14 @@ class _Encoding:
         return o.encode(self.values.get(x, x), None, codec=self.codecs[x], rows=1, row=math.prod(x.shape))
 
     def joined(self, rows: Any, x: Var, count: int, dim: int, size: int) -> Any:
-        """The parts of all, along the dim that they are parts of."""
-        parts = o.decode(rows, None, codec=self.codecs[x], row=math.prod(x.shape), shape=(count, *x.shape))
-        if dim:
-            order = (*range(1, dim + 1), 0, *range(dim + 1, x.type.ndim + 1))
-            parts = o.permute(parts, dims=order)
-        shape = tuple(count * n if d == dim else n for d, n in enumerate(x.shape))
-        whole = o.reshape(parts, shape=shape)
-        whole = whole if shape[dim] == size else o.slice(whole, dim=dim, start=0, stop=size)
+        whole = joined_parts(rows, self.codecs[x], x.shape, count, dim, size)
         return whole if x.dtype == torch.float32 else o.cast(whole, dtype=x.dtype)
+
+
+def joined_parts(rows: Any, codec: str, shape: Sequence[int], count: int, dim: int, size: int) -> Any:
+    """The encoded parts of all, each of this shape, along the dim that they are parts of; f32."""
+    parts = o.decode(rows, None, codec=codec, row=math.prod(shape), shape=(count, *shape))
+    if dim:
+        parts = o.permute(parts, dims=(*range(1, dim + 1), 0, *range(dim + 1, len(shape) + 1)))
+    whole = o.reshape(parts, shape=tuple(count * n if d == dim else n for d, n in enumerate(shape)))
+    return whole if count * shape[dim] == size else o.slice(whole, dim=dim, start=0, stop=size)

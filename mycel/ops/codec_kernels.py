@@ -31,6 +31,8 @@ TINY = 1e-35  # blocks whose largest element is below it are zero
 LEVELS = {"int8": 127, "int4": 7}
 LARGEST = torch.finfo(torch.bfloat16).max
 MOST = 4096  # elements in a block
+EIGHT_BITS = torch.float8_e5m2  # of errors that are remembered: 32 powers of two in quarters
+EIGHT_BITS_SCALE = 2.0**15  # what these are multiplied by: from 5e-10 to 1.75, what is larger is cut off
 
 
 @dataclass(frozen=True)
@@ -197,6 +199,16 @@ def noise_of(key, blocks, period: int, width: int):
     h = h ^ (h >> 16)
     unit = ((h >> 8).float() * 2.0**-24).view(-1, width)
     return unit.repeat(blocks.shape[0] // period, 1) if period else unit
+
+
+def in_eight_bits(x, key):
+    """x times EIGHT_BITS_SCALE, up or down by chance: small changes of a number that is kept in few bits add up.  These
+    are the upper half of 16 bits, and what is drawn is added to the lower."""
+    most = torch.finfo(EIGHT_BITS).max
+    bits = (x * EIGHT_BITS_SCALE).clamp(-most, most).half().view(torch.int16).reshape(1, -1)
+    more = (noise_of(key, bits, 0, max(bits.shape[1], 1)) * 256).to(torch.int16) if bits.numel() else 0
+    rounded = (bits + more) & -256
+    return rounded.view(torch.float16).view(x.shape).to(EIGHT_BITS)
 
 
 def as_bytes(x):

@@ -4,6 +4,8 @@
     z = summed(y)                                                  a gradient on its way to a sum over dp: y is g + e
                                                                    up to what its codec loses, and that is r.  In a
                                                                    global program nothing is lost: r is zero
+    y, r = told(new, old, e, axes=("dp",), codec="int4", of="w")   a parameter on its way from the rank that has updated
+                                                                   a part of it to all: what travels is its difference
     c = encode(x, key, codec="int8", rows=4, row=250)              rows of x, one behind the other, as bytes
     c, r = encode_residual(x, e, key, codec="int8", …)             of x + e, and what is left over
     y = decode(c, key, codec="int8", row=250, shape=(10, 100))     the rows one behind the other
@@ -23,21 +25,30 @@ from dataclasses import dataclass
 import torch
 
 from mycel.ir import Type, op
-from mycel.ops.codec_kernels import codec_of
+from mycel.ops.codec_kernels import EIGHT_BITS, codec_of
 
-MEMORIES = ("", "ef", "ef21")
+# what becomes of what a codec loses, with the number that may be said of it and what it is otherwise
+MEMORIES: dict[str, float | None] = {"ef": None, "ef21": None, "loco": 0.5, "dgc": 0.9, "adam": None}
 
 
 @dataclass(frozen=True)
 class Compression:
-    """How a gradient travels: its codec, and what becomes of what that loses.  ef: it is added to the next gradient
-    (EF14).  ef21: what travels is the difference to what has been received so far."""
+    """How a gradient travels: its codec, and what becomes of what that loses.
+
+    ef          it is added to the next gradient (EF14)
+    ef21        what travels is the difference to what has been received so far
+    loco(0.5)   as ef, but what is added is a moving average of it, of which the newest is this share, in 8 bits
+    dgc(0.9)    as ef, but what travels is momentum, kept by each rank and dropped where it was sent: for SGD without
+    adam        as ef, but what travels is the momentum of Adam, whose variance is frozen: 1-bit Adam
+    """
 
     codec: str
     memory: str = ""
+    rate: float | None = None  # the number of loco and dgc
 
     def __str__(self) -> str:
-        return self.codec + (f"+{self.memory}" if self.memory else "")
+        said = "" if self.rate is None or self.rate == MEMORIES[self.memory] else f"({self.rate:g})"
+        return self.codec + (f"+{self.memory}{said}" if self.memory else "")
 
     @property
     def draws(self) -> bool:
@@ -48,12 +59,13 @@ class Compression:
     def parse(text: str) -> Compression:
         """`int8+ef`, `powersgd(4)+ef`, `topk(0.01)+ef21`, `int8(block=64)`; ValueError says what is wrong."""
         words = [w.strip() for w in text.split("+")]
-        memory = words.pop() if len(words) > 1 and words[-1] in MEMORIES[1:] else ""
+        memory, rate = _memory_of(words[-1]) if len(words) > 1 else ("", None)
+        words = words[:-1] if memory else words
         if words[0].startswith("powersgd"):
             rank = rank_of("+".join(words))
-            if not rank or not memory:
+            if not rank or not memory or memory == "dgc":
                 raise ValueError("powersgd has a rank, and loses what is not of it: powersgd(4)+ef")
-            return Compression(f"powersgd({rank})", memory)
+            return Compression(f"powersgd({rank})", memory, rate)
         codec = codec_of("+".join(words))
         if memory and codec.drawn_alike and codec.stochastic:
             raise ValueError(f"{codec} makes up for what it loses by itself: without +stochastic, or without +{memory}")
@@ -61,7 +73,27 @@ class Compression:
             raise ValueError(f"{codec} alone would never send most of a gradient: {codec}+ef")
         if not memory and codec.name == "sign":
             raise ValueError(f"{codec} alone does not converge: {codec}+ef")
-        return Compression(str(codec), memory)
+        if memory == "dgc" and codec.share == 1:
+            raise ValueError(f"{codec} sends some of every element, dgc is for those that are not sent: topk(0.01)+dgc")
+        return Compression(str(codec), memory, rate)
+
+
+def _memory_of(word: str) -> tuple[str, float | None]:
+    """`loco(0.2)` -> its name and number; ("", None): it is none."""
+    match = re.fullmatch(r"(\w+)\s*(?:\(([^()]*)\))?", word)
+    if match is None or match[1] not in MEMORIES:
+        return "", None
+    name, said, usual = match[1], match[2], MEMORIES[match[1]]
+    if said is None:
+        return name, usual
+    try:
+        rate = float(said)
+    except ValueError:
+        rate = -1.0
+    if usual is None or not 0 < rate <= 1 or (name == "dgc" and rate == 1):
+        few = "takes no number" if usual is None else f"has a number between 0 and 1, such as {name}({usual:g})"
+        raise ValueError(f"{word}: {name} {few}")
+    return name, rate
 
 
 def rank_of(text: str) -> int:
@@ -76,8 +108,8 @@ def wide(dtype):
 
 
 @op(
-    lambda g, e, key, at, **_: f"..., {'' if e is None else '...'}, , -> ..., ...",
-    types=lambda g, e, key, at, **_: (g, g),
+    lambda g, e, key, at, m=None, **_: f"..., {'' if e is None else '...'}, , {', ...' if m else ''} -> ..., ...",
+    types=lambda g, e, key, at, m=None, **_: (g, g),
     linear=((0, 1),),
     sent_as_sum=True,
     padding="zeros",
@@ -86,10 +118,53 @@ def wide(dtype):
         'f[3], f[3], i64[], i64[], codec="int8", axes=("dp",), of="w"',
     ],
 )
-def compressed(g, e, key, at, *, codec, axes, of):
+def compressed(g, e, key, at, m=None, *, codec, axes, of):
     """g + e, which belongs to the parameter `of`, on its way to a sum over the axes, and what its codec will have lost
-    of it; `at`: how many were sent before."""
-    return g + 0 if e is None else g + e, torch.zeros_like(g)
+    of it; `at`: how many were sent before.  `m` is the same on all ranks, and each adds its share of it
+    (`lower/compress` divides it by their number: no rank runs this operator)."""
+    y = g + 0 if e is None else g + e
+    return y if m is None else y + m, torch.zeros_like(g)
+
+
+@op(
+    "..., ..., -> ...",
+    types=lambda e, lost, key, **_: Type(EIGHT_BITS, lost.shape),
+    linear=((0, 1),),
+    sent_as_sum=True,
+    compiles=False,
+    fresh=True,
+    examples=['f32[4,6], f32[4,6], i64[], axes=("dp",), share=0.5', 'f64[3], f64[3], i64[], axes=("dp",), share=1.0'],
+)
+def averaged_error(e, lost, key, *, axes, share):
+    """(1 - share) e + share lost, in 8 bits: what a rank remembers of what was lost, a moving average.  As a sum over
+    the axes, of which each rank has its own part."""
+    from mycel.ops.codec_kernels import in_eight_bits
+
+    return in_eight_bits(e * (1 - share) + lost * share, key)
+
+
+@op(
+    "..., ..., ... -> ...",
+    linear=((0, 1, 2),),
+    sent_as_sum=True,
+    examples=['f[4,6], f[4,6], f[4,6], axes=("dp",)'],
+)
+def unsent(u, given, lost, *, axes):
+    """u where all that was given is lost, and zero where some of it was sent; on each rank its own part of a sum over
+    the axes."""
+    return torch.where(given == lost, u, torch.zeros_like(u))
+
+
+@op(
+    "..., ..., ... -> ..., ...",
+    types=lambda new, old, e, **_: (new, e),
+    padding="zeros",
+    examples=['f[4,6], f[4,6], f[4,6], codec="int4", axes=("dp",), of="w"'],
+)
+def told(new, old, e, *, codec, axes, of):
+    """A parameter `of` that all ranks have, as each is told of its new value by the one that has updated a part of it:
+    old and new - old + e, up to what its codec loses, which is what is left.  In a global program nothing is lost."""
+    return (old.to(e.dtype) + ((new.to(e.dtype) - old.to(e.dtype)) + e)).to(new.dtype), torch.zeros_like(e)
 
 
 @op("... -> ...", dtype="first", examples=["f[2,3]"], free=True)

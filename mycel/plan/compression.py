@@ -8,11 +8,14 @@
 
     compress: {dp: [exact until 100, topk(0.25)+ef until 200, topk(0.01)+ef]}
                                                      one after the other, by the number of steps
+    compress: {dp: 1bit-adam(100)}                   Adam, exactly for 100 steps, then its momentum in one bit and its
+                                                     variance frozen: [exact until 100, sign+adam]
     compress: {dp: int4+ef, when: noise > 2}         while what is monitored says so, exact otherwise
     gather: {dp: int8}                               parameters of ZeRO-3, when they are gathered for use; by pattern
+    gather: {dp: int4+ef}                            of ZeRO-1 and 2: by how much an update has changed them
 
 Gradients are compressed on their way along one axis, which splits the batch.  What a codec's text may be says
-`ops/codec_kernels.py`; `+ef` and `+ef21` keep what it loses.
+`ops/codec_kernels.py`; `+ef`, `+ef21`, `+loco`, `+dgc` and `+adam` keep what it loses (`ops/codecs.py`).
 """
 
 from __future__ import annotations
@@ -38,6 +41,7 @@ EXACT, AUTO = "exact", "auto"
 # what may be watched, and how what is measured of it is called
 MONITORS = {"noise": "noise_scale", "variance": "gradient_variance", "error": "compression_error"}
 NOTHING: Mapping[str, torch.dtype] = {}
+ONE_BIT_ADAM = re.compile(r"\s*1bit-adam\(\s*(?:warmup\s*=\s*)?([1-9]\d*)\s*\)\s*")
 CANDIDATES = (EXACT, "int8+ef", "int4+ef")  # of auto, the least lossy first
 
 
@@ -86,6 +90,52 @@ def refuse_rank(name: str, shape: Sequence[int], how: Compression, where: str) -
         raise PlanError(
             f"{where}: {how.codec}, but {name} is {list(shape)}: of rank {min(sides)} at most\n"
             f"  try       a rank up to {min(sides)}, or  {name}: int8+ef"
+        )
+
+
+def refuse_split_momentum(encoded: CompressedAxis | None, zero: int, over: Sequence[str]) -> None:
+    """PlanError where momentum is to travel along an axis over which ranks have parts of it."""
+    patterns = encoded.patterns if encoded is not None and zero and encoded.axis in over else ()
+    for how in (how for _, how in patterns if how is not None and how.memory == "adam"):
+        assert encoded is not None
+        raise PlanError(
+            f"compress: {encoded.axis}: {how}: each rank adds its gradient to all of the momentum, which zero: {zero} "
+            f"splits over {encoded.axis}\n  try       zero over another axis, or  int4+loco"
+        )
+
+
+def refuse_update(
+    axis: str, name: str, how: Compression, kind: str, flags: Mapping[str, Any], is_warm: bool, others: Sequence[str]
+) -> None:
+    """PlanError where the optimiser (its `kind` and settings) of a parameter cannot take what travels instead of its
+    gradient.  `is_warm`: steps were taken before; `others`: what else asks for gradients."""
+    if how.memory not in ("dgc", "adam"):
+        return
+    where, known = f"compress: {axis}: {how}", kind or "torch's own update"
+    if how.memory == "dgc":
+        if kind != "sgd" or flags.get("momentum"):
+            has = "SGD with momentum" if kind == "sgd" else known
+            raise PlanError(
+                f"{where}: ranks keep the momentum of {name}, but its optimiser is {has}\n"
+                f"  try       torch.optim.SGD with momentum=0, or a group of its own for {name} with momentum=0"
+            )
+        return
+    off = next((flag for flag in ("amsgrad", "maximize") if flags.get(flag)), "")
+    if kind != "adam" or off:
+        has = f"Adam with {off}" if off else known
+        raise PlanError(
+            f"{where}: what travels is the momentum of Adam, but the optimiser of {name} is {has}\n"
+            "  try       torch.optim.Adam or AdamW, or  sign+ef"
+        )
+    if not is_warm:
+        raise PlanError(
+            f"{where}: the variance of {name} is frozen, but no step has measured it\n"
+            f"  try       compress: {{{axis}: 1bit-adam(100)}}, or  [exact until 100, {how}]"
+        )
+    if others:
+        raise PlanError(
+            f"{where}: what comes of {name} is the momentum of Adam, and {others[0]} asks for its gradient\n"
+            f"  try       without {others[0]}, or  {how.codec}+ef"
         )
 
 
@@ -161,6 +211,13 @@ def read_phases(entry: Any) -> tuple[list[tuple[int | None, Any]], Condition | N
         exact = dict.fromkeys(rest, EXACT)
         return [(None, exact), (None, rest)], Condition(match[1], match[2] == ">", float(match[3]))
     axis, said = next(iter(rest.items()))
+    if isinstance(said, str) and said.lstrip().startswith("1bit-adam"):
+        match = ONE_BIT_ADAM.fullmatch(said)
+        if match is None:
+            raise PlanError(
+                f"compress: {axis}: {said}\n  try       1bit-adam(100): so many steps are exact, and measure variances"
+            )
+        said = [f"exact until {match[1]}", "sign+adam"]
     if not isinstance(said, (list, tuple)):
         return [(None, entry)], None
     phases: list[tuple[int | None, Any]] = []
@@ -191,15 +248,18 @@ def read_gather(entry: Any, mesh: Mesh, zero: int, over: Sequence[str]) -> Compr
     axis = next(iter(entry)) if isinstance(entry, Mapping) and len(entry) == 1 else None
     if axis is None or axis not in mesh:
         raise PlanError(f"gather: {entry!r}\n  try       an axis and a codec, such as  gather: {{dp: int8}}")
-    if zero != 3 or tuple(over) != (axis,):
+    if zero == 0 or tuple(over) != (axis,):
         has = f"zero is {zero} over {'.'.join(over)}" if zero else "there is no zero"
-        raise PlanError(
-            f"gather: along {axis} no parameters are gathered for use: {has}\n  try       zero: 3 over {axis}"
-        )
+        raise PlanError(f"gather: along {axis} no parameters are gathered: {has}\n  try       zero: 3 over {axis}")
     chosen = read_compress({axis: entry[axis]}, mesh, [axis])
     assert chosen is not None
     for pattern, how in chosen.patterns:
-        if how is not None and (how.memory or how.draws or how.codec.startswith("topk")):
+        if how is not None and zero < 3 and (how.memory != "ef" or how.draws):
+            raise PlanError(
+                f"gather: {axis}: {pattern}: {how}: under zero: {zero} what travels is how parameters have changed, "
+                "and what is lost of that is kept\n  try       int4+ef or int8+ef"
+            )
+        if how is not None and zero == 3 and (how.memory or how.draws or how.codec.startswith("topk")):
             raise PlanError(
                 f"gather: {axis}: {pattern}: {how}: parts are encoded anew each time, and nothing is kept\n"
                 "  try       int8, int4, bf16 or fp16"

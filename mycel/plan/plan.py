@@ -20,7 +20,8 @@
     sums: fp32                         # partial sums travel in 32 bits; as computed (default): in the precision of the
                                        # product that leaves them
     compress: {dp: int8+ef}            # gradients travel along dp in fewer bytes; by pattern; auto (compression.py)
-    gather: {dp: int8}                 # parameters of ZeRO-3 travel so when they are gathered for use; by pattern
+    gather: {dp: int8}                 # parameters of ZeRO-3 travel so when they are gathered for use; by pattern.
+                                       # Of ZeRO-1 and 2, int4+ef: by how much they have changed
     monitor: [noise, variance, error]  # measured of gradients at each step, and logged; may say when to compress
     sync: {dp: diloco(H=50)}           # ranks along dp take steps of their own, and are made one model now and then;
                                        # every step (default), local, streaming, gossip, sma (synchronising.py)
@@ -61,6 +62,7 @@ from mycel.plan.compression import (
     read_gather,
     read_monitor,
     read_phases,
+    refuse_split_momentum,
 )
 from mycel.plan.decided import Decided, Predicted
 from mycel.plan.offload import UNSAID, Offload
@@ -136,7 +138,7 @@ class Plan:
         read_monitor(self.monitor)
         phases, _ = read_phases(self.compress)
         for _, how in phases:
-            read_compress(how, self.mesh, self.batch_axes())
+            refuse_split_momentum(read_compress(how, self.mesh, self.batch_axes()), self.zero, self.over)
         read_gather(self.gather, self.mesh, self.zero, self.over)
         self._refuse_replicas()
 
@@ -553,6 +555,13 @@ class Plan:
 
     def gathered_codecs(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, str]:
         """How parts of parameters of these shapes are encoded when they are gathered, by name."""
+        return self._gather_codecs(shapes) if self.zero == 3 else {}
+
+    def told_codecs(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, str]:
+        """How changes of parameters of these shapes are encoded, of which each rank updates a part, by name."""
+        return self._gather_codecs(shapes) if self.zero in (1, 2) else {}
+
+    def _gather_codecs(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, str]:
         chosen = read_gather(self.gather, self.mesh, self.zero, self.over)
         if chosen is None or self.mesh[chosen.axis] == 1:
             return {}

@@ -196,9 +196,11 @@ def refuse_codec(policy: SyncPolicy, encoded: CompressedAxis | None) -> None:
             f"compress: {axis}, but {policy} averages models, not what has changed: they travel exactly\n"
             f"  try       sync: {{{axis}: diloco(H={policy.every}, lr=1, momentum=0)}}, which sends differences"
         )
-    if encoded is not None and (encoded.auto or any(how and how.memory == "ef21" for _, how in encoded.patterns)):
+    memories = [how.memory for _, how in encoded.patterns if how is not None] if encoded is not None else []
+    odd = next((memory for memory in memories if memory not in ("", "ef")), "")
+    if encoded is not None and (encoded.auto or odd):
         raise PlanError(
-            f"compress: {axis}: {'auto' if encoded.auto else 'ef21'}, but what outer steps send is encoded as said\n"
+            f"compress: {axis}: {'auto' if encoded.auto else odd}, but what outer steps send is encoded as said\n"
             f"  try       compress: {{{axis}: int8+ef}}"
         )
 

@@ -9,7 +9,7 @@ from mycel.transform import vjp_control  # noqa: F401  enters control flow into 
 from mycel.transform.algebra import algebra
 from mycel.transform.attend import attend
 from mycel.transform.causal import causal, masks
-from mycel.transform.compressing import DRAWS, compress_gradients
+from mycel.transform.compressing import DRAWS, compress_gradients, frozen_groups
 from mycel.transform.coupling import coupled
 from mycel.transform.cse import cse
 from mycel.transform.dce import dce
@@ -27,6 +27,7 @@ from mycel.transform.optimise import ParameterGroup, optimise
 from mycel.transform.outline import outline
 from mycel.transform.precision import precision
 from mycel.transform.scaling import LOSS_SCALE, scaled, with_scale
+from mycel.transform.telling import tell_differences
 from mycel.transform.unhinted import unhinted
 from mycel.transform.unshared import unshared
 from mycel.transform.vjp import forward_and_backward, value_and_grad
@@ -67,6 +68,7 @@ __all__ = [
     "delay_gradients",
     "fold",
     "forward_and_backward",
+    "frozen_groups",
     "fuse",
     "head",
     "inline",
@@ -84,6 +86,7 @@ __all__ = [
     "scaled",
     "shares",
     "simplify",
+    "tell_differences",
     "unhinted",
     "unshared",
     "value_and_grad",

@@ -12,7 +12,12 @@ bytes.  New inputs, by their roles:
 
     error of w over dp        ef: what was lost, added to the next gradient.  ef21: this rank's part in what has been
                               received so far; what travels is the difference to it
+                              loco: a moving average of what was lost, in 8 bits
     outer received of w       ef21: what has been received so far
+    velocity of w over dp     dgc: this rank's momentum, of what it has not sent; what travels is momentum
+    state exp_avg of w        adam: the optimiser's own.  What travels is Adam's momentum, of which each rank adds a
+                              share to its gradient, and what comes is the new one: the update that follows has a frozen
+                              variance (`frozen_groups`)
     counter draws             how many steps have sent: what codecs draw from that round or choose by chance
 
 Errors are kept without the loss scale of half precision.
@@ -28,31 +33,66 @@ import torch
 
 from mycel.ir import Builder, Eqn, Program, Role, Type, Var
 from mycel.ops import o
+from mycel.ops.codec_kernels import EIGHT_BITS, EIGHT_BITS_SCALE
 from mycel.ops.codecs import Compression
+from mycel.transform.optimise import SCALAR, ParameterGroup
 from mycel.transform.scaling import LOSS_SCALE
 
 DRAWS = Role("counter", "draws")
 
 
 def compress_gradients(
-    program: Program, names: Sequence[str], results: int, chosen: Mapping[str, Compression], axis: str
+    program: Program,
+    groups: Sequence[ParameterGroup],
+    results: int,
+    chosen: Mapping[str, Compression],
+    axis: str,
 ) -> Program:
-    """results[results:] are the gradients of the parameters of these names; those that are `chosen` travel along an
-    axis as it says."""
-    return _Compressing(program, axis).done(names, results, chosen)
+    """results[results:] are the gradients of the groups' parameters; those that are `chosen` travel along an axis as it
+    says."""
+    return _Compressing(program, axis).done(groups, results, chosen)
+
+
+def frozen_groups(
+    program: Program, groups: Sequence[ParameterGroup], results: int, chosen: Mapping[str, Compression]
+) -> tuple[Program, list[ParameterGroup]]:
+    """Parameters whose momentum has come instead of a gradient, in groups of their own, updated with the variance that
+    Adam has of them; results in the order of these groups."""
+    frozen = {name for name, how in chosen.items() if how.memory == "adam"}
+    if not frozen:
+        return program, list(groups)
+    split = []
+    for group in groups:
+        kinds = {group.kind: [n for n in group.params if n not in frozen], "frozen_adam": []}
+        kinds["frozen_adam"] += [n for n in group.params if n in frozen]
+        flags = tuple((name, value) for name, value in group.flags if name != "amsgrad")
+        split += [
+            replace(group, kind=kind, params=tuple(names), flags=group.flags if kind == group.kind else flags)
+            for kind, names in kinds.items()
+            if names
+        ]
+    before, n = [name for group in groups for name in group.params], len(program.results)
+    outputs = program.main.outputs
+    gradients = dict(zip(before, outputs[results:n], strict=True))
+    ordered = [gradients[name] for group in split for name in group.params]
+    block = replace(program.main, outputs=(*outputs[:results], *ordered, *outputs[n:]))
+    return replace(program, blocks={**program.blocks, program.entry: block}), split
 
 
 @dataclass
 class CompressedSum:
-    """A gradient on its way: its dtype, itself as it is sent, its partial sum and what was lost of it; and the inputs
-    it has."""
+    """A gradient on its way: how it travels, its dtype, itself as it is sent, its partial sum and what was lost of it;
+    and the inputs it has."""
 
+    how: Compression
     dtype: torch.dtype
     gradient: Any
     partial: Var
     lost: Var
     error: Var | None
-    received: Var | None
+    kept: Var | None  # what has been received, or velocity
+    remembered: Any  # of `error`, as numbers of the gradient's dtype
+    site: int  # between messages, for what they draw
 
 
 class _Compressing:
@@ -66,8 +106,10 @@ class _Compressing:
         self.sent: Var | None = None
         self.updates: dict[str, Any] = {}
 
-    def done(self, names: Sequence[str], results: int, chosen: Mapping[str, Compression]) -> Program:
+    def done(self, groups: Sequence[ParameterGroup], results: int, chosen: Mapping[str, Compression]) -> Program:
         main, n = self.main, len(self.program.results)
+        names = [name for group in groups for name in group.params]
+        self.group_of = {name: group.name for group in groups for name in group.params}
         made = {v: i for i, e in enumerate(main.eqns) for v in e.outputs}
         outputs, behind, sent = list(main.outputs), dict[int, list[Eqn]](), dict[int, CompressedSum]()
         for at, name in enumerate(names, results):
@@ -107,33 +149,68 @@ class _Compressing:
     def begun(self, name: str, how: Compression, g: Var, site: int) -> CompressedSum:
         """Right behind the gradient: what is sent, from there on."""
         wide = torch.promote_types(g.dtype, torch.float32)
-        error = received = None
+        error = kept = more = None
         if how.memory:
-            error = self.input(f"{name}.error", Type(wide, g.shape), Role("error", of=name, over=self.axis))
+            kind = EIGHT_BITS if how.memory == "loco" else wide
+            error = self.input(f"{name}.error", Type(kind, g.shape), Role("error", of=name, over=self.axis))
         if how.memory == "ef21":
-            received = self.input(f"{name}.received", Type(wide, g.shape), Role("outer", "received", of=name))
+            kept = self.input(f"{name}.received", Type(wide, g.shape), Role("outer", "received", of=name))
+        elif how.memory == "dgc":
+            kept = self.input(f"{name}.velocity", Type(wide, g.shape), Role("velocity", of=name, over=self.axis))
         if self.sent is None:
             self.sent = self.input("draws", Type(torch.int64, ()), DRAWS)
         with self.b:
             x = g if g.dtype == wide else o.cast(g, dtype=wide)
             key = o.fold_in(self.sent, data=site) if how.draws else None
-            e = self.scaled(error)
-            how_sent = {"codec": how.codec, "axes": (self.axis,), "of": name}
-            if received is not None:
-                partial, lost = o.compressed(o.sub(x, e), None, key, self.sent, **how_sent)
+            remembered = error
+            if how.memory == "loco":
+                remembered = o.mul(o.cast(error, dtype=wide), 1 / EIGHT_BITS_SCALE)
+            e = self.scaled(remembered)
+            if how.memory == "ef21":
+                given, e = o.sub(x, e), None
+            elif how.memory == "dgc":
+                given = x = o.add(o.mul(self.scaled(kept), how.rate), x)
+            elif how.memory == "adam":
+                given, more = self.momentum(name, x)
             else:
-                partial, lost = o.compressed(x, e, key, self.sent, **how_sent)
-        return CompressedSum(g.dtype, x, partial, lost, error, received)
+                given = x
+            also = () if more is None else (more,)
+            sent_as = {"codec": how.codec, "axes": (self.axis,), "of": name}
+            partial, lost = o.compressed(given, e, key, self.sent, *also, **sent_as)
+        return CompressedSum(how, g.dtype, x, partial, lost, error, kept, remembered, site)
+
+    def momentum(self, name: str, g: Any) -> tuple[Any, Any]:
+        """(1 - b1) g, of which each rank has its own, and b1 m, which all have."""
+        role = Role("state", "exp_avg", of=name)
+        of = self.program.by_role()[Role("parameter", name)]
+        m = self.input(f"{name}.exp_avg", of.type, role)
+        rate = Role("hyper", "beta1", of=self.group_of[name])
+        beta = next((v for v in self.b.inputs if self.roles.get(v.name) == rate), None)
+        beta = o.cast(beta if beta is not None else self.input("beta1", SCALAR, rate), dtype=g.dtype)
+        m = m if m.dtype == g.dtype else o.cast(m, dtype=g.dtype)
+        return o.mul(g, o.sub(1.0, beta)), self.scaled(o.mul(m, beta))
 
     def ended(self, message: CompressedSum) -> Any:
         """Where it is used: what has come."""
-        z = o.summed(message.partial)
-        if message.received is not None and message.error is not None:
-            z = o.add(self.scaled(message.received), z)
-            self.updates[message.received.name] = self.unscaled(z)
-            self.updates[message.error.name] = self.unscaled(o.sub(message.gradient, message.lost))
-        elif message.error is not None:
-            self.updates[message.error.name] = self.unscaled(message.lost)
+        z, error, kept, lost = o.summed(message.partial), message.error, message.kept, message.lost
+        if error is not None:
+            match message.how.memory:
+                case "ef21":
+                    assert kept is not None
+                    z = o.add(self.scaled(kept), z)
+                    self.updates[kept.name] = self.unscaled(z)
+                    lost = o.sub(message.gradient, lost)
+                case "dgc":
+                    assert kept is not None
+                    given = o.add(message.gradient, self.scaled(message.remembered))
+                    velocity = o.unsent(message.gradient, given, lost, axes=(self.axis,))
+                    self.updates[kept.name] = self.unscaled(velocity)
+            new = self.unscaled(lost)
+            if message.how.memory == "loco":
+                how = {"axes": (self.axis,), "share": message.how.rate}
+                assert self.sent is not None
+                new = o.averaged_error(message.remembered, new, o.fold_in(self.sent, data=~message.site), **how)
+            self.updates[error.name] = new
         return z if z.dtype == message.dtype else o.cast(z, dtype=message.dtype)
 
     def scaled(self, x: Any) -> Any:

@@ -76,7 +76,7 @@ def optimise(
 ) -> Program:
     """Gradients in results[results:], in the order of the groups' parameters => updates of these; with `gradients`, of
     inputs for them too."""
-    main, inputs = program.main, program.by_role()
+    main, inputs = program.main, dict(program.by_role())
     loss_scale = inputs.get(LOSS_SCALE)
     n = len(program.results)
     grads: Sequence[Any] = main.outputs[results:n]
@@ -87,9 +87,11 @@ def optimise(
     roles = dict(program.roles)
 
     def new_input(name: str, type: Type, role: Role) -> Var:
-        var = b.input(name, type)
-        roles[var.name] = role
-        return var
+        """An input of this role; some state and hyper-parameters are there, where messages read them."""
+        if role not in inputs:
+            inputs[role] = b.input(name, type)
+            roles[inputs[role].name] = role
+        return inputs[role]
 
     params = [[inputs[Role("parameter", p)] for p in group.params] for group in groups]
     given = [_state(new_input, group, own) for group, own in zip(groups, params, strict=True)]

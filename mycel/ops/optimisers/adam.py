@@ -1,4 +1,4 @@
-"""Adam, AdamW, NAdam, RAdam and Adamax: two moments of the gradient."""
+"""Adam, AdamW, NAdam, RAdam and Adamax: two moments of the gradient.  And Adam whose second is frozen."""
 
 from __future__ import annotations
 
@@ -85,6 +85,35 @@ def adam(
     root = o.sqrt(o.div(most.get("max_exp_avg_sq", v), o.sub(1, o.pow(second, now))))
     move = o.div(o.div(m, o.sub(1, o.pow(first, now))), o.add(root, small))
     return o.sub(base, o.mul(rate, move)), {"exp_avg": m, "exp_avg_sq": v, "step": at, **most}
+
+
+@optimiser(
+    classes={},
+    slots=[StateSlot("exp_avg"), StateSlot("exp_avg_sq"), StateSlot("step", scalar=True)],
+    hyper={"lr": "lr", "beta1": "betas.0", "beta2": "betas.1", "eps": "eps", "weight_decay": "weight_decay"},
+    flags={"decoupled": "decoupled_weight_decay", "maximize": "maximize"},
+    examples=[
+        (
+            "f[4,6], f[4,6], f[4,6]>0, f32[]>1, f[4,6], f64[]~0.1, 0.9, 0.7, f64[]~0.1, f64[]~0.1, None, "
+            "f32[]~0, count=1"
+        ),
+        "f64[4], f64[3], f64[4], f64[3], f64[4]>0, f64[3]>0, f32[]>0, f32[]>0, f64[4], f64[3], f64[]>0, 0.9, "
+        "0.8, f64[]>0, f64[]>0, f32[]>0, f32[]~0, count=2, decoupled=False",
+    ],
+)
+def frozen_adam(p, g, *, exp_avg, exp_avg_sq, step, lr, beta1, beta2, eps, weight_decay, decoupled=True):
+    """Adam, given its new momentum m' in the place of a gradient; v' (1-b2^t) / (1-b2^(t+1)) = v: what it divides by
+    stays, and all state is still Adam's"""
+    rate, first, second, small, decay = (o.cast(x, dtype=p.dtype) for x in (lr, beta1, beta2, eps, weight_decay))
+    at = o.add(step, 1)
+    now, before = o.cast(at, dtype=p.dtype), o.cast(o.clamp(step, 1.0, None), dtype=p.dtype)
+    base = o.mul(p, o.sub(1, o.mul(rate, decay))) if decoupled else p
+    m = g if decoupled else o.add(g, o.mul(o.sub(1, first), o.mul(p, decay)))
+    settled = o.sub(1, o.pow(second, before))
+    root = o.sqrt(o.div(exp_avg_sq, settled))
+    v = o.mul(exp_avg_sq, o.div(o.sub(1, o.pow(second, now)), settled))
+    move = o.div(o.div(m, o.sub(1, o.pow(first, now))), o.add(root, small))
+    return o.sub(base, o.mul(rate, move)), {"exp_avg": m, "exp_avg_sq": v, "step": at}
 
 
 @optimiser(

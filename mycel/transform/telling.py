@@ -1,0 +1,49 @@
+"""Parameters that all ranks have and of which each updates a part (ZeRO 1 and 2): what the others are told is by how
+much that part has changed, encoded.
+
+    w' = adam(w, …)                       w' = adam(w, …)
+    return w=w'                           y, r = told(w', w, w.unsent, axes=("dp",), codec="int4", of="w")
+                               =>         return w=y, w.unsent=r
+
+`lower/compress` writes the gather behind `told` on encoded bytes; all ranks, the one that has updated the part among
+them, go on with what these say.  What that leaves out of a change is in the next one: an input of the role `outer
+unsent of w`, which lies as the optimiser's state of w does.  A step that is skipped changes neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from mycel.ir import Builder, Program, Role, Type
+from mycel.ops import o
+
+SKIPPED = Role("counter", "skipped")
+
+
+def tell_differences(program: Program, codecs: Mapping[str, str], axis: str) -> Program:
+    """The step with the new values of these parameters told along an axis, each by its codec."""
+    main, inputs, roles = program.main, program.by_role(), dict(program.roles)
+    n = len(program.results)
+    updates: dict[str, Any] = dict(zip(program.updates, main.outputs[n:], strict=True))
+    b = Builder(phase="update")
+    b.inputs, b.eqns = list(main.inputs), list(main.eqns)
+    b.reserve(v.name for v in (*main.inputs, *(v for e in main.eqns for v in e.outputs)))
+    with b:
+        skipped = inputs[SKIPPED]
+        is_taken = o.eq(updates[skipped.name], skipped)
+        for name, codec in codecs.items():
+            w = inputs[Role("parameter", name)]
+            if w.name not in updates:
+                continue
+            error = b.input(f"{name}.unsent", Type(torch.promote_types(w.dtype, torch.float32), w.shape))
+            roles[error.name] = Role("outer", "unsent", of=name)
+            fed_back = o.mul(error, o.cast(is_taken, dtype=error.dtype))
+            how = {"codec": codec, "axes": (axis,), "of": name}
+            updates[w.name], lost = o.told(updates[w.name], w, fed_back, **how)
+            updates[error.name] = o.where(is_taken, lost, error)
+    block = replace(main, inputs=tuple(b.inputs), eqns=tuple(b.eqns), outputs=(*main.outputs[:n], *updates.values()))
+    return replace(program, blocks={**program.blocks, program.entry: block}, updates=tuple(updates), roles=roles)
