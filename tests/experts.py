@@ -27,6 +27,23 @@ class Layer(nn.Module):
         return (x + mycel.experts(x, ids, weights, self.up, self.down, gate=self.gate)).square().mean()
 
 
+class Routed(Layer):
+    """A layer that chooses by itself, the first experts more often than the last."""
+
+    def __init__(self, experts: int, width: int = 4, chosen: int = 2) -> None:
+        super().__init__(experts, width)
+        self.router = nn.Linear(width, experts, dtype=torch.float64)
+        self.router.bias.data = torch.linspace(2, -2, experts, dtype=torch.float64)
+        self.scale, self.chosen = nn.Parameter(torch.ones(width, dtype=torch.float64)), chosen
+
+    def choices(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.topk(self.router(x * self.scale).softmax(-1), self.chosen)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, ids = self.choices(x)
+        return super().forward(x * self.scale, ids, weights)
+
+
 def routed(how: str, experts: int, tokens: int = 8, chosen: int = 2, width: int = 4) -> dict[str, torch.Tensor]:
     """A batch for a Layer: tokens by chance, to one expert alone, or to the last two, so that others have none."""
     g = torch.Generator().manual_seed(1)

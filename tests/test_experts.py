@@ -12,13 +12,14 @@ import pytest
 import torch
 from distributing import OneDevice, start_values, step_equals
 from expert_families import FAMILIES, family, text
-from experts import Layer, routed
+from experts import Layer, Routed, routed
 from stepping import plain_step
 from torch import nn
 
 import mycel
 from mycel import Mesh, Plan
 from mycel.errors import CaptureError, PlanError, RunError
+from mycel.expert_placement import balanced, by_rank, expert_layers
 from mycel.ir import walk
 from mycel.launch import launch
 from mycel.run import interpret, simulate
@@ -169,12 +170,84 @@ def test_the_load_of_experts_by_layer():
         step.expert_load(**text())
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_steps_measure_the_load_of_experts(accumulate):
+    """A moving average of what single batches give, as far as parts of them give the same."""
+    model, x = Routed(6), torch.randn(8, 4, dtype=torch.float64)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.0)
+    step = mycel.train_step(model, sgd, compile=False, expert_load=True, accumulate=accumulate)
+    average = None
+    for i in range(3):
+        step(x=x + i)
+        load = step.expert_load(x=x + i)["the model"].double()
+        average = load if average is None else average + 0.1 * (load - average)
+        torch.testing.assert_close(step.expert_load()["the model"].double(), average, atol=1e-5, rtol=0)
+    step.load_state_dict(step.state_dict())  # it is part of a step's state
+    torch.testing.assert_close(step.expert_load()["the model"].double(), average, atol=1e-5, rtol=0)
+
+
+def test_a_step_names_the_layer_whose_router_breaks():
+    model = family("qwen3_moe").double()
+    step = mycel.train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), compile=False, expert_load=True)
+    model.model.layers[1].mlp.gate.weight.data.fill_(torch.nan)
+    step(**text())
+    with pytest.raises(RunError, match=r"router of model\.layers\.1\.mlp\.experts gives weights that are not finite"):
+        step.expert_load()
+
+
 def test_choices_of_experts_that_are_not_there():
     layer, batch = Layer(5), routed("few", 5)
     step = mycel.train_step(layer, torch.optim.SGD(layer.parameters(), lr=0.1), compile=False)
     assert step.expert_load(**batch)["the model"].tolist() == [0, 0, 0, *torch.bincount(batch["ids"].view(-1))[3:]]
     with pytest.raises(RunError, match="of 16 choices 0 are among its 5 experts"):
         step.expert_load(**{**batch, "ids": batch["ids"] + 5})
+
+
+# -- experts change places
+
+
+def test_experts_are_balanced_over_ranks():
+    """Any loads and numbers of experts: nobody is lost, each rank keeps its number, the busiest never gets more, and
+    equal pairs end up apart."""
+    g = torch.Generator().manual_seed(0)
+    for _ in range(200):
+        sizes = torch.randint(1, 5, (int(torch.randint(2, 5, (), generator=g)),), generator=g).tolist()
+        load = (torch.rand(sum(sizes), generator=g) ** 4 * 100).tolist()
+        order = balanced(load, sizes)
+        assert sorted(order) == list(range(len(load)))
+        assert max(by_rank([load[i] for i in order], sizes)) <= max(by_rank(load, sizes))
+    assert balanced([90, 80, 5, 6], [2, 2]) == [0, 2, 1, 3]
+    assert balanced([1, 1, 1, 1], [2, 2]) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("name", ["olmoe", "gpt_oss", "mixtral"])
+def test_experts_change_places_and_nothing_else_changes(name):
+    """With the rows of their routers, biases and optimiser state: losses go on as if they had not."""
+    models = [quiet(family(name).double()) for _ in range(2)]
+    steps = [mycel.train_step(m, torch.optim.AdamW(m.parameters(), lr=1e-2), compile=False) for m in models]
+    for i in range(3):
+        if i == 1:
+            for layer in expert_layers(steps[0]._captured_program):
+                assert not layer.fixed
+                steps[0].state.reorder({name: (dim, (2, 0, 3, 1)) for name, dim in layer.tensors.items()})
+            moved, stayed = (m.model.layers[0].mlp.experts.down_proj for m in models)
+            assert torch.equal(moved[1], stayed[0]) and not torch.equal(moved[1], stayed[1])
+        assert float(steps[0](**text())) == pytest.approx(float(steps[1](**text())), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "name, why", [("deepseek_v3", "takes them in groups"), ("llama4", "scatter mixes them")], ids=str
+)
+def test_experts_that_are_not_treated_alike_stay(name, why):
+    model = family(name)
+    program = mycel.capture(lambda ids: model(input_ids=ids, use_cache=False).logits, text()["input_ids"])
+    assert all(why in layer.fixed for layer in expert_layers(program))
+
+
+def test_experts_that_the_batch_chooses_stay():
+    layer, batch = Layer(5), routed("random", 5)
+    (found,) = expert_layers(mycel.capture(layer, *batch.values()))
+    assert "who is chosen is given" in found.fixed
 
 
 def test_more_ranks_than_experts_are_refused():

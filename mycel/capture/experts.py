@@ -29,12 +29,19 @@ Forward = Callable[..., torch.Tensor]
 
 @dataclass(frozen=True)
 class Routing:
-    """Where a layer's tokens go: its name, the experts each token chose, their weights, and how many there are."""
+    """Where a layer's tokens go: the id of its module, how many of all `choices` each expert got, and how many of the
+    router's weights are not finite."""
 
-    layer: str
-    ids: torch.Tensor
-    weights: torch.Tensor
-    experts: int
+    module: int
+    counts: torch.Tensor
+    choices: int
+    not_finite: torch.Tensor
+
+    @staticmethod
+    def of(module: int, ids: torch.Tensor, weights: torch.Tensor, experts: int) -> Routing:
+        flat = ids.reshape(-1)
+        counts = (flat.unsqueeze(1) == torch.arange(experts, device=flat.device)).sum(0)
+        return Routing(module, counts, flat.numel(), (~torch.isfinite(weights)).sum())
 
 
 OBSERVED: list[list[Routing]] = []  # who wants to see the routing of layers that are traced
@@ -138,9 +145,10 @@ def traced_layer(tracer: Tracer, operands: Sequence[Any], gate: Gate, transposed
         y = o.experts(rows, ids, weights, up, *rest, gate=gate[0], form=gate[1], transposed=transposed)
         return y if y.dtype == x.dtype else o.cast(y, dtype=x.dtype)
 
-    for seen in OBSERVED:
-        path = next((region.path for region in reversed(tracer.regions) if region.path), "")
-        seen.append(Routing(path, operands[1], operands[2], operands[3].shape[0]))
+    if OBSERVED:
+        routing = Routing.of(tracer.regions[-1].module, operands[1], operands[2], operands[3].shape[0])
+        for seen in OBSERVED:
+            seen.append(routing)
     y: torch.Tensor = tracer.wrap(tracer.apply(rule, operands, {}))
     return y
 

@@ -79,6 +79,7 @@ class ModuleCall:
     end: int = 0
     sites: int = 0
     children: list[ModuleCall] = field(default_factory=list)
+    module: int = 0  # its id
 
 
 class Record(Builder):

@@ -440,7 +440,7 @@ class Tracer(Record):
         """A module's __call__: what it does is one region."""
         parent = self.regions[-1]
         path = self.places.modules.get(id(module), ("", None))[0]
-        region = ModuleCall(type(module).__name__, path, len(self.eqns), here()[0], parent.sites)
+        region = ModuleCall(type(module).__name__, path, len(self.eqns), here()[0], parent.sites, module=id(module))
         parent.sites += 1
         parent.children.append(region)
         self.regions.append(region)
