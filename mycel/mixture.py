@@ -125,6 +125,7 @@ class SeenRouting:
             routed = torch.cat([x for r in layers for x in (r.counts, r.not_finite.reshape(1))])
             return routed if alone else (value, routed)
 
+        seen.__wrapped__ = fn  # type: ignore[attr-defined]  # what capture looks for is behind it
         return seen
 
     def _named(self, layers: list[Routing]) -> Iterator[SeenLayer]:
@@ -141,19 +142,22 @@ class SeenRouting:
         sizes = [layer.experts + 1 for layer in self.layers]
         return {s.name: part[:-1] for s, part in zip(self.layers, routed.split(sizes), strict=True)}
 
+    def broken(self, routed: Tensor) -> str:
+        """Which layer's router gives weights that are no numbers; empty: none does."""
+        for layer, part in zip(self.layers, routed.split([s.experts + 1 for s in self.layers]), strict=True):
+            if bad := int(part[-1]):
+                return f"the router of {layer.name} gives weights that are not finite: {bad} of {layer.choices}"
+        return ""
+
     def check(self, routed: Tensor) -> None:
         """RunError where the router of a layer gives what is no number, or choices that are no experts of it."""
-        for layer, part in zip(self.layers, routed.split([s.experts + 1 for s in self.layers]), strict=True):
-            *counts, not_finite = part.tolist()
-            if not_finite:
+        if what := self.broken(routed):
+            raise RunError(f"{what}\n  try       a smaller learning rate, clip_norm, or a router in fp32")
+        for layer, counts in zip(self.layers, self.by_layer(routed).values(), strict=True):
+            if int(counts.sum()) != layer.choices:
                 raise RunError(
-                    f"the router of {layer.name} gives weights that are not finite: {not_finite} of {layer.choices}\n"
-                    "  try       a smaller learning rate, clip_norm, or a router in fp32"
-                )
-            if sum(counts) != layer.choices:
-                raise RunError(
-                    f"{layer.name}: of {layer.choices} choices {sum(counts)} are among its {layer.experts} experts\n"
-                    "  try       ids from torch.topk over as many scores as there are experts"
+                    f"{layer.name}: of {layer.choices} choices {int(counts.sum())} are among its {layer.experts} "
+                    "experts\n  try       ids from torch.topk over as many scores as there are experts"
                 )
 
 

@@ -1006,6 +1006,10 @@ class Step:
         average = self._counters.get(LOAD)
         return {} if average is None or not self.seen.layers else self.seen.by_layer(average.to("cpu", copy=True))
 
+    def broken_router(self) -> str:
+        """Whose router gave weights that are no numbers in the last step (`expert_load=True`); empty: none."""
+        return self.seen.broken(self._routed.cpu()) if self._routed is not None else ""
+
     def rank_load(self, load: Mapping[str, torch.Tensor] | None = None) -> dict[str, list[float]]:
         """What the experts of each rank get, by layer, for layers whose experts are split: of the loads that steps have
         measured (`expert_load=True`), or of `load`, as `step.expert_load(**batch)` gives it."""
