@@ -8,7 +8,7 @@
         return F.silu(a) * b
 
 The loop over experts that people write for this, with the tokens of each picked by torch.where or a mask, has shapes
-that depend on the routing; this has not.  No token is dropped, whatever the routing.
+that depend on the routing; this has not.  No token is dropped, whatever the routing, unless a `capacity` is given.
 """
 
 from __future__ import annotations
@@ -37,13 +37,19 @@ def experts(
     up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
     transposed: bool = False,
+    capacity: int | None = None,
 ) -> Tensor:
     """Each token through the experts it chose, `ids`, and the sum of what they give by their `weights`:
     down[i] @ gate(up[i] @ x + up_bias[i]) + down_bias[i].  `gate` works on the elements of hidden rows, or of their
-    halves; `transposed`: weights are [experts, in, out], not [experts, out, in]."""
+    halves; `transposed`: weights are [experts, in, out], not [experts, out, in].  `capacity`: an expert takes so many
+    choices of all tokens, the first ones (a token's own in the order it has them); others count nothing.  None: all."""
     _check(x, ids, weights, up, down, transposed)
+    _check_capacity(capacity)
     if not TRACING:
-        return _eager(x, ids, weights, up, down, gate, up_bias, down_bias, transposed)
+        kept = None if capacity is None else _within(ids, capacity)
+        return _eager(
+            x, ids, weights if kept is None else weights * kept, up, down, gate, up_bias, down_bias, transposed
+        )
     tracer = TRACING[-1]
     as_text = traced_gate(tracer, gate, up.shape[2 if transposed else 1], up.dtype)
     if as_text is None:
@@ -51,7 +57,7 @@ def experts(
             "mycel.experts: the gate does more than operators on the elements of a row or of its halves",
             "h.chunk(2, dim=-1), or h[..., ::2] and h[..., 1::2], and activations and products of these",
         )
-    return traced_layer(tracer, (x, ids, weights, up, down, up_bias, down_bias), as_text, transposed)
+    return traced_layer(tracer, (x, ids, weights, up, down, up_bias, down_bias), as_text, transposed, capacity)
 
 
 def _check(x: Tensor, ids: Tensor, weights: Tensor, up: Tensor, down: Tensor, transposed: bool) -> None:
@@ -71,6 +77,23 @@ def _check(x: Tensor, ids: Tensor, weights: Tensor, up: Tensor, down: Tensor, tr
             hint="x [tokens, width], ids and weights [tokens, chosen], up [experts, hidden, width], "
             "down [experts, width, hidden]",
         )
+
+
+def _check_capacity(capacity: Any) -> None:
+    if capacity is not None and (not isinstance(capacity, int) or isinstance(capacity, bool) or capacity < 1):
+        raise CaptureError(
+            f"mycel.experts: capacity={capacity!r}: every choice would be dropped",
+            hint="a whole number of choices for each expert, 1.25 * tokens * chosen / experts say, or None",
+        )
+
+
+def _within(ids: Tensor, capacity: int) -> Tensor:
+    """Which choices are among the first of their expert."""
+    flat = ids.reshape(-1)
+    order = flat.argsort(stable=True)
+    ordered = flat[order]
+    place = torch.arange(len(flat), device=ids.device) - torch.searchsorted(ordered, ordered)
+    return torch.empty_like(flat, dtype=torch.bool).scatter_(0, order, place < capacity).view_as(ids)
 
 
 def _eager(x: Any, ids: Any, weights: Any, up: Any, down: Any, gate: Any, up_bias: Any, down_bias: Any, t: bool) -> Any:

@@ -12,9 +12,10 @@ import mycel
 class Layer(nn.Module):
     """A layer of experts that is told where tokens go; its loss is the square of what it gives."""
 
-    def __init__(self, experts: int, width: int = 4, hidden: int = 6) -> None:
+    def __init__(self, experts: int, width: int = 4, hidden: int = 6, capacity: int | None = None) -> None:
         super().__init__()
         torch.manual_seed(0)
+        self.capacity = capacity
         self.up = nn.Parameter(torch.randn(experts, 2 * hidden, width, dtype=torch.float64))
         self.down = nn.Parameter(torch.randn(experts, width, hidden, dtype=torch.float64))
 
@@ -24,7 +25,8 @@ class Layer(nn.Module):
         return F.silu(a) * b
 
     def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        return (x + mycel.experts(x, ids, weights, self.up, self.down, gate=self.gate)).square().mean()
+        y = mycel.experts(x, ids, weights, self.up, self.down, gate=self.gate, capacity=self.capacity)
+        return (x + y).square().mean()
 
 
 class Routed(Layer):

@@ -83,6 +83,40 @@ def test_a_layer_written_by_hand(how):
         torch.testing.assert_close(grads[name], p.grad)
 
 
+def dense(layer: Layer, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """A layer with a capacity, one choice after the other."""
+    taken = [0] * len(layer.up)
+    y = [torch.zeros_like(row) for row in x]
+    for t, row in enumerate(ids.tolist()):
+        for j, e in enumerate(row):
+            taken[e] += 1
+            if taken[e] <= layer.capacity:
+                y[t] = y[t] + weights[t, j] * (layer.down[e] @ layer.gate(layer.up[e] @ x[t]))
+    return (x + torch.stack(y)).square().mean()
+
+
+@pytest.mark.parametrize("how, capacity", [("random", 1), ("one", 3)])
+def test_a_capacity_drops_the_last_choices(how, capacity):
+    """As counted one by one: in plain torch, captured with gradients, and on ranks."""
+    layer, batch = Layer(5, capacity=capacity), routed(how, 5)
+    batch = {name: x.requires_grad_() if x.is_floating_point() else x for name, x in batch.items()}
+    wanted = dense(layer, **batch)
+    torch.testing.assert_close(layer(**batch), wanted)
+    grads = torch.autograd.grad(wanted, [batch["x"], batch["weights"]])
+    ours = mycel.grad(lambda x, w: layer(x, batch["ids"], w), argnums=(0, 1))(batch["x"], batch["weights"])
+    for a, b in zip(ours, grads, strict=True):
+        torch.testing.assert_close(a, b)
+    one = OneDevice.of(layer, {name: x.detach() for name, x in batch.items()})
+    step_equals(one, Plan(Mesh(ep=2), SPLIT, ["ep"]))
+
+
+@pytest.mark.parametrize("capacity", [0, -1, 1.5])
+def test_a_capacity_that_drops_everything_is_refused(capacity):
+    layer, batch = Layer(5, capacity=capacity), routed("random", 5)
+    with pytest.raises(CaptureError, match="every choice would be dropped"):
+        mycel.capture(layer, *batch.values())
+
+
 def test_what_does_not_fit_is_told():
     layer, batch = Layer(5), routed("random", 5)
     with pytest.raises(CaptureError, match="weights does not fit"):

@@ -136,13 +136,19 @@ def as_module(
     return traced_layer(tracer, operands, gate, bool(module.is_transposed))
 
 
-def traced_layer(tracer: Tracer, operands: Sequence[Any], gate: Gate, transposed: bool) -> torch.Tensor:
-    """A layer of experts as one equation, its tokens in the dtype of its weights."""
+def traced_layer(
+    tracer: Tracer, operands: Sequence[Any], gate: Gate, transposed: bool, capacity: int | None = None
+) -> torch.Tensor:
+    """A layer of experts as one equation, its tokens in the dtype of its weights; `capacity`: of the choices of an
+    expert the first so many count, others are of an expert that is nowhere."""
 
     def rule(x: Var, ids: Var, weights: Var, up: Var, *rest: Any) -> Any:
         ids = ids if ids.dtype == torch.int64 else o.cast(ids, dtype=torch.int64)
         rows = x if x.dtype == up.dtype else o.cast(x, dtype=up.dtype)
-        y = o.experts(rows, ids, weights, up, *rest, gate=gate[0], form=gate[1], transposed=transposed)
+        more = {}
+        if capacity is not None:
+            ids, more = within(ids, up.shape[0], capacity), {"elsewhere": 1}
+        y = o.experts(rows, ids, weights, up, *rest, gate=gate[0], form=gate[1], transposed=transposed, **more)
         return y if y.dtype == x.dtype else o.cast(y, dtype=x.dtype)
 
     if OBSERVED:
@@ -151,6 +157,16 @@ def traced_layer(tracer: Tracer, operands: Sequence[Any], gate: Gate, transposed
             seen.append(routing)
     y: torch.Tensor = tracer.wrap(tracer.apply(rule, operands, {}))
     return y
+
+
+def within(ids: Var, experts: int, capacity: int) -> Any:
+    """Choices of experts, those beyond an expert's capacity of none: the first tokens have theirs."""
+    order, counts = o.route(ids, experts=experts)
+    starts = o.sub(o.cumsum(counts, dim=0), counts)
+    flat = o.reshape(ids, shape=(ids.type.numel,))
+    place = o.sub(o.inverse_order(order), o.index_select(starts, flat, dim=0))
+    kept = o.reshape(o.lt(place, capacity), shape=tuple(ids.shape))
+    return o.where(kept, ids, experts)
 
 
 def traced_gate(tracer: Tracer, fn: Callable[..., Any], width: int, dtype: torch.dtype) -> Gate | None:
