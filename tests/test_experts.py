@@ -12,7 +12,7 @@ import pytest
 import torch
 from distributing import OneDevice, start_values, step_equals
 from expert_families import FAMILIES, family, text
-from experts import Layer, Routed, routed
+from experts import Layer, Loop, Routed, routed
 from stepping import plain_step
 from torch import nn
 
@@ -290,8 +290,42 @@ def test_more_ranks_than_experts_are_refused():
         one.under(Plan.read("ep", Mesh(ep=8)))
 
 
-class Loop(nn.Module):
-    """As people write it by hand."""
+# -- loops over experts
+
+
+def same_as_torch(model: nn.Module, x: torch.Tensor) -> None:
+    """Loss and gradients."""
+    wanted = model(x)
+    wanted.backward()
+    loss, grads = mycel.value_and_grad(model.forward, wrt=model, strict=True)(x)
+    torch.testing.assert_close(loss, wanted.detach())
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(grads[name], p.grad)
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("how", ["added", "in_place", "mixtral"])
+def test_a_loop_over_experts_is_one_operator(how, gated, recwarn):
+    """Whose weights are put together where it runs; with losses and gradients of torch, and on ranks."""
+    model, x = Loop(how, gated=gated), torch.randn(6, 4, dtype=torch.float64)
+    found = operators(mycel.capture(model, x))
+    assert "experts" in found and not found & {"index_add", "index_put", "index"}
+    same_as_torch(model, x)
+    assert not [w for w in recwarn if "computes every one" in str(w.message)]
+    if gated:
+        step_equals(OneDevice.of(model, {"x": x}), Plan(Mesh(dp=2), {}, ["dp"]))
+
+
+@pytest.mark.parametrize("how", ["some", "twice"])
+def test_a_loop_that_does_more_stays_as_it_is(how):
+    model, x = Loop(how), torch.randn(6, 4, dtype=torch.float64)
+    with pytest.warns(UserWarning, match=r"computes every one(.|\n)*mycel\.experts"):
+        assert "experts" not in operators(mycel.capture(model, x))
+    same_as_torch(model, x)
+
+
+class Linears(nn.Module):
+    """Experts that are one product each."""
 
     def __init__(self):
         super().__init__()
@@ -308,7 +342,7 @@ class Loop(nn.Module):
 
 
 def test_a_loop_over_experts_is_captured_with_the_better_way_to_write_it():
-    model, x = Loop(), torch.randn(6, 4)
+    model, x = Linears(), torch.randn(6, 4)
     with pytest.warns(UserWarning, match=r"computes every one(.|\n)*mycel\.experts"):
         fast = mycel.jit(model, strict=True)
         torch.testing.assert_close(fast(x), model(x))
