@@ -8,12 +8,14 @@
         return F.silu(a) * b
 
 The loop over experts that people write for this, with the tokens of each picked by torch.where or a mask, has shapes
-that depend on the routing; this has not.  No token is dropped, whatever the routing.
+that depend on the routing; this has not.  No token is dropped, whatever the routing, unless a `capacity` is given.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,13 +37,19 @@ def experts(
     up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
     transposed: bool = False,
+    capacity: int | None = None,
 ) -> Tensor:
     """Each token through the experts it chose, `ids`, and the sum of what they give by their `weights`:
     down[i] @ gate(up[i] @ x + up_bias[i]) + down_bias[i].  `gate` works on the elements of hidden rows, or of their
-    halves; `transposed`: weights are [experts, in, out], not [experts, out, in]."""
+    halves; `transposed`: weights are [experts, in, out], not [experts, out, in].  `capacity`: an expert takes so many
+    choices of all tokens, the first ones (a token's own in the order it has them); others count nothing.  None: all."""
     _check(x, ids, weights, up, down, transposed)
+    _check_capacity(capacity)
     if not TRACING:
-        return _eager(x, ids, weights, up, down, gate, up_bias, down_bias, transposed)
+        kept = None if capacity is None else _within(ids, capacity)
+        return _eager(
+            x, ids, weights if kept is None else weights * kept, up, down, gate, up_bias, down_bias, transposed
+        )
     tracer = TRACING[-1]
     as_text = traced_gate(tracer, gate, up.shape[2 if transposed else 1], up.dtype)
     if as_text is None:
@@ -49,7 +57,7 @@ def experts(
             "mycel.experts: the gate does more than operators on the elements of a row or of its halves",
             "h.chunk(2, dim=-1), or h[..., ::2] and h[..., 1::2], and activations and products of these",
         )
-    return traced_layer(tracer, (x, ids, weights, up, down, up_bias, down_bias), as_text, transposed)
+    return traced_layer(tracer, (x, ids, weights, up, down, up_bias, down_bias), as_text, transposed, capacity)
 
 
 def _check(x: Tensor, ids: Tensor, weights: Tensor, up: Tensor, down: Tensor, transposed: bool) -> None:
@@ -71,6 +79,23 @@ def _check(x: Tensor, ids: Tensor, weights: Tensor, up: Tensor, down: Tensor, tr
         )
 
 
+def _check_capacity(capacity: Any) -> None:
+    if capacity is not None and (not isinstance(capacity, int) or isinstance(capacity, bool) or capacity < 1):
+        raise CaptureError(
+            f"mycel.experts: capacity={capacity!r}: every choice would be dropped",
+            hint="a whole number of choices for each expert, 1.25 * tokens * chosen / experts say, or None",
+        )
+
+
+def _within(ids: Tensor, capacity: int) -> Tensor:
+    """Which choices are among the first of their expert."""
+    flat = ids.reshape(-1)
+    order = flat.argsort(stable=True)
+    ordered = flat[order]
+    place = torch.arange(len(flat), device=ids.device) - torch.searchsorted(ordered, ordered)
+    return torch.empty_like(flat, dtype=torch.bool).scatter_(0, order, place < capacity).view_as(ids)
+
+
 def _eager(x: Any, ids: Any, weights: Any, up: Any, down: Any, gate: Any, up_bias: Any, down_bias: Any, t: bool) -> Any:
     """In plain torch, an expert after another."""
     order = ids.reshape(-1).argsort(stable=True)
@@ -89,46 +114,75 @@ def _eager(x: Any, ids: Any, weights: Any, up: Any, down: Any, gate: Any, up_bia
 # -- where tokens go
 
 
-def routing(model: torch.nn.Module) -> Callable[..., dict[str, Any]]:
-    """A function of a batch, to be captured: for each layer of experts how many choices each expert got, how many there
-    were in all, and whether all their weights are numbers."""
+@dataclass(frozen=True)
+class SeenLayer:
+    """A layer of experts of captured code: its name as in the state dict, its experts, and the choices of a batch."""
 
-    def seen(*args: Any, **kwargs: Any) -> dict[str, Any]:
-        layers: list[Routing] = []
-        OBSERVED.append(layers)
-        try:
-            model(*args, **kwargs)
-        finally:
-            OBSERVED.remove(layers)
-        found: dict[str, Any] = {}
+    name: str
+    experts: int
+    choices: int
+
+
+class SeenRouting:
+    """The layers of experts that a function was captured with, and what one tensor says of their routing: for each
+    layer how many choices each expert got, and how many of the router's weights are not finite."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.names = {id(module): name or "the model" for name, module in model.named_modules()}
+        self.layers: tuple[SeenLayer, ...] = ()
+
+    def watched(self, fn: Callable[..., Any], alone: bool = False) -> Callable[..., Any]:
+        """A function, to be captured, that also returns that tensor, or it `alone`; where the function has no such
+        layer, it is as it was."""
+
+        def seen(*args: Any, **kwargs: Any) -> Any:
+            layers: list[Routing] = []
+            OBSERVED.append(layers)
+            try:
+                value = fn(*args, **kwargs)
+            finally:
+                OBSERVED.pop()
+            self.layers = tuple(self._named(layers))
+            if not layers:
+                return () if alone else value
+            routed = torch.cat([x for r in layers for x in (r.counts, r.not_finite.reshape(1))])
+            return routed if alone else (value, routed)
+
+        seen.__wrapped__ = fn  # type: ignore[attr-defined]  # what capture looks for is behind it
+        return seen
+
+    def _named(self, layers: list[Routing]) -> Iterator[SeenLayer]:
+        """Layers with names of their own, also where one runs twice."""
+        again: Counter[str] = Counter()
         for layer in layers:
-            name = layer.layer.removeprefix("model").removeprefix(".") or "the model"  # as in its state dict
-            again = sum(other.partition(" ")[0] == name for other in found)
-            found[f"{name} ({again + 1})" if again else name] = _counted(layer)
-        return found
+            name = self.names.get(layer.module, "the model")
+            again[name] += 1
+            numbered = f"{name} ({again[name]})" if again[name] > 1 else name
+            yield SeenLayer(numbered, layer.counts.shape[0], layer.choices)
 
-    return seen
+    def by_layer(self, routed: Tensor) -> dict[str, Tensor]:
+        """What each expert got, by layer."""
+        sizes = [layer.experts + 1 for layer in self.layers]
+        return {s.name: part[:-1] for s, part in zip(self.layers, routed.split(sizes), strict=True)}
+
+    def broken(self, routed: Tensor) -> str:
+        """Which layer's router gives weights that are no numbers; empty: none does."""
+        for layer, part in zip(self.layers, routed.split([s.experts + 1 for s in self.layers]), strict=True):
+            if bad := int(part[-1]):
+                return f"the router of {layer.name} gives weights that are not finite: {bad} of {layer.choices}"
+        return ""
+
+    def check(self, routed: Tensor) -> None:
+        """RunError where the router of a layer gives what is no number, or choices that are no experts of it."""
+        if what := self.broken(routed):
+            raise RunError(f"{what}\n  try       a smaller learning rate, clip_norm, or a router in fp32")
+        for layer, counts in zip(self.layers, self.by_layer(routed).values(), strict=True):
+            if int(counts.sum()) != layer.choices:
+                raise RunError(
+                    f"{layer.name}: of {layer.choices} choices {int(counts.sum())} are among its {layer.experts} "
+                    "experts\n  try       ids from torch.topk over as many scores as there are experts"
+                )
 
 
-def _counted(layer: Routing) -> tuple[Tensor, int, Tensor]:
-    ids = layer.ids.reshape(-1)
-    counts = (ids.unsqueeze(1) == torch.arange(layer.experts, device=ids.device)).sum(0)
-    return counts, ids.numel(), torch.isfinite(layer.weights).all()
-
-
-def checked_load(layers: dict[str, Any]) -> dict[str, Tensor]:
-    """How many choices each expert got, by layer; RunError where a router gives what is no number, or no expert."""
-    if not layers:
-        raise TrainError("the model has no layer of experts\n  try       mycel.experts, or a model of transformers")
-    for name, (counts, total, finite) in layers.items():
-        if not finite:
-            raise RunError(
-                f"the router of {name} gives weights that are not finite\n"
-                "  try       a smaller learning rate, clip_norm, or a router in fp32"
-            )
-        if int(counts.sum()) != total:
-            raise RunError(
-                f"{name}: of {total} choices {int(counts.sum())} are among its {len(counts)} experts\n"
-                "  try       ids from torch.topk over as many scores as there are experts"
-            )
-    return {name: counts.cpu() for name, (counts, _, _) in layers.items()}
+def refuse_no_layers() -> TrainError:
+    return TrainError("the model has no layer of experts\n  try       mycel.experts, or a model of transformers")

@@ -38,6 +38,7 @@ from mycel.capture import (
 from mycel.capture import capture as capture_call
 from mycel.capture.bind import Call
 from mycel.errors import GradientError, PlanError, TrainError
+from mycel.expert_placement import ExpertLayer, Placement, SharedExperts, by_rank, expert_layers, shared_experts
 from mycel.feed import (
     Arguments,
     Fed,
@@ -53,6 +54,7 @@ from mycel.host_parameters import HostParameters
 from mycel.ir import DEVICE, Mesh, Program, Role, Type, Var, check
 from mycel.islands import TimedCode, islands_text
 from mycel.message_state import KINDS, MessageState
+from mycel.mixture import SeenRouting
 from mycel.monitors import monitored
 from mycel.objective import Batch, objective, refuse_outputs
 from mycel.ops.codecs import Compression
@@ -91,6 +93,7 @@ differentiate_with(transform.value_and_grad)
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 BY_REPLICA = 0x5851F42D4C957F2D  # between the keys of two replicas
 ROOM = 0.95  # the share of the host's free memory that a plan may use
+LOAD = "expert_load"  # the counter of what experts get
 SCALE = 65536.0  # the first loss scale of fp16, torch.amp.GradScaler's
 
 
@@ -109,6 +112,7 @@ def train_step(
     grads: bool = False,
     outputs: bool | str = False,
     strict: bool = False,
+    expert_load: bool = False,
 ) -> Step:
     """A callable that takes one step on a batch and returns its loss, or with `outputs` (loss, what came beside it).
 
@@ -139,6 +143,7 @@ def train_step(
     grads       after a step, p.grad is the gradient it was taken with, clipped; of a parameter in parts, this rank's
     strict      what cannot be captured is refused; without it the smallest call around it stays Python, with a
                 warning
+    expert_load each step counts how many choices each expert of a layer gets: step.expert_load(), step.rebalance()
 
     optimizer is any of torch's: those with a rule here (`torch.optim`, Lion) are part of the program.  Any other one,
     and one with hooks on its step or on accumulated gradients, runs as it is on the gradients of the program: slower,
@@ -174,7 +179,11 @@ def train_step(
         raise TrainError(f"outputs={outputs!r}\n  known     True, False, 'local'")
     if outputs == "local" and written is not None and (written.is_pipeline or written.place):
         raise PlanError("outputs='local': a pipeline gives its outputs whole\n  try       outputs=True")
-    settings = Settings(precision, accumulate, clip_norm, budget, compile, clip_value, bool(grads), outputs, strict)
+    if expert_load and outputs == "local":
+        raise TrainError("expert_load with outputs='local'\n  try       outputs=True, or step.expert_load(**batch)")
+    settings = Settings(
+        precision, accumulate, clip_norm, budget, compile, clip_value, bool(grads), outputs, strict, bool(expert_load)
+    )
     undecided = Undecided.of(mesh) if _is_auto(plan) else None
     return Step(model, one, loss, settings, None if undecided else written, undecided)
 
@@ -208,6 +217,7 @@ class Settings:
     grads: bool = False
     outputs: bool | str = False  # "local": of rows of the batch, this rank's
     strict: bool = False
+    expert_load: bool = False
 
     def compiles(self, device: torch.device) -> bool:
         return self.compile is True or (self.compile == "auto" and device.type == "cuda")
@@ -274,7 +284,11 @@ class Step:
         self._link: tuple[str, Link] | None = None  # as it was measured, by its axis
         self._taken = 0  # the same, of all that led to this state
         self._evaluation: Forward | None = None
-        self._routing: Forward | None = None
+        self._routing: tuple[SeenRouting, Forward] | None = None  # of a batch that is asked for
+        self.seen = SeenRouting(model)  # of each step, where `expert_load` is
+        self._routed: torch.Tensor | None = None  # by the last step
+        self._captured_program: Program | None = None
+        self._expert_layers: list[ExpertLayer] = []
         self._adding: _Adding | None = None
         self._counters: dict[str, torch.Tensor] = {}
         self.host = HostParameters()
@@ -477,6 +491,7 @@ class Step:
         timed = TimedCode(run, islands) if islands else None
         call, local = self._bound(made, program, timed or run, feed)
         signature, facts = self._signature(), made.captured.facts
+        self._captured_program = made.captured.program
         return CompiledStep(
             done, source, decided, call, local, feed, signature, facts, replayed, islands, timed, generated
         )
@@ -657,11 +672,13 @@ class Step:
         known = roles_of(self.model, self.optimizer)
         first = Batch(*data, s.accumulate).part()
         captured = capture_call(
-            self.taken, *batch.part(), known=known, differentiated=True, data=first, strict=s.strict
+            self._watched_fn, *batch.part(), known=known, differentiated=True, data=first, strict=s.strict
         )
         whole = captured
         if batch.parts > 1:
-            whole = capture_call(self.taken, args, kwargs, known=known, differentiated=True, data=data, strict=s.strict)
+            whole = capture_call(
+                self._watched_fn, args, kwargs, known=known, differentiated=True, data=data, strict=s.strict
+            )
             captured = self._for_all_parts(captured, whole, batch, data)
         captured, whole = self._unmasked(captured, whole, data)
         program = self._prepared(replace(captured, program=transform.with_numbers_of(captured.program, whole.program)))
@@ -880,7 +897,8 @@ class Step:
             return outs[:results]
 
         def bound(batch: Sequence[Var], fed: Fed) -> Call:
-            return bind(called(captured, batch, program), lambda *inputs: run(inputs, fed))[0]
+            call = bind(called(captured, batch, program), lambda *inputs: run(inputs, fed))[0]
+            return step._noting_load(call) if step.seen.layers else call
 
         whole = bound(feed.inputs, feed.cut)
         if captured.facts and self.parts is not None:
@@ -966,11 +984,112 @@ class Step:
         local = self.settings.outputs == "local"
         return Forward(self.taken, self.model, self._prepared, self.parts, local, self.settings.strict, self.host)
 
+    @property
+    def _watched_fn(self) -> Callable[..., Any]:
+        """What a step is captured of."""
+        return self.seen.watched(self.taken) if self.settings.expert_load else self.taken
+
+    def _noting_load(self, call: Call) -> Call:
+        """A call whose last result says where tokens went: the step keeps it."""
+
+        def noted(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            out = call(args, kwargs)
+            if out is MISS:
+                return out
+            value, self._routed = out
+            average = self._counters.get(LOAD)
+            if average is None or average.shape != self._routed.shape:
+                self._counters[LOAD] = self._routed.to(torch.float32, copy=True)
+            else:
+                average.lerp_(self._routed.float(), transform.SHARE)
+            return value
+
+        return noted
+
     def expert_load(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
-        """How many choices of a batch each expert gets, by layer; refuses a router that gives what is no number."""
+        """How many choices of a batch each expert gets, by layer; without a batch (`train_step(expert_load=True)`) the
+        moving average over about ten steps.  RunError where a router gives what is no number, or no expert."""
+        if not args and not kwargs:
+            return self._average_load()
         if self._routing is None:
-            self._routing = self.forward(mixture.routing(self.model))
-        return mixture.checked_load(self._routing(*args, **kwargs))
+            seen = SeenRouting(self.model)
+            self._routing = seen, self.forward(seen.watched(self.model, alone=True))
+        seen, forward = self._routing
+        out = forward(*args, **kwargs)
+        if not seen.layers:
+            raise mixture.refuse_no_layers()
+        routed = out.cpu()
+        seen.check(routed)
+        return seen.by_layer(routed)
+
+    def _average_load(self) -> dict[str, torch.Tensor]:
+        if not self.settings.expert_load:
+            raise TrainError(
+                "the step does not count what its experts get\n"
+                "  try       train_step(…, expert_load=True), or step.expert_load(**batch)"
+            )
+        if self.entries and not self.seen.layers:
+            raise mixture.refuse_no_layers()
+        if self._routed is not None:
+            self.seen.check(self._routed.cpu())
+        average = self._counters.get(LOAD)
+        return {} if average is None or not self.seen.layers else self.seen.by_layer(average.to("cpu", copy=True))
+
+    def broken_router(self) -> str:
+        """Whose router gave weights that are no numbers in the last step (`expert_load=True`); empty: none."""
+        return self.seen.broken(self._routed.cpu()) if self._routed is not None else ""
+
+    def rank_load(self, load: Mapping[str, torch.Tensor] | None = None) -> dict[str, list[float]]:
+        """What the experts of each rank get, by layer, for layers whose experts are split: of the loads that steps have
+        measured (`expert_load=True`), or of `load`, as `step.expert_load(**batch)` gives it."""
+        groups = self._shared_experts(load)
+        return {g.names[0]: by_rank(g.load.tolist(), sizes) for g, sizes in groups if len(sizes) > 1}
+
+    def rebalance(self, load: Mapping[str, torch.Tensor] | None = None) -> list[Placement]:
+        """Experts change ranks so that the busiest rank of a layer has less to do, by loads as in `rank_load`.  Rows of
+        routers, experts and optimiser state change places together: what the model computes stays, the numbers of its
+        experts do not.  All ranks call this."""
+        split = [(g, sizes) for g, sizes in self._shared_experts(load) if len(sizes) > 1]
+        chosen = [(group.layer, group.placed(sizes)) for group, sizes in split]
+        if not chosen:
+            return []
+        self._refuse_rebalancing()
+        with self._gathering(), torch.no_grad():
+            for layer, placement in chosen:
+                if placement.moves:
+                    self.state.reorder({name: (dim, placement.order) for name, dim in layer.tensors.items()})
+        self._reorder_loads({name: placement.order for _, placement in chosen for name in placement.layers})
+        return [placement for _, placement in chosen]
+
+    def _shared_experts(self, load: Mapping[str, torch.Tensor] | None) -> list[tuple[SharedExperts, list[int]]]:
+        """Layers of experts with their loads, and how many experts each rank has."""
+        loads = self.expert_load() if load is None else dict(load)
+        parts = self.parts
+        if parts is None or not parts.is_split or not loads or self._captured_program is None:
+            return []
+        self._expert_layers = self._expert_layers or expert_layers(self._captured_program)
+        if len(self._expert_layers) != len(loads):
+            raise TrainError(f"loads of {len(loads)} layers of experts, but the step has {len(self._expert_layers)}")
+        layouts = parts.plan.parameter_layouts(parts.shapes)
+        return [(g, g.sizes(layouts, parts.plan.mesh)) for g in shared_experts(self._expert_layers, loads)]
+
+    def _refuse_rebalancing(self) -> None:
+        assert self.written is not None
+        apart = {"stages": self.written.is_pipeline, "place": bool(self.written.place), "sync": bool(self.written.sync)}
+        apart["compress"] = bool(self.messages.held)
+        if kind := next((name for name, is_there in apart.items() if is_there), ""):
+            raise PlanError(
+                f"experts cannot change ranks under a plan with {kind}\n  try       a plan without, or no rebalance"
+            )
+
+    def _reorder_loads(self, orders: Mapping[str, Sequence[int]]) -> None:
+        """What steps have measured follows the experts."""
+        average, self._routed = self._counters.get(LOAD), None
+        if average is None or not self.seen.layers:
+            return
+        for name, part in self.seen.by_layer(average).items():
+            if order := orders.get(name):
+                part.copy_(part[torch.tensor(order, device=part.device)])
 
     # -- what one may ask ----------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ import contextlib
 import functools
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -274,6 +274,30 @@ class StepState:
         layout, type = parts.slots[role]
         is_cut = tuple(x.shape) != type.shape or layout.is_whole
         return parts.gather(x, parts.apart(layout if is_cut else Layout.whole(x.ndim)), type.shape)
+
+    def reorder(self, orders: Mapping[str, tuple[int, Sequence[int]]]) -> None:
+        """Rows of tensors of the model along a dim in another order, and those of the optimiser's state of them: row i
+        becomes what row order[i] was.  All ranks call this, and hold one tensor at a time whole."""
+        with self._open():
+            tensors = dict([*self.model.named_parameters(), *self.model.named_buffers()])
+            for name, (dim, order) in orders.items():
+                x = tensors[name]
+                rows = torch.tensor(order, device=x.device)
+                layout = self.split.layouts[name] if self.split is not None else Layout.whole(x.dim())
+                self._put(x.data, self._whole(name, x).index_select(dim, rows), layout)
+                for slot, held in self.optimizer.state.get(x, {}).items() if isinstance(x, nn.Parameter) else ():
+                    whole = self._whole_slot(name, slot, held)
+                    if not isinstance(held, torch.Tensor) or whole.ndim != x.ndim or whole.shape[dim] != len(order):
+                        continue  # a number, or what is one for all rows
+                    known = self.split.slots.get(Role("state", slot, of=name)) if self.split is not None else None
+                    is_cut = known is not None and tuple(held.shape) != tuple(whole.shape)
+                    layout = known[0] if known is not None and is_cut else Layout.whole(held.dim())
+                    self._put(held, whole.index_select(dim, rows.to(whole.device)), layout)
+
+    def _put(self, held: torch.Tensor, whole: torch.Tensor, layout: Layout) -> None:
+        """This rank's part of a tensor, where it lies."""
+        parts = self.split
+        held.copy_(whole if parts is None else part_of(whole, layout, parts.plan.mesh, self.rank))
 
     def _names(self) -> dict[int, str]:
         return {id(p): name for name, p in self.model.named_parameters()}

@@ -12,9 +12,10 @@ import mycel
 class Layer(nn.Module):
     """A layer of experts that is told where tokens go; its loss is the square of what it gives."""
 
-    def __init__(self, experts: int, width: int = 4, hidden: int = 6) -> None:
+    def __init__(self, experts: int, width: int = 4, hidden: int = 6, capacity: int | None = None) -> None:
         super().__init__()
         torch.manual_seed(0)
+        self.capacity = capacity
         self.up = nn.Parameter(torch.randn(experts, 2 * hidden, width, dtype=torch.float64))
         self.down = nn.Parameter(torch.randn(experts, width, hidden, dtype=torch.float64))
 
@@ -24,7 +25,25 @@ class Layer(nn.Module):
         return F.silu(a) * b
 
     def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        return (x + mycel.experts(x, ids, weights, self.up, self.down, gate=self.gate)).square().mean()
+        y = mycel.experts(x, ids, weights, self.up, self.down, gate=self.gate, capacity=self.capacity)
+        return (x + y).square().mean()
+
+
+class Routed(Layer):
+    """A layer that chooses by itself, the first experts more often than the last."""
+
+    def __init__(self, experts: int, width: int = 4, chosen: int = 2) -> None:
+        super().__init__(experts, width)
+        self.router = nn.Linear(width, experts, dtype=torch.float64)
+        self.router.bias.data = torch.linspace(2, -2, experts, dtype=torch.float64)
+        self.scale, self.chosen = nn.Parameter(torch.ones(width, dtype=torch.float64)), chosen
+
+    def choices(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.topk(self.router(x * self.scale).softmax(-1), self.chosen)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, ids = self.choices(x)
+        return super().forward(x * self.scale, ids, weights)
 
 
 def routed(how: str, experts: int, tokens: int = 8, chosen: int = 2, width: int = 4) -> dict[str, torch.Tensor]:
@@ -34,3 +53,71 @@ def routed(how: str, experts: int, tokens: int = 8, chosen: int = 2, width: int 
     ids = {"random": ids, "one": torch.zeros_like(ids), "few": experts - 1 - ids % 2}[how]
     x, weights = (torch.randn(tokens, n, generator=g, dtype=torch.float64) for n in (width, chosen))
     return {"x": x, "ids": ids, "weights": weights}
+
+
+class Expert(nn.Module):
+    """As most have it: gated, or with biases and one product up."""
+
+    def __init__(self, width: int, hidden: int, gated: bool) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, hidden, bias=not gated), nn.Linear(hidden, width, bias=not gated)
+        self.gate = nn.Linear(width, hidden, bias=False) if gated else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = F.gelu(self.up(x)) if self.gate is None else F.silu(self.gate(x)) * self.up(x)
+        return self.down(h)
+
+
+class Loop(nn.Module):
+    """A layer that goes through its experts, in one of the ways that people write it; its loss is the square of what it
+    gives."""
+
+    def __init__(self, how: str, experts: int = 3, width: int = 4, gated: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.how, self.router = how, nn.Linear(width, experts)
+        self.experts = nn.ModuleList(Expert(width, 6, gated) for _ in range(experts))
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, ids = torch.topk(self.router(x).softmax(-1), 2)
+        return (x + getattr(self, self.how)(x, weights / weights.sum(-1, keepdim=True), ids)).square().mean()
+
+    def added(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        y = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            token, place = torch.where(ids == i)
+            y.index_add_(0, token, expert(x[token]) * weights[token, place, None])
+        return y
+
+    def in_place(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        y = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            token, place = torch.where(ids == i)
+            y[token] += weights[token, place, None] * expert(x[token])
+        return y
+
+    def mixtral(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """As transformers had it before its experts were one tensor."""
+        y, mask = torch.zeros_like(x), F.one_hot(ids, num_classes=len(self.experts)).permute(2, 1, 0)
+        for i in range(len(self.experts)):
+            place, token = torch.where(mask[i])
+            rows = x[None, token].reshape(-1, x.shape[-1])
+            y.index_add_(0, token, (self.experts[i](rows) * weights[token, place, None]).to(x.dtype))
+        return y
+
+    def some(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """Tokens of little weight are left out: no layer that chooses by ids alone."""
+        y = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            token, place = torch.where((ids == i) & (weights > 0.4))
+            y.index_add_(0, token, expert(x[token]) * weights[token, place, None])
+        return y
+
+    def twice(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """What the first experts gave goes to the next ones."""
+        y = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            token, place = torch.where(ids == i)
+            y.index_add_(0, token, expert(x[token] + y[token]) * weights[token, place, None])
+        return y

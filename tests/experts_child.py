@@ -5,14 +5,16 @@ from __future__ import annotations
 
 import copy
 import faulthandler
+from typing import Any
 
 import torch
-from experts import Layer, routed
+from experts import Layer, Routed, routed
 from stepping import plain_step
 
 import mycel
 from mycel import Mesh
 from mycel.ir import walk
+from mycel.run.groups import RankGroup
 
 
 def alike(a, b) -> None:
@@ -37,7 +39,66 @@ def trained(experts: int, chosen: int, message: str) -> None:
     alike(step.state_dict()["model"], dict(twin.state_dict()))
 
 
+def rebalanced(zero: Any) -> None:
+    """Experts change ranks between steps: losses go on as on one device, as does what is saved; the busiest rank has
+    less to do."""
+    twin = Routed(6)
+    model = copy.deepcopy(twin)
+    adamw = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, twin)]
+    plan = {"batch": ["ep"], "parameters": {"up": ["ep", "-", "-"], "down": ["ep", "-", "-"]}, "zero": zero}
+    step = mycel.train_step(model, adamw[0], compile=False, plan=plan, mesh=Mesh(ep=2), expert_load=True)
+    x = torch.randn(32, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    for i in range(4):
+        alike(float(step(x=x)), plain_step(twin, adamw[1], {"x": x}))
+        if i != 1:
+            continue
+        before, shares = step.expert_load()["the model"], step.rank_load()["the model"]
+        alike(sum(shares), float(before.double().sum()))
+        (placement,) = step.rebalance()
+        assert placement.moves and placement.after < placement.before, placement
+        after = step.expert_load()["the model"]
+        assert torch.equal(after, before[list(placement.order)])
+        alike(max(step.rank_load()["the model"]), placement.after * float(after.double().sum()))
+        state = step.state_dict()
+        for name, p in twin.named_parameters():
+            order = torch.tensor(placement.order if p.shape[0] == 6 else range(len(p)))
+            alike(state["model"][name], p.detach()[order])
+            held = [state["optimizer"]["state"][k] for k in sorted(state["optimizer"]["state"])]
+            at = [n for n, _ in twin.named_parameters()].index(name)
+            alike(held[at]["exp_avg"], adamw[1].state[p]["exp_avg"][order])
+
+
+def counted() -> None:
+    """A rank puts on the wire what the routing says and no more: with n of its tokens' choices among experts elsewhere,
+    and m of others' among its own, forward n rows go and m come back, backward n go with their cotangents and weights,
+    and m cotangents of rows and of weights come back."""
+    model = Routed(7, chosen=1)
+    model.router.bias.data /= 4
+    x = torch.randn(32, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    ids = model.choices(x)[1].view(2, -1) // 4  # the ranks of the tokens, and of what they choose
+    plan = {"batch": ["ep"], "parameters": {"up": ["ep", "-", "-"], "down": ["ep", "-", "-"]}}
+    step = mycel.train_step(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), compile=False, plan=plan, mesh=Mesh(ep=2)
+    )
+    sent, plain = [0], RankGroup.exchange
+
+    def noted(group, out, x, received=(), counts=()):
+        sent[0] += x.element_size() * sum(n for i, n in enumerate(counts) if i != group.index)
+        return plain(group, out, x, received, counts)
+
+    step.prepare(x=x)
+    RankGroup.exchange = noted
+    step(x=x)
+    RankGroup.exchange = plain
+    rank, width = step.state.rank, 4
+    n, m = int((ids[rank] != rank).sum()), int((ids[1 - rank] == rank).sum())
+    assert n != m and sent[0] == 8 * (n * (3 * width + 1) + m * (2 * width + 1)), (sent, n, m)
+
+
 if __name__ == "__main__":
     faulthandler.dump_traceback_later(100, exit=True)  # no test waits for ever
     trained(5, 4, "all_gather")
     trained(5, 1, "exchange_rows")
+    rebalanced(0)
+    rebalanced("1 over ep")
+    counted()

@@ -12,13 +12,14 @@ import pytest
 import torch
 from distributing import OneDevice, start_values, step_equals
 from expert_families import FAMILIES, family, text
-from experts import Layer, routed
+from experts import Layer, Loop, Routed, routed
 from stepping import plain_step
 from torch import nn
 
 import mycel
 from mycel import Mesh, Plan
 from mycel.errors import CaptureError, PlanError, RunError
+from mycel.expert_placement import balanced, by_rank, expert_layers
 from mycel.ir import walk
 from mycel.launch import launch
 from mycel.run import interpret, simulate
@@ -80,6 +81,40 @@ def test_a_layer_written_by_hand(how):
     torch.testing.assert_close(loss, wanted.detach())
     for name, p in layer.named_parameters():
         torch.testing.assert_close(grads[name], p.grad)
+
+
+def dense(layer: Layer, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """A layer with a capacity, one choice after the other."""
+    taken = [0] * len(layer.up)
+    y = [torch.zeros_like(row) for row in x]
+    for t, row in enumerate(ids.tolist()):
+        for j, e in enumerate(row):
+            taken[e] += 1
+            if taken[e] <= layer.capacity:
+                y[t] = y[t] + weights[t, j] * (layer.down[e] @ layer.gate(layer.up[e] @ x[t]))
+    return (x + torch.stack(y)).square().mean()
+
+
+@pytest.mark.parametrize("how, capacity", [("random", 1), ("one", 3)])
+def test_a_capacity_drops_the_last_choices(how, capacity):
+    """As counted one by one: in plain torch, captured with gradients, and on ranks."""
+    layer, batch = Layer(5, capacity=capacity), routed(how, 5)
+    batch = {name: x.requires_grad_() if x.is_floating_point() else x for name, x in batch.items()}
+    wanted = dense(layer, **batch)
+    torch.testing.assert_close(layer(**batch), wanted)
+    grads = torch.autograd.grad(wanted, [batch["x"], batch["weights"]])
+    ours = mycel.grad(lambda x, w: layer(x, batch["ids"], w), argnums=(0, 1))(batch["x"], batch["weights"])
+    for a, b in zip(ours, grads, strict=True):
+        torch.testing.assert_close(a, b)
+    one = OneDevice.of(layer, {name: x.detach() for name, x in batch.items()})
+    step_equals(one, Plan(Mesh(ep=2), SPLIT, ["ep"]))
+
+
+@pytest.mark.parametrize("capacity", [0, -1, 1.5])
+def test_a_capacity_that_drops_everything_is_refused(capacity):
+    layer, batch = Layer(5, capacity=capacity), routed("random", 5)
+    with pytest.raises(CaptureError, match="every choice would be dropped"):
+        mycel.capture(layer, *batch.values())
 
 
 def test_what_does_not_fit_is_told():
@@ -169,6 +204,31 @@ def test_the_load_of_experts_by_layer():
         step.expert_load(**text())
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_steps_measure_the_load_of_experts(accumulate):
+    """A moving average of what single batches give, as far as parts of them give the same."""
+    model, x = Routed(6), torch.randn(8, 4, dtype=torch.float64)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.0)
+    step = mycel.train_step(model, sgd, compile=False, expert_load=True, accumulate=accumulate)
+    average = None
+    for i in range(3):
+        step(x=x + i)
+        load = step.expert_load(x=x + i)["the model"].double()
+        average = load if average is None else average + 0.1 * (load - average)
+        torch.testing.assert_close(step.expert_load()["the model"].double(), average, atol=1e-5, rtol=0)
+    step.load_state_dict(step.state_dict())  # it is part of a step's state
+    torch.testing.assert_close(step.expert_load()["the model"].double(), average, atol=1e-5, rtol=0)
+
+
+def test_a_step_names_the_layer_whose_router_breaks():
+    model = family("qwen3_moe").double()
+    step = mycel.train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), compile=False, expert_load=True)
+    model.model.layers[1].mlp.gate.weight.data.fill_(torch.nan)
+    step(**text())
+    with pytest.raises(RunError, match=r"router of model\.layers\.1\.mlp\.experts gives weights that are not finite"):
+        step.expert_load()
+
+
 def test_choices_of_experts_that_are_not_there():
     layer, batch = Layer(5), routed("few", 5)
     step = mycel.train_step(layer, torch.optim.SGD(layer.parameters(), lr=0.1), compile=False)
@@ -177,14 +237,95 @@ def test_choices_of_experts_that_are_not_there():
         step.expert_load(**{**batch, "ids": batch["ids"] + 5})
 
 
+# -- experts change places
+
+
+def test_experts_are_balanced_over_ranks():
+    """Any loads and numbers of experts: nobody is lost, each rank keeps its number, the busiest never gets more, and
+    equal pairs end up apart."""
+    g = torch.Generator().manual_seed(0)
+    for _ in range(200):
+        sizes = torch.randint(1, 5, (int(torch.randint(2, 5, (), generator=g)),), generator=g).tolist()
+        load = (torch.rand(sum(sizes), generator=g) ** 4 * 100).tolist()
+        order = balanced(load, sizes)
+        assert sorted(order) == list(range(len(load)))
+        assert max(by_rank([load[i] for i in order], sizes)) <= max(by_rank(load, sizes))
+    assert balanced([90, 80, 5, 6], [2, 2]) == [0, 2, 1, 3]
+    assert balanced([1, 1, 1, 1], [2, 2]) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("name", ["olmoe", "gpt_oss", "mixtral"])
+def test_experts_change_places_and_nothing_else_changes(name):
+    """With the rows of their routers, biases and optimiser state: losses go on as if they had not."""
+    models = [quiet(family(name).double()) for _ in range(2)]
+    steps = [mycel.train_step(m, torch.optim.AdamW(m.parameters(), lr=1e-2), compile=False) for m in models]
+    for i in range(3):
+        if i == 1:
+            for layer in expert_layers(steps[0]._captured_program):
+                assert not layer.fixed
+                steps[0].state.reorder({name: (dim, (2, 0, 3, 1)) for name, dim in layer.tensors.items()})
+            moved, stayed = (m.model.layers[0].mlp.experts.down_proj for m in models)
+            assert torch.equal(moved[1], stayed[0]) and not torch.equal(moved[1], stayed[1])
+        assert float(steps[0](**text())) == pytest.approx(float(steps[1](**text())), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "name, why", [("deepseek_v3", "takes them in groups"), ("llama4", "scatter mixes them")], ids=str
+)
+def test_experts_that_are_not_treated_alike_stay(name, why):
+    model = family(name)
+    program = mycel.capture(lambda ids: model(input_ids=ids, use_cache=False).logits, text()["input_ids"])
+    assert all(why in layer.fixed for layer in expert_layers(program))
+
+
+def test_experts_that_the_batch_chooses_stay():
+    layer, batch = Layer(5), routed("random", 5)
+    (found,) = expert_layers(mycel.capture(layer, *batch.values()))
+    assert "who is chosen is given" in found.fixed
+
+
 def test_more_ranks_than_experts_are_refused():
     one = OneDevice.of(family("mixtral").double(), text(8))
     with pytest.raises(PlanError, match=r"4 experts over 8 ranks(.|\n)*layers\.0\.mlp\.experts\.\w+: \[ep,-,-\]"):
         one.under(Plan.read("ep", Mesh(ep=8)))
 
 
-class Loop(nn.Module):
-    """As people write it by hand."""
+# -- loops over experts
+
+
+def same_as_torch(model: nn.Module, x: torch.Tensor) -> None:
+    """Loss and gradients."""
+    wanted = model(x)
+    wanted.backward()
+    loss, grads = mycel.value_and_grad(model.forward, wrt=model, strict=True)(x)
+    torch.testing.assert_close(loss, wanted.detach())
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(grads[name], p.grad)
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("how", ["added", "in_place", "mixtral"])
+def test_a_loop_over_experts_is_one_operator(how, gated, recwarn):
+    """Whose weights are put together where it runs; with losses and gradients of torch, and on ranks."""
+    model, x = Loop(how, gated=gated), torch.randn(6, 4, dtype=torch.float64)
+    found = operators(mycel.capture(model, x))
+    assert "experts" in found and not found & {"index_add", "index_put", "index"}
+    same_as_torch(model, x)
+    assert not [w for w in recwarn if "computes every one" in str(w.message)]
+    if gated:
+        step_equals(OneDevice.of(model, {"x": x}), Plan(Mesh(dp=2), {}, ["dp"]))
+
+
+@pytest.mark.parametrize("how", ["some", "twice"])
+def test_a_loop_that_does_more_stays_as_it_is(how):
+    model, x = Loop(how), torch.randn(6, 4, dtype=torch.float64)
+    with pytest.warns(UserWarning, match=r"computes every one(.|\n)*mycel\.experts"):
+        assert "experts" not in operators(mycel.capture(model, x))
+    same_as_torch(model, x)
+
+
+class Linears(nn.Module):
+    """Experts that are one product each."""
 
     def __init__(self):
         super().__init__()
@@ -201,7 +342,7 @@ class Loop(nn.Module):
 
 
 def test_a_loop_over_experts_is_captured_with_the_better_way_to_write_it():
-    model, x = Loop(), torch.randn(6, 4)
+    model, x = Linears(), torch.randn(6, 4)
     with pytest.warns(UserWarning, match=r"computes every one(.|\n)*mycel\.experts"):
         fast = mycel.jit(model, strict=True)
         torch.testing.assert_close(fast(x), model(x))

@@ -26,7 +26,7 @@ from training import LLAMA, config, measured, nothing_left, settings, tensors
 
 from mycel.errors import PlanError
 from mycel.run.checkpoint import latest, load
-from mycel.train import metrics
+from mycel.train import expert_load, metrics
 from mycel.train.config import Config, dump
 from mycel.train.loop import train
 from mycel.train.ranks import Team, team
@@ -249,6 +249,37 @@ def test_a_compressed_run_goes_on_to_the_bit(disk, tmp_path, worlds, sync):
     counted = "step.taken" if sync else "step.draws"
     assert sum(name.startswith("error.dp.") for name in ours) > 4 and ours[counted] == STEPS
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[k], theirs[k]) for k in ours if k[:4] != "loop")
+
+
+EXPERTS = {
+    "config": {
+        **LLAMA, "model_type": "olmoe", "num_key_value_heads": 2, "num_experts": 6, "num_experts_per_tok": 1,
+        "attention_dropout": 0.0, "pad_token_id": 0,
+    }
+}  # fmt: skip
+
+
+def test_experts_change_ranks_in_a_run_that_goes_on(disk, tmp_path, worlds):
+    """By their loads, every 3 steps: interrupted or not, it is the same run; what experts and ranks get is recorded and
+    drawn."""
+    log = {"every": 1, "curve": True, "tensorboard": False}
+    sections = {"model": EXPERTS, "train": {"steps": 7}, "log": log}
+    straight, stopped = (tmp_path / name for name in ("straight", "stopped"))
+    runs = [tiny(disk, run, {"ep": 2}, "ep", **sections) for run in (straight, stopped)]
+    for run in runs:
+        run["parallel"]["rebalance"] = 3
+    told = worlds(2, {"settings": runs[0]}, {"settings": runs[1], "signal": [1, 4, signal.SIGTERM], "ends": 143})
+    worlds(2, {"settings": runs[1], "resume": str(stopped)})
+    assert "layers change ranks; of model.layers.0.mlp.experts: the busiest of 2 ranks gets" in told[0]
+    assert losses(stopped) == losses(straight) and expert_load.read(stopped) == expert_load.read(straight)
+    assert (straight / "experts.png").stat().st_size > 10_000
+    for metric, record in zip(measured(straight), expert_load.read(straight), strict=True):
+        for name, kind in (("busiest_expert", "load"), ("busiest_rank", "ranks")):
+            (load,) = record[kind].values()
+            assert sum(load) == pytest.approx(64, rel=1e-4)  # tokens, a choice each
+            assert metric[name] == pytest.approx(max(load) / 64, rel=1e-3)
+    shares = [max(r["ranks"]["model.layers.0.mlp.experts"]) for r in expert_load.read(straight)]
+    assert shares[3] < shares[2]  # after step 3
 
 
 def test_a_rank_reads_only_its_rows_and_moves_only_its_part(disk, tmp_path, worlds):

@@ -29,12 +29,19 @@ Forward = Callable[..., torch.Tensor]
 
 @dataclass(frozen=True)
 class Routing:
-    """Where a layer's tokens go: its name, the experts each token chose, their weights, and how many there are."""
+    """Where a layer's tokens go: the id of its module, how many of all `choices` each expert got, and how many of the
+    router's weights are not finite."""
 
-    layer: str
-    ids: torch.Tensor
-    weights: torch.Tensor
-    experts: int
+    module: int
+    counts: torch.Tensor
+    choices: int
+    not_finite: torch.Tensor
+
+    @staticmethod
+    def of(module: int, ids: torch.Tensor, weights: torch.Tensor, experts: int) -> Routing:
+        flat = ids.reshape(-1)
+        counts = (flat.unsqueeze(1) == torch.arange(experts, device=flat.device)).sum(0)
+        return Routing(module, counts, flat.numel(), (~torch.isfinite(weights)).sum())
 
 
 OBSERVED: list[list[Routing]] = []  # who wants to see the routing of layers that are traced
@@ -129,20 +136,37 @@ def as_module(
     return traced_layer(tracer, operands, gate, bool(module.is_transposed))
 
 
-def traced_layer(tracer: Tracer, operands: Sequence[Any], gate: Gate, transposed: bool) -> torch.Tensor:
-    """A layer of experts as one equation, its tokens in the dtype of its weights."""
+def traced_layer(
+    tracer: Tracer, operands: Sequence[Any], gate: Gate, transposed: bool, capacity: int | None = None
+) -> torch.Tensor:
+    """A layer of experts as one equation, its tokens in the dtype of its weights; `capacity`: of the choices of an
+    expert the first so many count, others are of an expert that is nowhere."""
 
     def rule(x: Var, ids: Var, weights: Var, up: Var, *rest: Any) -> Any:
         ids = ids if ids.dtype == torch.int64 else o.cast(ids, dtype=torch.int64)
         rows = x if x.dtype == up.dtype else o.cast(x, dtype=up.dtype)
-        y = o.experts(rows, ids, weights, up, *rest, gate=gate[0], form=gate[1], transposed=transposed)
+        more = {}
+        if capacity is not None:
+            ids, more = within(ids, up.shape[0], capacity), {"elsewhere": 1}
+        y = o.experts(rows, ids, weights, up, *rest, gate=gate[0], form=gate[1], transposed=transposed, **more)
         return y if y.dtype == x.dtype else o.cast(y, dtype=x.dtype)
 
-    for seen in OBSERVED:
-        path = next((region.path for region in reversed(tracer.regions) if region.path), "")
-        seen.append(Routing(path, operands[1], operands[2], operands[3].shape[0]))
+    if OBSERVED:
+        routing = Routing.of(tracer.regions[-1].module, operands[1], operands[2], operands[3].shape[0])
+        for seen in OBSERVED:
+            seen.append(routing)
     y: torch.Tensor = tracer.wrap(tracer.apply(rule, operands, {}))
     return y
+
+
+def within(ids: Var, experts: int, capacity: int) -> Any:
+    """Choices of experts, those beyond an expert's capacity of none: the first tokens have theirs."""
+    order, counts = o.route(ids, experts=experts)
+    starts = o.sub(o.cumsum(counts, dim=0), counts)
+    flat = o.reshape(ids, shape=(ids.type.numel,))
+    place = o.sub(o.inverse_order(order), o.index_select(starts, flat, dim=0))
+    kept = o.reshape(o.lt(place, capacity), shape=tuple(ids.shape))
+    return o.where(kept, ids, experts)
 
 
 def traced_gate(tracer: Tracer, fn: Callable[..., Any], width: int, dtype: torch.dtype) -> Gate | None:
@@ -168,7 +192,7 @@ def expression(eqns: Sequence[Eqn], h: Var, out: Var) -> Gate | None:
         if part is not None:
             texts.update(part[0])
             form = part[1] if form in ("", part[1]) else "mixed"
-        elif eqn.op.vjp is not None and len(eqn.outputs) == 1 and _is_on_elements(eqn):
+        elif eqn.op.vjp is not None and len(eqn.outputs) == 1 and is_on_elements(eqn):
             if h in eqn.inputs:
                 texts[h], form = "a", "whole" if form in ("", "whole") else "mixed"
             if not all(v in texts for v in eqn.vars):
@@ -181,7 +205,7 @@ def expression(eqns: Sequence[Eqn], h: Var, out: Var) -> Gate | None:
     return (texts[out], form) if out in texts and form not in ("", "mixed") else None
 
 
-def _is_on_elements(eqn: Eqn) -> bool:
+def is_on_elements(eqn: Eqn) -> bool:
     """Does each element of its result come from the same element of its operands?"""
     return isinstance(eqn.op.dims, str) and set(eqn.op.dims) <= set("., ->")
 

@@ -22,6 +22,7 @@ from mycel.capture.caches import is_cache
 from mycel.capture.cumulative_norm import cumulative_forward
 from mycel.capture.custom import trace_function
 from mycel.capture.encoder import encoder_forward
+from mycel.capture.expert_loops import merged_loops
 from mycel.capture.experts import as_one_operator
 from mycel.capture.facts import CHANGING, Facts
 from mycel.capture.fence import OPENED, is_library, refuse
@@ -32,6 +33,7 @@ from mycel.capture.names import clean
 from mycel.capture.plain import suspended
 from mycel.capture.record import Traced
 from mycel.capture.repeats import assemble
+from mycel.capture.rows import warn_of_experts
 from mycel.capture.state import Container, Guarded, Location, Reachable, contents, is_static, is_there, put_back
 from mycel.capture.syntax import drawn_state, enter, refuse_draws, rewritten_forward
 from mycel.capture.trace import TRACING, Patch, Tracer
@@ -187,6 +189,11 @@ def _capture(
     if len(blocks["main"].inputs) > len(names):
         roles[blocks["main"].inputs[-1].name] = Role("key")
     program = check(prune(Program(blocks, "main", tuple(names[v] for v in updates), tracer.consts, roles)))
+    if tracer.expert_loops:
+        program, merged = merged_loops(program)
+        program = check(program)
+        for line in sorted(tracer.expert_loops - merged):
+            warn_of_experts(line)
     return Captured(
         program,
         tree,

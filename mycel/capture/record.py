@@ -79,6 +79,7 @@ class ModuleCall:
     end: int = 0
     sites: int = 0
     children: list[ModuleCall] = field(default_factory=list)
+    module: int = 0  # its id
 
 
 class Record(Builder):
@@ -116,6 +117,7 @@ class Record(Builder):
         self.numbers = False  # are there weak tensors?
         self.asked_numbers = False  # … that stand for numbers which code asked of tensors?
         self.maybe: set[str] = set()  # variables that only one of two branches defines
+        self.expert_loops: set[str] = set()  # lines that pick rows after a topk
         self.manual: list[Any] = []  # manual regions that are open (`region.py`)
         self.local: dict[
             Var, frozenset[str]

@@ -19,7 +19,7 @@ from mycel.capture.dynamic import FORMS, columns_of
 from mycel.capture.facts import GIVEN
 from mycel.capture.fence import here, refuse, refuse_dynamic, refuse_read
 from mycel.capture.record import ModuleCall, Record, Traced
-from mycel.capture.rows import choose, counts_rows, places, put, warn_of_experts
+from mycel.capture.rows import choose, counts_rows, places, put
 from mycel.capture.schema import Schema, schema_of
 from mycel.capture.state import Reachable
 from mycel.capture.subscript import open_key
@@ -207,7 +207,7 @@ class Tracer(Record):
             self.here()
             if func is torch.ops.aten.nonzero.default and self._may_choose(args[0]):
                 if any(eqn.op is o.topk for eqn in self.made.values()):
-                    warn_of_experts(self.source)
+                    self.expert_loops.add(self.source)
                 with self:
                     return self.wrap(places(self, self.value(args[0]), self.source))
             with self:
@@ -440,7 +440,7 @@ class Tracer(Record):
         """A module's __call__: what it does is one region."""
         parent = self.regions[-1]
         path = self.places.modules.get(id(module), ("", None))[0]
-        region = ModuleCall(type(module).__name__, path, len(self.eqns), here()[0], parent.sites)
+        region = ModuleCall(type(module).__name__, path, len(self.eqns), here()[0], parent.sites, module=id(module))
         parent.sites += 1
         parent.children.append(region)
         self.regions.append(region)

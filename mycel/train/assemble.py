@@ -167,6 +167,7 @@ def _step(
         clip_norm=config.train.clip_norm,
         memory=config.train.memory,
         compile=config.train.compile,
+        expert_load=team.plan is None or not (team.plan.is_pipeline or team.plan.place),
     )
 
 

@@ -167,6 +167,7 @@ class Parallel(Section):
 
     mesh: forms.Axes | None = Field(default=None, description="{dp: 2, tp: 2}; null: as the plan has it")
     plan: forms.Plan | None = Field(default=None, description="zero3+tp, a .yaml file, a plan, auto; null: auto")
+    rebalance: forms.Whole = Field(default=0, description="steps: experts change ranks by their load; 0: never")
 
     @property
     def ranks(self) -> int | None:
@@ -290,6 +291,9 @@ class Config(Section):
         if (self.model.dtype, self.train.precision) in (("float16", "bf16"), ("bfloat16", "fp16")):
             what = f"model.dtype is {self.model.dtype}, but train.precision is {self.train.precision}"
             yield what, "model.dtype=float32"
+        if self.parallel.rebalance and self.model.lora is not None:
+            what = "parallel.rebalance moves experts, but with model.lora frozen weights are not saved"
+            yield what, "parallel.rebalance=0"
         if (
             self.model.config
             and not self.data.tokenizer

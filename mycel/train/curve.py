@@ -65,21 +65,41 @@ def smooth(line: Points) -> Points:
 # The picture.
 
 
-def draw(records: Iterable[Mapping[str, Any]], path: Path) -> None:
-    """Write the curve as a PNG, whole or not at all."""
+def figure_of(missing: str, width: float, height: float) -> Any:
+    """An empty picture; TrainError, which says what is `missing` then, where there is no matplotlib."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
-        from matplotlib.ticker import FuncFormatter, MaxNLocator
     except ImportError as error:
         raise TrainError(
-            f"no loss curve: {error}\n  at        log.curve\n  try       pip install matplotlib, or log.curve: false"
+            f"{missing}: {error}\n  at        log.curve\n  try       pip install matplotlib, or log.curve: false"
         ) from error
+    figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def save_figure(figure: Any, path: Path, what: str) -> None:
+    """Write a picture as a PNG, whole or not at all."""
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(part, format="png", facecolor="white")
+        os.replace(part, path)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise TrainError(
+            f"{what} could not be written: {error.strerror}\n  at        {path}\n  try       make room there"
+        ) from error
+
+
+def draw(records: Iterable[Mapping[str, Any]], path: Path) -> None:
+    """Write the curve as a PNG, whole or not at all."""
+    figure = figure_of("no loss curve", 8, 4.5)
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     records = list(records)
     training, validation = points(records, "loss"), points(records, "validation")
-    figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     axes.margins(x=0.02)
     axes.set_xlabel("step", color=INK)
@@ -92,16 +112,7 @@ def draw(records: Iterable[Mapping[str, Any]], path: Path) -> None:
     axes.grid(axis="y", color="#e6e6e6", linewidth=0.8)
     axes.set_axisbelow(True)
     _draw_lines(axes, training, validation)
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(part, format="png", facecolor="white")
-        os.replace(part, path)
-    except OSError as error:
-        part.unlink(missing_ok=True)
-        raise TrainError(
-            f"the loss curve could not be written: {error.strerror}\n  at        {path}\n  try       make room there"
-        ) from error
+    save_figure(figure, path, "the loss curve")
 
 
 def _draw_lines(axes: Any, training: Points, validation: Points) -> None:

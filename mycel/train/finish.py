@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from mycel.errors import TrainError
-from mycel.train import curve, gathering, metrics, sample
+from mycel.train import curve, expert_load, gathering, metrics, sample
 from mycel.train.assemble import Assembly, tokenizer_source
 from mycel.train.export import export
 from mycel.train.progress import Progress
@@ -49,6 +49,8 @@ def _draw(folder: Path, progress: Progress) -> None:
     records = metrics.read(folder)
     progress.note(f"\n{curve.sketch(records, min(progress.console.width, SKETCH_WIDTH), SKETCH_HEIGHT)}\n")
     curve.draw(records, folder / CURVE)
+    if loads := expert_load.read(folder):
+        expert_load.draw(loads, folder / expert_load.PICTURE)
 
 
 def _export(parts: Assembly, folder: Path) -> None:

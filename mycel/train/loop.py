@@ -42,6 +42,7 @@ from mycel.train import device as devices
 from mycel.train import metrics, state, summary
 from mycel.train.assemble import Assembly, assemble
 from mycel.train.config import Config, anchored, dump, load
+from mycel.train.expert_load import PICTURE
 from mycel.train.finish import CURVE, MODEL, finish
 from mycel.train.metrics import FILE, Metrics
 from mycel.train.progress import Progress, duration, number, size
@@ -423,6 +424,7 @@ def _changes(before: Any, now: Any, above: str = "") -> list[tuple[str, Any, Any
 def _results(folder: Path) -> list[tuple[str, str]]:
     """What the folder holds for people."""
     there = [("model", MODEL), ("checkpoints", "checkpoints"), ("metrics", FILE), ("loss curve", CURVE)]
+    there += [("experts", PICTURE)]
     return [(name, file) for name, file in there if (folder / file).exists()]
 
 

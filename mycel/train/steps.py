@@ -24,7 +24,7 @@ import torch
 from mycel.errors import TrainError
 from mycel.run.checkpoint import Loaded, Saver
 from mycel.train import device as devices
-from mycel.train import models, state
+from mycel.train import expert_load, models, state
 from mycel.train.assemble import Assembly
 from mycel.train.evaluate import Validation
 from mycel.train.metrics import Metrics
@@ -89,6 +89,7 @@ class Steps:
         self.first, self.traces = self.done, config.trace  # the first compiles
         self.saved: Path | None = None  # the checkpoint last told of
         self.stop: signal.Signals | None = None  # what all ranks know of their signals
+        self.experts = expert_load.ExpertRecords(saver.folder.parent, self.done, parts.team.rank == 0, progress.note)
         self.clock = Stopwatch(parts.device)
         peak = devices.peak_flops(parts.device, config.train.precision)
         self.share_of_peak = (
@@ -125,6 +126,7 @@ class Steps:
             self._save()
         self.saver.wait()
         self._tell_saves()
+        self.experts.close()
         self._ask()()
 
     def _ask(self) -> Callable[[], bool]:
@@ -209,6 +211,8 @@ class Steps:
         if metrics:
             self.metrics.write(self.done, **metrics)
         self.progress.update(self.done, **{name: metrics[name] for name in SHOWN if name in metrics})
+        if self.done < self.total and due(config.parallel.rebalance):
+            self._rebalance()
         if saves:
             self._save(validation if config.checkpoint.best else None)
         self._tell_saves()
@@ -250,7 +254,31 @@ class Steps:
             "memory_bytes": devices.memory_peak(self.parts.device),
             "skipped": skipped or None,
             **self.parts.step.monitored(),
+            **self._report_experts(),
         }
+
+    def _report_experts(self) -> dict[str, float | None]:
+        """What the experts of a layer get, recorded; the largest shares are metrics."""
+        load, ranks = expert_load.measured(self.parts.step)
+        if load:
+            self.experts.write(self.done, load, ranks)
+        return {"busiest_expert": expert_load.busiest(load), "busiest_rank": expert_load.busiest(ranks)}
+
+    def _rebalance(self) -> None:
+        """Experts change ranks, by what they got."""
+        with self.clock.paused():
+            placements = self.parts.step.rebalance()
+        moved = [p for p in placements if p.moves]
+        stays = next((str(p) for p in placements if p.fixed), "")
+        if not placements:
+            self.progress.note(
+                "no experts lie on several ranks: none can change them\n  try       parallel.rebalance=0"
+            )
+        elif moved:
+            worst = max(moved, key=lambda p: p.before)
+            self.progress.note(f"experts of {len(moved)} layers change ranks; of {worst}")
+        elif stays:
+            self.progress.note(stays)
 
     def _tell_skipped(self, losses: Sequence[float], norms: Sequence[float]) -> None:
         """Which of the last steps were skipped, and how many in a row by now."""
@@ -268,6 +296,8 @@ class Steps:
             hint = (
                 f"\n  try       a lower optimizer.lr (it is {self.parts.config.optimizer.lr:g}), or train.clip_norm=1"
             )
+            router = self.parts.step.broken_router()
+            text = f"{text}; {router}" if router else text
             self.progress.note(text if math.isfinite(loss) else text + hint)
 
     def _give_up(self, loss: float) -> None:
@@ -283,7 +313,9 @@ class Steps:
             f"a lower optimizer.lr (it is {self.parts.config.optimizer.lr:g}), or an earlier checkpoint: delete "
             "the later ones, then --resume"
         )
+        router = self.parts.step.broken_router()
         what = f"{self.skipped_in_a_row} steps in a row were skipped: their gradients are not finite"
+        what = f"{what}; {router}" if router else what
         raise TrainError(f"{what}\n  at        {where}\n  try       {hint}")
 
     def _save(self, metric: float | None = None) -> None:

@@ -20,7 +20,7 @@ from mycel.transform.head import head
 from mycel.transform.inline import inline
 from mycel.transform.jvp import jvp
 from mycel.transform.microbatch import BODY, joined, microbatch, no_counts, shares, with_numbers_of
-from mycel.transform.monitoring import ERROR, LARGE, SMALL, monitor_ranks, monitor_sums
+from mycel.transform.monitoring import ERROR, LARGE, SHARE, SMALL, monitor_ranks, monitor_sums
 from mycel.transform.narrow import narrow
 from mycel.transform.ones import with_ones
 from mycel.transform.optimise import ParameterGroup, optimise
@@ -53,6 +53,7 @@ __all__ = [
     "ERROR",
     "LARGE",
     "LOSS_SCALE",
+    "SHARE",
     "SIMPLIFY",
     "SMALL",
     "ParameterGroup",

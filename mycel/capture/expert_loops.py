@@ -1,0 +1,450 @@
+"""Loops over experts as people write them, as one operator.
+
+    for e, expert in enumerate(experts):                                    up = stack(up_0, up_1, …)
+        token, place = torch.where(ids == e)                         =>     down = stack(down_0, down_1, …)
+        y.index_add_(0, token, expert(x[token]) * w[token, place, None])    y = experts(x, ids, w, up, down, gate=…)
+
+What is traced computes all rows for every expert, of which those count that chose it (`rows.py`): for each expert an
+arm that adds to y.  An arm is a layer's share if
+
+    its rows         are tokens at places of a mask; with the places that count replaced by all places, which are
+                     constants, all arms have the same rows and the same weights: those that differ do not count
+    its mask         is `ids == e`, whatever it is made of: computed for ids that are all e, and for random ones
+    its expert       is a product, something on elements, a product; in all arms alike
+    ids              are from a topk over as many scores as there are arms, so that no token chooses an expert twice
+
+All else stays as it was traced.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from mycel.capture.experts import is_on_elements
+from mycel.ir import Atom, Block, Builder, Eqn, Program, Var, call, prune, substitute
+from mycel.ir.types import NAMES
+from mycel.ops import o
+
+SMALL = 40  # equations: an expert has no more
+
+
+@dataclass(frozen=True)
+class Mlp:
+    """down @ gate(up_0 @ x, up_1 @ x): `form` and `gate` as in `ops/gates.py`."""
+
+    x: Var
+    ups: tuple[tuple[Var, Var | None], ...]  # weight, bias
+    gate: str
+    down: tuple[Var, Var | None]
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One expert's share: `out` is `before`, with rows added of which `keep` says which count."""
+
+    out: Var
+    before: Var
+    keep: Var
+    tokens: torch.Tensor  # of all rows
+    mlp: Mlp
+    weight: Var
+    source: str  # where its rows are picked
+
+
+def merged_loops(program: Program) -> tuple[Program, set[str]]:
+    """The program with its loops over experts as operators, and the lines of these."""
+    lines: set[str] = set()
+    blocks = {}
+    for name, block in program.blocks.items():
+        adds = any(eqn.op in (o.index_add, o.index_put) for eqn in block.eqns)
+        blocks[name] = _Loops(block, program.blocks).merged(lines) if adds else block
+    return (prune(replace(program, blocks=blocks)), lines) if lines else (program, lines)
+
+
+class _Loops:
+    """A block whose equations are numbered by value: what is computed twice is one variable."""
+
+    def __init__(self, block: Block, blocks: Mapping[str, Block]) -> None:
+        self.block, self.b = block, Builder()
+        self.b.reserve(v.name for v in (*block.inputs, *(v for e in block.eqns for v in e.outputs)))
+        self.eqns: list[Eqn] = []
+        self.same: dict[Atom, Atom] = {}
+        self.by_value: dict[Any, Eqn] = {}
+        self.made: dict[Var, tuple[Eqn, int]] = {}
+        self.constants: dict[Var, torch.Tensor | None] = {}
+        for eqn in block.eqns:
+            for one in self._inlined(eqn, blocks):
+                self._add(one)
+
+    def _inlined(self, eqn: Eqn, blocks: Mapping[str, Block]) -> Iterator[Eqn]:
+        """Small blocks as their equations."""
+        body = blocks[eqn.params["block"]] if eqn.op is call else None
+        if body is None or len(body.eqns) > SMALL:
+            yield eqn
+            return
+        values: dict[Var, Atom] = dict(zip(body.inputs, eqn.inputs, strict=True))
+        for inner in body.eqns:
+            outs = tuple(Var(self.b.name(v.name), v.type) for v in inner.outputs)
+            moved = replace(substitute(inner, values), outputs=outs)
+            values.update(zip(inner.outputs, outs, strict=True))
+            yield from self._inlined(moved, blocks)
+        for v, x in zip(eqn.outputs, body.outputs, strict=True):
+            self.same[v] = self._value(values.get(x, x) if isinstance(x, Var) else x)
+
+    def _value(self, x: Atom) -> Atom:
+        return self.same.get(x, x) if isinstance(x, Var) else x
+
+    def _add(self, eqn: Eqn) -> tuple[Var, ...]:
+        eqn = replace(eqn, inputs=tuple(map(self._value, eqn.inputs)))
+        key = (eqn.op, tuple((type(x), x) for x in eqn.inputs), eqn.params)
+        plain = not (eqn.op.effect or eqn.op.python or any(eqn.refs))
+        known = self.by_value.get(key) if plain else None
+        if known is not None:
+            self.same.update(zip(eqn.outputs, known.outputs, strict=True))
+            return known.outputs
+        if plain:
+            self.by_value[key] = eqn
+        self.eqns.append(eqn)
+        self.made.update((v, (eqn, i)) for i, v in enumerate(eqn.outputs))
+        return eqn.outputs
+
+    def of(self, x: Any, *ops: Any) -> Eqn | None:
+        """The equation that makes x, if it is of these operators."""
+        eqn = self.made.get(x, (None, 0))[0] if isinstance(x, Var) else None
+        return eqn if eqn is not None and eqn.op in ops else None
+
+    def plain(self, x: Any) -> Any:
+        """x without changes of its shape alone."""
+        while (eqn := self.of(x, o.reshape)) is not None:
+            x = eqn.inputs[0]
+        return x
+
+    # -- constants and values
+
+    def constant(self, x: Any) -> torch.Tensor | None:
+        """The value of what depends on nothing."""
+        if not isinstance(x, Var):
+            return None
+        if x not in self.constants:
+            eqn, i = self.made.get(x, (None, 0))
+            self.constants[x] = None
+            if eqn is not None and eqn.op is not o.const and _is_known(eqn):
+                args = [self.constant(v) if isinstance(v, Var) else v for v in eqn.inputs]
+                if all(a is not None or v is None for a, v in zip(args, eqn.inputs, strict=True)):
+                    out = eqn.op.kernel(*args, **eqn.params)
+                    self.constants[x] = out[i] if isinstance(out, tuple) else out
+        return self.constants[x]
+
+    def evaluated(self, x: Any, given: Mapping[Var, torch.Tensor]) -> torch.Tensor | None:
+        """x for values of some variables; None if it depends on others."""
+        if not isinstance(x, Var):
+            return x
+        if x in given:
+            return given[x]
+        if (known := self.constant(x)) is not None:
+            return known
+        eqn, i = self.made.get(x, (None, 0))
+        if eqn is None or not eqn.inputs or not _is_known(eqn):
+            return None
+        args = [self.evaluated(v, given) for v in eqn.inputs]
+        if any(a is None and v is not None for a, v in zip(args, eqn.inputs, strict=True)):
+            return None
+        out = eqn.op.kernel(*args, **eqn.params)
+        return out[i] if isinstance(out, tuple) else out
+
+    def again(self, x: Any, values: dict[Var, Any]) -> Any:
+        """x with some variables replaced by others."""
+        if not isinstance(x, Var):
+            return x
+        if x not in values:
+            eqn, i = self.made.get(x, (None, 0))
+            inputs = tuple(self.again(v, values) for v in eqn.inputs) if eqn is not None else ()
+            if eqn is None or inputs == eqn.inputs:
+                values[x] = x
+            else:
+                outs = tuple(Var(self.b.name(v.name), v.type) for v in eqn.outputs)
+                values[x] = self._add(replace(eqn, inputs=inputs, outputs=outs))[i]
+        return values[x]
+
+    # -- arms
+
+    def merged(self, lines: set[str]) -> Block:
+        """The block with its loops as operators; as it was, where there is none."""
+        arms = {arm.out: arm for eqn in list(self.eqns) if (arm := self.arm(eqn)) is not None}
+        uses = Counter(v for e in self.eqns for v in set(e.vars)) + Counter(
+            v for v in self.outputs if isinstance(v, Var)
+        )
+        last = {arm.before for arm in arms.values()}
+        done = False
+        for arm in [a for a in arms.values() if a.out not in last]:
+            chain = [arm]
+            while chain[0].before in arms:
+                chain.insert(0, arms[chain[0].before])
+            done |= self._merge(chain, uses, lines)
+        if not done:
+            return self.block
+        return Block(self.block.inputs, tuple(self._used()), self.outputs)
+
+    @property
+    def outputs(self) -> tuple[Atom, ...]:
+        return tuple(self._final(x) for x in self.block.outputs)
+
+    def _final(self, x: Atom) -> Atom:
+        while isinstance(x, Var) and x in self.same:
+            x = self.same[x]
+        return x
+
+    def _used(self) -> Iterator[Eqn]:
+        """The equations that outputs and effects need, each behind what it reads, else in the order they had."""
+        eqns = [replace(e, inputs=tuple(map(self._final, e.inputs))) for e in self.eqns]
+        made = {v: eqn for eqn in eqns for v in eqn.outputs}
+        needed = [v for v in self.outputs if isinstance(v, Var)] + [v for e in eqns if e.op.effect for v in e.outputs]
+        alive: set[Var] = set()
+        while needed:
+            v = needed.pop()
+            if v in alive or v not in made:
+                continue
+            alive.update(made[v].outputs)
+            needed += made[v].vars
+        done: set[Var] = set()
+        for eqn in eqns:
+            waiting = [eqn] if eqn.op.effect or any(v in alive for v in eqn.outputs) else []
+            while waiting:
+                missing = [made[v] for v in waiting[-1].vars if v in made and v not in done]
+                if missing:
+                    waiting.append(missing[0])
+                    continue
+                ready = waiting.pop()
+                if not done.issuperset(ready.outputs) or not ready.outputs:
+                    done.update(ready.outputs)
+                    yield ready
+
+    def arm(self, eqn: Eqn) -> Arm | None:
+        """An equation that adds an expert's rows."""
+        if eqn.op is o.index_add and eqn.params.get("dim") == 0:
+            before, index, rows = eqn.inputs[:3]
+            covered = self.of(rows, o.where)
+            if covered is None or covered.inputs[2] != 0:
+                return None
+            return self._arm(eqn.outputs[0], before, index, covered.inputs[0], covered.inputs[1])
+        put = self.of(eqn.inputs[0], o.index_put) if eqn.op is o.slice and eqn.inputs else None
+        padded = self.of(put.inputs[0], o.pad) if put is not None and put.params.get("at") == (0,) else None
+        if put is None or padded is None:
+            return None
+        total, where = self.of(self.plain(put.inputs[1]), o.add), self.of(put.inputs[2], o.where)
+        old = self.of(total.inputs[0], o.index) if total is not None else None
+        if total is None or where is None or old is None or old.inputs[0] != padded.inputs[0]:
+            return None
+        if self.plain(old.inputs[1]) != self.plain(where.inputs[1]):
+            return None
+        return self._arm(eqn.outputs[0], padded.inputs[0], where.inputs[1], where.inputs[0], total.inputs[1])
+
+    def _arm(self, out: Var, before: Any, index: Any, lane: Any, rows: Any) -> Arm | None:
+        index, keep = self.plain(index), self.plain(lane)
+        columns = self.of(index, o.unbind, o.select)
+        chosen = self.of(self.plain(columns.inputs[0] if columns is not None else index), o.where)
+        if chosen is None or not isinstance(before, Var) or self.flat(chosen.inputs[0]) != self.flat(keep):
+            return None
+        places = chosen.inputs[1]
+        if self.constant(places) is None:
+            return None
+        values = {chosen.outputs[0]: places}
+        tokens = self.constant(self.again(index, values))
+        product = self.of(self.plain(self.again(rows, values)), o.mul)
+        if tokens is None or product is None or out.ndim != 2:
+            return None
+        for y, weight in (product.inputs, product.inputs[::-1]):
+            mlp = self.mlp(y)
+            if mlp is not None and isinstance(weight, Var) and weight.type.numel == tokens.numel():
+                return Arm(out, before, self.flat(keep), tokens.reshape(-1), mlp, weight, chosen.source)
+        return None
+
+    def flat(self, mask: Any) -> Any:
+        """A mask without what only tells whether numbers are not zero."""
+        mask = self.plain(mask)
+        ne = self.of(mask, o.ne)
+        return self.plain(ne.inputs[0]) if ne is not None and ne.inputs[1] == 0 else mask
+
+    # -- experts
+
+    def mlp(self, y: Any) -> Mlp | None:
+        """What an expert does with rows."""
+        down = self.product(y)
+        if down is None:
+            return None
+        ups: dict[Var, tuple[Var, Var, Var | None]] = {}
+        gate = self.text(down[0], ups)
+        rows = {x for x, _, _ in ups.values()}
+        if gate is None or len(rows) != 1 or len(ups) > 2 or len({w.shape for _, w, _ in ups.values()}) != 1:
+            return None
+        return Mlp(rows.pop(), tuple((w, bias) for _, w, bias in ups.values()), gate, down[1:])
+
+    def product(self, y: Any) -> tuple[Var, Var, Var | None] | None:
+        """x, w and b of x @ w.T + b."""
+        y, bias = self.plain(y), None
+        added = self.of(y, o.add)
+        if added is not None and isinstance(added.inputs[1], Var) and added.inputs[1].ndim == 1:
+            y, bias = added.inputs
+        linear = self.of(y, o.linear)
+        if linear is None or linear.inputs[1].ndim != 2:
+            return None
+        return self.plain(linear.inputs[0]), linear.inputs[1], bias
+
+    def text(self, x: Any, ups: dict[Var, tuple[Var, Var, Var | None]]) -> str | None:
+        """Something on elements of products, as text; the products are added to `ups`."""
+        x = self.plain(x)
+        product = self.product(x)
+        if product is not None:
+            ups.setdefault(x, product)
+            return "ab"[list(ups).index(x)] if len(ups) <= 2 else None
+        eqn = self.made.get(x, (None, 0))[0]
+        if eqn is None or eqn.op.vjp is None or len(eqn.outputs) != 1 or not is_on_elements(eqn):
+            return None
+        operands = [self.text(v, ups) if isinstance(v, Var) else repr(v) for v in eqn.inputs]
+        if None in operands:
+            return None
+        params = [f"{k}={NAMES.get(v, repr(v))}" for k, v in eqn.params.items()]
+        return f"{eqn.op.name}({', '.join([*map(str, operands), *params])})"
+
+    # -- all of them
+
+    def _merge(self, chain: list[Arm], uses: Counter[Var], lines: set[str]) -> bool:
+        """Arms that add to each other -> one operator, where they are a layer of experts."""
+        first, last = chain[0], chain[-1]
+        reads = 1 if self.made[last.out][0].op is o.index_add else 2  # y[token] += … reads y as well
+        if len(chain) < 2 or any(uses[arm.out] != reads for arm in chain[:-1]):
+            return False
+        if any(
+            (arm.mlp.x, arm.mlp.gate, arm.weight) != (first.mlp.x, first.mlp.gate, first.weight)
+            or _types(arm.mlp) != _types(first.mlp)
+            for arm in chain
+        ):
+            return False
+        tokens = last.out.shape[0]
+        routed = self.ids(first.keep, tokens, len(chain))
+        if routed is None:
+            return False
+        ids, by_choice = routed
+        if not all(self.is_mask(arm, e, ids, by_choice, len(chain)) for e, arm in enumerate(chain)):
+            return False
+        x = self.tokens_of(first, tokens)
+        if x is None:
+            return False
+        self._write(chain, x, ids, by_choice)
+        lines.update(arm.source for arm in chain)
+        return True
+
+    def ids(self, keep: Var, tokens: int, experts: int) -> tuple[Var, bool] | None:
+        """What a mask compares, and does it go choice by choice, not token by token?"""
+        waiting, seen = [keep], set[Var]()
+        while waiting:
+            x = waiting.pop(0)
+            if x in seen:
+                continue
+            seen.add(x)
+            if x.dtype == torch.int64 and x.ndim == 2 and x.shape[0] == tokens and self._is_topk(x, experts):
+                probe = torch.randint(experts, tuple(x.shape), generator=torch.Generator().manual_seed(0))
+                mask = self.evaluated(keep, {x: probe})
+                if mask is None:
+                    return None
+                flat, hit = mask.reshape(-1) != 0, probe == 0
+                if torch.equal(flat, hit.reshape(-1)):
+                    return x, False
+                return (x, True) if torch.equal(flat, hit.T.reshape(-1)) else None
+            eqn = self.made.get(x, (None, 0))[0]
+            waiting += eqn.vars if eqn is not None else ()
+        return None
+
+    def _is_topk(self, x: Var, experts: int) -> bool:
+        """Are these the positions of a topk over so many scores?"""
+        eqn, i = self.made.get(self.plain(x), (None, 0))
+        if eqn is None or eqn.op is not o.topk or i != 1:
+            return False
+        scores = eqn.inputs[0]
+        return bool(scores.shape[eqn.params["dim"]] == experts and eqn.params["dim"] == scores.ndim - 1)
+
+    def is_mask(self, arm: Arm, e: int, ids: Var, by_choice: bool, experts: int) -> bool:
+        """Does an arm's mask say which choices are e?"""
+        random = torch.randint(experts, tuple(ids.shape), generator=torch.Generator().manual_seed(e + 1))
+        for probe in (torch.full(tuple(ids.shape), e), random):
+            mask = self.evaluated(arm.keep, {ids: probe})
+            hit = probe == e
+            if mask is None or not torch.equal(mask.reshape(-1) != 0, (hit.T if by_choice else hit).reshape(-1)):
+                return False
+        return torch.equal(arm.tokens, _tokens(ids, by_choice))
+
+    def tokens_of(self, arm: Arm, tokens: int) -> Var | None:
+        """The tokens of which an arm's rows are: all of them, in order."""
+        picked = self.of(arm.mlp.x, o.index)
+        if picked is None or len(picked.params["at"]) != 1:
+            return None
+        at = self.constant(picked.inputs[1])
+        x = self.plain(picked.inputs[0])
+        if at is None or not torch.equal(at.reshape(-1), arm.tokens) or x.ndim < 2:
+            return None
+        shape = picked.inputs[0].shape
+        rest = [n for d, n in enumerate(shape[:-1]) if d != picked.params["at"][0]]
+        if shape[picked.params["at"][0]] != tokens or any(n != 1 for n in rest):
+            return None
+        source: Var = picked.inputs[0]
+        return source
+
+    def all_weights(self, arm: Arm, ids: Var, by_choice: bool) -> Var | None:
+        """The weights of which an arm picks each choice's, where it picks all of them in order."""
+        picked = self.of(self.plain(arm.weight), o.index)
+        weights = self.plain(picked.inputs[0]) if picked is not None else None
+        if picked is None or picked.params["at"] != (0, 1) or weights.shape != ids.shape:
+            return None
+        at = [self.constant(x) for x in picked.inputs[1:]]
+        choices = torch.arange(ids.shape[1]).expand(*ids.shape)
+        wanted = [_tokens(ids, by_choice), (choices.T if by_choice else choices).reshape(-1)]
+        is_all = all(x is not None and torch.equal(x.reshape(-1), y) for x, y in zip(at, wanted, strict=True))
+        return weights if is_all else None
+
+    def _write(self, chain: list[Arm], x: Var, ids: Var, by_choice: bool) -> None:
+        """The operator in the place of the last arm."""
+        first, last = chain[0], chain[-1]
+        tokens, chosen = ids.shape
+        with Builder(beside=self.b) as b:
+            b.at(self.made[last.out][0])
+            stacked = lambda parts: o.stack(*parts, dim=0)
+            both = lambda parts: parts[0] if len(parts) == 1 else o.cat(*parts, dim=0)
+            bias = lambda pairs: None if pairs[0][0] is None else stacked([both(p) for p in pairs])
+            up = stacked([both([w for w, _ in arm.mlp.ups]) for arm in chain])
+            up_bias = bias([[c for _, c in arm.mlp.ups] for arm in chain])
+            down_bias = bias([[arm.mlp.down[1]] for arm in chain])
+            down = stacked([arm.mlp.down[0] for arm in chain])
+            weights = self.all_weights(first, ids, by_choice)
+            if weights is None:
+                shape = (chosen, tokens) if by_choice else (tokens, chosen)
+                weights = o.reshape(first.weight, shape=shape)
+                weights = o.permute(weights, dims=(1, 0)) if by_choice else weights
+            rows = o.reshape(x, shape=tuple(last.out.shape[:1]) + x.shape[-1:]) if x.ndim != 2 else x
+            form = "whole" if len(first.mlp.ups) == 1 else "halves"
+            y = o.experts(rows, ids, weights, up, down, up_bias, down_bias, gate=first.mlp.gate, form=form)
+            start = self.of(first.before, o.full)
+            y = y if start is not None and start.inputs[0] == 0 else o.add(first.before, y)
+        self.eqns += b.eqns
+        self.made.update((v, (eqn, i)) for eqn in b.eqns for i, v in enumerate(eqn.outputs))
+        self.same[last.out] = y
+
+
+def _is_known(eqn: Eqn) -> bool:
+    """Can it be computed here and now, from its operands?"""
+    return not (any(eqn.refs) or eqn.op.effect or eqn.op.python or eqn.op.by_rank)
+
+
+def _types(mlp: Mlp) -> list[Any]:
+    """Of its weights and biases."""
+    return [None if w is None else w.type for pair in (*mlp.ups, mlp.down) for w in pair]
+
+
+def _tokens(ids: Var, by_choice: bool) -> torch.Tensor:
+    """Whose choices the rows of all places are."""
+    every = torch.arange(ids.shape[0]).unsqueeze(1).expand(*ids.shape)
+    return (every.T if by_choice else every).reshape(-1)
