@@ -216,7 +216,7 @@ def test_any_sequence_of_changes_is_noticed(seed):
 
 def test_without_versions_of_dicts_it_is_the_same(monkeypatch):
     """What an interpreter does whose dicts have no version."""
-    monkeypatch.setattr(sys.modules["mycel.capture.bind"], "TELLS", False)
+    monkeypatch.setattr(sys.modules["mycel.capture.bind"], "DICTS_TELL", False)
     net, fast = prepared()
     agrees(net, fast)
     for change in ("attribute through __dict__", "parameter replaced", "method of a class", "hook", "global", "slot"):
@@ -239,10 +239,73 @@ def test_dicts_are_looked_at_where_one_changed():
     assert len(fast.entries) == 1
 
 
+KINDS = [torch.float32, torch.float16, torch.int32, torch.bool]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_types_of_tensors_follow_every_change_in_place(seed):
+    """Whatever is done to tensors that stay the same objects: another shape, dtype or device shows."""
+    assert versions.TENSORS_TELL
+    draw = random.Random(seed)
+    tensors = [torch.zeros(draw.choices(range(4), k=n)) for n in range(6)]
+
+    def types():
+        return [(x.shape, x.dtype, x.device) for x in tensors]
+
+    def fresh():
+        where = draw.choice(["cpu", "cpu", "meta"])
+        return torch.zeros(draw.choices(range(4), k=draw.randrange(5)), dtype=draw.choice(KINDS), device=where)
+
+    def set_data(x):
+        x.data = fresh() if x.device.type == "cpu" else torch.zeros(2, device="meta")
+
+    ways = [
+        lambda x: x.t_() if x.ndim == 2 else x.unsqueeze_(0) if x.ndim < 5 else x.squeeze_(),
+        lambda x: x.resize_(draw.choices(range(1, 4), k=draw.randrange(5))),
+        lambda x: torch.utils.swap_tensors(x, fresh()),
+        lambda x: x.zero_(),
+        set_data,
+    ]
+    n = 0
+    for _ in range(150):
+        held, old = versions.TensorTypes(tensors), types()
+        assert not held.changed()
+        x = draw.choice(tensors)
+        try:
+            draw.choice(ways)(x)
+        except (RuntimeError, NotImplementedError):
+            continue
+        if types() != old:
+            n += 1
+            assert held.changed()
+    assert n > 40
+
+
+def test_tensors_without_such_words_are_asked(monkeypatch):
+    monkeypatch.setattr(sys.modules["mycel.capture.bind"], "TENSORS_TELL", False)
+    net, fast = prepared()
+    agrees(net, fast)
+    for change in ("shape of data", "parameter replaced", "dtype"):
+        CHANGES[change](net)
+        agrees(net, fast)
+
+
+def test_outputs_are_as_their_class_makes_them():
+    from transformers.modeling_outputs import CausalLMOutputWithPast
+
+    def fn(x):
+        return CausalLMOutputWithPast(logits=x * 2, loss=x.sum())
+
+    ours, own = mycel.jit(fn)(X), fn(X)
+    assert type(ours) is type(own) and [*ours] == [*own] and [*vars(ours)] == [*vars(own)]
+    same(ours.to_tuple(), own.to_tuple())
+    assert ours.past_key_values is None and ours["loss"] is ours.loss
+
+
 def test_versions_follow_every_change_of_a_dict():
-    assert versions.TELLS == (sys.version_info < (3, 13))
+    assert versions.DICTS_TELL or sys.version_info >= (3, 13)
     thing = types.SimpleNamespace(a=1)
-    read = versions.DictVersions([vars(thing), {}])
+    read = versions.dict_versions([vars(thing), {}])
     draw, n = random.Random(0), 0
     for _ in range(200):
         before, old = read(), dict(vars(thing))

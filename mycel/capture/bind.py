@@ -10,6 +10,7 @@ All of it is one generated Python function, so that a call costs a few microseco
         now, (before, state) = versions(), SEEN[0]
         if now == before:
             s0, = state
+            if held.changed() and not held.remember(s0): return MISS
         else:
             SEEN[0] = NEVER
             for box, key, value in LINKS:
@@ -17,8 +18,8 @@ All of it is one generated Python function, so that a call costs a few microseco
             if any(HOOKS): return MISS
             if m0['training'] is not True: return MISS
             s0 = c0['weight']
+            if not held(s0): return MISS
             SEEN[0] = now, (s0, )
-        if not held(s0): return MISS
         y0, = run(t0, s0)
         return y0
 
@@ -40,8 +41,8 @@ import torch
 
 from mycel.capture.function import Captured
 from mycel.capture.state import Guarded, Location, holds, is_static, is_there, owner, shadowed_by
-from mycel.capture.tree import Tree, rebuild
-from mycel.capture.versions import TELLS, DictVersions, dict_of
+from mycel.capture.tree import Tree, maker
+from mycel.capture.versions import DICTS_TELL, TENSORS_TELL, TensorTypes, dict_of, dict_versions, is_plain
 
 MISS = object()
 NEVER = (None, ())  # versions of dicts, and the state they held, where they were never looked at
@@ -251,8 +252,8 @@ class _GuardWriter:
     def is_versioned(self, container: Any) -> bool:
         """Does a dict's version tell that nothing in the container changed?"""
         if type(container) is tuple:  # which never does
-            return TELLS
-        held = dict_of(owner(container)) if TELLS else None
+            return DICTS_TELL
+        held = dict_of(owner(container)) if DICTS_TELL else None
         if held is None or id(held) in self.rebound:
             return False
         self.dicts.append(held)
@@ -294,8 +295,8 @@ class _GuardWriter:
         """Reads state: in the walk what lies in dicts alone."""
         for i, (input_, places) in enumerate(self.c.state.items()):
             self.values[input_] = name = f"s{i}"
-            in_dicts = all([self.is_versioned(place.container) for place in places])
-            self.remembered += [name] if in_dicts else []
+            in_dicts = all(self.is_versioned(place.container) for place in places)
+            self.remembered += [input_] if in_dicts else []
             lines = self.walk if in_dicts else self.lines
             lines.append(f"{name} = {self.read(places[0])}")
             lines += [f"if {self.read(other)} is not {name}: return MISS" for other in places[1:]]
@@ -304,27 +305,35 @@ class _GuardWriter:
         """What is done where a dict changed, and else what is remembered of the last time."""
         if not self.dicts:
             self.lines += self.walk
+            self.remembered = []
             return
-        self.env.update(versions=DictVersions(self.dicts), SEEN=[NEVER], NEVER=NEVER)
-        remembered = "".join(f"{name}, " for name in self.remembered)
+        self.env.update(versions=dict_versions(self.dicts), SEEN=[NEVER], NEVER=NEVER)
+        state, remembered = ", ".join(self.values[k] for k in self.remembered), ["pass"]
+        if self.remembered:
+            held = self.held(self.remembered)
+            self.walk.append(f"if not {held}({state}): return MISS")
+            again = f"if {held}.changed() and not {held}.remember({state}): return MISS"
+            remembered = [f"{state}, = state", again]
         self.lines += [
             "now, (before, state) = versions(), SEEN[0]",
             "if now == before:",
-            f"    {remembered}= state" if remembered else "    pass",
+            *("    " + line for line in remembered),
             "else:",
             "    SEEN[0] = NEVER",
             *("    " + line for line in self.walk),
-            f"    SEEN[0] = now, ({remembered})",
+            f"    SEEN[0] = now, ({state}{', ' if state else ''})",
         ]
+
+    def held(self, state: Sequence[str]) -> str:
+        wanted = [(self.types[k].dtype, self.types[k].shape, self.c.devices[k]) for k in state]
+        return self.constant(HeldTypes(wanted), "held")
 
     def inputs(self) -> list[str]:
         """What holds the value of each of the program's inputs."""
         if self.c.differentiated:
             self.parameter_hooks()
-        if self.c.state:
-            wanted = [(self.types[k].dtype, self.types[k].shape, self.c.devices[k]) for k in self.c.state]
-            held = self.constant(HeldTypes(wanted), "held")
-            self.guard(f"not {held}({', '.join(self.values[k] for k in self.c.state)})")
+        if read := [k for k in self.c.state if k not in self.remembered]:
+            self.guard(f"not {self.held(read)}({', '.join(self.values[k] for k in read)})")
         for input_, place in self.c.aliases:
             self.guard(f"{self.read(place)} is not {self.values[input_]}")
         self.values.update((v.name, "draw_key(DEVICE)") for v in self.c.program.inputs_of("key"))
@@ -400,22 +409,37 @@ class _GuardWriter:
         template, keys = tree.key
         if type(template) is dict:
             return f"dict(zip({self.constant(keys, 'keys')}, ({''.join(p + ', ' for p in parts)})))"
-        self.env["rebuild"] = rebuild
-        return (
-            f"rebuild({self.constant(template, 'made')}, {self.constant(keys, 'keys')}, "
-            f"({''.join(p + ', ' for p in parts)}))"
-        )
+        return f"{self.constant(maker(tree), 'made')}(({''.join(p + ', ' for p in parts)}))"
 
 
 class HeldTypes:
     """Are all these tensors of the types they were?  torch's compiler has a check of many at once, which also says no
-    where just strides or requires_grad differ: then they are looked at one by one, and it is made anew."""
+    where just strides or requires_grad differ: then they are looked at one by one, and it is made anew.  Of tensors
+    that are still the same objects, what tells their types is remembered (`versions.py`)."""
 
     def __init__(self, wanted: Sequence[tuple[torch.dtype, tuple[int, ...], torch.device | None]]) -> None:
         self.wanted = wanted
         self.at_once: Callable[..., bool] | None = None
+        self.seen: TensorTypes | None = None
 
     def __call__(self, *tensors: torch.Tensor) -> bool:
+        self.seen = None
+        return self.fits(tensors)
+
+    def changed(self) -> bool:
+        """May a tensor that was remembered be of another type now?"""
+        return self.seen is None or self.seen.changed()
+
+    def remember(self, *tensors: torch.Tensor) -> bool:
+        """The check; and where they fit, by what a change is noticed."""
+        self.seen = None
+        types = TensorTypes(tensors) if TENSORS_TELL and all(map(is_plain, tensors)) else None
+        if not self.fits(tensors):
+            return False
+        self.seen = types
+        return True
+
+    def fits(self, tensors: Sequence[torch.Tensor]) -> bool:
         if self.at_once is not None and self.at_once(*tensors):
             return True
         for x, (dtype, shape, device) in zip(tensors, self.wanted, strict=True):
