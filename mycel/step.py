@@ -21,6 +21,7 @@ import torch
 
 from mycel import lower, mixture, optimizers, plan, torch_update, transform
 from mycel.accumulation import Accumulation
+from mycel.buckets import Buckets
 from mycel.capture import (
     MISS,
     TRACING,
@@ -106,6 +107,7 @@ def train_step(
     grads: bool = False,
     outputs: bool | str = False,
     strict: bool = False,
+    pad: Mapping[int | str, Mapping[Any, Any]] | None = None,
 ) -> Step:
     """A callable that takes one step on a batch and returns its loss, or with `outputs` (loss, what came beside it).
 
@@ -136,6 +138,9 @@ def train_step(
     grads       after a step, p.grad is the gradient it was taken with, clipped; of a parameter in parts, this rank's
     strict      what cannot be captured is refused; without it the smallest call around it stays Python, with a
                 warning
+    pad         sizes that vary, padded to a few: {"input_ids": {1: [512, 1024]}} by name or position of a batch tensor
+                and its dim; tensors as long as it go with it.  One program for each size; that loss and gradients stay
+                those of the unpadded batch is tried before the first step, and refused where they do not
 
     optimizer is any of torch's: those with a rule here (`torch.optim`, Lion) are part of the program.  Any other one,
     and one with hooks on its step or on accumulated gradients, runs as it is on the gradients of the program: slower,
@@ -171,7 +176,12 @@ def train_step(
         raise TrainError(f"outputs={outputs!r}\n  known     True, False, 'local'")
     if outputs == "local" and written is not None and (written.is_pipeline or written.place):
         raise PlanError("outputs='local': a pipeline gives its outputs whole\n  try       outputs=True")
-    settings = Settings(precision, accumulate, clip_norm, budget, compile, clip_value, bool(grads), outputs, strict)
+    buckets = Buckets.of(pad)
+    if buckets is not None and outputs:
+        raise TrainError("pad: outputs would be those of the padded batch\n  try       outputs=False, or no pad")
+    settings = Settings(
+        precision, accumulate, clip_norm, budget, compile, clip_value, bool(grads), outputs, strict, buckets
+    )
     undecided = Undecided.of(mesh) if _is_auto(plan) else None
     return Step(model, one, loss, settings, None if undecided else written, undecided)
 
@@ -205,6 +215,7 @@ class Settings:
     grads: bool = False
     outputs: bool | str = False  # "local": of rows of the batch, this rank's
     strict: bool = False
+    buckets: Buckets | None = None  # sizes that batches are padded to
 
     def compiles(self, device: torch.device) -> bool:
         return self.compile is True or (self.compile == "auto" and device.type == "cuda")
@@ -317,6 +328,7 @@ class Step:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """One step on a batch; returns its loss (with `outputs`, and these), which stays on the device.  Only this
         rank's part of the batch is moved there."""
+        args, kwargs = self._padded(args, kwargs)
         signature = self._signature()
         for i, entry in enumerate(self.entries):
             if entry.signature == signature:
@@ -341,6 +353,7 @@ class Step:
             )
         if self._adding is None:
             self._adding = _Adding(self)
+        args, kwargs = self._padded(args, kwargs)
         return self._adding(*args, **kwargs)
 
     def apply(self) -> None:
@@ -420,10 +433,24 @@ class Step:
             raise TrainError(
                 "a train_step was called inside code that is being captured\n  try       call it from plain Python"
             )
+        if self.settings.buckets is not None:
+            args, kwargs = self.settings.buckets(args, kwargs)
         entry = self.compile(args, kwargs)
         make_room(self.entries, lambda e: e.facts, entry.facts)
         self.entries.insert(0, entry)
         return self
+
+    def _padded(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        """The batch in its bucket, once it is shown that padding changes nothing."""
+        buckets = self.settings.buckets
+        if buckets is None:
+            return args, kwargs
+        if not buckets.shown:
+            refuse_without_data(args, kwargs, self.model)
+            whole = self.parts.whole() if self.parts is not None else contextlib.nullcontext()
+            with self.host.shown(), whole:
+                buckets.show(self.model, lambda model: objective(model, self._loss), args, kwargs)
+        return buckets(args, kwargs)
 
     # -- the way from code to code ------------------------------------------------------------------------------
 
@@ -756,7 +783,7 @@ class Step:
         flatten(data, leaves)
         given = dict(zip(whole.leaves, leaves, strict=True))
         ones = [v for v in whole.program.inputs if v.name in given and v.ndim > 1 and _is_ones(given[v.name])]
-        if not ones or self.parts is not None:
+        if not ones or self.parts is not None or self.settings.buckets is not None:  # one program for each bucket
             return captured, whole
 
         def left(inputs: Sequence[Var]) -> int:
@@ -1013,6 +1040,7 @@ class Step:
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """The loss of a batch (with `outputs`, and these) in evaluation mode, without a step; under the plan."""
+        args, kwargs = self._padded(args, kwargs)
         if self.undecided is not None or (self.parts is not None and not self.parts.is_split):
             self.prepare(*args, **kwargs)  # a step says how parameters lie
         self._evaluation = self._evaluation or self._evaluating()
@@ -1109,7 +1137,7 @@ class _Adding(Step):
     """A step that leaves the update to another one: its gradients are added up for it."""
 
     def __init__(self, of: Step) -> None:
-        settings = replace(of.settings, clip_norm=None, clip_value=None)
+        settings = replace(of.settings, clip_norm=None, clip_value=None, buckets=None)
         written = of.written  # the mean of gradients is what counts
         sync = written.sync if written is not None and written.synced() else {}
         exact = replace(written, compress={}, sync=sync) if written is not None else None
