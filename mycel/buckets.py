@@ -64,7 +64,7 @@ class Buckets:
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The batch, padded to the smallest buckets that hold it."""
-        batch: Named = {**dict(enumerate(args)), **kwargs}
+        batch = _named(args, kwargs)
         self._refuse_missing(batch)
         if self.followers is None:
             self.followers = dict(self._following(batch))
@@ -144,7 +144,7 @@ class Buckets:
     def _short(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Some rows of the batch, shorter than their buckets along every dim that may be padded."""
         self(args, kwargs)  # knows the followers
-        batch: Named = {**dict(enumerate(args)), **kwargs}
+        batch = _named(args, kwargs)
         dims = [(key, key, dim) for key, padding in self.named.items() for dim in padding.sizes]
         dims += [(key, leader, dim) for key, (leader, dim) in (self.followers or {}).items()]
         rows = min((x.shape[0] for x in batch.values() if isinstance(x, torch.Tensor) and x.ndim), default=0)
@@ -157,6 +157,12 @@ class Buckets:
             if size in self.named[leader].sizes[dim]:
                 batch[key] = batch[key].narrow(dim, 0, max(1, size - max(1, size // 3)))
         return tuple(batch[i] for i in range(len(args))), {name: batch[name] for name in kwargs}
+
+
+def _named(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Named:
+    batch: Named = dict(enumerate(args))
+    batch.update(kwargs)
+    return batch
 
 
 def _padding(key: Key, given: Mapping[Any, Any]) -> Padding:

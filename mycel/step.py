@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from mycel import lower, mixture, optimizers, plan, torch_update, transform
-from mycel.accumulation import Accumulation
+from mycel.accumulation import Accumulation, CallWeights
 from mycel.buckets import Buckets
 from mycel.capture import (
     MISS,
@@ -344,8 +344,8 @@ class Step:
         return out
 
     def accumulate(self, *args: Any, **kwargs: Any) -> Any:
-        """The loss of a batch, whose gradients are added to those of such calls before, until `apply` takes a step with
-        their mean."""
+        """The loss of a batch, whose gradients are added to those of such calls before, until `apply` takes a step, as
+        of one batch: each call weighs what its loss is a mean over."""
         if self.host.held:
             raise TrainError(
                 "step.accumulate adds up gradients for parameters that live on the host\n"
@@ -357,7 +357,7 @@ class Step:
         return self._adding(*args, **kwargs)
 
     def apply(self) -> None:
-        """A step with the mean of the gradients since the last; skipped if it is not finite."""
+        """A step with the weighted mean of the gradients since the last; skipped if it is not finite."""
         gradients, norm = (self._adding.sums if self._adding is not None else Accumulation()).mean()
         self.grad_norm = norm
         self.steps += 1
@@ -1144,6 +1144,24 @@ class _Adding(Step):
         super().__init__(of.model, of.optimizer, None, settings, exact)
         self.fn, self.taken, self.parts, self.by_rule = of.fn, of.taken, of.parts, False
         self.sums = Accumulation()
+        self._weights: list[float] = []  # of the call that is under way
+        self._weigh = CallWeights(self._whole, lambda captured: self._trained(captured).values())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        whole = self.parts.whole() if self.parts is not None else contextlib.nullcontext()
+        own = self.parts.own_batch(args, kwargs) if self.parts is not None else (args, kwargs)
+        with whole:
+            self._weights = self._weigh(*own)
+        return super().__call__(*args, **kwargs)
+
+    def _whole(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
+        """The loss of a batch as it is captured."""
+        known = roles_of(self.model, self.optimizer)
+        data, device = (args, kwargs), device_of(self.model)
+        args, kwargs = without_host_data(args, kwargs, device)
+        return capture_call(
+            self.fn, args, kwargs, known=known, differentiated=True, data=data, strict=self.settings.strict
+        )
 
     def _choose_update(self) -> None:
         """Not here."""
@@ -1158,4 +1176,4 @@ class _Adding(Step):
             )
 
     def _update(self, made: UnshardedStep, outs: Sequence[Any]) -> None:
-        self.sums.add(self._gradients_of(made))
+        self.sums.add(self._gradients_of(made), self._weights)

@@ -139,7 +139,7 @@ def maker(tree: Tree) -> Callable[[Sequence[Any]], Any]:
 
 
 def _filled(cls: type, unset: dict[str, None], names: Sequence[str], parts: Sequence[Any]) -> Any:
-    output = collections.OrderedDict.__new__(cls)
+    output: Any = collections.OrderedDict.__new__(cls)
     attributes = vars(output)
     attributes.update(unset)
     for name, part in zip(names, parts, strict=True):
