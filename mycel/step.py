@@ -20,7 +20,8 @@ from typing import Any
 import torch
 
 from mycel import lower, mixture, optimizers, plan, torch_update, transform
-from mycel.accumulation import Accumulation
+from mycel.accumulation import Accumulation, CallWeights
+from mycel.buckets import Buckets
 from mycel.capture import (
     MISS,
     TRACING,
@@ -113,41 +114,48 @@ def train_step(
     outputs: bool | str = False,
     strict: bool = False,
     expert_load: bool = False,
+    pad: Mapping[int | str, Mapping[Any, Any]] | None = None,
 ) -> Step:
     """A callable that takes one step on a batch and returns its loss, or with `outputs` (loss, what came beside it).
 
-    mesh        the devices, e.g. mycel.Mesh(dp=2, tp=4); None: as the plan says.  Every rank holds its parts of the
-                model, and calls the step with the whole batch, of which it moves its part to its device, or
-                `step.local(...)` with that part alone
-    plan        "auto": on a mesh, or the ranks that torchrun or `mycel train` started, the fastest plan that a search
-                finds when the first batch is there; or how to spread the step: a mycel.Plan, a .yaml file, or names of
-                ready plans such as "zero3+tp".  None: this device alone, or with a mesh the batch split over it
-    loss        None: the model returns the loss, or an object or dict with `loss`.  Otherwise loss(output, *rest): the
-                loss gets the last of the positional arguments, as many as it asks for (all, if it takes *args), the
-                model the first ones, as many as it takes; what the loss needs is no optional argument of the model.
-                A loss whose first argument is called `model` is given the model and all of the batch: loss(model,
-                **batch), which calls it as often as it likes
-    precision   "fp32": as the model is written;  "bf16", "fp16": weights and their updates stay as they are, the
-                computation is in 16 bits, sums in 32; fp16 scales the loss
-    accumulate  the batch is split into so many parts along its first dim (a smaller one into the next number that
-                divides it); loss and gradient are those of the whole batch
-    clip_norm   gradients are scaled down to this global norm
-    memory      the peak to stay below, in bytes or as "20GiB": what does not fit is computed again in backward, or
-                on a GPU waits on the host (plan={"offload": …})
-    compile     True, False, or "auto": where there is a GPU
-    clip_value  no element of a gradient is larger than this
-    outputs     step(batch) is (loss, outputs): what the model returned, or what the loss returned more, as in
-                (loss, {"accuracy": …}); whole on every rank, or with "local" rows of the batch just as this rank has
-                them (step.rows).  With accumulate, rows of the batch are put together, and
-                of other values the sum or mean is taken, as the loss is
-    grads       after a step, p.grad is the gradient it was taken with, clipped; of a parameter in parts, this rank's
-    strict      what cannot be captured is refused; without it the smallest call around it stays Python, with a
-                warning
-    expert_load each step counts how many choices each expert of a layer gets: step.expert_load(), step.rebalance()
+        mesh        the devices, e.g. mycel.Mesh(dp=2, tp=4); None: as the plan says.  Every rank holds its parts of the
+                    model, and calls the step with the whole batch, of which it moves its part to its device, or
+                    `step.local(...)` with that part alone
+        plan        "auto": on a mesh, or the ranks that torchrun or `mycel train` started, the fastest plan that a search
+                    finds when the first batch is there; or how to spread the step: a mycel.Plan, a .yaml file, or names of
+                    ready plans such as "zero3+tp".  None: this device alone, or with a mesh the batch split over it
+        loss        None: the model returns the loss, or an object or dict with `loss`.  Otherwise loss(output, *rest): the
+                    loss gets the last of the positional arguments, as many as it asks for (all, if it takes *args), the
+                    model the first ones, as many as it takes; what the loss needs is no optional argument of the model.
+                    A loss whose first argument is called `model` is given the model and all of the batch: loss(model,
+                    **batch), which calls it as often as it likes
+        precision   "fp32": as the model is written;  "bf16", "fp16": weights and their updates stay as they are, the
+                    computation is in 16 bits, sums in 32; fp16 scales the loss
+        accumulate  the batch is split into so many parts along its first dim (a smaller one into the next number that
+                    divides it); loss and gradient are those of the whole batch
+        clip_norm   gradients are scaled down to this global norm
+        memory      the peak to stay below, in bytes or as "20GiB": what does not fit is computed again in backward, or
+                    on a GPU waits on the host (plan={"offload": …})
+        compile     True, False, or "auto": where there is a GPU
+        clip_value  no element of a gradient is larger than this
+        outputs     step(batch) is (loss, outputs): what the model returned, or what the loss returned more, as in
+                    (loss, {"accuracy": …}); whole on every rank, or with "local" rows of the batch just as this rank has
+                    them (step.rows).  With accumulate, rows of the batch are put together, and
+                    of other values the sum or mean is taken, as the loss is
+        grads       after a step, p.grad is the gradient it was taken with, clipped; of a parameter in parts, this rank's
+        strict      what cannot be captured is refused; without it the smallest call around it stays Python, with a
+                    warning
+    <<<<<<< HEAD
+        expert_load each step counts how many choices each expert of a layer gets: step.expert_load(), step.rebalance()
+    =======
+        pad         sizes that vary, padded to a few: {"input_ids": {1: [512, 1024]}} by name or position of a batch tensor
+                    and its dim; tensors as long as it go with it.  One program for each size; that loss and gradients stay
+                    those of the unpadded batch is tried before the first step, and refused where they do not
+    >>>>>>> program
 
-    optimizer is any of torch's: those with a rule here (`torch.optim`, Lion) are part of the program.  Any other one,
-    and one with hooks on its step or on accumulated gradients, runs as it is on the gradients of the program: slower,
-    which is said once.  Of several, in a list, each has parameters of its own.
+        optimizer is any of torch's: those with a rule here (`torch.optim`, Lion) are part of the program.  Any other one,
+        and one with hooks on its step or on accumulated gradients, runs as it is on the gradients of the program: slower,
+        which is said once.  Of several, in a list, each has parameters of its own.
     """
     written = _written(mesh, plan)
     if not isinstance(model, torch.nn.Module):
@@ -181,8 +189,21 @@ def train_step(
         raise PlanError("outputs='local': a pipeline gives its outputs whole\n  try       outputs=True")
     if expert_load and outputs == "local":
         raise TrainError("expert_load with outputs='local'\n  try       outputs=True, or step.expert_load(**batch)")
+    buckets = Buckets.of(pad)
+    if buckets is not None and outputs:
+        raise TrainError("pad: outputs would be those of the padded batch\n  try       outputs=False, or no pad")
     settings = Settings(
-        precision, accumulate, clip_norm, budget, compile, clip_value, bool(grads), outputs, strict, bool(expert_load)
+        precision,
+        accumulate,
+        clip_norm,
+        budget,
+        compile,
+        clip_value,
+        bool(grads),
+        outputs,
+        strict,
+        bool(expert_load),
+        buckets,
     )
     undecided = Undecided.of(mesh) if _is_auto(plan) else None
     return Step(model, one, loss, settings, None if undecided else written, undecided)
@@ -218,6 +239,7 @@ class Settings:
     outputs: bool | str = False  # "local": of rows of the batch, this rank's
     strict: bool = False
     expert_load: bool = False
+    buckets: Buckets | None = None  # sizes that batches are padded to
 
     def compiles(self, device: torch.device) -> bool:
         return self.compile is True or (self.compile == "auto" and device.type == "cuda")
@@ -334,6 +356,7 @@ class Step:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """One step on a batch; returns its loss (with `outputs`, and these), which stays on the device.  Only this
         rank's part of the batch is moved there."""
+        args, kwargs = self._padded(args, kwargs)
         signature = self._signature()
         for i, entry in enumerate(self.entries):
             if entry.signature == signature:
@@ -349,8 +372,8 @@ class Step:
         return out
 
     def accumulate(self, *args: Any, **kwargs: Any) -> Any:
-        """The loss of a batch, whose gradients are added to those of such calls before, until `apply` takes a step with
-        their mean."""
+        """The loss of a batch, whose gradients are added to those of such calls before, until `apply` takes a step, as
+        of one batch: each call weighs what its loss is a mean over."""
         if self.host.held:
             raise TrainError(
                 "step.accumulate adds up gradients for parameters that live on the host\n"
@@ -358,10 +381,11 @@ class Step:
             )
         if self._adding is None:
             self._adding = _Adding(self)
+        args, kwargs = self._padded(args, kwargs)
         return self._adding(*args, **kwargs)
 
     def apply(self) -> None:
-        """A step with the mean of the gradients since the last; skipped if it is not finite."""
+        """A step with the weighted mean of the gradients since the last; skipped if it is not finite."""
         gradients, norm = (self._adding.sums if self._adding is not None else Accumulation()).mean()
         self.grad_norm = norm
         self.steps += 1
@@ -437,10 +461,24 @@ class Step:
             raise TrainError(
                 "a train_step was called inside code that is being captured\n  try       call it from plain Python"
             )
+        if self.settings.buckets is not None:
+            args, kwargs = self.settings.buckets(args, kwargs)
         entry = self.compile(args, kwargs)
         make_room(self.entries, lambda e: e.facts, entry.facts)
         self.entries.insert(0, entry)
         return self
+
+    def _padded(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        """The batch in its bucket, once it is shown that padding changes nothing."""
+        buckets = self.settings.buckets
+        if buckets is None:
+            return args, kwargs
+        if not buckets.shown:
+            refuse_without_data(args, kwargs, self.model)
+            whole = self.parts.whole() if self.parts is not None else contextlib.nullcontext()
+            with self.host.shown(), whole:
+                buckets.show(self.model, lambda model: objective(model, self._loss), args, kwargs)
+        return buckets(args, kwargs)
 
     # -- the way from code to code ------------------------------------------------------------------------------
 
@@ -796,7 +834,7 @@ class Step:
         flatten(data, leaves)
         given = dict(zip(whole.leaves, leaves, strict=True))
         ones = [v for v in whole.program.inputs if v.name in given and v.ndim > 1 and _is_ones(given[v.name])]
-        if not ones or self.parts is not None:
+        if not ones or self.parts is not None or self.settings.buckets is not None:  # one program for each bucket
             return captured, whole
 
         def left(inputs: Sequence[Var]) -> int:
@@ -1161,6 +1199,7 @@ class Step:
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """The loss of a batch (with `outputs`, and these) in evaluation mode, without a step; under the plan."""
+        args, kwargs = self._padded(args, kwargs)
         if self.undecided is not None or (self.parts is not None and not self.parts.is_split):
             self.prepare(*args, **kwargs)  # a step says how parameters lie
         self._evaluation = self._evaluation or self._evaluating()
@@ -1257,13 +1296,31 @@ class _Adding(Step):
     """A step that leaves the update to another one: its gradients are added up for it."""
 
     def __init__(self, of: Step) -> None:
-        settings = replace(of.settings, clip_norm=None, clip_value=None)
+        settings = replace(of.settings, clip_norm=None, clip_value=None, buckets=None)
         written = of.written  # the mean of gradients is what counts
         sync = written.sync if written is not None and written.synced() else {}
         exact = replace(written, compress={}, sync=sync) if written is not None else None
         super().__init__(of.model, of.optimizer, None, settings, exact)
         self.fn, self.taken, self.parts, self.by_rule = of.fn, of.taken, of.parts, False
         self.sums = Accumulation()
+        self._weights: list[float] = []  # of the call that is under way
+        self._weigh = CallWeights(self._whole, lambda captured: self._trained(captured).values())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        whole = self.parts.whole() if self.parts is not None else contextlib.nullcontext()
+        own = self.parts.own_batch(args, kwargs) if self.parts is not None else (args, kwargs)
+        with whole:
+            self._weights = self._weigh(*own)
+        return super().__call__(*args, **kwargs)
+
+    def _whole(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
+        """The loss of a batch as it is captured."""
+        known = roles_of(self.model, self.optimizer)
+        data, device = (args, kwargs), device_of(self.model)
+        args, kwargs = without_host_data(args, kwargs, device)
+        return capture_call(
+            self.fn, args, kwargs, known=known, differentiated=True, data=data, strict=self.settings.strict
+        )
 
     def _choose_update(self) -> None:
         """Not here."""
@@ -1278,4 +1335,4 @@ class _Adding(Step):
             )
 
     def _update(self, made: UnshardedStep, outs: Sequence[Any]) -> None:
-        self.sums.add(self._gradients_of(made))
+        self.sums.add(self._gradients_of(made), self._weights)

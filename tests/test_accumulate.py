@@ -3,6 +3,7 @@ sums and means by hand."""
 
 from __future__ import annotations
 
+import copy
 import warnings
 
 import pytest
@@ -140,7 +141,7 @@ def test_many_small_parts_are_told_of():
 
 
 def test_accumulating_over_several_calls():
-    """As the loop everybody writes: loss / calls, backward after each, one step."""
+    """As one batch of all the rows; of calls of one size, as the loop everybody writes (loss / calls, backward)."""
     torch.manual_seed(0)
     model, twin = nn.Linear(4, 5), nn.Linear(4, 5)
     twin.load_state_dict(model.state_dict())
@@ -150,10 +151,11 @@ def test_accumulating_over_several_calls():
     )
     for calls in (3, 1, 2):
         plain.zero_grad()
-        for i in range(calls):
-            x, y = torch.randn(4 + i, 4), torch.randint(0, 5, (4 + i,))
+        rows = [4 + i for i in range(calls)]
+        for n in rows:
+            x, y = torch.randn(n, 4), torch.randint(0, 5, (n,))
             loss = F.cross_entropy(twin(x), y)
-            (loss / calls).backward()
+            (loss * n / sum(rows)).backward()
             torch.testing.assert_close(step.accumulate(x, y), loss.detach())
         nn.utils.clip_grad_norm_(twin.parameters(), 0.3)
         plain.step()
@@ -172,4 +174,64 @@ def test_accumulating_over_several_calls():
     assert step.skipped == 1
     torch.testing.assert_close(dict(model.state_dict()), before)
     with pytest.raises(mycel.errors.TrainError, match=r"nothing to apply.*\n  try       step.accumulate"):
+        step.apply()
+
+
+WEIGHED = {
+    "mean over labels that count": F.cross_entropy,
+    "labels smoothed": lambda out, y: F.cross_entropy(out, y, label_smoothing=0.1),
+    "sum": lambda out, y: F.cross_entropy(out, y, reduction="sum"),
+    "mean of squares": lambda out, y: (out - y[:, None]).pow(2).mean(),
+    "sum over rows": lambda out, y: (out - y[:, None]).pow(2).sum() / len(y),
+    "half of it": lambda out, y: 0.5 * F.cross_entropy(out, y),
+    "masked mean": lambda out, y: (out.pow(2).sum(1) * (y > 0)).sum() / (y > 0).sum().clamp(min=1),
+    "two means over rows": lambda out, y: out.pow(2).mean() + (out - 1).abs().sum(1).mean(),
+}
+
+
+@pytest.mark.parametrize("kind", WEIGHED)
+@pytest.mark.filterwarnings("error:accumulate")
+def test_calls_of_unequal_size_are_one_batch(kind):
+    """Whatever the loss is a mean over; twice, with other sizes the second time."""
+    loss = WEIGHED[kind]
+    torch.manual_seed(0)
+    model, twin = nn.Linear(4, 5), nn.Linear(4, 5)
+    twin.load_state_dict(model.state_dict())
+    plain = torch.optim.SGD(twin.parameters(), lr=0.1)
+    step = mycel.train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, compile=False)
+    for sizes in ((6, 2), (2, 6, 6, 3)):
+        x, y = torch.randn(sum(sizes), 4), torch.randint(0, 5, (sum(sizes),))
+        if kind.startswith(("mean over labels", "half")):
+            y[1::3] = -100
+        plain.zero_grad()
+        loss(twin(x), y).backward()
+        plain.step()
+        for a, b in zip(x.split(sizes), y.split(sizes), strict=True):
+            torch.testing.assert_close(step.accumulate(a, b), loss(model(a), b).detach())
+        step.apply()
+        torch.testing.assert_close(dict(model.state_dict()), dict(twin.state_dict()))
+
+
+def test_a_call_without_labels_counts_for_nothing():
+    model = nn.Linear(4, 5)
+    step = mycel.train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), F.cross_entropy, compile=False)
+    x, y = torch.randn(4, 4), torch.randint(0, 5, (4,))
+    step.accumulate(x, y)
+    step.accumulate(x, torch.full_like(y, -100))
+    before = copy.deepcopy(model)
+    step.apply()
+    F.cross_entropy(before(x), y).backward()
+    torch.testing.assert_close(model.weight, before.weight - 0.1 * before.weight.grad)
+
+
+def test_means_over_different_things_are_told_of():
+    def loss(out, y):
+        return F.cross_entropy(out, y) + out.pow(2).mean()
+
+    model = nn.Linear(4, 5)
+    step = mycel.train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, compile=False)
+    x, y = torch.randn(4, 4), torch.tensor([0, 1, 2, -100])
+    step.accumulate(x, y)
+    step.accumulate(x, torch.tensor([0, -100, -100, -100]))
+    with pytest.warns(UserWarning, match="mean over several things"):
         step.apply()

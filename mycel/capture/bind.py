@@ -7,21 +7,31 @@ All of it is one generated Python function, so that a call costs a few microseco
         if len(args) != 1 or kwargs: return MISS
         (t0,) = args
         if type(t0) not in TENSORS or t0.dtype is not D0 or t0.shape != S0 or t0.device != DEVICE: return MISS
-        for box, key, value in LINKS:
-            if box[key] is not value: return MISS
-        if any(HOOKS): return MISS
-        if m0['training'] is not True: return MISS
-        s0 = c0['weight']
-        if not held(s0): return MISS
+        now, (before, state) = versions(), SEEN[0]
+        if now == before:
+            s0, = state
+            if held.changed() and not held.remember(s0): return MISS
+        else:
+            SEEN[0] = NEVER
+            for box, key, value in LINKS:
+                if box[key] is not value: return MISS
+            if any(HOOKS): return MISS
+            if m0['training'] is not True: return MISS
+            s0 = c0['weight']
+            if not held(s0): return MISS
+            SEEN[0] = now, (s0, )
         y0, = run(t0, s0)
         return y0
 
-MISS means: capture again, for these arguments.
+MISS means: capture again, for these arguments.  What lies in dicts is looked at where one of them changed
+(`versions.py`): then all of it is.  What lies elsewhere (lists, closure cells, slots), globals, and what the program
+itself rebinds is looked at by every call.
 """
 
 from __future__ import annotations
 
 import cmath
+import operator
 import os
 import types
 from collections.abc import Callable, Sequence
@@ -30,10 +40,12 @@ from typing import Any
 import torch
 
 from mycel.capture.function import Captured
-from mycel.capture.state import Guarded, Location, holds, is_static, is_there
-from mycel.capture.tree import Tree, rebuild
+from mycel.capture.state import Guarded, Location, holds, is_static, is_there, owner, shadowed_by
+from mycel.capture.tree import Tree, maker
+from mycel.capture.versions import DICTS_TELL, TENSORS_TELL, TensorTypes, dict_of, dict_versions, is_plain
 
 MISS = object()
+NEVER = (None, ())  # versions of dicts, and the state they held, where they were never looked at
 Call = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 
 
@@ -60,6 +72,10 @@ class _GuardWriter:
         self.values: dict[str, str] = {}  # what holds the value of an input, by the input's name
         self.autocast = False  # captured under autocast: the program holds the casts
         self.anchors: list[Any] = []  # keeps objects alive whose ids are in `names`
+        self.walk: list[str] = []  # what is done where a dict changed
+        self.dicts: list[dict[Any, Any]] = []  # whose changes are noticed
+        self.rebound = {id(owner(place.container)) for place, _ in captured.effects}  # by every call
+        self.remembered: list[str] = []  # state that is read in the walk alone
 
     def functions(self) -> tuple[Call, Call]:
         c = self.c
@@ -76,6 +92,8 @@ class _GuardWriter:
                 self.unpack(child, f"kwargs[{key!r}]")
         self.links()
         self.modules()
+        self.state()
+        self.walked()
         inputs = self.inputs()
         for facts in c.facts:
             holds = self.constant(facts.hold, "facts")
@@ -205,9 +223,9 @@ class _GuardWriter:
                 way.append(link)
                 link = link.place.inside
             chain.update((id(x), x) for x in reversed(way))
-        if sizes:  # before the values: a guard must not ask for an item that is gone
-            self.env["SIZES"] = sizes
-            self.lines += ["for held, size in SIZES:", "    if len(held) != size: return MISS"]
+        for lines, name, some in self.split("SIZES", sizes, lambda held: held[0]):
+            self.env[name] = some
+            lines += [f"for held, size in {name}:", "    if len(held) != size: return MISS"]
         self.watch("LINKS", [*chain.values()], "{0} is not {1}")
         self.watch("STATICS", statics, "{0} is not {1} and (type({0}) is not type({1}) or {0} != {1})")
 
@@ -216,58 +234,125 @@ class _GuardWriter:
         for link in links:
             if isinstance(link.place.container, types.CellType):
                 self.guard(miss.format(self.read(link.place), self.constant(link.value, "V")))
-        self.env[name] = [
-            (s.place.container, s.place.key, s.value)
-            for s in links
-            if not isinstance(s.place.container, types.CellType)
-        ]
-        if self.env[name]:
-            self.lines.append(f"for box, key, value in {name}:")
-            self.lines.append(f"    if {miss.format('box[key]', 'value')}: return MISS")
+        others = [link for link in links if not isinstance(link.place.container, types.CellType)]
+        for lines, loop, some in self.split(name, others, lambda link: link.place.container):
+            self.env[loop] = [(s.place.container, s.place.key, s.value) for s in some]
+            lines.append(f"for box, key, value in {loop}:")
+            lines.append(f"    if {miss.format('box[key]', 'value')}: return MISS")
+
+    def split(
+        self, name: str, guarded: Sequence[Any], container: Callable[[Any], Any]
+    ) -> list[tuple[list[str], str, list[Any]]]:
+        """Those every call looks at and those looked at where a dict changed: the lines they belong to, a name."""
+        always = [x for x in guarded if not self.is_versioned(container(x))]
+        sometimes = [x for x in guarded if self.is_versioned(container(x))]
+        both = [(self.lines, name, always), (self.walk, f"{name}_IN_DICTS", sometimes)]
+        return [part for part in both if part[2]]
+
+    def is_versioned(self, container: Any) -> bool:
+        """Does a dict's version tell that nothing in the container changed?"""
+        if type(container) is tuple:  # which never does
+            return DICTS_TELL
+        held = dict_of(owner(container)) if DICTS_TELL else None
+        if held is None or id(held) in self.rebound:
+            return False
+        self.dicts.append(held)
+        return True
 
     def modules(self) -> None:
         """Train mode, submodules, hooks and forward methods as they were."""
         without: list[Any] = []
-        self.env["HOOKS"] = without
-        self.guard("any(HOOKS)")
         for module in self.c.modules:
             slots = self.constant(vars(module), "m")
             wrong = [f"{slots}['training'] is not {module.training!r}"] if "training" in vars(module) else []
             if "forward" not in vars(module):
                 wrong.append(f"'forward' in {slots}")
+            if hidden := shadowed_by(module) - {"forward"}:
+                wrong.append(f"not {self.constant(hidden, 'names')}.isdisjoint({slots})")
+            own = [name for name in ("_parameters", "_buffers", "_modules") if vars(module).get(name)]
+            wrong += [f"{slots}[{name!r}] is not {self.constant(vars(module)[name], 'n')}" for name in own]
+            lines = self.walk if self.is_versioned(vars(module)) else self.lines
             all_hooks = (module._forward_hooks, module._forward_pre_hooks)
             for hooks in (*all_hooks, module._backward_hooks, module._backward_pre_hooks):
+                lines = lines if self.is_versioned(hooks) else self.lines
                 if hooks:
                     name = self.constant(hooks, "h")
                     wrong.append(f"[*{name}.values()] != {self.constant([*hooks.values()], 'V')}")
                 else:
                     without.append(hooks)
             if module._modules and isinstance(module._modules, dict):  # those of a module of torch.jit stay
+                lines = lines if self.is_versioned(module._modules) else self.lines
                 children = self.constant(module._modules, "n")
                 wrong.append(f"len({children}) != {len(module._modules)}")
                 wrong += [f"{children}.get({k!r}) is not {self.constant(m, 'sub')}" for k, m in module._modules.items()]
             if wrong:
-                self.guard(" or ".join(wrong))
+                lines.append(f"if {' or '.join(wrong)}: return MISS")
+        for lines, name, some in self.split("HOOKS", without, lambda hooks: hooks):
+            self.env[name] = some
+            lines.append(f"if any({name}): return MISS")
 
-    def inputs(self) -> list[str]:
-        """What holds the value of each of the program's inputs; state is read here."""
+    def state(self) -> None:
+        """Reads state: in the walk what lies in dicts alone."""
         for i, (input_, places) in enumerate(self.c.state.items()):
             self.values[input_] = name = f"s{i}"
-            self.lines.append(f"{name} = {self.read(places[0])}")
-            if self.c.differentiated and isinstance(parameter := places[0].read(), torch.nn.Parameter):
-                own = f"{name}._backward_hooks"
-                hooks = [*(parameter._backward_hooks or {}).values()]
-                self.guard(f"not {own} or [*{own}.values()] != {self.constant(hooks, 'V')}" if hooks else own)
-            for other in places[1:]:
-                self.guard(f"{self.read(other)} is not {name}")
-        if self.c.state:
-            wanted = [(self.types[k].dtype, self.types[k].shape, self.c.devices[k]) for k in self.c.state]
-            held = self.constant(HeldTypes(wanted), "held")
-            self.guard(f"not {held}({', '.join(self.values[k] for k in self.c.state)})")
+            in_dicts = all(self.is_versioned(place.container) for place in places)
+            self.remembered += [input_] if in_dicts else []
+            lines = self.walk if in_dicts else self.lines
+            lines.append(f"{name} = {self.read(places[0])}")
+            lines += [f"if {self.read(other)} is not {name}: return MISS" for other in places[1:]]
+
+    def walked(self) -> None:
+        """What is done where a dict changed, and else what is remembered of the last time."""
+        if not self.dicts:
+            self.lines += self.walk
+            self.remembered = []
+            return
+        self.env.update(versions=dict_versions(self.dicts), SEEN=[NEVER], NEVER=NEVER)
+        state, remembered = ", ".join(self.values[k] for k in self.remembered), ["pass"]
+        if self.remembered:
+            held = self.held(self.remembered)
+            self.walk.append(f"if not {held}({state}): return MISS")
+            again = f"if {held}.changed() and not {held}.remember({state}): return MISS"
+            remembered = [f"{state}, = state", again]
+        self.lines += [
+            "now, (before, state) = versions(), SEEN[0]",
+            "if now == before:",
+            *("    " + line for line in remembered),
+            "else:",
+            "    SEEN[0] = NEVER",
+            *("    " + line for line in self.walk),
+            f"    SEEN[0] = now, ({state}{', ' if state else ''})",
+        ]
+
+    def held(self, state: Sequence[str]) -> str:
+        wanted = [(self.types[k].dtype, self.types[k].shape, self.c.devices[k]) for k in state]
+        return self.constant(HeldTypes(wanted), "held")
+
+    def inputs(self) -> list[str]:
+        """What holds the value of each of the program's inputs."""
+        if self.c.differentiated:
+            self.parameter_hooks()
+        if read := [k for k in self.c.state if k not in self.remembered]:
+            self.guard(f"not {self.held(read)}({', '.join(self.values[k] for k in read)})")
         for input_, place in self.c.aliases:
             self.guard(f"{self.read(place)} is not {self.values[input_]}")
         self.values.update((v.name, "draw_key(DEVICE)") for v in self.c.program.inputs_of("key"))
         return [self.values[v.name] for v in self.c.program.inputs]
+
+    def parameter_hooks(self) -> None:
+        """Hooks on parameters as they were."""
+        without = []
+        for input_, places in self.c.state.items():
+            if isinstance(parameter := places[0].read(), torch.nn.Parameter):
+                name = self.values[input_]
+                if hooks := [*(parameter._backward_hooks or {}).values()]:
+                    own = f"{name}._backward_hooks"
+                    self.guard(f"not {own} or [*{own}.values()] != {self.constant(hooks, 'V')}")
+                else:
+                    without.append(name)
+        if without:
+            self.env["hooks_of"] = operator.attrgetter("_backward_hooks")
+            self.guard(f"any(map(hooks_of, ({', '.join(without)}, )))")
 
     def read(self, place: Location) -> str:
         box = self.constant(place.container, "c")
@@ -324,22 +409,37 @@ class _GuardWriter:
         template, keys = tree.key
         if type(template) is dict:
             return f"dict(zip({self.constant(keys, 'keys')}, ({''.join(p + ', ' for p in parts)})))"
-        self.env["rebuild"] = rebuild
-        return (
-            f"rebuild({self.constant(template, 'made')}, {self.constant(keys, 'keys')}, "
-            f"({''.join(p + ', ' for p in parts)}))"
-        )
+        return f"{self.constant(maker(tree), 'made')}(({''.join(p + ', ' for p in parts)}))"
 
 
 class HeldTypes:
     """Are all these tensors of the types they were?  torch's compiler has a check of many at once, which also says no
-    where just strides or requires_grad differ: then they are looked at one by one, and it is made anew."""
+    where just strides or requires_grad differ: then they are looked at one by one, and it is made anew.  Of tensors
+    that are still the same objects, what tells their types is remembered (`versions.py`)."""
 
     def __init__(self, wanted: Sequence[tuple[torch.dtype, tuple[int, ...], torch.device | None]]) -> None:
         self.wanted = wanted
         self.at_once: Callable[..., bool] | None = None
+        self.seen: TensorTypes | None = None
 
     def __call__(self, *tensors: torch.Tensor) -> bool:
+        self.seen = None
+        return self.fits(tensors)
+
+    def changed(self) -> bool:
+        """May a tensor that was remembered be of another type now?"""
+        return self.seen is None or self.seen.changed()
+
+    def remember(self, *tensors: torch.Tensor) -> bool:
+        """The check; and where they fit, by what a change is noticed."""
+        self.seen = None
+        types = TensorTypes(tensors) if TENSORS_TELL and all(map(is_plain, tensors)) else None
+        if not self.fits(tensors):
+            return False
+        self.seen = types
+        return True
+
+    def fits(self, tensors: Sequence[torch.Tensor]) -> bool:
         if self.at_once is not None and self.at_once(*tensors):
             return True
         for x, (dtype, shape, device) in zip(tensors, self.wanted, strict=True):

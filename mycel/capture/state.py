@@ -168,6 +168,10 @@ class Reachable:
                 self._entry(name, fn.__globals__, name, "variable", inside)
         self._entries("default", fn.__defaults__ or (), range(len(fn.__defaults__ or ())), "variable", inside)
         self._entries("default", fn.__kwdefaults__ or {}, fn.__kwdefaults__ or {}, "variable", inside)
+        if not is_library(fn.__code__.co_filename):  # code that is reloaded comes into the same function
+            parts = _Slotted(fn, ["__code__", "__defaults__", "__kwdefaults__"])
+            places = [Location(f"{fn.__name__}.{part}", "variable", parts, part, inside) for part in parts.names]
+            self.links += [Guarded(place, place.read()) for place in places]
         if "__wrapped__" in vars(fn):
             self._visit("", fn.__wrapped__, inside)  # type: ignore[attr-defined]
 
@@ -353,6 +357,12 @@ _STATIC = (
 def is_static(value: Any) -> bool:
     """A plain Python value, or a tuple of them."""
     return isinstance(value, _STATIC) or (type(value) is tuple and len(value) <= MANY and all(map(is_static, value)))
+
+
+def shadowed_by(module: torch.nn.Module) -> frozenset[str]:
+    """What a user's classes define: the module's own attributes of these names would hide it."""
+    bases = [vars(cls) for cls in type(module).__mro__ if _is_open_module(cls.__module__)]
+    return frozenset(name for names in bases for name in names if not name.startswith("__")) - vars(module).keys()
 
 
 def is_there(link: Guarded | None) -> bool:

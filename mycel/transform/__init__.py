@@ -19,7 +19,16 @@ from mycel.transform.fuse import fuse
 from mycel.transform.head import head
 from mycel.transform.inline import inline
 from mycel.transform.jvp import jvp
-from mycel.transform.microbatch import BODY, joined, microbatch, no_counts, shares, with_numbers_of
+from mycel.transform.microbatch import (
+    BODY,
+    Weighing,
+    joined,
+    microbatch,
+    no_counts,
+    shares,
+    weighing,
+    with_numbers_of,
+)
 from mycel.transform.monitoring import ERROR, LARGE, SHARE, SMALL, monitor_ranks, monitor_sums
 from mycel.transform.narrow import narrow
 from mycel.transform.ones import with_ones
@@ -58,6 +67,7 @@ __all__ = [
     "SMALL",
     "ParameterGroup",
     "Pass",
+    "Weighing",
     "algebra",
     "attend",
     "causal",
@@ -91,6 +101,7 @@ __all__ = [
     "unhinted",
     "unshared",
     "value_and_grad",
+    "weighing",
     "with_numbers_of",
     "with_ones",
     "with_scale",

@@ -92,6 +92,33 @@ def shares(
     )
 
 
+@dataclass(frozen=True)
+class Weighing:
+    """What the terms of a loss are means over: a number of elements, or (an int) a result of `counting`; none at all
+    for a loss that is a sum.  `unseen`: lines of what is neither."""
+
+    counting: Program
+    terms: tuple[int | float, ...]
+    unseen: tuple[str, ...]
+
+
+def weighing(program: Program, whole: Program, active: Collection[str], split: Collection[str], rows: int) -> Weighing:
+    """A loss, beside that of a batch twice as large => what it weighs against losses of other batches."""
+    large = _means_apart(whole.main)
+    program = replace(program, blocks={**program.blocks, program.entry: _means_apart(program.main)})
+    main = program.main
+    loss = _Loss(program, large, active, split)
+    terms = loss.terms(program.results[0])
+    counts = list(dict.fromkeys(t.count for t in terms if t.count is not None))
+    counting = Block(main.inputs, main.eqns, tuple(counts))
+    weights = [w for w in (loss.weight(t, counts, rows) for t in terms) if w is not None]
+    return Weighing(
+        dce(replace(program, blocks={**program.blocks, program.entry: counting}, updates=())),
+        tuple(weights),
+        tuple(loss.unseen),
+    )
+
+
 def joined(part: Program, whole: Program) -> list[int]:
     """Which results of a part are rows of the batch, and put one behind the other: those that are longer for the whole
     of it."""
@@ -200,6 +227,27 @@ class _Loss:
             return count, ()
         inner, limits = self.limited(next(eqn.vars))
         return inner, (*limits, eqn)
+
+    def weight(self, term: Term, counts: Sequence[Var], rows: int) -> int | float | None:
+        """What a term is a mean over: the place of its count, or a number; None for a sum, and for what is the same
+        whatever the batch."""
+        if term.count is not None:
+            return counts.index(term.count)
+        if term.sums:
+            return self.divided_by(term)
+        eqn = self.made.get(term.value) if isinstance(term.value, Var) else None
+        if eqn is None or term.value not in self.varying:
+            return None
+        return eqn.input_types[0].numel / max(eqn.outputs[0].type.numel, 1) if eqn.op.averages else float(rows)
+
+    def divided_by(self, term: Term) -> float | None:
+        """The number of rows or elements that a sum is divided by: one that is another for a larger batch."""
+        for eqn in term.outer:
+            large = self.large.get(eqn.outputs)
+            numbers = [[x for x in e.inputs if isinstance(x, (int, float))] for e in (eqn, large) if e is not None]
+            if len(numbers) == 2 and len(numbers[0]) == 1 and numbers[0] != numbers[1]:
+                return float(numbers[0][0]) if eqn.op is o.div else 1 / float(numbers[0][0])
+        return None
 
     def sums_up(self, eqn: Eqn) -> bool:
         """Is it a sum over the rows of the part?"""
