@@ -145,8 +145,8 @@ def train_step(
     grads       after a step, p.grad is the gradient it was taken with, clipped; of a parameter in parts, this rank's
     strict      what cannot be captured is refused; without it the smallest call around it stays Python, with a
                 warning
-        expert_load each step counts how many choices each expert of a layer gets: step.expert_load(), step.rebalance()
-        pad         sizes that vary, padded to a few: {"input_ids": {1: [512, 1024]}} by name or position of a batch tensor
+    expert_load each step counts how many choices each expert of a layer gets: step.expert_load(), step.rebalance()
+    pad         sizes that vary, padded to a few: {"input_ids": {1: [512, 1024]}} by name or position of a batch tensor
                 and its dim; tensors as long as it go with it.  One program for each size; that loss and gradients stay
                 those of the unpadded batch is tried before the first step, and refused where they do not
 
