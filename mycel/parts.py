@@ -139,7 +139,7 @@ class ShardedModel:
             )
         for name in trained & one.keys():  # what others hold, a loss say, is whole
             layout = used[one[name]]
-            self.stored[name] = self.plan.stored(layout, self.shapes[name]) if self.plan.zero else layout
+            self.stored[name] = self.plan.stored(layout, self.shapes[name]) if self.plan.level(one[name]) else layout
         given, gathered = {}, set()
         for i, v in enumerate(program.inputs):
             role = program.role(v)
@@ -152,9 +152,10 @@ class ShardedModel:
                 role.kind in ("parameter", "buffer")
                 and role.name in one
                 and (role.name in trained or layout != used[one[role.name]])
+                and self.plan.level(one[role.name]) == 3
             ):
                 gathered.add(i)
-        return given, frozenset(gathered) if self.plan.zero == 3 else frozenset()
+        return given, frozenset(gathered)
 
     def rows_of(self, unsharded: UnshardedStep, plan: Plan | None = None) -> dict[int, Layout]:
         """Layouts of results, by position, that are rows of the batch: split as the batch is; `plan` as in `given`."""
@@ -572,7 +573,7 @@ def parameter_layouts(
     """How tensors are held, by name: as the plan says, trained ones under ZeRO-3 split further; `one` says which of
     tied names counts."""
     used = plan.parameter_layouts(shapes)
-    split = {name: plan.stored(used[name], shapes[name]) for name in trained} if plan.zero == 3 else {}
+    split = {name: plan.stored(used[name], shapes[name]) for name in trained if plan.level(name) == 3}
     return {name: split.get(one[name], used[one[name]]) for name in shapes}
 
 

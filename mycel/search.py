@@ -20,6 +20,7 @@ from __future__ import annotations
 import functools
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -119,7 +120,16 @@ class Search:
         parameters, state = self.bytes_of("parameter") / split, self.bytes_of("state") / split
         over = shape.fsdp if shape.fsdp > 1 else shape.dp
         state = 0.0 if shape.offload else state / (over if shape.zero else 1)
-        return parameters / (over if shape.zero == 3 else 1) + state
+        whole = sum(self.kinds.get(pattern, 0) for pattern, _ in shape.levels) / split if shape.zero == 3 else 0.0
+        return (parameters - whole) / (over if shape.zero == 3 else 1) + whole + state
+
+    @functools.cached_property
+    def kinds(self) -> dict[str, int]:
+        """Bytes of parameters by pattern: those of all layers together."""
+        found: Counter[str] = Counter()
+        for role, v in _parameters(self.program):
+            found[re.sub(r"\d+", "*", role.name)] += v.type.bytes
+        return dict(found)
 
     @property
     def batch(self) -> list[tuple[str, tuple[int, ...]]]:
@@ -171,7 +181,7 @@ class Search:
         """Layouts over tp, ty and ep, by pattern; those that stay whole are left out."""
         key = (shape.cp > 1, shape.tp, shape.ty, shape.ep)
         if key not in self._parameters:
-            alone = replace(shape, zero=0, microbatches=1, pp=1, offload=False, compress="", order=())
+            alone = replace(shape, zero=0, levels=(), microbatches=1, pp=1, offload=False, compress="", order=())
             found = None
             if self.shallow is not None:
                 found = patterns(self._parameter_layouts(alone, self.shallow.steps(1)[0]))
@@ -253,7 +263,12 @@ class Search:
         sizes: dict[str, Any] = {a: n for a, n in written.inside.mesh.sizes().items() if a in AXES and n > 1}
         stages = written.mesh.world // written.inside.mesh.world
         shape = Shape(
-            **sizes, zero=written.zero, microbatches=written.microbatches, pp=stages, schedule=written.schedule
+            **sizes,
+            zero=written.zero,
+            microbatches=written.microbatches,
+            pp=stages,
+            schedule=written.schedule,
+            levels=tuple(written.levels.items()),
         )
         shape = shape if shape.default_order == tuple(sizes) else replace(shape, order=tuple(sizes))
         with unchecked():
@@ -358,8 +373,8 @@ class Search:
             step = self.step(shape)
         shapes = {r.name: v.shape for r, v in _parameters(step.program)}
         layouts = written.parameter_layouts(shapes)
-        if written.zero == 3:
-            layouts = {name: written.stored(layout, shapes[name]) for name, layout in layouts.items()}
+        for name, layout in layouts.items():
+            layouts[name] = written.stored(layout, shapes[name]) if written.level(name) == 3 else layout
         entries = {name: [".".join(axes) or "-" for axes in layout.dims] for name, layout in layouts.items()}
         held = {name: (shape, entries[name]) for name, shape in shapes.items()}
         times = outcome.times

@@ -21,6 +21,7 @@ from mycel.errors import PlanError
 from mycel.plan.compression import AUTO, CANDIDATES, EXACT, read_codec
 from mycel.plan.places import Place, read_places
 from mycel.plan.schedule import stages_a_rank
+from mycel.plan.zero import read_zero
 from mycel.search_space import AXES, Shape
 
 PASSED_ON = ("parameters", "activations", "sums", "recompute")
@@ -44,6 +45,7 @@ class Given:
     passed_on: Mapping[str, Any] = field(default_factory=dict)
     place: tuple[Place, ...] = ()
     tries_places: bool = False  # whatever the best plan waits for
+    levels: tuple[tuple[str, int], ...] = ()  # of ZeRO, by pattern
 
     @staticmethod
     def read(data: Mapping[str, Any]) -> Given:
@@ -58,11 +60,12 @@ class Given:
         unknown = [a for a in mesh or () if a not in AXES]
         if unknown:
             raise PlanError(f"the search knows no axis {unknown[0]!r}\n  known     {', '.join(AXES)}")
+        level, _, levels = read_zero(zero, "the plan")
         offload = data.get("offload")
         codecs, is_compressed = _codecs(data.get("compress"))
         return Given(
             dict(mesh) if mesh else None,
-            int(str(zero).split()[0]) if zero is not None else None,
+            level if zero is not None else None,
             int(parts) if parts else None,
             *_stages(data),
             None if offload in (None, "none") else offload,
@@ -70,6 +73,7 @@ class Given:
             is_compressed,
             {k: data[k] for k in PASSED_ON if data.get(k) is not None},
             *_places(data),
+            levels=tuple(levels.items()),
         )
 
     @property
@@ -92,6 +96,8 @@ class Given:
         """A plan as it is with what is given of it."""
         if self.is_compressed and shape.replicas > 1 and shape.pp == 1:
             shape = replace(shape, compress=self.codecs[0])
+        if self.levels and shape.over:
+            shape = replace(shape, levels=self.levels)
         return replace(shape, offload=True) if self.offload is not None else shape
 
 

@@ -8,7 +8,7 @@ leaves room.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -48,6 +48,8 @@ class Pricing(Protocol):
     def is_shallow(self) -> bool: ...
     @property
     def towers(self) -> tuple[Tower, ...]: ...
+    @property
+    def kinds(self) -> Mapping[str, int]: ...
     def held(self, shape: Shape) -> float: ...
 
 
@@ -76,6 +78,7 @@ class SearchOrder:
         if self.given.mesh is None:
             yield from self._neighbours()
         else:
+            yield from self._held_whole(self._best())
             yield from self._encoded()
 
     def _everything(self, meshes: list[Shape]) -> Iterator[Shape]:
@@ -209,7 +212,7 @@ class SearchOrder:
                     found += [space.orders(c.shape) for c in self._runners_up(best)]
                 if self.sending(best, "tp") > least:
                     found += [space.planes(shape)]
-                found += [space.with_experts(shape)]
+                found += [space.with_experts(shape), self._held_whole(best)]
             is_full = search.memory is not None and best.peak > FULL * search.memory
             if not best.fits or (is_full and best.again > least):
                 found += [space.with_experts(shape)]
@@ -225,6 +228,21 @@ class SearchOrder:
             yield from self._encoded()
             if self.fastest() >= best.seconds:
                 return
+
+    def _held_whole(self, best: Candidate) -> Iterator[Shape]:
+        """Of ZeRO 3: kinds of parameters that are not gathered, as many as there is memory for; small ones first, whose
+        messages take longest for what they bring."""
+        shape = best.shape
+        if shape.zero != 3 or shape.levels or self.given.zero is not None or self.search.memory is None:
+            return
+        if not best.fits or best.exposed < GAIN * best.seconds:
+            return
+        kinds, most = self.search.kinds, self.search.held(shape) + self.search.memory - best.peak
+        ordered = sorted(kinds, key=lambda pattern: kinds[pattern])
+        fitting = [n for n in range(1, len(kinds)) if self.search.held(_at_level_1(shape, ordered[:n])) <= most]
+        for n in dict.fromkeys((max(fitting, default=0), len(fitting) // 2)):
+            if n:
+                yield _at_level_1(shape, ordered[:n])
 
     def _runners_up(self, best: Candidate) -> list[Candidate]:
         """Plans on two axes that would be faster than the best if they waited for nothing."""
@@ -378,3 +396,8 @@ class SearchOrder:
             return 0.0
         link = links.named[axis] if axis is not None else min(links.named.values(), key=lambda x: x.bytes_s)
         return candidate.sent.get(link.name, 0.0) / link.bytes_s
+
+
+def _at_level_1(shape: Shape, patterns: Sequence[str]) -> Shape:
+    """State is split, parameters are whole."""
+    return replace(shape, levels=tuple((pattern, 1) for pattern in patterns))

@@ -18,6 +18,7 @@ from mycel.ir import Mesh
 from mycel.plan import Plan
 from mycel.plan.places import REST, Place, places_data, places_mesh, read_places
 from mycel.plan.schedule import stages_a_rank
+from mycel.plan.zero import zero_data
 
 AXES = ("dp", "fsdp", "ep", "cp", "ty", "tp")  # of a mesh, the slowest first: tp inside a host
 BATCH = ("dp", "fsdp", "ep")
@@ -32,6 +33,7 @@ class Shape:
 
     order     of the axes on the wires, the slowest first, where it is not that of `AXES`
     compress  how gradients travel between the ranks that share no wire faster than the slowest
+    levels    of ZeRO, of patterns of parameters that have another than `zero`
     """
 
     dp: int = 1
@@ -47,6 +49,7 @@ class Shape:
     order: tuple[str, ...] = ()
     offload: bool = False
     compress: str = ""
+    levels: tuple[tuple[str, int], ...] = ()
     place: tuple[Place, ...] = ()
 
     @property
@@ -89,7 +92,7 @@ class Shape:
         if self.place:
             data = {"place": places_data(self.place), "batch": ["dp"]}
             data |= {"schedule": self.schedule} if self.schedule != "1f1b" else {}
-        data |= {"zero": f"{self.zero} over {'.'.join(self.over)}"} if self.over else {}
+        data |= {"zero": zero_data(self.zero, self.over, dict(self.levels))} if self.over else {}
         data |= {"microbatches": self.microbatches} if self.microbatches > 1 else {}
         if self.pp > 1:
             data |= {"stages": self.pp * stages_a_rank(self.schedule), "schedule": self.schedule}
@@ -114,7 +117,8 @@ class Shape:
         if self.order:
             said.append("the slowest axis first")
         if self.zero:
-            said.append(f"zero {self.zero}" + (" over fsdp" if self.fsdp > 1 else ""))
+            others = f", for {len(self.levels)} kinds of parameters less" if self.levels else ""
+            said.append(f"zero {self.zero}" + (" over fsdp" if self.fsdp > 1 else "") + others)
         said += [f"{self.microbatches} microbatches"] if self.microbatches > 1 else []
         said += [self.schedule] if self.pp > 1 or (self.place and self.schedule != "1f1b") else []
         said += ["offload"] if self.offload else []

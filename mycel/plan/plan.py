@@ -39,7 +39,6 @@ other.
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -70,6 +69,7 @@ from mycel.plan.places import Place, places_data, places_mesh, read_places
 from mycel.plan.residuals import Residuals
 from mycel.plan.schedule import PLACE_SCHEDULES, PipelineSchedule, named, read_orders, stages_a_rank
 from mycel.plan.synchronising import SyncPolicy, read_sync, refuse_codec, refuse_layouts, sync_text
+from mycel.plan.zero import read_zero, zero_data
 from mycel.sizes import shown
 
 _Dumper: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)  # the C ones are ten times as fast
@@ -83,7 +83,6 @@ ALONE = frozenset({"microbatches", "recompute", "offload"})  # what may be said 
 STAGE_AXIS = "pp"  # of the mesh of a pipeline: the slowest, ranks of one stage lie together
 RECOMPUTE = ("auto", "full", "none")
 SUMS = ("as computed", "fp32")
-_ZERO = re.compile(r"\s*([0-3])\s*(?:over\s+([\w. ,]+))?\s*")
 
 
 @dataclass(frozen=True)
@@ -112,6 +111,7 @@ class Plan:
     monitor: Any = ()
     place: Mapping[str, Any] = field(default_factory=dict)
     at_once: int = 1
+    levels: Mapping[str, int] = field(default_factory=dict)  # of ZeRO, of patterns that have another than `zero`
 
     def __post_init__(self) -> None:
         self._lay_stages()
@@ -375,22 +375,18 @@ class Plan:
             written = {}
         if mesh is None and not isinstance(written, Mapping):
             raise PlanError(f"{where}: no mesh is given\n  try       mesh: {{dp: 2}} in the plan, or mesh=Mesh(dp=2)")
-        text = str(data.get("zero") or 0)
-        zero = _ZERO.fullmatch(text)
-        if zero is None:
-            raise PlanError(f"{where}: zero is {text!r}\n  try       1, 2 or 3 over an axis: zero: 3 over dp")
-        over = tuple(re.split(r"[\s,.]+", zero[2].strip())) if zero[2] else ()
+        zero, over, levels = read_zero(data.get("zero"), where)
         decided = Decided.read(data["decided"], where) if data.get("decided") else None
         predicted = Predicted.read(data["predicted"], where) if data.get("predicted") else None
         own = Mesh(written) if isinstance(written, Mapping) and (mesh is None or decided is not None) else mesh
         assert own is not None
         found = Plan(
             own, dict(data.get("parameters") or {}), data.get("batch") or (), dict(data.get("activations") or {}),
-            int(zero[1]), over, str(data.get("recompute") or "auto"), bool(data.get("loose")), decided, predicted,
+            zero, over, str(data.get("recompute") or "auto"), bool(data.get("loose")), decided, predicted,
             str(data.get("sums") or "as computed"), data.get("microbatches") or 1,
             Offload.read(data.get("offload"), where), stages, str(data.get("schedule") or "1f1b"),
             data.get("compress") or {}, data.get("sync") or {}, data.get("gather") or {}, data.get("monitor") or (),
-            data.get("place") or {}, data.get("at_once") or 1,
+            data.get("place") or {}, data.get("at_once") or 1, levels=levels,
         )  # fmt: skip
         return found._on(mesh, where)
 
@@ -414,7 +410,7 @@ class Plan:
                 {k: _plain(v) for k, v in self.batch.items()} if isinstance(self.batch, Mapping) else _plain(self.batch)
             )
         found |= {"activations": {k: _plain(v) for k, v in self.activations.items()}} if self.activations else {}
-        found |= {"zero": f"{self.zero} over {'.'.join(self.over)}"} if self.zero else {}
+        found |= {"zero": zero_data(self.zero, self.over, self.levels)} if self.zero else {}
         found |= {"microbatches": self.microbatches} if self.microbatches > 1 else {}
         found |= {"at_once": self.at_once} if self.at_once > 1 else {}
         if self.is_pipeline:
@@ -506,12 +502,17 @@ class Plan:
                         f"{list(shape)}"
                     )
                 found[name] = layout
-        unused = [p for p in self.parameters if p not in used and not any(fnmatchcase(n, p) for n in shapes)]
-        if unused and not self.loose:
-            raise PlanError(
-                f"parameters: {unused[0]} matches no parameter\n  try       {', '.join(_near(unused[0], shapes))}"
-            )
+        for key, patterns in (("parameters", self.parameters), ("zero", self.levels)):
+            unused = [p for p in patterns if p not in used and not any(fnmatchcase(n, p) for n in shapes)]
+            if unused and not self.loose:
+                raise PlanError(
+                    f"{key}: {unused[0]} matches no parameter\n  try       {', '.join(_near(unused[0], shapes))}"
+                )
         return found
+
+    def level(self, name: str) -> int:
+        """Of ZeRO, for a parameter."""
+        return next((level for pattern, level in self.levels.items() if fnmatchcase(name, pattern)), self.zero)
 
     def stored(self, layout: Layout, shape: Sequence[int]) -> Layout:
         """A layout split further over ZeRO's axes, along a dim that divides: rather one that is not split yet, on
