@@ -1315,9 +1315,8 @@ class _Adding(Step):
         known = roles_of(self.model, self.optimizer)
         data, device = (args, kwargs), device_of(self.model)
         args, kwargs = without_host_data(args, kwargs, device)
-        return capture_call(
-            self.fn, args, kwargs, known=known, differentiated=True, data=data, strict=self.settings.strict
-        )
+        fn = self.fn if self.taken is self.fn else lambda *args, **kwargs: self.taken(*args, **kwargs)[0]
+        return capture_call(fn, args, kwargs, known=known, differentiated=True, data=data, strict=self.settings.strict)
 
     def _choose_update(self) -> None:
         """Not here."""

@@ -6,15 +6,17 @@ of ranks.
     mycel probe --nproc 4               and the links between four processes, all of which compute at once: as they will
     torchrun … -m mycel probe           and between hosts
 
-Ranks do the same things at the same time, and the numbers are their mean.  A curve is a list of [work, work a second],
-less the starting of a kernel; messages are [ranks, bytes each puts in, seconds], sent by the communicator that steps
-use.
+Ranks do the same things at the same time, and the numbers are their mean; where they share cores, those of a typical
+round and not of the luckiest, and a message costs what it does to ranks that come from computing.  A curve is a list of
+[work, work a second], less the starting of a kernel; messages are [ranks, bytes each puts in, seconds], sent by the
+communicator that steps use.
 """
 
 from __future__ import annotations
 
 import math
 import os
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -29,10 +31,13 @@ from mycel.run.rendezvous import seat
 
 # a number is the least of so many rounds, each of at least so long: what else a machine does only adds to it
 ROUNDS, LEAST_S = 7, 0.01
+CROWDED_S = 0.04  # and for so long where ranks share cores: turns of the system's scheduler are shorter
 HOT_S = 0.15  # a GPU computes for so long before it is timed hot: its clock falls under load
 LONG_S = 0.25  # a message that takes longer is sent once
 LONGEST_MASK = 1024  # of attention: the gradient of a mask in 32 bits holds all pairs
 GRAPHED = 20  # runs in one graph of a GPU
+TURNS = 10  # of computing and a message, where ranks share cores
+CROWDED = 1.25  # times slower beside the others than alone: ranks share cores
 SIZES = {  # by device: what is small and what is large there
     "cpu": {
         "memory": [1 << 12, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24],
@@ -84,8 +89,10 @@ class Probe:
         self.device = ranks.device
         self.sizes: dict[str, Any] = SIZES["cuda" if self.device.type == "cuda" else "cpu"]
         self.launch_s = 0.0
+        self.is_crowded = False  # do ranks share cores?
 
     def run(self, local: int) -> dict[str, Any]:
+        self.is_crowded = self.device.type == "cpu" and self._shares_cores()
         is_cuda = self.device.type == "cuda"
         self.say("starting a kernel")
         self.launch_s = self._launch()
@@ -111,6 +118,25 @@ class Probe:
 
     # -- one device --------------------------------------------------------------------------------------------------
 
+    def _shares_cores(self) -> bool:
+        """Does a rank compute slower when all do?"""
+        if self.ranks.mesh.world == 1:
+            return False
+        x = self._rand(*[self.sizes["product"][-3]] * 2)
+
+        def seconds() -> float:
+            times = []
+            began = time.perf_counter()
+            while time.perf_counter() - began < ROUNDS * CROWDED_S:
+                started = time.perf_counter()
+                F.linear(x, x)
+                times.append(time.perf_counter() - started)
+            return statistics.fmean(times)
+
+        self._together()
+        alone = self._mean(seconds() if self.ranks.rank == 0 else 0.0) * self.ranks.mesh.world
+        return self._mean(seconds()) > CROWDED * alone
+
     def seconds(self, fn: Callable[[], Any]) -> float:
         """One run, at best, while the other ranks do the same; the mean of all ranks."""
         fn()
@@ -119,7 +145,7 @@ class Probe:
         fn()
         self._wait()
         once = time.perf_counter() - started
-        often = max(1, math.ceil(LEAST_S / max(once, 1e-6)))
+        often = max(1, math.ceil((CROWDED_S if self.is_crowded else LEAST_S) / max(once, 1e-6)))
         self._together()
         times = []
         for _ in range(ROUNDS):
@@ -128,7 +154,11 @@ class Probe:
                 fn()
             self._wait()
             times.append((time.perf_counter() - started) / often)
-        return self._mean(min(times))
+        return self._mean(self._typical(times))
+
+    def _typical(self, times: Sequence[float]) -> float:
+        """At best; where ranks share cores, the best is what one takes while others are kept waiting."""
+        return statistics.median(times) if self.is_crowded else min(times)
 
     def work(self, fn: Callable[[], Any]) -> float:
         """Without the start of its kernel."""
@@ -282,10 +312,11 @@ class Probe:
 
     def _level(self, name: str, ranks: int, groups: Sequence[tuple[str, ...]]) -> dict[str, Any]:
         messages: dict[str, list[list[float]]] = {}
+        late = {axes: self._late(axes) if self.is_crowded else 0.0 for axes in groups}
         for op in COLLECTIVES:
             self.say(f"{op} over {name}")
             messages[op] = [
-                [self.ranks.mesh.count(axes), size, _short(self._message(op, axes, size, often))]
+                [self.ranks.mesh.count(axes), size, _short(self._message(op, axes, size, often) + late[axes])]
                 for axes in groups
                 for size, often in self.sizes["message"]
             ]
@@ -308,7 +339,28 @@ class Probe:
                 send()
             self._wait()
             times.append((time.perf_counter() - started) / often)
-        return self._mean(min(times))
+        return self._mean(self._typical(times))
+
+    def _late(self, axes: tuple[str, ...]) -> float:
+        """Seconds by which a message takes longer where each rank computes before it: they share cores, and one waits
+        for the turns of another."""
+        n = self.sizes["product"][-3]
+        x = self._rand(n, n)
+        send = self._sender("all_reduce", axes, self.sizes["message"][0][0])
+        often = max(1, math.ceil(CROWDED_S / self.seconds(lambda: F.linear(x, x)) / TURNS))
+
+        def compute() -> None:
+            for _ in range(often):
+                F.linear(x, x)
+
+        def turns(say: Callable[[], Any]) -> None:
+            for _ in range(TURNS):
+                compute()
+                say()
+
+        alone = self._message("all_reduce", axes, *self.sizes["message"][0])
+        computing, together = (self._rounds(partial(turns, fn)) for fn in (lambda: None, send))
+        return max((together - computing) / TURNS - alone, 0.0)
 
     def _sender(self, op: str, axes: tuple[str, ...], size: int) -> Callable[[], Any]:
         count = self.ranks.mesh.count(axes)
@@ -352,7 +404,7 @@ class Probe:
             fn()
             self._wait()
             times.append(time.perf_counter() - started)
-        return self._mean(min(times))
+        return self._mean(self._typical(times))
 
 
 def _short(x: float) -> float:
