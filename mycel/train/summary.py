@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 from mycel.plan import error_bars, hardware_of
@@ -33,7 +34,7 @@ def rows(parts: Assembly, start: int, folder: Path) -> Rows:
         ),
         *(("data", line) for line in parts.data.report[:2]),
         ("a step", f"{parts.tokens:,} {unit} = {_batch(parts)} x {each}"),
-        *([("parallel", str(parts.team))] if parts.team.plan is not None else []),
+        *([("parallel", str(parts.team)), ("split", _split(parts))] if parts.team.plan is not None else []),
         ("steps", f"{train.steps:,}{from_step}: {count(seen)} {unit}{whole}"),
         ("optimizer", _optimizer(parts)),
         ("precision", f"{train.precision}, parameters in {parts.config.model.dtype}"),
@@ -44,10 +45,35 @@ def rows(parts: Assembly, start: int, folder: Path) -> Rows:
                 f"steps{_budget(parts)}"
             ),
         ),
+        *([("backward", _again(parts))] if parts.team.plan is not None else []),
         *([("predicted", _predicted(parts))] if parts.step.plan.predicted is not None else []),
         ("device", describe(parts.device)),
         ("results", str(folder)),
     ]
+
+
+def _split(parts: Assembly) -> str:
+    """What of the model lies in parts over which axes."""
+    plan, held = parts.step.plan, parts.step.parts
+    if plan.place or held is None:
+        return "each place by itself"
+    counts = Counter(axis for layout in held.layouts.values() for axis in layout.axes)
+    said = [f"{n} of {len(held.layouts)} tensors of the model over {axis}" for axis, n in counts.items()]
+    said += [f"{plan.stage_count} stages, {plan.schedule}"] if plan.is_pipeline else []
+    said += [f"optimiser state over {'.'.join(plan.over)} (zero {plan.zero})"] if plan.zero else []
+    said += [f"the batch over {'.'.join(axes)}"] if (axes := plan.batch_axes()) else []
+    return ", ".join(said) or "nothing: every rank does the same"
+
+
+def _again(parts: Assembly) -> str:
+    """What backward computes again or fetches from the host."""
+    plan = parts.step.plan
+    pairs = plan.residuals.pairs
+    again = [d for d in pairs if d.seconds]
+    said = [f"{len(again)} of {len(pairs)} layers computed again, {sum(d.seconds for d in again) * 1e3:.2f} ms"]
+    said = said if again else ["finds all it needs in memory"]
+    said += [f"{size(plan.predicted.host)} on the host"] if plan.predicted is not None and plan.predicted.host else []
+    return ", ".join(said)
 
 
 def _predicted(parts: Assembly) -> str:
