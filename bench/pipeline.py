@@ -116,7 +116,7 @@ def cut_llama(way: str, microbatches: int, ranks: int):
     torch.manual_seed(0)
     layers, vocabulary = 2 * ranks, 128 * 1024
     config = LlamaConfig(
-        vocab_size=vocabulary, hidden_size=256, intermediate_size=8192, num_hidden_layers=layers,
+        vocab_size=vocabulary, hidden_size=128, intermediate_size=8192, num_hidden_layers=layers,
         num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False, use_cache=False,
     )  # fmt: skip
     model = LlamaForCausalLM(config)

@@ -74,7 +74,7 @@ def planned(task: Task, given: Plan) -> tuple[Plan, lower.Lowered]:
         return _in_places(task, given)
     if given.decided is not None:
         return _applied(task, given)
-    step = LaidOut.of(task, _with_stage_offload(given) if given.is_pipeline else given)
+    step = LaidOut.of(task, given)
     outcome = step.decided()
     return step.plan_of(outcome), outcome.lowered
 
@@ -161,6 +161,7 @@ class LaidOut:
 
     @staticmethod
     def of(task: Task, given: Plan) -> LaidOut:
+        given = _with_stage_offload(given) if given.is_pipeline else given
         laid_out, spread = with_layouts(task, given)
         local = lower.local_of(task.program, spread, given.is_pipeline)
         links = task.hardware.links(given.mesh)
@@ -201,7 +202,7 @@ class LaidOut:
         """A pipeline: cut as the plan says or by the clock, its schedule as named or searched."""
         assert self.plan.decided is not None
         body = self.task.body
-        summed = lower.plain_sums(resident, body)
+        summed = lower.summed_for_stages(resident, self.plan, body)
         flow, budget = plan.StepFlow(summed, body), self.task.budget
 
         def cut_at(units: Sequence[int]) -> Outcome:
@@ -328,6 +329,7 @@ def _with_moves(step: LaidOut, given: Plan) -> Outcome:
         done, compiled = outcome.lowered, step.compiled(outcome.lowered)
         if done.pipeline is None:
             return Mover(done, task.body, step.clock, offload, spaces, way, compiled)
+        assert outcome.steps is not None
         beside = functools.partial(plan.beside_each_other, done.pipeline.schedule, outcome.steps)
         return PipelineMover.of(done, step.clock, offload, spaces, way, compiled, beside)
 

@@ -8,6 +8,7 @@ import torch
 from distributing import OneDevice, compared, start_values
 from golden import golden
 from pipelining import Tied
+from test_stage_offload import simulated
 
 from mycel.errors import PlanError
 from mycel.ir import Program
@@ -53,6 +54,46 @@ def test_two_at_once_are_one_after_the_other(name, one):
     assert scan.params["length"] == 2
     compared(one.made.program, done.spread, plan.mesh, start_values(one), done.program)
     assert str(lowered(one, Plan.read(decided.data()))[1].program) == str(done.program)
+
+
+STAGED = {
+    "tp": {**PLANS["tp"], "schedule": "1f1b"},
+    "dp zero1": {**PLANS["dp"], "zero": "1 over dp", "schedule": "1f1b"},
+}
+
+
+def in_stages(one: OneDevice, name: str, at_once: int) -> tuple[Plan, Task, Plan, Lowered]:
+    plan = Plan.read({**STAGED[name], "stages": ["embed", "layers.1"], "microbatches": 4, "at_once": at_once})
+    given, gathered = ShardedModel(one.model, one.optimizer, plan.inside).given(one.made)
+    task = Task(one.made.program, one.made.body, CPU, False, given, gathered)
+    return plan, task, *planned(task, plan)
+
+
+@pytest.mark.parametrize("name", STAGED)
+def test_pairs_go_through_stages(name, one):
+    """A step of a stage is of two microbatches; all results are those of a pipeline of single ones."""
+    outs, owners = [], []
+    for at_once in (1, 2):
+        plan, task, decided, done = in_stages(one, name, at_once)
+        assert done.pipeline.schedule.microbatches == 4 // at_once
+        again = planned(task, Plan.read(decided.data()))[1]
+        assert list(map(str, again.pipeline.programs)) == list(map(str, done.pipeline.programs))
+        outs.append(simulated(one, task, plan, done))
+        owners.append(done.pipeline.owners)
+    assert owners[0] == owners[1]  # both microbatches are on the same side of each cut
+    for plain, woven in zip(*outs, strict=True):
+        for x, y in zip(plain, woven, strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-10)
+
+
+def test_a_step_of_two_waits_less_than_two_steps():
+    """Of a stage with tensor parallelism, by the clock."""
+    large = step_of(width=256, rows=64)
+    alone, both = (in_stages(large, "tp", k)[2].predicted for k in (1, 2))
+    for kind in ("forward", "backward"):
+        single, pair = (sum(getattr(p.steps, kind)) for p in (alone, both))
+        assert pair < 0.95 * 2 * single
+    assert both.parts["network"][1] < 0.7 * alone.parts["network"][1]
 
 
 def test_messages_go_on_beside_the_other(one):
@@ -101,5 +142,7 @@ def test_refusals():
         Plan.read({**plan, "microbatches": 3})
     with pytest.raises(PlanError, match="at_once: 3\n  try       1, or 2 microbatches"):
         Plan.read({**plan, "at_once": 3})
-    with pytest.raises(PlanError, match="at_once: 2: not beside stages yet"):
-        Plan.read({**plan, "microbatches": 4, "stages": 2})
+    with pytest.raises(PlanError, match="at_once: 2: schedule zbv has weights in steps of their own"):
+        Plan.read({**plan, "microbatches": 4, "stages": 4, "schedule": "zbv"})
+    with pytest.raises(PlanError, match="at_once: 2: not beside offload yet"):
+        Plan.read({**plan, "microbatches": 4, "offload": "auto"})

@@ -9,10 +9,11 @@ import pytest
 import torch
 import yaml
 from placing import Tower, Towers
-from test_places import clip, t5
-from test_search import SLOW, TWO, of
+from test_places import clip
+from test_search import TWO, of
 from typer.testing import CliRunner
 
+import mycel
 from mycel import search_page, search_text
 from mycel.cli import app
 from mycel.errors import PlanError
@@ -20,6 +21,8 @@ from mycel.plan import Plan
 from mycel.plan.towers import towers
 from mycel.search_space import Shape, on_ranks_of_their_own, shares
 
+pytestmark = pytest.mark.filterwarnings("ignore:accumulate")
+THREE = {**TWO, "devices": 3, "levels": [{"bytes_s": 1e9, "start_s": 1e-6}]}
 FAST = {**TWO, "levels": [{"bytes_s": 1e14, "start_s": 1e-12}]}
 
 
@@ -29,6 +32,15 @@ class Wide(Towers):
     def __init__(self, layers: int = 1) -> None:
         super().__init__(1)
         self.vision, self.embed, self.text = Tower(64, 8, layers), torch.nn.Embedding(11, 64), Tower(64, 8, 2 * layers)
+
+
+class Loss(torch.nn.Module):
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.model(x).square().mean()
 
 
 def pictures(rows: int = 64, width: int = 6) -> dict[str, torch.Tensor]:
@@ -41,13 +53,12 @@ def modules_of(model: torch.nn.Module, batch: dict) -> list[tuple[str, ...]]:
 
 
 def test_what_waits_for_none_of_the_others():
-    """Towers with what belongs to them alone; encoder and decoder are none, as one waits for the other."""
+    """Towers with what belongs to them alone, under the names that tell them apart; a chain has none."""
     assert modules_of(Towers(1), pictures()) == [("vision",), ("embed", "text")]
     assert sorted(modules_of(*clip())) == [("text_model", "text_projection"), ("vision_model", "visual_projection")]
-    assert modules_of(*t5()) == []
+    chain = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    assert modules_of(Loss(chain), {"x": torch.empty(8, 4, device="meta")}) == []
 
-
-def test_towers_inside_a_module():
     class Wrapped(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -70,18 +81,18 @@ def test_ranks_go_where_there_is_work():
         assert sum(counts) == ranks and slowest[0] == pytest.approx(slowest[1])
 
 
-@pytest.mark.parametrize("cluster", [SLOW, FAST], ids=["slow", "fast"])
+@pytest.mark.parametrize("cluster", [THREE, FAST], ids=["slow", "fast"])
 def test_towers_are_placed_where_that_is_faster(cluster):
     """On wires that gradients wait for, each tower on ranks of its own; on others never if that is slower: as every
     number of ranks says, priced one by one."""
-    found = of(Wide(2), pictures(width=64), cluster)
+    found = of(Wide(1), pictures(48, 64), cluster)
     answer, world = found.run(), found.cluster.world
     every = [
         found.price(Shape(place=on_ranks_of_their_own([("vision",), ("*",)], (n, world - n)))) for n in range(1, world)
     ]
     placed = min(c.seconds for c in every)
     others = min(c.seconds for c in answer.candidates if not c.shape.place)
-    assert bool(answer.best.shape.place) == (cluster is SLOW) == (placed < others)
+    assert bool(answer.best.shape.place) == (cluster is THREE) == (placed < others)
     assert answer.best.seconds == min(placed, others)
     if cluster is FAST:
         return
@@ -128,3 +139,13 @@ def test_mycel_plan_prices_places(tmp_path):
     again = ["plan", "check", str(tmp_path / "plan.yaml"), str(tmp_path / "t5.yaml"), *cluster]
     told = CliRunner().invoke(app, again)
     assert told.exit_code == 0 and "it fits: a step takes" in told.output, told.output
+
+
+def test_a_step_finds_places_by_itself(monkeypatch):
+    """`train_step(plan="auto")`, as one of two ranks."""
+    for name, value in {"RANK": 1, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}.items():
+        monkeypatch.setenv(name, str(value))
+    model = Wide().to("meta")
+    step = mycel.train_step(model, torch.optim.AdamW(model.parameters()), plan="auto", compile=False)
+    step._find_plan((), pictures(8, 64))
+    assert step.written.data()["place"] == {"vision": [0], "*": [1]} and step.parts.place == 1

@@ -11,6 +11,7 @@ from mycel.lower.lowered import (
     local_of_place,
     lowered,
     staged,
+    summed_for_stages,
     with_moves,
     with_moves_by_rank,
     with_regions,
@@ -30,5 +31,5 @@ __all__ = [
     "distribute", "explain", "finished", "hoist", "in_places", "local_of", "local_of_place", "lowered",
     "norms_of_each", "offload", "outer_message", "outer_messages", "outer_role", "overlap", "pipelined",
     "plain_sums", "proved", "reside", "rounds", "schedule_text", "sent", "sent_text", "settled", "split_updates",
-    "staged", "with_copies", "with_moves", "with_moves_by_rank", "with_regions", "with_residuals",
+    "staged", "summed_for_stages", "with_copies", "with_moves", "with_moves_by_rank", "with_regions", "with_residuals",
 ]  # fmt: skip

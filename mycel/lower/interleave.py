@@ -14,6 +14,10 @@ one runs until it begins a message, then the other does; a result is waited for 
 which ranks are waited for are taken together, as one call of both blocks, woven in the same way.  What both would
 compute alike, parameters gathered for use among it, is computed once.  Sums over microbatches go from the first to the
 second where they are added to, so results are those of one after the other.
+
+In a pipeline the pair is what goes through the stages, whose steps are cut from the woven body: there each equation is
+followed by that of the other microbatch, so a cut has both on the same side; messages are begun inside of calls alone,
+which no cut divides, and what both add to a sum is added up first.
 """
 
 from __future__ import annotations
@@ -42,7 +46,7 @@ from mycel.ir import (
     prune,
     substitute,
 )
-from mycel.lower.stage_sums import plain_sums
+from mycel.lower.stage_sums import joined_sums, plain_sums
 from mycel.ops import o
 from mycel.plan.stages import StepBody
 
@@ -50,8 +54,8 @@ AT_ONCE = 2
 TOKEN = Type(torch.int64, ())
 
 
-def interleave(program: Program, body: str) -> Program:
-    """scan over microbatches => scan over pairs of them."""
+def interleave(program: Program, body: str, staged: bool = False) -> Program:
+    """scan over microbatches => scan over pairs of them; `staged`: of which a pipeline's stages will be cut."""
     step = next((e for e in program.main.eqns if e.params.get("body") == body), None)
     length = step.params["length"] if step is not None else 1
     if length % AT_ONCE:
@@ -60,7 +64,8 @@ def interleave(program: Program, body: str) -> Program:
             if length == 1
             else f"at_once: {AT_ONCE}, but there are {length} microbatches\n  try       microbatches: {length + 1}"
         )
-    return check(prune(_Weaver(plain_sums(program, body), body).program()))
+    woven = check(prune(_Weaver(plain_sums(program, body), body, staged).program()))
+    return joined_sums(woven, body) if staged else woven
 
 
 @dataclass
@@ -80,6 +85,7 @@ class _Weaver:
 
     whole: Program
     body: str
+    staged: bool = False
     blocks: dict[str, Block] = field(default_factory=dict)
     waiting: dict[str, bool] = field(default_factory=dict)  # blocks: are ranks waited for in them?
     pairs: dict[tuple[str, tuple[bool, ...]], str] = field(default_factory=dict)
@@ -135,7 +141,15 @@ class _Weaver:
         inputs = (*block.inputs[: step.consts + step.carry], *pairs)
         there = {*inputs, *(v for e in (*picking.eqns, *early) for v in e.outputs)}
         ends = {x for x in (*carried, *(lookup(x, second) for x in block.outputs)) if isinstance(x, Var)}
-        woven = self._woven(mine, theirs, there, names, shared | _on_the_side((*mine, *theirs), ends))
+        if self.staged:
+            firsts = {e.outputs: e for e in mine}
+            seconds: dict[tuple[Atom, ...], Eqn] = {e.outputs: e for e in theirs}
+            twins = [
+                (firsts.get(e.outputs), seconds.get(tuple(lookup(v, second) for v in e.outputs))) for e in block.eqns
+            ]
+            woven = self._in_step(twins, there, names)
+        else:
+            woven = self._woven(mine, theirs, there, names, shared | _on_the_side((*mine, *theirs), ends))
         stacking = Builder(beside=names)
         with stacking:
             rows = [self._stacked(x, first, second) for x in block.outputs[step.carry :]]
@@ -188,6 +202,25 @@ class _Weaver:
             values.update(zip(eqn.outputs, outputs, strict=True))
             fresh.append(replace(again, outputs=outputs))
         return fresh, shared
+
+    def _in_step(self, pairs: Sequence[tuple[Eqn | None, Eqn | None]], there: set[Var], names: Builder) -> list[Eqn]:
+        """Each equation of the first microbatch, and that of the second; calls that wait for ranks are one of both."""
+        eqns: list[Eqn] = []
+        for mine, theirs in pairs:
+            if mine is not None and theirs is not None and mine.op is call and self._is_waiting(mine):
+                both = [self._both(mine, theirs, names)]
+            else:
+                both = [e for e in (mine, theirs) if e is not None]
+            for eqn in both:
+                late = next((v for v in eqn.vars if v not in there), None)
+                if late is not None:
+                    raise PlanError(
+                        f"at_once: {AT_ONCE}: a microbatch needs what the one before it leaves: {late.name}\n"
+                        f"  at        {eqn.line or 'an unknown line'}\n  try       at_once: 1, or a plan without stages"
+                    )
+                eqns.append(eqn)
+                there.update(eqn.outputs)
+        return eqns
 
     # -- two threads as one
 

@@ -64,9 +64,14 @@ def lowered(program: Program, plan: Plan) -> Lowered:
         resident, names = with_regions(resident, lambda block, run: run[0].outputs[0].name in chosen.get(block, ()))
     if plan.is_pipeline:
         body = plan.decided.residuals.body
-        done = staged(plain_sums(resident, body), names, spread, plan, body)
+        done = staged(summed_for_stages(resident, plan, body), names, spread, plan, body)
         return with_moves_by_rank(done, plan.decided.moved_by_rank)
     return with_moves(Lowered(finished(resident, spread, plan), names, spread), plan.decided.moved)
+
+
+def summed_for_stages(resident: Program, plan: Plan, body: str) -> Program:
+    """A step with the sums that stages are cut around; two microbatches in one, where the plan says so."""
+    return plain_sums(interleave(resident, body, staged=True) if plan.at_once > 1 else resident, body)
 
 
 def staged(summed: Program, regions: frozenset[str], spread: Distributed | None, plan: Plan, body: str) -> Lowered:

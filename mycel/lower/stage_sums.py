@@ -1,6 +1,7 @@
 """Sums over the microbatches of a step, as the stages of a pipeline take them.
 
 plain_sums   what is added to a sum travels, not the sum
+joined_sums  what two microbatches that go through the stages together add to a sum is one
 apart        the gradient of what several stages use is summed up in each
 """
 
@@ -12,7 +13,7 @@ from dataclasses import replace
 from mycel.errors import PlanError
 from mycel.ir import Atom, Block, Builder, Eqn, Params, Program, Var, chains, check, substitute
 from mycel.ops import o
-from mycel.plan.stages import CarrySum, StageMap, StepFlow, cut, refuse_shared_state
+from mycel.plan.stages import CarrySum, StageMap, StepBody, StepFlow, cut, refuse_shared_state
 from mycel.transform.dce import dce
 
 
@@ -80,6 +81,32 @@ def plain_sums(program: Program, name: str) -> Program:
     eqns = [e for i, old in enumerate(block.eqns) for e in replaced.get(i, [old])]
     changed = Block(block.inputs, tuple(eqns), tuple(outputs))
     return check(replace(program, blocks={**program.blocks, name: changed}))
+
+
+def joined_sums(program: Program, name: str) -> Program:
+    """t = add(total, a); total' = add(t, b)    =>    d = add(a, b); total' = add(total, d)"""
+    block, body = program.blocks[name], StepBody.of(program, name)
+    uses = chains(block)
+    makers = {v: i for i, e in enumerate(block.eqns) for v in e.outputs}
+    names = Builder()
+    names.reserve(v.name for v in (*block.inputs, *makers))
+    replaced: dict[int, list[Eqn]] = {}
+    for carry, new in zip(body.carried, block.outputs, strict=False):
+        second = makers.get(new) if isinstance(new, Var) else None
+        last = block.eqns[second] if second is not None else None
+        if second is None or last is None or last.op is not o.add or not isinstance(last.inputs[0], Var):
+            continue
+        first = makers.get(last.inputs[0])
+        inner = block.eqns[first] if first is not None else None
+        if first is None or inner is None or inner.op is not o.add or inner.inputs[0] != carry:
+            continue
+        if len(uses[carry].uses) != 1 or len(uses[inner.outputs[0]].uses) != 1:
+            continue
+        both = Var(names.name(last.outputs[0].name), last.outputs[0].type)
+        added = replace(last, inputs=(inner.inputs[1], last.inputs[1]), outputs=(both,))
+        replaced |= {first: [], second: [added, replace(last, inputs=(carry, both))]}
+    eqns = [e for i, old in enumerate(block.eqns) for e in replaced.get(i, [old])]
+    return check(replace(program, blocks={**program.blocks, name: replace(block, eqns=tuple(eqns))}))
 
 
 def apart(stages: StageMap, recut: Callable[[Program], StageMap]) -> StageMap:
