@@ -331,6 +331,28 @@ def test_differences_are_kept_by_a_skipped_step_and_cost_the_bytes_of_their_code
     assert len([e for e in begun if e.op is not o.finish]) == 1  # in one message
 
 
+def test_what_stages_send_is_encoded_token_by_token():
+    """Exact codec: the step of one device.  int8: a quarter of the bytes, of what the loop sends, and near to it."""
+    stages = {"mesh": {"dp": 2}, "microbatches": 2, "stages": ["up", "down", "head"], "codec": "exact"}
+    cases = {codec: Compressed({**stages, "send": {"stages": codec}}) for codec in ("exact", "fp32", "int8", "fp8")}
+    values = cases["exact"].values()
+    wanted = cases["exact"].serial(values)
+    sent = {}
+    for codec, case in cases.items():
+        got = case.ranks(values)
+        near = {"int8": 2e-3, "fp8": 1e-2}.get(codec, 1e-5)
+        for name, want in wanted.items():
+            torch.testing.assert_close(case.whole(name, got[name], want), want, rtol=1e-4, atol=near)
+        programs = case.lowered.pipeline.programs
+        begun = [e for p in programs for e in p.main.eqns if e.op is o.begin_send and e.phase != "update"]
+        sent[codec] = sum(v.type.bytes for e in begun for v in e.vars)
+        same = torch.equal(got["parameter up.weight"][0], cases["exact"].ranks(values)["parameter up.weight"][0])
+        assert same == (codec in ("exact", "fp32"))
+    tokens = 2 * 6  # of two microbatches a rank's rows; between the last two stages activations and their gradients
+    assert sent["exact"] == sent["fp32"] - 4 * tokens * (13 + 2 * 8) == tokens * 4 * (67 + 2 * 40)
+    assert sent["int8"] == sent["fp8"] == tokens * (80 + 4 + 2 * (48 + 4))
+
+
 class Apart(nn.Module):
     """Gradients of one rank's rows have a large part that cancels over both ranks, and a small one that does not."""
 
@@ -533,6 +555,10 @@ BAD = [
     {"gather": {"dp": "powersgd(2)+ef"}, "zero": "1 over dp"},
     {"gather": {"dp": "int8+ef"}, "zero": "3 over dp"},
     {"gather": {"dp": "auto"}, "zero": "3 over dp"},
+    {"send": {"stages": "int8"}},
+    {"send": {"pp": "int8"}},
+    {"send": {"experts": "int8+ef"}},
+    {"send": {"experts": "topk(0.1)+ef"}},
     {"gather": "int8", "zero": "3 over dp"},
 ]  # fmt: skip
 
