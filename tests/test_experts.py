@@ -176,8 +176,8 @@ def test_rows_travel_to_experts_in_fewer_bytes(how):
 
 
 def test_without_rows_that_travel_nothing_can_be_encoded():
-    one = OneDevice.of(Layer(5), routed("random", 5, chosen=4))
-    plan = Plan(Mesh(ep=2), SPLIT, ["ep"], send={"experts": "int8"})
+    one = OneDevice.of(Layer(5), routed("random", 5))
+    plan = Plan(Mesh(ep=2), {}, ["ep"], send={"experts": "int8"})  # every rank has all experts
     with pytest.raises(PlanError, match="no tokens travel to the ranks of their experts"):
         lowered_under(one, plan)
 
