@@ -21,7 +21,7 @@ from mycel.errors import PlanError, RunError
 from mycel.ir import Mesh, Program, Role, type_of
 from mycel.launch import launch
 from mycel.ops import o
-from mycel.ops.codec_kernels import EIGHT_BITS, EIGHT_BITS_SCALE
+from mycel.ops.codec_kernels import EIGHT_BITS, EIGHT_BITS_SCALE, codec_of
 from mycel.ops.collective import COMMUNICATORS
 from mycel.plan import CPU, Plan
 from mycel.plan.links import Link, message
@@ -197,7 +197,8 @@ def test_along_other_axes_sums_are_exact_and_come_first():
     """Encoded bytes travel along dp alone, and once, however many microbatches there are."""
     for kind in ("two levels", "microbatches"):
         lowered = Compressed({**MESHES[kind], "codec": "int8+ef"}).lowered.program
-        sent = [e for block in lowered.blocks.values() for e in block.eqns if message(e)[0] == "exchange_chunks"]
+        chunks = ("exchange_chunks", "gather_chunks")  # two ranks tell each other all they have
+        sent = [e for block in lowered.blocks.values() for e in block.eqns if message(e)[0] in chunks]
         assert sent and all(e.params["axes"] == ("dp",) and e in lowered.main.eqns for e in sent)
         if kind == "two levels":
             exact = [e for e in lowered.main.eqns if message(e)[1] == ("near",)]
@@ -247,6 +248,23 @@ def test_errors_are_kept_without_the_loss_scale(codec):
     for name in kept:
         for a, b in zip(once[name], twice[name], strict=True):
             torch.testing.assert_close(numbers(a), numbers(b), rtol=0.26 if "loco" in codec else 1e-2, atol=1e-4)
+
+
+@pytest.mark.parametrize("codec", ["int8+ef", "topk(0.05)+ef", "randomk(0.2)+ef", "int4+stochastic", "sign+ef21"])
+def test_two_ranks_tell_each_other_all_they_have(codec):
+    """In one message, of as many bytes as two would be; what comes is the sum of what both have said, to the bit."""
+    case = Compressed({"mesh": {"dp": 2}, "codec": codec})
+    eqns = case.lowered.program.main.eqns
+    kinds = [message(e)[0] for e in eqns]
+    assert kinds.count("gather_chunks") == 1 and "exchange_chunks" not in kinds
+    values = case.values()
+    got = case.ranks(values)
+    for name, parts in got.items():
+        if name.startswith(("parameter", "outer")):
+            assert torch.equal(parts[0], parts[1]), name
+    size = codec_of(codec.rpartition("+")[0] if "+ef" in codec else codec).size(40 * 67)
+    exact = 4 * (67 + 40 * 5 + 5)
+    assert mycel.lower.sent(case.lowered.program)["dp",] == pytest.approx(2 * size + exact, rel=0.03)
 
 
 def test_the_bytes_sent_are_those_of_the_codec():
