@@ -20,7 +20,7 @@ from mycel.run.rendezvous import seat
 MIXED = {"up.weight": "int8+ef", "down.weight": "int4+loco", "head.weight": "topk(0.1)+ef21"}
 PLANS = {
     "mixed": {"compress": {"dp": MIXED}, "zero": "2 over dp", "gather": {"dp": {"up.weight": "int4+ef"}}},
-    "dgc": {"compress": {"dp": ["topk(0.3)+dgc until 2", "topk(0.1)+dgc"]}},
+    "dgc": {"compress": {"dp": {"*.weight": "topk(0.1)+dgc"}}},
     "one bit": {"compress": {"dp": "1bit-adam(2)"}},
 }
 

@@ -425,12 +425,15 @@ class Squares(nn.Module):
         return ((self.second(torch.tanh(self.first(x))) - y) ** 2).mean()
 
 
-def one_bit(codec: str, optimizer=torch.optim.AdamW, mesh: Any = None, **options: Any) -> Any:
-    """The second phase of 1-bit Adam on ranks: its step and programs, and what goes in."""
+def one_bit(codec: str, optimizer=torch.optim.AdamW, mesh: Any = None, **written: Any) -> Any:
+    """The second phase of 1-bit Adam on ranks: its program, what that becomes, the mesh (of a stage), what goes in."""
     torch.manual_seed(0)
     model, batch = Squares(), {"x": torch.randn(16, 64), "y": torch.randn(16, 64)}
-    plan = Plan.read({"mesh": mesh or {"dp": 2}, "batch": ["dp"], "compress": {"dp": ["exact until 5", codec]}})
-    step = mycel.train_step(model, optimizer(model.parameters(), **options), plan=plan, compile=False)
+    compress = {"dp": ["exact until 5", codec]}
+    plan = Plan.read({"mesh": mesh or {"dp": 2}, "batch": ["dp"], **written, "compress": compress})
+    step = mycel.train_step(
+        model, optimizer(model.parameters()), plan=plan, compile=False, accumulate=plan.microbatches
+    )
     step.set_counters({"taken": torch.tensor(5)})
     made = step._unsharded((), batch)
     lowered = planned(step._task(made), step._given())[1]
@@ -444,7 +447,7 @@ def one_bit(codec: str, optimizer=torch.optim.AdamW, mesh: Any = None, **options
             values[str(role)] = torch.rand(v.shape, generator=gen) * 0.01
         else:
             values[str(role)] = torch.tensor(known.get(role.name, 0), dtype=v.dtype)
-    return made.program, lowered, plan.mesh, values
+    return made.program, lowered, plan.inside.mesh, values
 
 
 def named_updates(program: Program, outs: list[Any]) -> dict[str, Any]:
@@ -482,6 +485,30 @@ def test_momentum_travels_and_what_adam_divides_by_is_frozen(optimizer, decouple
         torch.testing.assert_close(got[f"parameter {name}"][0], want, rtol=1e-4, atol=1e-6)
         assert all(torch.equal(x, got[f"parameter {name}"][0]) for x in got[f"parameter {name}"])
         assert float(got[f"state step of {name}"][0]) == 6
+
+
+@pytest.mark.parametrize("written", [
+    {"microbatches": 2, "stages": ["first", "second"]},
+    {"mesh": {"dp": 2, "tp": 2}, "parameters": {"first.weight": ["tp", "-"], "second.weight": ["-", "tp"]}},
+    {"mesh": {"dp": 2, "fs": 2}, "batch": ["dp.fs"], "zero": "3 over fs"},
+], ids=["stages", "tp", "zero 3"])  # fmt: skip
+def test_momentum_travels_under_any_plan(written):
+    """By a codec that loses nothing: the step of one device."""
+    program, lowered, mesh, values = one_bit("fp32+adam", **written)
+    wanted = named_updates(program, interpret(program, list(values.values())))
+    layouts = dict(zip(values, lowered.spread.inputs, strict=True))
+    given = {name: spread_out(x, layouts[name], mesh) for name, x in values.items()}
+    programs = lowered.pipeline.programs if lowered.pipeline is not None else (lowered.program,)
+    inputs = [[given[str(p.role(v))] for v in p.inputs] for p in programs]
+    outs = (
+        simulate_stages(programs, mesh, "pp", inputs) if len(programs) > 1 else [simulate(programs[0], mesh, inputs[0])]
+    )
+    got = {name: x for p, own in zip(programs, outs, strict=True) for name, x in named_updates(p, own).items()}
+    assert got.keys() == wanted.keys() and any("encode" in str(p) for p in programs)
+    for name, want in wanted.items():
+        if not name.startswith("error"):
+            whole = put_together(got[name], layouts[name], type_of(want), mesh)
+            torch.testing.assert_close(whole, want, rtol=1e-4, atol=1e-5)
 
 
 def test_one_bit_adam_sends_a_bit_of_each_element():
