@@ -163,7 +163,8 @@ class LaidOut:
     def of(task: Task, given: Plan) -> LaidOut:
         given = _with_stage_offload(given) if given.is_pipeline else given
         laid_out, spread = with_layouts(task, given)
-        local = lower.local_of(task.program, spread, given.is_pipeline)
+        rows = given.sent_codecs().get("experts", "")
+        local = lower.local_of(task.program, spread, given.is_pipeline, rows=rows)
         links = task.hardware.links(given.mesh)
         costs = plan.Costs(local, task.hardware, task.compiled, links)
         clock = plan.Clock(task.hardware, links, moves=not given.offload.is_none)

@@ -70,6 +70,7 @@ from mycel.planning import Task, planned
 from mycel.run import (
     CudaGraph,
     HostSpace,
+    LinkWatch,
     Replayed,
     Span,
     available,
@@ -93,6 +94,7 @@ from mycel.step_trace import StepTrace
 differentiate_with(transform.value_and_grad)
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 BY_REPLICA = 0x5851F42D4C957F2D  # between the keys of two replicas
+LINK_WATCHED_EVERY = 200  # steps: three small messages then
 ROOM = 0.95  # the share of the host's free memory that a plan may use
 LOAD = "expert_load"  # the counter of what experts get
 SCALE = 65536.0  # the first loss scale of fp16, torch.amp.GradScaler's
@@ -301,6 +303,8 @@ class Step:
         self._gradients: dict[str, torch.Tensor] = {}
         self.steps = 0  # taken, skipped ones among them
         self._link: tuple[str, Link] | None = None  # as it was measured, by its axis
+        self._link_watch: LinkWatch | None = None  # of that
+        self._priced = 1  # how often a link was measured and the plan priced by it
         self._taken = 0  # the same, of all that led to this state
         self._evaluation: Forward | None = None
         self._routing: tuple[SeenRouting, Forward] | None = None  # of a batch that is asked for
@@ -416,7 +420,7 @@ class Step:
 
     def _signature(self) -> tuple[Any, ...]:
         """What a compiled step is for besides the form of its batch: the optimiser's settings, and the plan of now."""
-        return (self._phase(), *optimizers.signature(self.optimizer, self.by_rule))
+        return (self._phase(), self._priced, *optimizers.signature(self.optimizer, self.by_rule))
 
     def _phase(self) -> int:
         """Which of the plans of a run holds: by the number of steps, or by what was measured, which all ranks know."""
@@ -552,6 +556,14 @@ class Step:
         like = plan.hardware_of(device).links(mesh).of((chosen.axis,))
         messages = timed_messages(self.parts.ranks, chosen.axis)
         self._link = chosen.axis, fitted(like.name, like.ranks, like.busy, messages)
+        self._link_watch = LinkWatch(self.parts.ranks, chosen.axis)
+
+    def _watch_link(self) -> None:
+        """Where the plan was priced by the link as it was: now and then all ranks ask whether that still holds.  If it
+        does not for most, the next step is priced anew."""
+        if self._link_watch is not None and self._taken % LINK_WATCHED_EVERY == 0 and self._link_watch.is_slow():
+            self._link = self._link_watch = None
+            self._priced += 1
 
     def _hardware(self, device: torch.device) -> plan.Hardware:
         """What there is, as far as it is known or was measured."""
@@ -929,6 +941,7 @@ class Step:
                 each._opt_called = True  # type: ignore[attr-defined]
             if step.outer is not None:
                 step.outer.after_step()
+            step._watch_link()
             return outs[:results]
 
         def bound(batch: Sequence[Var], fed: Fed) -> Call:
@@ -1270,7 +1283,8 @@ class Step:
             f"{entry.plan.sums}"
         )
         compressed = entry.plan.compress_text()
-        lines += [f"compressed       {compressed}"] if compressed else []
+        slowed = f", priced anew {self._priced - 1} time(s), since the link had slowed" if self._priced > 1 else ""
+        lines += [f"compressed       {compressed}{slowed}"] if compressed else []
         share, whole = self.parts.left_whole() if self.parts is not None else (0.0, [])
         lines += [f"left whole       {share:.0%} of the matrices: {', '.join(whole[:3])}"] if share > 0.3 else []
         all_, once = lower.sent(entry.program), lower.sent(spread.local)

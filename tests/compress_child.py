@@ -13,13 +13,14 @@ from test_compress import Small
 
 import mycel
 from mycel import Mesh
+from mycel import step as step_module
 from mycel.plan import compression
 from mycel.run.rendezvous import seat
 
 MIXED = {"up.weight": "int8+ef", "down.weight": "int4+loco", "head.weight": "topk(0.1)+ef21"}
 PLANS = {
     "mixed": {"compress": {"dp": MIXED}, "zero": "2 over dp", "gather": {"dp": {"up.weight": "int4+ef"}}},
-    "dgc": {"compress": {"dp": ["topk(0.3)+dgc until 2", "topk(0.1)+dgc"]}},
+    "dgc": {"compress": {"dp": {"*.weight": "topk(0.1)+dgc"}}},
     "one bit": {"compress": {"dp": "1bit-adam(2)"}},
 }
 
@@ -44,6 +45,23 @@ def chosen_by_measurement() -> None:
     assert axis == "dp" and link.bytes_s > 1e5 and {name for name, *_ in link.measured} >= {"all_reduce"}
     assert step.plan.decided.links["dp"] == link
     assert step.plan.compress_text().startswith("along dp exact"), step.plan.compress_text()  # nothing is large here
+    priced_anew(step)
+
+
+def priced_anew(step) -> None:
+    """A link that slows for one of two ranks is no reason, for both it is: from the next step on."""
+    step_module.LINK_WATCHED_EVERY = 2
+    watch, rank = step._link_watch, seat().rank
+    for slow_ranks, measured in (((0,), 1), ((0, 1), 2)):
+        watch.reference_s = 1e-9 if rank in slow_ranks else 1e9
+        entry = step.entries[0] if step.entries else None
+        for i in range(2):
+            assert step._priced == 1 and step.entries[0] is entry
+            step(**batch(i))
+        assert step._priced == measured and (step._link is None) == (measured == 2)
+    step(**batch(2))
+    assert step.entries[0] is not entry and step._link is not None and step._link_watch is not watch
+    assert "priced anew 1 time(s), since the link had slowed" in step.explain()
 
 
 def main(folder: Path) -> None:

@@ -10,8 +10,8 @@ from mycel.ops.codec_kernels import EIGHT_BITS, EIGHT_BITS_SCALE, blocks_of, cod
 from mycel.ops.codecs import Compression
 
 NAMES = [
-    "fp32", "bf16", "fp16", "int8", "int8(block=64)", "int4", "int4(block=32)", "sign", "topk(0.05)", "randomk(0.1)",
-    "bf16+stochastic", "int8+stochastic", "int4+stochastic", "randomk(0.1)+stochastic",
+    "fp32", "bf16", "fp16", "fp8", "int8", "int8(block=64)", "int4", "int4(block=32)", "sign", "topk(0.05)",
+    "randomk(0.1)", "bf16+stochastic", "int8+stochastic", "int4+stochastic", "randomk(0.1)+stochastic",
 ]  # fmt: skip
 IN_C = ("int8", "int4")
 CASES = [(name, "torch") for name in NAMES] + [(name, "C") for name in NAMES if name.startswith(IN_C)]

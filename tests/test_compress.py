@@ -21,7 +21,7 @@ from mycel.errors import PlanError, RunError
 from mycel.ir import Mesh, Program, Role, type_of
 from mycel.launch import launch
 from mycel.ops import o
-from mycel.ops.codec_kernels import EIGHT_BITS, EIGHT_BITS_SCALE
+from mycel.ops.codec_kernels import EIGHT_BITS, EIGHT_BITS_SCALE, codec_of
 from mycel.ops.collective import COMMUNICATORS
 from mycel.plan import CPU, Plan
 from mycel.plan.links import Link, message
@@ -197,7 +197,8 @@ def test_along_other_axes_sums_are_exact_and_come_first():
     """Encoded bytes travel along dp alone, and once, however many microbatches there are."""
     for kind in ("two levels", "microbatches"):
         lowered = Compressed({**MESHES[kind], "codec": "int8+ef"}).lowered.program
-        sent = [e for block in lowered.blocks.values() for e in block.eqns if message(e)[0] == "exchange_chunks"]
+        chunks = ("exchange_chunks", "gather_chunks")  # two ranks tell each other all they have
+        sent = [e for block in lowered.blocks.values() for e in block.eqns if message(e)[0] in chunks]
         assert sent and all(e.params["axes"] == ("dp",) and e in lowered.main.eqns for e in sent)
         if kind == "two levels":
             exact = [e for e in lowered.main.eqns if message(e)[1] == ("near",)]
@@ -247,6 +248,23 @@ def test_errors_are_kept_without_the_loss_scale(codec):
     for name in kept:
         for a, b in zip(once[name], twice[name], strict=True):
             torch.testing.assert_close(numbers(a), numbers(b), rtol=0.26 if "loco" in codec else 1e-2, atol=1e-4)
+
+
+@pytest.mark.parametrize("codec", ["int8+ef", "topk(0.05)+ef", "randomk(0.2)+ef", "int4+stochastic", "sign+ef21"])
+def test_two_ranks_tell_each_other_all_they_have(codec):
+    """In one message, of as many bytes as two would be; what comes is the sum of what both have said, to the bit."""
+    case = Compressed({"mesh": {"dp": 2}, "codec": codec})
+    eqns = case.lowered.program.main.eqns
+    kinds = [message(e)[0] for e in eqns]
+    assert kinds.count("gather_chunks") == 1 and "exchange_chunks" not in kinds
+    values = case.values()
+    got = case.ranks(values)
+    for name, parts in got.items():
+        if name.startswith(("parameter", "outer")):
+            assert torch.equal(parts[0], parts[1]), name
+    size = codec_of(codec.rpartition("+")[0] if "+ef" in codec else codec).size(40 * 67)
+    exact = 4 * (67 + 40 * 5 + 5)
+    assert mycel.lower.sent(case.lowered.program)["dp",] == pytest.approx(2 * size + exact, rel=0.03)
 
 
 def test_the_bytes_sent_are_those_of_the_codec():
@@ -331,6 +349,28 @@ def test_differences_are_kept_by_a_skipped_step_and_cost_the_bytes_of_their_code
     assert len([e for e in begun if e.op is not o.finish]) == 1  # in one message
 
 
+def test_what_stages_send_is_encoded_token_by_token():
+    """Exact codec: the step of one device.  int8: a quarter of the bytes, of what the loop sends, and near to it."""
+    stages = {"mesh": {"dp": 2}, "microbatches": 2, "stages": ["up", "down", "head"], "codec": "exact"}
+    cases = {codec: Compressed({**stages, "send": {"stages": codec}}) for codec in ("exact", "fp32", "int8", "fp8")}
+    values = cases["exact"].values()
+    wanted = cases["exact"].serial(values)
+    sent = {}
+    for codec, case in cases.items():
+        got = case.ranks(values)
+        near = {"int8": 2e-3, "fp8": 1e-2}.get(codec, 1e-5)
+        for name, want in wanted.items():
+            torch.testing.assert_close(case.whole(name, got[name], want), want, rtol=1e-4, atol=near)
+        programs = case.lowered.pipeline.programs
+        begun = [e for p in programs for e in p.main.eqns if e.op is o.begin_send and e.phase != "update"]
+        sent[codec] = sum(v.type.bytes for e in begun for v in e.vars)
+        same = torch.equal(got["parameter up.weight"][0], cases["exact"].ranks(values)["parameter up.weight"][0])
+        assert same == (codec in ("exact", "fp32"))
+    tokens = 2 * 6  # of two microbatches a rank's rows; between the last two stages activations and their gradients
+    assert sent["exact"] == sent["fp32"] - 4 * tokens * (13 + 2 * 8) == tokens * 4 * (67 + 2 * 40)
+    assert sent["int8"] == sent["fp8"] == tokens * (80 + 4 + 2 * (48 + 4))
+
+
 class Apart(nn.Module):
     """Gradients of one rank's rows have a large part that cancels over both ranks, and a small one that does not."""
 
@@ -385,12 +425,15 @@ class Squares(nn.Module):
         return ((self.second(torch.tanh(self.first(x))) - y) ** 2).mean()
 
 
-def one_bit(codec: str, optimizer=torch.optim.AdamW, mesh: Any = None, **options: Any) -> Any:
-    """The second phase of 1-bit Adam on ranks: its step and programs, and what goes in."""
+def one_bit(codec: str, optimizer=torch.optim.AdamW, mesh: Any = None, **written: Any) -> Any:
+    """The second phase of 1-bit Adam on ranks: its program, what that becomes, the mesh (of a stage), what goes in."""
     torch.manual_seed(0)
     model, batch = Squares(), {"x": torch.randn(16, 64), "y": torch.randn(16, 64)}
-    plan = Plan.read({"mesh": mesh or {"dp": 2}, "batch": ["dp"], "compress": {"dp": ["exact until 5", codec]}})
-    step = mycel.train_step(model, optimizer(model.parameters(), **options), plan=plan, compile=False)
+    compress = {"dp": ["exact until 5", codec]}
+    plan = Plan.read({"mesh": mesh or {"dp": 2}, "batch": ["dp"], **written, "compress": compress})
+    step = mycel.train_step(
+        model, optimizer(model.parameters()), plan=plan, compile=False, accumulate=plan.microbatches
+    )
     step.set_counters({"taken": torch.tensor(5)})
     made = step._unsharded((), batch)
     lowered = planned(step._task(made), step._given())[1]
@@ -404,7 +447,7 @@ def one_bit(codec: str, optimizer=torch.optim.AdamW, mesh: Any = None, **options
             values[str(role)] = torch.rand(v.shape, generator=gen) * 0.01
         else:
             values[str(role)] = torch.tensor(known.get(role.name, 0), dtype=v.dtype)
-    return made.program, lowered, plan.mesh, values
+    return made.program, lowered, plan.inside.mesh, values
 
 
 def named_updates(program: Program, outs: list[Any]) -> dict[str, Any]:
@@ -442,6 +485,30 @@ def test_momentum_travels_and_what_adam_divides_by_is_frozen(optimizer, decouple
         torch.testing.assert_close(got[f"parameter {name}"][0], want, rtol=1e-4, atol=1e-6)
         assert all(torch.equal(x, got[f"parameter {name}"][0]) for x in got[f"parameter {name}"])
         assert float(got[f"state step of {name}"][0]) == 6
+
+
+@pytest.mark.parametrize("written", [
+    {"microbatches": 2, "stages": ["first", "second"]},
+    {"mesh": {"dp": 2, "tp": 2}, "parameters": {"first.weight": ["tp", "-"], "second.weight": ["-", "tp"]}},
+    {"mesh": {"dp": 2, "fs": 2}, "batch": ["dp.fs"], "zero": "3 over fs"},
+], ids=["stages", "tp", "zero 3"])  # fmt: skip
+def test_momentum_travels_under_any_plan(written):
+    """By a codec that loses nothing: the step of one device."""
+    program, lowered, mesh, values = one_bit("fp32+adam", **written)
+    wanted = named_updates(program, interpret(program, list(values.values())))
+    layouts = dict(zip(values, lowered.spread.inputs, strict=True))
+    given = {name: spread_out(x, layouts[name], mesh) for name, x in values.items()}
+    programs = lowered.pipeline.programs if lowered.pipeline is not None else (lowered.program,)
+    inputs = [[given[str(p.role(v))] for v in p.inputs] for p in programs]
+    outs = (
+        simulate_stages(programs, mesh, "pp", inputs) if len(programs) > 1 else [simulate(programs[0], mesh, inputs[0])]
+    )
+    got = {name: x for p, own in zip(programs, outs, strict=True) for name, x in named_updates(p, own).items()}
+    assert got.keys() == wanted.keys() and any("encode" in str(p) for p in programs)
+    for name, want in wanted.items():
+        if not name.startswith("error"):
+            whole = put_together(got[name], layouts[name], type_of(want), mesh)
+            torch.testing.assert_close(whole, want, rtol=1e-4, atol=1e-5)
 
 
 def test_one_bit_adam_sends_a_bit_of_each_element():
@@ -533,6 +600,10 @@ BAD = [
     {"gather": {"dp": "powersgd(2)+ef"}, "zero": "1 over dp"},
     {"gather": {"dp": "int8+ef"}, "zero": "3 over dp"},
     {"gather": {"dp": "auto"}, "zero": "3 over dp"},
+    {"send": {"stages": "int8"}},
+    {"send": {"pp": "int8"}},
+    {"send": {"experts": "int8+ef"}},
+    {"send": {"experts": "topk(0.1)+ef"}},
     {"gather": "int8", "zero": "3 over dp"},
 ]  # fmt: skip
 

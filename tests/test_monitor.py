@@ -45,12 +45,21 @@ def test_what_is_measured_is_what_the_formulas_say(codec, mesh):
     variance = (small - large) / (ranks - 1)
     assert measured["gradient_variance"] == pytest.approx(SHARE * variance, rel=5e-2)
     noise = variance / max(large - variance, LEAST * small)
+    assert measured["batch_factor"] in (1 / 8, 1 / 4, 1 / 2, 1.0, 2.0, 4.0, 8.0)
     assert measured["noise_scale"] == pytest.approx(noise, rel=0.1) or large - variance < 0.1 * large
     if codec != "exact":
         errors = [parts for name, parts in after.items() if name.startswith("error")]
         left = sum(float(x.square().sum()) for parts in errors for x in parts)
         assert counters[f"{ERROR}_0"] == pytest.approx(SHARE * left, rel=1e-3)
         assert 0 < measured["compression_error_0"] < 0.2
+
+
+@pytest.mark.parametrize("noise, factor", [(0.01, 1 / 8), (0.3, 1 / 4), (0.9, 1.0), (1.6, 2.0), (5.0, 4.0), (1e5, 8.0)])
+def test_the_batch_that_is_suggested_follows_the_noise(noise, factor):
+    """Of four ranks: variance v and a square 1 of the mean gradient, v = noise."""
+    counters = {SMALL: torch.tensor(1 + 4 * noise), LARGE: torch.tensor(1 + noise)}
+    measured = monitored(counters, 4)
+    assert measured["noise_scale"] == pytest.approx(noise, rel=1e-2) and measured["batch_factor"] == factor
 
 
 def test_the_codec_follows_the_number_of_steps_or_what_was_measured():

@@ -1,12 +1,12 @@
 """The whole way from a step's program to the one that every rank runs, as its plan has decided: no solver, no prices.
 
 distribute   local types, explicit collectives (on one device nothing to do)
-compress     sums of gradients on encoded bytes
+compress     sums of gradients on encoded bytes, rows of experts likewise
 reside       what forward does not keep, backward computes again
 hoist        what blocks gather, their callers gather
 fuse         updates of many parameters in one
 outline      stretches between calls that are compiled as one
-stages       of a pipeline: one program for the ranks of each
+stages       of a pipeline: one program for the ranks of each, what they send encoded where the plan says so
 interleave   two microbatches at once, where the plan says so
 overlap      collectives begin early and end late
 gathers      of parameters, on encoded bytes
@@ -23,6 +23,7 @@ from mycel.ir import Eqn, Program, call, check
 from mycel.lower.compress import compress
 from mycel.lower.distribute import Distributed, distribute
 from mycel.lower.encode_gathers import EncodedGathers, encode_gathers
+from mycel.lower.encode_sends import encode_rows_of_experts, encode_sends
 from mycel.lower.hoist import hoist
 from mycel.lower.interleave import interleave
 from mycel.lower.offload import offload
@@ -57,7 +58,8 @@ def lowered(program: Program, plan: Plan) -> Lowered:
     assert plan.decided is not None
     inside = plan.inside
     spread = distribute(program, inside) if inside.mesh.world > 1 else None
-    resident = with_residuals(local_of(program, spread, plan.is_pipeline), plan.decided.residuals, spread)
+    local = local_of(program, spread, plan.is_pipeline, rows=plan.sent_codecs().get("experts", ""))
+    resident = with_residuals(local, plan.decided.residuals, spread)
     names = frozenset[str]()
     if plan.decided.compiled:
         chosen = plan.decided.regions
@@ -80,21 +82,28 @@ def staged(summed: Program, regions: frozenset[str], spread: Distributed | None,
     parts = StepBody.of(summed, body).length
     schedule = plan.schedule_of(parts)
     pipeline = pipelined(summed, body, plan.decided.stages, schedule, STAGE_AXIS)
-    done = replace(pipeline, programs=tuple(check(overlap(p)) for p in pipeline.programs))
+    codec = plan.sent_codecs().get("stages")
+    programs = encode_sends(pipeline.programs, codec) if codec else pipeline.programs
+    done = replace(pipeline, programs=tuple(check(overlap(check(p))) for p in programs))
     names = regions | {name for name, of in pipeline.derived.items() if of in regions}
     return Lowered(done.programs[0], names, spread, done)
 
 
 def local_of(
-    program: Program, spread: Distributed | None, simplified: bool = False, keep: Collection[str] = ()
+    program: Program,
+    spread: Distributed | None,
+    simplified: bool = False,
+    keep: Collection[str] = (),
+    rows: str = "",
 ) -> Program:
     """What is left to a rank of a program; `simplified`, where nothing is.  `keep`: blocks that are called as they
-    are."""
+    are.  `rows`: the codec of rows that travel to experts."""
     if spread is None and not simplified:
         return program
     if spread is None:
         return check(transform.simplify(program))
-    return check(transform.simplify(check(compress(spread.local)), ranks=True, keep=keep))
+    local = check(transform.simplify(check(compress(spread.local)), ranks=True, keep=keep))
+    return check(encode_rows_of_experts(local, rows)) if rows else local
 
 
 def local_of_place(program: Program, spread: Distributed | None) -> Program:

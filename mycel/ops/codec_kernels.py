@@ -3,6 +3,7 @@
     fp32              4 bytes an element, nothing lost
     bf16, fp16        2 bytes; fp16 with a power of two beside each block, so that nothing overflows
     int8, int4        whole multiples of largest / 127, largest / 7; the scale beside each block
+    fp8               floats of 8 bits (e4m3), times largest / 448; the scale beside each block
     sign              one bit, and the mean of |x| beside each block
     topk(0.01)        the largest of each block, in bf16, and where they are
     randomk(0.1)      elements at places that all ranks draw alike, which need not be sent
@@ -308,6 +309,32 @@ def integer_bound(codec, x):
 
 FORMS["int8"] = CodecForm(integer_encode, integer_decode, lambda c: 4 + c.block, 256, integer_bound, rounds=True)
 FORMS["int4"] = CodecForm(integer_encode, integer_decode, lambda c: 4 + c.block // 2, 128, integer_bound, rounds=True)
+
+
+MOST_FP8 = 448.0
+
+
+def fp8_encode(codec, x, noise):
+    top = x.abs().amax(1, keepdim=True)
+    most = torch.full_like(top, MOST_FP8)
+    finite, large = torch.isfinite(top), top >= TINY
+    scale = torch.where(finite, torch.where(large, top / most, 0), torch.nan)
+    y = torch.where(finite, x * torch.where(large, most / top, 0), 0)
+    return torch.cat([as_bytes(scale), as_bytes(y.to(torch.float8_e4m3fn))], 1)
+
+
+def fp8_decode(codec, code, noise):
+    scale = code[:, :4].contiguous().view(torch.float32)
+    return code[:, 4:].contiguous().view(torch.float8_e4m3fn).float() * scale
+
+
+FORMS["fp8"] = CodecForm(
+    fp8_encode,
+    fp8_decode,
+    lambda c: 4 + c.block,
+    256,
+    lambda c, x: x.abs() * (2.0**-4 + 1e-4) + x.abs().amax(1, keepdim=True) * (2.0**-10 / MOST_FP8 * 1.01) + TINY,
+)
 
 
 def _sum_in_order(x):

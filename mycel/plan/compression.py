@@ -12,6 +12,7 @@
                                                      variance frozen: [exact until 100, sign+adam]
     compress: {dp: int4+ef, when: noise > 2}         while what is monitored says so, exact otherwise
     gather: {dp: int8}                               parameters of ZeRO-3, when they are gathered for use; by pattern
+    send: {stages: int8, experts: fp8}               what stages of a pipeline send each other; tokens for experts
     gather: {dp: int4+ef}                            of ZeRO-1 and 2: by how much an update has changed them
 
 Gradients are compressed on their way along one axis, which splits the batch.  What a codec's text may be says
@@ -32,7 +33,7 @@ import torch
 
 from mycel.errors import PlanError
 from mycel.ir import Mesh
-from mycel.ops.codec_kernels import FORMS
+from mycel.ops.codec_kernels import FORMS, codec_of
 from mycel.ops.codecs import Compression, rank_of
 
 SMALL = 4096  # elements; below it a message's start costs more than its bytes
@@ -40,6 +41,8 @@ EXEMPT = ("*router*", "*norm*")  # a little noise changes much, and they are few
 EXACT, AUTO = "exact", "auto"
 # what may be watched, and how what is measured of it is called
 MONITORS = {"noise": "noise_scale", "variance": "gradient_variance", "error": "compression_error"}
+SENDERS = ("stages", "experts")
+ROW_CODECS = ("int8", "fp8", "bf16", "fp16", "int4", "fp32")  # that lose little of a message that is sent once
 NOTHING: Mapping[str, torch.dtype] = {}
 ONE_BIT_ADAM = re.compile(r"\s*1bit-adam\(\s*(?:warmup\s*=\s*)?([1-9]\d*)\s*\)\s*")
 CANDIDATES = (EXACT, "int8+ef", "int4+ef")  # of auto, the least lossy first
@@ -267,6 +270,28 @@ def read_gather(entry: Any, mesh: Mesh, zero: int, over: Sequence[str]) -> Compr
     if chosen.auto:
         raise PlanError(f"gather: {axis}: auto is for gradients\n  try       gather: {{{axis}: int8}}")
     return chosen
+
+
+def read_send(entry: Any, has_stages: bool) -> dict[str, str]:
+    """What `send` says: codecs of what stages send each other, and of rows on their way to experts and back."""
+    if not entry:
+        return {}
+    if not isinstance(entry, Mapping) or not entry.keys() <= set(SENDERS):
+        raise PlanError(f"send: {entry!r}\n  known     {', '.join(SENDERS)}\n  try       send: {{stages: int8}}")
+    codecs = {}
+    for name, said in entry.items():
+        how = read_codec(said, f"send: {name}")
+        if how is None:
+            continue
+        if how.memory or how.draws or rank_of(how.codec) or codec_of(how.codec).name not in ROW_CODECS:
+            raise PlanError(
+                f"send: {name}: {how}: each token travels once, and nothing is kept of it\n"
+                f"  try       {', '.join(ROW_CODECS)}"
+            )
+        codecs[name] = how.codec
+    if "stages" in codecs and not has_stages:
+        raise PlanError("send: stages: there are no stages\n  try       stages: 2, or send: {experts: int8}")
+    return codecs
 
 
 def read_codec(text: Any, where: str) -> Compression | None:

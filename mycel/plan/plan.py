@@ -22,6 +22,8 @@
     compress: {dp: int8+ef}            # gradients travel along dp in fewer bytes; by pattern; auto (compression.py)
     gather: {dp: int8}                 # parameters of ZeRO-3 travel so when they are gathered for use; by pattern.
                                        # Of ZeRO-1 and 2, int4+ef: by how much they have changed
+    send: {stages: int8, experts: int8} # activations and their gradients between stages of a pipeline, and tokens on
+                                       # their way to experts and back, each token by itself
     monitor: [noise, variance, error]  # measured of gradients at each step, and logged; may say when to compress
     sync: {dp: diloco(H=50)}           # ranks along dp take steps of their own, and are made one model now and then;
                                        # every step (default), local, streaming, gossip, sma (synchronising.py)
@@ -61,6 +63,7 @@ from mycel.plan.compression import (
     read_gather,
     read_monitor,
     read_phases,
+    read_send,
     refuse_split_momentum,
 )
 from mycel.plan.decided import Decided, Predicted
@@ -77,7 +80,7 @@ _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 READY = Path(__file__).parent.parent / "plans"
 KEYS = (
     "mesh", "parameters", "batch", "activations", "zero", "microbatches", "at_once", "stages", "schedule", "place",
-    "sums", "compress", "gather", "monitor", "sync", "recompute", "offload", "loose", "decided", "predicted",
+    "sums", "compress", "gather", "send", "monitor", "sync", "recompute", "offload", "loose", "decided", "predicted",
 )  # fmt: skip
 ALONE = frozenset({"microbatches", "recompute", "offload"})  # what may be said of one device, without a mesh
 STAGE_AXIS = "pp"  # of the mesh of a pipeline: the slowest, ranks of one stage lie together
@@ -111,6 +114,7 @@ class Plan:
     monitor: Any = ()
     place: Mapping[str, Any] = field(default_factory=dict)
     at_once: int = 1
+    send: Mapping[str, Any] = field(default_factory=dict)
     levels: Mapping[str, int] = field(default_factory=dict)  # of ZeRO, of patterns that have another than `zero`
 
     def __post_init__(self) -> None:
@@ -140,6 +144,7 @@ class Plan:
         for _, how in phases:
             refuse_split_momentum(read_compress(how, self.mesh, self.batch_axes()), self.zero, self.over)
         read_gather(self.gather, self.mesh, self.zero, self.over)
+        self.sent_codecs()
         self._refuse_replicas()
 
     # -- stages of a pipeline ----------------------------------------------------------------------------------------
@@ -191,7 +196,8 @@ class Plan:
         if not self.is_pipeline:
             return self
         mesh = Mesh({axis: n for axis, n in self.mesh.sizes().items() if axis != STAGE_AXIS})
-        return replace(self, mesh=mesh, stages=1, schedule="1f1b")
+        send = {name: codec for name, codec in self.send.items() if name != "stages"}
+        return replace(self, mesh=mesh, stages=1, schedule="1f1b", send=send)
 
     def _refuse_at_once(self) -> None:
         """PlanError for microbatches that cannot go through a device at once."""
@@ -224,8 +230,8 @@ class Plan:
         if not self.place:
             return
         others = {
-            "stages": self.is_pipeline, "compress": self.compress, "gather": self.gather, "monitor": self.monitor,
-            "sync": self.sync, "offload": not self.offload.is_none,
+            "stages": self.is_pipeline, "compress": self.compress, "gather": self.gather, "send": self.send,
+            "monitor": self.monitor, "sync": self.sync, "offload": not self.offload.is_none,
         }  # fmt: skip
         refused = next((name for name, given in others.items() if given), None)
         if refused is not None:
@@ -391,7 +397,7 @@ class Plan:
             str(data.get("sums") or "as computed"), data.get("microbatches") or 1,
             Offload.read(data.get("offload"), where), stages, str(data.get("schedule") or "1f1b"),
             data.get("compress") or {}, data.get("sync") or {}, data.get("gather") or {}, data.get("monitor") or (),
-            data.get("place") or {}, data.get("at_once") or 1, levels=levels,
+            data.get("place") or {}, data.get("at_once") or 1, data.get("send") or {}, levels,
         )  # fmt: skip
         return found._on(mesh, where)
 
@@ -427,6 +433,7 @@ class Plan:
         found |= {"sums": self.sums} if self.sums != "as computed" else {}
         found |= {"compress": _plain_mapping(self.compress)} if self.compress else {}
         found |= {"gather": _plain_mapping(self.gather)} if self.gather else {}
+        found |= {"send": _plain_mapping(self.send)} if self.send else {}
         found |= {"monitor": sorted(read_monitor(self.monitor))} if self.monitor else {}
         found |= {"sync": dict(self.sync)} if self.sync else {}
         found |= {"recompute": self.recompute} if self.recompute != "auto" else {}
@@ -573,6 +580,10 @@ class Plan:
             return {}
         chosen.refuse_unused(shapes)
         return {name: how.codec for name, how in chosen.of(shapes).items()}
+
+    def sent_codecs(self) -> dict[str, str]:
+        """How what stages send each other and rows on their way to experts are encoded, where they are."""
+        return read_send(self.send, self.is_pipeline)
 
     def compressions(self) -> list[Plan]:
         """The plans to choose from: itself, or where `compress` is auto, one for each choice."""

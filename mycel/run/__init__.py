@@ -5,7 +5,7 @@ from mycel.run.compile import start_workers, warm_up, without_collector
 from mycel.run.emit import emit, load
 from mycel.run.host_space import HostSpace, available, moves
 from mycel.run.interpret import interpret, not_finite
-from mycel.run.link_probe import timed_messages
+from mycel.run.link_probe import LinkWatch, timed_messages
 from mycel.run.processes import world
 from mycel.run.replay import CudaGraph, Replayed
 from mycel.run.simulate import part_of, simulate, simulate_places, simulate_stages
@@ -14,6 +14,7 @@ from mycel.run.trace import Span, recording
 __all__ = [
     "CudaGraph",
     "HostSpace",
+    "LinkWatch",
     "Replayed",
     "Span",
     "available",

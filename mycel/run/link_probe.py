@@ -15,6 +15,8 @@ from mycel.run.processes import Processes
 
 SIZES = (1 << 14, 1 << 20)  # bytes
 REPEATS = 3
+GLANCE = 1 << 17  # bytes of the message by which a link is watched
+SLOW = 0.8  # of the speed that a plan was priced by
 
 
 def timed_messages(ranks: Processes, axis: str) -> dict[str, list[tuple[float, float, float]]]:
@@ -40,3 +42,29 @@ def _seconds(ranks: Processes, name: str, x: torch.Tensor, axis: str) -> float:
         taken.append(time.perf_counter() - begun)
     mine = torch.tensor([statistics.median(taken[1:])], device=ranks.device)
     return float(ranks.all_reduce(mine, ranks.mesh.axes, ">"))
+
+
+def own_seconds(ranks: Processes, axis: str) -> float:
+    """Of a small message along an axis, as this rank sees it."""
+    x, taken = torch.zeros(GLANCE // 4, device=ranks.device), []
+    for _ in range(REPEATS):
+        begun = time.perf_counter()
+        ranks.wait(ranks.start("all_reduce", [x], axes=(axis,), at="measuring the link"))
+        if x.is_cuda:
+            torch.cuda.synchronize(x.device)
+        taken.append(time.perf_counter() - begun)
+    return statistics.median(taken)
+
+
+class LinkWatch:
+    """Is the link of an axis as fast as when a plan was priced by it?  Ranks ask at the same step, and agree."""
+
+    def __init__(self, ranks: Processes, axis: str) -> None:
+        self.ranks, self.axis = ranks, axis
+        self.reference_s = own_seconds(ranks, axis)
+
+    def is_slow(self) -> bool:
+        """Do most ranks see less than SLOW of its speed?"""
+        is_slower = own_seconds(self.ranks, self.axis) * SLOW > self.reference_s
+        votes = torch.tensor([float(is_slower)], device=self.ranks.device)
+        return 2 * float(self.ranks.all_reduce(votes, self.ranks.mesh.axes)) > self.ranks.mesh.world
