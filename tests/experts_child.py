@@ -8,7 +8,7 @@ import faulthandler
 from typing import Any
 
 import torch
-from experts import Layer, Routed, routed
+from experts import Layer, Mixed, Routed, routed
 from stepping import plain_step
 
 import mycel
@@ -95,6 +95,20 @@ def counted() -> None:
     assert n != m and sent[0] == 8 * (n * (3 * width + 1) + m * (2 * width + 1)), (sent, n, m)
 
 
+def woven() -> None:
+    """Two microbatches at once: one's rows travel while the other's experts compute."""
+    twin = Mixed()
+    model = copy.deepcopy(twin)
+    adamw = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, twin)]
+    plan = {"batch": ["ep"], "parameters": {"up": ["ep", "-", "-"], "down": ["ep", "-", "-"]}}
+    plan |= {"microbatches": 4, "at_once": 2}
+    step = mycel.train_step(model, adamw[0], compile=False, plan=plan, mesh=Mesh(ep=2))
+    x = torch.randn(32, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    for _ in range(2):
+        alike(float(step(x=x)), plain_step(twin, adamw[1], {"x": x}))
+    assert any(e.op.name == "begin" and e.params["op"] == "exchange_rows" for _, e in walk(step.program))
+
+
 if __name__ == "__main__":
     faulthandler.dump_traceback_later(100, exit=True)  # no test waits for ever
     trained(5, 4, "all_gather")
@@ -102,3 +116,4 @@ if __name__ == "__main__":
     rebalanced(0)
     rebalanced("1 over ep")
     counted()
+    woven()
