@@ -32,6 +32,7 @@ from mycel.ir.types import NAMES
 from mycel.ops import o
 
 SMALL = 40  # equations: an expert has no more
+PROBES = 3  # random choices for which a mask is computed
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,7 @@ class _Loops:
         self.by_value: dict[Any, Eqn] = {}
         self.made: dict[Var, tuple[Eqn, int]] = {}
         self.constants: dict[Var, torch.Tensor | None] = {}
+        self.choices: dict[Var, list[dict[Var, Any]]] = {}
         for eqn in block.eqns:
             for one in self._inlined(eqn, blocks):
                 self._add(one)
@@ -165,22 +167,20 @@ class _Loops:
                     self.constants[x] = out[i] if isinstance(out, tuple) else out
         return self.constants[x]
 
-    def evaluated(self, x: Any, given: Mapping[Var, torch.Tensor]) -> torch.Tensor | None:
-        """x for values of some variables; None if it depends on others."""
+    def evaluated(self, x: Any, values: dict[Var, Any]) -> Any:
+        """x for values of some variables, to which what is computed on the way is added; None if it depends on
+        others."""
         if not isinstance(x, Var):
             return x
-        if x in given:
-            return given[x]
-        if (known := self.constant(x)) is not None:
-            return known
-        eqn, i = self.made.get(x, (None, 0))
-        if eqn is None or not eqn.inputs or not _is_known(eqn):
-            return None
-        args = [self.evaluated(v, given) for v in eqn.inputs]
-        if any(a is None and v is not None for a, v in zip(args, eqn.inputs, strict=True)):
-            return None
-        out = eqn.op.kernel(*args, **eqn.params)
-        return out[i] if isinstance(out, tuple) else out
+        if x not in values:
+            eqn, i = self.made.get(x, (None, 0))
+            values[x] = self.constant(x)
+            if values[x] is None and eqn is not None and eqn.inputs and _is_known(eqn):
+                args = [self.evaluated(v, values) for v in eqn.inputs]
+                if all(a is not None or v is None for a, v in zip(args, eqn.inputs, strict=True)):
+                    out = eqn.op.kernel(*args, **eqn.params)
+                    values[x] = out[i] if isinstance(out, tuple) else out
+        return values[x]
 
     def again(self, x: Any, values: dict[Var, Any]) -> Any:
         """x with some variables replaced by others."""
@@ -389,14 +389,21 @@ class _Loops:
         """Does an arm's mask say which choices are e ("all"), or which of these count ("some")?  Empty: neither."""
         if not torch.equal(arm.tokens, routed.rows(torch.arange(routed.tokens)[:, None].expand(*routed.shape))):
             return ""
-        shape, g = tuple(routed.ids.shape), torch.Generator().manual_seed(e)
-        which = "all"
-        for probe in (torch.full(shape, e), *(torch.randint(experts, shape, generator=g) for _ in range(3))):
-            mask, hit = self.evaluated(arm.keep, {routed.ids: probe}), routed.rows(probe.reshape(routed.shape)) == e
+        which, shape = "all", tuple(routed.ids.shape)
+        probes: list[dict[Var, Any]] = [{routed.ids: torch.full(shape, e)}, *self.random_choices(routed.ids, experts)]
+        for values in probes:
+            mask, hit = self.evaluated(arm.keep, values), routed.rows(values[routed.ids].reshape(routed.shape)) == e
             if mask is None or ((counts := mask.reshape(-1) != 0) & ~hit).any() or (hit.any() and not counts.any()):
                 return ""
             which = which if torch.equal(counts, hit) else "some"
         return which
+
+    def random_choices(self, ids: Var, experts: int) -> list[dict[Var, Any]]:
+        """Values of ids, the same for all arms, which share what is computed of them."""
+        if ids not in self.choices:
+            g = torch.Generator().manual_seed(0)
+            self.choices[ids] = [{ids: torch.randint(experts, tuple(ids.shape), generator=g)} for _ in range(PROBES)]
+        return self.choices[ids]
 
     def tokens_of(self, arm: Arm, tokens: int) -> Var | None:
         """The tokens of which an arm's rows are: all of them, in order."""
