@@ -147,12 +147,12 @@ def measure(way: str, layers: int, steps: int = 8) -> dict[str, float]:
     ids = torch.randint(0, SHAPE["vocab_size"] if ON_GPU else 128, (BATCH, LENGTH))
     ids = ids.cuda() if ON_GPU else ids
     first = float(step(ids))
+    if ON_GPU:
+        torch.cuda.reset_peak_memory_stats()  # before a step is recorded: replayed, it takes no memory anew
     for _ in range(2):
         step(ids)
     sync()
     third = time.perf_counter() - start
-    if ON_GPU:
-        torch.cuda.reset_peak_memory_stats()
     times = []
     for _ in range(steps):
         began = time.perf_counter()
@@ -173,18 +173,24 @@ def main() -> None:
     if args.one:
         print(json.dumps(measure(args.ways[0], args.layers)))
         return
+    results = {}
     for way in args.ways:
         command = [sys.executable, __file__, "--one", "--layers", str(args.layers), "--ways", way]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             print(f"{WAYS[way]:32} failed: {done.stderr[-1500:]}", flush=True)
             continue
-        r = json.loads(done.stdout.splitlines()[-1])
+        r = results[way] = json.loads(done.stdout.splitlines()[-1])
         print(
             f"{WAYS[way]:32} {r['tokens_s']:9.0f} tokens/s  peak {r['peak']:6.1f} GiB  3rd step {r['third']:5.0f} s"
             f"  loss {r['first']:.4f} {r['last']:.4f}",
             flush=True,
         )
+    ours = results.get("ours")
+    for way, r in results.items():
+        if ours is not None and way != "ours":
+            memory = f", {ours['peak'] / r['peak']:.2f}x memory" if r["peak"] else ""
+            print(f"mycel to {WAYS[way]}: {ours['tokens_s'] / r['tokens_s']:.2f}x tokens/s{memory}", flush=True)
 
 
 if __name__ == "__main__":

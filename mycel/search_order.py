@@ -212,7 +212,8 @@ class SearchOrder:
                     found += [space.orders(c.shape) for c in self._runners_up(best)]
                 if self.sending(best, "tp") > least:
                     found += [space.planes(shape)]
-                found += [space.with_experts(shape), self._held_whole(best)]
+                found += [space.with_experts(shape), space.woven(shape, self.given.microbatches)]
+                found += [self._held_whole(best)]
             is_full = search.memory is not None and best.peak > FULL * search.memory
             if not best.fits or (is_full and best.again > least):
                 found += [space.with_experts(shape)]

@@ -32,6 +32,7 @@ class Shape:
     """What a plan is before anything is decided: sizes of its axes, and what is not of the mesh.
 
     order     of the axes on the wires, the slowest first, where it is not that of `AXES`
+    at_once   of the microbatches: two, of which one computes while the other waits for ranks
     compress  how gradients travel between the ranks that share no wire faster than the slowest
     levels    of ZeRO, of patterns of parameters that have another than `zero`
     """
@@ -51,6 +52,7 @@ class Shape:
     compress: str = ""
     levels: tuple[tuple[str, int], ...] = ()
     place: tuple[Place, ...] = ()
+    at_once: int = 1
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -94,6 +96,7 @@ class Shape:
             data |= {"schedule": self.schedule} if self.schedule != "1f1b" else {}
         data |= {"zero": zero_data(self.zero, self.over, dict(self.levels))} if self.over else {}
         data |= {"microbatches": self.microbatches} if self.microbatches > 1 else {}
+        data |= {"at_once": self.at_once} if self.at_once > 1 else {}
         if self.pp > 1:
             data |= {"stages": self.pp * stages_a_rank(self.schedule), "schedule": self.schedule}
         data |= {"offload": "auto"} if self.offload else {}
@@ -120,6 +123,7 @@ class Shape:
             others = f", for {len(self.levels)} kinds of parameters less" if self.levels else ""
             said.append(f"zero {self.zero}" + (" over fsdp" if self.fsdp > 1 else "") + others)
         said += [f"{self.microbatches} microbatches"] if self.microbatches > 1 else []
+        said += [f"{self.at_once} at once"] if self.at_once > 1 else []
         said += [self.schedule] if self.pp > 1 or (self.place and self.schedule != "1f1b") else []
         said += ["offload"] if self.offload else []
         said += [f"{self.compress} along {self.compressed}"] if self.compress else []
@@ -197,6 +201,14 @@ class SearchSpace:
             candidate = replace(shape, dp=shape.dp // ep, ep=ep)
             if self.experts > 1 and shape.ep == 1 and ep > 1 and not shape.order and self.has(candidate):
                 yield candidate
+
+    def woven(self, shape: Shape, parts: int | None = None) -> Iterator[Shape]:
+        """Two microbatches at once, whose rows travel to experts while the other's compute; `parts`: as many of them as
+        are given."""
+        counts = [n for n in self.microbatches(shape) if n % 2 == 0 and n >= shape.microbatches]
+        counts = counts if parts is None else [n for n in counts if n == parts]
+        if counts and shape.ep > 1 and shape.pp == shape.at_once == 1 and not (shape.place or shape.offload):
+            yield replace(shape, microbatches=counts[0], at_once=2)
 
     def pipelines(self, shape: Shape) -> Iterator[list[Shape]]:
         """For each size of tp: stages, few first, on the ranks that are left; about four microbatches for each."""

@@ -352,7 +352,8 @@ class Step:
         )  # fmt: skip
         self.undecided, self._was_searched = None, True
         self._spread(found)
-        self.settings = replace(s, accumulate=found.microbatches)
+        counts = s.expert_load and not (found.is_pipeline or found.place)
+        self.settings = replace(s, accumulate=found.microbatches, expert_load=bool(counts))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """One step on a batch; returns its loss (with `outputs`, and these), which stays on the device.  Only this
@@ -1307,7 +1308,7 @@ class _Adding(Step):
     """A step that leaves the update to another one: its gradients are added up for it."""
 
     def __init__(self, of: Step) -> None:
-        settings = replace(of.settings, clip_norm=None, clip_value=None, buckets=None)
+        settings = replace(of.settings, clip_norm=None, clip_value=None, buckets=None, expert_load=False)
         written = of.written  # the mean of gradients is what counts
         sync = written.sync if written is not None and written.synced() else {}
         exact = replace(written, compress={}, sync=sync) if written is not None else None

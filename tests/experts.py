@@ -32,8 +32,8 @@ class Layer(nn.Module):
 class Routed(Layer):
     """A layer that chooses by itself, the first experts more often than the last."""
 
-    def __init__(self, experts: int, width: int = 4, chosen: int = 2) -> None:
-        super().__init__(experts, width)
+    def __init__(self, experts: int, width: int = 4, chosen: int = 2, hidden: int = 6) -> None:
+        super().__init__(experts, width, hidden)
         self.router = nn.Linear(width, experts, dtype=torch.float64)
         self.router.bias.data = torch.linspace(2, -2, experts, dtype=torch.float64)
         self.scale, self.chosen = nn.Parameter(torch.ones(width, dtype=torch.float64)), chosen
@@ -44,6 +44,17 @@ class Routed(Layer):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weights, ids = self.choices(x)
         return super().forward(x * self.scale, ids, weights)
+
+
+class Mixed(Routed):
+    """A layer with a product before it, and experts that are larger than their tokens: the rows travel."""
+
+    def __init__(self) -> None:
+        super().__init__(7, 16, chosen=1, hidden=256)
+        self.before = nn.Linear(16, 16, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(torch.tanh(self.before(x)))
 
 
 def routed(how: str, experts: int, tokens: int = 8, chosen: int = 2, width: int = 4) -> dict[str, torch.Tensor]:

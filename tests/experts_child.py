@@ -5,10 +5,9 @@ from __future__ import annotations
 
 import copy
 import faulthandler
-from typing import Any
 
 import torch
-from experts import Layer, Routed, routed
+from experts import Layer, Mixed, Routed, routed
 from stepping import plain_step
 
 import mycel
@@ -39,13 +38,14 @@ def trained(experts: int, chosen: int, message: str) -> None:
     alike(step.state_dict()["model"], dict(twin.state_dict()))
 
 
-def rebalanced(zero: Any) -> None:
+def rebalanced() -> None:
     """Experts change ranks between steps: losses go on as on one device, as does what is saved; the busiest rank has
     less to do."""
     twin = Routed(6)
     model = copy.deepcopy(twin)
     adamw = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, twin)]
-    plan = {"batch": ["ep"], "parameters": {"up": ["ep", "-", "-"], "down": ["ep", "-", "-"]}, "zero": zero}
+    plan = {"batch": ["ep"], "parameters": {"up": ["ep", "-", "-"], "down": ["ep", "-", "-"]}}
+    plan["zero"] = "1 over ep"
     step = mycel.train_step(model, adamw[0], compile=False, plan=plan, mesh=Mesh(ep=2), expert_load=True)
     x = torch.randn(32, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     for i in range(4):
@@ -95,10 +95,24 @@ def counted() -> None:
     assert n != m and sent[0] == 8 * (n * (3 * width + 1) + m * (2 * width + 1)), (sent, n, m)
 
 
+def woven() -> None:
+    """Two microbatches at once: one's rows travel while the other's experts compute."""
+    twin = Mixed()
+    model = copy.deepcopy(twin)
+    adamw = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, twin)]
+    plan = {"batch": ["ep"], "parameters": {"up": ["ep", "-", "-"], "down": ["ep", "-", "-"]}}
+    plan |= {"microbatches": 4, "at_once": 2}
+    step = mycel.train_step(model, adamw[0], compile=False, plan=plan, mesh=Mesh(ep=2))
+    x = torch.randn(32, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    for _ in range(2):
+        alike(float(step(x=x)), plain_step(twin, adamw[1], {"x": x}))
+    assert any(e.op.name == "begin" and e.params["op"] == "exchange_rows" for _, e in walk(step.program))
+
+
 if __name__ == "__main__":
     faulthandler.dump_traceback_later(100, exit=True)  # no test waits for ever
     trained(5, 4, "all_gather")
     trained(5, 1, "exchange_rows")
-    rebalanced(0)
-    rebalanced("1 over ep")
+    rebalanced()
     counted()
+    woven()

@@ -14,6 +14,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 import yaml
+from expert_families import family
 from models import gpt2, llama
 from torch import nn
 from typer.testing import CliRunner
@@ -241,6 +242,16 @@ def test_parameters_are_split_in_two_dims_where_that_sends_less(ranks, ratio, mo
     assert sent[1] <= most * sent[0] and best.seconds <= line.seconds * 1.001
     if most == 1.0:
         assert sent[1] == pytest.approx(sent[0], rel=0.01)
+
+
+def test_rows_of_experts_travel_beside_other_experts():
+    """Two microbatches at once are a neighbour of a plan with experts over ranks, as many as are given if they are."""
+    found = of(family("olmoe"), cluster=TWO)
+    assert not [*found.space.woven(Shape(dp=2))] and not [*found.space.woven(Shape(ep=2), 1)]
+    (shape,) = found.space.woven(Shape(ep=2))
+    assert (shape.microbatches, shape.at_once) == (2, 2) and [*found.space.woven(shape)] == []
+    plain, woven = found.price(replace(shape, at_once=1)), found.price(shape)
+    assert woven.plan.at_once == 2 and 0 < woven.exposed < plain.exposed
 
 
 def test_stages_where_gradients_would_take_long():

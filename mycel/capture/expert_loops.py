@@ -9,9 +9,10 @@ arm that adds to y.  An arm is a layer's share if
 
     its rows         are tokens at places of a mask; with the places that count replaced by all places, which are
                      constants, all arms have the same rows and the same weights: those that differ do not count
-    its mask         is `ids == e`, whatever it is made of: computed for ids that are all e, and for random ones
+    its mask         is `ids == e`, or says less than that (an expert has a capacity), whatever it is made of: computed
+                     for ids that are all e, and for random ones
     its expert       is a product, something on elements, a product; in all arms alike
-    ids              are from a topk over as many scores as there are arms, so that no token chooses an expert twice
+    ids              are from a topk or argmax over as many scores as there are arms: no token has an expert twice
 
 All else stays as it was traced.
 """
@@ -31,6 +32,7 @@ from mycel.ir.types import NAMES
 from mycel.ops import o
 
 SMALL = 40  # equations: an expert has no more
+PROBES = 3  # random choices for which a mask is computed
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,30 @@ class Arm:
     source: str  # where its rows are picked
 
 
+@dataclass(frozen=True)
+class Routed:
+    """What tokens choose, and how rows for all choices lie: a token's behind one another, or `by_choice` all first
+    choices first."""
+
+    ids: Var
+    tokens: int
+    by_choice: bool
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.tokens, self.ids.type.numel // self.tokens
+
+    def rows(self, x: torch.Tensor) -> torch.Tensor:
+        """A number for each token and choice, in the order of the rows."""
+        return (x.T if self.by_choice else x).reshape(-1)
+
+    def in_order(self, x: Var) -> Any:
+        """One for each row -> by token and choice."""
+        if not self.by_choice:
+            return shaped(x, self.shape)
+        return o.permute(shaped(x, self.shape[::-1]), dims=(1, 0))
+
+
 def merged_loops(program: Program) -> tuple[Program, set[str]]:
     """The program with its loops over experts as operators, and the lines of these."""
     lines: set[str] = set()
@@ -77,6 +103,7 @@ class _Loops:
         self.by_value: dict[Any, Eqn] = {}
         self.made: dict[Var, tuple[Eqn, int]] = {}
         self.constants: dict[Var, torch.Tensor | None] = {}
+        self.choices: dict[Var, list[dict[Var, Any]]] = {}
         for eqn in block.eqns:
             for one in self._inlined(eqn, blocks):
                 self._add(one)
@@ -140,22 +167,20 @@ class _Loops:
                     self.constants[x] = out[i] if isinstance(out, tuple) else out
         return self.constants[x]
 
-    def evaluated(self, x: Any, given: Mapping[Var, torch.Tensor]) -> torch.Tensor | None:
-        """x for values of some variables; None if it depends on others."""
+    def evaluated(self, x: Any, values: dict[Var, Any]) -> Any:
+        """x for values of some variables, to which what is computed on the way is added; None if it depends on
+        others."""
         if not isinstance(x, Var):
             return x
-        if x in given:
-            return given[x]
-        if (known := self.constant(x)) is not None:
-            return known
-        eqn, i = self.made.get(x, (None, 0))
-        if eqn is None or not eqn.inputs or not _is_known(eqn):
-            return None
-        args = [self.evaluated(v, given) for v in eqn.inputs]
-        if any(a is None and v is not None for a, v in zip(args, eqn.inputs, strict=True)):
-            return None
-        out = eqn.op.kernel(*args, **eqn.params)
-        return out[i] if isinstance(out, tuple) else out
+        if x not in values:
+            eqn, i = self.made.get(x, (None, 0))
+            values[x] = self.constant(x)
+            if values[x] is None and eqn is not None and eqn.inputs and _is_known(eqn):
+                args = [self.evaluated(v, values) for v in eqn.inputs]
+                if all(a is not None or v is None for a, v in zip(args, eqn.inputs, strict=True)):
+                    out = eqn.op.kernel(*args, **eqn.params)
+                    values[x] = out[i] if isinstance(out, tuple) else out
+        return values[x]
 
     def again(self, x: Any, values: dict[Var, Any]) -> Any:
         """x with some variables replaced by others."""
@@ -286,14 +311,14 @@ class _Loops:
 
     def product(self, y: Any) -> tuple[Var, Var, Var | None] | None:
         """x, w and b of x @ w.T + b."""
-        y, bias = self.plain(y), None
+        bias: Any = None
+        y = self.plain(y)
         added = self.of(y, o.add)
         if added is not None and isinstance(added.inputs[1], Var) and added.inputs[1].ndim == 1:
             y, bias = added.inputs
         linear = self.of(y, o.linear)
-        if linear is None or linear.inputs[1].ndim != 2:
-            return None
-        return self.plain(linear.inputs[0]), linear.inputs[1], bias
+        w: Any = linear.inputs[1] if linear is not None else None
+        return (self.plain(linear.inputs[0]), w, bias) if linear is not None and w.ndim == 2 else None
 
     def text(self, x: Any, ups: dict[Var, tuple[Var, Var, Var | None]]) -> str | None:
         """Something on elements of products, as text; the products are added to `ups`."""
@@ -326,90 +351,87 @@ class _Loops:
         ):
             return False
         tokens = last.out.shape[0]
-        routed = self.ids(first.keep, tokens, len(chain))
-        if routed is None:
-            return False
-        ids, by_choice = routed
-        if not all(self.is_mask(arm, e, ids, by_choice, len(chain)) for e, arm in enumerate(chain)):
-            return False
+        routed = self.routed(first, tokens, len(chain))
         x = self.tokens_of(first, tokens)
-        if x is None:
+        if routed is None or x is None:
             return False
-        self._write(chain, x, ids, by_choice)
+        masks = [self.mask_of(arm, e, routed, len(chain)) for e, arm in enumerate(chain)]
+        if "" in masks:
+            return False
+        self._write(chain, x, routed, all_count="all" in masks and "some" not in masks)
         lines.update(arm.source for arm in chain)
         return True
 
-    def ids(self, keep: Var, tokens: int, experts: int) -> tuple[Var, bool] | None:
-        """What a mask compares, and does it go choice by choice, not token by token?"""
-        waiting, seen = [keep], set[Var]()
+    def routed(self, arm: Arm, tokens: int, experts: int) -> Routed | None:
+        """What the first arm's mask compares."""
+        waiting, seen = [arm.keep], set[Var]()
         while waiting:
             x = waiting.pop(0)
             if x in seen:
                 continue
             seen.add(x)
-            if x.dtype == torch.int64 and x.ndim == 2 and x.shape[0] == tokens and self._is_topk(x, experts):
-                probe = torch.randint(experts, tuple(x.shape), generator=torch.Generator().manual_seed(0))
-                mask = self.evaluated(keep, {x: probe})
-                if mask is None:
-                    return None
-                flat, hit = mask.reshape(-1) != 0, probe == 0
-                if torch.equal(flat, hit.reshape(-1)):
-                    return x, False
-                return (x, True) if torch.equal(flat, hit.T.reshape(-1)) else None
+            if x.dtype == torch.int64 and x.type.numel == len(arm.tokens) and self._is_chosen(x, experts):
+                both = (Routed(x, tokens, by_choice) for by_choice in (False, True))
+                return next((r for r in both if self.mask_of(arm, 0, r, experts)), None)
             eqn = self.made.get(x, (None, 0))[0]
             waiting += eqn.vars if eqn is not None else ()
         return None
 
-    def _is_topk(self, x: Var, experts: int) -> bool:
-        """Are these the positions of a topk over so many scores?"""
+    def _is_chosen(self, x: Var, experts: int) -> bool:
+        """Are these positions of the largest of so many scores?"""
         eqn, i = self.made.get(self.plain(x), (None, 0))
-        if eqn is None or eqn.op is not o.topk or i != 1:
+        if eqn is None or (eqn.op, i) not in ((o.topk, 1), (o.argmax, 0)):
             return False
-        scores = eqn.inputs[0]
-        return bool(scores.shape[eqn.params["dim"]] == experts and eqn.params["dim"] == scores.ndim - 1)
+        scores: Any = eqn.inputs[0]
+        return bool(scores.shape[-1] == experts and eqn.params.get("dim") == scores.ndim - 1)
 
-    def is_mask(self, arm: Arm, e: int, ids: Var, by_choice: bool, experts: int) -> bool:
-        """Does an arm's mask say which choices are e?"""
-        random = torch.randint(experts, tuple(ids.shape), generator=torch.Generator().manual_seed(e + 1))
-        for probe in (torch.full(tuple(ids.shape), e), random):
-            mask = self.evaluated(arm.keep, {ids: probe})
-            hit = probe == e
-            if mask is None or not torch.equal(mask.reshape(-1) != 0, (hit.T if by_choice else hit).reshape(-1)):
-                return False
-        return torch.equal(arm.tokens, _tokens(ids, by_choice))
+    def mask_of(self, arm: Arm, e: int, routed: Routed, experts: int) -> str:
+        """Does an arm's mask say which choices are e ("all"), or which of these count ("some")?  Empty: neither."""
+        if not torch.equal(arm.tokens, routed.rows(torch.arange(routed.tokens)[:, None].expand(*routed.shape))):
+            return ""
+        which, shape = "all", tuple(routed.ids.shape)
+        probes: list[dict[Var, Any]] = [{routed.ids: torch.full(shape, e)}, *self.random_choices(routed.ids, experts)]
+        for values in probes:
+            mask, hit = self.evaluated(arm.keep, values), routed.rows(values[routed.ids].reshape(routed.shape)) == e
+            if mask is None or ((counts := mask.reshape(-1) != 0) & ~hit).any() or (hit.any() and not counts.any()):
+                return ""
+            which = which if torch.equal(counts, hit) else "some"
+        return which
+
+    def random_choices(self, ids: Var, experts: int) -> list[dict[Var, Any]]:
+        """Values of ids, the same for all arms, which share what is computed of them."""
+        if ids not in self.choices:
+            g = torch.Generator().manual_seed(0)
+            self.choices[ids] = [{ids: torch.randint(experts, tuple(ids.shape), generator=g)} for _ in range(PROBES)]
+        return self.choices[ids]
 
     def tokens_of(self, arm: Arm, tokens: int) -> Var | None:
         """The tokens of which an arm's rows are: all of them, in order."""
         picked = self.of(arm.mlp.x, o.index)
         if picked is None or len(picked.params["at"]) != 1:
             return None
-        at = self.constant(picked.inputs[1])
-        x = self.plain(picked.inputs[0])
-        if at is None or not torch.equal(at.reshape(-1), arm.tokens) or x.ndim < 2:
+        source: Any = picked.inputs[0]
+        at, (dim,) = self.constant(picked.inputs[1]), picked.params["at"]
+        if at is None or not torch.equal(at.reshape(-1), arm.tokens) or source.ndim < 2:
             return None
-        shape = picked.inputs[0].shape
-        rest = [n for d, n in enumerate(shape[:-1]) if d != picked.params["at"][0]]
-        if shape[picked.params["at"][0]] != tokens or any(n != 1 for n in rest):
-            return None
-        source: Var = picked.inputs[0]
-        return source
+        others = [n for d, n in enumerate(source.shape[:-1]) if d != dim]
+        is_all = source.shape[dim] == tokens and all(n == 1 for n in others)
+        return source if is_all else None
 
-    def all_weights(self, arm: Arm, ids: Var, by_choice: bool) -> Var | None:
+    def all_weights(self, arm: Arm, routed: Routed) -> Var | None:
         """The weights of which an arm picks each choice's, where it picks all of them in order."""
         picked = self.of(self.plain(arm.weight), o.index)
-        weights = self.plain(picked.inputs[0]) if picked is not None else None
-        if picked is None or picked.params["at"] != (0, 1) or weights.shape != ids.shape:
+        weights: Any = self.plain(picked.inputs[0]) if picked is not None else None
+        if picked is None or picked.params["at"] != (0, 1) or weights.type.numel != len(arm.tokens):
             return None
         at = [self.constant(x) for x in picked.inputs[1:]]
-        choices = torch.arange(ids.shape[1]).expand(*ids.shape)
-        wanted = [_tokens(ids, by_choice), (choices.T if by_choice else choices).reshape(-1)]
+        wanted = [arm.tokens, routed.rows(torch.arange(routed.shape[1]).expand(*routed.shape))]
         is_all = all(x is not None and torch.equal(x.reshape(-1), y) for x, y in zip(at, wanted, strict=True))
         return weights if is_all else None
 
-    def _write(self, chain: list[Arm], x: Var, ids: Var, by_choice: bool) -> None:
+    def _write(self, chain: list[Arm], x: Var, routed: Routed, all_count: bool) -> None:
         """The operator in the place of the last arm."""
         first, last = chain[0], chain[-1]
-        tokens, chosen = ids.shape
         with Builder(beside=self.b) as b:
             b.at(self.made[last.out][0])
             stacked = lambda parts: o.stack(*parts, dim=0)
@@ -419,19 +441,33 @@ class _Loops:
             up_bias = bias([[c for _, c in arm.mlp.ups] for arm in chain])
             down_bias = bias([[arm.mlp.down[1]] for arm in chain])
             down = stacked([arm.mlp.down[0] for arm in chain])
-            weights = self.all_weights(first, ids, by_choice)
-            if weights is None:
-                shape = (chosen, tokens) if by_choice else (tokens, chosen)
-                weights = o.reshape(first.weight, shape=shape)
-                weights = o.permute(weights, dims=(1, 0)) if by_choice else weights
-            rows = o.reshape(x, shape=tuple(last.out.shape[:1]) + x.shape[-1:]) if x.ndim != 2 else x
+            weights = self.all_weights(first, routed)
+            weights = routed.in_order(first.weight) if weights is None else shaped(weights, routed.shape)
+            ids, more = shaped(routed.ids, routed.shape), {}
+            if not all_count:
+                ids = o.where(routed.in_order(_any([arm.keep for arm in chain])), ids, len(chain))
+                more = {"elsewhere": 1}
             form = "whole" if len(first.mlp.ups) == 1 else "halves"
-            y = o.experts(rows, ids, weights, up, down, up_bias, down_bias, gate=first.mlp.gate, form=form)
+            rows = shaped(x, (routed.tokens, x.shape[-1]))
+            y = o.experts(rows, ids, weights, up, down, up_bias, down_bias, gate=first.mlp.gate, form=form, **more)
             start = self.of(first.before, o.full)
             y = y if start is not None and start.inputs[0] == 0 else o.add(first.before, y)
         self.eqns += b.eqns
         self.made.update((v, (eqn, i)) for eqn in b.eqns for i, v in enumerate(eqn.outputs))
         self.same[last.out] = y
+
+
+def shaped(x: Var, shape: tuple[int, ...]) -> Any:
+    return x if tuple(x.shape) == shape else o.reshape(x, shape=shape)
+
+
+def _any(masks: list[Var]) -> Any:
+    """Where one of the masks holds, of booleans or numbers."""
+    total = None
+    for mask in masks:
+        holds = mask if mask.dtype == torch.bool else o.ne(mask, 0)
+        total = holds if total is None else o.logical_or(total, holds)
+    return total
 
 
 def _is_known(eqn: Eqn) -> bool:
@@ -442,9 +478,3 @@ def _is_known(eqn: Eqn) -> bool:
 def _types(mlp: Mlp) -> list[Any]:
     """Of its weights and biases."""
     return [None if w is None else w.type for pair in (*mlp.ups, mlp.down) for w in pair]
-
-
-def _tokens(ids: Var, by_choice: bool) -> torch.Tensor:
-    """Whose choices the rows of all places are."""
-    every = torch.arange(ids.shape[0]).unsqueeze(1).expand(*ids.shape)
-    return (every.T if by_choice else every).reshape(-1)

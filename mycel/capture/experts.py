@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from mycel.capture.fence import refuse
 from mycel.capture.trace import TRACING, Tracer
 from mycel.ir import Eqn, Var
 from mycel.ir.types import NAMES
@@ -24,6 +25,7 @@ from mycel.ops import o
 
 LIBRARY = "transformers.integrations.moe"
 DENSE = "transformers.models.llama4.modeling_llama4"
+SWITCH = "transformers.models.switch_transformers.modeling_switch_transformers"
 Forward = Callable[..., torch.Tensor]
 
 
@@ -53,9 +55,12 @@ def as_one_operator() -> Iterator[None]:
     """In here layers of experts that are traced become one operator each."""
     library: Any = sys.modules.get(LIBRARY)
     dense: Any = sys.modules.get(DENSE)
+    switch: Any = sys.modules.get(SWITCH)
     with (
         _replaced(library and library.ExpertsInterface, "get_interface", _chosen),
         _replaced(dense and dense.Llama4TextMoe, "forward", _of_chosen_alone),
+        _replaced(switch and switch.SwitchTransformersExperts, "forward", _one_by_one),
+        _replaced(switch and switch.SwitchTransformersTop1Router, "forward", _with_capacity),
     ):
         yield
 
@@ -106,6 +111,37 @@ def _of_chosen_alone(plain: Forward) -> Forward:
         operands = rows, ids.reshape(-1, 1), torch.ones_like(rows[:, :1]), up, self.experts.down_proj, None, None
         routed = traced_layer(tracer, operands, gate, transposed=True)
         return self.shared_expert(x) + routed.unflatten(0, (-1, self.top_k)).sum(1), logits
+
+    return forward
+
+
+def _one_by_one(plain: Forward) -> Forward:
+    """Switch Transformers go through the experts that were hit, whose names are data; here through all: those that were
+    not get no rows.  That is a loop that becomes one operator (`expert_loops.py`), with its capacity."""
+
+    def forward(self: Any, hidden_states: torch.Tensor, selected: torch.Tensor, weights: torch.Tensor) -> Any:
+        if not TRACING:  # in an island
+            return plain(self, hidden_states, selected, weights)
+        y, mask = torch.zeros_like(hidden_states), selected.permute(2, 1, 0)
+        for i in range(self.num_experts):
+            place, token = torch.where(mask[i])
+            rows = self[f"expert_{i}"](hidden_states[token]) * weights[token, place, None]
+            y.index_add_(0, token, rows.to(y.dtype))
+        return y
+
+    return forward
+
+
+def _with_capacity(plain: Forward) -> Forward:
+    """A router whose experts take some tokens."""
+
+    def forward(self: Any, hidden_states: torch.Tensor) -> Any:
+        if self.expert_capacity < 1:
+            raise refuse(
+                f"expert_capacity={self.expert_capacity}: every token would be dropped",
+                "expert_capacity=64 in the config",
+            )
+        return plain(self, hidden_states)
 
     return forward
 

@@ -189,7 +189,7 @@ def _capture(
     if len(blocks["main"].inputs) > len(names):
         roles[blocks["main"].inputs[-1].name] = Role("key")
     program = check(prune(Program(blocks, "main", tuple(names[v] for v in updates), tracer.consts, roles)))
-    if tracer.expert_loops:
+    if tracer.picks_rows:
         program, merged = merged_loops(program)
         program = check(program)
         for line in sorted(tracer.expert_loops - merged):

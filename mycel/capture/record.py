@@ -117,7 +117,8 @@ class Record(Builder):
         self.numbers = False  # are there weak tensors?
         self.asked_numbers = False  # … that stand for numbers which code asked of tensors?
         self.maybe: set[str] = set()  # variables that only one of two branches defines
-        self.expert_loops: set[str] = set()  # lines that pick rows after a topk
+        self.picks_rows = False  # has code asked for the places at which a mask holds?
+        self.expert_loops: set[str] = set()  # lines that did after a topk
         self.manual: list[Any] = []  # manual regions that are open (`region.py`)
         self.local: dict[
             Var, frozenset[str]

@@ -206,6 +206,7 @@ class Tracer(Record):
         if func in FORMS and any(self.concrete(x) is None for x in tensors_in(args)):
             self.here()
             if func is torch.ops.aten.nonzero.default and self._may_choose(args[0]):
+                self.picks_rows = True
                 if any(eqn.op is o.topk for eqn in self.made.values()):
                     self.expert_loops.add(self.source)
                 with self:

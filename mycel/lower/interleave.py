@@ -278,7 +278,8 @@ class _Weaver:
 
     def _is_message(self, eqn: Eqn) -> bool:
         """Can it be begun, and waited for later?"""
-        return eqn.op.collective is not None and eqn.op.collective.together and len(eqn.outputs) == 1
+        collective = eqn.op.collective
+        return collective is not None and (collective.together or collective.counted) and len(eqn.outputs) == 1
 
     def _comes_to_call(self, thread: _Thread, there: set[Var], under_way: Mapping[Var, object]) -> bool:
         """Will it come to a call that waits for ranks, with what there is now?"""
@@ -365,4 +366,5 @@ def _half(half: Op, eqn: Eqn, inputs: tuple[Atom, ...], outputs: tuple[Var, ...]
     how |= {"dims": (p["dim"],)} if "dim" in p else {}
     how |= {"sizes": (p["size"],)} if "size" in p else {}
     how |= {"to": p["to"]} if "to" in p else {}
+    how |= {"rows": p["rows"]} if "rows" in p else {}
     return replace(eqn, op=half, inputs=inputs, params=Params(how), outputs=outputs)

@@ -404,23 +404,29 @@ def place(*, axes, count, device=None):
     return torch.tensor(communicator().index(axes), device=device)
 
 
-def each(i, axes, count, kind="+", dims=(), sizes=(), to=()):
+def each(i, axes, count, kind="+", dims=(), sizes=(), to=(), rows=0):
     """The params of one of several collectives that go together."""
     params = {"axes": axes, "count": count}
     params |= {} if kind == "+" else {"kind": kind}
     params |= {"to": to} if to else {}
+    params |= {"rows": rows} if rows else {}
     return params | ({"dim": dims[i]} if dims else {}) | ({"size": sizes[i]} if sizes else {})
 
 
 def finish_types(token, *xs, op, **how):
+    if OPS[op].collective.counted:  # one tensor, and how many of its rows go where
+        return OPS[op].infer(list(xs), each(0, **how))
     return tuple(OPS[op].infer([x], each(i, **how))[0] for i, x in enumerate(xs))
 
 
 @op(types=lambda *xs, **_: Type(torch.int64, ()), compiles=False, by_rank=True, effect=True)
-def begin(*xs, op, axes, count, kind="+", dims=(), sizes=(), to=()):
-    """Begin a collective on several tensors; `finish` waits for it."""
+def begin(*xs, op, axes, count, kind="+", dims=(), sizes=(), to=(), rows=0):
+    """Begin a collective on several tensors, or one whose rows are counted; `finish` waits for it."""
     if op == "permute_ranks":
         return communicator().start("permute", xs, axes=axes, to=to)
+    if op == "exchange_rows":
+        x, sent, got = xs
+        return communicator().start(op, [x], axes=axes, rows=rows, sent=sent.tolist(), got=got.tolist())
     how = {"dim": list(dims)} if dims else {}
     how |= {"kind": kind} if op in ("all_reduce", "reduce_scatter") else {}
     xs = [padded(x, d, count) for x, d in zip(xs, dims, strict=True)] if op == "reduce_scatter" else xs
@@ -428,7 +434,7 @@ def begin(*xs, op, axes, count, kind="+", dims=(), sizes=(), to=()):
 
 
 @op(types=finish_types, free=True, compiles=False, by_rank=True)
-def finish(token, *xs, op, axes, count, kind="+", dims=(), sizes=(), to=()):
+def finish(token, *xs, op, axes, count, kind="+", dims=(), sizes=(), to=(), rows=0):
     """What a collective that was begun has brought."""
     ys = communicator().wait(token)
     if op == "all_gather":

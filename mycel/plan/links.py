@@ -127,7 +127,8 @@ def message(eqn: Eqn) -> tuple[str, Axes, float]:
         return "", (), 0.0
     size = sum(v.type.bytes for v in eqn.vars)
     if op.collective.counted:
-        size = min(size, sum(v.type.bytes for v in eqn.outputs))
+        x = next(iter(eqn.vars))
+        size = min(size, x.type.bytes // max(x.shape[0], 1) * eqn.params["rows"])
     return op.name, eqn.params["axes"], float(size)
 
 

@@ -227,8 +227,10 @@ class _Ranks:
 
     def finished(self, p: Mapping[str, Any], args: list[Values]) -> list[Values]:
         """What was begun, tensor by tensor."""
-        how = {k: v for k, v in p.items() if k != "op"}
-        return [self.together(OPS[p["op"]], xs, each(i, **how)) for i, xs in enumerate(args)]
+        how, op = {k: v for k, v in p.items() if k != "op"}, OPS[p["op"]]
+        if op.collective is not None and op.collective.counted:
+            return [self.together(op, list(zip(*args, strict=True)), each(0, **how))]
+        return [self.together(op, xs, each(i, **how)) for i, xs in enumerate(args)]
 
 
 class _StageRanks(_Ranks):
