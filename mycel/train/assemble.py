@@ -228,6 +228,8 @@ def _data(config: settings.Config, tokenizer: Tokenizer | None, progress: Callab
             fields={**FIELDS, **data.fields.model_dump()},
             tokenizer=tokenizer,
             length=data.length,
+            buffer=data.shuffle_buffer,
+            seed=config.train.seed,
             cache=data.cache_folder,
             progress=progress,
         )

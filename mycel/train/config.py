@@ -74,6 +74,7 @@ class DataConfig(Section):
     pack: forms.Switch = Field(default=True, description="documents in a row; false: one each, padded")
     cache: forms.Folder | None = Field(default=None, description="of tokens; null: in the user's cache folder")
     stream: forms.Switch = Field(default=False, description="documents become tokens as they come")
+    shuffle_buffer: forms.Whole = Field(default=1024, description="sequences a stream is mixed among; 0: none")
 
     def conflicts(self) -> Iterator[Conflict]:
         if self.format not in ("auto", "text") and self.uses_stdlib:
