@@ -1,6 +1,6 @@
 """Sequences as they come: a document becomes tokens when its turn comes, and none is kept.
 
-    files ──▶ segments ──▶ tokens ──▶ windows of `length` ──▶ mixed ──▶ 0 1 2 3 …    after the last file, the first again
+    files ──▶ segments ──▶ tokens ──▶ windows of `length` ──▶ mixed ──▶ 0 1 2 3 …        after the last file, the first
 
 For data that is larger than what one wants to tokenise before the first step.  Documents come in the order of the
 files, joined into one stream; nothing is cached or counted.  Windows are mixed among `buffer` of them: each time one of
