@@ -1314,7 +1314,7 @@ class _Adding(Step):
         args, kwargs = without_host_data(args, kwargs, device_of(self.model))
         with self.parts.whole() if self.parts is not None else contextlib.nullcontext():
             return capture_call(
-                self.fn, args, kwargs, known=known, differentiated=True, data=data, strict=self.settings.strict
+                self.taken, args, kwargs, known=known, differentiated=True, data=data, strict=self.settings.strict
             )
 
     def _choose_update(self) -> None:
