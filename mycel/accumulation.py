@@ -118,5 +118,6 @@ def _weights(captured: Captured, weighed: Weighing, leaves: Sequence[torch.Tenso
     given: dict[str, Any] = dict(zip(captured.leaves, leaves, strict=True))
     counts: Sequence[Any] = ()
     if any(isinstance(x, Var) for x in weighed.counting.results):
-        counts = interpret(weighed.counting, [given.get(v.name) for v in weighed.counting.inputs])
+        inputs: list[Any] = [given.get(v.name) for v in weighed.counting.inputs]
+        counts = interpret(weighed.counting, inputs)
     return [float(counts[term]) if isinstance(term, int) else term for term in weighed.terms]

@@ -1319,19 +1319,18 @@ class _Adding(Step):
         self._weigh = CallWeights(self._whole, lambda captured: self._trained(captured).values())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        whole = self.parts.whole() if self.parts is not None else contextlib.nullcontext()
         own = self.parts.own_batch(args, kwargs) if self.parts is not None else (args, kwargs)
-        with whole:
-            self._weights = self._weigh(*own)
+        self._weights = self._weigh(*own)
         return super().__call__(*args, **kwargs)
 
     def _whole(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
         """The loss of a batch as it is captured."""
-        known = roles_of(self.model, self.optimizer)
-        data, device = (args, kwargs), device_of(self.model)
-        args, kwargs = without_host_data(args, kwargs, device)
-        fn = self.fn if self.taken is self.fn else lambda *args, **kwargs: self.taken(*args, **kwargs)[0]
-        return capture_call(fn, args, kwargs, known=known, differentiated=True, data=data, strict=self.settings.strict)
+        known, data = roles_of(self.model, self.optimizer), (args, kwargs)
+        args, kwargs = without_host_data(args, kwargs, device_of(self.model))
+        with self.parts.whole() if self.parts is not None else contextlib.nullcontext():
+            return capture_call(
+                self.taken, args, kwargs, known=known, differentiated=True, data=data, strict=self.settings.strict
+            )
 
     def _choose_update(self) -> None:
         """Not here."""

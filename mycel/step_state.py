@@ -33,7 +33,7 @@ from mycel.run.reading import Wanted, load_parts
 from mycel.run.shards import MANIFEST, Manifest, read_manifest
 from mycel.run.shares import Shares
 from mycel.run.snapshot import Layouts
-from mycel.run.torch_checkpoint import has_torch_weights, weights_of
+from mycel.run.torch_checkpoint import has_torch_weights, optimizer_slots, weights_of
 
 Tensors = dict[str, torch.Tensor]
 NAME = "model.safetensors"  # of weights alone
@@ -211,14 +211,18 @@ class StepState:
             )
         with self.whole(loading=True):
             self.model.load_state_dict(state["model"])
+        self._load_optimizer(state["optimizer"])
+        self.set_counters(state["step"])
+        self.messages.take({name: x.clone() for name, x in state.get("messages", {}).items()}, whole=True)
+
+    def _load_optimizer(self, state: dict[str, Any]) -> None:
+        """The optimiser's state, whole, of which this rank keeps its part."""
         with self._open():
-            self.optimizer.load_state_dict(state["optimizer"])
+            self.optimizer.load_state_dict(state)
         for held in self.optimizer.state.values():  # of its own: torch takes the tensors that it is given
             held.update({slot: x.clone() for slot, x in held.items() if isinstance(x, torch.Tensor)})
         if self.split is not None:
             self.split.cut_state()
-        self.set_counters(state["step"])
-        self.messages.take({name: x.clone() for name, x in state.get("messages", {}).items()}, whole=True)
 
     @contextlib.contextmanager
     def whole(self, rank: int | None = None, loading: bool = False) -> Iterator[nn.Module]:
@@ -436,7 +440,23 @@ class StepState:
                     "  try       the folder of this model"
                 )
             self.model.load_state_dict(saved, strict=False)
+        if slots := optimizer_slots(folder, state):
+            self._load_slots(folder, slots)
         return 0
+
+    def _load_slots(self, folder: Path, slots: Mapping[str, dict[str, torch.Tensor]]) -> None:
+        """What an optimiser of torch's kept of parameters, by their names or numbers."""
+        names = self._names()
+        ordered = [names.get(id(p), "") for group in self.optimizer.param_groups for p in group["params"]]
+        numbers = {**{str(i): i for i in range(len(ordered))}, **{name: i for i, name in enumerate(ordered) if name}}
+        if strange := [owner for owner in slots if owner not in numbers]:
+            raise CheckpointError(
+                f"the optimiser's state is of another model: {strange[0]}\n  at        {folder}\n"
+                "  try       the folder of this model and optimiser"
+            )
+        with self._open():
+            groups = self.optimizer.state_dict()["param_groups"]
+        self._load_optimizer({"state": {numbers[k]: held for k, held in slots.items()}, "param_groups": groups})
 
     @property
     def process(self) -> MeshProcess:

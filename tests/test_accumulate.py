@@ -212,6 +212,25 @@ def test_calls_of_unequal_size_are_one_batch(kind):
         torch.testing.assert_close(dict(model.state_dict()), dict(twin.state_dict()))
 
 
+def test_calls_with_outputs():
+    """What a loss returns besides weighs nothing."""
+
+    def loss(out, y):
+        return F.cross_entropy(out, y), {"accuracy": (out.argmax(-1) == y).float().mean()}
+
+    model = nn.Linear(4, 5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = mycel.train_step(model, optimizer, loss, compile=False, outputs=True)
+    twin, (x, y) = copy.deepcopy(model), (torch.randn(6, 4), torch.randint(0, 5, (6,)))
+    for part in (slice(0, 4), slice(4, 6)):
+        value, outputs = step.accumulate(x[part], y[part])
+        torch.testing.assert_close(value, F.cross_entropy(twin(x[part]), y[part]).detach())
+        assert outputs["accuracy"].shape == ()
+    step.apply()
+    F.cross_entropy(twin(x), y).backward()
+    torch.testing.assert_close(model.weight, twin.weight - 0.1 * twin.weight.grad)
+
+
 def test_a_call_without_labels_counts_for_nothing():
     model = nn.Linear(4, 5)
     step = mycel.train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), F.cross_entropy, compile=False)

@@ -181,7 +181,8 @@ unknown key trian
 unknown key data.seq_len
   at        run.yaml:1:8
             data: {seq_len: 128}
-  try       one of train, validation, split, weights, format, fields, tokenizer, length, pack, cache, stream""",
+  try       one of train, validation, split, weights, format, fields, tokenizer, length, pack, buckets, cache, \
+stream, shuffle_buffer""",
     "train:\n  steps: many\n": """\
 train.steps is "many", not a whole number from 1 to 2147483647
   at        run.yaml:2:3

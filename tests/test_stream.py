@@ -4,6 +4,7 @@ goes on to the bit."""
 from __future__ import annotations
 
 import json
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -52,12 +53,32 @@ def test_windows_are_the_joined_documents_epoch_after_epoch(tmp_path, together, 
 def test_a_run_on_a_stream_goes_on_to_the_bit(disk, tmp_path):
     (tmp_path / "held.txt").write_text(TEXT[:400])
     level = {"schedule": {"kind": "constant", "warmup": 0}, "checkpoint": {"every": 5}}
-    data = {"stream": True, "validation": str(tmp_path / "held.txt")}
+    data = {"stream": True, "validation": str(tmp_path / "held.txt"), "shuffle_buffer": 7}
     whole, twice = (config(disk, tmp_path / name, data=data, **level) for name in ("whole", "twice"))
     assert train(whole) == 0
     assert train(config(disk, tmp_path / "twice", data=data, train={"steps": 5}, **level)) == 0
     assert train(twice, resume=tmp_path / "twice") == 0
     assert measured(tmp_path / "twice")[-1] == measured(tmp_path / "whole")[-1]
+
+
+@pytest.mark.parametrize("buffer", [1, 3, 50])
+def test_a_mixed_stream_is_the_same_windows_in_another_order(tmp_path, buffer):
+    """None is lost or doubled but those that are held back, none comes earlier than the buffer lets it; the order is
+    the seed's, wherever one begins to read."""
+    (tmp_path / "a.txt").write_text("".join(chr(97 + i % 23) for i in range(8 * 71)))
+    files = find(tmp_path, "auto")
+
+    def read(seed, first=0, **more):
+        made = streams.Stream(files, FIELDS, Bytes(), 8, **more, seed=seed)
+        return [made.batch([i])["input_ids"].tobytes() for i in range(first, 60)]
+
+    plain = [*read(0)]
+    more = streams.Stream(files, FIELDS, Bytes(), 8).batch(range(60 + buffer))["input_ids"]
+    mixed = read(1, buffer=buffer)
+    assert Counter(mixed) <= Counter(x.tobytes() for x in more)
+    assert all(mixed[i] in [x.tobytes() for x in more[: i + 1 + buffer]] for i in range(60))
+    assert mixed == read(1, buffer=buffer) and mixed[20:] == read(1, 20, buffer=buffer)
+    assert buffer == 1 or (mixed != plain and mixed != read(2, buffer=buffer))
 
 
 def test_an_empty_stream_is_refused(tmp_path):

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import mycel
 from mycel.errors import CheckpointError
@@ -59,6 +60,35 @@ def test_torch_loads_what_a_step_saved(tmp_path):
     moments = {"optimizer.0.weight.exp_avg": torch.empty(6, 4)}
     dcp.load(moments, storage_reader=CheckpointReader(tmp_path), no_dist=True)
     assert torch.equal(moments["optimizer.0.weight.exp_avg"], step.optimizer.state[model[0].weight]["exp_avg"])
+
+
+@pytest.mark.parametrize("by", ["name", "number"])
+def test_a_step_goes_on_from_torchs_optimiser(tmp_path, by):
+    """A run of plain torch, saved by torch.distributed.checkpoint: a step from there goes on as torch would."""
+    saved, model = net(0), net(1)
+    plain = torch.optim.AdamW(saved.parameters(), lr=0.1)
+
+    def further():
+        plain.zero_grad()
+        nn.functional.mse_loss(saved(x), y).backward()
+        plain.step()
+
+    x, y = torch.randn(8, 4), torch.randn(8, 4)
+    further()
+    state = get_optimizer_state_dict(saved, plain) if by == "name" else plain.state_dict()
+    dcp.save({"model": saved.state_dict(), "optim": state}, checkpoint_id=tmp_path)
+    step = mycel.train_step(model, torch.optim.AdamW(model.parameters(), lr=0.1), nn.functional.mse_loss)
+    step.load(tmp_path)
+    further()
+    step(x, y)
+    torch.testing.assert_close(dict(model.state_dict()), dict(saved.state_dict()))
+
+
+def test_state_of_another_optimiser_is_named(tmp_path):
+    state = {"model": net(0).state_dict(), "optim": {"state": {"9.weight": {"exp_avg": torch.ones(3)}}}}
+    dcp.save(state, checkpoint_id=tmp_path)
+    with pytest.raises(CheckpointError, match=r"the optimiser's state is of another model: 9.weight"):
+        step_of(net(0)).load(tmp_path)
 
 
 class Evil:

@@ -2,6 +2,7 @@
 
     weights_of(folder, names)      a model's weights from pytorch_model*.bin (shards too), or from a folder that
                                    torch.distributed.checkpoint wrote
+    optimizer_slots(folder, names) what an optimiser kept there of each parameter, by name or number, if anything
     CheckpointReader(folder)       torch.distributed.checkpoint.load(state, storage_reader=CheckpointReader(folder)):
                                    our checkpoint, its tensors under the names model.NAME and optimizer.NAME.SLOT
 
@@ -69,17 +70,32 @@ class _Restricted(pickle.Unpickler):
         return super().find_class(module, name)
 
 
+def optimizer_slots(folder: Path, names: Iterable[str]) -> dict[str, dict[str, torch.Tensor]]:
+    """What an optimiser kept of each parameter in a distributed checkpoint, {owner: {slot: tensor}}: the owner by its
+    name, as torch.distributed.checkpoint.state_dict writes it, or by its number, as an optimiser's state_dict does."""
+    if not (folder / INDEX).is_file():
+        return {}
+    known = _tensors(folder)
+    before = _before(known, [*names])
+    weights = {f"{before}{name}" for name in names}
+    wanted = {key: parts for key in known if key not in weights and (parts := _slot(key)) is not None}
+    slots: dict[str, dict[str, torch.Tensor]] = {}
+    for key, x in _read(folder, {key: known[key] for key in wanted}).items():
+        owner, slot = wanted[key]
+        slots.setdefault(owner, {})[slot] = x
+    return slots
+
+
+def _slot(key: str) -> tuple[str, str] | None:
+    """optim.state.layers.0.weight.exp_avg => (layers.0.weight, exp_avg)"""
+    _, found, rest = f".{key}".partition(".state.")
+    owner, _, slot = rest.rpartition(".")
+    return (owner, slot) if found and owner else None
+
+
 def _distributed(folder: Path, names: list[str]) -> dict[str, torch.Tensor]:
     """The tensors of these names in a distributed checkpoint, whatever stands before them there (model., say)."""
-    from torch.distributed.checkpoint import FileSystemReader
-    from torch.distributed.checkpoint import load as load_distributed
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
-    class RestrictedReader(FileSystemReader):
-        def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
-            return _index(folder)
-
-    known = {k: v for k, v in _index(folder).state_dict_metadata.items() if isinstance(v, TensorStorageMetadata)}
+    known = _tensors(folder)
     before = _before(known, names)
     if before is None:
         raise CheckpointError(
@@ -87,9 +103,29 @@ def _distributed(folder: Path, names: list[str]) -> dict[str, torch.Tensor]:
             f"{', '.join([*known][:3]) or 'no tensor'} …\n  at        {folder}\n  try       the model it was saved from"
         )
     wanted = {f"{before}{name}": name for name in names if f"{before}{name}" in known}
-    state = {key: torch.empty(known[key].size, dtype=known[key].properties.dtype) for key in wanted}
-    load_distributed(state, storage_reader=RestrictedReader(folder), no_dist=True)
-    return {wanted[key]: x for key, x in state.items()}
+    return {wanted[key]: x for key, x in _read(folder, {key: known[key] for key in wanted}).items()}
+
+
+def _tensors(folder: Path) -> dict[str, Any]:
+    """What is known of the tensors in a distributed checkpoint."""
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    return {k: v for k, v in _index(folder).state_dict_metadata.items() if isinstance(v, TensorStorageMetadata)}
+
+
+def _read(folder: Path, described: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Tensors of a distributed checkpoint, whole."""
+    from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint import load as load_distributed
+
+    class RestrictedReader(FileSystemReader):
+        def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
+            return _index(folder)
+
+    state = {key: torch.empty(x.size, dtype=x.properties.dtype) for key, x in described.items()}
+    if state:
+        load_distributed(state, storage_reader=RestrictedReader(folder), no_dist=True)
+    return state
 
 
 def _before(known: Iterable[str], names: list[str]) -> str | None:

@@ -6,6 +6,7 @@ Config ──▶ device ──▶ tokenizer, data ──▶ model ──▶ adap
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,7 +17,6 @@ import torch
 from torch import nn
 
 from mycel.errors import TrainError
-from mycel.feed import Local
 from mycel.ir import Mesh
 from mycel.plan import STAGE_AXIS
 from mycel.several_optimizers import SeveralOptimizers
@@ -37,6 +37,7 @@ from mycel.train.tasks import LABELLED_TASKS, task_data, task_loss, with_referen
 from mycel.train.tokenize import VOCABULARIES, Tokenizer, load_tokenizer
 from mycel.train.waiting import Waiting
 from mycel.train.weights import one_line
+from mycel.train.widths import Widths
 
 
 @dataclass(frozen=True)
@@ -90,15 +91,31 @@ class Assembly:
         held = self.step.parts
         return held.opened() if held is not None else contextlib.nullcontext()
 
-    def local_step(self) -> Local:
+    @functools.cached_property
+    def widths(self) -> Widths:
+        """How wide batches are."""
+        return Widths.of(self.data.train, self.config.data.buckets)
+
+    def local_step(self) -> Callable[..., torch.Tensor]:
         """The step, called with this rank's part of a batch; compiled, once this is called."""
-        return self.step.local(**outline(self.data.train, self.rows))
+        return self.widths.local_step(self.step, self.rows)
+
+    def width_share(self, step: int) -> float:
+        """Of the longest rows there are, how wide those of a step are."""
+        return getattr(self._rows_of(step), "width", 1) / (self.data.train.length if self.widths.sizes else 1)
+
+    def _rows_of(self, step: int) -> Any:
+        """The training data, as wide as a step's batch needs it."""
+        if not self.widths.sizes:
+            return self.data.train
+        return self.widths.at(order_of(self.data.train, self.config).indices(step, self.rows))
 
     def batch(self, step: int) -> dict[str, torch.Tensor]:
         """This rank's part of what step `step`, counted from 0, learns from, on its way to the device; nothing else is
         read."""
         order = order_of(self.data.train, self.config)
-        host = rank_batch(self.step, self.data.train, self.rows, lambda rows: order.indices(step, self.rows, rows))
+        split = self._rows_of(step)
+        host = rank_batch(self.step, split, self.rows, lambda rows: order.indices(step, self.rows, rows))
         if self.device.type != "cuda":
             return host
         return {name: x.pin_memory().to(self.device, non_blocking=True) for name, x in host.items()}
@@ -228,6 +245,8 @@ def _data(config: settings.Config, tokenizer: Tokenizer | None, progress: Callab
             fields={**FIELDS, **data.fields.model_dump()},
             tokenizer=tokenizer,
             length=data.length,
+            buffer=data.shuffle_buffer,
+            seed=config.train.seed,
             cache=data.cache_folder,
             progress=progress,
         )

@@ -92,6 +92,19 @@ class Blend:
                     whole[name][rows] = x
         return whole
 
+    @property
+    def packed(self) -> bool:
+        return any(split.packed for split in self.splits)
+
+    def lengths(self, indices: Sequence[int] | npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+        """How many tokens each row has, padding not counted."""
+        at = np.asarray(indices, np.int64)
+        sources = np.searchsorted(self._bases, at, "right") - 1
+        lengths = np.zeros(len(at), np.int64)
+        for i, split in enumerate(self.splits):
+            lengths[sources == i] = split.lengths(at[sources == i] - self._bases[i])
+        return lengths
+
     def loud(self, index: int, first: int) -> int:
         """How many tokens of a sequence carry loss."""
         source = int(np.searchsorted(self._bases, index, "right")) - 1

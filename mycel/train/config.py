@@ -72,8 +72,10 @@ class DataConfig(Section):
     tokenizer: forms.Source | None = Field(default=None, description="folder, or bytes; null: the model folder's")
     length: forms.Length = Field(default=256, description="tokens in a sequence")
     pack: forms.Switch = Field(default=True, description="documents in a row; false: one each, padded")
+    buckets: forms.Lengths | None = Field(default=None, description="of padded rows; null: all of data.length")
     cache: forms.Folder | None = Field(default=None, description="of tokens; null: in the user's cache folder")
     stream: forms.Switch = Field(default=False, description="documents become tokens as they come")
+    shuffle_buffer: forms.Whole = Field(default=1024, description="sequences a stream is mixed among; 0: none")
 
     def conflicts(self) -> Iterator[Conflict]:
         if self.format not in ("auto", "text") and self.uses_stdlib:

@@ -93,6 +93,7 @@ Compile = Annotated[Literal["auto"] | Annotated[bool, Strict()], Form("auto, tru
 Text = Annotated[str, Form("text", verbatim=True)]
 Names = Annotated[tuple[Annotated[str, MinLen(1)], ...], MinLen(1), Form("a list of names")]
 Weights = Annotated[tuple[Positive, ...], MinLen(1), Form("a list of numbers above 0", "[0.7, 0.3]")]
+Lengths = Annotated[tuple[Length, ...], MinLen(1), Form("a list of whole numbers from 2", "[512, 1024]")]
 Size = Annotated[str, AfterValidator(_size), Form("a size with its unit", "20GiB")]
 Device = Annotated[
     str, StringConstraints(pattern=r"^(auto|cpu|cuda|cuda:[0-9]{1,3})$"), Form("auto, cpu, cuda or cuda:N")

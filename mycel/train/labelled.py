@@ -69,6 +69,12 @@ class Examples:
         at = np.asarray(indices, np.int64)
         return {name: x[at] for name, x in self.arrays.items()}
 
+    def lengths(self, indices: Sequence[int] | npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+        """How many tokens each row has, padding not counted; of a pair, the longer text."""
+        mask = self.arrays["attention_mask"][np.asarray(indices, np.int64)]
+        lengths: npt.NDArray[np.int64] = mask.sum(-1).reshape(len(mask), -1).max(1, initial=0)
+        return lengths
+
     def loud(self, index: int, first: int) -> int:
         """Every example weighs the same."""
         return 1

@@ -75,6 +75,12 @@ class Split:
             else {"input_ids": ids, "labels": labels, "attention_mask": mask}
         )
 
+    def lengths(self, indices: npt.NDArray[np.integer] | Sequence[int]) -> I64:
+        """How many tokens each row has, padding not counted."""
+        spans = self._spans[np.asarray(indices, np.int64)]
+        lengths: I64 = spans[:, 1] - spans[:, 0]
+        return lengths
+
     def loud(self, index: int, first: int) -> int:
         """How many tokens of a sequence carry loss, from its token `first` on; found without reading it."""
         count = 0

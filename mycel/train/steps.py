@@ -91,6 +91,7 @@ class Steps:
         self.stop: signal.Signals | None = None  # what all ranks know of their signals
         self.experts = expert_load.ExpertRecords(saver.folder.parent, self.done, parts.team.rank == 0, progress.note)
         self.clock = Stopwatch(parts.device)
+        self.shares: list[float] = []  # how wide batches were since the last report, of the widest
         peak = devices.peak_flops(parts.device, config.train.precision)
         self.share_of_peak = (
             models.flops_per_token(parts.outline, config.data.length) / (peak * parts.team.mesh.world) if peak else None
@@ -159,6 +160,7 @@ class Steps:
             raise TrainError(
                 f"{what}\n  at        {devices.describe(self.parts.device)}\n  try       {hint}"
             ) from error
+        self.shares.append(self.parts.width_share(self.done))
         self.done += 1
         self.clock.steps += 1
         return loss
@@ -234,8 +236,14 @@ class Steps:
         return (
             read[:count],
             read[count:],
-            self.clock.steps * self.parts.tokens / self.clock.lap() if self.clock.steps else None,
+            self._tokens_per_s(),
         )
+
+    def _tokens_per_s(self) -> float | None:
+        """Of the steps since the last lap, padding counted."""
+        shares, self.shares = self.shares, []
+        steps = self.clock.steps
+        return steps * self.parts.tokens * statistics.fmean(shares) / self.clock.lap() if steps else None
 
     def _report(self, losses: list[float], norms: list[float], tokens_per_s: float | None) -> dict[str, Any]:
         """What is recorded of the steps since the last report."""

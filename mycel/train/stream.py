@@ -1,10 +1,12 @@
 """Sequences as they come: a document becomes tokens when its turn comes, and none is kept.
 
-    files ──▶ segments ──▶ tokens ──▶ windows of `length` ──▶ 0 1 2 3 …          after the last file, the first again
+    files ──▶ segments ──▶ tokens ──▶ windows of `length` ──▶ mixed ──▶ 0 1 2 3 …        after the last file, the first
 
 For data that is larger than what one wants to tokenise before the first step.  Documents come in the order of the
-files, joined into one stream; nothing is shuffled, cached or counted.  A window is found by reading on to it, so a run
-that is resumed reads again what it has seen, and each rank reads all of it and keeps its rows.
+files, joined into one stream; nothing is cached or counted.  Windows are mixed among `buffer` of them: each time one of
+those that are held is drawn, and the next one takes its place.  What is drawn follows from the seed and the place in
+the stream alone.  A window is found by reading on to it, so a run that is resumed reads again what it has seen, to the
+bit, and each rank reads all of it and keeps its rows.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -45,9 +47,18 @@ class Stream:
 
     count = ENDLESS
 
-    def __init__(self, files: Sequence[File], fields: Mapping[str, str], tokenizer: Tokenizer, length: int) -> None:
+    def __init__(
+        self,
+        files: Sequence[File],
+        fields: Mapping[str, str],
+        tokenizer: Tokenizer,
+        length: int,
+        buffer: int = 0,
+        seed: int = 0,
+    ) -> None:
         self.files, self.fields, self.tokenizer, self.length = tuple(files), fields, tokenizer, length
-        self._windows, self._next = self._cut(), 0
+        self.buffer, self.seed = buffer, seed
+        self._windows, self._next = self._mixed(), 0
         self._held: dict[int, tuple[I64, I64]] = {}
 
     @property
@@ -58,7 +69,7 @@ class Stream:
         """The windows at `indices`; those before them are forgotten."""
         wanted = [int(i) for i in indices]
         if wanted and min(wanted) < min(self._held, default=self._next):  # from the start again
-            self._windows, self._next, self._held = self._cut(), 0, {}
+            self._windows, self._next, self._held = self._mixed(), 0, {}
         while wanted and self._next <= max(wanted):
             window = next(self._windows)
             if self._next >= min(wanted):
@@ -72,6 +83,16 @@ class Stream:
             "input_ids": np.array([ids for ids, _ in chosen], np.int64).reshape(shape),
             "labels": np.array([labels for _, labels in chosen], np.int64).reshape(shape),
         }
+
+    def _mixed(self) -> Iterator[tuple[I64, I64]]:
+        """Windows, each drawn among as many as the buffer holds."""
+        windows, draw = self._cut(), np.random.default_rng(self.seed)
+        held = [*islice(windows, self.buffer)]
+        for window in windows:
+            if held:
+                drawn = int(draw.integers(len(held)))
+                held[drawn], window = window, held[drawn]
+            yield window
 
     def _cut(self) -> Iterator[tuple[I64, I64]]:
         """Windows that hold a token to predict, without end."""
@@ -133,6 +154,8 @@ def streamed(
     fields: Mapping[str, str],
     tokenizer: Tokenizer | None,
     length: int,
+    buffer: int,
+    seed: int,
     cache: Any,
     progress: Progress | None,
 ) -> Data:
@@ -147,9 +170,16 @@ def streamed(
     held = cut(store, length, True, "validation", notes)
     bytes_ = sum(path.stat().st_size for path, _ in files)
     report = (
-        f"train: {len(files):,} files of {bytes_:,} bytes, as they come",
+        f"train: {len(files):,} files of {bytes_:,} bytes, as they come"
+        + (f", mixed among {buffer:,} sequences" if buffer else ""),
         f"validation: {held.tokens:,} tokens, {held.count:,} sequences of {length}",
     )
-    identity = [length, [(str(path), path.stat().st_size) for path, _ in files], sorted(fields.items())]
+    identity = [
+        length,
+        buffer,
+        seed if buffer else 0,
+        [(str(path), path.stat().st_size) for path, _ in files],
+        sorted(fields.items()),
+    ]
     fingerprint = hashlib.blake2b(json.dumps([*identity, tokenizer.fingerprint]).encode(), digest_size=16).hexdigest()
-    return Data(Stream(files, fields, tokenizer, length), held, (*report, *notes), fingerprint, (store,))
+    return Data(Stream(files, fields, tokenizer, length, buffer, seed), held, (*report, *notes), fingerprint, (store,))
