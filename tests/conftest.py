@@ -27,7 +27,7 @@ SLOW = {
     "places", "plan", "probe", "processes", "search", "search_given", "search_places", "shallow", "stage_offload",
     "stages", "step_memory",
     "step_models", "step_state", "sync", "tasks", "torch_update", "train", "train_export", "train_faults",
-    "train_lora", "train_messages", "train_ranks", "train_resume", "weights",
+    "train_lora", "train_messages", "train_ranks", "train_resume", "weights", "widths",
 }  # fmt: skip
 
 

@@ -239,6 +239,25 @@ def test_dicts_are_looked_at_where_one_changed():
     assert len(fast.entries) == 1
 
 
+def test_a_step_notices_what_is_frozen_and_hooked():
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+    step = mycel.train_step(net, torch.optim.SGD(net.parameters(), lr=0.1), nn.functional.cross_entropy, compile=False)
+    y = torch.tensor([0, 1, 2])
+    for _ in range(2):
+        step(X, y)
+    frozen, other = net[0].weight.clone(), net[1].weight.clone()
+    net[0].weight.requires_grad_(False)
+    step(X, y)
+    assert torch.equal(net[0].weight, frozen) and not torch.equal(net[1].weight, other)
+    net[0].weight.requires_grad_(True)
+    step(X, y)
+    assert not torch.equal(net[0].weight, frozen)
+    gradient = mycel.value_and_grad(lambda x: net(x).sum(), wrt=net)
+    before = [gradient(X)[1]["0.bias"] for _ in range(3)][-1]
+    net[0].bias.register_hook(lambda g: g * 3)
+    torch.testing.assert_close(gradient(X)[1]["0.bias"], 3 * before)
+
+
 KINDS = [torch.float32, torch.float16, torch.int32, torch.bool]
 
 
