@@ -334,6 +334,17 @@ def test_told_differences_and_what_is_left_of_them_are_all_there_was(kind):
         assert all(torch.equal(x, own[i % alike]) for i, x in enumerate(own))
 
 
+def test_what_is_gathered_follows_the_level_of_zero_of_each_parameter():
+    """One that every rank updates is told of by none; one that is held whole is not gathered for use."""
+    shapes, common = {"up.weight": (67, 40), "down.weight": (40, 67)}, {"mesh": {"dp": 2}, "batch": ["dp"]}
+    told = {"gather": {"dp": dict.fromkeys(COMPRESSED, "int4+ef")}, "zero": {"up.weight": 0, "*": "2 over dp"}}
+    plan = Plan.read({**common, **told})
+    assert plan.told_codecs(shapes) == {"down.weight": "int4"} and not plan.gathered_codecs(shapes)
+    used = {"gather": {"dp": dict.fromkeys(COMPRESSED, "int8")}, "zero": {"up.weight": 1, "*": "3 over dp"}}
+    plan = Plan.read({**common, **used})
+    assert plan.gathered_codecs(shapes) == {"down.weight": "int8"} and not plan.told_codecs(shapes)
+
+
 def test_differences_are_kept_by_a_skipped_step_and_cost_the_bytes_of_their_codec():
     case, exact = (telling("zero 1", codec) for codec in ("int4+ef", "exact"))
     values = case.values(poison=True)

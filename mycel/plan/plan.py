@@ -568,11 +568,13 @@ class Plan:
 
     def gathered_codecs(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, str]:
         """How parts of parameters of these shapes are encoded when they are gathered, by name."""
-        return self._gather_codecs(shapes) if self.zero == 3 else {}
+        codecs = self._gather_codecs(shapes) if self.zero == 3 else {}
+        return {name: codec for name, codec in codecs.items() if self.level(name) == 3}
 
     def told_codecs(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, str]:
         """How changes of parameters of these shapes are encoded, of which each rank updates a part, by name."""
-        return self._gather_codecs(shapes) if self.zero in (1, 2) else {}
+        codecs = self._gather_codecs(shapes) if self.zero in (1, 2) else {}
+        return {name: codec for name, codec in codecs.items() if self.level(name) in (1, 2)}
 
     def _gather_codecs(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, str]:
         chosen = read_gather(self.gather, self.mesh, self.zero, self.over)
