@@ -119,6 +119,7 @@ class StagePieces:
     @staticmethod
     def of(laid_out: LaidOut, runs: Sequence[LayerRun], price: float, splits: bool) -> StagePieces:
         pieces = _Pieces(laid_out, price, splits)
+        runs = pieces.in_order(runs)
         names = [name for run in runs for name in run.middle]
         figures, message_bytes = pieces.cut(names)
         layer, middles = [], []
@@ -261,6 +262,10 @@ class _Pieces:
         laid_out, body = self.laid_out, self.laid_out.task.body
         residuals = plan.residuals(laid_out.local, body, laid_out.costs, [self.price])
         return StepFlow(lower.plain_sums(lower.with_residuals(laid_out.local, residuals, laid_out.spread), body), body)
+
+    def in_order(self, runs: Sequence[LayerRun]) -> list[LayerRun]:
+        """As the step calls them, which need not be the order of the model's modules."""
+        return sorted(runs, key=lambda run: plan.starts_of(self.flow, ["", run.middle[0]])[0])
 
     def cut(self, names: Sequence[str]) -> tuple[Figures, int]:
         """The figures of the pieces that begin at these modules and of the first, and the bytes of the longest message

@@ -8,11 +8,14 @@ import pytest
 import torch
 from distributing import OneDevice
 from pipelining import Tied
+from test_search import TWO, of
+from torch import nn
 
 from mycel.errors import PlanError
 from mycel.ir import Mesh
 from mycel.plan import CPU, Plan, ladder
 from mycel.planning import LaidOut, Task
+from mycel.search_space import Shape
 from mycel.stage_price import LayerRun, StagePieces, price_stages
 
 LAYERS = 9
@@ -71,3 +74,23 @@ def test_refusals(shallow):
         pieces.priced(10, "1f1b")
     with pytest.raises(PlanError, match="known     gpipe, 1f1b"):
         pieces.priced(2, "2f2b")
+
+
+class LateFirst(nn.Module):
+    """Two lists of layers, made in one order and called in the other."""
+
+    def __init__(self, layers: int = 8) -> None:
+        super().__init__()
+        self.late = nn.ModuleList(nn.Linear(8, 8) for _ in range(layers))
+        self.early = nn.ModuleList(nn.Linear(8, 8) for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in (*self.early, *self.late):
+            x = torch.relu(layer(x))
+        return x.sum()
+
+
+def test_lists_are_cut_in_the_order_of_their_calls():
+    found = of(LateFirst(), {"x": torch.empty(8, 8, device="meta")}, TWO)
+    priced = found.price(Shape(pp=2, microbatches=4))
+    assert found.is_shallow and priced.plan.stages[0].startswith("early")
