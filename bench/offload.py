@@ -196,22 +196,20 @@ def cap(budget: int) -> None:
 
 
 def longest(size: str, way: str, budget: int) -> dict[str, float]:
-    """The longest sequence that trains: two lengths say what a token takes; the length that follows is tried, and
-    shorter ones if it does not fit."""
+    """The longest sequence that trains: a short one says what a token takes beside parameters and state; the length
+    that follows is tried, and shorter ones if it does not fit."""
     import torch
 
     cap(budget)
     short = attempt(size, way, 4 * GRAIN)
-    long = attempt(size, way, 8 * GRAIN)
-    if not short or not long:
-        return long or short
-    each = (long["peak"] - short["peak"]) / (long["length"] - short["length"])
-    most = int((budget - short["peak"]) / each + short["length"]) // GRAIN * GRAIN
-    for length in range(most, 8 * GRAIN, -GRAIN):
+    if not short:
+        return short
+    each = (short["peak"] - short["held"]) / short["length"]
+    for length in range(int((budget - short["held"]) / each) // GRAIN * GRAIN, 4 * GRAIN, -GRAIN):
         torch.compiler.reset()
         if result := attempt(size, way, length):
             return result
-    return long
+    return short
 
 
 def attempt(size: str, way: str, length: int) -> dict[str, float]:
@@ -233,9 +231,9 @@ def attempt(size: str, way: str, length: int) -> dict[str, float]:
     except torch.OutOfMemoryError as e:
         print(f"{length} tokens: {str(e).splitlines()[0]}", file=sys.stderr)
         return {}
-    peak = torch.cuda.max_memory_allocated()
+    peak, held = torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()
     return {
-        "tokens_s": length / seconds, "seconds": seconds, "peak": peak, "predicted_s": 0.0, "host": 0, "start": seconds,
+        "held": held, "tokens_s": length / seconds, "seconds": seconds, "peak": peak, "predicted_s": 0.0, "host": 0, "start": seconds,
         "length": length, "first_loss": loss, "last_loss": loss,
     }  # fmt: skip
 
