@@ -233,7 +233,8 @@ def attempt(size: str, way: str, length: int) -> dict[str, float]:
         return {}
     peak, held = torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()
     return {
-        "held": held, "tokens_s": length / seconds, "seconds": seconds, "peak": peak, "predicted_s": 0.0, "host": 0, "start": seconds,
+        "held": held,
+        "tokens_s": length / seconds, "seconds": seconds, "peak": peak, "predicted_s": 0.0, "host": 0, "start": seconds,
         "length": length, "first_loss": loss, "last_loss": loss,
     }  # fmt: skip
 
