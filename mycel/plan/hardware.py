@@ -202,7 +202,9 @@ def _measured(preset: Hardware, data: Mapping[str, Any]) -> Hardware:
         unaligned=tuple(float(x) for x in data.get("unaligned", preset.unaligned)),
         rates=rates,
         levels=tuple(
-            fitted(level["name"], int(level["ranks"]), float(level["busy"]), level["messages"])
+            fitted(
+                level["name"], int(level["ranks"]), float(level["busy"]), level["messages"], float(level.get("late", 0))
+            )
             for level in data.get("levels", ())
         ),
     )

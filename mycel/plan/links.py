@@ -27,7 +27,8 @@ class Link:
 
     ranks     the largest group of consecutive ranks that it joins
     busy      the share of a message's seconds in which the device cannot compute beside it
-    measured  (collective, bytes a second, seconds to start), where these differ"""
+    measured  (collective, bytes a second, seconds to start), where these differ
+    late      seconds for which a rank waits for others at each message, where they share cores"""
 
     bytes_s: float
     start_s: float
@@ -35,11 +36,12 @@ class Link:
     ranks: int = 1 << 30
     busy: float = 0.0
     measured: tuple[tuple[str, float, float], ...] = ()
+    late: float = 0.0
 
     def seconds(self, name: str, k: int, local_bytes: float) -> float:
         """One collective between k ranks, each of which puts `local_bytes` in."""
         bytes_s, start_s = next(((b, s) for n, b, s in self.measured if n == name), (self.bytes_s, self.start_s))
-        return sent(name, k, local_bytes) / bytes_s + _steps(name, k) * start_s
+        return sent(name, k, local_bytes) / bytes_s + _steps(name, k) * start_s + self.late
 
     def data(self) -> list[float] | dict[str, Any]:
         """As a plan writes it: [bytes a second, seconds to start], or all of it, where more is known."""
@@ -88,12 +90,14 @@ class Links:
         return tuple(dict.fromkeys(self.of((axis,)).name for axis in self.mesh.axes))
 
 
-def fitted(name: str, ranks: int, busy: float, messages: Mapping[str, Sequence[Sequence[float]]]) -> Link:
+def fitted(
+    name: str, ranks: int, busy: float, messages: Mapping[str, Sequence[Sequence[float]]], late: float = 0.0
+) -> Link:
     """The level of what was measured: by collective (ranks, bytes each puts in, seconds); least squares of relative
     errors, no number below zero."""
     measured = tuple((op, *_fit(op, points)) for op, points in sorted(messages.items()))
     first = next((x for x in measured if x[0] == "all_reduce"), measured[0])
-    return Link(first[1], first[2], name, ranks, busy, measured)
+    return Link(first[1], first[2], name, ranks, busy, measured, late)
 
 
 def _fit(name: str, points: Sequence[Sequence[float]]) -> tuple[float, float]:

@@ -312,15 +312,15 @@ class Probe:
 
     def _level(self, name: str, ranks: int, groups: Sequence[tuple[str, ...]]) -> dict[str, Any]:
         messages: dict[str, list[list[float]]] = {}
-        late = {axes: self._late(axes) if self.is_crowded else 0.0 for axes in groups}
         for op in COLLECTIVES:
             self.say(f"{op} over {name}")
             messages[op] = [
-                [self.ranks.mesh.count(axes), size, _short(self._message(op, axes, size, often) + late[axes])]
+                [self.ranks.mesh.count(axes), size, _short(self._message(op, axes, size, often))]
                 for axes in groups
                 for size, often in self.sizes["message"]
             ]
-        return {"name": name, "ranks": ranks, "busy": _short(self._busy(groups[-1])), "messages": messages}
+        level = {"name": name, "ranks": ranks, "busy": _short(self._busy(groups[-1])), "messages": messages}
+        return {**level, "late": _short(self._late(groups[-1]))} if self.is_crowded else level
 
     def _message(self, op: str, axes: tuple[str, ...], size: int, often: int) -> float:
         """Seconds of one; as often on all ranks."""
@@ -344,6 +344,7 @@ class Probe:
     def _late(self, axes: tuple[str, ...]) -> float:
         """Seconds by which a message takes longer where each rank computes before it: they share cores, and one waits
         for the turns of another."""
+        self.say("messages that come from products")
         n = self.sizes["product"][-3]
         x = self._rand(n, n)
         send = self._sender("all_reduce", axes, self.sizes["message"][0][0])
