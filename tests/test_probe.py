@@ -1,6 +1,7 @@
 """The probe measures, and planning can read what it wrote."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -60,7 +61,7 @@ def test_processes_measure_the_links_between_them(tmp_path):
     child = tmp_path / "child.py"
     child.write_text(
         "import sys, yaml\nfrom mycel.run import probe as measuring\n"
-        f"measuring.SIZES['cpu'] = {TINY!r}\nmeasuring.LEAST_S = 0.0\n"
+        f"measuring.SIZES['cpu'] = {TINY!r}\nmeasuring.LEAST_S = 0.0\nmeasuring.CROWDED_S = 0.01\n"
         "data = measuring.probe('cpu')\n"
         "open(sys.argv[1], 'w').write(yaml.safe_dump(data)) if measuring.seat().rank == 0 else None\n"
     )
@@ -68,7 +69,11 @@ def test_processes_measure_the_links_between_them(tmp_path):
     device = probed(CPU, file.read_text())
     (level,) = device.levels
     data = yaml.safe_load(file.read_text())["levels"][0]
-    assert level == fitted("host", 4, data["busy"], data["messages"]) and 0 <= level.busy <= 1
+    late = data.get("late", 0.0)  # where ranks share cores
+    assert level == fitted("host", 4, data["busy"], data["messages"], late) and 0 <= level.busy <= 1
+    assert late >= 0 and level.seconds("all_reduce", 4, 1e6) == pytest.approx(
+        replace(level, late=0.0).seconds("all_reduce", 4, 1e6) + late
+    )
     assert {name for name, _, _ in level.measured} == set(measuring.COLLECTIVES)
     assert {k for points in data["messages"].values() for k, _, _ in points} == {2, 4}
     assert device.links(Mesh(dp=2, tp=2)).levels == ("host",)
