@@ -18,7 +18,7 @@ from mycel.ir import Axes, Layout, Mesh, Type, part
 from mycel.ops import o
 from mycel.plan.choices import PARTIAL, WHOLE, Label, Options
 from mycel.plan.graph import Graph, Node, Source
-from mycel.plan.least import Sum
+from mycel.plan.least import Sum, Table
 from mycel.plan.preferences import made_of, norm_labels, place, updates, weights
 from mycel.plan.setting import Setting, Solution
 
@@ -35,6 +35,7 @@ class ByAxis:
     places: dict[Node, Layout] = field(default_factory=dict)
     swapped: dict[tuple[Node, str], Axes] = field(default_factory=dict)
     _moving: dict[Any, float] = field(default_factory=dict)
+    _tables: dict[Any, Table] = field(default_factory=dict)
 
     @property
     def graph(self) -> Graph:
@@ -109,10 +110,7 @@ class ByAxis:
             shift = source.rows - cut
             have = [_shifted(x.get(source.output, WHOLE), shift) for x in lies[source.node][1]]
             want = [x.get(operand, WHOLE) for x in lies[node][0]]
-            size = sizes[source]
-            table = np.array(
-                [[NEVER if h is None else often * self.moving(h, w, size, axis) for w in want] for h in have]
-            )
+            table = often * self._table(tuple(have), tuple(want), sizes[source], axis)
             if (
                 source in derived
                 and node in g.options
@@ -195,6 +193,14 @@ class ByAxis:
         if seconds is None:
             seconds = self._moving[key] = self._moved(have, want, size, axis)
         return seconds
+
+    def _table(self, have: tuple[int | None, ...], want: tuple[int, ...], size: float, axis: str) -> Table:
+        """Seconds from each place to each other; the same for many values."""
+        key = (have, want, size, axis)
+        if key not in self._tables:
+            rows = [[NEVER if h is None else self.moving(h, w, size, axis) for w in want] for h in have]
+            self._tables[key] = np.array(rows)
+        return self._tables[key]
 
     def _moved(self, have: int, want: int, size: float, axis: str) -> float:
         k, links = self.mesh[axis], self.setting.moves.links
