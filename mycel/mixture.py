@@ -13,6 +13,7 @@ that depend on the routing; this has not.  No token is dropped, whatever the rou
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -148,8 +149,7 @@ class SeenRouting:
             routed = torch.cat([x for r in layers for x in (r.counts, r.not_finite.reshape(1))])
             return routed if alone else (value, routed)
 
-        seen.__wrapped__ = fn  # type: ignore[attr-defined]  # what capture looks for is behind it
-        return seen
+        return functools.update_wrapper(seen, fn, assigned=(), updated=())  # what capture looks for is behind it
 
     def _named(self, layers: list[Routing]) -> Iterator[SeenLayer]:
         """Layers with names of their own, also where one runs twice."""
