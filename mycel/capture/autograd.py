@@ -17,10 +17,10 @@ import torch
 
 from mycel.capture.fence import refuse
 from mycel.capture.inline import splice_program
-from mycel.capture.nested import is_inside
+from mycel.capture.nested import is_inside, unrecorded
 from mycel.capture.record import Traced
 from mycel.capture.trace import Tracer
-from mycel.ir import Block, Builder, Eqn, Program, Var, lookup
+from mycel.ir import Block, Builder, Eqn, Program, Var, is_float, lookup
 from mycel.ops import o
 
 Derive = Callable[[Program, Sequence[int]], Program]  # -> value, gradient of each of these inputs
@@ -121,6 +121,41 @@ def as_leaf(tracer: Tracer, x: Traced) -> None:
     with tracer:
         cell.note()
         cell.var = o.reshape(cell.read(), shape=cell.var.shape)
+
+
+def requires_grad(tracer: Tracer, x: Traced) -> bool:
+    """x.requires_grad: would torch record a gradient of it?  That follows from the tensors it is made of, those the
+    code reaches, which is guarded; an argument asks for none."""
+    leaves, frozen = {tracer.cell(leaf).read() for leaf in tracer.leaves}, unrecorded(tracer)
+    inputs = dict(zip(tracer.inputs, (t for t, _ in tracer.lifted.values()), strict=False))
+    reached = {v for v, _ in tracer.state}
+    held: dict[int, torch.Tensor] = {}
+    stack, seen = [tracer.cell(x).read()], set(frozen)
+    if stack[0] in leaves:
+        return True
+    while stack:
+        v = stack.pop()
+        if v in seen or not (is_float(v.dtype) or v.dtype.is_complex):
+            continue
+        seen.add(v)
+        tensor, eqn = inputs.get(v), tracer.made.get(v)
+        if v in leaves or (type(tensor) is Traced and requires_grad(_tracer_of(tensor), tensor)):
+            return tracer.grad_mode
+        if eqn is not None:
+            stack += () if eqn.op is o.stop_gradient else eqn.vars
+        elif tensor is None:  # what a loop hands on from turn to turn
+            return tracer.grad_mode
+        elif v in reached and type(tensor) is not Traced:
+            held[id(tensor)] = tensor
+    recorded = tracer.grad_mode and any(t.requires_grad for t in held.values())
+    if held and [*held] not in [[*map(id, tensors)] for tensors, _ in tracer.recorded]:
+        tracer.recorded.append(([*held.values()], recorded))
+    return recorded
+
+
+def _tracer_of(x: Traced) -> Tracer:
+    assert isinstance(x.tracer, Tracer)
+    return x.tracer
 
 
 def _between(tracer: Tracer, wrt: Sequence[Var], values: Sequence[Var]) -> tuple[list[Eqn], set[Var]]:

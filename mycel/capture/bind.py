@@ -42,7 +42,7 @@ import torch
 from mycel.capture.function import Captured
 from mycel.capture.state import Guarded, Location, holds, is_static, is_there, owner, shadowed_by
 from mycel.capture.tree import Tree, maker
-from mycel.capture.versions import DICTS_TELL, TENSORS_TELL, TensorTypes, dict_of, dict_versions, is_plain
+from mycel.capture.versions import DICTS_TELL, TENSORS_TELL, TensorTypes, dict_of, dict_versions, dict_word, is_plain
 
 MISS = object()
 NEVER = (None, ())  # versions of dicts, and the state they held, where they were never looked at
@@ -74,6 +74,7 @@ class _GuardWriter:
         self.anchors: list[Any] = []  # keeps objects alive whose ids are in `names`
         self.walk: list[str] = []  # what is done where a dict changed
         self.dicts: list[dict[Any, Any]] = []  # whose changes are noticed
+        self.things: list[Any] = []  # objects that may be given other dicts
         self.rebound = {id(owner(place.container)) for place, _ in captured.effects}  # by every call
         self.remembered: list[str] = []  # state that is read in the walk alone
 
@@ -226,8 +227,23 @@ class _GuardWriter:
         for lines, name, some in self.split("SIZES", sizes, lambda held: held[0]):
             self.env[name] = some
             lines += [f"for held, size in {name}:", "    if len(held) != size: return MISS"]
+        self.owners([*chain.values(), *statics], locations)
         self.watch("LINKS", [*chain.values()], "{0} is not {1}")
         self.watch("STATICS", statics, "{0} is not {1} and (type({0}) is not type({1}) or {0} != {1})")
+
+    def owners(self, links: Sequence[Guarded], locations: Sequence[Location]) -> None:
+        """Objects whose attributes are looked at have the dicts they had."""
+        places = [*(link.place for link in links), *locations]
+        inside = [(place.inside.value, owner(place.container)) for place in places if place.inside is not None]
+        pairs = [*inside, *((module, vars(module)) for module in self.c.modules)]
+        things = {id(thing): thing for thing, held in pairs if getattr(thing, "__dict__", None) is held}
+        known = [x for x in things.values() if DICTS_TELL and dict_word(x) is not None]
+        self.things = known
+        unknown = [x for x in things.values() if not DICTS_TELL or dict_word(x) is None]
+        for lines, name, some in ((self.walk, "OWNERS", known), (self.lines, "OTHER_OWNERS", unknown)):
+            if some:
+                self.env[name] = [(thing, vars(thing)) for thing in some]
+                lines += [f"for thing, held in {name}:", "    if thing.__dict__ is not held: return MISS"]
 
     def watch(self, name: str, links: Sequence[Guarded], miss: str) -> None:
         """One guard for each link: written out for closure cells, one loop for all others."""
@@ -307,7 +323,7 @@ class _GuardWriter:
             self.lines += self.walk
             self.remembered = []
             return
-        self.env.update(versions=dict_versions(self.dicts), SEEN=[NEVER], NEVER=NEVER)
+        self.env.update(versions=dict_versions(self.dicts, self.things), SEEN=[NEVER], NEVER=NEVER)
         state, remembered = ", ".join(self.values[k] for k in self.remembered), ["pass"]
         if self.remembered:
             held = self.held(self.remembered)

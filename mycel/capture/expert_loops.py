@@ -14,20 +14,22 @@ arm that adds to y.  An arm is a layer's share if
     its expert       is a product, something on elements, a product; in all arms alike
     ids              are from a topk or argmax over as many scores as there are arms: no token has an expert twice
 
-All else stays as it was traced.
+All else stays as it was traced.  Loops that write where a mask holds are in `expert_masks.py`.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from mycel.capture.expert_masks import MaskedLoops
 from mycel.capture.experts import is_on_elements
-from mycel.ir import Atom, Block, Builder, Eqn, Program, Var, call, prune, substitute
+from mycel.ir import Atom, Block, Builder, Eqn, Program, Var, call, cond, prune, substitute
 from mycel.ir.types import NAMES
 from mycel.ops import o
 
@@ -87,16 +89,17 @@ def merged_loops(program: Program) -> tuple[Program, set[str]]:
     lines: set[str] = set()
     blocks = {}
     for name, block in program.blocks.items():
-        adds = any(eqn.op in (o.index_add, o.index_put) for eqn in block.eqns)
-        blocks[name] = _Loops(block, program.blocks).merged(lines) if adds else block
+        adds = any(eqn.op in (o.index_add, o.index_put, o.where, cond) for eqn in block.eqns)
+        blocks[name] = Loops.merged_in(block, program.blocks, lines) if adds else block
     return (prune(replace(program, blocks=blocks)), lines) if lines else (program, lines)
 
 
-class _Loops:
+class Loops:
     """A block whose equations are numbered by value: what is computed twice is one variable."""
 
-    def __init__(self, block: Block, blocks: Mapping[str, Block]) -> None:
-        self.block, self.b = block, Builder()
+    def __init__(self, block: Block, blocks: Mapping[str, Block], open_branches: bool) -> None:
+        self.block, self.b, self.open_branches = block, Builder(), open_branches
+        self.branches: dict[Var, tuple[Any, Any]] = {}  # results of a branch that is open: its condition, and what else
         self.b.reserve(v.name for v in (*block.inputs, *(v for e in block.eqns for v in e.outputs)))
         self.eqns: list[Eqn] = []
         self.same: dict[Atom, Atom] = {}
@@ -108,13 +111,37 @@ class _Loops:
             for one in self._inlined(eqn, blocks):
                 self._add(one)
 
+    @classmethod
+    def merged_in(cls, block: Block, blocks: Mapping[str, Block], lines: set[str]) -> Block:
+        """The block with its loops as operators; `if mask.any():` around what an expert adds is a branch that says
+        nothing, where all such branches become parts of operators."""
+        if any(eqn.op is cond for eqn in block.eqns):
+            loops, told = cls(block, blocks, True), set[str]()
+            merged = loops.merged(told)
+            alive = {loops._final(v) for eqn in merged.eqns for v in eqn.vars} | set(merged.outputs)
+            if told and not alive & set(loops.branches):
+                lines |= told
+                return merged
+        return cls(block, blocks, False).merged(lines)
+
+    def _opened(self, eqn: Eqn, blocks: Mapping[str, Block]) -> Block | None:
+        """What is behind a call or, where they are to be open, a branch that else changes nothing."""
+        if eqn.op is call:
+            return blocks[eqn.params["block"]]
+        if eqn.op is not cond or not self.open_branches or len(eqn.outputs) != 1:
+            return None
+        then, orelse = (blocks[eqn.params[k]] for k in ("then", "orelse"))
+        is_plain = not orelse.eqns and not any(e.op.effect or e.op.python or any(e.refs) for e in then.eqns)
+        return then if is_plain and orelse.outputs[0] in orelse.inputs else None
+
     def _inlined(self, eqn: Eqn, blocks: Mapping[str, Block]) -> Iterator[Eqn]:
         """Small blocks as their equations."""
-        body = blocks[eqn.params["block"]] if eqn.op is call else None
-        if body is None or len(body.eqns) > SMALL:
+        body = self._opened(eqn, blocks)
+        if body is None or len(body.eqns) > (SMALL if eqn.op is call else 2 * SMALL):
             yield eqn
             return
-        values: dict[Var, Atom] = dict(zip(body.inputs, eqn.inputs, strict=True))
+        given = eqn.inputs if eqn.op is call else eqn.inputs[1:]
+        values: dict[Var, Atom] = dict(zip(body.inputs, given, strict=True))
         for inner in body.eqns:
             outs = tuple(Var(self.b.name(v.name), v.type) for v in inner.outputs)
             moved = replace(substitute(inner, values), outputs=outs)
@@ -122,6 +149,10 @@ class _Loops:
             yield from self._inlined(moved, blocks)
         for v, x in zip(eqn.outputs, body.outputs, strict=True):
             self.same[v] = self._value(values.get(x, x) if isinstance(x, Var) else x)
+        if eqn.op is cond:
+            orelse = blocks[eqn.params["orelse"]]
+            old = given[orelse.inputs.index(orelse.outputs[0])]  # type: ignore[arg-type]
+            self.branches[self.same[eqn.outputs[0]]] = self._value(eqn.inputs[0]), self._value(old)  # type: ignore[index]
 
     def _value(self, x: Atom) -> Atom:
         return self.same.get(x, x) if isinstance(x, Var) else x
@@ -186,14 +217,23 @@ class _Loops:
         """x with some variables replaced by others."""
         if not isinstance(x, Var):
             return x
-        if x not in values:
-            eqn, i = self.made.get(x, (None, 0))
-            inputs = tuple(self.again(v, values) for v in eqn.inputs) if eqn is not None else ()
+        waiting = [x]
+        while waiting:
+            v = waiting[-1]
+            eqn, i = self.made.get(v, (None, 0))
+            missing = [u for u in eqn.vars if u not in values] if eqn is not None and v not in values else []
+            if missing:
+                waiting += missing
+                continue
+            waiting.pop()
+            if v in values:
+                continue
+            inputs = tuple(values[u] if isinstance(u, Var) else u for u in eqn.inputs) if eqn is not None else ()
             if eqn is None or inputs == eqn.inputs:
-                values[x] = x
+                values[v] = v
             else:
-                outs = tuple(Var(self.b.name(v.name), v.type) for v in eqn.outputs)
-                values[x] = self._add(replace(eqn, inputs=inputs, outputs=outs))[i]
+                outs = tuple(Var(self.b.name(u.name), u.type) for u in eqn.outputs)
+                values[v] = self._add(replace(eqn, inputs=inputs, outputs=outs))[i]
         return values[x]
 
     # -- arms
@@ -211,6 +251,7 @@ class _Loops:
             while chain[0].before in arms:
                 chain.insert(0, arms[chain[0].before])
             done |= self._merge(chain, uses, lines)
+        done |= MaskedLoops(self).merge(lines)
         if not done:
             return self.block
         return Block(self.block.inputs, tuple(self._used()), self.outputs)
@@ -432,29 +473,37 @@ class _Loops:
     def _write(self, chain: list[Arm], x: Var, routed: Routed, all_count: bool) -> None:
         """The operator in the place of the last arm."""
         first, last = chain[0], chain[-1]
-        with Builder(beside=self.b) as b:
-            b.at(self.made[last.out][0])
-            stacked = lambda parts: o.stack(*parts, dim=0)
-            both = lambda parts: parts[0] if len(parts) == 1 else o.cat(*parts, dim=0)
-            bias = lambda pairs: None if pairs[0][0] is None else stacked([both(p) for p in pairs])
-            up = stacked([both([w for w, _ in arm.mlp.ups]) for arm in chain])
-            up_bias = bias([[c for _, c in arm.mlp.ups] for arm in chain])
-            down_bias = bias([[arm.mlp.down[1]] for arm in chain])
-            down = stacked([arm.mlp.down[0] for arm in chain])
+        with self.writing(last.out):
             weights = self.all_weights(first, routed)
             weights = routed.in_order(first.weight) if weights is None else shaped(weights, routed.shape)
             ids, more = shaped(routed.ids, routed.shape), {}
             if not all_count:
                 ids = o.where(routed.in_order(_any([arm.keep for arm in chain])), ids, len(chain))
                 more = {"elsewhere": 1}
-            form = "whole" if len(first.mlp.ups) == 1 else "halves"
-            rows = shaped(x, (routed.tokens, x.shape[-1]))
-            y = o.experts(rows, ids, weights, up, down, up_bias, down_bias, gate=first.mlp.gate, form=form, **more)
+            y = self.layer([arm.mlp for arm in chain], x, ids, weights, **more)
             start = self.of(first.before, o.full)
             y = y if start is not None and start.inputs[0] == 0 else o.add(first.before, y)
+        self.same[last.out] = y
+
+    @contextlib.contextmanager
+    def writing(self, place: Var) -> Iterator[None]:
+        """Operators write equations here, where this value is made."""
+        with Builder(beside=self.b) as b:
+            b.at(self.made[place][0])
+            yield
         self.eqns += b.eqns
         self.made.update((v, (eqn, i)) for eqn in b.eqns for i, v in enumerate(eqn.outputs))
-        self.same[last.out] = y
+
+    def layer(self, mlps: Sequence[Mlp], x: Var, ids: Any, weights: Any, **more: int) -> Any:
+        """A layer of these experts, whose weights are put together."""
+        stacked = lambda parts: o.stack(*parts, dim=0)
+        both = lambda parts: parts[0] if len(parts) == 1 else o.cat(*parts, dim=0)
+        bias = lambda pairs: None if pairs[0][0] is None else stacked([both(p) for p in pairs])
+        up = stacked([both([w for w, _ in mlp.ups]) for mlp in mlps])
+        up_bias = bias([[c for _, c in mlp.ups] for mlp in mlps])
+        down, down_bias = stacked([mlp.down[0] for mlp in mlps]), bias([[mlp.down[1]] for mlp in mlps])
+        form, rows = "whole" if len(mlps[0].ups) == 1 else "halves", shaped(x, (ids.shape[0], x.shape[-1]))
+        return o.experts(rows, ids, weights, up, down, up_bias, down_bias, gate=mlps[0].gate, form=form, **more)
 
 
 def shaped(x: Var, shape: tuple[int, ...]) -> Any:

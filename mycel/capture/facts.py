@@ -145,14 +145,15 @@ def _decided(eqn: Eqn, made: Mapping[Var, Eqn]) -> Eqn:
 
 
 def evaluate(eqns: Iterable[Eqn], known: dict[Var, Any], consts: Mapping[str, torch.Tensor]) -> None:
-    """The values of equations, on the host."""
-    for eqn in eqns:
-        if eqn.op is o.const:
-            known[eqn.outputs[0]] = consts[eqn.params["name"]]
-            continue
-        args = [known[a] if isinstance(a, Var) else a for a in eqn.inputs]
-        outs = eqn.op.kernel(*args, **eqn.params)
-        known.update(zip(eqn.outputs, outs if isinstance(outs, (tuple, list)) else [outs], strict=True))
+    """The values of equations, on the host, whatever device the code is under (`with torch.device(...):`)."""
+    with torch._C.DisableTorchFunction():
+        for eqn in eqns:
+            if eqn.op is o.const:
+                known[eqn.outputs[0]] = consts[eqn.params["name"]]
+                continue
+            args = [known[a] if isinstance(a, Var) else a for a in eqn.inputs]
+            outs = eqn.op.kernel(*args, **eqn.params)
+            known.update(zip(eqn.outputs, outs if isinstance(outs, (tuple, list)) else [outs], strict=True))
 
 
 def make_room(

@@ -68,7 +68,7 @@ class Captured:
     differentiated: bool = False  # hooks on parameters are part of the program
     facts: tuple[Facts, ...] = ()  # values of the inputs that decided what the program is
     aliases: tuple[tuple[str, Location], ...] = ()  # arguments (their inputs) that are also reached by other ways
-    recorded: tuple[tuple[list[torch.nn.Parameter], bool], ...] = ()  # does torch record gradients of these?
+    recorded: tuple[tuple[list[torch.Tensor], bool], ...] = ()  # does torch record gradients of these?
     islands: tuple[PythonCall, ...] = ()  # what the program runs as plain Python
     environment: tuple[tuple[str, str | None], ...] = ()  # variables of the process that must be what they were
 
@@ -96,6 +96,7 @@ def capture(
     islands = dict(TRACING[-1].islands) if TRACING else {}  # an inner capture leaves it to the outer one to find more
     selects = set(TRACING[-1].plain_selects) if TRACING else set()
     changing = TRACING[-1].changing if TRACING else frozenset(CHANGING)
+    changed: set[str] = set()
     with paused():
         while True:
             opened = len(OPENED)
@@ -106,6 +107,10 @@ def capture(
                 error: Exception = e
                 if e.chosen_at and not TRACING and e.chosen_at not in selects:  # once more without that
                     selects.add(e.chosen_at)
+                    continue
+                if e.changes_at and not TRACING and e.changes_at not in changed:  # once more as a value not known
+                    changed.add(e.changes_at)
+                    changing |= {e.changes_at}
                     continue
                 if len(OPENED) != opened:  # libraries that decide on tensors are rewritten now
                     continue
@@ -226,11 +231,13 @@ def _facts(tracer: Tracer, names: Mapping[Var, str], updates: Sequence[Var]) -> 
     for fact in facts:
         for v in (fact.var, *(v for e in fact.eqns for v in e.vars)):
             if v in changed:
-                raise refuse(
+                error = refuse(
                     f"a Python value was asked of {names[v]}, which the code itself changes at every call",
                     "keeping it a tensor (0-dim tensors index, compare and multiply)",
                     fact.source,
                 )
+                error.changes_at = fact.source
+                raise error
     used = dict.fromkeys(v for f in facts for v in (f.var, *(v for e in f.eqns for v in e.vars)) if v in tracer.sources)
     consts = {e.params["name"] for f in facts for e in f.eqns if e.op is o.const}
     return (Facts(tuple(names[v] for v in used), tuple(used), facts, {k: tracer.consts[k] for k in consts}),)
@@ -285,6 +292,8 @@ def _tracing(tracer: Tracer) -> Iterator[None]:
             return tracer.module_call(plain, module, args, kwargs)
 
     was_compiling, was_caching = torch.compiler._is_compiling_flag, torch.is_autocast_cache_enabled()
+    was_optimising = torch._C._get_graph_executor_optimize()
+    torch._C._set_graph_executor_optimize(False)  # else torch.jit takes traced tensors for its profile
     torch.compiler._is_compiling_flag = True
     torch.set_autocast_cache_enabled(False)  # a cached cast would outlive the capture, or come from before it
     tracer.patches = [
@@ -296,6 +305,7 @@ def _tracing(tracer: Tracer) -> Iterator[None]:
         Patch(_Applied, "apply", classmethod(_traced_apply)),
         Patch(os._Environ, "__getitem__", _noted_read(os._Environ.__getitem__)),
         Patch(_IMPORTS, "_find_and_load", _plain_import(_IMPORTS._find_and_load)),
+        *(Patch(kind, "__call__", _unprofiled(kind.__call__)) for kind in _SCRIPTED),
     ]
     for patch in tracer.patches:
         patch.set()
@@ -316,6 +326,7 @@ def _tracing(tracer: Tracer) -> Iterator[None]:
             patch.unset()
         torch.compiler._is_compiling_flag = was_compiling
         torch.set_autocast_cache_enabled(was_caching)
+        torch._C._set_graph_executor_optimize(was_optimising)
         TRACING.pop()
         tracer.running = False
 
@@ -335,6 +346,19 @@ def _plain_import(plain: Callable[..., Any]) -> Callable[..., Any]:
             return plain(*args)
 
     return load
+
+
+_SCRIPTED: Any = (torch.jit.ScriptFunction, torch._C.ScriptMethod)
+
+
+def _unprofiled(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """A call of torch.jit: as it was written, not as torch would run it by what it saw before (it detaches there)."""
+
+    def call(fn: Any, *args: Any, **kwargs: Any) -> Any:
+        fn._debug_flush_compilation_cache()
+        return plain(fn, *args, **kwargs)
+
+    return call
 
 
 def _is_on_the_way(module: str) -> bool:
@@ -473,7 +497,9 @@ def _changes(tracer: Tracer, places: Reachable) -> list[_Rebound]:
                     "keeping it a tensor: x.detach() instead of x.item()",
                     next((tracer.made[v].source for v in values if v in tracer.made), ""),
                 )
-            if box.kind == "variable" or (isinstance(box.slots, list) and len(box.slots) != len(box.old)):
+            if (box.kind == "variable" and not isinstance(box.slots, dict)) or (
+                isinstance(box.slots, list) and len(box.slots) != len(box.old)
+            ):
                 raise refuse(
                     f"a traced tensor was kept in {box.name}, which lives outside of the function",
                     "return it, or keep it in a buffer or an attribute of a module",

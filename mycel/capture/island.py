@@ -14,6 +14,7 @@ was.
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 import types
 import warnings
@@ -68,7 +69,8 @@ def function_boundary(tracer: Tracer, fn: Any, run: Callable[..., Any]) -> Calla
         return run
     if is_library(function.__code__.co_filename) and function.__module__.partition(".")[0] in ("torch", "mycel"):
         return run
-    return boundary(tracer, (function.__code__,), fn, run)
+    own = inspect.unwrap(function)  # what one decorator wraps shares the decorator's code
+    return boundary(tracer, (getattr(own, "__code__", function.__code__),), fn, run)
 
 
 def next_island(islands: dict[Any, BaseException], error: BaseException) -> bool:

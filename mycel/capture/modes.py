@@ -15,10 +15,11 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from mycel.capture.autograd import as_leaf, leaf_grad, set_leaf_grad, traced_backward, traced_grad
+from mycel.capture.autograd import as_leaf, leaf_grad, requires_grad, set_leaf_grad, traced_backward, traced_grad
 from mycel.capture.bounds import bounds
 from mycel.capture.fence import READS, refuse, refuse_read
 from mycel.capture.hooks import hook_value
+from mycel.capture.packed import packed, packed_layers, padded
 from mycel.capture.record import Traced
 from mycel.capture.rows import RowsShape
 from mycel.capture.trace import SPECIAL, Tracer, tensors_in
@@ -70,6 +71,10 @@ class FunctionMode(TorchFunctionMode):
         if name == "__get__":
             if func.__self__ is torch.Tensor.grad and type(args[0]) is Traced:
                 return leaf_grad(args[0])
+            if func.__self__ in _RECORDED and type(args[0]) is Traced:
+                return _RECORDED[func.__self__](
+                    requires_grad(self.tracer, args[0]), any(x is args[0] for x in self.tracer.leaves)
+                )
             return args[0].detach() if func.__self__ is torch.Tensor.data else func(*args, **kwargs)
         if name == "__set__" and func.__self__ in _SETTERS and (func.__self__ is _DATA or type(args[0]) is Traced):
             return _SETTERS[func.__self__](self, *args)
@@ -172,6 +177,23 @@ def _ctc_loss(
     return mode.traced(func, (log_probs, targets, *known, *lengths[2:]), k)
 
 
+def _packed(mode: FunctionMode, func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Sequences of known lengths, one after the other."""
+    rows = (packed if func.__name__ == "_pack_padded_sequence" else padded)(mode.tracer, *args, **kwargs)
+    return mode.traced(func, args, kwargs) if rows is None else rows
+
+
+def _recurrent(mode: FunctionMode, func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Layers of packed rows have the number of rows of each step as their second operand."""
+    rest = args[1:3]
+    if len(rest) == 2 and isinstance(rest[0], torch.Tensor) and len(args) > 3 and isinstance(args[3], (list, tuple)):
+        states = rest[1] if isinstance(rest[1], (list, tuple)) else [rest[1]]
+        layers = packed_layers(mode.tracer, func.__name__, args[0], rest[0], states, *args[3:], **kwargs)
+        if layers is not None:
+            return layers
+    return mode.traced(func, args, kwargs)
+
+
 def _gradient(mode: FunctionMode, func: Any, *args: Any, **kwargs: Any) -> Any:
     """torch's autograd sees nothing of a capture: gradients are those of the trace; inside transforms of torch.func it
     is their business."""
@@ -230,6 +252,13 @@ def _set_requires_grad(mode: FunctionMode, x: Traced, value: bool) -> None:
     _requires_grad(mode, torch.Tensor.requires_grad_, x, value)
 
 
+class GradientNode:
+    """x.grad_fn of a traced tensor: that it is there is all there is to know."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise refuse(f"grad_fn.{name} was asked of a traced tensor", "torch.autograd.grad, or looking at it outside")
+
+
 def _shape(shape: RowsShape, dim: int | None = None) -> Any:
     return shape if dim is None else shape[dim]
 
@@ -239,6 +268,12 @@ _SIZES: dict[str, Callable[..., Any]] = {
     "size": _shape, "__len__": lambda shape: shape[0], "numel": RowsShape.numel, "nelement": RowsShape.numel,
 }  # fmt: skip
 _DATA: Any = torch.Tensor.data
+# what torch's graph would say of a tensor: does it ask for a gradient, and is it one that code asked it for?
+_RECORDED: dict[Any, Callable[[bool, bool], Any]] = {
+    torch.Tensor.requires_grad: lambda asks, leaf: asks,
+    torch.Tensor.is_leaf: lambda asks, leaf: leaf or not asks,
+    torch.Tensor.grad_fn: lambda asks, leaf: GradientNode() if asks and not leaf else None,
+}
 _SETTERS: dict[Any, Callable[..., None]] = {
     _DATA: lambda mode, x, other: mode.tracer.rebind(x, other),
     torch.Tensor.grad: lambda mode, x, grad: set_leaf_grad(x, grad),
@@ -248,6 +283,8 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "tensor": _make_constant, "as_tensor": _make_constant, "from_numpy": _make_constant, "new_tensor": _new_tensor,
     "backward": _gradient, "grad": _gradient, "__getitem__": _get_item, "__setitem__": _set_item,
     "register_hook": _register_hook, "requires_grad_": _requires_grad, "ctc_loss": _ctc_loss,
+    "_pack_padded_sequence": _packed, "_pad_packed_sequence": _packed,
+    **dict.fromkeys(("lstm", "gru", "rnn_tanh", "rnn_relu"), _recurrent),
 }  # fmt: skip
 
 

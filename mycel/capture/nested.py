@@ -43,6 +43,12 @@ def is_inside() -> bool:
     return bool(_OUTER)
 
 
+def unrecorded(tracer: Tracer) -> set[Var]:
+    """What was made under torch.no_grad(), in the open block and around it."""
+    open_blocks: list[Tracer | OpenBlock] = [tracer, *_OUTER]
+    return {v for b in open_blocks for i in b.frozen for v in b.eqns[i].outputs}
+
+
 @contextlib.contextmanager
 def opened(tracer: Tracer, section: OpenBlock) -> Iterator[None]:
     """Equations go to `section`."""

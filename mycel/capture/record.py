@@ -107,7 +107,7 @@ class Record(Builder):
         self.aliases: dict[str, list[Location]] = {}  # arguments that the code also reaches otherwise, and where
         self.differentiated = False  # is the gradient taken of what is captured, so that hooks on it are called?
         self.grad_mode = torch.is_grad_enabled()  # of the caller
-        self.recorded: list[tuple[list[torch.nn.Parameter], bool]] = []  # would torch record gradients of these?
+        self.recorded: list[tuple[list[torch.Tensor], bool]] = []  # would torch record gradients of these?
         self.running = True  # a capture inside another may use the outer one's tensors while that is under way
         self.blocks: dict[str, Block] = {}  # finished inner blocks: of control flow and of derivatives
         self.shapes: dict[Any, str] = {}  # blocks by what they are up to names
@@ -117,8 +117,8 @@ class Record(Builder):
         self.numbers = False  # are there weak tensors?
         self.asked_numbers = False  # … that stand for numbers which code asked of tensors?
         self.maybe: set[str] = set()  # variables that only one of two branches defines
-        self.picks_rows = False  # has code asked for the places at which a mask holds?
-        self.expert_loops: set[str] = set()  # lines that did after a topk
+        self.picks_rows = False  # has code asked for rows, or places, at which a mask holds?
+        self.expert_loops: set[str] = set()  # lines that asked for places after a topk
         self.manual: list[Any] = []  # manual regions that are open (`region.py`)
         self.local: dict[
             Var, frozenset[str]

@@ -74,6 +74,7 @@ class Tracer(Record):
         self.python_calls: list[PythonCall] = []  # those that were made
         self.samples: dict[Var, Any] = {}  # values they were tried on
         self.made_up = False  # were some of these made up?
+        self.remembered: dict[Any, Any] = {}  # what functions under functools.cache gave
         self.leaves: list[Traced] = []  # tensors that ask for a gradient of their own (`autograd.py`)
         self.environment: dict[str, str | None] = {}  # variables of the process that the user's code read
         self.patches: list[Patch] = []  # what torch has other code for while this is traced
@@ -268,6 +269,7 @@ class Tracer(Record):
         with self:
             if value is not None:
                 return put(self, self.value(x), self.value(mask), front, value, bool(rest[1:] and rest[1]))
+            self.picks_rows = True
             return choose(self, self.value(x), self.value(mask), front, self.source)
 
     def _concrete_or_refuse(self, func: Any) -> Callable[[Any], Any]:

@@ -110,9 +110,15 @@ class Trial:
     def _compare(
         self, written: frozenset[int], kept: Any, out: Tree, types_: list[Type], draws: bool, changes: bool
     ) -> None:
-        """NoIslandError where other values gave other types."""
-        if out != self.out or types_ != self.types or len(kept) != len(self.kept) or written != self.written:
+        """NoIslandError where other values gave other types; what is written for some of them counts as written."""
+        count, mine = len(types_) - len(written), len(self.types) - len(self.written)
+        if out != self.out or types_[:count] != self.types[:mine] or len(kept) != len(self.kept):
             raise NoIslandError(f"what {call_name(self.fn, '')} returns depends on values")
+        news = {
+            **dict(zip(sorted(self.written), self.types[mine:], strict=True)),
+            **dict(zip(sorted(written), types_[count:], strict=True)),
+        }
+        self.written, self.types = frozenset(news), types_[:count] + [news[i] for i in sorted(news)]
         self.draws, self.changes_python = self.draws or draws, self.changes_python or changes
 
     def _try(self, values: Sequence[torch.Tensor], watched: Any = None) -> Any:

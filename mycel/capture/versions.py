@@ -8,9 +8,10 @@ tensor, whoever holds it may change shape, dtype and device (`p.data = other`); 
     Tensor         refcount  type  IMPL  …              impl   …  DIMS  SIZES…  strides…  …  DTYPE, DEVICE  …
 
 So one gather of some words of memory, compared with those of the last time, stands for the values of all of them.
-Where the words are is found out by looking at objects that are known (`_version_word`, `_tensor_words`), and that every
-kind of change shows in them is tried, when this file is imported.  Where it does not hold (other interpreters, other
-versions of torch), `DICTS_TELL` or `TENSORS_TELL` is false, and guards ask for the values at every call.
+An object may be given another dict (`thing.__dict__ = other`): the word that points to it is one more.  Where the words
+are is found out by looking at objects that are known (`_version_word`, `_tensor_words`), and that every kind of change
+shows in them is tried, when this file is imported.  Where it does not hold (other interpreters, other versions of
+torch), `DICTS_TELL` or `TENSORS_TELL` is false, and guards ask for the values at every call.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ import torch
 WORD = 8  # bytes
 OBJECT = 6  # words of a dict or a tensor that are looked through
 IMPL = 24  # words of torch's own record of a tensor that are looked through: it has 25 or 26
+MANAGED = -3  # the word before an object that points to its dict, where CPython keeps that itself …
+MANAGED_FLAG = 1 << 4  # … which a flag of its type tells
 INLINE = 5  # dims of a tensor whose sizes lie in its record
+TRIALS = 9
 
 
 class Words:
@@ -46,10 +50,20 @@ class Words:
         return self._memory[self._at].tobytes()
 
 
-def dict_versions(dicts: Iterable[dict[Any, Any]]) -> Words:
-    """Equal bytes: none of the dicts changed."""
-    held = [*{id(d): d for d in dicts}.values()]
-    return Words([id(d) + DICT_VERSION * WORD for d in held], held)
+def dict_versions(dicts: Iterable[dict[Any, Any]], things: Iterable[Any] = ()) -> Words:
+    """Equal bytes: none of the dicts changed, and no thing was given another one."""
+    held, owners = ([*{id(x): x for x in some}.values()] for some in (dicts, things))
+    words = [id(d) + DICT_VERSION * WORD for d in held]
+    words += [word for thing in owners if (word := dict_word(thing)) is not None]
+    return Words(words, (held, owners))
+
+
+def dict_word(thing: Any) -> int | None:
+    """The address of the word that points to an object's dict; None where it is not known."""
+    offset = type(thing).__dictoffset__
+    word = id(thing) + (offset if offset > 0 else MANAGED * WORD)
+    managed = offset < 0 and type(thing).__flags__ & MANAGED_FLAG
+    return word if (offset > 0 or managed) and _word(word) == id(thing.__dict__) else None
 
 
 class TensorTypes:
@@ -119,14 +133,26 @@ def _tensor_words() -> TensorLayout | None:
     dims = [i for i in range(IMPL - INLINE) if tuple(record[i : i + 1 + INLINE]) == (INLINE, *sizes)]
     if len(impl) != 1 or len(dims) != 1:
         return None
-    like = [torch.empty(2), torch.empty(2), torch.empty(2, dtype=torch.int32), torch.empty(2, device="meta")]
-    one, alike, other_dtype, elsewhere = (_read(x._cdata, IMPL) for x in like)
-    types = [
-        i
-        for i in range(dims[0] + 1 + 2 * INLINE, IMPL)  # behind sizes and strides
-        if one[i] == alike[i] and (one[i] != other_dtype[i] or one[i] != elsewhere[i])
-    ]
+    behind = range(dims[0] + 1 + 2 * INLINE, IMPL)  # sizes and strides
+    types = sorted({i for i in behind if i in _words_of_dtype() or i in _words_of_device()})
     return TensorLayout(impl[0], dims[0], tuple(types))
+
+
+def _words_of_dtype() -> set[int]:
+    """Those of a record that change with its dtype alone.  Of one record: bits that nobody has set stay as they are."""
+    x = torch.empty(2)
+    before = _read(x._cdata, IMPL)
+    x.data = torch.empty(2, dtype=torch.int32)
+    return {i for i, (a, b) in enumerate(zip(before, _read(x._cdata, IMPL), strict=True)) if a != b}
+
+
+def _words_of_device() -> set[int]:
+    """Those that all tensors of a device have in common, and none of another."""
+    here, there = ([torch.empty(2, device=d) for _ in range(TRIALS)] for d in ("cpu", "meta"))
+    one, other = (
+        [set(words) for words in zip(*(_read(x._cdata, IMPL) for x in some), strict=True)] for some in (here, there)
+    )
+    return {i for i, (a, b) in enumerate(zip(one, other, strict=True)) if len(a) == len(b) == 1 and a != b}
 
 
 def _dicts_tell() -> bool:
@@ -148,8 +174,9 @@ def _dicts_tell() -> bool:
         lambda: delattr(thing, "a"),
         lambda: held.__ior__({"c": 5}),
         lambda: held.clear(),
+        lambda: setattr(thing, "__dict__", {"a": 6}),
     ]
-    versions = dict_versions([held, of_class])
+    versions = dict_versions([held, of_class], [thing])
     for change in changes:
         before = versions()
         if before != versions():

@@ -7,8 +7,11 @@ weights.
 Shapes are (batch, heads, length, width); k and v may have fewer heads, each shared by a group of q's.  A mask is bool
 (True: attend) or added, and broadcasts.  Structure instead of a mask, which excludes one: `causal` lets row i see
 columns 0 … i, `window=(before, behind)` columns i - before … i + behind.  A row that sees nothing has y = 0 and
-lse = -inf.  Each kernel takes torch's fused one where its limits allow, else plain products; a window without such a
-kernel goes a block of rows at a time, with the columns these see.
+lse = -inf.  With `cap` scores are cap tanh(s / cap) before they are masked; with `draws`, the counts at which rows
+draw (`row_counts`), weights are dropped with probability `dropout`, as `drop_rows` does.
+
+Each kernel takes torch's fused one where its limits allow, one of ours on GPUs where scores are capped or weights
+dropped, else plain products; a window without such a kernel goes a block of rows at a time, with the columns these see.
 """
 
 from __future__ import annotations
@@ -43,25 +46,35 @@ def _mask_dims(mask, k, columns="c^"):
     return " ".join("1" if n == 1 else name for n, name in zip(mask.shape, names, strict=True))
 
 
-def attention_dims(q, k, v, mask, *, causal=False, scale=None, window=None):
+def attention_dims(q, k, v, mask, draws=None, *, causal=False, scale=None, window=None, cap=None, dropout=0.0):
     """Batch, groups of heads and, unless rows see different columns, rows may be split."""
     if (causal, window is not None, mask is not None).count(True) > 1:
         raise ValueError("attention: causal, a window and a mask exclude each other")
     if window is not None and min(window) < 0:
         raise ValueError(f"attention: a window of {window[0]} columns before a row and {window[1]} behind it")
     rows = "q^" if causal or window else "q"
-    return f"b (g n) {rows} d^, b g k^ d^, b g k^ e^, {_mask_dims(mask, k)} -> b (g n) q e, b (g n) q"
+    given = f"b (g n) {rows} d^, b g k^ d^, b g k^ e^, {_mask_dims(mask, k)}{_draws_dims(draws)}"
+    return f"{given} -> b (g n) q e, b (g n) q"
 
 
-def _grad_dims(g, q, k, v, mask, y, lse, *, causal=False, scale=None, window=None):
-    rows, columns = ("q^", "k^") if causal or window else ("q+", "k^" if has_columns(mask) else "k+")
+def _draws_dims(draws):
+    return "" if draws is None else ", b (g n) q"
+
+
+def _grad_dims(
+    g, q, k, v, mask, y, lse, draws=None, *, causal=False, scale=None, window=None, cap=None, dropout=0.0
+):  # fmt: skip
+    whole = has_columns(mask) or draws is not None  # columns that are told apart
+    rows, columns = ("q^", "k^") if causal or window else ("q+", "k^" if whole else "k+")
     given = f"b (g n+) {rows} e^, b (g n) q d^, b g {columns} d, b g k e, {_mask_dims(mask, k)}, b (g n) q e, b (g n) q"
-    return f"{given} -> b (g n) q d, b g k d, b g k e"
+    return f"{given}{_draws_dims(draws)} -> b (g n) q d, b g k d, b g k e"
 
 
-def _mask_grad_dims(g, q, k, v, mask, y, lse, *, scale=None):
-    dims = _mask_dims(mask, k, "k")
-    return f"b+ (g+ n+) q+ e^, b (g n) q d^, b g k+ d, b g k e, {dims}, b (g n) q e, b (g n) q -> {dims}"
+def _mask_grad_dims(g, q, k, v, mask, y, lse, draws=None, *, scale=None, cap=None, dropout=0.0):
+    dims = _mask_dims(mask, k, "k" if draws is None else "k^")
+    columns = "k+" if draws is None else "k^"
+    given = f"b+ (g+ n+) q+ e^, b (g n) q d^, b g {columns} d, b g k e, {dims}, b (g n) q e, b (g n) q"
+    return f"{given}{_draws_dims(draws)} -> {dims.replace('^', '')}"
 
 
 def forward_flops(d):
@@ -74,11 +87,12 @@ def _backward_flops(d):
     return 2 * d.b * d.g * d.n * d.q * d.k * (3 * d.d + 2 * d.e)
 
 
-def _rate(name, q, mask, causal=False, window=None, **_):
-    """There are other kernels for what is causal, has a window, or a mask; and for wide heads, which compute more for
-    each pair that is looked at."""
+def _rate(name, q, mask, causal=False, window=None, cap=None, dropout=0.0, **_):
+    """There are other kernels for what is causal, has a window, or a mask; for wide heads, which compute more for
+    each pair that is looked at; and where scores are changed or weights dropped."""
     kind = "_causal" if causal else "_window" if window is not None else "_masked" if mask is not None else ""
-    return f"{name}{kind}{'_wide' if q.shape[-1] > 64 else ''}"
+    kind += "_wide" if q.shape[-1] > 64 else ""
+    return f"{name}{kind}{'_dropped' if dropout else '_capped' if cap is not None else ''}"
 
 
 def _share(q, k, window):
@@ -97,6 +111,16 @@ def _pairs(rows, columns, behind):
         return whole * (whole + 1) // 2 + (n - whole) * columns
 
     return up_to(behind + rows) - up_to(behind)
+
+
+def _plain_scratch(scores):
+    """Bytes of so many times all scores, where these are changed or weights dropped by plain products: in 32 bits."""
+
+    def scratch(q, k, *rest, cap=None, dropout=0.0, **_):
+        is_plain = q.dtype.itemsize >= 4 and (cap is not None or dropout > 0)
+        return scores * math.prod(q.shape[:3]) * k.shape[2] * q.dtype.itemsize if is_plain else 0
+
+    return scratch
 
 
 def wide(dtype):
@@ -138,18 +162,27 @@ def in_window(rows, columns, window):
     return o.logical_and(o.ge(ahead, -window[0]), o.le(ahead, window[1]))
 
 
-def scores_in_operators(q, k, mask, causal, scale, window=None):
-    """Masked scores in the wide dtype."""
+def products_in_operators(q, k, scale, cap=None):
+    """(scores in the wide dtype before they are masked, how steep the cap is there)"""
     dtype = wide(q.dtype)
     k = repeated(_cast(k, dtype), q.shape[1])
     s = o.mul(o.matmul(_cast(q, dtype), swap(k)), q.shape[3] ** -0.5 if scale is None else scale)
+    if cap is None:
+        return s, None
+    t = o.tanh(o.div(s, cap))
+    return o.mul(t, cap), o.sub(1.0, o.mul(t, t))
+
+
+def masked_in_operators(s, mask, causal, window=None):
+    """Scores with what is not seen at minus infinity, and what is added."""
+    rows, columns = s.shape[2:]
     if causal:
-        return o.where(below_diagonal(q.shape[2], k.shape[2]), s, -math.inf)
+        return o.where(below_diagonal(rows, columns), s, -math.inf)
     if window is not None:
-        return o.where(in_window(q.shape[2], k.shape[2], window), s, -math.inf)
+        return o.where(in_window(rows, columns, window), s, -math.inf)
     if mask is None:
         return s
-    return o.where(mask, s, -math.inf) if mask.dtype == torch.bool else o.add(s, _cast(mask, dtype))
+    return o.where(mask, s, -math.inf) if mask.dtype == torch.bool else o.add(s, _cast(mask, s.dtype))
 
 
 def weights_in_operators(s, lse, mask, window=None):
@@ -158,48 +191,59 @@ def weights_in_operators(s, lse, mask, window=None):
     return o.exp(o.sub(s, o.reshape(lse, shape=(*lse.shape, 1))))
 
 
-def _attention_in_operators(q, k, v, mask, *, causal=False, scale=None, window=None):
-    s = scores_in_operators(q, k, mask, causal, scale, window)
+def _dropped(p, draws, dropout):
+    return p if draws is None else o.drop_rows(p, draws, p=dropout)
+
+
+def _attention_in_operators(
+    q, k, v, mask, draws=None, *, causal=False, scale=None, window=None, cap=None, dropout=0.0
+):  # fmt: skip
+    s = masked_in_operators(products_in_operators(q, k, scale, cap)[0], mask, causal, window)
     lse = o.logsumexp(s, dims=(3,), keepdim=False)
-    p = weights_in_operators(s, lse, mask, window)
+    p = _dropped(weights_in_operators(s, lse, mask, window), draws, dropout)
     return _cast(o.matmul(p, repeated(_cast(v, s.dtype), q.shape[1])), q.dtype), lse
 
 
-def _score_cotangent(g, g_lse, q, k, v, mask, y, lse, causal, scale, window=None):
-    """(weights, cotangent of the scores)"""
-    s = scores_in_operators(q, k, mask, causal, scale, window)
+def _score_cotangents(
+    g, g_lse, q, k, v, mask, y, lse, draws=None, *, causal=False, scale=None, window=None, cap=None, dropout=0.0
+):  # fmt: skip
+    """(weights, dropped; cotangent of masked scores; and of those before they were capped)"""
+    s, slope = products_in_operators(q, k, scale, cap)
+    s = masked_in_operators(s, mask, causal, window)
     p = weights_in_operators(s, lse, mask, window)
     cotangent = None if g_lse is None else o.reshape(g_lse, shape=(*g_lse.shape, 1))
     if g is not None:
         g = _cast(g, s.dtype)
-        dp = o.matmul(g, swap(repeated(_cast(v, s.dtype), q.shape[1])))
+        dp = _dropped(o.matmul(g, swap(repeated(_cast(v, s.dtype), q.shape[1]))), draws, dropout)
         delta = o.sub(dp, o.sum(o.mul(g, _cast(y, s.dtype)), dims=(3,), keepdim=True))
         cotangent = delta if cotangent is None else o.add(delta, cotangent)
-    return p, o.mul(p, cotangent)
+    ds = o.mul(p, cotangent)
+    return _dropped(p, draws, dropout), ds, ds if slope is None else o.mul(ds, slope)
 
 
-def _grad_in_operators(g, q, k, v, mask, y, lse, *, causal=False, scale=None, window=None, g_lse=None):
-    p, ds = _score_cotangent(g, g_lse, q, k, v, mask, y, lse, causal, scale, window)
-    factor = q.shape[3] ** -0.5 if scale is None else scale
+def _grad_in_operators(g, q, k, v, mask, y, lse, *draws, g_lse=None, **how):
+    p, _, ds = _score_cotangents(g, g_lse, q, k, v, mask, y, lse, *draws, **how)
+    factor = q.shape[3] ** -0.5 if how.get("scale") is None else how["scale"]
     dq = o.mul(o.matmul(ds, repeated(_cast(k, p.dtype), q.shape[1])), factor)
     dk = o.mul(o.matmul(swap(ds), _cast(q, p.dtype)), factor)
     dv = None if g is None else _grouped(o.matmul(swap(p), _cast(g, p.dtype)), v)
     return _cast(dq, q.dtype), _grouped(dk, k), dv
 
 
-def _mask_grad_in_operators(g, q, k, v, mask, y, lse, *, scale=None, g_lse=None):
-    return unbroadcast(_score_cotangent(g, g_lse, q, k, v, mask, y, lse, False, scale)[1], mask)
+def _mask_grad_in_operators(g, q, k, v, mask, y, lse, *draws, g_lse=None, **how):
+    return unbroadcast(_score_cotangents(g, g_lse, q, k, v, mask, y, lse, *draws, **how)[1], mask)
 
 
-def _attention_vjp(g, y, q, k, v, mask, **params):
+def _attention_vjp(g, y, q, k, v, mask, *draws, **how):
     gy, g_lse = g
     learned = mask is not None and is_float(mask.dtype)
-    masking = {"scale": params.get("scale")}
+    masking = {name: x for name, x in how.items() if name in ("scale", "cap", "dropout")}
+    nothing = (None,) * len(draws)
     if g_lse is not None:
-        dmask = _mask_grad_in_operators(gy, q, k, v, mask, *y, **masking, g_lse=g_lse) if learned else None
-        return *_grad_in_operators(gy, q, k, v, mask, *y, **params, g_lse=g_lse), dmask
-    dmask = attention_mask_grad(gy, q, k, v, mask, *y, **masking) if learned else None
-    return *attention_grad(gy, q, k, v, mask, *y, **params), dmask
+        dmask = _mask_grad_in_operators(gy, q, k, v, mask, *y, *draws, **masking, g_lse=g_lse) if learned else None
+        return *_grad_in_operators(gy, q, k, v, mask, *y, *draws, **how, g_lse=g_lse), dmask, *nothing
+    dmask = attention_mask_grad(gy, q, k, v, mask, *y, *draws, **masking) if learned else None
+    return *attention_grad(gy, q, k, v, mask, *y, *draws, **how), dmask, *nothing
 
 
 @op(
@@ -208,8 +252,9 @@ def _attention_vjp(g, y, q, k, v, mask, **params):
     vjp=_attention_vjp,
     expand=_attention_in_operators,
     flops=forward_flops,
-    share=lambda q, k, v, mask, window=None, **_: _share(q, k, window),
+    share=lambda q, k, *_, window=None, **__: _share(q, k, window),
     parts={"q": SplitRule(attention_rows, uneven=True), "q k": SplitRule(attention_ring, uneven=True)},
+    scratch=_plain_scratch(3),
     examples=[
         "f[2,4,6,8], f[2,4,3,8], f[2,4,3,8], None", "f[2,4,6,8], f[2,2,6,8], f[2,2,6,8], None, causal=True",
         "f[2,4,6,8], f[2,1,3,8], f[2,1,3,8], bool[2,1,6,3], scale=0.3", "f[2,2,6,8], f[2,2,4,8], f[2,2,4,8], f[2,6,4]",
@@ -217,14 +262,17 @@ def _attention_vjp(g, y, q, k, v, mask, **params):
         "f[1,2,2,4], f[1,2,2,4], f[1,2,2,4], bool[2,2]", "f[2,2,6,4], f[2,2,3,4], f[2,2,3,4], bool[6,1]",
         "f[2,4,6,8], f[2,2,6,8], f[2,2,6,8], None, window=(2, 0)",
         "f[1,2,6,4], f[1,2,3,4], f[1,2,3,4], None, window=(1, 1)",
+        "f[2,4,6,8], f[2,2,6,8], f[2,2,6,8], None, causal=True, cap=2.0",
+        "f[2,2,6,4], f[2,2,4,4], f[2,2,4,4], bool[2,1,1,4], i64[2,2,6], dropout=0.4",
+        "f[1,4,6,4], f[1,2,6,4], f[1,2,6,4], None, i64[1,4,6], window=(2, 1), cap=3.0, dropout=0.2",
     ],
-    product=True, rate=lambda q, k, v, mask, **how: _rate("attention", q, mask, **how), apart=True, precision="low",
+    product=True, rate=lambda q, k, v, mask, *_, **how: _rate("attention", q, mask, **how), apart=True, precision="low",
 )  # fmt: skip
-def attention(q, k, v, mask, *, causal=False, scale=None, window=None):
+def attention(q, k, v, mask, draws=None, *, causal=False, scale=None, window=None, cap=None, dropout=0.0):
     """(softmax(q kᵀ · scale + mask) v, log-sum-exp of the scores)"""
     if window is not None:
-        return window_attention(q, k, v, scale, window)
-    return masked_attention(q, k, v, mask, causal, scale)
+        return window_attention(q, k, v, scale, window, cap, draws, dropout)
+    return masked_attention(q, k, v, mask, causal, scale, cap, draws, dropout)
 
 
 @op(
@@ -232,8 +280,9 @@ def attention(q, k, v, mask, *, causal=False, scale=None, window=None):
     dtype=tuple(lambda *types, at=at: types[at].dtype for at in (1, 2, 3)),
     expand=_grad_in_operators,
     flops=_backward_flops,
-    share=lambda g, q, k, v, mask, y, lse, window=None, **_: _share(q, k, window),
+    share=lambda g, q, k, *_, window=None, **__: _share(q, k, window),
     linear=((0,),),
+    scratch=lambda g, *rest, **how: _plain_scratch(5)(*rest, **how),
     parts={
         "q": SplitRule(attention_grad_rows, partial="+", uneven=True),
         "q k": SplitRule(attention_grad_ring, uneven=True),
@@ -245,16 +294,23 @@ def attention(q, k, v, mask, *, causal=False, scale=None, window=None):
         "f64[2,2,6,8], f64[2,2,6,8], f64[2,2,4,8], f64[2,2,4,8], f64[2,6,4], f64[2,2,6,8], f64[2,2,6]>4",
         "f64[2,2,6,6], f64[2,2,6,4], f64[2,2,3,4], f64[2,2,3,6], f64[1,3], f64[2,2,6,6], f64[2,2,6]>4",
         "f64[2,4,6,8], f64[2,4,6,8], f64[2,2,6,8], f64[2,2,6,8], None, f64[2,4,6,8], f64[2,4,6]>4, window=(2, 1)",
+        "f64[2,4,6,8], f64[2,4,6,8], f64[2,2,6,8], f64[2,2,6,8], None, f64[2,4,6,8], f64[2,4,6]>4, causal=True, cap=2.",
+        (
+            "f64[2,2,6,8], f64[2,2,6,8], f64[2,2,4,8], f64[2,2,4,8], bool[2,1,1,4], f64[2,2,6,8], f64[2,2,6]>4, "
+            "i64[2,2,6], cap=3.0, dropout=0.4"
+        ),
     ],
     product=True,
     rate=lambda g, q, k, v, mask, *_, **how: _rate("attention_grad", q, mask, **how),
     apart=True,
 )
-def attention_grad(g, q, k, v, mask, y, lse, *, causal=False, scale=None, window=None):
+def attention_grad(
+    g, q, k, v, mask, y, lse, draws=None, *, causal=False, scale=None, window=None, cap=None, dropout=0.0
+):  # fmt: skip
     """Cotangents of q, k and v."""
     if window is not None:
-        return window_attention_grad(g, q, k, v, y, lse, scale, window)
-    return masked_attention_grad(g, q, k, v, mask, y, lse, causal, scale)
+        return window_attention_grad(g, q, k, v, y, lse, scale, window, cap, draws, dropout)
+    return masked_attention_grad(g, q, k, v, mask, y, lse, causal, scale, cap, draws, dropout)
 
 
 @op(
@@ -262,15 +318,20 @@ def attention_grad(g, q, k, v, mask, y, lse, *, causal=False, scale=None, window
     dtype=lambda *types: types[4].dtype,
     expand=_mask_grad_in_operators,
     flops=forward_flops,
+    scratch=lambda g, *rest, **how: _plain_scratch(4)(*rest, **how),
     linear=((0,),),
     examples=[
         "f64[2,2,6,8], f64[2,2,6,8], f64[2,2,4,8], f64[2,2,4,8], f64[2,6,4], f64[2,2,6,8], f64[2,2,6]>4",
         "f64[2,4,6,8], f64[2,4,6,8], f64[2,2,4,8], f64[2,2,4,8], f64[2,1,1,4], f64[2,4,6,8], f64[2,4,6]>4, scale=0.3",
         "f64[2,2,6,6], f64[2,2,6,4], f64[2,2,3,4], f64[2,2,3,6], f64[1,3], f64[2,2,6,6], f64[2,2,6]>4",
+        (
+            "f64[2,2,6,8], f64[2,2,6,8], f64[2,2,4,8], f64[2,2,4,8], f64[2,6,4], f64[2,2,6,8], f64[2,2,6]>4, "
+            "i64[2,2,6], cap=3.0, dropout=0.4"
+        ),
     ],
     rate="attention_mask_grad",
     apart=True,
 )
-def attention_mask_grad(g, q, k, v, mask, y, lse, *, scale=None):
+def attention_mask_grad(g, q, k, v, mask, y, lse, draws=None, *, scale=None, cap=None, dropout=0.0):
     """The cotangent of an added mask: its own equation, for it is large and a constant mask needs none."""
-    return added_mask_grad(g, q, k, v, mask, y, lse, scale)
+    return added_mask_grad(g, q, k, v, mask, y, lse, scale, cap, draws, dropout)

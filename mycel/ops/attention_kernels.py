@@ -1,6 +1,7 @@
 """Kernels of attention, in torch: its fused ones where their limits allow, else plain products.
 
     cudnn, flash, efficient    on GPUs, by dtype, width and hardware
+    tiled                      on GPUs, in 16 bits, where scores are capped or weights dropped (`triton_attention.py`)
     cpu                        torch's fused one there
     plain                      products in the wide dtype
     window                     flash where it can; else blocks of rows, each with the columns it sees, by those above
@@ -14,11 +15,16 @@ import math
 
 import torch
 
+from mycel.ops.random import keeps
+
 FEWEST_ROWS = 64  # of a block
 
 
-def _route(q, k, v, mask, causal):
-    """Which fused kernel takes these operands: "cpu", "cudnn", "flash", "efficient", or "plain" for none."""
+def _route(q, k, v, mask, causal, changed=False):
+    """Which fused kernel takes these operands: "cpu", "cudnn", "flash", "efficient", "tiled" (alone where scores are
+    changed or weights dropped), or "plain" for none."""
+    if changed:
+        return "tiled" if _is_tiled(q, k, v) else "plain"
     d, fits = q.shape[3], k.shape[3] == v.shape[3] and 0 not in (*q.shape, *k.shape)
     traced = mask is not None and mask.requires_grad  # autograd knows no gradient of a fused kernel's mask
     if not fits or traced or q.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
@@ -32,6 +38,13 @@ def _route(q, k, v, mask, causal):
         return "cudnn"  # on an H200 1.5 to 2 times as fast as flash, 3 times as efficient
     square = not causal or q.shape[2] == k.shape[2]  # flash aligns causal rows to the last column
     return "flash" if low and mask is None and square and d <= 256 else "efficient"
+
+
+def _is_tiled(q, k, v):
+    """On a GPU, in 16 bits, and nothing that torch's autograd is to follow."""
+    low = q.is_cuda and q.dtype in (torch.float16, torch.bfloat16)
+    traced = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    return low and not traced and max(q.shape[3], v.shape[3]) <= 256 and 0 not in (*q.shape, *k.shape)
 
 
 def _dense(x):
@@ -76,29 +89,50 @@ def _seeing(mask):
     return (mask if mask.dtype == torch.bool else mask > -math.inf).any(-1)
 
 
-def _wide_scores(q, k, mask, causal, scale):
+def _wide_scores(q, k, mask, causal, scale, cap):
+    """(scores, how steep the cap is there)"""
     dtype = torch.float32 if q.dtype in (torch.float16, torch.bfloat16) else q.dtype
     s = torch.matmul(q.to(dtype), _repeat(k, q.shape[1]).to(dtype).transpose(2, 3))
     s = s * (q.shape[3] ** -0.5 if scale is None else scale)
+    slope = None
+    if cap is not None:
+        t = torch.tanh(s / cap)
+        s, slope = t * cap, 1 - t * t
     if causal:
-        return s.masked_fill(s.new_ones(s.shape[2:], dtype=torch.bool).tril().logical_not(), -math.inf)
+        return s.masked_fill(s.new_ones(s.shape[2:], dtype=torch.bool).tril().logical_not(), -math.inf), slope
     if mask is None:
-        return s
-    return s.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else s + mask.to(dtype)
+        return s, slope
+    return s.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else s + mask.to(dtype), slope
 
 
-def _plain_attention(q, k, v, mask, causal, scale):
-    s = _wide_scores(q, k, mask, causal, scale)
+def _dropped(p, draws, dropout):
+    """Weights of which some are dropped."""
+    if draws is None:
+        return p
+    return p * keeps(draws, p.shape[3], dropout) * (1.0 / (1.0 - dropout) if dropout < 1 else 0.0)
+
+
+def _plain_attention(q, k, v, mask, causal, scale, cap, draws, dropout):
+    s, _ = _wide_scores(q, k, mask, causal, scale, cap)
     lse = torch.logsumexp(s, 3)
     p = torch.exp(s - lse.masked_fill(lse == -math.inf, 0.0).unsqueeze(3))
-    return torch.matmul(p, _repeat(v, q.shape[1]).to(s.dtype)).to(q.dtype), lse
+    return torch.matmul(_dropped(p, draws, dropout), _repeat(v, q.shape[1]).to(s.dtype)).to(q.dtype), lse
 
 
-def masked_attention(q, k, v, mask, causal, scale):
+def _tiled_structure(q, k, scale, cap, dropout, causal, window):
+    """Numbers for the tiled kernels: scale, cap, dropout, and how many columns a row sees before it and behind."""
+    beyond = q.shape[2] + k.shape[2]
+    before, behind = window if window is not None else (beyond, 0 if causal else beyond)
+    return q.shape[3] ** -0.5 if scale is None else scale, cap or 0.0, dropout, before, behind
+
+
+def masked_attention(q, k, v, mask, causal, scale, cap=None, draws=None, dropout=0.0):
     """(y, lse)"""
-    route = _route(q, k, v, mask, causal)
+    route = _route(q, k, v, mask, causal, cap is not None or draws is not None)
     if route == "plain":
-        return _plain_attention(q, k, v, mask, causal, scale)
+        return _plain_attention(q, k, v, mask, causal, scale, cap, draws, dropout)
+    if route == "tiled":
+        return _tiled(q, k, v, mask, draws, _tiled_structure(q, k, scale, cap, dropout, causal, None))
     fused, bias = torch.ops.aten, _bias(mask, q, k, route)
     q, k, v = _dense(q), _dense(k), _dense(v)
     if route == "flash":
@@ -115,20 +149,37 @@ def masked_attention(q, k, v, mask, causal, scale):
     return y, lse if mask is None else lse.masked_fill(~_seeing(mask), -math.inf)
 
 
-def _plain_grad(g, q, k, v, mask, y, lse, causal, scale):
-    """(p, ds) from scores computed anew"""
-    s = _wide_scores(q, k, mask, causal, scale)
+def _tiled(q, k, v, mask, draws, numbers):
+    from mycel.ops.triton_attention import tiled_attention
+
+    return tiled_attention(_dense(q), _dense(k), _dense(v), mask, draws, *numbers)
+
+
+def _tiled_grad(g, q, k, v, mask, y, lse, draws, numbers):
+    from mycel.ops.triton_attention import tiled_attention_grad
+
+    share = (g.float() * y.float()).sum(3)
+    return tiled_attention_grad(_dense(g), _dense(q), _dense(k), _dense(v), mask, draws, share, lse, *numbers)
+
+
+def _plain_grad(g, q, k, v, mask, y, lse, causal, scale, cap, draws, dropout):
+    """(p, cotangents of masked scores, and of those before they were capped) from scores computed anew"""
+    s, slope = _wide_scores(q, k, mask, causal, scale, cap)
     p = torch.exp(s - lse.masked_fill(lse == -math.inf, 0.0).unsqueeze(3))
     g = g.to(s.dtype)
     dp = torch.matmul(g, _repeat(v, q.shape[1]).to(s.dtype).transpose(2, 3))
-    return p, p * (dp - (g * y).sum(3, keepdim=True))
+    ds = p * (_dropped(dp, draws, dropout) - (g * y).sum(3, keepdim=True))
+    return _dropped(p, draws, dropout), ds, ds if slope is None else ds * slope
 
 
-def masked_attention_grad(g, q, k, v, mask, y, lse, causal, scale):
+def masked_attention_grad(g, q, k, v, mask, y, lse, causal, scale, cap=None, draws=None, dropout=0.0):
     """Cotangents of q, k and v."""
-    route = _route(q, k, v, mask, causal)
+    route = _route(q, k, v, mask, causal, cap is not None or draws is not None)
+    if route == "tiled":
+        numbers = _tiled_structure(q, k, scale, cap, dropout, causal, None)
+        return _tiled_grad(g, q, k, v, mask, y, lse, draws, numbers)
     if route == "plain":
-        p, ds = _plain_grad(g, q, k, v, mask, y, lse, causal, scale)
+        p, _, ds = _plain_grad(g, q, k, v, mask, y, lse, causal, scale, cap, draws, dropout)
         factor = q.shape[3] ** -0.5 if scale is None else scale
         dq = torch.matmul(ds, _repeat(k, q.shape[1]).to(p.dtype)) * factor
         dk = torch.matmul(ds.transpose(2, 3), q.to(p.dtype)) * factor
@@ -161,22 +212,22 @@ def masked_attention_grad(g, q, k, v, mask, y, lse, causal, scale):
     return dq, _sum_groups(dk, like), _sum_groups(dv, like)
 
 
-def _is_tiled(q, k, mask):
+def _has_tiled_mask_grad(q, k, mask):
     """On a GPU, in 16 bits, all rows and columns: one kernel makes the cotangent of a mask, a tile at a time."""
     whole = mask.ndim >= 2 and tuple(mask.shape[-2:]) == (q.shape[2], k.shape[2])
     return q.is_cuda and q.dtype.itemsize == 2 and whole and 0 not in (*q.shape, *k.shape)
 
 
-def added_mask_grad(g, q, k, v, mask, y, lse, scale):
+def added_mask_grad(g, q, k, v, mask, y, lse, scale, cap=None, draws=None, dropout=0.0):
     """The cotangent of an added mask."""
-    if _is_tiled(q, k, mask):
+    if _has_tiled_mask_grad(q, k, mask) and cap is None:
         from mycel.ops.triton_bias import attention_bias_grad
 
         bias = mask.reshape((1,) * (4 - mask.ndim) + tuple(mask.shape))
         factor = q.shape[3] ** -0.5 if scale is None else scale
         share = (g.float() * y.float()).sum(3)
-        return attention_bias_grad(g, q, k, v, bias, share, lse, factor).reshape(mask.shape)
-    ds = _plain_grad(g, q, k, v, mask, y, lse, False, scale)[1]
+        return attention_bias_grad(g, q, k, v, bias, share, lse, factor, draws, dropout).reshape(mask.shape)
+    ds = _plain_grad(g, q, k, v, mask, y, lse, False, scale, cap, draws, dropout)[1]
     return ds.sum_to_size(mask.shape).to(mask.dtype)
 
 
@@ -208,9 +259,17 @@ def _band(block, window, device):
     return (ahead >= -window[0]) & (ahead <= window[1])
 
 
-def window_attention(q, k, v, scale, window):
+def _draws_of(block, draws):
+    """The counts of a block's rows, from its first column on."""
+    return None if draws is None else draws[:, :, block[0] : block[1]] + block[2]
+
+
+def window_attention(q, k, v, scale, window, cap=None, draws=None, dropout=0.0):
     """(y, lse)"""
-    if _flash_takes(q, k, v):
+    changed = cap is not None or draws is not None
+    if changed and _is_tiled(q, k, v):
+        return _tiled(q, k, v, None, draws, _tiled_structure(q, k, scale, cap, dropout, False, window))
+    if not changed and _flash_takes(q, k, v):
         q, k, v = (_dense(x).transpose(1, 2) for x in (q, k, v))
         before, behind = window
         y, lse = torch.ops.aten._flash_attention_forward(
@@ -221,16 +280,21 @@ def window_attention(q, k, v, scale, window):
     parts = []
     for block in _blocks(q.shape[2], k.shape[2], window):
         start, stop, first, last = block
-        keys, values = k[:, :, first:last], v[:, :, first:last]
-        parts.append(masked_attention(q[:, :, start:stop], keys, values, _band(block, window, q.device), False, scale))
+        keys, values, band = k[:, :, first:last], v[:, :, first:last], _band(block, window, q.device)
+        more = cap, _draws_of(block, draws), dropout
+        parts.append(masked_attention(q[:, :, start:stop], keys, values, band, False, scale, *more))
     if len(parts) == 1:
         return parts[0]
     return torch.cat([y for y, _ in parts], 2), torch.cat([lse for _, lse in parts], 2)
 
 
-def window_attention_grad(g, q, k, v, y, lse, scale, window):
+def window_attention_grad(g, q, k, v, y, lse, scale, window, cap=None, draws=None, dropout=0.0):
     """Cotangents of q, k and v."""
-    if _flash_takes(q, k, v):
+    changed = cap is not None or draws is not None
+    if changed and _is_tiled(q, k, v):
+        numbers = _tiled_structure(q, k, scale, cap, dropout, False, window)
+        return _tiled_grad(g, q, k, v, None, y, lse, draws, numbers)
+    if not changed and _flash_takes(q, k, v):
         g, q, k, v, y = (_dense(x).transpose(1, 2) for x in (g, q, k, v, y))
         state = torch.zeros(2, dtype=torch.int64, device=q.device)  # of random numbers, unused
         grads = torch.ops.aten._flash_attention_backward(
@@ -245,7 +309,8 @@ def window_attention_grad(g, q, k, v, y, lse, scale, window):
         own = [x[:, :, start:stop] for x in (g, q)]
         seen = [x[:, :, first:last] for x in (k, v)]
         after = [x[:, :, start:stop] for x in (y, lse)]
-        dq, more_k, more_v = masked_attention_grad(*own, *seen, _band(block, window, q.device), *after, False, scale)
+        band, more = _band(block, window, q.device), (cap, _draws_of(block, draws), dropout)
+        dq, more_k, more_v = masked_attention_grad(*own, *seen, band, *after, False, scale, *more)
         dqs.append(dq)
         dk[:, :, first:last] += more_k
         dv[:, :, first:last] += more_v

@@ -33,6 +33,27 @@ def batch_norm_expand(x, w, b, *, eps):
     return standardize(x, spread(mean, x), rstd, spread(w, x), spread(b, x)), mean, var
 
 
+def batch_norm_pieces(x, w, b, *, eps):
+    mean, var = o.batch_statistics(x)
+    return o.batch_norm_infer(x, w, b, mean, var, eps=eps), mean, var
+
+
+@op(
+    lambda x: f"{full_dims(x, '^')} -> c, c",
+    dtype=(wide_dtype, wide_dtype),
+    expand=lambda x: (o.mean(wide(x), dims=others(x)), o.var(wide(x), dims=others(x), correction=0)),
+    flops=lambda d: 4 * math.prod(vars(d).values()),
+    examples=["f[4,6]", "f[3,4,2,2]", "f[2,2,4,1,2]"],
+    apart=True,
+    precision="high",
+)
+def batch_statistics(x):
+    """Mean and biased variance over all dims but the second."""
+    dtype = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
+    var, mean = torch.var_mean(x.to(dtype), (0, *range(2, x.ndim)), correction=0)
+    return mean, var
+
+
 def batch_norm_vjp(g, y, x, w, b, *, eps):
     (gy, gmean, gvar), (_, mean, var) = g, y
     dx = dw = db = None
@@ -53,6 +74,7 @@ def batch_norm_vjp(g, y, x, w, b, *, eps):
     dtype=("first", wide_dtype, wide_dtype),
     vjp=batch_norm_vjp,
     expand=batch_norm_expand,
+    pieces=batch_norm_pieces,
     flops=lambda d: 8 * math.prod(vars(d).values()),
     examples=[
         "f[4,6], f[6], f[6], eps=1e-05",
@@ -120,11 +142,20 @@ def batch_norm_infer_expand(x, w, b, mean, var, *, eps):
         "f[4,6], f[6], f[6], f[6], f[6]>0, eps=1e-05",
         "f[3,4,2,2], f[4], None, f[4], f[4]>0, eps=0.001",
         "f[2,2,4], None, None, f[2], f[2]>0, eps=0.001",
+        "bf16[3,4,2,2], bf16[4], bf16[4], f32[4], f32[4]>0, eps=0.001",
     ],
     precision="high",
 )
 def batch_norm_infer(x, w, b, mean, var, *, eps):
     """(x - mean) / sqrt(var + eps), scaled by w and shifted by b, with statistics given by channel."""
+    if mean.dtype != x.dtype:  # of the batch itself, in 32 bits
+        mean, rstd, w, b = (
+            None if s is None else s.reshape((1, -1) + (1,) * (x.ndim - 2))
+            for s in (mean, torch.rsqrt(var + eps), w, b)
+        )
+        y = (x - mean) * rstd
+        y = y if w is None else y * w
+        return (y if b is None else y + b).to(x.dtype)
     return torch.nn.functional.batch_norm(x, mean, var, w, b, False, 0.0, eps)
 
 

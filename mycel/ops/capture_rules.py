@@ -48,3 +48,8 @@ def assign(target: Any, value: Any) -> None:
 def draw() -> tuple[Any, int]:
     """(key Var, site) for one random equation; capture supplies them."""
     return BUILDERS[-1].draw()
+
+
+def is_on_gpu() -> bool:
+    """Does the code that is captured compute on a GPU?"""
+    return bool(BUILDERS[-1].device.type == "cuda")

@@ -13,12 +13,14 @@ bf16 round up or down by chance, randomk makes up for what it leaves out.  Of a 
 something decodes to one that is not: whoever checks the sum finds out.
 
 Rows are encoded apart, each to the same number of bytes: row i is what goes to rank i.  On the CPU int8 and int4 run in
-C where there is a compiler (`native_codecs.py`), to the same bytes.
+C where there is a compiler (`native_codecs.py`), on a GPU int8, int4, fp8 and sign in Triton (`triton_codecs.py`), to
+the same bytes as in torch.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib.util
 import math
 import re
 from collections.abc import Callable
@@ -141,14 +143,17 @@ def codec_of(text: str) -> Codec:
 # -- rows of blocks --------------------------------------------------------------------------------------------------
 
 
-def encode_rows(x, e, key, codec: Codec, rows: int, row: int, left: bool):
+def encode_rows(x, e, key, codec: Codec, rows: int, row: int, left: bool, over: bool = False):
     """Rows of x + e (e may be None), one behind the other -> u8[rows, size], and with `left` what is left over, as x is
-    shaped."""
+    shaped; `over`: nobody reads x any more, and that may be written over it."""
     wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
     v = wide if e is None else None
     run = native() if codec.name in LEVELS and x.is_cpu and wide.dtype == torch.float32 else None
     if run is not None:
-        return run.encode(wide, e, seed_of(key) if codec.stochastic else 0, codec, rows, row, left)
+        return run.encode(wide, e, seed_of(key) if codec.stochastic else 0, codec, rows, row, left, over)
+    kernels = on_gpu(codec, x.device) if wide.dtype == torch.float32 else None
+    if kernels is not None:
+        return kernels.encode(wide, e, key, codec, rows, row, left, over)
     v = wide + e if v is None else v
     blocks = blocks_of(v.float(), codec, rows, row)
     noise = functools.partial(noise_of, key, blocks, blocks.shape[0] // rows if codec.drawn_alike else 0)
@@ -162,6 +167,9 @@ def decode_rows(code, key, codec: Codec, shape, row: int, added: bool):
     run = native() if codec.name in LEVELS and code.is_cpu else None
     if run is not None:
         return run.decode(code, codec, n, row, added).view(shape)
+    kernels = on_gpu(codec, code.device)
+    if kernels is not None:
+        return kernels.decode(code, codec, shape, row, added)
     blocks = code.reshape(-1, codec.block_bytes)
     noise = functools.partial(noise_of, key, blocks, blocks.shape[0] // rows)
     y = FORMS[codec.name].decode(codec, blocks, noise).view(rows, -1)[:, :row]
@@ -171,6 +179,16 @@ def decode_rows(code, key, codec: Codec, shape, row: int, added: bool):
             total = total + other
         return total[:n].reshape(shape)
     return y.reshape(-1)[:n].view(shape)
+
+
+@functools.cache
+def on_gpu(codec: Codec, device: torch.device):
+    """The kernels of a GPU for this codec; None: those of torch."""
+    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return None
+    from mycel.ops import triton_codecs
+
+    return triton_codecs if triton_codecs.takes(codec, device) else None
 
 
 def blocks_of(v, codec: Codec, rows: int, row: int):
@@ -200,6 +218,14 @@ def noise_of(key, blocks, period: int, width: int):
     h = h ^ (h >> 16)
     unit = ((h >> 8).float() * 2.0**-24).view(-1, width)
     return unit.repeat(blocks.shape[0] // period, 1) if period else unit
+
+
+def averaged_in_eight_bits(e, lost, key, share: float):
+    """e (1 - share) + lost share, `in_eight_bits`; on a GPU in one pass."""
+    kernels = on_gpu(codec_of("int8"), e.device) if e.dtype == lost.dtype == torch.float32 else None
+    if kernels is None:
+        return in_eight_bits(e * (1 - share) + lost * share, key)
+    return kernels.averaged(e, lost, key, share, EIGHT_BITS_SCALE, torch.finfo(EIGHT_BITS).max, EIGHT_BITS)
 
 
 def in_eight_bits(x, key):

@@ -138,9 +138,9 @@ def compressed(g, e, key, at, m=None, *, codec, axes, of):
 def averaged_error(e, lost, key, *, axes, share):
     """(1 - share) e + share lost, in 8 bits: what a rank remembers of what was lost, a moving average.  As a sum over
     the axes, of which each rank has its own part."""
-    from mycel.ops.codec_kernels import in_eight_bits
+    from mycel.ops.codec_kernels import averaged_in_eight_bits
 
-    return in_eight_bits(e * (1 - share) + lost * share, key)
+    return averaged_in_eight_bits(e, lost, key, share)
 
 
 @op(
@@ -184,6 +184,7 @@ def encoded_type(codec, rows, row):
 
 @op(
     types=lambda x, key, *, codec, rows, row, dim=0: encoded_type(codec, rows, row),
+    rate=lambda *_, codec, **__: f"encode_{codec_of(codec).name}",
     compiles=False,
     fresh=True,
     examples=[
@@ -200,23 +201,24 @@ def encode(x, key, *, codec, rows, row, dim=0):
 
 
 @op(
-    types=lambda x, e, key, *, codec, rows, row, dim=0: (
+    types=lambda x, e, key, *, codec, rows, row, dim=0, over=False: (
         encoded_type(codec, rows, row),
         Type(wide(x.dtype), x.shape),
     ),
+    rate=lambda *_, codec, **__: f"residual_{codec_of(codec).name}",
     compiles=False,
-    fresh=True,
+    into=("encode_residual({0}, {1}, {2}, codec={codec}, rows={rows}, row={row}, dim={dim}, over=True)",),
     examples=[
         'f32[4,50], f32[4,50], None, codec="int8", rows=2, row=100', 'f[30], None, i64[], codec="int4", rows=4, row=8',
         'f[3,7], f[3,7], None, codec="sign", rows=2, row=12, dim=1',
     ],
 )  # fmt: skip
-def encode_residual(x, e, key, *, codec, rows, row, dim=0):
-    """Rows of x + e as bytes, and x + e without what these say."""
+def encode_residual(x, e, key, *, codec, rows, row, dim=0, over=False):
+    """Rows of x + e as bytes, and x + e without what these say, which may be written over x: half of what is moved."""
     from mycel.ops.codec_kernels import codec_of, encode_rows
 
     if not dim:
-        return encode_rows(x, e, key, codec_of(codec), rows, row, True)
+        return encode_rows(x, e, key, codec_of(codec), rows, row, True, over)
     x, e = x.movedim(dim, 0), None if e is None else e.movedim(dim, 0)
     code, left = encode_rows(x, e, key, codec_of(codec), rows, row, True)
     return code, left.movedim(0, dim).contiguous()
@@ -224,6 +226,7 @@ def encode_residual(x, e, key, *, codec, rows, row, dim=0):
 
 @op(
     types=lambda code, key, *, codec, row, shape: Type(torch.float32, tuple(shape)),
+    rate=lambda *_, codec, **__: f"decode_{codec_of(codec).name}",
     compiles=False,
     fresh=True,
     examples=['u8[2,264], None, codec="int8(block=128)", row=200, shape=(4,99)'],
@@ -237,6 +240,7 @@ def decode(code, key, *, codec, row, shape):
 
 @op(
     types=lambda code, key, *, codec, row, shape, dim=0: Type(torch.float32, tuple(shape)),
+    rate=lambda *_, codec, **__: f"added_{codec_of(codec).name}",
     compiles=False,
     fresh=True,
     examples=['u8[2,264], None, codec="int8(block=128)", row=200, shape=(8,25), dim=1'],

@@ -381,15 +381,25 @@ def only_first(x, *, axes, count):
     return x if communicator().index(axes) == 0 else torch.zeros_like(x)
 
 
-@op("..., r^ -> ...", dtype="first", compiles=False, by_rank=True, fresh=True)
+@op(
+    "..., r^ -> ...",
+    dtype="first",
+    compiles=False,
+    by_rank=True,
+    into=("ranks.added_own_row({0}, {1}, {axes}, {count})",),
+)
 def add_own_row(x, row, *, axes, count):
     """x, the part of which that is this rank's has `row` added: part i of `count`, each as many elements as the row
     has, of x as it lies."""
-    y = x.clone()
+    return added_own_row(x.clone(), row, axes, count)
+
+
+def added_own_row(x, row, axes, count):
+    """The same over x itself."""
     start = communicator().index(axes) * row.numel()
     n = max(0, min(row.numel(), x.numel() - start))
-    y.view(-1)[start : start + n] += row.view(-1)[:n]
-    return y
+    x.view(-1)[start : start + n] += row.view(-1)[:n]
+    return x
 
 
 @op(

@@ -24,6 +24,14 @@ def spatial(letter, n, flag=""):
     return " ".join(f"{letter}{i}{flag}" for i in range(n))
 
 
+def channels_last(x):
+    """x as the quick kernels of GPUs read images: channels beside each other.  What a convolution gives lies so as
+    well, and what is computed of it element by element, so images are moved where they enter a program and no more."""
+    if x.is_cuda and x.ndim in (4, 5) and x.dtype in (torch.float16, torch.bfloat16):
+        return x.contiguous(memory_format=torch.channels_last if x.ndim == 4 else torch.channels_last_3d)
+    return x
+
+
 def conv_sizes(x, kernel, stride, padding, dilation):
     """Spatial sizes of a convolution's result."""
     across = zip(x.shape[2:], kernel, stride, padding, dilation, strict=True)
@@ -74,7 +82,9 @@ def conv_vjp(g, y, x, w, *, groups, **window):
 )
 def conv(x, w, *, stride, padding, dilation, groups):
     """x [n, c, ...] convolved with w [o, c / groups, ...]"""
-    return torch.convolution(x, w, None, stride, padding, dilation, False, (0,) * len(stride), groups)
+    return torch.convolution(
+        channels_last(x), channels_last(w), None, stride, padding, dilation, False, (0,) * len(stride), groups
+    )
 
 
 @captures("aten.convolution.default", "aten.convolution_overrideable.default")
@@ -126,7 +136,9 @@ def conv_bias_expand(x, w, b, **params):
 )
 def conv_bias(x, w, b, *, stride, padding, dilation, groups):
     """conv(x, w) + b by channel, in one kernel; made by fusion alone."""
-    return torch.convolution(x, w, b, stride, padding, dilation, False, (0,) * len(stride), groups)
+    return torch.convolution(
+        channels_last(x), channels_last(w), b, stride, padding, dilation, False, (0,) * len(stride), groups
+    )
 
 
 def conv_transpose_dims(x, w, *, stride, padding, dilation, groups, output_padding):
@@ -161,7 +173,9 @@ def conv_transpose_vjp(g, y, x, w, *, output_padding, **params):
 )
 def conv_transpose(x, w, *, stride, padding, dilation, groups, output_padding):
     """The gradient of conv in its input: x [n, o, ...] and w [o, c / groups, ...] -> [n, c, ...]"""
-    return torch.convolution(x, w, None, stride, padding, dilation, True, output_padding, groups)
+    return torch.convolution(
+        channels_last(x), channels_last(w), None, stride, padding, dilation, True, output_padding, groups
+    )
 
 
 def conv_weight_dims(g, x, *, shape, stride, padding, dilation, groups):
@@ -193,13 +207,15 @@ def conv_weight_vjp(g, y, gy, x, *, shape, groups, **window):
     product=True,
     rate="conv",
     apart=True,
+    fresh=True,
 )
 def conv_weight(g, x, *, shape, stride, padding, dilation, groups):
     """The gradient of conv in its weight, of the given shape: cotangent g [n, o, ...] and input x [n, c, ...]"""
+    w = g.new_empty(1).expand(shape)
     return torch.ops.aten.convolution_backward.default(
-        g, x, g.new_empty(1).expand(shape), None, stride, padding, dilation, False, (0,) * len(stride), groups,
+        channels_last(g), channels_last(x), w, None, stride, padding, dilation, False, (0,) * len(stride), groups,
         (False, True, False),
-    )[1]  # fmt: skip
+    )[1].contiguous()  # fmt: skip
 
 
 def im2col_dims(x, *, kernel, dilation, padding, stride):

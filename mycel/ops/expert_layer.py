@@ -18,11 +18,14 @@ Here backward computes the hidden rows again: only tokens, routing and weights a
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from mycel.ir import OPS, SplitRule, Type, op
 from mycel.ops.expert_exchange import exchanged, exchanged_grad
 from mycel.ops.experts import dispatch, grouped_matmul, grouped_rows, grouped_sum, grouped_weight, route
+from mycel.ops.gated_rows import FORM, GATE, cast_to, gated_matmul, weighted
 from mycel.ops.gates import FORMS, Evaluation, joined, parts
 from mycel.ops.rules import o
 
@@ -42,7 +45,12 @@ class Rows:
 
     def __init__(self, x, counts, up, up_bias, *, gate, form, transposed=False):
         self.x, self.counts, self.transposed, self.form = x, counts, transposed, form
-        self.gate = Evaluation(gate, parts(self.product(x, up, up_bias), form))
+        self.hidden, self.expression = self.product(x, up, up_bias), gate
+
+    @functools.cached_property
+    def gate(self):
+        """What the gate makes of hidden rows, and how."""
+        return Evaluation(self.expression, parts(self.hidden, self.form))
 
     def product(self, rows, w, bias):
         y = grouped_matmul(rows, w, self.counts, transposed=self.transposed)
@@ -65,25 +73,42 @@ class Rows:
         return grouped_weight(*((rows, g) if self.transposed else (g, rows)), self.counts)
 
 
-def layer_expand(x, ids, weights, up, down, up_bias, down_bias, *, elsewhere=0, **params):
-    ids, weights, _ = at_hand(ids, weights, up.shape[0], elsewhere)
+def sorted_rows(x, ids, weights, up, up_bias, **params):
+    """The rows of x for the experts they chose, the weight of each row, and the order they are in."""
     order, counts = route(ids, experts=up.shape[0])
-    rows = Rows(dispatch(x, order, chosen=ids.shape[1]), counts, up, up_bias, **params)
-    return o.combine(rows.product(rows.gate.value, down, down_bias), weights, order)
+    scale = dispatch(o.reshape(weights, shape=(ids.shape[0] * ids.shape[1], 1)), order, chosen=1)
+    return Rows(dispatch(x, order, chosen=ids.shape[1]), counts, up, up_bias, **params), scale, order
+
+
+def layer_expand(x, ids, weights, up, down, up_bias, down_bias, *, elsewhere=0, **params):
+    """A router's weight goes on what the gate gives, not on an expert's result: that is as a rule wider, and backward
+    would need it for the weight's gradient."""
+    ids, weights, _ = at_hand(ids, weights, up.shape[0], elsewhere)
+    rows, scale, order = sorted_rows(x, ids, weights, up, up_bias, **params)
+    if (rows.expression, rows.form) == (GATE, FORM):
+        y = gated_matmul(rows.hidden, down, scale, rows.counts, transposed=rows.transposed)
+    else:
+        y = rows.product(weighted(rows.gate.value, scale), down, None)
+    y = y if down_bias is None else o.add(y, weighted(rows.each(down_bias), scale))
+    return o.collect(y, order, chosen=ids.shape[1])
 
 
 def grad_expand(g, x, ids, weights, up, down, up_bias, down_bias, *, elsewhere=0, **params):
     ids, weights, hit = at_hand(ids, weights, up.shape[0], elsewhere)
-    order, counts = route(ids, experts=up.shape[0])
-    rows = Rows(dispatch(x, order, chosen=ids.shape[1]), counts, up, up_bias, **params)
-    y = rows.product(rows.gate.value, down, down_bias)
-    dy, dweights, _ = o.combine.vjp(g, None, y, weights, order)
-    dh = rows.pulled(rows.back(dy, down))
+    rows, scale, order = sorted_rows(x, ids, weights, up, up_bias, **params)
+    dy = dispatch(g, order, chosen=ids.shape[1])
+    da = rows.back(dy, down)
+    common = o.sum(cast_to(o.mul(da, rows.gate.value), weights.dtype), dims=(1,), keepdim=True)
+    if down_bias is not None:
+        more = cast_to(o.mul(dy, rows.each(down_bias)), weights.dtype)
+        common = o.add(common, o.sum(more, dims=(1,), keepdim=True))
+    dweights = o.reshape(o.collect(common, order, chosen=1), shape=tuple(weights.shape))
+    dh = rows.pulled(weighted(da, scale))
     grads = [o.collect(rows.back(dh, up), order, chosen=ids.shape[1])]
     grads += [dweights if hit is None else o.where(hit, dweights, 0.0)]
-    grads += [rows.weight(dh, rows.x), rows.weight(dy, rows.gate.value)]
-    grads += [] if up_bias is None else [grouped_sum(dh, counts)]
-    return *grads, *([] if down_bias is None else [grouped_sum(dy, counts)])
+    grads += [rows.weight(dh, rows.x), rows.weight(dy, weighted(rows.gate.value, scale))]
+    grads += [] if up_bias is None else [grouped_sum(dh, rows.counts)]
+    return *grads, *([] if down_bias is None else [grouped_sum(weighted(dy, scale), rows.counts)])
 
 
 # -- its kernels: the rows whose experts are here, and no others -----------------------------------------------------

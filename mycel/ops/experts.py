@@ -4,7 +4,7 @@
                                                     choices sorted by expert; counts: i64[4], how many each expert got
     rows = dispatch(x, order, chosen=k)             a token for each choice, one expert's rows behind another's
     y = grouped_matmul(rows, w, counts)             each row with its expert's matrix
-    z = combine(y, weights, order)                  the sum over a token's choices, with the weights the router gave
+    z = collect(y, order, chosen=k)                 the sum over a token's choices
 
 No row is dropped and none is padding: shapes are static, the counts are data.  This is how one device computes a
 mixture of experts; what ranks share is the whole layer (`expert_layer.py`).
@@ -19,6 +19,7 @@ from mycel.ops.capture_rules import captures
 from mycel.ops.rules import cast_like, o
 
 ALIGNED = 16  # bytes, by which rows must lie apart for torch's grouped products
+WIDE = 128  # elements of a row from which on rows are moved by a kernel of ours on a GPU
 
 
 # -- which row is whose -----------------------------------------------------------------------------------------
@@ -32,15 +33,26 @@ ALIGNED = 16  # bytes, by which rows must lie apart for torch's grouped products
 )
 def route(ids, *, experts):
     """(The choices in the order of their experts, how many each expert has)"""
-    sorted_ids, order = torch.sort(ids.reshape(-1), stable=True)
-    ends = torch.searchsorted(sorted_ids, torch.arange(experts, device=ids.device), right=True)
+    narrow = torch.uint8 if experts <= 256 else torch.int16 if experts <= 32768 else torch.int64  # sorted by its bits
+    sorted_ids, order = torch.sort(ids.reshape(-1).to(narrow), stable=True)
+    ends = torch.searchsorted(sorted_ids, torch.arange(experts, device=ids.device, dtype=narrow), right=True)
     return order, torch.diff(ends, prepend=ends.new_zeros(1))
 
 
 @op("m^ -> m", dtype=torch.int64, examples=["i64[6]!", "i64[1]!"], apart=True)
 def inverse_order(order):
     """Where each element of a permutation stands: inverse_order(order)[order[i]] = i"""
+    return places_of(order)
+
+
+def places_of(order):
+    """Where the row of each choice stands."""
     return torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
+
+
+def is_moved_by_kernel(x):
+    """Are rows of these moved by a kernel of ours?  On a GPU, where autograd does not watch."""
+    return x.is_cuda and x.dtype.itemsize <= 4 and x.shape[1] >= WIDE and not torch.is_grad_enabled()
 
 
 @op(
@@ -48,10 +60,16 @@ def inverse_order(order):
     vjp=lambda g, y, x, order, *, chosen: (o.collect(g, order, chosen=chosen), None),
     dtype="first",
     linear=((0,),),
+    fresh=True,
+    apart=True, compiles=False,
     examples=["f[3,4], i64[6]!, chosen=2", "f[4,3], i64[4]!, chosen=1"],
-)
+)  # fmt: skip
 def dispatch(x, order, *, chosen):
     """A token for each of its choices, in the order of the choices"""
+    if is_moved_by_kernel(x):
+        from mycel.ops.triton_rows import spread
+
+        return spread(x, places_of(order), chosen)
     return x.index_select(0, order // chosen)
 
 
@@ -60,12 +78,18 @@ def dispatch(x, order, *, chosen):
     vjp=lambda g, z, y, order, *, chosen: (dispatch(g, order, chosen=chosen), None),
     dtype="first",
     linear=((0,),),
+    fresh=True,
+    apart=True, compiles=False,
     examples=["f[6,4], i64[6]!, chosen=2", "f[4,3], i64[4]!, chosen=1"],
-)
+)  # fmt: skip
 def collect(y, order, *, chosen):
     """The sum over each token's choices: `dispatch` turned round"""
-    back = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
-    return y.index_select(0, back).view(-1, chosen, y.shape[1]).sum(1)
+    if is_moved_by_kernel(y):
+        from mycel.ops.triton_rows import gathered_sum
+
+        return gathered_sum(y, places_of(order), chosen)
+    rows = y.index_select(0, places_of(order))
+    return rows if chosen == 1 else rows.view(-1, chosen, y.shape[1]).sum(1)
 
 
 def combine_vjp(g, z, y, weights, order):
@@ -89,8 +113,7 @@ def combine_vjp(g, z, y, weights, order):
 )
 def combine(y, weights, order):
     """The sum over each token's choices, each with its weight; computed as wide as the wider of both"""
-    back = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
-    rows = y.index_select(0, back).view(*weights.shape, y.shape[1])
+    rows = y.index_select(0, places_of(order)).view(*weights.shape, y.shape[1])
     return (rows * weights.unsqueeze(2)).sum(1).to(y.dtype)
 
 
@@ -126,6 +149,11 @@ def segments(x, w, counts):
     return y
 
 
+def group_products(x, w, counts, transposed):
+    product = grouped_mm if is_grouped(x, w) else segments
+    return product(x, w if transposed else w.transpose(1, 2), counts)
+
+
 def grouped_flops(d):
     return 2 * d.m * d.k * d.n
 
@@ -152,8 +180,7 @@ def grouped_matmul_vjp(g, y, x, w, counts, *, transposed=False):
 )  # fmt: skip
 def grouped_matmul(x, w, counts, *, transposed=False):
     """The rows of x in groups of `counts`, group e with w[e]: x @ w[e].T, or x @ w[e] where w is transposed"""
-    product = grouped_mm if is_grouped(x, w) else segments
-    return product(x, w if transposed else w.transpose(1, 2), counts)
+    return group_products(x, w, counts, transposed)
 
 
 def grouped_weight_vjp(h, y, g, x, counts):

@@ -68,6 +68,21 @@ def square_sum(x, dtype):
     )
 
 
+def norms_of_each(xs, dtype):
+    """The 2-norm of each tensor, on a GPU."""
+    norms = {}
+    if xs[0].is_cuda:
+        from mycel.ops.triton_norm import block_norms, is_large
+
+        large = [i for i, x in enumerate(xs) if is_large(x)]
+        if large:
+            norms.update(zip(large, torch._foreach_norm([block_norms(xs[i]) for i in large], 2), strict=True))
+    small = [i for i in range(len(xs)) if i not in norms]
+    if small:
+        norms.update(zip(small, torch._foreach_norm([xs[i] for i in small], 2, dtype=dtype), strict=True))
+    return [norms[i].to(dtype) for i in range(len(xs))]
+
+
 @op(
     norm_dims,
     types=lambda *types: Type(norm_dtype(types), ()),
@@ -84,7 +99,7 @@ def global_norm(*xs):
     xs = [torch.view_as_real(x.resolve_conj()) if x.is_complex() else x for x in xs]
     wide = torch.float64 if any(x.dtype == torch.float64 for x in xs) else torch.float32
     if not xs[0].is_cpu:
-        return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(xs, 2, dtype=wide)))
+        return torch.linalg.vector_norm(torch.stack(norms_of_each(xs, wide)))
     norm = torch.linalg.vector_norm(torch.stack([square_sum(x.reshape(-1), wide) for x in xs]).sqrt())
     if bool(norm.isfinite()):
         return norm

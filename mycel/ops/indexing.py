@@ -231,6 +231,8 @@ def literal_like(value, x):
 @captures("aten.masked_scatter.default")
 def _masked_scatter(x, mask, source):
     shape = torch.broadcast_shapes(x.shape, mask.shape)
+    if not source.type.numel:  # then the mask holds nowhere
+        return expanded(x, shape)
     nth = o.cumsum(o.cast(flattened(expanded(mask, shape)), dtype=torch.int64), dim=0)
     values = o.index_select(flattened(source), o.clamp(o.sub(nth, 1), 0, None), dim=0)
     return o.where(mask, reshaped(values, shape), x)

@@ -146,11 +146,9 @@ def chunk_of(x, w, b, target, ignore_index, classes):
 def weight_gradient(total, d, x):
     """d.T @ x, added to what there is."""
     if is_fused(x):
-        return (
-            torch.mm(d.t(), x, out_dtype=torch.float32)
-            if total is None
-            else torch.addmm(total, d.t(), x, out_dtype=torch.float32)
-        )
+        if total is None:
+            return torch.mm(d.t(), x, out_dtype=torch.float32)
+        return torch.addmm(total, d.t(), x, out_dtype=torch.float32, out=total)
     part = torch.mm(d.t(), x)
     if total is None:
         return part

@@ -51,6 +51,7 @@ def _linear_weight_dims(g, x):
     product=True,
     rate="product",
     apart=True,
+    fresh=True,
 )
 def linear_weight(g, x):
     """The gradient of linear's weight: rows of g against rows of x, summed over all rows."""

@@ -32,15 +32,20 @@ def _mix(x):
     return x.bitwise_xor_(x >> 32).mul_(-0x3B314601E57A13AD)
 
 
-def _hash(key, offset, shape, strides, site):
-    """An i64 of random high bits for each element."""
+def _counts(key, offset, shape, strides, site):
+    """The count of each element, from which its bits are drawn."""
     x = (key + _wrap(site * 0xD1B54A32D192ED03)) * 0x2545F4914F6CDD1D + offset
     strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))] if strides is None else strides
     for n, stride in zip(shape, strides, strict=True):
         x = x.unsqueeze(-1)
         if n != 1:
             x = torch.add(x, torch.arange(n, device=key.device), alpha=stride)
-    return _mix(x)
+    return x
+
+
+def _hash(key, offset, shape, strides, site):
+    """An i64 of random high bits for each element."""
+    return _mix(_counts(key, offset, shape, strides, site))
 
 
 def _bits(key, offset, shape, strides, site):
@@ -200,9 +205,38 @@ def _dropout_part(at, x, key, offset, *, strides=None, **params):
 )  # fmt: skip
 def dropout(x, key, offset, *, p, strides=None, site=0):
     """x with elements set to 0 with probability p, the rest scaled by 1 / (1 - p)."""
-    bound = min(int(p * 2.0**64), 2**64 - 1) - 2**63
-    keep = _hash(key, offset, x.shape, strides, site) >= bound
+    keep = _hash(key, offset, x.shape, strides, site) >= dropout_bound(p)
     return x * keep * (1.0 / (1.0 - p) if p < 1 else 0.0)
+
+
+def dropout_bound(p):
+    """Bits below it, as an i64, are as many as the share p of all."""
+    return min(int(p * 2.0**64), 2**64 - 1) - 2**63
+
+
+@drawn(torch.int64, examples=["0, shape=(2,3), strides=(12,4)", "i64[], shape=(4,2), strides=(8,6), site=2"])
+def row_counts(key, offset, *, shape, strides, site=0):
+    """The count at which each row of a tensor starts to draw, where rows have all but its last dim: `strides` are the
+    tensor's own."""
+    return _counts(key, offset, shape, strides, site)
+
+
+def keeps(counts, columns, p):
+    """Which elements of rows that start to draw at `counts` are not dropped."""
+    return _mix(counts.unsqueeze(-1) + torch.arange(columns, device=counts.device)) >= dropout_bound(p)
+
+
+@op(
+    "... k^, ... -> ... k",
+    dtype="first",
+    vjp=lambda g, y, x, counts, *, p: (o.drop_rows(g, counts, p=p), None),
+    parts={"k": SplitRule(lambda at, x, counts, *, p: o.drop_rows(x, o.add(counts, at.start("k")), p=p), uneven=True)},
+    linear=((0,),),
+    examples=["f[2,3,4], i64[2,3], p=0.25", "f[4,6], i64[4], p=0.0", "f[6], i64[], p=1.0"],
+)
+def drop_rows(x, counts, *, p):
+    """`dropout` of rows that start to draw at `counts`: with those of `row_counts` the same elements are dropped."""
+    return x * keeps(counts, x.shape[-1], p) * (1.0 / (1.0 - p) if p < 1 else 0.0)
 
 
 # What torch's random functions mean.  A rule draws its key and site with `draw`; explicit generators are declined.

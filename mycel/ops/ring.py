@@ -20,7 +20,8 @@ early keys and neither the late; with keys from a rank behind, its late chunk se
 Either way two full blocks: late on early, and one that the rank picks.  Each rank computes the same number of scores,
 and none that is masked.
 
-A mask comes with the rows of a rank and all columns, of which each turn takes those that came by.
+A mask comes with the rows of a rank and all columns, of which each turn takes those that came by.  Where weights are
+dropped, rows draw at the count of the first column that came by; a triangle is not folded then.
 """
 
 from __future__ import annotations
@@ -147,22 +148,17 @@ def seen(at, mask, placed, window, columns=None):
 # -- rows alone ------------------------------------------------------------------------------------------------------
 
 
-def attention_rows(at, q, k, v, mask, *, causal=False, scale=None, window=None):
+def attention_rows(at, q, k, v, mask, *draws, causal=False, window=None, **how):
     if not (causal or window) or at.count("q") == 1:
-        return o.attention(q, k, v, mask, **structure(causal, scale, window))
-    return o.attention(q, k, v, by_place(at, all_columns(k), window), scale=scale)
+        return o.attention(q, k, v, mask, *draws, causal=causal, window=window, **how)
+    return o.attention(q, k, v, by_place(at, all_columns(k), window), *draws, **how)
 
 
-def attention_grad_rows(at, g, q, k, v, mask, y, lse, *, causal=False, scale=None, window=None):
+def attention_grad_rows(at, g, q, k, v, mask, y, lse, *draws, causal=False, window=None, **how):
     if not (causal or window) or at.count("q") == 1:
-        return o.attention_grad(g, q, k, v, mask, y, lse, **structure(causal, scale, window))
+        return o.attention_grad(g, q, k, v, mask, y, lse, *draws, causal=causal, window=window, **how)
     g, q, y, lse = rows_here(at, g, q, y, lse)
-    return o.attention_grad(g, q, k, v, by_place(at, all_columns(k), window), y, lse, scale=scale)
-
-
-def structure(causal, scale, window):
-    """Params of an attention equation: a window is named where there is one."""
-    return {"causal": causal, "scale": scale} if window is None else {"scale": scale, "window": window}
+    return o.attention_grad(g, q, k, v, by_place(at, all_columns(k), window), y, lse, *draws, **how)
 
 
 def all_columns(k):
@@ -172,19 +168,27 @@ def all_columns(k):
 # -- rows and columns, forward
 
 
-def attention_ring(at, q, k, v, mask, *, causal=False, scale=None, window=None):
+def attention_ring(at, q, k, v, mask, *draws, causal=False, window=None, **how):
     ring, placed = Ring(at), causal or window is not None
     if ring.count == 1:
-        return o.attention(q, k, v, mask, **structure(causal, scale, window))
-    if is_foldable(at, causal):
+        return o.attention(q, k, v, mask, *draws, causal=causal, window=window, **how)
+    if is_foldable(at, causal) and not draws:
         rows = ring.folded(q)
         y, lse = merged(
-            ring, (ring.folded(k), ring.folded(v)), lambda turn, k, v: folded_turn(ring, turn, rows, k, v, scale)
+            ring, (ring.folded(k), ring.folded(v)), lambda turn, k, v: folded_turn(ring, turn, rows, k, v, how)
         )
         return ring.unfolded(cast_like(y, q)), ring.unfolded(lse)
-    turn = lambda _, k, v, *columns: o.attention(q, k, v, seen(at, mask, placed, window, *columns), scale=scale)
-    y, lse = merged(ring, on_the_way(at, k, v, mask, placed), turn)
+
+    def turn(_, k, v, *columns):
+        return o.attention(q, k, v, seen(at, mask, placed, window, *columns), *drawn(draws, *columns), **how)
+
+    y, lse = merged(ring, on_the_way(at, k, v, mask, placed or draws), turn)
     return cast_like(y, q), lse
+
+
+def drawn(draws, *columns):
+    """Counts of rows at the first of the columns that came by."""
+    return tuple(o.add(d, o.reshape(o.slice(columns[0], dim=0, start=0, stop=1), shape=())) for d in draws)
 
 
 def merged(ring, travelling, block):
@@ -208,15 +212,13 @@ def merge(one, two):
     return o.add(*parts), lse
 
 
-def folded_turn(ring, turn, q, k, v, scale):
+def folded_turn(ring, turn, q, k, v, how):
     """Both chunks of a rank on what came by: (y, lse), -inf where a row sees nothing of it."""
     if turn == 0:
-        return o.attention(q, k, v, None, causal=True, scale=scale)
+        return o.attention(q, k, v, None, causal=True, **how)
     before, (early, late), keys, values = ring.is_before(turn), halves(q), halves(k), halves(v)
-    fixed = o.attention(late, keys[0], values[0], None, scale=scale)
-    y, lse = o.attention(
-        o.where(before, early, late), o.where(before, *keys), o.where(before, *values), None, scale=scale
-    )
+    fixed = o.attention(late, keys[0], values[0], None, **how)
+    y, lse = o.attention(o.where(before, early, late), o.where(before, *keys), o.where(before, *values), None, **how)
     y_late, lse_late = merge(fixed, (y, o.where(before, -math.inf, lse)))
     return o.cat(cast_like(y, y_late), y_late, dim=2), o.cat(o.where(before, lse, -math.inf), lse_late, dim=2)
 
@@ -224,21 +226,23 @@ def folded_turn(ring, turn, q, k, v, scale):
 # -- rows and columns, backward
 
 
-def attention_grad_ring(at, g, q, k, v, mask, y, lse, *, causal=False, scale=None, window=None):
+def attention_grad_ring(at, g, q, k, v, mask, y, lse, *draws, causal=False, window=None, **how):
     ring, placed = Ring(at), causal or window is not None
     if ring.count == 1:
-        return o.attention_grad(g, q, k, v, mask, y, lse, **structure(causal, scale, window))
-    if is_foldable(at, causal):
+        return o.attention_grad(g, q, k, v, mask, y, lse, *draws, causal=causal, window=window, **how)
+    if is_foldable(at, causal) and not draws:
         rows = tuple(map(ring.folded, (g, q, y, lse)))
         grads = summed(
-            ring, (ring.folded(k), ring.folded(v)), lambda turn, k, v: folded_grad_turn(ring, turn, rows, k, v, scale)
+            ring, (ring.folded(k), ring.folded(v)), lambda turn, k, v: folded_grad_turn(ring, turn, rows, k, v, how)
         )
         return tuple(ring.unfolded(cast_like(d, x)) for d, x in zip(grads, (q, k, v), strict=True))
     g, q, y, lse = rows_here(at, g, q, y, lse) if placed else (g, q, y, lse)
-    turn = lambda _, k, v, *columns: wide(
-        lse, o.attention_grad(g, q, k, v, seen(at, mask, placed, window, *columns), y, lse, scale=scale)
-    )
-    grads = summed(ring, on_the_way(at, k, v, mask, placed), turn)
+
+    def turn(_, k, v, *columns):
+        mask_here, more = seen(at, mask, placed, window, *columns), drawn(draws, *columns)
+        return wide(lse, o.attention_grad(g, q, k, v, mask_here, y, lse, *more, **how))
+
+    grads = summed(ring, on_the_way(at, k, v, mask, placed or draws), turn)
     return tuple(cast_like(d, x) for d, x in zip(grads, (q, k, v), strict=True))
 
 
@@ -266,18 +270,16 @@ def plus(xs, ys):
     return tuple(map(o.add, xs, ys)) if xs else tuple(ys)
 
 
-def folded_grad_turn(ring, turn, rows, k, v, scale):
+def folded_grad_turn(ring, turn, rows, k, v, how):
     """Cotangents of both chunks of a rank and of what came by."""
     g, q, y, lse = rows
     if turn == 0:
-        return wide(lse, o.attention_grad(g, q, k, v, None, y, lse, causal=True, scale=scale))
+        return wide(lse, o.attention_grad(g, q, k, v, None, y, lse, causal=True, **how))
     before, chunks, keys, values = ring.is_before(turn), [halves(x) for x in rows], halves(k), halves(v)
     g, q, y, lse = (late for _, late in chunks)
-    fixed = wide(lse, o.attention_grad(g, q, keys[0], values[0], None, y, lse, scale=scale))
+    fixed = wide(lse, o.attention_grad(g, q, keys[0], values[0], None, y, lse, **how))
     g, q, y, lse = (o.where(before, *pair) for pair in chunks)
-    picked = wide(
-        lse, o.attention_grad(g, q, o.where(before, *keys), o.where(before, *values), None, y, lse, scale=scale)
-    )
+    picked = wide(lse, o.attention_grad(g, q, o.where(before, *keys), o.where(before, *values), None, y, lse, **how))
     as_early, as_late = (
         [o.where(before, *pair) for pair in pairs] for pairs in ([(d, 0.0) for d in picked], [(0.0, d) for d in picked])
     )

@@ -12,12 +12,9 @@ from mycel.ops.attention import (
     attention_dims,
     below_diagonal,
     forward_flops,
-    repeated,
-    scores_in_operators,
-    weights_in_operators,
 )
 from mycel.ops.capture_rules import captures, draw
-from mycel.ops.rules import cast_like, o
+from mycel.ops.rules import o
 
 
 def _sdpa_dims(*types, **params):
@@ -54,19 +51,19 @@ def _sdpa(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, 
         mask = o.logical_and(mask, seen) if mask.dtype == torch.bool else o.where(seen, mask, -math.inf)
         is_causal = False
     if dropout_p > 0:
-        y = _attention_with_dropout(q, k, v, mask, is_causal, scale, float(dropout_p))
+        draws = counted(q, k, *draw())
+        y = attention(q, k, v, mask, draws, causal=is_causal, scale=scale, dropout=float(dropout_p))[0]
     else:
         y = attention(q, k, v, mask, causal=is_causal, scale=scale)[0]
     shape = (*lead, rows, value.shape[-1])
     return y if y.shape == shape else o.reshape(y, shape=shape)
 
 
-def _attention_with_dropout(q, k, v, mask, causal, scale, p):
-    s = scores_in_operators(q, k, mask, causal, scale)
-    weights = weights_in_operators(s, o.logsumexp(s, dims=(3,), keepdim=False), mask)
-    key, site = draw()
-    weights = o.dropout(weights, key, 0, p=p, site=site)
-    return cast_like(o.matmul(weights, repeated(cast_like(v, s), q.shape[1])), q)
+def counted(q, k, key, site):
+    """The counts at which rows of attention draw what `dropout` of all weights would."""
+    b, h, rows, _ = q.shape
+    columns = k.shape[2]
+    return o.row_counts(key, 0, shape=(b, h, rows), strides=(h * rows * columns, rows * columns, columns), site=site)
 
 
 def _four_dims(x, lead, grouped):

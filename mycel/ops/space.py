@@ -6,12 +6,14 @@
     y = finish_move(u, h, to="device")    y: bf16[64,4096], to the bit what x was
     s = finish_move(v, z, to="host", wait=False)    computing goes on; whoever reads s next waits for the copy
 
-No other operator takes a value that lies on the host.  Kernels ask the host space that the run has put up
-(`HOST_SPACES`: pinned memory and streams of its own on a GPU); where there is none, a copy is made at once.
+No other operator takes a value that lies on the host, but for updates of parameters whose state lives there.  Kernels
+ask the host space that the run has put up (`HOST_SPACES`: pinned memory and streams of its own on a GPU); where there
+is none, a copy is made at once.
 """
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ from mycel.ir import DEVICE, HOST, Type, op
 
 TOKEN = Type(torch.int64, ())  # of a move that has begun
 HOST_SPACES: list[Any] = []  # the innermost is asked; owned by the runs
+LIVING: weakref.WeakSet[Any] = weakref.WeakSet()  # all that there are
 
 
 def moved_type(x, to):
@@ -60,3 +63,20 @@ def finish_move(token, x, *, to, wait=True):
     """What was moved, where it is now.  Not `wait`: it is on its way to the host, where the next one to read it waits;
     the memory of x is free once it has left."""
     return HOST_SPACES[-1].finish(token, x, wait) if HOST_SPACES else token
+
+
+def compute(update, operands):
+    """Run an update on the host once all its operands, which it writes some of, have come there."""
+    if HOST_SPACES:
+        HOST_SPACES[-1].compute(update, operands)
+    else:
+        update()
+
+
+def settle_hosts():
+    """Wait until what lives on hosts is as the last step leaves it: devices and updates write it whenever they get to
+    it."""
+    for space in LIVING:
+        space.settle()
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()

@@ -5,10 +5,13 @@ from mycel.plan.clock import COMPUTE, Clock, StreamShare, Times, clock
 from mycel.plan.compression import CANDIDATES
 from mycel.plan.cost import Costs
 from mycel.plan.cuts import StageCutter, block_memory, cut_blocks
-from mycel.plan.decide import LESS, decide, ladder
+from mycel.plan.decide import decide, ladder, less, of_stages
 from mycel.plan.decided import BlockLayouts, Decided, Predicted, digest
+from mycel.plan.fp8_products import Fp8Products, fp8_products, refuse_without_fp8
 from mycel.plan.hardware import CPU, Hardware, hardware_of, probe_path, probe_text, with_link
+from mycel.plan.host_update import HostUpdate, host_updates, leaving_gradients
 from mycel.plan.idle_experts import refuse_idle
+from mycel.plan.known import KnownLayouts
 from mycel.plan.ledger import ErrorBars, Measured, error_bars, write_down
 from mycel.plan.links import Links
 from mycel.plan.offload import (
@@ -43,7 +46,15 @@ from mycel.plan.residuals import (
     residuals,
     twins,
 )
-from mycel.plan.schedule import PipelineSchedule, StageCosts, orders_text, searched, splits, timeline
+from mycel.plan.schedule import (
+    PipelineSchedule,
+    StageCosts,
+    orders_text,
+    searched,
+    splits,
+    step_names,
+    timeline,
+)
 from mycel.plan.solve import Solved, parameter_layouts, solve
 from mycel.plan.stage_costs import beside_each_other, message_bytes, stage_costs, step_seconds
 from mycel.plan.stages import StepBody, StepFlow, modules_around, starts_of
@@ -51,14 +62,16 @@ from mycel.plan.synchronising import SyncPolicy
 from mycel.plan.travels import travels
 
 __all__ = [
-    "AUTO", "CANDIDATES", "COMPUTE", "CPU", "KINDS", "LESS", "PLACE_AXIS", "STAGE_AXIS", "UPDATE", "Absence",
-    "BlockLayouts", "Clock", "Copies", "Costs", "Decided", "Decision", "ErrorBars", "Hardware", "Layouts", "Links",
-    "Measured", "MovedValue", "Offload", "Offloaded", "PipelineSchedule", "Place", "Plan", "Predicted", "Residuals",
-    "Solved", "StageCosts", "StageCutter", "StepBody", "StepFlow", "StreamShare", "StreamedInput", "SyncPolicy",
-    "Times", "Visit", "absences", "backward_inputs", "backward_part", "beside_each_other", "block_memory",
-    "chunk_bytes", "clock", "close_names", "cut_blocks", "decide", "digest", "equation_key", "error_bars",
-    "expressions", "handed_to", "hardware_of", "ladder", "message_bytes", "modules_around", "orders_text", "paired",
-    "parameter_inputs", "parameter_layouts", "probe_path", "probe_text", "ready_plans", "refuse_idle", "residuals",
-    "searched", "solve", "splits", "stage_costs", "starts_of", "state_inputs", "step_seconds", "timeline", "travels",
-    "twins", "visits", "with_link", "write_down",
+    "AUTO", "CANDIDATES", "COMPUTE", "CPU", "KINDS", "PLACE_AXIS", "STAGE_AXIS", "UPDATE", "Absence",
+    "BlockLayouts", "Clock", "Copies", "Costs", "Decided", "Decision", "ErrorBars", "Fp8Products", "Hardware",
+    "HostUpdate", "KnownLayouts", "Layouts", "Links", "Measured", "MovedValue", "Offload", "Offloaded",
+    "PipelineSchedule", "Place", "Plan", "Predicted", "Residuals", "Solved", "StageCosts", "StageCutter",
+    "StepBody", "StepFlow", "StreamShare", "StreamedInput", "SyncPolicy", "Times", "Visit", "absences",
+    "backward_inputs", "backward_part", "beside_each_other", "block_memory", "chunk_bytes", "clock", "close_names",
+    "cut_blocks", "decide", "digest", "equation_key", "error_bars", "expressions", "fp8_products", "handed_to",
+    "hardware_of", "host_updates", "ladder", "leaving_gradients", "less", "message_bytes", "modules_around",
+    "of_stages", "orders_text", "paired", "parameter_inputs", "parameter_layouts", "probe_path", "probe_text",
+    "ready_plans", "refuse_idle", "refuse_without_fp8", "residuals", "searched", "solve", "splits", "stage_costs",
+    "starts_of", "state_inputs", "step_names", "step_seconds", "timeline", "travels", "twins", "visits",
+    "with_link", "write_down",
 ]  # fmt: skip

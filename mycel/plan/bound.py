@@ -24,7 +24,7 @@ def gap(setting: Setting, axes: Sequence[str], labels: Labels, solution: Solutio
     """(value, bound, how far the seconds may be above the least, as a share of them)"""
     g = setting.graph
     norms = {a: norm_labels(g, setting.given, a) for a in axes}
-    computing, messages, seconds, bound = 0.0, _moved(setting, axes, solution), 0.0, 0.0
+    computing, messages, seconds, bound = 0.0, moving_seconds(setting, axes, solution), 0.0, 0.0
     for node, by_axis in labels.items():
         domain = Domain.of_one(g.options[node], setting.mesh, {a: by_axis[a] for a in axes}, solution.letters[node])
         often, work = g.often(node), setting.work(node)
@@ -42,7 +42,7 @@ def gap(setting: Setting, axes: Sequence[str], labels: Labels, solution: Solutio
     return value, bound, (value - bound) / max(seconds + messages, 1e-12)
 
 
-def _moved(setting: Setting, axes: Sequence[str], solution: Solution) -> float:
+def moving_seconds(setting: Setting, axes: Sequence[str], solution: Solution) -> float:
     """Seconds of all messages between equations, each by what it counts."""
     g, choices = setting.graph, solution.choices(setting.graph)
     derived = {a: made_of(g, setting.gathered.get(a, ())) for a in axes}

@@ -8,6 +8,7 @@ For programs that are too large to be solved for all axes together (`together.py
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,8 +17,10 @@ import numpy as np
 
 from mycel.ir import Axes, Layout, Mesh, Type, part
 from mycel.ops import o
+from mycel.plan import pairs
 from mycel.plan.choices import PARTIAL, WHOLE, Label, Options
 from mycel.plan.graph import Graph, Node, Source
+from mycel.plan.known import KnownLayouts
 from mycel.plan.least import Sum, Table
 from mycel.plan.preferences import made_of, norm_labels, place, updates, weights
 from mycel.plan.setting import Setting, Solution
@@ -31,11 +34,17 @@ class ByAxis:
 
     setting: Setting
     axes: Sequence[str]
+    known: KnownLayouts | None = None
     labels: dict[Node, dict[str, Label]] = field(default_factory=dict)
     places: dict[Node, Layout] = field(default_factory=dict)
     swapped: dict[tuple[Node, str], Axes] = field(default_factory=dict)
     _moving: dict[Any, float] = field(default_factory=dict)
     _tables: dict[Any, Table] = field(default_factory=dict)
+
+    @functools.cached_property
+    def _shared(self) -> set[str]:
+        """Blocks of which it is known what they do."""
+        return self.known.shared(self.graph.program) if self.known is not None else set()
 
     @property
     def graph(self) -> Graph:
@@ -94,6 +103,10 @@ class ByAxis:
             domains[node] = [label] if label in domains[node] else domains[node]
         for node, t in g.ports.items():
             domains[node] = self._places(node, t, axis)
+        if self.known is not None:
+            for node, domain in domains.items():
+                value = self.known.value(node, axis, self._shared)
+                domains[node] = [value] if value in domain else domain
         lies = {node: self._lies(node, domain) for node, domain in domains.items()}
         sizes: dict[Source, float] = {}
         problem.sizes = {node: len(domain) for node, domain in domains.items()}
@@ -127,7 +140,7 @@ class ByAxis:
             have = [_shifted(x.get(source.output, WHOLE), source.rows) for x in lies[source.node][1]]
             size = self._bytes(source)
             problem.add((source.node,), [NEVER if h is None else self.moving(h, target, size, axis) for h in have])
-        chosen = problem.good()
+        chosen = pairs.least(problem).chosen
         for node, domain in domains.items():
             value = domain[chosen[node]]
             if node in g.options:

@@ -11,6 +11,8 @@ does to them:
     a collective                  c' = l' = max(c, l) + s                       it waits for its message
     t = begin(…), begin_move(…)   t = l' = max(c, l) + s;   c' = c + busy · s   busy: what sending takes from computing
     finish(t)                     c' = max(c, t);  of a move to the host that is not waited for, c' = c
+    an update on the host         l' = max(c, l, t of what came there for it) + s
+    begin_move(x, to="device")    where the host makes x:  c' = max(c, l - what it does behind x), and then as above
 
 All of it is linear in (max, +).  So a block is one small matrix M, exact wherever it is called and whatever is still on
 its way there:  state'[i] = max_j (state[j] + M[i][j]).  It is made once for each distinct block; a call multiplies by
@@ -56,7 +58,8 @@ from mycel.plan.kernels import moments
 from mycel.plan.links import Link, Links, message
 
 WORKSPACE = 100 << 20  # what the libraries for products and attention take on a GPU, once: as seen on an H200
-COMPUTE, TO_HOST, TO_DEVICE = "compute", "to host", "to device"  # streams besides those of links
+# streams besides those of links
+COMPUTE, TO_HOST, TO_DEVICE, ON_HOST = "compute", "to host", "to device", "on the host"
 FREE = Link(math.inf, 0.0)  # where no links are given
 NEVER = -math.inf
 
@@ -106,6 +109,8 @@ class Line:
     stream: int = 0
     busy: float = 0.0
     token: int = -1  # of a finish: the line of its begin
+    after: tuple[int, ...] = ()  # of an update on the host: the lines that begin to bring what it reads
+    behind: float | None = None  # it takes what the host makes, so many seconds before the host is free
     new: int = 0
     freed: int = 0
     inner: int = 0  # bytes while it runs, results included
@@ -126,6 +131,7 @@ class Times:
     program: Program | None = field(default=None, repr=False, compare=False)
     compiled: frozenset[str] = frozenset()
     shares: Mapping[str, StreamShare] | None = None  # of a pipeline, whose ranks run different programs
+    of_ranks: tuple[tuple[str, int], ...] = ()  # of it, by rank along its axis: its stages, and its peak on the device
 
     @cached_property
     def parts(self) -> Mapping[str, StreamShare]:
@@ -134,7 +140,9 @@ class Times:
             return self.shares
         assert self.clock is not None and self.program is not None
         without = {
-            name: self.clock.summary(self.program, self.compiled, free=i) for i, name in enumerate(self.clock.streams)
+            name: self.clock.summary(self.program, self.compiled, free=i)
+            for i, name in enumerate(self.clock.streams)
+            if name != ON_HOST or self.totals[name]
         }
         return {name: StreamShare(self.totals[name], self.seconds - _seconds(s)) for name, s in without.items()}
 
@@ -191,7 +199,7 @@ class Clock:
     @cached_property
     def streams(self) -> tuple[str, ...]:
         levels = self.links.levels if self.links is not None else ()
-        return (COMPUTE, *levels, *((TO_HOST, TO_DEVICE) if self.moves else ()))
+        return (COMPUTE, *levels, *((TO_HOST, TO_DEVICE, ON_HOST) if self.moves else ()))
 
     def __call__(self, program: Program, compiled: Collection[str] = ()) -> Times:
         """Of one run; `compiled`: the blocks a compiler takes whole."""
@@ -251,6 +259,7 @@ class Clock:
     def _made(self, program: Program, block: Block, compiled: bool) -> list[Line]:
         costs = Costs(program, self.hardware, compiled, self.links)
         begun: dict[Var, int] = {}
+        brought: dict[Var, int] = {}  # values on the host -> the lines that begin to bring them
         lines = []
         for i, (eqn, seconds) in enumerate(zip(block.eqns, costs.computing(block, compiled), strict=True)):
             name, axes, _ = message(eqn)
@@ -261,21 +270,47 @@ class Clock:
             elif eqn.op in (o.finish, o.finish_move):
                 kind = "finish" if eqn.params.get("wait", True) else "leave"
                 lines.append(Line(eqn, kind, token=begun[next(eqn.vars)]))
+                brought[eqn.outputs[0]] = lines[-1].token
             elif eqn.op is o.begin_move:
                 way = self.streams.index(TO_HOST if eqn.params["to"] == HOST else TO_DEVICE)
                 lines.append(Line(eqn, "begin", self.hardware.move_s(next(eqn.vars).type.bytes), way))
+            elif eqn.on_host:
+                size_ = sum(v.type.bytes for v in (*eqn.vars, *eqn.outputs))
+                after = tuple(brought[v] for v in eqn.vars if v in brought)
+                on_host = self.streams.index(ON_HOST)
+                lines.append(Line(eqn, "begin", self.hardware.update_s(size_), on_host, after=after))
             elif name:
                 link = self.links.of(axes) if self.links is not None else FREE
                 stream = self.streams.index(link.name) if self.links is not None else 0
                 lines.append(Line(eqn, "begin" if eqn.op is o.begin else "wait", costs.message(eqn), stream, link.busy))
             else:
                 lines.append(Line(eqn, "work", seconds))
+        if self.moves and block is program.main:
+            _wait_for_host(lines, program)
         if compiled:
             there = costs.in_memory(block, compiled)
             _remember(lines, block, there, moments(block, costs.groups(block, there), there))
         else:
             _remember(lines, block, None, range(len(lines)))
         return lines
+
+
+def _wait_for_host(lines: Sequence[Line], program: Program) -> None:
+    """Enters which lines of the entry take inputs that the host replaced in the step before, and how long before its
+    last update each was."""
+    updates = program.updates
+    new = dict(zip(program.main.outputs[len(program.main.outputs) - len(updates) :], updates, strict=True))
+    rest, behind = 0.0, dict[str, float]()
+    for line in reversed(lines):
+        if line.eqn.on_host:
+            behind.update((new[v], rest) for v in line.eqn.outputs if v in new)
+            rest += line.seconds
+    made = {v for line in lines if line.eqn.on_host for v in line.eqn.outputs}
+    for line in lines if made else ():
+        if not line.eqn.on_host:
+            waits = [behind[v.name] for v in line.eqn.vars if v.name in behind and v.type.space == HOST]
+            now = [0.0] if any(v in made for v in line.eqn.vars) and line.kind == "begin" else []
+            line.behind = min([*waits, *now], default=None)
 
 
 def clock(program: Program, hardware: Hardware, links: Links | None = None, compiled: Collection[str] = ()) -> Times:
@@ -322,6 +357,9 @@ class _BlockWalk:
         for i, line in enumerate(self._lines(name, compiled)):
             inner, at = line.inner, ""
             seconds = line.seconds if line.stream != self.free else 0.0
+            if line.behind is not None:
+                behind = line.behind if self.free != len(state) - 1 else 0.0
+                state[0], ahead = _later(_plus(state[0], ahead), _plus(state[-1], -behind)), 0.0
             if line.kind == "work":
                 ahead += seconds
                 totals[0] += line.seconds
@@ -337,7 +375,10 @@ class _BlockWalk:
                     state[0] = _later(state[0], tokens[line.token])
                 else:
                     totals[line.stream] += line.seconds
-                    state[line.stream] = _plus(_later(state[0], state[line.stream]), seconds)
+                    start = _later(state[0], state[line.stream])
+                    for begun in line.after:
+                        start = _later(start, tokens[begun])
+                    state[line.stream] = _plus(start, seconds)
                     if line.kind == "wait":
                         state[0] = state[line.stream]
                     else:
@@ -376,6 +417,8 @@ class _BlockWalk:
         streams = self.clock.streams
         tokens: dict[int, float] = {}
         for i, line in enumerate(self._lines(name, compiled)):
+            if line.behind is not None:
+                state[0] = max(state[0], state[-1] - line.behind)
             start = state[0]
             if line.kind == "work":
                 state[0] += line.seconds
@@ -387,7 +430,7 @@ class _BlockWalk:
             elif line.kind == "finish":
                 state[0] = max(state[0], tokens[line.token])
             elif line.kind != "leave":
-                start = max(state[0], state[line.stream])
+                start = max(state[0], state[line.stream], *(tokens[begun] for begun in line.after))
                 state[line.stream] = start + line.seconds
                 yield Event(streams[line.stream], start, start + line.seconds, name, line.eqn)
                 if line.kind == "wait":
@@ -433,6 +476,8 @@ class _BlockWalk:
         spans = []
         compiled = name in self.compiled
         for i, line in enumerate(self._lines(name, compiled)):
+            if line.behind is not None:
+                state[0] = max(state[0], state[-1] - line.behind)
             start = state[0]
             if line.kind == "work":
                 state[0] += line.seconds
@@ -442,7 +487,8 @@ class _BlockWalk:
             elif line.kind == "finish":
                 state[0] = max(state[0], tokens[line.token])
             elif line.kind != "leave":
-                state[line.stream] = tokens[i] = max(state[0], state[line.stream]) + line.seconds
+                ready = max(state[0], state[line.stream], *(tokens[begun] for begun in line.after))
+                state[line.stream] = tokens[i] = ready + line.seconds
                 state[0] = state[line.stream] if line.kind == "wait" else state[0] + line.busy * line.seconds
             spans.append((start, tokens.get(i, state[0])))
         return [*spans, (state[0], state[0])]
@@ -544,8 +590,9 @@ def _remember(lines: Sequence[Line], block: Block, there: Collection[Var] | None
             if end[v] < len(lines):
                 lines[end[v]].freed += size(v)
         scratch = line.eqn.op.scratch
-        if scratch is not None:
-            line.inner = scratch(*line.eqn.input_types, **line.eqn.params) + sum(map(size, line.eqn.outputs))
+        needed = scratch(*line.eqn.input_types, **line.eqn.params) if scratch is not None else 0
+        if needed:
+            line.inner = needed + sum(map(size, line.eqn.outputs))
 
 
 def owners(block: Block) -> dict[Var, Var]:

@@ -14,6 +14,7 @@
           name: mine
           half: 3.0e+14                            operations a second that large products reach, in 16 bits
           single: 1.5e+14                          in 32 bits
+          quarter: 4.5e+14                         in 8 bits, where it has such products
           bytes_s: 1.5e+12                         of its memory
           memory: 64GiB
 
@@ -39,7 +40,10 @@ from mycel.sizes import parse_bytes, shown
 
 GIB = 1 << 30
 KEYS = ("name", "device", "devices", "hosts", "levels")
-DEVICE_KEYS = ("name", "half", "single", "bytes_s", "memory", "host_bytes_s", "launch_s")
+DEVICE_KEYS = (
+    "name", "half", "single", "quarter", "bytes_s", "memory", "host_bytes_s", "update_bytes_s", "launch_s",
+)  # fmt: skip
+FIGURES = ("quarter", "host_bytes_s", "update_bytes_s", "launch_s")  # of a device, that may be left out
 LEVEL_KEYS = ("name", "bytes_s", "start_s", "shared")
 
 
@@ -57,10 +61,12 @@ class Kind:
 
 def _kind(
     name: str, nominal: float, half: float, bytes_s: float, memory: int, inside: tuple[str, float, float],
-    network: float, devices: int = 8, host_bytes_s: float = 25e9,
+    network: float, devices: int = 8, host_bytes_s: float = 25e9, quarter: float | None = None,
 ) -> Kind:  # fmt: skip
     """Reachable figures: about three quarters of the nominal operations, 85 % of the memory's bytes."""
-    hardware = Hardware(name, half, half / 2, bytes_s, memory=memory * GIB, host_bytes_s=host_bytes_s, **SEEN)
+    hardware = Hardware(
+        name, half, half / 2, bytes_s, memory=memory * GIB, host_bytes_s=host_bytes_s, quarter=quarter, **SEEN
+    )
     return Kind(hardware, nominal, devices, inside, ("network", network, 10e-6))
 
 
@@ -68,11 +74,11 @@ def _kind(
 KINDS = {
     "A100-40": _kind("A100-40", 312e12, 250e12, 1.3e12, 40, ("nvlink", 230e9, 4e-6), 22e9),
     "A100-80": _kind("A100-80", 312e12, 250e12, 1.6e12, 80, ("nvlink", 230e9, 4e-6), 22e9),
-    "H100": _kind("H100", 989e12, 720e12, 2.8e12, 80, ("nvlink", 360e9, 3e-6), 45e9, host_bytes_s=50e9),
-    "H200": _kind("H200", 989e12, 750e12, 4.0e12, 141, ("nvlink", 360e9, 3e-6), 45e9, host_bytes_s=50e9),
-    "B200": _kind("B200", 2250e12, 1700e12, 6.8e12, 180, ("nvlink", 720e9, 3e-6), 45e9, host_bytes_s=50e9),
-    "L40S": _kind("L40S", 362e12, 290e12, 0.7e12, 48, ("pcie", 20e9, 8e-6), 22e9),
-    "RTX-4090": _kind("RTX-4090", 165e12, 130e12, 0.85e12, 24, ("pcie", 10e9, 10e-6), 1.2e9),
+    "H100": _kind("H100", 989e12, 720e12, 2.8e12, 80, ("nvlink", 360e9, 3e-6), 45e9, 8, 50e9, 1150e12),
+    "H200": _kind("H200", 989e12, 750e12, 4.0e12, 141, ("nvlink", 360e9, 3e-6), 45e9, 8, 50e9, 1200e12),
+    "B200": _kind("B200", 2250e12, 1700e12, 6.8e12, 180, ("nvlink", 720e9, 3e-6), 45e9, 8, 50e9, 2700e12),
+    "L40S": _kind("L40S", 362e12, 290e12, 0.7e12, 48, ("pcie", 20e9, 8e-6), 22e9, quarter=440e12),
+    "RTX-4090": _kind("RTX-4090", 165e12, 130e12, 0.85e12, 24, ("pcie", 10e9, 10e-6), 1.2e9, quarter=200e12),
     "Ascend-910B": _kind("Ascend-910B", 313e12, 240e12, 1.3e12, 64, ("hccs", 150e9, 8e-6), 22e9),
     "Ascend-910C": _kind("Ascend-910C", 752e12, 560e12, 2.6e12, 128, ("hccs", 300e9, 8e-6), 45e9, devices=16),
 }
@@ -119,9 +125,11 @@ class Cluster:
         world = int(preset[2] or 1)
         devices = min(kind.devices, world)
         if world % max(devices, 1):
+            inside = max(n for n in range(1, kind.devices) if world % n == 0)
             raise PlanError(
                 f"{text}: {world} devices are not a whole number of hosts of {kind.devices}\n"
-                f"  try       {preset[1]}x{-(-world // kind.devices) * kind.devices}, or a file with devices and hosts"
+                f"  try       {preset[1]}x{-(-world // kind.devices) * kind.devices}, or {preset[1]}x{world // inside}x"
+                f"{inside}: {world // inside} hosts of {inside}"
             )
         return _cluster({"name": text, "device": preset[1], "devices": devices, "hosts": world // devices}, text)
 
@@ -166,6 +174,7 @@ def _uneven(data: dict[str, Any], where: str) -> Cluster:
         name=" + ".join(dict.fromkeys(p.hardware.name for p in parts)),
         half=min(p.hardware.half for p in parts),
         single=min(p.hardware.single for p in parts),
+        quarter=min(p.hardware.quarter or 0.0 for p in parts) or None,
         bytes_s=min(p.hardware.bytes_s for p in parts),
         memory=min((p.hardware.memory for p in parts if p.hardware.memory), default=None),
         host_bytes_s=min(p.hardware.host_bytes_s for p in parts),
@@ -202,7 +211,7 @@ def _device(given: Any, where: str) -> tuple[Kind | None, Hardware]:
             "memory, memory: 80GiB"
         )
     half = _positive(given["half"], f"{where}: device: half")
-    figures = {k: _positive(given[k], f"{where}: device: {k}") for k in ("host_bytes_s", "launch_s") if k in given}
+    figures = {k: _positive(given[k], f"{where}: device: {k}") for k in FIGURES if k in given}
     single = _positive(given.get("single", half / 2), f"{where}: device: single")
     bytes_s = _positive(given["bytes_s"], f"{where}: device: bytes_s")
     try:

@@ -21,6 +21,7 @@ Gradients are compressed on their way along one axis, which splits the batch.  W
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -33,8 +34,9 @@ import torch
 
 from mycel.errors import PlanError
 from mycel.ir import Mesh
-from mycel.ops.codec_kernels import FORMS, codec_of
+from mycel.ops.codec_kernels import FORMS, codec_of, encode_rows
 from mycel.ops.codecs import Compression, rank_of
+from mycel.plan.names import unmatched
 
 SMALL = 4096  # elements; below it a message's start costs more than its bytes
 EXEMPT = ("*router*", "*norm*")  # a little noise changes much, and they are few
@@ -46,15 +48,26 @@ ROW_CODECS = ("int8", "fp8", "bf16", "fp16", "int4", "fp32")  # that lose little
 NOTHING: Mapping[str, torch.dtype] = {}
 ONE_BIT_ADAM = re.compile(r"\s*1bit-adam\(\s*(?:warmup\s*=\s*)?([1-9]\d*)\s*\)\s*")
 CANDIDATES = (EXACT, "int8+ef", "int4+ef")  # of auto, the least lossy first
+_AUTO = re.compile(r"\s*auto\s*(?:\(([^()]*)\))?\s*")
 
 
 @dataclass(frozen=True)
 class CompressedAxis:
-    """By pattern of parameters how gradients travel along an axis; None: exactly.  `auto`: not decided yet."""
+    """By pattern of parameters how gradients travel along an axis; None: exactly.  `auto`: not decided yet, of codecs
+    that lose no larger share of a gradient than the `budget`."""
 
     axis: str
     patterns: tuple[tuple[str, Compression | None], ...]
     auto: bool = False
+    budget: float = 1.0
+
+    def candidates(self) -> tuple[str, ...]:
+        """What auto chooses among."""
+        return tuple(text for text in CANDIDATES if usual_loss(text) <= self.budget)
+
+    def codecs(self) -> list[str]:
+        """Of these the codecs."""
+        return [how.codec for text in self.candidates() if (how := read_codec(text, "compress")) is not None]
 
     def of(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, Compression]:
         """Of parameters of these shapes, those that are compressed."""
@@ -77,8 +90,7 @@ class CompressedAxis:
                     f"compress: {self.axis}: {odd}: {how}, but {odd} is {kind}: {why}\n  try       {odd}: exact"
                 )
             if pattern != "*" and not any(fnmatchcase(name, pattern) for name in shapes):
-                near = get_close_matches(pattern.strip("*."), shapes, 3, 0.3) or list(shapes)[:3]
-                raise PlanError(f"compress: {self.axis}: {pattern} matches no parameter\n  try       {', '.join(near)}")
+                raise PlanError(f"compress: {self.axis}: {unmatched(pattern, shapes)}")
 
 
 def is_exempt(name: str, shape: Sequence[int]) -> bool:
@@ -162,12 +174,35 @@ def read_compress(entry: Any, mesh: Mesh, batch_axes: Sequence[str]) -> Compress
             f"be exact\n  try       {_hint(batch_axes)}"
         )
     said = entry[axis]
-    if said == AUTO:
-        return CompressedAxis(axis, (), auto=True)
+    budget = auto_budget(said, f"compress: {axis}")
+    if budget is not None:
+        return CompressedAxis(axis, (), auto=True, budget=budget)
     patterns = said if isinstance(said, Mapping) else {"*": said}
     where = f"compress: {axis}" if isinstance(said, Mapping) else "compress"
     return CompressedAxis(axis, tuple((str(p), read_codec(how, f"{where}: {p if patterns is said else axis}"))
                                       for p, how in patterns.items()))  # fmt: skip
+
+
+def auto_budget(said: Any, where: str) -> float | None:
+    """Of `auto`, or `auto(0.05)`, the share of a gradient that a codec may lose at a step; None: it is not auto."""
+    match = _AUTO.fullmatch(said) if isinstance(said, str) else None
+    if match is None:
+        return None
+    number = match[1] or "1"
+    if not _is_number(number) or not 0 < float(number) <= 1:
+        raise PlanError(f"{where}: {said}: a share of a gradient, more than 0 and at most 1\n  try       auto(0.05)")
+    return float(number)
+
+
+@functools.cache
+def usual_loss(text: str) -> float:
+    """The share of a gradient of normal numbers that a codec loses, in the norm."""
+    how = read_codec(text, "compress")
+    if how is None:
+        return 0.0
+    x = torch.randn(1 << 14, generator=torch.Generator().manual_seed(0))
+    _, left = encode_rows(x, None, None, codec_of(how.codec), 1, x.numel(), True)
+    return float(left.norm() / x.norm())
 
 
 def read_monitor(entry: Any) -> frozenset[str]:
@@ -308,13 +343,17 @@ def read_codec(text: Any, where: str) -> Compression | None:
 
 
 def choice_text(seconds: Mapping[str, float], chosen: str) -> str:
-    """Why `auto` chose as it did: the seconds of a step by each choice."""
+    """Why `auto` chose as it did: the seconds of a step by each choice, and what loses too much."""
     ms = {text: f"{s * 1e3:.3g} ms" for text, s in seconds.items()}
+    lossy = [f"; {text} would lose {usual_loss(text):.2g} of a gradient" for text in CANDIDATES if text not in seconds]
     if chosen != EXACT:
-        return f"{chosen}: {ms[chosen]} a step, exact {ms[EXACT]}"
+        return f"{chosen}: {ms[chosen]} a step, exact {ms[EXACT]}{''.join(lossy)}"
+    if len(seconds) == 1:
+        return f"exact: {ms[EXACT]} a step{''.join(lossy)}"
     text, best = min(((t, s) for t, s in seconds.items() if t != EXACT), key=lambda x: x[1])
     more = (best - seconds[EXACT]) * 1e3
-    return f"exact: links are fast: compression would cost {more:.3g} ms a step ({text} {ms[text]}, exact {ms[EXACT]})"
+    cost = f"compression would cost {more:.3g} ms a step ({text} {ms[text]}, exact {ms[EXACT]})"
+    return f"exact: links are fast: {cost}{''.join(lossy)}"
 
 
 def _hint(axes: Sequence[str]) -> str:

@@ -4,7 +4,8 @@
 A compiler merges elementwise work, reductions and views with what uses them; products, attention and the like are
 kernels of their own, whose operands and results lie in memory.  Without a compiler every equation is such a kernel.
 
-    a kernel         max(operations / operations a second, bytes / bytes a second) + launch
+    a kernel         max(operations / operations a second, bytes / bytes a second) + launch; where it takes its operands
+                     in another form, before that the bytes of bringing each into it, and a launch
     merged ones      each value in memory that they read, once, and those that they write; one launch: a *group* hangs
                      together by values that are never in memory.  What is standardised across rows (batch norm) is read
                      twice: first for its statistics
@@ -94,8 +95,11 @@ class Costs:
         dtype = next((v.dtype for v in eqn.vars if v.dtype.is_floating_point), eqn.outputs[0].dtype)
         padded = not kind or (self.compiled if compiled is None else compiled)
         computing = cost.flops / self.hardware.flops(dtype, kind, cost.flops, 8 if padded else alignment(eqn))
-        moved = cost.bytes * (self.hardware.turned if kind == "conv" else 1.0)
-        return max(computing, moved / self.hardware.bandwidth(moved)) + self.hardware.launch_s
+        seconds = max(computing, cost.bytes / self.hardware.bandwidth(cost.bytes)) + self.hardware.launch_s
+        if eqn.op.converts is None:
+            return seconds
+        moved = eqn.op.converts(*eqn.input_types, **eqn.params)
+        return seconds + moved / self.hardware.bandwidth(moved) + len(eqn.inputs) * self.hardware.launch_s
 
     def computing(self, block: Block, compiled: bool) -> list[float]:
         """Seconds of each equation of a block, beside each other; messages and the blocks it holds are not among them.

@@ -10,10 +10,9 @@ from mycel.errors import PlanError
 from mycel.ir import DEVICE
 from mycel.plan.clock import Times
 from mycel.plan.cost import Costs
+from mycel.plan.residuals import KEEPING
 from mycel.sizes import shown
 
-# without a budget, keeping a byte for backward is worth moving four: about what compilers' own rules come to
-KEEPING = 4.0
 STEPS = 24  # prices tried, each twice the one before
 
 
@@ -26,7 +25,12 @@ class Timed(Protocol):
 
 D = TypeVar("D", bound=Timed)
 Under = Callable[[Sequence[float]], D]  # the step where keeping a byte costs so many seconds, for each pair of calls
-LESS = "a larger accumulate= (smaller parts of the batch), or a larger budget"  # what to try where nothing fits
+# what to try where nothing fits, and where a stage does not
+LESS = "a larger accumulate= (smaller parts of the batch), or a larger budget"
+LESS_OF_STAGES = (
+    "more stages, a cut that gives the fullest fewer modules, a schedule that holds fewer microbatches (1f1b), ZeRO "
+    "inside a stage, offload: auto, or a larger budget"
+)
 
 
 def decide(
@@ -50,7 +54,8 @@ def decide(
         return outcome
     if recompute != "auto":
         what = f"a step with recompute: {recompute} needs {shown(peak)}, the budget is {shown(budget)}"
-        raise PlanError(f"{what}: {shown(peak - budget)} too much\n  try       recompute: auto")
+        stages = _stages_line(outcome.times)
+        raise PlanError(f"{what}: {shown(peak - budget)} too much\n{stages}  try       recompute: auto")
     smallest, best = outcome.times, None
     low, high = 0, len(prices) - 1  # the price at `low` is too low, that at `high` is not known to be enough
     while high - low > 1:
@@ -76,9 +81,25 @@ def decide(
         f"a step needs at least {shown(peak)}, the budget is {shown(budget)}: {shown(peak - budget)} too much\n"
         f"  of which  {shown(smallest.held)} are parameters, optimiser state and the batch\n"
         f"  peak      {smallest.at or 'in the update'}\n"
+        f"{_stages_line(smallest)}"
         "  tried     computing everything again that can be\n"
-        f"  try       {LESS}"
+        f"  try       {less(smallest)}"
     )
+
+
+def _stages_line(times: Times) -> str:
+    needs = of_stages(times)
+    return f"  stages    {needs}\n" if needs else ""
+
+
+def of_stages(times: Times) -> str:
+    """Of a pipeline, what the ranks of each stage need."""
+    return ", ".join(f"{names}: {shown(peak)}" for names, peak in times.of_ranks)
+
+
+def less(times: Times) -> str:
+    """What to try where a step does not fit."""
+    return LESS_OF_STAGES if times.of_ranks else LESS
 
 
 def ladder(costs: Costs, recompute: str = "auto") -> list[float]:

@@ -17,7 +17,7 @@
         values: {h: [x_4, dx_3]}             # it has left before x_4 is made, and begins to come back before dx_3 is
         inputs: {w.exp_avg: [[w_7], w_9]}    # it begins to come before w_7 is made, its new value has left before w_9
         chunk: 1048576                       # bytes of them in one update
-        inside: {w: [x_2, dx_1]}             # of a body that is run for each part: before these it begins to come
+        inside: {part: {w: [x_2, dx_1]}}     # of blocks that are run for each part: before these it begins to come
         norms: true                          # the norm of gradients is that of the norm of each: these may leave
 
 A value's line says its operator, the letters of the operator's dims that are split, the partial sums that pass through

@@ -8,11 +8,12 @@ probe file      $MYCEL_PROBE (empty: none), else probe.yaml in $XDG_CACHE_HOME/m
 device: CPU                                     as `Hardware.name`
 launch_s: 3.1e-06
 host_bytes_s: 9.0e+09                           copies between host and device
+update_bytes_s: 8.0e+09                         of the host's memory, by an update of parameters there
 unaligned: [0.15, 0.28, 0.6]                    on a GPU: the share left to bf16 products with rows of odd length,
                                                 of 2, of 4
 rates:                                          [work, work a second], by work: bytes, or floating-point operations
   memory: [[65536, 4.1e+10], [67108864, 9.2e+09]]
-  product.fp32: [[1e+05, 2.0e+10], [1e+09, 9.1e+10]]       also attention, conv; also .bf16
+  product.fp32: [[1e+05, 2.0e+10], [1e+09, 9.1e+10]]       also attention, conv; also .bf16; product.fp8
 levels:                                         innermost first: groups of up to so many consecutive ranks
 - {name: host, ranks: 4, busy: 0.9, messages: {all_reduce: [[2, 4096, 1.0e-04], …]}}
                                                 messages: [ranks, bytes each puts in, seconds]
@@ -37,6 +38,7 @@ from mycel.ir import Mesh
 from mycel.plan.links import CPU_LINK, GPU_LINK, Link, Links, fitted
 
 Curve = tuple[tuple[float, float], ...]  # (work, work a second), by rising work
+HOST_MEMORY = 50e9  # bytes a second of a host's memory, where nobody measured it: half of what eight channels give
 
 
 @dataclass(frozen=True)
@@ -44,15 +46,17 @@ class Hardware:
     """One device.
 
     half, single    reachable operations a second in 16 and 32 bits, in large products of aligned sizes
+    quarter         the same in 8 bits; None: it multiplies none
     launch_s        from one kernel to the next
     reach           the share of `bytes_s`, which a plain addition has, that kernels of a step reach
     attends         the share of `half` and `single` that attention reaches, where it was not measured
     unaligned       the share that products in 16 bits reach whose rows have a length divisible by no more than 1, 2, 4
-    turned          how often a convolution moves its operands and results:
-                    libraries turn them to their own layout and back
+    changes         the share of what attention reaches that is left where scores are changed or weights dropped, where
+                    that was not measured
     rates           operations or bytes a second by size, where measured
     levels          the wires to other ranks, innermost first
     host_bytes_s    copies between host and device, each way; `host_memory`: bytes of the host, where known
+    update_bytes_s  of the host's memory, that updates of parameters there read and write; None: not measured
     """
 
     name: str
@@ -63,21 +67,28 @@ class Hardware:
     memory: int | None = None
     host_bytes_s: float = 25e9
     host_memory: int | None = None
+    update_bytes_s: float | None = None
     reach: float = 1.0
     attends: float = 1.0
     unaligned: tuple[float, ...] = (1.0, 1.0, 1.0)
-    turned: float = 1.0
+    changes: float = 1.0
+    quarter: float | None = None
     rates: Mapping[str, Curve] = field(default_factory=dict, hash=False)
     levels: tuple[Link, ...] = ()
 
     def flops(self, dtype: torch.dtype, kind: str = "", work: float = math.inf, alignment: int = 8) -> float:
         """Operations a second of a kernel of so many; `kind`: as `Op.rate_of` has it, or the
         first words of that, where they were measured."""
+        if kind == "product_fp8":
+            curve = self.rates.get("product.fp8")
+            return rate(curve, work) if curve else self.quarter or self.single
         narrow = dtype.itemsize == 2
         curve = self._curve(kind, "bf16" if narrow else "fp32")
         reached = rate(curve, work) if curve else self.half if narrow else self.single
         if kind == "product" and narrow and alignment < 8:
             return reached * self.unaligned[alignment.bit_length() - 1]
+        if kind.endswith(("_capped", "_dropped")) and f"{kind}.{'bf16' if narrow else 'fp32'}" not in self.rates:
+            reached *= self.changes
         return reached * self.attends if kind.startswith("attention") and not curve else reached
 
     def _curve(self, kind: str, dtype: str) -> Curve | None:
@@ -93,6 +104,10 @@ class Hardware:
     def move_s(self, size: float) -> float:
         """Seconds of copying so many bytes between host and device."""
         return size / self.host_bytes_s + self.launch_s
+
+    def update_s(self, size: float) -> float:
+        """Seconds of an update on the host that reads and writes so many bytes."""
+        return size / (self.update_bytes_s or HOST_MEMORY) + self.launch_s
 
     def links(self, mesh: Mesh) -> Links:
         """The wires of a mesh whose last axis is the fastest: each axis has the innermost level in which its ranks
@@ -127,16 +142,19 @@ def rate(curve: Curve, work: float) -> float:
     return float(y0 ** (1 - share) * y1**share)
 
 
-# Reachable, not nominal: about 76 % of the tensor-core peak in large products, 85 % of the memory's.  What kernels of a
+# Reachable, not nominal: about 76 % of the tensor-core peak in large products (in 8 bits 60 %: an estimate for scales
+# by row; not measured here), 85 % of the memory's.  What kernels of a
 # step reach of that was seen on an H200, over Llama, GPT-2, BERT, ViT and Qwen3 (python bench/clock.py --device cuda
 # --parts); other GPUs are taken to be alike.
-SEEN: dict[str, Any] = {"launch_s": 8e-6, "reach": 0.65, "attends": 0.6, "unaligned": (0.15, 0.33, 0.33), "turned": 3.0}
+SEEN: dict[str, Any] = {
+    "launch_s": 8e-6, "reach": 0.65, "attends": 0.6, "unaligned": (0.15, 0.33, 0.33), "changes": 0.45,
+}  # fmt: skip
 KNOWN = {
-    "H200": Hardware("H200", 750e12, 370e12, 4.0e12, host_bytes_s=53e9, **SEEN),
-    "H100": Hardware("H100", 720e12, 355e12, 2.8e12, host_bytes_s=50e9, **SEEN),
+    "H200": Hardware("H200", 750e12, 370e12, 4.0e12, host_bytes_s=53e9, quarter=1200e12, **SEEN),
+    "H100": Hardware("H100", 720e12, 355e12, 2.8e12, host_bytes_s=50e9, quarter=1150e12, **SEEN),
     "A100": Hardware("A100", 250e12, 125e12, 1.6e12, **SEEN),
-    "L40S": Hardware("L40S", 290e12, 145e12, 0.7e12, **SEEN),
-    "4090": Hardware("4090", 260e12, 130e12, 0.85e12, **SEEN),
+    "L40S": Hardware("L40S", 290e12, 145e12, 0.7e12, quarter=440e12, **SEEN),
+    "4090": Hardware("4090", 260e12, 130e12, 0.85e12, quarter=390e12, **SEEN),
 }
 CPU = Hardware("CPU", 100e9, 100e9, 10e9, 2e-6)
 OTHER = Hardware("GPU", 100e12, 50e12, 0.8e12, **SEEN)
@@ -196,9 +214,11 @@ def _measured(preset: Hardware, data: Mapping[str, Any]) -> Hardware:
         preset,
         single=single,
         half=fastest.get("product.bf16", single),
+        quarter=fastest.get("product.fp8", preset.quarter),
         bytes_s=rates["memory"][-1][1] if "memory" in rates else preset.bytes_s,
         launch_s=float(data["launch_s"]),
         host_bytes_s=float(data.get("host_bytes_s", preset.host_bytes_s)),
+        update_bytes_s=float(data["update_bytes_s"]) if "update_bytes_s" in data else preset.update_bytes_s,
         unaligned=tuple(float(x) for x in data.get("unaligned", preset.unaligned)),
         rates=rates,
         levels=tuple(

@@ -27,6 +27,7 @@ from mycel.plan.bound import gap
 from mycel.plan.by_axis import ByAxis
 from mycel.plan.choices import Choice, Laid, Layouts
 from mycel.plan.graph import Node, Source
+from mycel.plan.known import KnownLayouts
 from mycel.plan.setting import Setting, Solution
 from mycel.plan.together import Together
 from mycel.sizes import shown
@@ -42,6 +43,7 @@ class Solver(Setting):
     value: float = math.inf  # of the objective
     bound: float = -math.inf  # what no layouts go below
     gap: float = math.inf  # how far above the least the seconds may be, as a share of them
+    known: KnownLayouts | None = None  # of the blocks of programs like this one
 
     def solve(self) -> Layouts:
         axes = self.order or slowest_first(self.mesh.axes, self.given.values())
@@ -54,10 +56,12 @@ class Solver(Setting):
             return self._laid()
         if self.limit is not None:
             raise PlanError("a limit of bytes can be kept where all axes are solved together, in small programs")
-        by_axis = ByAxis(small, axes)
+        by_axis = ByAxis(small, axes, self.known)
         self.solution = alike.spread(by_axis.solve())
         if self.free:
             return self._laid()
+        if self.known is not None:
+            self.known.learn(self.graph.program, by_axis.labels, by_axis.places)
         self.value, self.bound, self.gap = gap(small, axes, by_axis.labels, self.solution)
         return self._laid()
 

@@ -10,12 +10,8 @@ e[y] = min over x of (a[x] + c[x, y]).  This is exact.
 bound once some variables have values is known from the same tables, so branches that cannot beat the best answer are
 left out.  If the search ends, nothing better is left.
 
-*Fixing* (`Sum.good`).  Where the search would take too long: the variable with the most neighbours is given the value
-that looks best with each neighbour at its best.  Then the answer is only good, and is improved: neighbourhoods are
-solved anew, all else as it is, until nothing helps.
-
-*Worse values* go first: one that costs more than another of its variable whatever the neighbours do.  What is left is
-mostly small enough for elimination.
+*Fixing.*  Where the search would take too long (`pairs.py`): the variable with the most neighbours is given the value
+that looks best with each neighbour at its best.  Then the answer is only good.
 
 *Limit.*  With a weight for each value and a limit for their sum, a weight has a price p: the least of
 cost + p (weight - limit) is a bound for any p >= 0.  The price rises until the limit is kept; the search then uses the
@@ -34,8 +30,6 @@ from typing import Any
 import numpy as np
 
 LARGEST = 1 << 16  # elements of a table where a search goes on from there
-WHOLE_TABLE = 1 << 22  # where a variable would otherwise be fixed
-BALL, BALLS = 40, 12  # variables that are improved together; how many such sets are tried
 VISITS = 5_000  # values tried in a search
 LIMITED = 100_000  # values tried in a search within a limit
 PRICES = 24  # of a weight, tried one after another
@@ -79,67 +73,6 @@ class Sum:
             return self._least(self.tables)
         return self._limited(limit)
 
-    def good(self) -> dict[Name, int]:
-        """A choice with a small sum, soon found where the search for the least would take too long."""
-        small, kept = self.without_worse()
-        return {n: int(kept[n][k]) for n, k in small._good().items()}
-
-    def without_worse(self) -> tuple[Sum, dict[Name, np.ndarray[Any, Any]]]:
-        """The same without values that are worse than another of their variable whatever the others do, and the values
-        kept by variable."""
-        alone: dict[Name, Table] = {n: np.zeros(size) for n, size in self.sizes.items()}
-        near: dict[Name, dict[Name, Table]] = {n: {} for n in self.sizes}  # [own value, neighbour's value]
-        for names, t in merged(self.tables):
-            if len(names) == 1:
-                alone[names[0]] = np.minimum(t, NEVER)
-            elif len(names) == 2 and len(set(names)) == 2:
-                near[names[0]][names[1]] = table = np.minimum(t, NEVER)
-                near[names[1]][names[0]] = table.T
-            else:  # not asked of tables of more
-                return self, {n: np.arange(size) for n, size in self.sizes.items()}
-        kept = {n: np.arange(size) for n, size in self.sizes.items()}
-        todo = dict.fromkeys(n for n, size in self.sizes.items() if size > 1)
-        while todo:
-            name = next(iter(todo))
-            del todo[name]
-            own = alone[name]
-            more = own[:, None] - own  # how much more value a costs than b, at the least
-            for t in near[name].values():
-                more = more + (t[:, None, :] - t).min(-1)
-            worse = (more > CLOSE * max(1e-9, float(np.abs(own).max()))).any(1)
-            if worse.any():
-                rest = ~worse
-                kept[name], alone[name] = kept[name][rest], own[rest]
-                for other, t in near[name].items():
-                    near[name][other] = t[rest]
-                    near[other][name] = near[other][name][:, rest]
-                todo.update(dict.fromkeys(n for n in near[name] if len(kept[n]) > 1))
-                if len(kept[name]) > 1:
-                    todo[name] = None
-        small, settled = Sum({n: len(k) for n, k in kept.items()}), 0.0
-        for names, t in self.tables:
-            if any(len(kept[n]) > 1 for n in names):
-                small.add(names, t[np.ix_(*(kept[n] for n in names))])
-            else:
-                settled += float(t[tuple(kept[n][0] for n in names)])
-        small.add((), settled)
-        return small, kept
-
-    def _good(self) -> dict[Name, int]:
-        elimination = Elimination(self.sizes, merged(self.tables), largest=WHOLE_TABLE)
-        elimination.run(fixing=True)
-        chosen: dict[Name, int] = {}
-        elimination.follow(chosen)
-        if elimination.fixed:
-            by = by_variable(self.sizes, self.tables)
-            while self._improve_balls(chosen, by):
-                pass
-            self._improve(chosen, by)
-            searched = self.least().chosen
-            if searched and total(self.tables, searched) < total(self.tables, chosen):
-                return searched
-        return chosen
-
     def _least(self, tables: Sequence[tuple[tuple[Name, ...], Table]]) -> Least:
         elimination = Elimination(self.sizes, merged(tables))
         elimination.run()
@@ -147,7 +80,7 @@ class Sum:
         if not answer.chosen:
             return answer
         if not answer.exact:
-            self._improve(answer.chosen, by_variable(self.sizes, tables))
+            self.improve(answer.chosen, by_variable(self.sizes, tables))
         value = total(tables, answer.chosen)
         return Least(answer.chosen, value, value if answer.exact else min(answer.bound, value))
 
@@ -190,33 +123,7 @@ class Sum:
             best, value = answer.chosen, self.value(answer.chosen)
         return Least(best, value, value if answer.exact else max(bound, search.bound - dearest * limit))
 
-    def _improve_balls(self, chosen: dict[Name, int], by: Mapping[Name, list[tuple[tuple[Name, ...], Table]]]) -> bool:
-        """Neighbourhoods of variables, each solved anew; whether that helped."""
-        free = [n for n, size in self.sizes.items() if size > 1]
-        helped = False
-        for start in free[:: max(1, len(free) // BALLS)]:
-            ball, todo = {start: None}, [start]
-            while todo and len(ball) < BALL:
-                near = [m for names, _ in by[todo.pop(0)] for m in names if self.sizes[m] > 1 and m not in ball]
-                ball.update(dict.fromkeys(near[: BALL - len(ball)]))
-                todo += [m for m in near if m in ball]
-            part = Sum({n: self.sizes[n] for n in ball})
-            seen: set[int] = set()
-            for names, t in (x for n in ball for x in by[n]):
-                if id(t) not in seen:
-                    seen.add(id(t))
-                    at = tuple(slice(None) if n in ball else chosen[n] for n in names)
-                    part.add([n for n in names if n in ball], t[at])
-            elimination = Elimination(part.sizes, part.tables)
-            elimination.run(fixing=True)
-            new: dict[Name, int] = {}
-            elimination.follow(new)
-            if part.value(new) < part.value({n: chosen[n] for n in ball}) * (1 - 1e-9) - 1e-15:
-                chosen.update(new)
-                helped = True
-        return helped
-
-    def _improve(self, chosen: dict[Name, int], by: Mapping[Name, list[tuple[tuple[Name, ...], Table]]]) -> None:
+    def improve(self, chosen: dict[Name, int], by: Mapping[Name, list[tuple[tuple[Name, ...], Table]]]) -> None:
         """One variable at a time, while it helps."""
         todo = list(self.sizes)
         while todo:

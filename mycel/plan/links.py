@@ -3,7 +3,7 @@
 What a collective sends, and in how many steps, its paragraph says (`ops/collective.py`).
 
     seconds = bytes sent / bytes a second + steps · start      by level, and where it was measured (`fitted`)
-                                                               by collective too
+                                                               by collective and number of ranks too
 
 A *level* is one kind of wire (inside a host, between hosts).  Each axis of a mesh lies in one level; axes of the same
 level share its wire.
@@ -11,6 +11,7 @@ level share its wire.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -27,7 +28,8 @@ class Link:
 
     ranks     the largest group of consecutive ranks that it joins
     busy      the share of a message's seconds in which the device cannot compute beside it
-    measured  (collective, bytes a second, seconds to start), where these differ
+    measured  (collective, ranks, bytes a second, seconds to start), where these differ: groups of two from each of two
+              hosts share the wire between them, where a ring of four crosses it once each way
     late      seconds for which a rank waits for others at each message, where they share cores"""
 
     bytes_s: float
@@ -35,22 +37,30 @@ class Link:
     name: str = "network"
     ranks: int = 1 << 30
     busy: float = 0.0
-    measured: tuple[tuple[str, float, float], ...] = ()
+    measured: tuple[tuple[str, int, float, float], ...] = ()
     late: float = 0.0
 
     def seconds(self, name: str, k: int, local_bytes: float) -> float:
         """One collective between k ranks, each of which puts `local_bytes` in."""
-        bytes_s, start_s = next(((b, s) for n, b, s in self.measured if n == name), (self.bytes_s, self.start_s))
+        bytes_s, start_s = self._rate(name, k)
         return sent(name, k, local_bytes) / bytes_s + _steps(name, k) * start_s + self.late
+
+    def _rate(self, name: str, k: int) -> tuple[float, float]:
+        """(bytes a second, seconds to start), measured between that many ranks or nearly so many."""
+        of_name = [x for x in self.measured if x[0] == name]
+        if not of_name:
+            return self.bytes_s, self.start_s
+        _, _, bytes_s, start_s = min(of_name, key=lambda x: (abs(math.log(x[1] / k)), x[1]))
+        return bytes_s, start_s
 
     def data(self) -> list[float] | dict[str, Any]:
         """As a plan writes it: [bytes a second, seconds to start], or all of it, where more is known."""
         if self == Link(self.bytes_s, self.start_s):
             return [self.bytes_s, self.start_s]
-        return {
-            **vars(self),
-            "measured": {name: [bytes_s, start_s] for name, bytes_s, start_s in sorted(self.measured)},
-        }
+        measured: dict[str, list[list[float]]] = {}
+        for name, *numbers in sorted(self.measured):
+            measured.setdefault(name, []).append(list(numbers))
+        return {**vars(self), "measured": measured}
 
     @staticmethod
     def read(data: Any) -> Link:
@@ -58,7 +68,9 @@ class Link:
             bytes_s, start_s = data
             return Link(float(bytes_s), float(start_s))
         measured = tuple(
-            (name, float(bytes_s), float(start_s)) for name, (bytes_s, start_s) in data["measured"].items()
+            (name, int(k), float(bytes_s), float(start_s))
+            for name, rows in data["measured"].items()
+            for k, bytes_s, start_s in rows
         )
         return Link(**{**data, "measured": measured})
 
@@ -95,9 +107,13 @@ def fitted(
 ) -> Link:
     """The level of what was measured: by collective (ranks, bytes each puts in, seconds); least squares of relative
     errors, no number below zero."""
-    measured = tuple((op, *_fit(op, points)) for op, points in sorted(messages.items()))
-    first = next((x for x in measured if x[0] == "all_reduce"), measured[0])
-    return Link(first[1], first[2], name, ranks, busy, measured, late)
+    measured = tuple(
+        (op, k, *_fit(op, [p for p in points if int(p[0]) == k]))
+        for op, points in sorted(messages.items())
+        for k in sorted({int(p[0]) for p in points})
+    )
+    *_, bytes_s, start_s = max((x for x in measured if x[0] == "all_reduce"), default=measured[-1])
+    return Link(bytes_s, start_s, name, ranks, busy, measured, late)
 
 
 def _fit(name: str, points: Sequence[Sequence[float]]) -> tuple[float, float]:

@@ -5,6 +5,8 @@
     streamed   an input of the step that lies on the host: it comes before it is used, as often as it is not needed for
                a while in between, and goes back where the step changes it.  An update of many parameters is taken in
                several chunks, each with its state, and with its parameters where they are on the host
+    updated    a parameter that is updated where it lives, on the host, with its state (`host_update.py`): its gradient
+               leaves for good
 
 A copy has one of two streams, which do one thing after the other, whatever it is that they move: with s its seconds,
 and T the times at which the equations of the block begin,
@@ -22,8 +24,8 @@ from __future__ import annotations
 import bisect
 import difflib
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from mycel.errors import PlanError
 from mycel.ir import CONTROL, DEVICE, Block, Eqn, Program, Var, call, chains
@@ -32,7 +34,9 @@ from mycel.plan.hardware import Hardware
 from mycel.sizes import parse_bytes
 
 KINDS = ("activations", "gradients", "parameters", "optimizer")
+OTHERS = ("host", "update")  # what else a plan may say of the host: its bytes, and where is updated what lives there
 WAYS = ("auto", "host", "none")
+UPDATED = ("auto", "host", "device")  # where parameters and state that live on the host are updated
 UPDATE = "update"  # the phase; and a kind of copies besides these: what an update reads and replaces
 SMALL = 1000  # of all that could leave, what is less than this part stays: it would gain nothing
 CHUNKS = 32  # an update is taken in about so many, and parameters come in such parts
@@ -41,14 +45,16 @@ CHUNKS = 32  # an update is taken in about so many, and parameters come in such 
 @dataclass(frozen=True)
 class Offload:
     """What a plan says of the host, by kind: `auto` (where the memory budget asks for it), `host` (all that can be) or
-    `none`; and the bytes there are on the host, None: all that it has.  `unsaid`: the plan says nothing, which is
-    `auto` where there is a budget and a host beside the device."""
+    `none`; and the bytes there are on the host, None: all that it has.  `update`: where parameters whose state lives
+    there are updated; `auto` is the faster of both where the host's rate was measured, else the device.
+    `unsaid`: the plan says nothing, which is `auto` where there is a budget and a host beside the device."""
 
     activations: str = "none"
     gradients: str = "none"
     parameters: str = "none"
     optimizer: str = "none"
     host: int | None = None
+    update: str = "auto"
     unsaid: bool = False
 
     @staticmethod
@@ -63,26 +69,39 @@ class Offload:
         if not isinstance(written, Mapping):
             raise PlanError(f"{where}: offload is {written!r}\n  try       auto, none, or {{optimizer: host}}")
         for key, value in written.items():
-            if key not in (*KINDS, "host"):
-                near = close_names(str(key), (*KINDS, "host"))
-                raise PlanError(f"{where}: offload: unknown key {key!r}{near}\n  known     {', '.join(KINDS)}, host")
-            if key in KINDS and value not in WAYS:
-                raise PlanError(f"{where}: offload: {key} is {value!r}\n  known     {', '.join(WAYS)}")
+            if key not in (*KINDS, *OTHERS):
+                near = close_names(str(key), (*KINDS, *OTHERS))
+                raise PlanError(
+                    f"{where}: offload: unknown key {key!r}{near}\n  known     {', '.join((*KINDS, *OTHERS))}"
+                )
+            known = WAYS if key in KINDS else UPDATED
+            if key != "host" and value not in known:
+                raise PlanError(f"{where}: offload: {key} is {value!r}\n  known     {', '.join(known)}")
         budget = written.get("host")
         if isinstance(budget, str):
             budget = parse_bytes(budget)
         if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int) or budget < 0):
             raise PlanError(f"{where}: offload: host is {written['host']!r}\n  try       bytes, or text like '64GiB'")
-        kinds = [str(written.get(kind, "none" if len(written) > ("host" in written) else "auto")) for kind in KINDS]
-        return Offload(kinds[0], kinds[1], kinds[2], kinds[3], budget)
+        unsaid = "none" if any(key in KINDS for key in written) else "auto"
+        kinds = [str(written.get(kind, unsaid)) for kind in KINDS]
+        said = Offload(kinds[0], kinds[1], kinds[2], kinds[3], budget, str(written.get("update", "auto")))
+        if said.update == "host" and said.optimizer == "none":
+            raise PlanError(
+                f"{where}: offload: update is host, but optimizer is none: state is updated where it lives\n"
+                "  try       {parameters: host, optimizer: host, update: host}"
+            )
+        return said
 
     def data(self) -> Any:
         own = {kind: getattr(self, kind) for kind in KINDS if getattr(self, kind) != "none"}
         if not own:
             return "none"
+        more = ({"host": self.host} if self.host is not None else {}) | (
+            {"update": self.update} if self.update != "auto" else {}
+        )
         if set(own.values()) == {"auto"} and len(own) == len(KINDS):
-            return {"host": self.host} if self.host is not None else "auto"
-        return own | ({"host": self.host} if self.host is not None else {})
+            return more or "auto"
+        return own | more
 
     @property
     def is_none(self) -> bool:
@@ -123,24 +142,29 @@ class StreamedInput:
 class Offloaded:
     """All that a step moves: values of its body (forward and backward), inputs of its entry, the bytes of them in one
     chunk of an update; whether the norm of gradients is made of the norm of each, so that they may leave; and inputs of
-    a body that is run several times, which are on the host while others of it are needed."""
+    blocks that the entry runs several times (the body of a loop, steps of a pipeline), by block: they are on the host
+    while others of it are needed.  `updated`: parameters that the host updates, each with the equation before which its
+    gradient has left."""
 
     body: str
     moved: tuple[MovedValue, ...] = ()
     streamed: tuple[StreamedInput, ...] = ()
     chunk: int = 0
     norms: bool = False
-    inside: tuple[StreamedInput, ...] = ()
+    inside: Mapping[str, tuple[StreamedInput, ...]] = field(default_factory=dict)
+    updated: Mapping[str, str] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        return bool(self.moved or self.streamed)
+        return bool(self.moved or self.streamed or self.norms)
 
     def data(self) -> dict[str, Any]:
         found: dict[str, Any] = {"body": self.body}
         found |= {"values": {m.value: [m.freed, m.fetched] for m in self.moved}} if self.moved else {}
         found |= {"inputs": {s.input: [list(s.fetched), s.freed] for s in self.streamed}} if self.streamed else {}
-        found |= {"inside": {s.input: list(s.fetched) for s in self.inside}} if self.inside else {}
+        inside = {block: {s.input: list(s.fetched) for s in each} for block, each in self.inside.items()}
+        found |= {"inside": inside} if inside else {}
         found |= {"chunk": self.chunk} if self.chunk else {}
+        found |= {"updated": dict(self.updated)} if self.updated else {}
         return found | ({"norms": True} if self.norms else {})
 
     @staticmethod
@@ -150,9 +174,13 @@ class Offloaded:
             StreamedInput(name, tuple(map(str, fetched)), str(freed))
             for name, (fetched, freed) in data.get("inputs", {}).items()
         ]
-        inside = [StreamedInput(name, tuple(map(str, fetched))) for name, fetched in data.get("inside", {}).items()]
+        inside = {
+            str(block): tuple(StreamedInput(name, tuple(map(str, fetched))) for name, fetched in each.items())
+            for block, each in data.get("inside", {}).items()
+        }
         chunk, norms = int(data.get("chunk", 0)), bool(data.get("norms", False))
-        return Offloaded(str(data["body"]), tuple(values), tuple(inputs), chunk, norms, tuple(inside))
+        updated = {str(name): str(freed) for name, freed in data.get("updated", {}).items()}
+        return Offloaded(str(data["body"]), tuple(values), tuple(inputs), chunk, norms, inside, updated)
 
 
 def equation_key(i: int, eqn: Eqn) -> str:
@@ -179,11 +207,17 @@ class Absence:
 
 
 def absences(
-    program: Program, name: str, times: Sequence[float], hardware: Hardware, kinds: Collection[str] = ("activations",)
+    program: Program,
+    name: str,
+    times: Sequence[float],
+    hardware: Hardware,
+    kinds: Collection[str] = ("activations",),
+    sums: bool = False,
 ) -> list[Absence]:
     """Values of a block that may leave the device, activations between forward and backward, gradients between backward
     and update, in the order in which they are made: those alone in their memory, which nobody reads for longer than two
-    copies take.  What is made of nothing (the zeros that a sum begins with) would not be worth a copy."""
+    copies take.  `sums`: gradients also between two backward steps, of which the second adds to them.  What is made of
+    nothing (the zeros that a sum begins with) would not be worth a copy."""
     block = program.blocks[name]
     uses, owner = chains(block), owners(block)
     alone = _alone(program, block)
@@ -202,7 +236,7 @@ def absences(
         reads = sorted({i for v in family for i in uses[v].uses})
         gap = max(((times[b] - times[a], a, b) for a, b in zip([at, *reads], reads, strict=False)), default=(0.0, 0, 0))
         before, use = gap[1], gap[2]
-        if kind == "gradients" and block.eqns[use].phase != UPDATE:
+        if kind == "gradients" and block.eqns[use].phase != UPDATE and not sums:
             continue
         late = [v for v in family if any(i >= use for i in uses[v].uses) and uses[v].defined <= before]
         if gap[0] > 2 * hardware.move_s(size(of)) and late == [of] and not any(uses[v].is_output for v in family):
@@ -331,9 +365,19 @@ def visits(
     return sorted(found, key=lambda visit: visit.first)
 
 
+class PlacedCopies(NamedTuple):
+    """When the copies of a block go; `left`: of values that do not come back, the equation before which each has
+    left."""
+
+    moved: tuple[MovedValue, ...]
+    streamed: tuple[StreamedInput, ...]
+    left: Mapping[str, str]
+
+
 @dataclass(frozen=True)
 class Copies:
-    """All copies of one block: values that are away for a while, and inputs that live on the host."""
+    """All copies of one block: values that are away for a while, inputs that live on the host, and values that leave
+    for good; `hosted`: inputs that the host updates."""
 
     program: Program
     block: str
@@ -341,8 +385,10 @@ class Copies:
     hardware: Hardware
     away: Sequence[Absence] = ()
     visiting: Sequence[Visit] = ()
+    leaving: Sequence[Absence] = ()
+    hosted: Collection[Var] = ()
 
-    def placed(self, windows: Windows) -> tuple[tuple[MovedValue, ...], tuple[StreamedInput, ...]]:
+    def placed(self, windows: Windows) -> PlacedCopies:
         """When all of them go, one after the other on the wire of each way.  A value that would come back before it has
         left stays."""
         names = [*(equation_key(i, e) for i, e in enumerate(self.program.blocks[self.block].eqns)), ""]
@@ -360,13 +406,14 @@ class Copies:
             StreamedInput(v.name, tuple(places), names[freed[new[v]]] if v in new else "")
             for v, places in coming.items()
         )
-        return moved, streamed
+        return PlacedCopies(moved, streamed, {a.var.name: names[freed[a.var]] for a in self.leaving})
 
     def _freed(self, windows: Windows) -> dict[Var, int]:
         """Before which equation each value has left: those that are away, and those that replace an input.  The wire
         may still be busy with what the step before left."""
         uses = chains(self.program.blocks[self.block])
-        wanted = [(a.var, Departure(a.made + 1, a.before + 1, a.bytes, a.kind)) for a in self.away]
+        gone = (*self.away, *self.leaving)
+        wanted = [(a.var, Departure(a.made + 1, a.before + 1, a.bytes, a.kind)) for a in gone]
         made = {x: uses[x].defined for x in self._new().values()}
         wanted += [(x, Departure(i + 1, i + 1, size(x), UPDATE)) for x, i in made.items()]
         wanted.sort(key=lambda each: each[1].ready)
@@ -396,18 +443,24 @@ class Copies:
             return {}
         new = dict(zip(program.updates, block.outputs[-len(program.updates) :], strict=True))
         made = {v for e in block.eqns for v in e.outputs}
-        mine = dict.fromkeys(visit.input for visit in self.visiting)
+        mine = dict.fromkeys(visit.input for visit in self.visiting if visit.input not in self.hosted)
         return {v: x for v in mine if isinstance(x := new.get(v.name), Var) and x in made}
 
 
-def handed_to(program: Program, body: str, inputs: Collection[str]) -> dict[tuple[int, Var], Var]:
-    """Of a body that a scan in the entry runs: (equation, input of the entry) -> the input of the body that it is, of
-    these inputs, where each turn is given the same."""
-    found: dict[tuple[int, Var], Var] = {}
-    for i, eqn in enumerate(program.main.eqns if body != program.entry else ()):
-        if any(ref == body for ref in eqn.refs) and "consts" in eqn.params:
-            pairs = zip(eqn.inputs[: eqn.params["consts"]], program.blocks[body].inputs, strict=False)
-            found |= {(i, x): v for x, v in pairs if isinstance(x, Var) and x.name in inputs}
+def handed_to(
+    program: Program, blocks: Collection[str], inputs: Collection[str]
+) -> dict[tuple[int, Var], tuple[str, Var]]:
+    """Of blocks that the entry runs several times, each time with the same of these inputs: (equation, input of the
+    entry) -> the block and the input of it that it is.  What a loop hands on to each turn is the same by itself, and
+    steps of a pipeline are called with the parameters of their stage."""
+    found: dict[tuple[int, Var], tuple[str, Var]] = {}
+    for i, eqn in enumerate(program.main.eqns):
+        block = next((str(ref) for ref in eqn.refs if ref in blocks), None)
+        if block is None or not (eqn.op is call or "consts" in eqn.params):
+            continue
+        same = len(eqn.inputs) if eqn.op is call else eqn.params["consts"]
+        pairs = zip(eqn.inputs[:same], program.blocks[block].inputs, strict=False)
+        found |= {(i, x): (block, v) for x, v in pairs if isinstance(x, Var) and x.name in inputs}
     return found
 
 

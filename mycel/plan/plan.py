@@ -31,7 +31,8 @@
                                        # for, at least cost
     offload: auto                      # what is not needed now may live on the host, where the memory budget asks for
                                        # it (default on GPUs); none; or {activations: auto, parameters: host,
-                                       # optimizer: host, gradients: none, host: 64GiB}
+                                       # optimizer: host, gradients: none, host: 64GiB,
+                                       # update: host}, the last: where parameters whose state is there are updated
 
 Everything else is decided for a program (`decided`: layouts, residuals, by name; see decided.py) and what that comes to
 is `predicted`.  A plan with its decisions, written and read back, lowers the same program to the same text without a
@@ -42,7 +43,7 @@ other.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -55,7 +56,6 @@ from mycel.errors import PlanError
 from mycel.ir import Axes, Layout, Mesh, part, read_layout
 from mycel.ops.codecs import Compression
 from mycel.plan.compression import (
-    CANDIDATES,
     CompressedAxis,
     Condition,
     choice_text,
@@ -67,8 +67,9 @@ from mycel.plan.compression import (
     refuse_split_momentum,
 )
 from mycel.plan.decided import Decided, Predicted
+from mycel.plan.names import unmatched
 from mycel.plan.offload import UNSAID, Offload
-from mycel.plan.places import Place, places_data, places_mesh, read_places
+from mycel.plan.places import Place, place_of, places_data, places_mesh, read_places
 from mycel.plan.residuals import Residuals
 from mycel.plan.schedule import PLACE_SCHEDULES, PipelineSchedule, named, read_orders, splits, stages_a_rank
 from mycel.plan.synchronising import SyncPolicy, read_sync, refuse_codec, refuse_layouts, sync_text
@@ -85,6 +86,13 @@ KEYS = (
 ALONE = frozenset({"microbatches", "recompute", "offload"})  # what may be said of one device, without a mesh
 STAGE_AXIS = "pp"  # of the mesh of a pipeline: the slowest, ranks of one stage lie together
 RECOMPUTE = ("auto", "full", "none")
+BESIDE_PLACES = {  # what is not for sub-models on meshes of their own, and why
+    "stages": "a pipeline of all would cut across the meshes of sub-models",
+    "gather": "parameters are gathered on the mesh of each sub-model, exactly",
+    "send": "sub-models send each other pieces of tensors, exactly",
+    "monitor": "gradients are compared along an axis of all ranks, and each sub-model has axes of its own",
+    "sync": "a replica is all of a model, and ranks along an axis of a place have a part of it",
+}
 SUMS = ("as computed", "fp32")
 
 
@@ -229,16 +237,18 @@ class Plan:
         """The mesh is that of the ranks of all places."""
         if not self.place:
             return
-        others = {
-            "stages": self.is_pipeline, "compress": self.compress, "gather": self.gather, "send": self.send,
-            "monitor": self.monitor, "sync": self.sync, "offload": not self.offload.is_none,
-        }  # fmt: skip
-        refused = next((name for name, given in others.items() if given), None)
+        refused = next((name for name in BESIDE_PLACES if getattr(self, name) not in (1, {}, ())), None)
+        refused = refused or ("monitor" if "when" in self.compress else None)
         if refused is not None:
             hint = f"a plan without place, or without {refused}"
             if refused == "stages":
                 hint = 'the stages of a place: "*": {ranks: 2..5, stages: [embed, layers.8]}'
-            raise PlanError(f"place: sub-models on meshes of their own have no {refused} of all\n  try       {hint}")
+            raise PlanError(f"place: {refused}: {BESIDE_PLACES[refused]}\n  try       {hint}")
+        if any(isinstance(how, str) and how.startswith("auto") for how in self.compress.values()):
+            raise PlanError(
+                "place: compress: auto measures one link for all ranks, and each sub-model has links of its own\n"
+                "  try       compress: {dp: int8+ef}"
+            )
         if self.schedule not in PLACE_SCHEDULES:
             raise PlanError(f"place: schedule {self.schedule}\n  known     {', '.join(PLACE_SCHEDULES)}")
         mesh = places_mesh(self.places)
@@ -301,13 +311,7 @@ class Plan:
     def _refuse_replicas(self) -> None:
         """PlanError for what ranks that take steps of their own cannot do."""
         policy = read_sync(self.sync, self.mesh, self.batch_axes())
-        if policy is None:
-            return
-        if self.is_pipeline:
-            raise PlanError(
-                f"sync: {policy.axis}: a pipeline steps together yet\n  try       sync: {{}}, or a plan without stages"
-            )
-        if not policy.has_replicas:
+        if policy is None or not policy.has_replicas:
             return
         if len(read_phases(self.compress)[0]) > 1 and self._outer_compress():
             raise PlanError(
@@ -517,9 +521,7 @@ class Plan:
         for key, patterns in (("parameters", self.parameters), ("zero", self.levels)):
             unused = [p for p in patterns if p not in used and not any(fnmatchcase(n, p) for n in shapes)]
             if unused and not self.loose:
-                raise PlanError(
-                    f"{key}: {unused[0]} matches no parameter\n  try       {', '.join(_near(unused[0], shapes))}"
-                )
+                raise PlanError(f"{key}: {unmatched(unused[0], shapes)}")
         return found
 
     def level(self, name: str) -> int:
@@ -548,9 +550,17 @@ class Plan:
         found = read_compress(self.compress, self.mesh, self.batch_axes())
         if found is not None and found.auto and self.decided is not None and self.decided.compress:
             found = read_compress({found.axis: self.decided.compress}, self.mesh, self.batch_axes())
-        if found is None or self.mesh[found.axis] == 1:
+        if found is None or max(mesh[found.axis] for mesh in self._meshes()) == 1:
             return None
         return found if found.auto or any(how is not None for _, how in found.patterns) else None
+
+    def _meshes(self) -> list[Mesh]:
+        """On which gradients are summed: of all ranks, or of each place."""
+        return [place.mesh for place in self.places] if self.place else [self.mesh]
+
+    def sums_over(self, axis: str, parameter: str) -> bool:
+        """Has the gradient of a parameter summands of several ranks along an axis?  In its place it may have none."""
+        return self._meshes()[place_of(self.places, parameter) if self.place else 0][axis] > 1
 
     def phases(self) -> tuple[list[tuple[int | None, Plan]], Condition | None]:
         """The plans of a run one after the other, each with the step before which it holds; or two, exact and encoded,
@@ -592,7 +602,7 @@ class Plan:
         found = self.compressed()
         if found is None or not found.auto:
             return [self]
-        return [replace(self, compress={found.axis: text}) for text in CANDIDATES]
+        return [replace(self, compress={found.axis: text}) for text in found.candidates()]
 
     def with_compression(self, tried: Plan, seconds: Mapping[str, float]) -> Plan:
         """This plan, where `compress` is auto, decided as one of its choices was."""
@@ -695,14 +705,3 @@ def _plain(entry: Any) -> Any:
 
 def _plain_mapping(entry: Mapping[str, Any]) -> dict[str, Any]:
     return {k: _plain_mapping(v) if isinstance(v, Mapping) else v for k, v in entry.items()}
-
-
-def _near(pattern: str, names: Iterable[str]) -> list[str]:
-    """Names like a pattern that matches none: whole ones, or for *.proj.weight the ends of names."""
-    end = pattern.removeprefix("*.")
-    tails = (
-        names
-        if end == pattern
-        else dict.fromkeys("*." + ".".join(name.split(".")[-end.count(".") - 1 :]) for name in names)
-    )
-    return get_close_matches(pattern, tails, 3, 0.3) or list(tails)[:3]

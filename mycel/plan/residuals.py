@@ -10,8 +10,9 @@ For a block f and its backward b, with N the values of f that b reads.  For each
 
 which is a minimum cut: an arc source -> e of seconds(e), e -> v of keep(v), u -> e and v -> sink (v in N) without end.
 Inputs of the whole step are there anyway and cost nothing.  `price` is what a byte of memory costs in seconds: 0 gives
-the fastest program; the larger it is, the less is kept.  Calls in a block count as one equation; between the calls of
-the outermost block they are not computed again.
+the fastest program; the larger it is, the less is kept.  Up to the price that holds without a budget no product is
+computed again.  Calls in a block count as one equation; between the calls of the outermost block they are not computed
+again.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from dataclasses import dataclass
 from mycel.ir import CONTROL, Atom, Block, Eqn, Program, Var, call, chains, lifetimes
 from mycel.plan.cost import Costs
 
+# without a budget, keeping a byte for backward is worth moving four: about what compilers' own rules come to
+KEEPING = 4.0
 ENDLESS = 2_000_000_000
 WHOLE = 1_000_000_000  # what the finite arcs of a graph sum up to, in the integers of the solver
 
@@ -174,13 +177,16 @@ def cut(
         part = share.get(v, 1.0)
         return part * v.type.bytes * price + (0.0 if v in there else v.type.bytes / costs.hardware.bytes_s)
 
+    def never(eqn: Eqn) -> bool:
+        """Is it not to be computed again?"""
+        is_dear = eqn.op.product and costs.compiled and price <= KEEPING / costs.hardware.bytes_s
+        return eqn.op.effect or is_dear or (eqn.op in CONTROL and not calls)
+
     for v in block.inputs:
         graph.arc("source", v.name, keep(v))
     for i, eqn in enumerate(block.eqns):
         node = f"= {i}"
-        graph.arc(
-            "source", node, None if eqn.op.effect or (eqn.op in CONTROL and not calls) else costs.seconds(eqn, there)
-        )
+        graph.arc("source", node, None if never(eqn) else costs.seconds(eqn, there))
         for u in eqn.vars:
             graph.arc(u.name, node, None)
         for v in eqn.outputs:

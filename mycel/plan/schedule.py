@@ -48,6 +48,11 @@ def step_name(kind: str, stage: int) -> str:
     return f"{NAMES[kind]}_{stage}"
 
 
+def step_names(stages: int) -> frozenset[str]:
+    """Of all that stages may have."""
+    return frozenset(step_name(kind, s) for kind in KINDS for s in range(stages))
+
+
 @dataclass(frozen=True, order=True, slots=True)
 class StageStep:
     """One step of one stage for one microbatch."""

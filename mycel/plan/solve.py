@@ -10,6 +10,7 @@ from mycel.plan.choices import Layouts
 from mycel.plan.cost import Costs
 from mycel.plan.domains import Price
 from mycel.plan.graph import Graph
+from mycel.plan.known import KnownLayouts
 from mycel.plan.layouts import Solver
 from mycel.plan.links import Links
 from mycel.plan.moves import Moves
@@ -55,9 +56,10 @@ def solve(
     costs: Costs,
     links: Links,
     price: Price,
+    known: KnownLayouts | None = None,
 ) -> Solved:
     """`inputs`: layouts of inputs of the entry; `gathered`: those that are used whole along ZeRO's axes; `price`: of
-    messages inside an operator."""
+    messages inside an operator; `known`: of the blocks of other programs under this plan."""
     along = dict.fromkeys(plan.over, gathered) if plan.zero == 3 else {}
     compressed = plan.compressed()
     at_the_end = frozenset({compressed.axis}) if compressed is not None else frozenset[str]()  # what is encoded once
@@ -66,5 +68,6 @@ def solve(
     # activations are split by these anyway: what others split of a dim lies inside
     first = [a for a in plan.batch_axes() if a in plan.mesh]
     order = [*first, *(a for a in plan.mesh.axes if a not in first)]
-    solver = Solver(Graph(whole), Moves(links), costs, price, inputs, along, reduced, order, wide=plan.sums == "fp32")
+    wide = plan.sums == "fp32"
+    solver = Solver(Graph(whole), Moves(links), costs, price, inputs, along, reduced, order, wide=wide, known=known)
     return Solved(solver.solve(), solver.gap)

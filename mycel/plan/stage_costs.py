@@ -44,8 +44,8 @@ def beside_each_other(schedule: PipelineSchedule, costs: StageCosts, alone: Sequ
     fullest = max(alone, key=lambda t: t.peak[DEVICE])
     busiest = max(alone, key=lambda t: t.seconds)
     bubble = line.seconds - max(line.work)
-    stages = ", ".join(map(str, schedule.stages_of(list(alone).index(fullest))))
-    where = f"{fullest.at or 'in the update'}, of stage {stages}"
+    stages = [", ".join(map(str, schedule.stages_of(rank))) for rank in range(len(alone))]
+    where = f"{fullest.at or 'in the update'}, of stage {stages[list(alone).index(fullest)]}"
     shares = {**busiest.parts, "bubble": StreamShare(bubble, bubble)}
     return replace(
         fullest,
@@ -55,6 +55,7 @@ def beside_each_other(schedule: PipelineSchedule, costs: StageCosts, alone: Sequ
         clock=None,
         program=None,
         shares=shares,
+        of_ranks=tuple((names, t.peak[DEVICE]) for names, t in zip(stages, alone, strict=True)),
     )
 
 

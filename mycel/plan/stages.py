@@ -283,10 +283,14 @@ def refuse_shared_state(stages: StageMap) -> None:
     for v, used in flow.state.items():
         places = {stages.eqns.get(i) for i in used}
         if len(places) > 1 or used & flow.backward:
-            at = flow.block.eqns[min(used)].source
+            first = {place: min(i for i in used if stages.eqns.get(i) == place) for place in places}
+            lines = [f"stage {place}: {flow.block.eqns[i].source}" for place, i in first.items() if place is not None]
+            which = " and ".join(str(place) for place in sorted(p for p in places if p is not None))
+            where = f"stages {which} use it" if len(places) > 1 else f"the backward of stage {which} uses it"
             raise PlanError(
-                f"{v.name} is changed by each microbatch and used in stages {sorted(map(str, places))}\n"
-                f"  at        {at}\n  try       a cut that leaves all that uses it in one stage"
+                f"{v.name} is changed by each microbatch, and {where}: what a microbatch leaves to the next is in the "
+                f"forward of one stage\n  at        {', '.join(lines)}\n"
+                "  try       a cut that leaves all modules that use it in one stage, or in one place"
             )
 
 

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
+import torch
+
 from mycel.ir import Program, check
 from mycel.transform import vjp_control  # noqa: F401  enters control flow into vjp
 from mycel.transform.algebra import algebra
 from mycel.transform.attend import attend
+from mycel.transform.by_parts import by_parts
 from mycel.transform.causal import causal, masks
 from mycel.transform.compressing import DRAWS, compress_gradients, frozen_groups
 from mycel.transform.coupling import coupled
 from mycel.transform.cse import cse
 from mycel.transform.dce import dce
 from mycel.transform.delaying import correct_delay, delay_gradients
+from mycel.transform.few_rows import few_rows
 from mycel.transform.fold import fold
+from mycel.transform.fp8 import fp8
 from mycel.transform.fuse import fuse
 from mycel.transform.head import head
+from mycel.transform.in_pieces import in_pieces
 from mycel.transform.inline import inline
 from mycel.transform.jvp import jvp
 from mycel.transform.microbatch import (
@@ -50,9 +56,11 @@ SIMPLIFY: list[Pass] = [dce, cse, inline, algebra, attend, causal, narrow, fold,
 
 def simplify(program: Program, ranks: bool = False, keep: Collection[str] = ()) -> Program:
     """The passes of SIMPLIFY in order, each checked; layouts the user asks for and operators made to be shared are kept
-    only where it is for ranks.  `keep`: blocks that are called as they are."""
-    for change in SIMPLIFY if ranks else (unhinted, unshared, *SIMPLIFY):
-        program = check(inline(program, keep=keep) if change is inline else change(program))
+    only where it is for ranks.  `keep`: blocks that are called as they are.  What is computed here is on the host,
+    whatever device the user's code is under (`with torch.device("meta"):`)."""
+    with torch._C.DisableTorchFunction():
+        for change in SIMPLIFY if ranks else (unhinted, unshared, *SIMPLIFY):
+            program = check(inline(program, keep=keep) if change is inline else change(program))
     return program
 
 
@@ -70,6 +78,7 @@ __all__ = [
     "Weighing",
     "algebra",
     "attend",
+    "by_parts",
     "causal",
     "compress_gradients",
     "correct_delay",
@@ -77,11 +86,14 @@ __all__ = [
     "cse",
     "dce",
     "delay_gradients",
+    "few_rows",
     "fold",
     "forward_and_backward",
+    "fp8",
     "frozen_groups",
     "fuse",
     "head",
+    "in_pieces",
     "inline",
     "joined",
     "jvp",

@@ -6,8 +6,9 @@
     p: f32[2,4,64,64] = softmax(m, dim=3)
     y: f32[2,4,64,8]  = matmul(p, v)
 
-Between the two products, which may be einsums, scores may be scaled, then added to and masked, and cast, and nobody
-else sees them.  Then the pass `causal` asks whether the mask is a function of positions.
+Between the two products, which may be einsums, scores may be scaled, capped (c tanh(s / c)), then added to and masked,
+and cast, weights may be dropped, and nobody else sees them.  Then the pass `causal` asks whether the mask is a function
+of positions.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 
 from mycel.ir import Block, Builder, Chain, Eqn, Program, Var, chains, is_float, rewrite
 from mycel.ops import o
+from mycel.ops.sdpa import counted
 
 LEAST = 1 << 14  # scores below which nothing is gained
 LOW = -1e30  # what is as good as minus infinity, added or put in
@@ -24,12 +26,14 @@ LOW = -1e30  # what is as good as minus infinity, added or put in
 
 @dataclass
 class _Scores:
-    """What is done to scores, found from the softmax backwards: their scale, and before that in program order, what
-    they are added to and where they are hidden."""
+    """What is done to scores, found from the softmax backwards: their scale and cap, and before that in program order,
+    what they are added to and where they are hidden; and how their weights are dropped."""
 
     product: _Product | None = None
     weighted: _Product | None = None
     scale: float = 1.0
+    cap: float | None = None
+    dropped: Eqn | None = None
     added: list[Var] = field(default_factory=list)
     hidden: list[tuple[Var, bool, float]] = field(default_factory=list)  # a condition, where it holds or not, by what
 
@@ -120,26 +124,33 @@ def _weighted(weights: Var, x: Var, y: Var, one: str, two: str, out: str) -> _Pr
     return _Product(x, y, tuple(range(len(one))), values, tuple(made.index(k) for k in out))
 
 
-def _weights(eqn: Eqn, producers: dict[Var, Eqn], uses: dict[Var, Chain]) -> tuple[Var, Eqn] | None:
-    """The operand of a product that is a softmax over the last dim, which nobody else sees; and that."""
+def _weights(eqn: Eqn, producers: dict[Var, Eqn], uses: dict[Var, Chain]) -> tuple[Var, Eqn, Eqn | None] | None:
+    """The operand of a product that is a softmax over the last dim, which nobody else sees; that; and what drops some
+    of it on the way."""
     for weights in eqn.inputs:
         x: Any = weights
-        while _alone(x, uses) and x in producers and producers[x].op is o.cast:
-            x = producers[x].inputs[0]
+        dropped: Eqn | None = None
+        while _alone(x, uses) and x in producers:
+            before = producers[x]
+            if before.op is o.dropout and dropped is None and before.inputs[2] == 0 and "strides" not in before.params:
+                dropped = before
+            elif before.op is not o.cast:
+                break
+            x = before.inputs[0]
         last = producers.get(x) if _alone(x, uses) else None
         if last is not None and last.op is o.softmax and last.params["dim"] == x.ndim - 1:
             assert isinstance(weights, Var)
-            return weights, last
+            return weights, last, dropped
     return None
 
 
 def _scores(eqn: Eqn, producers: dict[Var, Eqn], uses: dict[Var, Chain]) -> _Scores | None:
     """What leads to the weights of a product, if it is attention."""
-    found = _weights(eqn, producers, uses)
-    if found is None or found[0].type.numel < LEAST:
+    dropping = _weights(eqn, producers, uses)
+    if dropping is None or dropping[0].type.numel < LEAST:
         return None
-    weights, last = found
-    scores, weighted = _Scores(), _product(eqn, weights)
+    weights, last, dropped = dropping
+    scores, weighted = _Scores(dropped=dropped), _product(eqn, weights)
     if weighted is None or not _follow(last.inputs[0], scores, producers, uses) or scores.product is None:
         return None
     scores.weighted = weighted
@@ -167,7 +178,10 @@ def _follow(x: Any, scores: _Scores, producers: dict[Var, Eqn], uses: dict[Var, 
         elif eqn.op in (o.mul, o.div) and (number := _number(eqn.inputs[1])) is not None:
             scores.scale *= number if eqn.op is o.mul else 1 / number
             x = eqn.inputs[0]
-        elif scores.scale != 1.0:  # only what comes behind scaling can be said
+        elif eqn.op is o.tanh and scores.cap is None and scores.scale > 0:
+            scores.cap, scores.scale = scores.scale, 1.0
+            x = eqn.inputs[0]
+        elif scores.scale != 1.0 or scores.cap is not None:  # only what comes behind scaling can be said
             return False
         elif eqn.op is o.where:
             at = _hides(eqn, x)
@@ -229,12 +243,22 @@ def _write(b: Builder, eqn: Eqn, scores: _Scores) -> None:
             q, k, v = (o.reshape(x, shape=(x.shape[0], 1, *x.shape[1:])) for x in (q, k, v))
             if mask is not None and mask.ndim == 3:
                 mask = o.reshape(mask, shape=(mask.shape[0], 1, *mask.shape[1:]))
-        y, _ = o.attention(q, k, v, mask, scale=scores.scale)
+        scale = scores.scale * (scores.cap or 1.0)
+        draws, share = _draws(scores.dropped, q, k)
+        y, _ = o.attention(q, k, v, mask, *draws, scale=scale, cap=scores.cap, dropout=share)
         y = y if len(rows) == 3 else o.reshape(y, shape=(*rows, v.shape[-1]))
         y = _turned(y, weighted.out_dims)
     at = next(i for i in reversed(range(len(b.eqns))) if y in b.eqns[i].outputs)
     outs = tuple(eqn.outputs[0] if w == y else w for w in b.eqns[at].outputs)
     b.eqns[at] = replace(b.eqns[at], outputs=outs)
+
+
+def _draws(dropped: Eqn | None, q: Any, k: Any) -> tuple[tuple[Any, ...], float]:
+    """The counts at which rows draw what the dropout of all weights did, and the share that it drops."""
+    if dropped is None:
+        return (), 0.0
+    counts = counted(q, k, dropped.inputs[1], dropped.params.get("site", 0))
+    return (counts,), float(dropped.params["p"])
 
 
 def _turned(x: Any, dims: tuple[int, ...]) -> Any:

@@ -1,7 +1,7 @@
 """Where rows of the batch meet before the loss sums them up: what parts of a batch cannot compute alone.
 
 The program of a part and that of the whole batch are the same equations with other sizes: a dim whose size differs runs
-over the batch.  Of values that depend on parameters,
+over the batch.  Of values that depend on the batch,
 
     one with two such dims                       s[b,b] = x[b,d] y[b,d]ᵀ         every row meets every other
     one over the batch from one that sums it up  x[b,d] - mean[d]                every row meets all of them
@@ -28,8 +28,8 @@ class _Known:
 
     @property
     def summed(self) -> bool:
-        """A number of all rows that the parameters have a part in."""
-        return self.batch and self.trained and not self.rows
+        """A number of all rows."""
+        return self.batch and not self.rows
 
 
 def coupled(part: Program, whole: Program, trained: Collection[str], split: Collection[str]) -> list[str]:
@@ -75,7 +75,7 @@ class _Walk:
 
     def judge(self, eqn: Eqn, large: Eqn, given: Sequence[_Known], outs: Sequence[_Known]) -> None:
         """Note the line of an equation in which rows meet."""
-        over = [k for v, k in zip(eqn.outputs, outs, strict=True) if k.rows and k.trained and is_float(v.dtype)]
+        over = [k for v, k in zip(eqn.outputs, outs, strict=True) if k.rows and k.batch and is_float(v.dtype)]
         if not over or eqn.op in CONTROL:
             return
         if (

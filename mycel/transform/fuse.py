@@ -7,7 +7,7 @@ c: f32[2,8,5,5] = conv(x, w, …)
 y: f32[2,8,5,5] = add(c, reshape(b, shape=(8,1,1)))             =>  y: f32[2,8,5,5] = conv_bias(x, w, b, …)
 
 y: f32[2,4,8,16], lse: f32[2,4,8] = attention(q, k, v, mask)    =>  y: f32[2,4,8,16] = sdpa(q, k, v, mask)
-                                                                    (if lse is not used, without a window)
+                                                                    (if lse is not used; no window, cap or dropout)
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _fuse(block: Block) -> Block:
         new = eqn
         if eqn.op is o.carry:  # gradients have been taken: only the value is left
             new = replace(eqn, op=OPS["stop_gradient"], inputs=eqn.inputs[:1])
-        elif eqn.op is o.attention and _unused(uses[eqn.outputs[1]]) and not eqn.params.get("window"):
+        elif eqn.op is o.attention and _unused(uses[eqn.outputs[1]]) and _is_sdpa(eqn):
             new = replace(eqn, op=OPS["sdpa"], outputs=eqn.outputs[:1])
         elif eqn.op is o.add:
             for product, other in (eqn.inputs, eqn.inputs[::-1]):
@@ -69,6 +69,11 @@ def _bias(product: Eqn, other: Var, producers: dict[Var, Eqn]) -> Var | None:
             if isinstance(bias, Var) and bias.shape == out.shape[1:2] and bias.dtype == out.dtype:
                 return bias
     return None
+
+
+def _is_sdpa(eqn: Eqn) -> bool:
+    """Is it attention as torch has it: nothing but a mask, causal and scaled?"""
+    return len(eqn.inputs) == 4 and not any(eqn.params.get(name) for name in ("window", "cap", "dropout"))
 
 
 def _unused(chain: Chain) -> bool:

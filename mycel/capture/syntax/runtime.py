@@ -26,6 +26,7 @@ from mycel.capture.island import function_boundary
 from mycel.capture.loops import over
 from mycel.capture.loops import repeat as traced_repeat
 from mycel.capture.merge import Want, fit, made
+from mycel.capture.nested import is_inside
 from mycel.capture.slots import UNDEFINED, Objects, assigned, variables
 from mycel.capture.syntax.draws import CLOCKS, DRAWS
 from mycel.capture.syntax.load import twin
@@ -373,8 +374,26 @@ def call(fn: Any) -> Any:
         special = None
     if special is not None:
         return special
+    if TRACING and isinstance(getattr(fn, "__func__", fn), _CACHED):
+        return functools.partial(_remembered, fn)
     run = twin(fn, _GIVEN)
     return function_boundary(TRACING[-1], fn, run) if TRACING else run
+
+
+_CACHED = type(functools.cache(len))
+
+
+def _remembered(fn: Any, *args: Any, **kwargs: Any) -> Any:
+    """A function under functools.cache: what it gives while code is traced is kept with the trace, not in its cache."""
+    cached = getattr(fn, "__func__", fn)
+    args = (fn.__self__, *args) if cached is not fn else args
+    known, key = TRACING[-1].remembered, (cached, args, tuple(kwargs.items()))
+    if key in known:
+        return known[key]
+    value = call(cached.__wrapped__)(*args, **kwargs)
+    if not is_inside():  # what a branch or a loop made is its own
+        known[key] = value
+    return value
 
 
 def _bool(x: Any = False) -> Any:

@@ -9,28 +9,42 @@ from mycel.ops.rules import o
 
 
 def adam_update(*xs, count, decoupled=True, amsgrad=False, maximize=False):
-    """Adam over the memory of its operands, in one kernel."""
+    """Adam over the memory of its operands: in one kernel of torch's, but for large parameters on a GPU."""
     lists, grads, (lr, beta1, beta2, eps, decay, scale, skip) = columns(xs, count, 5 if amsgrad else 4)
     params, first, second, *top, steps = lists
     torch._foreach_add_(steps, 1)
-    kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
-    kernel(
-        params,
-        laid_like(params, grads),
-        first,
-        second,
-        top[0] if amsgrad else [],
-        steps,
-        lr=rate(lr),
-        beta1=float(beta1),
-        beta2=float(beta2),
-        weight_decay=float(decay),
-        eps=float(eps),
-        amsgrad=amsgrad,
-        maximize=maximize,
-        grad_scale=scale,
-        found_inf=skip,
-    )
+    grads = laid_like(params, grads)
+    if params[0].is_cuda and not amsgrad:
+        from mycel.ops.triton_adam import is_large, update_large
+
+        of_each = list(zip(grads, params, first, second, steps, strict=True))
+        large = [row for row in of_each if is_large(*row[:4])]
+        if large:
+            hyper = float(beta1), float(beta2), float(eps), float(decay)
+            update_large([x[:4] for x in large], [x[4] for x in large], lr, *hyper, scale, skip, decoupled, maximize)
+        small = [row for row in of_each if not is_large(*row[:4])]
+        grads, params, first, second, now = map(list, zip(*small, strict=True)) if small else ([],) * 5
+    else:
+        now = steps
+    if params:
+        kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
+        kernel(
+            params,
+            grads,
+            first,
+            second,
+            top[0] if amsgrad else [],
+            now,
+            lr=rate(lr),
+            beta1=float(beta1),
+            beta2=float(beta2),
+            weight_decay=float(decay),
+            eps=float(eps),
+            amsgrad=amsgrad,
+            maximize=maximize,
+            grad_scale=scale,
+            found_inf=skip,
+        )
     torch._foreach_sub_(steps, [skip] * count)
 
 

@@ -176,7 +176,7 @@ def optimiser(
 
         entered = op(
             dims, name=rule.__name__, dtype="first", types=new_types, expand=meaning, inplace=over, apart=True,
-            defaults=_defaults(rule, hyper), examples=examples,
+            hosted=True, defaults=_defaults(rule, hyper), examples=examples,
         )(kernel)  # fmt: skip
         OPTIMISERS[entered.name] = Optimiser(entered, classes, tuple(slots), hyper, pointwise=pointwise, **facts)
         return entered

@@ -1,0 +1,33 @@
+"""Equations whose operators have a meaning in others become that; what `unshared` and `in_pieces` have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from mycel.ir import Atom, Block, Builder, Op, Program, Var, lookup, rewrite, substitute
+
+Meaning = Callable[..., Any]
+
+
+def opened(program: Program, meaning: Callable[[Op], Meaning | None]) -> Program:
+    """y = op(x…) => the equations of meaning(op)(x…), where there is one."""
+    return rewrite(program, lambda block: _opened(block, meaning))
+
+
+def _opened(block: Block, meaning: Callable[[Op], Meaning | None]) -> Block:
+    b = Builder()
+    b.inputs = list(block.inputs)
+    b.reserve(v.name for v in (*block.inputs, *(v for e in block.eqns for v in e.outputs)))
+    values: dict[Var, Atom] = {}
+    with b:
+        for eqn in block.eqns:
+            b.at(eqn)
+            eqn = substitute(eqn, values)
+            write = meaning(eqn.op)
+            if write is None:
+                b.eqns.append(eqn)
+                continue
+            results = write(*eqn.inputs, **eqn.params)
+            values.update(zip(eqn.outputs, results if isinstance(results, tuple) else (results,), strict=True))
+    return Block(block.inputs, tuple(b.eqns), tuple(lookup(x, values) for x in block.outputs))
