@@ -194,7 +194,8 @@ def compile_captured(
 
 def graph_run(program: Program, device: torch.device, plain: Callable[..., Any]) -> Callable[..., Any]:
     """The program's code for when torch's autograd records, and for when it does not: then memory is used again."""
-    lean = _donating(program, device) if program.updates else load(program, device, reuse=True)[0]
+    unrecorded = check(transform.few_rows(program)) if device.type == "cpu" else program
+    lean = _donating(unrecorded, device) if program.updates else load(unrecorded, device, reuse=True)[0]
 
     def run(*inputs: Any) -> Any:
         return plain(*inputs) if torch.is_grad_enabled() else lean(*inputs)

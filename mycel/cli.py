@@ -210,6 +210,9 @@ def _plan(
         if arguments[:1] == ["check"] and checked is None:
             raise TrainError("no plan to check\n  try       mycel plan check plan.yaml my.yaml")
         rest = arguments[2:] if checked else arguments
+        for file in filter(None, (out, page)):
+            if not Path(file).absolute().parent.is_dir():  # before the search, not after it
+                raise TrainError(f"there is no folder for {file}\n  try       mkdir -p {Path(file).parent}")
         where = planner.cluster_of(cluster)
 
         def say(text: str) -> None:

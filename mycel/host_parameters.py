@@ -17,7 +17,7 @@ import torch
 from mycel import lower, plan
 from mycel.ir import HOST, Program, Role, check
 from mycel.parts import without_data
-from mycel.run import HostSpace
+from mycel.run import HostSpace, settle_hosts
 
 AHEAD = 2  # chunks of parameters on their way at once, where there is no plan
 
@@ -53,7 +53,7 @@ class HostParameters:
     @contextlib.contextmanager
     def on_device(self) -> Iterator[None]:
         homes = {role: p.data for role, p in self.held.items()}
-        settle_copies()
+        settle_hosts()
         try:
             for p in self.held.values():
                 assert self.space is not None
@@ -71,11 +71,5 @@ class HostParameters:
         starts = [start for start, _ in plan.Clock(hardware, moves=True).spans(program, program.entry)]
         visiting = plan.visits(program, program.entry, names, starts, hardware)
         copies = plan.Copies(program, program.entry, starts, hardware, visiting=visiting)
-        _, streamed = copies.placed({"parameters": AHEAD * plan.chunk_bytes(mine)})
+        streamed = copies.placed({"parameters": AHEAD * plan.chunk_bytes(mine)}).streamed
         return check(lower.offload(program, plan.Offloaded(program.entry, streamed=streamed)))
-
-
-def settle_copies() -> None:
-    """Wait until what lives on the host has come there: the device writes it whenever it gets to it."""
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()

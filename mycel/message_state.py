@@ -9,12 +9,13 @@ this rank holds it; part of every checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
 
 from mycel.ir import Layout, Role, Type
+from mycel.ops.codec_kernels import EIGHT_BITS, EIGHT_BITS_SCALE
 from mycel.parts import ShardedModel
 from mycel.run import part_of
 
@@ -24,25 +25,40 @@ Tensors = dict[str, torch.Tensor]
 
 
 class MessageState:
-    """The tensors by role; `whole`: those that were loaded before it was known how ranks hold them."""
+    """The tensors by role; `whole`: those that were loaded before it was known how ranks hold them; `lossy`: parameters
+    of which something may be lost that is to be sent, and along which axis, on all ranks the same, whoever holds it."""
 
     def __init__(self, parts: ShardedModel | None) -> None:
         self.parts = parts
         self.held: dict[Role, torch.Tensor] = {}
         self.whole: set[Role] = set()
+        self.lossy: dict[str, str] = {}
         if parts is not None:
             parts.messages = self
 
     def value(self, role: Role, type: Type, device: torch.device) -> torch.Tensor:
-        """This rank's own, of this type: zeros at first, and where what was kept is of another kind."""
+        """This rank's own, of this type: zeros at first.  Errors are kept in 8 bits or more, as it says."""
         if role in self.whole and self.parts is not None:
             layout, _ = self.parts.slots[role]
             self.held[role] = part_of(self.held[role], layout, self.parts.plan.mesh, self.parts.ranks.rank).clone()
         self.whole.discard(role)
-        if role not in self.held or self.held[role].dtype != type.dtype:
+        if role not in self.held:
             self.held[role] = torch.zeros(type.shape, dtype=type.dtype)
+        elif self.held[role].dtype != type.dtype:
+            self.held[role] = _as_kind(self.held[role], type.dtype)
         self.held[role] = self.held[role].to(device)
         return self.held[role]
+
+    def note(self, axes: Mapping[str, str]) -> None:
+        """A step has sent gradients of these parameters along these axes, and lost something of them."""
+        self.lossy |= axes
+
+    def drop(self, names: Collection[str]) -> None:
+        """What is kept of these parameters' messages."""
+        self.lossy = {name: axis for name, axis in self.lossy.items() if name not in names}
+        for role in [role for role in self.held if role.kind in ("error", "velocity") and role.of in names]:
+            del self.held[role]
+            self.whole.discard(role)
 
     def tensors(self) -> Tensors:
         """As they are held, by the names they have in a checkpoint, in the same order on all ranks."""
@@ -63,10 +79,30 @@ class MessageState:
             )
         return found
 
-    def take(self, tensors: Mapping[str, torch.Tensor], whole: bool) -> None:
-        """Continue from these; what is not among them starts anew.  `whole`: they are not this rank's parts."""
+    def take(
+        self, tensors: Mapping[str, torch.Tensor], whole: bool, tell: Callable[[Any], list[Any]] = lambda own: [own]
+    ) -> None:
+        """Continue from these; what is not among them starts anew.  `whole`: they are not this rank's parts.  `tell`:
+        what each rank says, where ranks hold different ones."""
         self.held = {role: x for name, x in tensors.items() if (role := role_of(name)) is not None}
         self.whole = set(self.held) if whole else set()
+        self.lossy = {name: axis for own in tell(lossy_of(self.held)) for name, axis in own.items()}
+
+
+def lossy_of(roles: Collection[Role]) -> dict[str, str]:
+    """Parameters of which something was lost that is to be sent, and along which axis.  (Of EF21 the error is what was
+    said so far.)"""
+    errors = [role for role in roles if role.kind == "error"]
+    return {role.of: role.over for role in errors if Role("outer", "received", of=role.of) not in roles}
+
+
+def _as_kind(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """An error in 8 bits, or one that was; both in the units of a gradient."""
+    wide = x.float() / EIGHT_BITS_SCALE if x.dtype == EIGHT_BITS else x
+    if dtype != EIGHT_BITS:
+        return wide.to(dtype)
+    most = torch.finfo(EIGHT_BITS).max
+    return (wide * EIGHT_BITS_SCALE).clamp(-most, most).to(EIGHT_BITS)
 
 
 def name_of(role: Role) -> str:

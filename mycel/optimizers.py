@@ -18,6 +18,7 @@ from mycel.errors import TrainError
 from mycel.ir import NAMES, Role
 from mycel.ops.optimisers import OPTIMISERS, Optimiser, StateSlot
 from mycel.ops.optimisers.paragraph import INDIFFERENT
+from mycel.ops.space import settle_hosts
 from mycel.several_optimizers import SeveralOptimizers, each_of, owner
 from mycel.transform import ParameterGroup
 
@@ -220,23 +221,17 @@ def _slot(
     held = state.get(slot.name)
     if home is not None:
         if held is not home:  # new, or loaded
-            _settle(device)
+            settle_hosts()
             state[slot.name] = home.fill_(slot.value(options)) if held is None else home.copy_(held)
     elif held is None:
         state[slot.name] = fill(p, slot, slot.value(options))
     elif slot.scalar and (not isinstance(held, torch.Tensor) or held.device != device or held.dtype != torch.float32):
-        # torch keeps it on the host, its fused kernels on the device
+        settle_hosts()  # torch keeps it on the host, its fused kernels on the device
         state[slot.name] = torch.as_tensor(held, dtype=torch.float32).to(device)
     elif not slot.scalar and held.device != device:  # it lived on the host under another plan
-        _settle(device)
+        settle_hosts()
         state[slot.name] = held.to(device)
     return state[slot.name]
-
-
-def _settle(device: torch.device) -> None:
-    """Wait for the device: a step before may still be writing to the host."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def left_to_torch(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:

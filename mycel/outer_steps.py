@@ -50,13 +50,15 @@ class OuterSteps:
         self.device = torch.device("cpu")
 
     def prepare(self, made: UnshardedStep, layouts: Mapping[int, Any]) -> None:
-        """Make the messages, once: a model has the same parameters whatever the batch."""
+        """Make the messages, once: a model has the same parameters whatever the batch.  A rank of a pipeline says
+        something about those that it holds, and knows of all how they lie."""
         if self.fragments:
             return
         self.device = made.captured.device
         shapes = {made.program.role(v): v.type for v in made.program.inputs}
-        for each in outer_messages(made.program, layouts, self.parts.plan):
+        for each in outer_messages(made.program, layouts, self.parts.plan, self.parts.is_own):
             self.fragments.append([self._loaded(message) for message in each])
+        for each in outer_messages(made.program, layouts, self.parts.plan):
             for v in each[0].whole.inputs:
                 role = each[0].whole.role(v)
                 if role.kind in KINDS:
@@ -80,7 +82,7 @@ class OuterSteps:
     def before_step(self) -> None:
         """Outer steps start from where the model is."""
         held = dict(self.parts.tensors()) if self.policy.has_outer_step else {}
-        for message in (each[0].message.whole for each in self.fragments) if held else ():
+        for message in (each[0].message.whole for each in self.fragments if each) if held else ():
             for v in message.inputs:
                 role = message.role(v)
                 if role.kind == "outer" and role.name == "anchor" and role not in self.messages.held:
@@ -91,6 +93,8 @@ class OuterSteps:
         self.taken += 1
         self.parts.moved()
         for i, each in enumerate(self.fragments):
+            if not each:
+                continue
             if self.policy.overlap and self.policy.is_received(i, self.taken):
                 then = self.taken - self.policy.overlap
                 message = self._round(each, then)

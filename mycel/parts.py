@@ -31,7 +31,7 @@ from mycel.lower import Distributed, Pipeline
 from mycel.ops.collective import COMMUNICATORS
 from mycel.ops.optimisers import StateSlot
 from mycel.optimizers import Bound
-from mycel.plan import STAGE_AXIS, Plan
+from mycel.plan import STAGE_AXIS, Fp8Products, Plan
 from mycel.run import boxes, part_of, world
 from mycel.run.rendezvous import seat
 
@@ -41,13 +41,14 @@ GUARDED: weakref.WeakKeyDictionary[torch.nn.Module, ShardedModel] = weakref.Weak
 @dataclass(frozen=True)
 class UnshardedStep:
     """A step as one program on one device; `results`: of the loss, before the gradient norm; `body`: the block that
-    holds forward and backward."""
+    holds forward and backward; `fp8`: which products of it are in 8 bits, where that was asked for."""
 
     captured: Captured
     program: Program
     groups: tuple[Bound, ...]
     results: int
     body: str
+    fp8: Fp8Products | None = None
 
 
 @dataclass
@@ -346,7 +347,8 @@ class ShardedModel:
     def _fetch_messages(self) -> None:
         """What messages of parameters of other stages keep, by the same ranks of those."""
         kept = self.messages.held if self.messages is not None else {}
-        roles = [role for role in self.slots if role.kind in ("error", "velocity", "outer") and role.of in self.owners]
+        kinds = ("error", "velocity", "delayed", "outer")
+        roles = [role for role in self.slots if role.kind in kinds and role.of in self.owners]
         if not roles:
             return
         there = self._most(torch.tensor([int(role in kept) for role in roles])).bool()

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 
 from mycel.feed import Arguments, Feed
-from mycel.ir import Program, Role, Type
+from mycel.ir import Layout, Program, Role, Type
 from mycel.lower import Distributed
 from mycel.parts import ShardedModel, UnshardedStep
 from mycel.placing import Given
 from mycel.plan import Plan
 from mycel.plan.across import Placed, transfers
-from mycel.run import boxes
+from mycel.run import boxes, part_of
 from mycel.run.rendezvous import seat
 
 
@@ -91,18 +91,22 @@ class PlacedModel(ShardedModel):
 
     def _from_first(self, name: str, held: Any, dtype: torch.dtype, role: Role | None = None) -> torch.Tensor:
         first, (layout, shape) = self.owners[name][0], self._lying(name, role)
+        is_sum = bool(layout.partial)  # what ranks lost of a message, say: it goes added up
         pieces = [
             piece
             for i in range(len(self.others))
             if i != first
             for piece in transfers(Type(dtype, shape), self._at(first, name, role), self._at(i, name, role))
         ]
-        nothing = torch.zeros((0,) * len(shape), dtype=dtype, device=self.ranks.device)
-        own = held.to(self.ranks.device) if self.at == first else nothing
-        part = boxes.stored(shape, layout, self.plan.mesh)
+        own = torch.zeros((0,) * len(shape), dtype=dtype, device=self.ranks.device)
+        if self.at == first:
+            own = self.gather(held, layout, shape) if is_sum else held.to(self.ranks.device)
+        part = shape if is_sum else tuple(boxes.stored(shape, layout, self.plan.mesh))
         came = self.ranks.world.exchange(own, pieces, part)
-        return held.clone() if self.at == first else came
+        if self.at == first:
+            return held.clone()
+        return part_of(came, layout, self.plan.mesh, self.ranks.rank).clone() if is_sum else came
 
     def _at(self, i: int, name: str, role: Role | None) -> Placed:
-        place, (layout, _) = self.written.places[i], self.others[i]._lying(name, role)
-        return Placed(layout, place.mesh, place.ranks)
+        place, (layout, shape) = self.written.places[i], self.others[i]._lying(name, role)
+        return Placed(Layout.whole(len(shape)) if layout.partial else layout, place.mesh, place.ranks)

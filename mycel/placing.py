@@ -5,29 +5,28 @@ places, each is laid out over its mesh as any other step is, and messages betwee
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from mycel import lower, plan
 from mycel.errors import PlanError
-from mycel.ir import Layout, Program, check, walk
+from mycel.ir import Eqn, Layout, Program, check, runs, walk
+from mycel.offloading import PipelineMover, Spaces, StepOutcome, Way, with_moves
 from mycel.ops import o
-from mycel.plan import Decided, Hardware, Plan, Residuals, StageCosts, Times
+from mycel.plan import Clock, Costs, Decided, Hardware, Plan, Residuals, StageCosts, Times
 from mycel.plan.schedule import KINDS
+
+WORTH = 0.005  # the share of a step that compiling a stretch between calls must save
 
 # layouts of a program's inputs, by position; and those that are gathered for use
 Given = tuple[dict[int, Layout], frozenset[int]]
 
 
 @dataclass(frozen=True)
-class PlacedOutcome:
-    """A step in places, under a decision of what backward computes again."""
+class PlacedOutcome(StepOutcome):
+    """A step in places, under a decision of what backward computes again; `plans`: of each place."""
 
-    residuals: Residuals
-    lowered: lower.Lowered
-    plans: tuple[Plan, ...]  # of each place
-    times: Times
-    steps: StageCosts
+    plans: tuple[Plan, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -41,6 +40,8 @@ class PlacedStep:
     hardware: Hardware
     given: Callable[[int, Program], Given]
     laid_out: Callable[[Program, Plan, Given], tuple[Plan, lower.Distributed | None]]
+    is_compiled: bool = False
+    outlines: bool = True  # stretches between calls are compiled where that pays
 
     def __post_init__(self) -> None:
         if any(eqn.op in (o.enter, o.leave) for _, eqn in walk(self.program)):
@@ -54,20 +55,46 @@ class PlacedStep:
         """The step of one device, as it is cut."""
         return lower.local_of(self.program, None, simplified=True)
 
+    @functools.cached_property
+    def costs(self) -> Costs:
+        return Costs(self.local, self.hardware, self.is_compiled)
+
+    @property
+    def pairs(self) -> int:
+        """Calls of blocks with their backward."""
+        return len(list(plan.paired(self.local.blocks[self.body])))
+
+    @functools.cached_property
+    def clocks(self) -> list[Clock]:
+        """Of each place."""
+        moves = not self.plan.offload.is_none
+        return [Clock(self.hardware, self.hardware.links(place.mesh), moves) for place in self.plan.places]
+
     def decided(self, budget: int | None) -> PlacedOutcome:
-        """The fastest that fits every rank."""
-        local = self.local
-        costs = plan.Costs(local, self.hardware, False)
-        pairs = len(list(plan.paired(local.blocks[self.body])))
+        """The fastest that fits every rank: what backward computes again, and what is on the host meanwhile."""
+        offload, recompute = self.plan.offload, self.plan.recompute
+        if offload.is_none:
+            return plan.decide(self.under, self.pairs, self.costs, budget, recompute)
+        return with_moves(self, offload, Spaces.of(offload, budget, self.hardware), recompute)
 
-        def under(prices: Sequence[float]) -> PlacedOutcome:
-            residuals = plan.residuals(local, self.body, costs, prices)
-            outcome = self.under(residuals)
-            return outcome if self.plan.schedule != "searched" else self.under(residuals, costs=outcome.steps)
+    def under(self, prices: Sequence[float]) -> PlacedOutcome:
+        """Lowered, where keeping a byte costs so many seconds."""
+        residuals = plan.residuals(self.local, self.body, self.costs, prices)
+        outcome = self.keeping(residuals)
+        return outcome if self.plan.schedule != "searched" else self.keeping(residuals, costs=outcome.steps)
 
-        return plan.decide(under, pairs, costs, budget, self.plan.recompute)
+    def mover(self, outcome: PlacedOutcome, way: Way, spaces: Spaces) -> PipelineMover:
+        """What may be moved of the step in one way."""
+        return PipelineMover.of(outcome, self.clocks, self.compiled(outcome.lowered), self.plan.offload, spaces, way)
 
-    def under(
+    def compiled(self, done: lower.Lowered) -> list[Collection[str]]:
+        """Of each place, the blocks that a compiler takes whole: without outlines, as if that were all."""
+        assert done.pipeline is not None
+        if self.is_compiled and not self.outlines:
+            return [program.blocks for program in done.pipeline.programs]
+        return list(done.regions_of)
+
+    def keeping(
         self,
         residuals: Residuals,
         known: Sequence[Decided] = (),
@@ -80,20 +107,35 @@ class PlacedStep:
         summed = lower.plain_sums(lower.with_residuals(self.local, residuals, None), self.body)
         pipeline = lower.in_places(summed, self.body, places, self.plan.schedule, costs, orders)
         plans, spreads, programs = list[Plan](), list[lower.Distributed | None](), list[Program]()
+        regions = list[frozenset[str]]()
         for i, program in enumerate(pipeline.programs):
             laid, spread = self._laid_out(i, program, known)
-            plans.append(laid)
+            local, names, chosen = self._outlined(i, lower.local_of_place(program, spread), known)
+            plans.append(replace(laid, decided=replace(_decided(laid), regions=chosen)))
             spreads.append(spread)
-            programs.append(lower.local_of_place(program, spread))
+            programs.append(local)
+            regions.append(names)
         ends = [lower.crossings(p, spread) for p, spread in zip(pipeline.programs, spreads, strict=True)]
         connected = [
             p if spread is None else check(lower.overlap(p))
             for p, spread in zip(lower.connect(programs, ends, places), spreads, strict=True)
         ]
         done = replace(pipeline, programs=tuple(connected))
-        lowered = lower.Lowered(connected[0], frozenset(), spreads[0], done, tuple(spreads))
-        times, steps = self._timed(done)
-        return PlacedOutcome(residuals, lowered, tuple(plans), times, steps)
+        lowered = lower.Lowered(connected[0], regions[0], spreads[0], done, tuple(spreads), tuple(regions))
+        times, steps = self._timed(done, self.compiled(lowered))
+        return PlacedOutcome(residuals, lowered, times, steps=steps, plans=tuple(plans))
+
+    def _outlined(
+        self, i: int, local: Program, known: Sequence[Decided]
+    ) -> tuple[Program, frozenset[str], Mapping[str, tuple[str, ...]]]:
+        """What of the steps of a place is compiled as one, as it was decided or as it pays."""
+        if not self.is_compiled or not self.outlines:
+            return local, frozenset(), {}
+        if not known:
+            return outlined(local, self.clocks[i], self.hardware, leave=local.entry)
+        chosen = known[i].regions
+        program, names = lower.with_regions(local, lambda block, run: run[0].outputs[0].name in chosen.get(block, ()))
+        return program, names, chosen
 
     def _laid_out(self, i: int, program: Program, known: Sequence[Decided]) -> tuple[Plan, lower.Distributed | None]:
         of_place = self.plan.at_place(i)
@@ -107,13 +149,11 @@ class PlacedStep:
         known[i].refuse_other(spread.whole)
         return laid, spread
 
-    def _timed(self, pipeline: lower.Pipeline) -> tuple[Times, StageCosts]:
+    def _timed(self, pipeline: lower.Pipeline, compiled: Sequence[Collection[str]]) -> tuple[Times, StageCosts]:
         """All places beside each other, by the clock of each."""
-        schedule, clocks = pipeline.schedule, list[plan.Clock]()
-        for place in self.plan.places:
-            clocks.append(plan.Clock(self.hardware, self.hardware.links(place.mesh)))
+        schedule, clocks, programs = pipeline.schedule, self.clocks, pipeline.programs
         forward, backward, weight = (
-            tuple(plan.step_seconds(clocks[p], pipeline.programs[p], kind, s, ()) for s, p in enumerate(schedule.place))
+            tuple(plan.step_seconds(clocks[p], programs[p], kind, s, compiled[p]) for s, p in enumerate(schedule.place))
             for kind in KINDS
         )
         link = self.hardware.links(self.plan.mesh).of((plan.PLACE_AXIS,))
@@ -124,7 +164,7 @@ class PlacedStep:
             if e.op is o.begin_send_across and e.source  # of a step
         ]
         costs = StageCosts(forward, backward, weight, link.start_s + max(sent, default=0) / link.bytes_s)
-        alone = [clock(program, ()) for clock, program in zip(clocks, pipeline.programs, strict=True)]
+        alone = [clock(program, names) for clock, program, names in zip(clocks, programs, compiled, strict=True)]
         return plan.beside_each_other(schedule, costs, alone), costs
 
     def plan_of(self, outcome: PlacedOutcome, budget: int | None) -> Plan:
@@ -133,10 +173,38 @@ class PlacedStep:
         assert pipeline is not None
         orders = plan.orders_text(pipeline.schedule) if self.plan.schedule == "searched" else ()
         places = tuple(_decided(p) for p in outcome.plans)
-        decided = Decided(plan.digest(self.program), outcome.residuals, orders=orders, places=places)
+        moved = outcome.moved_by_rank if any(outcome.moved_by_rank) else ()
+        decided = Decided(
+            plan.digest(self.program),
+            outcome.residuals,
+            self.is_compiled,
+            orders=orders,
+            places=places,
+            moved_by_rank=moved,
+        )
         gap = max(p.predicted.gap if p.predicted is not None else 0.0 for p in outcome.plans)
         predicted = replace(plan.Predicted.of(outcome.times, budget, gap), steps=outcome.steps)
         return replace(self.plan, decided=decided, predicted=predicted)
+
+
+def outlined(
+    program: Program, clock: plan.Clock, hardware: Hardware, leave: str = ""
+) -> tuple[Program, frozenset[str], dict[str, tuple[str, ...]]]:
+    """A local program with stretches between calls that are worth compiling as one, in all calls of their block
+    together; the blocks to compile; and by block the first value of each stretch.  `leave`: a block that stays as it
+    is."""
+    costs = plan.Costs(program, hardware, True, clock.links)
+    least, regions = WORTH * clock(program, program.blocks).seconds, dict[str, tuple[str, ...]]()
+    times = runs(program)
+
+    def is_worth(block: str, run: Sequence[Eqn]) -> bool:
+        worth = block != leave and times[block] * costs.gain(run) > least
+        if worth:
+            regions[str(block)] = (*regions.get(str(block), ()), run[0].outputs[0].name)
+        return worth
+
+    with_blocks, names = lower.with_regions(program, is_worth)
+    return with_blocks, names, regions
 
 
 def _decided(of_place: Plan) -> Decided:

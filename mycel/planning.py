@@ -7,23 +7,20 @@ and `lower.lowered` of that Plan is the program that runs.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from mycel import lower, plan
 from mycel.errors import PlanError
-from mycel.ir import DEVICE, HOST, Eqn, Layout, Program
-from mycel.offloading import MoveChoice, Mover, PipelineMoveChoice, PipelineMover, Spaces, Way, ways
-from mycel.placing import Given, PlacedStep
+from mycel.ir import DEVICE, Layout, Program
+from mycel.offloading import Mover, PipelineMover, Spaces, StepOutcome, Way, with_moves
+from mycel.placing import Given, PlacedStep, outlined
 from mycel.plan import (
     Clock,
     Costs,
     Decided,
     Hardware,
-    Offloaded,
     Plan,
     Predicted,
     Residuals,
@@ -37,10 +34,6 @@ from mycel.sizes import shown
 
 CUTS = 8  # how often a pipeline is cut anew for its stages to fit
 NEARLY = 0.05  # of a budget: so little too much that the next smaller cut may do
-SLACK = 0.25  # where a way to move needs more than a budget by this share, not all prices are tried
-WORTH = 0.005  # the share of a step that compiling a stretch between calls must save
-NEAR = 0.01  # no other way to move is tried where a step is as near to its bound; parameters, which are needed more
-FAR = 0.25  # often than all else, stay on the device where it is as near as this
 
 
 @dataclass(frozen=True)
@@ -63,6 +56,7 @@ class Task:
     outlines: bool = True  # stretches between calls are compiled where that pays
     # of sub-models on meshes of their own: `inputs` and `gathered` of the program of a place
     at_place: Callable[[int, Program], Given] | None = None
+    known: plan.KnownLayouts | None = None  # of the blocks of programs with fewer layers, under the same plan
 
 
 def planned(task: Task, given: Plan) -> tuple[Plan, lower.Lowered]:
@@ -79,31 +73,21 @@ def planned(task: Task, given: Plan) -> tuple[Plan, lower.Lowered]:
     return step.plan_of(outcome), outcome.lowered
 
 
-def _with_stage_offload(given: Plan) -> Plan:
-    """What a stage may have on the host: what its forward keeps, and optimiser state."""
-    said = given.offload
-    refused = next((kind for kind in ("parameters", "gradients") if getattr(said, kind) == "host"), None)
-    if refused is not None:
-        raise PlanError(
-            f"offload: {refused}: host: in a pipeline these are on the device, where each microbatch needs them\n"
-            "  at        stages\n  try       offload: {optimizer: host, activations: auto}, or zero: 3 over dp inside"
-        )
-    return replace(given, offload=replace(said, parameters="none", gradients="none"))
-
-
 def _in_places(task: Task, given: Plan) -> tuple[Plan, lower.Lowered]:
     """The plan of sub-models on meshes of their own, decided now or before."""
     step = placed_step(task, given.given)
     if given.decided is None:
         outcome = step.decided(task.budget)
         return step.plan_of(outcome, task.budget), outcome.lowered
+    _refuse_compiled(task, given.decided)
     if plan.digest(task.program) != given.decided.program or len(given.decided.places) != len(given.places):
         raise PlanError(
             "the plan was decided for another program\n"
             "  try       the model, batch, optimiser and settings it was made with, or plan.given to decide anew"
         )
     decided = given.decided
-    return given, step.under(decided.residuals, decided.places, decided.orders).lowered
+    done = step.keeping(decided.residuals, decided.places, decided.orders).lowered
+    return given, lower.with_moves_by_rank(done, decided.moved_by_rank)
 
 
 def placed_step(task: Task, given: Plan) -> PlacedStep:
@@ -111,9 +95,11 @@ def placed_step(task: Task, given: Plan) -> PlacedStep:
     assert task.at_place is not None
 
     def laid_out(program: Program, of_place: Plan, inputs: Given) -> tuple[Plan, lower.Distributed | None]:
-        return with_layouts(Task(program, task.body, task.hardware, False, *inputs), of_place)
+        return with_layouts(Task(program, task.body, task.hardware, task.compiled, *inputs), of_place)
 
-    return PlacedStep(task.program, task.body, given, task.hardware, task.at_place, laid_out)
+    return PlacedStep(
+        task.program, task.body, given, task.hardware, task.at_place, laid_out, task.compiled, task.outlines
+    )
 
 
 def _of_replicas(task: Task, given: Plan) -> tuple[Plan, lower.Lowered]:
@@ -122,30 +108,46 @@ def _of_replicas(task: Task, given: Plan) -> tuple[Plan, lower.Lowered]:
     policy = given.synced()
     assert policy is not None and replica.predicted is not None
     clock = plan.Clock(task.hardware, task.hardware.links(given.mesh))
-    seconds = sent_bytes = 0.0
-    for each in lower.outer_messages(task.program, task.inputs or {}, given):
-        times = clock(each[0].whole)
-        computing = times.totals[plan.COMPUTE]
-        beside = policy.overlap * replica.predicted.seconds  # a message of one fragment goes on beside so much
-        seconds += (computing + max(0.0, times.seconds - computing - beside)) / policy.every
-        sent_bytes += sum(lower.sent(each[0].whole).values()) / policy.every
-    predicted = replace(replica.predicted, seconds=replica.predicted.seconds + seconds, sync=(seconds, sent_bytes))
+    beside = policy.overlap * replica.predicted.seconds  # a message of one fragment goes on beside so much
+
+    def of_rank(holds: Callable[[str], bool]) -> tuple[float, float]:
+        """Seconds and bytes of a step, of what a rank says about the tensors that it has."""
+        seconds = sent_bytes = 0.0
+        for message in (
+            each[0] for each in lower.outer_messages(task.program, task.inputs or {}, given, holds) if each
+        ):
+            times = clock(message.whole)
+            computing = times.totals[plan.COMPUTE]
+            seconds += (computing + max(0.0, times.seconds - computing - beside)) / policy.every
+            sent_bytes += sum(lower.sent(message.whole).values()) / policy.every
+        return seconds, sent_bytes
+
+    sync = max(of_rank(holds) for holds in _held_by_ranks(done))
+    predicted = replace(replica.predicted, seconds=replica.predicted.seconds + sync[0], sync=sync)
     return replace(given, decided=replica.decided, predicted=predicted), done
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """A step lowered under a decision of what backward computes again, and what is on the host meanwhile."""
+def _held_by_ranks(done: lower.Lowered) -> list[Callable[[str], bool]]:
+    """Of each rank of a pipeline: does it hold a tensor of the model?  Where there are no stages, of one that holds
+    all."""
+    if done.pipeline is None:
+        return [lambda name: True]
+    owners = {role.name: ranks for role, ranks in done.pipeline.owners.items() if role.kind in ("parameter", "buffer")}
 
-    residuals: Residuals
-    lowered: lower.Lowered
-    regions: Mapping[str, tuple[str, ...]]
-    times: plan.Times
-    moved: Offloaded | None = None
-    moved_by_rank: tuple[Offloaded, ...] = ()  # of a pipeline
+    def holds(rank: int, name: str) -> bool:
+        return rank in owners[name]
+
+    return [functools.partial(holds, rank) for rank in range(done.pipeline.schedule.ranks)]
+
+
+@dataclass(frozen=True)
+class Outcome(StepOutcome):
+    """A step lowered under a decision of what backward computes again, and what is on the host meanwhile; of a
+    pipeline, where its stages begin."""
+
+    regions: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     stages: tuple[str, ...] = ()
     orders: tuple[str, ...] = ()
-    steps: plan.StageCosts | None = None
 
 
 @dataclass
@@ -161,7 +163,6 @@ class LaidOut:
 
     @staticmethod
     def of(task: Task, given: Plan) -> LaidOut:
-        given = _with_stage_offload(given) if given.is_pipeline else given
         laid_out, spread = with_layouts(task, given)
         rows = given.sent_codecs().get("experts", "")
         local = lower.local_of(task.program, spread, given.is_pipeline, rows=rows)
@@ -179,19 +180,29 @@ class LaidOut:
         """The fastest that fits: what backward computes again, and what is on the host meanwhile."""
         if self.plan.offload.is_none:
             return plan.decide(self.under, self.pairs, self.costs, self.task.budget, self.plan.recompute)
-        return _with_moves(self, self.plan)
+        spaces = Spaces.of(self.plan.offload, self.task.budget, self.task.hardware)
+        return with_moves(self, self.plan.offload, spaces, self.plan.recompute)
+
+    def mover(self, outcome: Outcome, way: Way, spaces: Spaces) -> Mover | PipelineMover:
+        """What may be moved of a step in one way."""
+        done, compiled = outcome.lowered, self.compiled(outcome.lowered)
+        if done.pipeline is None:
+            return Mover(done, self.task.body, self.clock, self.plan.offload, spaces, way, compiled)
+        count = len(done.pipeline.programs)
+        return PipelineMover.of(outcome, [self.clock] * count, [compiled] * count, self.plan.offload, spaces, way)
 
     def under(self, prices: Sequence[float]) -> Outcome:
         """Lowered, where keeping a byte costs so many seconds."""
         residuals = plan.residuals(self.local, self.task.body, self.costs, prices)
-        resident = lower.with_residuals(self.local, residuals, self.spread)
+        is_woven = self.plan.at_once > 1 or self.plan.is_pipeline
+        resident = lower.with_residuals(self.local, residuals, self.spread, is_woven)
         names, regions = frozenset[str](), dict[str, tuple[str, ...]]()
         if self.task.compiled and self.task.outlines:
             resident, names, regions = self._outlined(resident)
         if self.plan.is_pipeline:
             return self._in_stages(residuals, resident, names, regions)
         done = lower.Lowered(lower.finished(resident, self.spread, self.plan), names, self.spread)
-        return Outcome(residuals, done, regions, self.clock(done.program, self.compiled(done)))
+        return Outcome(residuals, done, self.clock(done.program, self.compiled(done)), regions=regions)
 
     def _in_stages(
         self,
@@ -253,7 +264,7 @@ class LaidOut:
         done = under(self.plan.schedule, orders)
         costs = self._stage_costs(done)
         times = self._pipeline_times(done, costs)
-        return Outcome(residuals, done, regions, times, stages=starts, orders=orders, steps=costs)
+        return Outcome(residuals, done, times, steps=costs, regions=regions, stages=starts, orders=orders)
 
     def _cutter(self, flow: StepFlow, regions: frozenset[str]) -> StageCutter:
         """What there is to cut, by the clock, and what stages would hold."""
@@ -279,18 +290,7 @@ class LaidOut:
         return plan.beside_each_other(done.pipeline.schedule, costs, alone)
 
     def _outlined(self, resident: Program) -> tuple[Program, frozenset[str], dict[str, tuple[str, ...]]]:
-        """Stretches between calls that are worth compiling as one; by block the first value of each."""
-        costs = plan.Costs(resident, self.task.hardware, True, self.clock.links)
-        least, regions = WORTH * self.clock(resident, resident.blocks).seconds, dict[str, tuple[str, ...]]()
-
-        def is_worth(block: str, run: Sequence[Eqn]) -> bool:
-            worth = costs.gain(run) > least
-            if worth:
-                regions[str(block)] = (*regions.get(str(block), ()), run[0].outputs[0].name)
-            return worth
-
-        outlined, names = lower.with_regions(resident, is_worth)
-        return outlined, names, regions
+        return outlined(resident, self.clock, self.task.hardware)
 
     def compiled(self, done: lower.Lowered) -> Collection[str]:
         """The blocks that a compiler takes whole: without outlines, as if that were all."""
@@ -315,90 +315,6 @@ class LaidOut:
         return replace(self.plan, decided=decided, predicted=replace(predicted, steps=outcome.steps))
 
 
-def _with_moves(step: LaidOut, given: Plan) -> Outcome:
-    """What backward computes again and what is moved: the fastest that fits both memory spaces.  For each way to move,
-    the least is computed again with which that fits when all that can be is moved; then no more is moved than it
-    takes.  Bounded from below: no way is faster than the step without any budget, nor than what it must move."""
-    task, offload = step.task, given.offload
-    spaces = Spaces(task.budget, offload.host if offload.host is not None else task.hardware.host_memory)
-    lowered = functools.cache(lambda prices: step.under(prices))
-    free = lowered(tuple(plan.ladder(step.costs, given.recompute)[:1]))
-    fitting: list[Outcome] = []
-    nearest: list[plan.Times] = []
-
-    def mover(outcome: Outcome, way: Way) -> Mover | PipelineMover:
-        done, compiled = outcome.lowered, step.compiled(outcome.lowered)
-        if done.pipeline is None:
-            return Mover(done, task.body, step.clock, offload, spaces, way, compiled)
-        assert outcome.steps is not None
-        beside = functools.partial(plan.beside_each_other, done.pipeline.schedule, outcome.steps)
-        return PipelineMover.of(done, step.clock, offload, spaces, way, compiled, beside)
-
-    def with_choice(outcome: Outcome, choice: MoveChoice | PipelineMoveChoice) -> Outcome:
-        if isinstance(choice, PipelineMoveChoice):
-            return replace(outcome, times=choice.times, moved_by_rank=choice.moved)
-        return replace(outcome, times=choice.times, moved=choice.moved)
-
-    def attempt(way: Way | None) -> None:
-        """The best in a way; None: nothing is moved."""
-
-        def under(prices: Sequence[float]) -> Outcome:
-            outcome: Outcome = lowered(tuple(prices))
-            if way is not None:
-                outcome = with_choice(outcome, mover(outcome, way).most)
-            nearest.append(outcome.times)
-            return outcome
-
-        with contextlib.suppress(PlanError):
-            outcome = plan.decide(under, step.pairs, step.costs, task.budget, given.recompute, SLACK)
-            if way is not None:
-                outcome = with_choice(outcome, mover(outcome, way).fewest())
-            if spaces.fit(outcome.times):
-                fitting.append(outcome)
-
-    def could_win(way: Way, is_last: bool) -> bool:
-        held, seconds = mover(free, way).least()
-        best_s = min((outcome.times.seconds for outcome in fitting), default=math.inf)
-        bound = max(seconds, free.times.seconds)
-        if bound * (1 + (FAR if way.parameters else NEAR)) >= best_s:
-            return False
-        return is_last or task.budget is None or held <= task.budget  # the last one says what is missing
-
-    if not any(getattr(offload, kind) == "host" for kind in plan.KINDS):
-        attempt(None)
-    for each in ways(offload):
-        if not fitting or not each[0].windows:
-            for way in each:
-                if could_win(way, way is each[-1]):
-                    attempt(way)
-    if not fitting:
-        raise PlanError(_too_little(min(nearest, key=lambda times: sum(spaces.short(times))), spaces))
-    best = min(fitting, key=lambda outcome: outcome.times.seconds)
-    if best.lowered.pipeline is not None:
-        return replace(best, lowered=lower.with_moves_by_rank(best.lowered, best.moved_by_rank))
-    return replace(best, lowered=lower.with_moves(best.lowered, best.moved), moved=best.moved or None)
-
-
-def _too_little(times: plan.Times, spaces: Spaces) -> str:
-    """What is missing, and where."""
-    device, host = spaces.short(times)
-    lines = []
-    if device:
-        lines += [
-            f"a step needs at least {shown(times.peak[DEVICE])} on the device, the budget is "
-            f"{shown(spaces.device or 0)}: {shown(device)} too much",
-            f"  of which  {shown(times.held)} are parameters, optimiser state and the batch",
-            f"  peak      {times.at or 'in the update'}",
-        ]
-    if host:
-        lines.append(
-            f"a step needs {shown(times.peak[HOST])} on the host, which has {shown(spaces.host or 0)}: "
-            f"{shown(host)} too much"
-        )
-    lines.append("  tried     computing again what can be, and moving to the host what the plan lets")
-    return "\n".join([*lines, f"  try       {plan.LESS}"])
-
-
 def with_layouts(task: Task, given: Plan) -> tuple[Plan, lower.Distributed | None]:
     """The plan with layouts decided, and the program spread over the ranks; on one device there is nothing to
     decide."""
@@ -416,7 +332,7 @@ def with_layouts(task: Task, given: Plan) -> tuple[Plan, lower.Distributed | Non
     links = task.hardware.links(given.mesh)
     whole = lower.settled(task.program, given, given_inputs)
     costs = plan.Costs(whole, task.hardware, task.compiled)
-    solved = plan.solve(whole, given, given_inputs, task.gathered, costs, links, lower.Prices(links))
+    solved = plan.solve(whole, given, given_inputs, task.gathered, costs, links, lower.Prices(links), task.known)
     laid = {**solved.layouts, whole.entry: _returned(solved.layouts[whole.entry], task.results or {})}
     layouts = {name: plan.BlockLayouts.of(block, laid[name]) for name, block in whole.blocks.items()}
     gathered = tuple(v.name for i, v in enumerate(whole.inputs) if i in task.gathered)
@@ -430,16 +346,20 @@ def _returned(entry: Laid, results: Mapping[int, Layout]) -> Laid:
     return replace(entry, outputs=tuple(results.get(i, layout) for i, layout in enumerate(entry.outputs)))
 
 
-def _applied(task: Task, decided_plan: Plan) -> tuple[Plan, lower.Lowered]:
-    """What was decided before, for the same program; PlanError says what differs."""
-    decided = decided_plan.decided
-    assert decided is not None
+def _refuse_compiled(task: Task, decided: Decided) -> None:
     if decided.compiled != task.compiled:
         was, asked = ("compiled", "not") if decided.compiled else ("not compiled", "compiled")
         raise PlanError(
             f"the plan was decided for a step that is {was}, this one is {asked}\n"
             f"  try       compile={decided.compiled}, or plan.given"
         )
+
+
+def _applied(task: Task, decided_plan: Plan) -> tuple[Plan, lower.Lowered]:
+    """What was decided before, for the same program; PlanError says what differs."""
+    decided = decided_plan.decided
+    assert decided is not None
+    _refuse_compiled(task, decided)
     budget = task.budget
     if budget is not None and decided_plan.predicted is not None and decided_plan.peak > budget:
         raise PlanError(

@@ -115,13 +115,23 @@ class Search:
         return sum(v.type.bytes for v in self.program.inputs if self.program.role(v).kind == kind)
 
     def held(self, shape: Shape) -> float:
-        """Bytes that are there all the time, at the least: parameters and optimiser state."""
+        """Bytes that are there all the time, at the least."""
+        return sum(self.held_parts(shape))
+
+    def held_parts(self, shape: Shape) -> tuple[float, float]:
+        """Of parameters, and of optimiser state."""
         split = shape.world if shape.place else shape.tp * shape.ty * shape.ep * shape.pp
         parameters, state = self.bytes_of("parameter") / split, self.bytes_of("state") / split
         over = shape.fsdp if shape.fsdp > 1 else shape.dp
         state = 0.0 if shape.offload else state / (over if shape.zero else 1)
         whole = sum(self.kinds.get(pattern, 0) for pattern, _ in shape.levels) / split if shape.zero == 3 else 0.0
-        return (parameters - whole) / (over if shape.zero == 3 else 1) + whole + state
+        return (parameters - whole) / (over if shape.zero == 3 else 1) + whole, state
+
+    def _peak_parts(self, candidate: Candidate) -> dict[str, int]:
+        """What the memory of a rank is full of at the peak."""
+        parameters, state = map(int, self.held_parts(candidate.shape))
+        rest = max(0, candidate.peak - parameters - state)
+        return {"parameters": parameters, "optimizer_state": state, "activations_and_gradients": rest}
 
     @functools.cached_property
     def kinds(self) -> dict[str, int]:
@@ -146,6 +156,13 @@ class Search:
         """The second dim that all tensors of the batch share: a sequence; 1: they share none."""
         seconds = {shape[1] for _, shape in self.batch if len(shape) > 1}
         return seconds.pop() if len(seconds) == 1 and all(len(shape) == 2 for _, shape in self.batch) else 1
+
+    @property
+    def is_text(self) -> bool:
+        """Are the tensors of the batch numbers of tokens, in sequences?"""
+        program = self.program
+        types = [v.type for v in program.inputs if program.role(v).kind == "batch"]
+        return self.length > 1 and not any(t.dtype.is_floating_point for t in types)
 
     # -- the plans there are
 
@@ -288,11 +305,12 @@ class Search:
             of_place = replace(unsharded, program=program)
             return ShardedModel(self.model, self.optimizer, written.at_place(i)).given(of_place)
 
-        task = Task(unsharded.program, unsharded.body, hardware, budget=self.memory, at_place=at_place)
+        program, body = unsharded.program, unsharded.body
+        task = Task(program, body, hardware, self.compiled, budget=self.memory, outlines=False, at_place=at_place)
         step = placed_step(task, written)
         outcome = step.decided(self.memory)
         again, sent = computed_again(outcome, shape), bytes_sent_in_places(outcome, shape, hardware)
-        assert outcome.lowered.pipeline is not None
+        assert outcome.lowered.pipeline is not None and outcome.steps is not None
         line = timeline(outcome.lowered.pipeline.schedule, outcome.steps)
         decided = step.plan_of(outcome, self.memory)
         return Candidate(shape, decided, outcome.times, sent, again, outcome=outcome, line=line)
@@ -301,7 +319,8 @@ class Search:
         """From steps with fewer layers; nothing where their layouts differ."""
         assert self.shallow is not None
         shallow = self.shallow
-        laid_out = [self._laid_out(step, written) for step in shallow.steps(shape.microbatches, shape.codecs)]
+        known = plan.KnownLayouts()  # of layers: these are the same in all steps
+        laid_out = [self._laid_out(step, written, known) for step in shallow.steps(shape.microbatches, shape.codecs)]
         if not are_alike([x.plan for x in laid_out]):
             return None
         pairs = round(shallow.sum([x.pairs for x in laid_out]))
@@ -381,17 +400,19 @@ class Search:
         if shape.place:
             what = f"Drawn is the place of {shape.place[0]}; all of them are below."
             hardware = self.cluster.hardware
-            times = plan.Clock(hardware, hardware.links(shape.place[0].mesh))(outcome.lowered.program, ())
+            program = outcome.lowered.program
+            compiled = program.blocks if self.compiled else ()
+            times = plan.Clock(hardware, hardware.links(shape.place[0].mesh))(program, compiled)
         return Detail(outcome.lowered.program, times, held, what, candidate.line)
 
-    def _laid_out(self, unsharded: UnshardedStep, written: Plan) -> LaidOut:
+    def _laid_out(self, unsharded: UnshardedStep, written: Plan, known: plan.KnownLayouts | None = None) -> LaidOut:
         inputs, gathered = (
             ShardedModel(self.model, self.optimizer, written).given(unsharded)
             if written.mesh.world > 1
             else ({}, frozenset[int]())
         )
         program, body, hardware = unsharded.program, unsharded.body, self.cluster.hardware
-        task = Task(program, body, hardware, self.compiled, inputs, gathered, self.memory, outlines=False)
+        task = Task(program, body, hardware, self.compiled, inputs, gathered, self.memory, outlines=False, known=known)
         return LaidOut.of(task, written)
 
     def checked(self, written: Plan) -> str:
@@ -457,15 +478,19 @@ class Search:
         if not any(c.fits for c in ranked):
             self._refuse(ranked)
         ranked = [self._explained(c, ranked[0]) for c in ranked]
-        tokens = self.rows * self.length
+        ranked = [replace(c, peak_parts=self._peak_parts(c)) if c.fits else c for c in ranked]
+        tokens = self.rows * self.length if self.is_text else self.rows
         took = time.perf_counter() - started
         bars = plan.error_bars(self.cluster.hardware.name, self.cluster.world)
-        return Answer(ranked, bound, self.flops(), tokens, self.length > 1, self.cluster, took, complete, bars)
+        return Answer(ranked, bound, self.flops(), tokens, self.is_text, self.cluster, took, complete, bars)
 
     def remarked(self, answer: Answer) -> Answer:
-        """With what would be faster and changes numbers."""
+        """With what would be faster and changes numbers; interrupted, without."""
         best = answer.best
-        return replace(answer, remarks=tuple(self._remarks(best))) if best is not None else answer
+        try:
+            return replace(answer, remarks=tuple(self._remarks(best))) if best is not None else answer
+        except KeyboardInterrupt:
+            return answer
 
     def _remarks(self, best: Candidate) -> Iterator[str]:
         if self.given.codecs or best.exposed < WAITING * best.seconds:

@@ -18,7 +18,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from mycel.errors import PlanError
-from mycel.plan.compression import AUTO, CANDIDATES, EXACT, read_codec
+from mycel.plan.compression import AUTO, CANDIDATES, EXACT, auto_budget, read_codec, usual_loss
 from mycel.plan.places import Place, read_places
 from mycel.plan.schedule import stages_a_rank
 from mycel.plan.zero import read_zero
@@ -134,8 +134,9 @@ def _codecs(entry: Any) -> tuple[tuple[str, ...], bool]:
     if not entry:
         return (), False
     said = next(iter(entry.values())) if isinstance(entry, Mapping) and len(entry) == 1 else entry
-    if said == AUTO:
-        return tuple(c for c in CANDIDATES if c != EXACT), False
+    budget = auto_budget(said, "compress")
+    if budget is not None:
+        return tuple(c for c in CANDIDATES if c != EXACT and usual_loss(c) <= budget), False
     if not isinstance(said, str):
         raise PlanError(
             f"compress: {entry!r}\n  try       one codec for the search, such as  compress: {{dp: int8+ef}}"

@@ -32,7 +32,9 @@ def table(answer: Answer, top: int = 5) -> str:
     best = answer.best
     if best is not None:
         gap = best.seconds / answer.bound - 1 if answer.bound else 0.0
-        lines += ["", f"bound      {_ms(answer.bound)}: everything computed once, no message waited for"]
+        parts = ", ".join(f"{shown(n)} {name.replace('_', ' ')}" for name, n in best.peak_parts.items())
+        lines += ["", f"memory     {shown(best.peak)} at the peak of the first plan: {parts}"]
+        lines += [f"bound      {_ms(answer.bound)}: everything computed once, no message waited for"]
         lines += [f"           the first plan is at most {100 * gap:.1f} % above the fastest there could be"]
         if answer.bars is not None:
             low, middle, high = answer.bars.expected(best.seconds)
@@ -67,7 +69,9 @@ def data(answer: Answer, top: int | None = None) -> dict[str, Any]:
 
 def _data(answer: Answer, c: Candidate) -> dict[str, Any]:
     if not c.fits or c.times is None or c.plan is None:
-        return {"fits": False, "mesh": c.shape.mesh.sizes(), "shape": str(c.shape), "why": c.why}
+        unknown = dict.fromkeys(("step_seconds", "tokens_per_second", "mfu", "peak_bytes", "seconds", "bytes_sent"))
+        what = {"mesh": c.shape.mesh.sizes(), "shape": str(c.shape), "why": c.why}
+        return {"fits": False, "bound_seconds": answer.bound, **unknown, "peak_parts": None, "plan": None, **what}
     return {
         "fits": True,
         "shape": str(c.shape),
@@ -76,6 +80,7 @@ def _data(answer: Answer, c: Candidate) -> dict[str, Any]:
         "tokens_per_second": answer.tokens / c.seconds,
         "mfu": answer.mfu(c),
         "peak_bytes": c.peak,
+        "peak_parts": dict(c.peak_parts),
         "mesh": c.plan.mesh.sizes(),
         "seconds": {
             "compute": c.times.totals["compute"] - c.again,

@@ -261,7 +261,8 @@ class _Pieces:
     def flow(self) -> StepFlow:
         laid_out, body = self.laid_out, self.laid_out.task.body
         residuals = plan.residuals(laid_out.local, body, laid_out.costs, [self.price])
-        return StepFlow(lower.plain_sums(lower.with_residuals(laid_out.local, residuals, laid_out.spread), body), body)
+        resident = lower.with_residuals(laid_out.local, residuals, laid_out.spread, is_woven=True)
+        return StepFlow(lower.plain_sums(resident, body), body)
 
     def in_order(self, runs: Sequence[LayerRun]) -> list[LayerRun]:
         """As the step calls them, which need not be the order of the model's modules."""

@@ -11,23 +11,21 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from mycel import lower, mixture, optimizers, plan, torch_update, transform
+from mycel import lower, optimizers, plan, torch_update, transform
 from mycel.accumulation import Accumulation, CallWeights
 from mycel.buckets import Buckets
 from mycel.capture import (
     MISS,
     TRACING,
     Captured,
-    Facts,
-    PythonCall,
     all_ones,
     bind,
     differentiate_with,
@@ -39,7 +37,7 @@ from mycel.capture import (
 from mycel.capture import capture as capture_call
 from mycel.capture.bind import Call
 from mycel.errors import GradientError, PlanError, TrainError
-from mycel.expert_placement import ExpertLayer, Placement, SharedExperts, by_rank, expert_layers, shared_experts
+from mycel.expert_placement import Placement, SharedExperts, by_rank
 from mycel.feed import (
     Arguments,
     Fed,
@@ -53,9 +51,8 @@ from mycel.feed import (
 from mycel.forward import Forward, called, device_of, evaluating
 from mycel.host_parameters import HostParameters
 from mycel.ir import DEVICE, Mesh, Program, Role, Type, Var, check
-from mycel.islands import TimedCode, islands_text
-from mycel.message_state import KINDS, MessageState
-from mycel.mixture import SeenRouting
+from mycel.islands import TimedCode
+from mycel.message_state import KINDS, MessageState, lossy_of
 from mycel.monitors import monitored
 from mycel.objective import Batch, objective, refuse_outputs
 from mycel.ops.codecs import Compression
@@ -65,6 +62,7 @@ from mycel.parts import ShardedModel, UnshardedStep, roles_of
 from mycel.placed_model import PlacedModel
 from mycel.placing import Given
 from mycel.plan.compression import refuse_update
+from mycel.plan.hardware import Curve
 from mycel.plan.links import Link, fitted
 from mycel.planning import Task, planned
 from mycel.run import (
@@ -79,6 +77,7 @@ from mycel.run import (
     moves,
     recording,
     start_workers,
+    timed_codecs,
     timed_messages,
     warm_up,
     without_collector,
@@ -86,17 +85,19 @@ from mycel.run import (
 )
 from mycel.search_space import any_plan
 from mycel.several_optimizers import SeveralOptimizers, each_of
-from mycel.sizes import parse_bytes, shown
+from mycel.sizes import parse_bytes
+from mycel.step_loads import ExpertLoads
+from mycel.step_records import CompiledStep, Settings
 from mycel.step_search import Undecided
 from mycel.step_state import StepState
+from mycel.step_text import explained
 from mycel.step_trace import StepTrace
 
 differentiate_with(transform.value_and_grad)
-PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 BY_REPLICA = 0x5851F42D4C957F2D  # between the keys of two replicas
 LINK_WATCHED_EVERY = 200  # steps: three small messages then
 ROOM = 0.95  # the share of the host's free memory that a plan may use
-LOAD = "expert_load"  # the counter of what experts get
 SCALE = 65536.0  # the first loss scale of fp16, torch.amp.GradScaler's
 
 
@@ -132,7 +133,9 @@ def train_step(
                 A loss whose first argument is called `model` is given the model and all of the batch: loss(model,
                 **batch), which calls it as often as it likes
     precision   "fp32": as the model is written;  "bf16", "fp16": weights and their updates stay as they are, the
-                computation is in 16 bits, sums in 32; fp16 scales the loss
+                computation is in 16 bits, sums in 32; fp16 scales the loss;  "fp8": as bf16, with products of linear
+                layers in 8 bits where that pays (step.explain() says which), on GPUs from H100 and Ada on; CPUs
+                emulate it
     accumulate  the batch is split into so many parts along its first dim (a smaller one into the next number that
                 divides it); loss and gradient are those of the whole batch
     clip_norm   gradients are scaled down to this global norm
@@ -224,48 +227,6 @@ def _is_auto(given: Any) -> bool:
     return isinstance(given, str) and given == "auto"
 
 
-@dataclass(frozen=True)
-class Settings:
-    """What the caller chose."""
-
-    precision: str
-    accumulate: int
-    clip_norm: float | None
-    budget: int | None
-    compile: str | bool
-    clip_value: float | None = None
-    grads: bool = False
-    outputs: bool | str = False  # "local": of rows of the batch, this rank's
-    strict: bool = False
-    expert_load: bool = False
-    buckets: Buckets | None = None  # sizes that batches are padded to
-
-    def compiles(self, device: torch.device) -> bool:
-        return self.compile is True or (self.compile == "auto" and device.type == "cuda")
-
-
-@dataclass(frozen=True)
-class CompiledStep:
-    """One compiled signature of the batch: `call` takes the whole of it, `local` this rank's part."""
-
-    lowered: lower.Lowered
-    source: str
-    plan: plan.Plan
-    call: Call
-    local: Call
-    feed: Feed
-    signature: tuple[Any, ...]
-    facts: tuple[Facts, ...] = ()
-    replayed: Replayed | None = None  # on a GPU
-    islands: tuple[PythonCall, ...] = ()
-    timed: TimedCode | None = None  # where there are islands
-    code: Callable[..., Any] | None = None  # what was generated, as it is
-
-    @property
-    def program(self) -> Program:
-        return self.lowered.program
-
-
 def _is_ones(x: torch.Tensor) -> bool:
     return x.device.type != "meta" and not x.is_floating_point() and not x.is_complex() and bool((x == 1).all())
 
@@ -299,21 +260,20 @@ class Step:
         self.by_rule = not optimizers.without_rule(optimizer)  # is the update part of the program?
         self._told = False  # that it is not
         self._was_searched = False  # its plan: all ranks must have found the same
+        self.planned_for: plan.Hardware | None = None  # the devices it is planned for, where these are not its own
         self.grad_norm: torch.Tensor | None = None
         self._gradients: dict[str, torch.Tensor] = {}
         self.steps = 0  # taken, skipped ones among them
         self._link: tuple[str, Link] | None = None  # as it was measured, by its axis
         self._link_watch: LinkWatch | None = None  # of that
-        self._priced = 1  # how often a link was measured and the plan priced by it
+        self._codec_rates: dict[str, Curve] = {}  # then, by kind of work
+        self.priced = 1  # how often a link was measured and the plan priced by it
         self._taken = 0  # the same, of all that led to this state
         self._evaluation: Forward | None = None
-        self._routing: tuple[SeenRouting, Forward] | None = None  # of a batch that is asked for
-        self.seen = SeenRouting(model)  # of each step, where `expert_load` is
-        self._routed: torch.Tensor | None = None  # by the last step
         self._captured_program: Program | None = None
-        self._expert_layers: list[ExpertLayer] = []
         self._adding: _Adding | None = None
         self._counters: dict[str, torch.Tensor] = {}
+        self.loads = ExpertLoads(model, self._counters)
         self.host = HostParameters()
         self._graphs: Any = None  # the memory of recorded steps
         self.traced: StepTrace | None = None  # the last step that was
@@ -325,6 +285,7 @@ class Step:
         self.parts = self._sharded(written) if written is not None and written.mesh.world > 1 else None
         self.for_ranks = self.parts is not None  # is what they share kept in the program?
         self.messages = MessageState(self.parts)
+        self._fed: dict[tuple[int, int], frozenset[str]] = {}  # by phase and price, whose errors are fed back
         policy = written.synced() if written is not None else None
         self._phases, self._condition = written.phases() if written is not None else ([], None)
         self.outer = OuterSteps(policy, self.parts, self.messages) if policy and self.parts is not None else None
@@ -421,7 +382,16 @@ class Step:
 
     def _signature(self) -> tuple[Any, ...]:
         """What a compiled step is for besides the form of its batch: the optimiser's settings, and the plan of now."""
-        return (self._phase(), self._priced, *optimizers.signature(self.optimizer, self.by_rule))
+        return (self._phase(), self.priced, self._owed(), *optimizers.signature(self.optimizer, self.by_rule))
+
+    def _owed(self) -> frozenset[str]:
+        """Parameters of which errors are kept that the plan of now does not feed back, as far as that is known: one
+        step sends these as they are.  The same on all ranks, whoever holds the errors."""
+        lossy = self.messages.lossy
+        fed = self._fed.get((self._phase(), self.priced)) if lossy else None
+        if fed is None or self.written is None or self.outer is not None:
+            return frozenset()
+        return frozenset(lossy) - fed
 
     def _phase(self) -> int:
         """Which of the plans of a run holds: by the number of steps, or by what was measured, which all ranks know."""
@@ -524,6 +494,7 @@ class Step:
                 self.parts.ranks.agree({"how gradients are compressed": str(decided.compressed())})
             if self.outer is not None:
                 self._prepare_replicas(self.outer, made)
+            self.parts.ranks.connect(program)
             run, feed = self.parts.connected(run), self.parts.feed(made, done.spread, whole)
             if self.settings.outputs == "local":
                 run = self.parts.without_padding(run, made, self.parts.rows_of(made))
@@ -533,7 +504,7 @@ class Step:
         signature, facts = self._signature(), made.captured.facts
         self._captured_program = made.captured.program
         return CompiledStep(
-            done, source, decided, call, local, feed, signature, facts, replayed, islands, timed, generated
+            done, source, decided, call, local, feed, signature, facts, replayed, islands, timed, generated, made.fp8
         )
 
     @property
@@ -557,6 +528,7 @@ class Step:
         like = plan.hardware_of(device).links(mesh).of((chosen.axis,))
         messages = timed_messages(self.parts.ranks, chosen.axis)
         self._link = chosen.axis, fitted(like.name, like.ranks, like.busy, messages)
+        self._codec_rates = timed_codecs(self.parts.ranks, chosen.codecs())
         self._link_watch = LinkWatch(self.parts.ranks, chosen.axis)
 
     def _watch_link(self) -> None:
@@ -564,7 +536,7 @@ class Step:
         does not for most, the next step is priced anew."""
         if self._link_watch is not None and self._taken % LINK_WATCHED_EVERY == 0 and self._link_watch.is_slow():
             self._link = self._link_watch = None
-            self._priced += 1
+            self.priced += 1
 
     def _hardware(self, device: torch.device) -> plan.Hardware:
         """What there is, as far as it is known or was measured."""
@@ -574,6 +546,7 @@ class Step:
             known = replace(known, host_memory=int(ROOM * (available() + lives)))
         if self._link is None or self.written is None:
             return known
+        known = replace(known, rates={**known.rates, **self._codec_rates})
         return plan.with_link(known, self.written.mesh, *self._link)
 
     def _prepare_replicas(self, outer: OuterSteps, made: UnshardedStep) -> None:
@@ -614,12 +587,22 @@ class Step:
         for choice in choices:
             made = self._updated(body, choice.replica)
             tried.append((made, *planned(self._task(made), choice)))
-        if len(choices) == 1:
-            return tried[0]
         seconds = [decided.predicted.seconds if decided.predicted is not None else 0.0 for _, decided, _ in tried]
         best = seconds.index(min(seconds))  # of equals the first: it loses least
         made, decided, done = tried[best]
-        return made, given.with_compression(decided, dict(zip(plan.CANDIDATES, seconds, strict=True))), done
+        self._fed[self._phase(), self.priced] = frozenset(
+            role.of for v in made.program.inputs if (role := made.program.role(v)).kind == "error"
+        )
+        owed = self._owed()
+        if owed:
+            choice = choices[best].given
+            made = self._updated(body, choice.replica, owed)
+            decided, done = planned(self._task(made), choice)
+        auto = given.compressed()
+        if auto is not None and auto.auto:
+            chosen = auto.candidates()
+            decided = given.with_compression(decided, dict(zip(chosen, seconds, strict=True)))
+        return made, decided, done
 
     def _choose_update(self) -> None:
         """Is the update part of the program, or torch's?  The latter is said once."""
@@ -674,9 +657,10 @@ class Step:
         """What may live on the host where the plan does not say it: anything, under a budget, on a device whose memory
         is apart from the host's; but for parameters of ranks.  Parameters do in all programs of a step, or in none."""
         said, s = given.offload, self.settings
-        if given.decided is not None or given.is_pipeline or given.place or given.at_once > 1:
+        if given.decided is not None or given.at_once > 1:
             return given
-        if said.unsaid and s.budget is not None and self.device.type == "cuda" and not self._was_searched:
+        by_itself = not (given.is_pipeline or given.place or self._was_searched)
+        if said.unsaid and s.budget is not None and self.device.type == "cuda" and by_itself:
             said = plan.AUTO if self.parts is None else replace(plan.AUTO, parameters="none")
         if self.host.held:
             said = replace(said, parameters="host")
@@ -719,17 +703,15 @@ class Step:
         batch = Batch(args, kwargs, s.accumulate)
         known = roles_of(self.model, self.optimizer)
         first = Batch(*data, s.accumulate).part()
-        captured = capture_call(
-            self._watched_fn, *batch.part(), known=known, differentiated=True, data=first, strict=s.strict
-        )
+        watched = self.loads.seen.watched(self.taken) if s.expert_load else self.taken
+        captured = capture_call(watched, *batch.part(), known=known, differentiated=True, data=first, strict=s.strict)
         whole = captured
         if batch.parts > 1:
-            whole = capture_call(
-                self._watched_fn, args, kwargs, known=known, differentiated=True, data=data, strict=s.strict
-            )
+            whole = capture_call(watched, args, kwargs, known=known, differentiated=True, data=data, strict=s.strict)
             captured = self._for_all_parts(captured, whole, batch, data)
         captured, whole = self._unmasked(captured, whole, data)
         program = self._prepared(replace(captured, program=transform.with_numbers_of(captured.program, whole.program)))
+        plain = program
         if s.precision == "fp16":
             program = transform.with_scale(program)
         trained = self._trained(captured)
@@ -744,6 +726,13 @@ class Step:
             refuse_outputs(program, large, batch.parts)
             meeting = transform.coupled(captured.program, whole.program, trained.values(), split)
             if meeting:
+                met = None if self._staged() else transform.by_parts(plain, large, trained.values(), split, batch.parts)
+                if met is not None:
+                    met = check(transform.with_scale(met) if s.precision == "fp16" else met)
+                    results = len(met.results)
+                    met, fp8 = self._in_eight_bits(met)
+                    program, groups = self._differentiated(met, trained)
+                    return UnshardedStep(captured, program, tuple(groups), results, program.entry, fp8)
                 warnings.warn(
                     "accumulate: rows of the batch meet before the loss sums them up, so the loss is of its parts,\n"
                     f"not of the whole: {'; '.join(meeting[:5])}\n"
@@ -758,7 +747,10 @@ class Step:
                     stacklevel=4,
                 )
         results = len(program.results)
+        program, fp8 = self._in_eight_bits(program)
         program, groups = self._differentiated(program, trained)
+        if s.compiles(self.device):
+            program = check(transform.in_pieces(program))
         body = program.entry
         if counting is not None:
             program = check(transform.microbatch(program, counting, batch.parts, split, rows))
@@ -767,10 +759,11 @@ class Step:
             tensors = [v.name for v in program.inputs if program.role(v).kind == "batch" and v.ndim]
             program = check(transform.microbatch(program, transform.no_counts(program), 1, tensors))
             body = transform.BODY
-        return UnshardedStep(captured, program, tuple(groups), results, body)
+        return UnshardedStep(captured, program, tuple(groups), results, body, fp8)
 
-    def _updated(self, body: UnshardedStep, given: plan.Plan) -> UnshardedStep:
-        """Loss and gradients -> the whole step, with gradients compressed as a plan says."""
+    def _updated(self, body: UnshardedStep, given: plan.Plan, owed: Collection[str] = ()) -> UnshardedStep:
+        """Loss and gradients -> the whole step, with gradients compressed as a plan says; `owed`: those that are sent
+        with what was lost of them before."""
         s, groups = self.settings, [g.group for g in body.groups]
         clipping = (s.clip_norm, s.clip_value) if self.by_rule else (None, None)
         names, late = [name for g in groups for name in g.params], given.delayed() if self.parts is not None else None
@@ -781,9 +774,9 @@ class Step:
         if watched:
             ranks = given.mesh[watched]
             program = check(transform.monitor_ranks(program, len(names), body.results, watched, ranks))
-        chosen = self._chosen(groups, given)
+        chosen = {**self._chosen(groups, given), **dict.fromkeys(owed, Compression.parse("fp32+ef"))}
         if chosen:
-            axis = next(iter(given.compress))
+            axis = next(iter(given.compress), None) or self.messages.lossy[next(iter(owed))]
             program = check(transform.compress_gradients(program, groups, body.results, chosen, axis))
         if watched:
             assert self.written is not None
@@ -808,7 +801,8 @@ class Step:
         trained = {name: self.parts.shapes[name] for name in names if name in self.parts.shapes}
         others = {name: x.dtype for name, x in self.parts.tensors() if name not in trained}
         how.refuse_unused(trained, others)
-        chosen, s = how.of(trained), self.settings
+        s = self.settings
+        chosen = {name: codec for name, codec in how.of(trained).items() if given.sums_over(how.axis, name)}
         asking = {
             "clip_norm": s.clip_norm, "clip_value": s.clip_value, "grads=True": s.grads,
             "monitor": given.monitored(), "sync": given.delayed(),
@@ -869,6 +863,24 @@ class Step:
             program = check(transform.precision(program, half))
         return check(transform.head(program, mean=half is not torch.float16 and self.settings.accumulate == 1))
 
+    def _in_eight_bits(self, program: Program) -> tuple[Program, plan.Fp8Products | None]:
+        """With precision="fp8" the program with products of linear layers in 8 bits, and which these are."""
+        if self.settings.precision != "fp8":
+            return program, None
+        hardware = self.planned_for
+        if hardware is None:
+            plan.refuse_without_fp8(self.device)
+            hardware = plan.hardware_of(self.device)
+        chosen = plan.fp8_products(program, hardware, self.settings.compiles(self.device))
+        if not chosen.narrow:
+            reasons = "; ".join(f"{reason}: {', '.join(names[:3])}" for reason, names in chosen.wide.items())
+            warnings.warn(
+                'precision="fp8": no product is in 8 bits, all are as with precision="bf16"\n'
+                f"  because   {reasons or 'the model has no linear layers'}",
+                stacklevel=4,
+            )
+        return check(transform.fp8(program, chosen.narrow)), chosen
+
     def _trained(self, captured: Captured) -> dict[int, str]:
         """Parameters the optimiser may change and the loss uses, by id: the names of their inputs."""
         at = {id(places[0].read()): name for name, places in captured.state.items()}
@@ -878,6 +890,10 @@ class Step:
         if not found:
             raise GradientError("the loss depends on no parameter of the optimizer that requires a gradient")
         return found
+
+    def _staged(self) -> bool:
+        """Are stages cut from what is done with a part, or sub-models placed?"""
+        return self.written is not None and bool(self.written.is_pipeline or self.written.place)
 
     def _differentiated(self, program: Program, trained: dict[int, str]) -> tuple[Program, list[optimizers.Bound]]:
         """The program that also returns gradients, group by group, of the parameters the loss depends on."""
@@ -916,13 +932,14 @@ class Step:
         )
 
         keys = [i for i, v in enumerate(captured.program.inputs) if made.program.role(v).kind == "key"]
+        owed, lossy = self._owed(), lossy_of({made.program.role(v) for v in made.program.inputs})
 
         def run(inputs: Sequence[Any], fed: Fed) -> Any:
             if step.outer is not None:
                 step.outer.before_step()
             with torch.inference_mode(False), torch.no_grad():
                 first = [g for g in groups if g.is_first(optimizer)]
-                before = step.skipped if first else 0
+                before = step.skipped if first or owed else 0
                 values = fed(inputs)
                 if step.outer is not None:  # each replica draws its own
                     for i in keys:
@@ -933,6 +950,10 @@ class Step:
                 if first and step.skipped > before:  # the next one is the first
                     for g in first:
                         g.forget(optimizer)
+                if lossy:
+                    step.messages.note(lossy)
+                if owed and step.skipped == before:
+                    step.messages.drop(owed)
                 if gradients:
                     step._update(made, outs)
             step.grad_norm = outs[results]
@@ -947,7 +968,7 @@ class Step:
 
         def bound(batch: Sequence[Var], fed: Fed) -> Call:
             call = bind(called(captured, batch, program), lambda *inputs: run(inputs, fed))[0]
-            return step._noting_load(call) if step.seen.layers else call
+            return step.loads.noted(call)
 
         whole = bound(feed.inputs, feed.cut)
         if captured.facts and self.parts is not None:
@@ -1033,73 +1054,32 @@ class Step:
         local = self.settings.outputs == "local"
         return Forward(self.taken, self.model, self._prepared, self.parts, local, self.settings.strict, self.host)
 
-    @property
-    def _watched_fn(self) -> Callable[..., Any]:
-        """What a step is captured of."""
-        return self.seen.watched(self.taken) if self.settings.expert_load else self.taken
-
-    def _noting_load(self, call: Call) -> Call:
-        """A call whose last result says where tokens went: the step keeps it."""
-
-        def noted(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            out = call(args, kwargs)
-            if out is MISS:
-                return out
-            value, self._routed = out
-            average = self._counters.get(LOAD)
-            if average is None or average.shape != self._routed.shape:
-                self._counters[LOAD] = self._routed.to(torch.float32, copy=True)
-            else:
-                average.lerp_(self._routed.float(), transform.SHARE)
-            return value
-
-        return noted
-
     def expert_load(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
         """How many choices of a batch each expert gets, by layer; without a batch (`train_step(expert_load=True)`) the
         moving average over about ten steps.  RunError where a router gives what is no number, or no expert."""
-        if not args and not kwargs:
-            return self._average_load()
-        if self._routing is None:
-            seen = SeenRouting(self.model)
-            self._routing = seen, self.forward(seen.watched(self.model, alone=True))
-        seen, forward = self._routing
-        out = forward(*args, **kwargs)
-        if not seen.layers:
-            raise mixture.refuse_no_layers()
-        routed = out.cpu()
-        seen.check(routed)
-        return seen.by_layer(routed)
-
-    def _average_load(self) -> dict[str, torch.Tensor]:
+        if args or kwargs:
+            return self.loads.of_batch(self.forward, args, kwargs)
         if not self.settings.expert_load:
             raise TrainError(
                 "the step does not count what its experts get\n"
                 "  try       train_step(…, expert_load=True), or step.expert_load(**batch)"
             )
-        if self.entries and not self.seen.layers:
-            raise mixture.refuse_no_layers()
-        if self._routed is not None:
-            self.seen.check(self._routed.cpu())
-        average = self._counters.get(LOAD)
-        return {} if average is None or not self.seen.layers else self.seen.by_layer(average.to("cpu", copy=True))
+        return self.loads.average(bool(self.entries))
 
     def broken_router(self) -> str:
         """Whose router gave weights that are no numbers in the last step (`expert_load=True`); empty: none."""
-        return self.seen.broken(self._routed.cpu()) if self._routed is not None else ""
+        return self.loads.broken()
 
     def rank_load(self, load: Mapping[str, torch.Tensor] | None = None) -> dict[str, list[float]]:
         """What the experts of each rank get, by layer, for layers whose experts are split: of the loads that steps have
         measured (`expert_load=True`), or of `load`, as `step.expert_load(**batch)` gives it."""
-        groups = self._shared_experts(load)
-        return {g.names[0]: by_rank(g.load.tolist(), sizes) for g, sizes in groups if len(sizes) > 1}
+        return {g.names[0]: by_rank(g.load.tolist(), sizes) for g, sizes in self._split_experts(load)}
 
     def rebalance(self, load: Mapping[str, torch.Tensor] | None = None) -> list[Placement]:
         """Experts change ranks so that the busiest rank of a layer has less to do, by loads as in `rank_load`.  Rows of
         routers, experts and optimiser state change places together: what the model computes stays, the numbers of its
         experts do not.  All ranks call this."""
-        split = [(g, sizes) for g, sizes in self._shared_experts(load) if len(sizes) > 1]
-        chosen = [(group.layer, group.placed(sizes)) for group, sizes in split]
+        chosen = [(group.layer, group.placed(sizes)) for group, sizes in self._split_experts(load)]
         if not chosen:
             return []
         self._refuse_rebalancing()
@@ -1107,20 +1087,16 @@ class Step:
             for layer, placement in chosen:
                 if placement.moves:
                     self.state.reorder({name: (dim, placement.order) for name, dim in layer.tensors.items()})
-        self._reorder_loads({name: placement.order for _, placement in chosen for name in placement.layers})
+        self.loads.reorder({name: placement.order for _, placement in chosen for name in placement.layers})
         return [placement for _, placement in chosen]
 
-    def _shared_experts(self, load: Mapping[str, torch.Tensor] | None) -> list[tuple[SharedExperts, list[int]]]:
-        """Layers of experts with their loads, and how many experts each rank has."""
+    def _split_experts(self, load: Mapping[str, torch.Tensor] | None) -> list[tuple[SharedExperts, list[int]]]:
+        """Layers whose experts several ranks share, with their loads, and how many experts each rank has."""
         loads = self.expert_load() if load is None else dict(load)
-        parts = self.parts
-        if parts is None or not parts.is_split or not loads or self._captured_program is None:
+        if self.parts is None or not self.parts.is_split or not loads or self._captured_program is None:
             return []
-        self._expert_layers = self._expert_layers or expert_layers(self._captured_program)
-        if len(self._expert_layers) != len(loads):
-            raise TrainError(f"loads of {len(loads)} layers of experts, but the step has {len(self._expert_layers)}")
-        layouts = parts.plan.parameter_layouts(parts.shapes)
-        return [(g, g.sizes(layouts, parts.plan.mesh)) for g in shared_experts(self._expert_layers, loads)]
+        groups = self.loads.shared(loads, self.parts, self._captured_program)
+        return [(group, sizes) for group, sizes in groups if len(sizes) > 1]
 
     def _refuse_rebalancing(self) -> None:
         assert self.written is not None
@@ -1130,15 +1106,6 @@ class Step:
             raise PlanError(
                 f"experts cannot change ranks under a plan with {kind}\n  try       a plan without, or no rebalance"
             )
-
-    def _reorder_loads(self, orders: Mapping[str, Sequence[int]]) -> None:
-        """What steps have measured follows the experts."""
-        average, self._routed = self._counters.get(LOAD), None
-        if average is None or not self.seen.layers:
-            return
-        for name, part in self.seen.by_layer(average).items():
-            if order := orders.get(name):
-                part.copy_(part[torch.tensor(order, device=part.device)])
 
     # -- what one may ask ----------------------------------------------------------------------------------------
 
@@ -1164,7 +1131,8 @@ class Step:
     def set_counters(self, counters: Mapping[str, torch.Tensor]) -> None:
         """Continue from what `counters` gave."""
         device = self.device
-        self._counters = {k: v.to(device).clone() for k, v in counters.items() if k != TAKEN}
+        self._counters.clear()
+        self._counters |= {k: v.to(device).clone() for k, v in counters.items() if k != TAKEN}
         self._taken = int(counters.get(TAKEN, 0))
         if self.outer is not None:
             self.outer.go_on(self._taken)
@@ -1258,50 +1226,7 @@ class Step:
 
     def explain(self) -> str:
         """What runs, and why."""
-        entry = self._entry()
-        s, device = self.settings, self.device
-        lines = [
-            f"precision        {s.precision}, {s.accumulate} part(s) a step, clip_norm {s.clip_norm}",
-            entry.plan.summary(),
-        ]
-        if device.type == "cuda":
-            lines.append(f"measured peak    {shown(torch.cuda.max_memory_allocated(device))}")
-            lines.append(f"runs as          {entry.replayed or 'calls from Python'}")
-        lines += self._travels(entry)
-        foreign = sorted({e.params["target"] for b in entry.program.blocks.values() for e in b.eqns if e.op.foreign})
-        lines += [f"as torch has it  {', '.join(foreign)}"] if foreign else []
-        lines += islands_text(entry.islands, entry.timed.seconds if entry.timed is not None else 0.0)
-        spread, pipeline = entry.lowered.spread, entry.lowered.pipeline
-        lines += [lower.schedule_text(pipeline.schedule, entry.plan)] if pipeline is not None else []
-        apart = entry.plan.sync_text()
-        lines += [f"synchronised     {apart}"] if apart else []
-        lines += [str(self.traced)] if self.traced is not None and self.traced.plan is entry.plan else []
-        if spread is None:
-            return "\n".join([*lines, "", str(entry.program)])
-        assert entry.plan.predicted is not None
-        lines.append(
-            f"mesh             {entry.plan.mesh}; layouts {lower.proved(entry.plan.predicted.gap)}; sums "
-            f"{entry.plan.sums}"
-        )
-        compressed = entry.plan.compress_text()
-        slowed = f", priced anew {self._priced - 1} time(s), since the link had slowed" if self._priced > 1 else ""
-        lines += [f"compressed       {compressed}{slowed}"] if compressed else []
-        share, whole = self.parts.left_whole() if self.parts is not None else (0.0, [])
-        lines += [f"left whole       {share:.0%} of the matrices: {', '.join(whole[:3])}"] if share > 0.3 else []
-        all_, once = lower.sent(entry.program), lower.sent(spread.local)
-        lines.append(f"sent by a rank   {lower.sent_text(all_)}")
-        again = {axes: n - once.get(axes, 0.0) for axes, n in all_.items() if n > once.get(axes, 0.0)}
-        lines += [f"of that          {lower.sent_text(again)} because backward computes values again"] if again else []
-        return "\n".join([*lines, "", lower.explain(spread)])
-
-    def _travels(self, entry: CompiledStep) -> list[str]:
-        """What it moves between host and device, one line for each value."""
-        if not moves(entry.program):
-            return []
-        hardware = plan.hardware_of(self.device)
-        clock = plan.Clock(hardware, hardware.links(entry.plan.mesh), moves=True)
-        texts = [str(t) for t in plan.travels(entry.program, clock, entry.lowered.regions)]
-        return [f"{'moved' if i == 0 else '':<16} {text}" for i, text in enumerate(texts)]
+        return explained(self._entry(), self.settings, self.device, self.parts, self.traced, self.priced)
 
 
 class _Adding(Step):

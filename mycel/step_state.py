@@ -23,11 +23,10 @@ import torch
 from torch import nn
 
 from mycel.errors import CheckpointError, TrainError
-from mycel.host_parameters import settle_copies
 from mycel.ir import Layout, Mesh, Role, Type, parse_typed, typed
 from mycel.message_state import MessageState, role_of
 from mycel.parts import ShardedModel
-from mycel.run import boxes, part_of
+from mycel.run import boxes, part_of, settle_hosts
 from mycel.run.checkpoint import ALONE, Loaded, MeshProcess, Saver, load, load_latest, load_latest_parts
 from mycel.run.reading import Wanted, load_parts
 from mycel.run.shards import MANIFEST, Manifest, read_manifest
@@ -41,7 +40,7 @@ NAME = "model.safetensors"  # of weights alone
 
 def model_tensors(model: nn.Module, frozen: bool = True) -> Tensors:
     """A model's state as it is held, by name; without `frozen`, what training changes of it."""
-    settle_copies()
+    settle_hosts()
     state = model.state_dict(keep_vars=True)
     return {
         name: x
@@ -52,7 +51,7 @@ def model_tensors(model: nn.Module, frozen: bool = True) -> Tensors:
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
     """The optimiser's state as it is held, by parameter and slot."""
-    settle_copies()
+    settle_hosts()
     return {
         f"{name}.{slot}": x
         for name, p in model.named_parameters()
@@ -188,7 +187,7 @@ class StepState:
     @of_all_stages
     def state_dict(self) -> dict[str, Any]:
         """{"model", "optimizer", "step"}: the first two as torch's own, whole on every rank; all of them call this."""
-        settle_copies()
+        settle_hosts()
         with self._open():
             model = {name: self._whole(name, x) for name, x in self.model.state_dict(keep_vars=True).items()}
             optimizer = self.optimizer.state_dict()
@@ -403,7 +402,8 @@ class StepState:
         for group, options in zip(self.optimizer.param_groups, plain.get("groups", ()), strict=False):
             group.update({k: tuple(v) if isinstance(v, list) else v for k, v in options.items()})
         self.set_counters(named("step."))
-        self.messages.take(loaded.tensors, whole=self.split is None)
+        is_shared = self.split is not None and bool(self.split.owners)
+        self.messages.take(loaded.tensors, self.split is None, *([self.process.tell] if is_shared else []))
 
     def _plain(self) -> dict[str, Any]:
         """What of the optimiser is no tensor, and JSON can hold: options of its groups, numbers among its state."""

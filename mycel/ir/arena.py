@@ -42,17 +42,21 @@ def _spans(program: Program, name: str) -> tuple[dict[int, tuple[int, int, int]]
     that are written over an input instead."""
     block = program.blocks[name]
     begun = {e.outputs[0]: i for i, e in enumerate(block.eqns) if e.op.transfers and e.op.effect}
-    ends = lifetimes(block)
+    ends = {v: last for v, (_, last) in lifetimes(block).items()}
+    for eqn in reversed(block.eqns):
+        if eqn.on_host:  # what it makes lies where its operands did
+            pairs = zip(eqn.inputs, eqn.outputs, strict=False)
+            ends.update((x, max(ends[x], ends[y])) for x, y in pairs if isinstance(x, Var))
     replaced = _replaced(program, block) if name == program.entry else {}
     over: dict[int, Var] = {}
     spans: dict[int, tuple[int, int, int]] = {}
     for eqn in block.eqns:
         if eqn.op.transfers and not eqn.op.effect and eqn.params["to"] == HOST:
             host, start = eqn.outputs[0], begun[next(eqn.vars)]
-            if host in replaced and ends[replaced[host]][1] < start:
+            if host in replaced and ends[replaced[host]] < start:
                 over[start] = replaced[host]
             else:
-                spans[start] = (start, ends[host][1], rounded(host.type.bytes))
+                spans[start] = (start, ends[host], rounded(host.type.bytes))
     return spans, over
 
 

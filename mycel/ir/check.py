@@ -79,7 +79,12 @@ def _check_eqn(program: Program, eqn: Eqn, known: dict[str, Var]) -> None:
 
 
 def _check_spaces(eqn: Eqn) -> None:
-    """Operators compute on the device; what lies on the host is moved, or handed on to a block."""
+    """Operators compute on the device; what lies on the host is moved, handed on to a block, or computed with there."""
+    if eqn.on_host:
+        here = next((v for v in eqn.vars if v.type.ndim and v.type.space == DEVICE), None)
+        if here is not None:
+            raise IRError(f"computes on the host, but {here.name} lies on the device")
+        return
     away = next((v for v in eqn.vars if v.type.space != DEVICE), None)
     if away is not None and not eqn.op.transfers and eqn.op not in (call, scan):
         raise IRError(f"computes on the device, but {away.name} lies on the {away.type.space}")

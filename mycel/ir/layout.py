@@ -25,7 +25,7 @@ Axes = tuple[str, ...]
 KINDS = {"+": "sum", ">": "maximum", "<": "minimum"}  # kinds of partial values
 MEAN = "~"  # of what is held between steps: each rank has one of its own, and their mean stands for all
 _AXIS = re.compile(r"[A-Za-z_]\w*", re.ASCII)
-_TYPED = re.compile(r"((?:stack\()*)(\w+)\[([\w@.,]*)\]((?:[+<>]\w+)*)(\)*)", re.ASCII)
+_TYPED = re.compile(r"((?:stack\()*)(\w+)\[([\w@.,]*)\]((?:[+<>~]\w+)*)(\)*)", re.ASCII)
 
 
 class Mesh:
@@ -197,7 +197,7 @@ def parse_typed(text: str) -> tuple[Type, Layout]:
     dims = [dim.partition("@") for dim in match[3].split(",")] if match[3] else []
     shape = tuple(int(n) for n, _, _ in dims)
     split = tuple(tuple(axes.split(".")) if axes else () for _, _, axes in dims)
-    partial = tuple((part[1:], part[0]) for part in re.findall(r"[+<>]\w+", match[4]))
+    partial = tuple((part[1:], part[0]) for part in re.findall(r"[+<>~]\w+", match[4]))
     return Type(DTYPES[match[2]], shape, len(match[5])), Layout(split, partial)
 
 

@@ -18,13 +18,17 @@ What the fields mean
   flops     a function of the dim sizes (`d.k`, `d.rows` = product of "..."); default: one for each output element
   share     of these flops, what a structure given by params leaves: a function of the types and params; default: all
   expand    the meaning in smaller operators, on the same arguments: its reference, and its gradient if there is no vjp
+  pieces    the same where a compiler merges them with what is around: so that backward can keep what is dear of it, and
+            compute the rest again
   write     marks a view; (x, new_outputs, *other inputs, **params) -> x with the viewed part replaced
   fresh     its results are always new memory, shared with no operand
-  into      its result written over operand i, as Python: one template for each operand that may be, "{0}.add_({1})";
-            implies fresh
+  into      its (last) result written over operand i, as Python: one template for each operand that may be,
+            "{0}.add_({1})"; implies fresh
   inplace   a kernel of the same arguments that writes its results over its first operands; runs where these are given
             away
   scratch   bytes its kernel needs while it runs, besides operands and results: a function of the types and params
+  converts  bytes moved before its kernel starts, to bring operands into the form it takes: a function of the types and
+            params
   compiles  a compiler can take its kernel
   apart     it is worth a kernel of its own: a compiler does not merge it with what is before and behind it
   free      it costs nothing
@@ -49,7 +53,8 @@ What the fields mean
   python    it runs code of the user's, which a program names and does not hold
   by_rank   its value depends on the rank, or on other ranks
   collective  what ranks say to each other for it: bytes, steps, meaning (`Collective`)
-  transfers it moves a value between memory spaces: it alone takes operands that lie on the host
+  transfers it moves a value between memory spaces: it and what is `hosted` take operands that lie on the host
+  hosted    it may run on the host: where its first operand lies there, its other tensors do too, and its results
   sent_as_sum  along the axes it names its operands are partial sums, and along no other: what follows reduces them
   linear    operands it is linear in: groups of places, each linear together while the others stay; "all": all of them.
             A partial sum passes through
@@ -131,6 +136,7 @@ class Op:
     flops: Callable[[SimpleNamespace], float] | None = None
     share: Callable[..., float] | None = None
     expand: Callable[..., Any] | None = None
+    pieces: Callable[..., Any] | None = None
     write: Callable[..., Any] | None = None
     effect: bool = False
     examples: Sequence[str] = ()
@@ -139,6 +145,7 @@ class Op:
     inplace: Callable[..., None] | None = None
     aten: Sequence[str] = ()
     scratch: Callable[..., int] | None = None
+    converts: Callable[..., int] | None = None
     compiles: bool = True
     apart: bool = False
     free: bool = False
@@ -162,6 +169,7 @@ class Op:
     of_rows: Callable[..., Any] | None = None
     collective: Collective | None = None
     transfers: bool = False
+    hosted: bool = False
     sent_as_sum: bool = False
     linear: Sequence[tuple[int, ...]] | str = ()
     parts: dict[str, SplitRule] = field(default_factory=dict)

@@ -22,7 +22,7 @@ import torch
 
 from mycel.ir.op import Op
 from mycel.ir.role import Role
-from mycel.ir.types import Type
+from mycel.ir.types import HOST, Type
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +117,11 @@ class Eqn:
     def input_types(self) -> tuple[Any, ...]:
         """Inputs as type rules see them: Types for Vars, literals as they are."""
         return tuple(x.type if isinstance(x, Var) else x for x in self.inputs)
+
+    @property
+    def on_host(self) -> bool:
+        """Does it run on the host, where its operands lie?"""
+        return self.op.hosted and any(v.type.space == HOST for v in self.vars)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from mycel.lower.lowered import (
     with_regions,
     with_residuals,
 )
-from mycel.lower.offload import norms_of_each, offload, split_updates, with_copies
+from mycel.lower.offload import gradients_may_leave, hosted_updates, offload, split_updates, with_copies
 from mycel.lower.outer import SENT_AT, OuterMessage, outer_message, outer_messages, outer_role, rounds
 from mycel.lower.overlap import overlap
 from mycel.lower.places import connect, crossings, in_places
@@ -27,9 +27,45 @@ from mycel.lower.stage_sums import plain_sums
 from mycel.lower.stages import Pipeline, pipelined
 
 __all__ = [
-    "SENT_AT", "Distributed", "Lowered", "OuterMessage", "Pipeline", "Prices", "compress", "connect", "crossings",
-    "distribute", "explain", "finished", "hoist", "in_places", "local_of", "local_of_place", "lowered",
-    "norms_of_each", "offload", "outer_message", "outer_messages", "outer_role", "overlap", "pipelined",
-    "plain_sums", "proved", "reside", "rounds", "schedule_text", "sent", "sent_text", "settled", "split_updates",
-    "staged", "summed_for_stages", "with_copies", "with_moves", "with_moves_by_rank", "with_regions", "with_residuals",
+    "SENT_AT",
+    "Distributed",
+    "Lowered",
+    "OuterMessage",
+    "Pipeline",
+    "Prices",
+    "compress",
+    "connect",
+    "crossings",
+    "distribute",
+    "explain",
+    "finished",
+    "gradients_may_leave",
+    "hoist",
+    "hosted_updates",
+    "in_places",
+    "local_of",
+    "local_of_place",
+    "lowered",
+    "offload",
+    "outer_message",
+    "outer_messages",
+    "outer_role",
+    "overlap",
+    "pipelined",
+    "plain_sums",
+    "proved",
+    "reside",
+    "rounds",
+    "schedule_text",
+    "sent",
+    "sent_text",
+    "settled",
+    "split_updates",
+    "staged",
+    "summed_for_stages",
+    "with_copies",
+    "with_moves",
+    "with_moves_by_rank",
+    "with_regions",
+    "with_residuals",
 ]  # fmt: skip

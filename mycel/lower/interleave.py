@@ -235,7 +235,7 @@ class _Weaver:
 
         def finish(v: Var) -> None:
             sent, token = under_way.pop(v)
-            eqns.append(_half(o.finish, sent, (token, *sent.vars), sent.outputs))
+            eqns.append(half(o.finish, sent, (token, *sent.vars), sent.outputs))
             there.update(sent.outputs)
 
         def emit(eqn: Eqn) -> None:
@@ -267,7 +267,7 @@ class _Weaver:
                     if v in under_way:
                         finish(v)
                 token = Var(names.name("begin"), TOKEN)
-                eqns.append(_half(o.begin, eqn, tuple(eqn.vars), (token,)))
+                eqns.append(half(o.begin, eqn, tuple(eqn.vars), (token,)))
                 under_way[eqn.outputs[0]] = eqn, token
                 turn = 1 - turn
             else:
@@ -358,7 +358,7 @@ def _on_the_side(eqns: Sequence[Eqn], ends: set[Var]) -> set[Var]:
     return aside
 
 
-def _half(half: Op, eqn: Eqn, inputs: tuple[Atom, ...], outputs: tuple[Var, ...]) -> Eqn:
+def half(half: Op, eqn: Eqn, inputs: tuple[Atom, ...], outputs: tuple[Var, ...]) -> Eqn:
     """The beginning or the end of a message, as `begin` and `finish` have it."""
     p = eqn.params
     how: dict[str, object] = {"op": eqn.op.name, "axes": p["axes"], "count": p["count"]}

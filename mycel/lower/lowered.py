@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 
 from mycel import transform
 from mycel.ir import Eqn, Program, call, check
+from mycel.lower.beside import beside
 from mycel.lower.compress import compress
 from mycel.lower.distribute import Distributed, distribute
 from mycel.lower.encode_gathers import EncodedGathers, encode_gathers
@@ -38,19 +39,21 @@ from mycel.plan import STAGE_AXIS, Offloaded, Plan, Residuals, StepBody
 class Lowered:
     """The program of every rank, the blocks of it to compile; and on several ranks how it was spread.  Of a pipeline
     `program` is that of the ranks of one place, the first, and `pipeline` has all of them; where each place has a mesh
-    of its own, `spreads` says how the program of each was."""
+    of its own, `spreads` says how the program of each was, and `regions_of` what of it is compiled."""
 
     program: Program
     regions: frozenset[str] = frozenset()
     spread: Distributed | None = None
     pipeline: Pipeline | None = None
     spreads: tuple[Distributed | None, ...] = ()
+    regions_of: tuple[frozenset[str], ...] = ()
 
     def at(self, place: int) -> Lowered:
         """As the ranks of one place of the pipeline run it."""
         assert self.pipeline is not None
         spread = self.spreads[place] if self.spreads else self.spread
-        return replace(self, program=self.pipeline.programs[place], spread=spread)
+        regions = self.regions_of[place] if self.regions_of else self.regions
+        return replace(self, program=self.pipeline.programs[place], spread=spread, regions=regions)
 
 
 def lowered(program: Program, plan: Plan) -> Lowered:
@@ -59,7 +62,7 @@ def lowered(program: Program, plan: Plan) -> Lowered:
     inside = plan.inside
     spread = distribute(program, inside) if inside.mesh.world > 1 else None
     local = local_of(program, spread, plan.is_pipeline, rows=plan.sent_codecs().get("experts", ""))
-    resident = with_residuals(local, plan.decided.residuals, spread)
+    resident = with_residuals(local, plan.decided.residuals, spread, plan.at_once > 1 or plan.is_pipeline)
     names = frozenset[str]()
     if plan.decided.compiled:
         chosen = plan.decided.regions
@@ -115,9 +118,14 @@ def local_of_place(program: Program, spread: Distributed | None) -> Program:
     return check(transform.fuse(hoist(local_of(program, spread, keep=steps))))
 
 
-def with_residuals(local: Program, residuals: Residuals, spread: Distributed | None) -> Program:
+def with_residuals(local: Program, residuals: Residuals, spread: Distributed | None, is_woven: bool = False) -> Program:
+    """What is kept for backward, and the order that follows from it; `is_woven`: microbatches are, or stages are cut,
+    and messages to experts begin there or not at all."""
     resident = reside(local, residuals)
-    return check(transform.fuse(resident if spread is None else hoist(resident)))
+    if spread is None:
+        return check(transform.fuse(resident))
+    ordered = check(transform.fuse(hoist(resident)))
+    return ordered if is_woven else check(beside(ordered))
 
 
 def with_regions(resident: Program, is_worth: Callable[[str, Sequence[Eqn]], bool]) -> tuple[Program, frozenset[str]]:

@@ -22,7 +22,7 @@ outer step sends, `error of w over dp` and the counter `sent_at`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -50,9 +50,12 @@ class OuterMessage:
     ends: Program | None = None
 
 
-def outer_messages(program: Program, layouts: Mapping[int, Layout], plan: Plan) -> list[list[OuterMessage]]:
+def outer_messages(
+    program: Program, layouts: Mapping[int, Layout], plan: Plan, holds: Callable[[str], bool] = lambda name: True
+) -> list[list[OuterMessage]]:
     """What replicas that run a step's program say to each other: by fragment of the model, and of gossip by round;
-    `layouts`: of the step's inputs by position, in a replica."""
+    `layouts`: of the step's inputs by position, in a replica.  `holds`: which tensors a rank has, where replicas are
+    pipelines; of the others it says nothing, so a fragment may be empty."""
     policy, inside = plan.synced(), plan.replica.mesh
     assert policy is not None
     held = {i: program.role(v) for i, v in enumerate(program.inputs)}
@@ -65,7 +68,8 @@ def outer_messages(program: Program, layouts: Mapping[int, Layout], plan: Plan) 
             shapes |= {held[i].name: v.shape} if held[i].kind == "parameter" else {}
     codecs, count = plan.outer_codecs(shapes), plan.mesh[policy.axis]
     partners = rounds(count) if policy.kind == "gossip" else [()]
-    return [[outer_message(policy, part, count, codecs, to) for to in partners] for part in fragments(tensors, policy)]
+    parts = [{role: type for role, type in part.items() if holds(role.name)} for part in fragments(tensors, policy)]
+    return [[outer_message(policy, part, count, codecs, to) for to in partners] if part else [] for part in parts]
 
 
 def fragments(tensors: Mapping[Role, Type], policy: SyncPolicy) -> list[dict[Role, Type]]:

@@ -71,6 +71,12 @@ class PipelineLoop:
             self.settled[step] = done
             open_[rank] = [x for x in waiting if x not in done] + self.sent.get(step, [])
 
+    def in_order(self, source: int, target: int) -> list[TaggedMessage]:
+        """Messages from one rank to another, as they are sent."""
+        place = self.schedule.place
+        sent = (x for step in self.schedule.orders[source] for x in self.sent.get(step, ()))
+        return [x for x in sent if place[x.target.stage] == target]
+
     def unsettled(self, rank: int) -> list[TaggedMessage]:
         """Messages of a rank that are waited for at the end."""
         settled = {x.tag for step in self.schedule.orders[rank] for x in self.settled.get(step, ())}
@@ -174,11 +180,12 @@ class PipelineEntry:
         return {name: (new, self.owners(by_name[name])) for name, new in news}
 
     def _made_by(self) -> dict[Var, int]:
-        """Of what comes of the loop: the rank that has it, the first of several.  Of gradients, it counts them in the
-        global norm."""
+        """Of what comes of the loop, or of the step before: the rank that has it, the first of several.  Of gradients,
+        it counts them in the global norm."""
         reached: dict[Var, set[int]] = {
             v: {self.homes[j]} for j, v in enumerate(self.body.eqn.outputs) if self.homes[j] >= 0
         }
+        reached |= {v: set(self.owners(v)) for v in self.program.inputs_of("delayed")}  # gradients of the step before
         for eqn in self.main.eqns[self.body.at + 1 :]:
             ranks = set().union(*(reached.get(v, set()) for v in eqn.vars))
             if is_group_update(eqn.op) or eqn.op is o.global_norm:

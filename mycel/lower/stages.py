@@ -21,7 +21,7 @@ global norm is one sum over all ranks; an optimiser's group is updated by each r
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -88,6 +88,7 @@ class RankWriter:
         self.rows: dict[int, list[Atom]] = {}
         self.turned: list[dict[Var, Atom]] = []
         self.tokens: dict[int, list[Var]] = {}
+        self.incoming_from: dict[int, Iterator[TaggedMessage]] = {}  # by rank: what it has not been asked for yet
         self.blocks: dict[str, Block] = {}
 
     def program(self) -> Program:
@@ -269,11 +270,16 @@ class RankWriter:
         return self.pieces[m, v]
 
     def ask_for(self, step: StageStep) -> None:
-        """Be ready for what a step receives."""
-        for message in self.loop.received.get(step, ()):
-            self.at(step, message.values[0])
-            source = self.schedule.place[message.source.stage]
-            self.tokens[message.tag] = self.begin_receive(message.values, source, message.tag)
+        """Be ready for what a step receives, and for what the same rank sends before that: who asks in the order in
+        which messages are sent needs no tags."""
+        for wanted in self.loop.received.get(step, ()):
+            source = self.schedule.place[wanted.source.stage]
+            if source not in self.incoming_from:
+                self.incoming_from[source] = iter(self.loop.in_order(source, self.rank))
+            while wanted.tag not in self.tokens:
+                message = next(self.incoming_from[source])
+                self.at(message.target, message.values[0])
+                self.tokens[message.tag] = self.begin_receive(message.values, source, message.tag)
 
     def at(self, step: StageStep, v: Var | None = None) -> None:
         """The next equations are of a step, and speak of a value: they are told by these if nobody answers."""

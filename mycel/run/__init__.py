@@ -1,11 +1,12 @@
 """Programs -> Python that runs: `emit` writes and loads source, `interpret` runs equation by equation."""
 
+from mycel.ops.space import settle_hosts
 from mycel.run.allocator import keep_freed_memory
 from mycel.run.compile import start_workers, warm_up, without_collector
 from mycel.run.emit import emit, load
 from mycel.run.host_space import HostSpace, available, moves
 from mycel.run.interpret import interpret, not_finite
-from mycel.run.link_probe import LinkWatch, timed_messages
+from mycel.run.link_probe import LinkWatch, timed_codecs, timed_messages
 from mycel.run.processes import world
 from mycel.run.replay import CudaGraph, Replayed
 from mycel.run.simulate import part_of, simulate, simulate_places, simulate_stages
@@ -26,10 +27,12 @@ __all__ = [
     "not_finite",
     "part_of",
     "recording",
+    "settle_hosts",
     "simulate",
     "simulate_places",
     "simulate_stages",
     "start_workers",
+    "timed_codecs",
     "timed_messages",
     "warm_up",
     "without_collector",

@@ -45,7 +45,7 @@ from mycel.ir import (
 from mycel.ops import o
 from mycel.run.compile import compiled as compile_function
 from mycel.run.kernels import literal, sources_of, write, write_inplace, write_into
-from mycel.run.memory_sharing import given_away, reusable, shared_outputs, summing
+from mycel.run.memory_sharing import given_away, owned_results, replaced_if, reusable, shared_outputs, summing
 
 _ROOMS = {"mycel.ops.across": "across"}  # where operators are that ask the run's communicator, if not in collective
 _TAKEN = {*keyword.kwlist, *dir(builtins), "torch", "math", "base64", "device", "ranks", "across", "spaces"}
@@ -61,13 +61,16 @@ def emit(program: Program, device: torch.device | str = "cpu", reuse: bool = Fal
     needed = _helpers(program, donate)
     names = _block_names(program, needed)
     inlined = _inlined(program)
-    shared, placed = shared_outputs(program), arenas(program)
+    shared, placed, owned = shared_outputs(program), arenas(program), owned_results(program)
     functions = []
     for block in order(program):
         if block not in inlined:
             main = block == program.entry
-            function = _Function(program, block, names, inlined, set(needed), shared if main else set(), reuse, placed)
-            functions.append(function.donating_source() if main and donate else function.source())
+            function = _Function(
+                program, block, names, inlined, set(needed), shared if main else set(), reuse, placed, owned
+            )
+            on_host = torch.device(device).type == "cpu"
+            functions.append(function.donating_source(on_host) if main and donate else function.source())
     body = "\n\n\n".join([*needed.values(), *functions]) + "\n"
     head = ["import base64"] if any(_is_bytes(c) for c in program.consts.values()) else []
     head += ["import math", "", "import torch"]
@@ -130,6 +133,7 @@ class _Function:
         copies: set[int],
         reuse: bool,
         placed: Mapping[str, Arena],
+        owned: Mapping[str, set[int]],
     ) -> None:
         self.program, self.block, self.blocks, self.inlined, self.copies = (
             program,
@@ -145,9 +149,12 @@ class _Function:
         self.reuse = reuse
         self.donates = False
         self.given: dict[int, set[int]] = {}
+        self.replaced: set[int] = set()
+        self.on_host = False
         self.over: dict[Atom, str] = {}  # moves to the host that are written over an input, by their tokens
         self.around = self.block  # the block whose equation is being written
         self.arenas = placed
+        self.owned = owned
         self.held_blocks = {id(block): name for name, block in program.blocks.items()}
 
     def source(self) -> str:
@@ -158,9 +165,10 @@ class _Function:
         self.line(f"return ({''.join(o + ', ' for o in outs)})" if len(outs) != 1 else f"return ({outs[0]},)")
         return f"def {self.name}({', '.join(args)}):\n" + "\n".join(self.lines)
 
-    def donating_source(self) -> str:
-        """The entry, its updates written into its inputs."""
+    def donating_source(self, on_host: bool) -> str:
+        """The entry, its updates written into its inputs; `on_host`: its conditions can be asked."""
         self.donates, self.given = True, given_away(self.program)
+        self.replaced, self.on_host = replaced_if(self.program), on_host
         names: dict[Var, str] = {}
         args = [self.named(v, names) for v in self.block.inputs]
         by_name = {v.name: names[v] for v in self.block.inputs}
@@ -187,13 +195,16 @@ class _Function:
     def body(self, block: Block, names: dict[Var, str], own: set[Var], summed: dict[int, int] | None = None) -> None:
         """The equations of a block; values of `own` and those defined here are deleted after their last use."""
         dead = _deaths(block)
-        over = {**reusable(block), **(summed or {})} if self.reuse else {}
+        over = {**reusable(block, self.owned), **(summed or {})} if self.reuse else {}
         for i, eqn in enumerate(block.eqns):
             self.around = block
             passed_on: Sequence[Atom] = ()  # operands whose memory, and name, are a result's from here on
             if block is self.block and i in self.given:
                 self.update(eqn, names, self.given[i])
                 passed_on = eqn.inputs[: len(eqn.outputs)]
+            elif block is self.block and i in self.replaced:
+                self.replace(eqn, names)
+                passed_on = eqn.inputs[2:]
             elif eqn.op.transfers:
                 self.move(i, eqn, names)
             else:
@@ -248,10 +259,26 @@ class _Function:
             self.line(f"{', '.join(outs)} = {text}{comment}")
 
     def update(self, eqn: Eqn, names: dict[Var, str], copies: set[int]) -> None:
-        """An equation over the memory of its first operands, which are its results from here on."""
+        """An equation over the memory of its first operands, which are its results from here on; on the host, one that
+        is given what it needs and runs whenever that has come."""
         args = [self.atom(x, names) + (".clone()" if k in copies else "") for k, x in enumerate(eqn.inputs)]
+        operands = dict.fromkeys(names[v] for v in eqn.vars)
         names.update((y, names[x]) for x, y in zip(eqn.inputs, eqn.outputs, strict=False))  # type: ignore[index]
-        self.line(write_inplace(eqn.op, args, eqn.params))
+        text = write_inplace(eqn.op, args, eqn.params)
+        if eqn.on_host:
+            bound = ", ".join(f"{name}={name}" for name in operands)
+            text = f"spaces.compute(lambda {bound}: {text}, [{', '.join(operands)}])"
+        self.line(text)
+
+    def replace(self, eqn: Eqn, names: dict[Var, str]) -> None:
+        """where(c, new, old) in the memory of an input: on the host nothing is computed, and nothing written if not."""
+        condition, new, old = (self.atom(x, names) for x in eqn.inputs)
+        names[eqn.outputs[0]] = old
+        if self.on_host:
+            self.line(f"if {condition}:")
+            self.line(f"    {old}.copy_({new})")
+        else:
+            self.line(f"torch.where({condition}, {new}, {old}, out={old})")
 
     def move(self, i: int, eqn: Eqn, names: dict[Var, str]) -> None:
         """Half of a move; what it brings to the host has its place there, or an input's."""

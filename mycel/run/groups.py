@@ -6,8 +6,8 @@
                                   one behind the other
     scatter(out, x)               out = the sum of x[me] over all
                                   (where the network can: else an exchange, and a sum here)
-    send(x, to, tag)              x of this rank, into the tensor that another one receives under the same tag
-    receive(out, source, tag)
+    send(x, to, tag)              x of this rank, into the tensor that another one receives under the same tag; NCCL
+    receive(out, source, tag)     knows no tags, and takes messages in their order (`channels.py`)
 
 All tensors are contiguous.  A message is under way until its works have been waited for, and nothing may touch its
 tensors until then.  Groups are made of torch's backends themselves, not by `new_group`: that sorts the ranks, where the
@@ -27,8 +27,6 @@ from typing import Any
 
 import torch
 from torch import distributed as dist
-
-from mycel.errors import RunError
 
 Works = list[dist.Work]
 Tensor = torch.Tensor
@@ -87,12 +85,10 @@ class RankGroup:
         ]
 
     def send(self, x: Tensor, to: int, tag: int) -> Works:
-        raise RunError(
-            "ranks on GPUs do not send each other single messages yet, and a pipeline needs them\n"
-            "  try       a plan without stages, or ranks on the CPU"
-        )
+        return [self.backend.send([_bytes(x)], to, tag)] if x.numel() else []
 
-    receive = send
+    def receive(self, out: Tensor, source: int, tag: int) -> Works:
+        return [self.backend.recv([_bytes(out)], source, tag)] if out.numel() else []
 
 
 class Gloo(RankGroup):
@@ -121,12 +117,6 @@ class Gloo(RankGroup):
     def gather_small(self, out: Tensor, x: Tensor) -> Works:
         # to each directly: a broadcast's root sends all of it twice before the last has it
         return self.exchange(out, x.expand(self.count, -1).contiguous())
-
-    def send(self, x: Tensor, to: int, tag: int) -> Works:
-        return [self.backend.send([_bytes(x)], to, tag)] if x.numel() else []
-
-    def receive(self, out: Tensor, source: int, tag: int) -> Works:
-        return [self.backend.recv([_bytes(out)], source, tag)] if out.numel() else []
 
     def _broadcast(self, x: Tensor, root: int) -> dist.Work:
         options = dist.BroadcastOptions()

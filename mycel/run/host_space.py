@@ -6,13 +6,19 @@
 On a GPU a copy waits for what the device has computed when it begins, and whoever finishes it waits for the copy, on
 the device's own streams: the host waits for nothing.  Memory is not given back while a copy reads or writes it, because
 a program holds what it moves until the move is finished.  On a CPU the host is simulated: the same places, real copies.
+
+Updates that run on the host do so in a thread of their own, one after the other, each once the copies that bring what
+it reads have ended.  Whoever then moves a value that one of them writes, or writes where one of them reads, waits for
+it: the first use of a parameter in the next step does.
 """
 
 from __future__ import annotations
 
 import resource
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +26,7 @@ import torch
 
 from mycel.errors import RunError
 from mycel.ir import DEVICE, HOST, Program, Role, Type, arenas, rounded
-from mycel.ops.space import HOST_SPACES, like
+from mycel.ops.space import HOST_SPACES, LIVING, like
 from mycel.sizes import shown
 
 UNKNOWN = 1 << 62  # bytes
@@ -35,7 +41,10 @@ class HostSpace:
         self.arena = torch.empty(0, dtype=torch.uint8)
         self._views: dict[Any, torch.Tensor] = {}
         self._pinned: list[int] = []
-        self._on_the_way: dict[int, Any] = {}  # copies to the host that nobody has waited for, by address
+        self._on_the_way: dict[int, Any] = {}  # the last copy to an address of the host
+        self._updates: list[PendingUpdate] = []  # that have been given to the thread
+        self._thread = ThreadPoolExecutor(1, "mycel host update") if device.type == "cuda" else None
+        LIVING.add(self)
         if device.type == "cuda":
             self.leaving, self.coming = torch.cuda.Stream(device), torch.cuda.Stream(device)
             weakref.finalize(self, _unpin, self._pinned)
@@ -66,6 +75,7 @@ class HostSpace:
 
     def settled(self, role: Role, x: torch.Tensor) -> torch.Tensor:
         """The home of an input, with the value of x, its elements in x's order; from now on it is there."""
+        self.settle()
         home = self.homes[role]
         if x.data_ptr() != home.data_ptr():
             home = self.homes[role] = home.view(-1).as_strided(x.shape, like(x, "meta").stride())
@@ -103,20 +113,50 @@ class HostSpace:
             torch.cuda.current_stream(self.device).wait_event(copied)
         elif copied is not None:
             x.record_stream(self.leaving)  # its memory is used again once it has left
-            self._on_the_way[y.data_ptr()] = copied
         return y
 
+    def compute(self, update: Callable[[], Any], operands: Sequence[Any]) -> None:
+        """Updates parameters that live here.  In the thread, which waits for the copies of its operands and not for
+        what the device does else; the device waits for nothing."""
+        tensors = [x for x in operands if isinstance(x, torch.Tensor)]
+        if self._thread is None:
+            update()
+            return
+        copies = [self._on_the_way[x.data_ptr()] for x in tensors if x.data_ptr() in self._on_the_way]
+
+        def run() -> None:
+            for copied in copies:
+                copied.synchronize()
+            with torch.no_grad():
+                update()
+
+        self._updates = [pending for pending in self._updates if not pending.is_over()]
+        self._updates.append(PendingUpdate(self._thread.submit(run), [_span(x) for x in tensors]))
+
+    def settle(self, *touched: torch.Tensor) -> None:
+        """Wait for updates of what lies in the memory of these; without any, for all.  What one of them raised is
+        raised here."""
+        spans = [_span(x) for x in touched]
+        for pending in self._updates:
+            if not touched or pending.overlaps(spans):
+                pending.done.result()
+
     def _copy(self, y: torch.Tensor, x: torch.Tensor, to: str) -> tuple[torch.Tensor, Any]:
+        if self._updates:
+            self.settle(y if to == HOST else x)
         if self.device.type != "cuda":
             return y.copy_(x), None
         stream = self.leaving if to == HOST else self.coming
         stream.wait_stream(torch.cuda.current_stream(self.device))
-        left = self._on_the_way.pop(x.data_ptr(), None)
+        left = self._on_the_way.get(x.data_ptr()) if to == DEVICE else None
         if left is not None:
             stream.wait_event(left)
         with torch.cuda.stream(stream):
             y.copy_(x, non_blocking=True)
-        return y, stream.record_event()
+        copied = stream.record_event()
+        if to == HOST:
+            self._on_the_way[y.data_ptr()] = copied
+        return y, copied
 
     def _place(self, x: torch.Tensor, at: int | None) -> torch.Tensor:
         """Memory for a copy of x at a byte of the arena, its elements in x's order."""
@@ -139,6 +179,26 @@ class HostSpace:
                 HOST_SPACES.pop()
 
         return run
+
+
+@dataclass(frozen=True)
+class PendingUpdate:
+    """An update that the thread has or had to do, and the memory that it reads and writes."""
+
+    done: Future[None]
+    spans: list[tuple[int, int]]
+
+    def is_over(self) -> bool:
+        """Has it ended well?  What it raised is kept for whoever waits."""
+        return self.done.done() and self.done.exception() is None
+
+    def overlaps(self, others: Sequence[tuple[int, int]]) -> bool:
+        return any(a < d and c < b for a, b in self.spans for c, d in others)
+
+
+def _span(x: torch.Tensor) -> tuple[int, int]:
+    """The addresses that a tensor of the host lies between."""
+    return x.data_ptr(), x.data_ptr() + max(x.nbytes, 1)
 
 
 def moves(program: Program) -> bool:

@@ -1,4 +1,5 @@
-"""How fast a link is now: a few messages of two sizes along an axis, timed by all ranks together.
+"""How fast a link is now: a few messages of two sizes along an axis, timed by all ranks together; and the codecs that
+messages may be encoded by.
 
 What `mycel probe` measures at leisure, for one axis and in a second or two: where a plan leaves it to us how gradients
 travel, the link of this moment counts.  All ranks get the same numbers, those of the slowest.
@@ -8,12 +9,17 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
+from mycel.ir import Op, type_of
+from mycel.ops import o
 from mycel.run.processes import Processes
 
 SIZES = (1 << 14, 1 << 20)  # bytes
+CODED = (1 << 14, 1 << 18)  # elements of a gradient
 REPEATS = 3
 GLANCE = 1 << 17  # bytes of the message by which a link is watched
 SLOW = 0.8  # of the speed that a plan was priced by
@@ -30,6 +36,41 @@ def timed_messages(ranks: Processes, axis: str) -> dict[str, list[tuple[float, f
             x = torch.zeros(size // 4, device=ranks.device) if name == "all_reduce" else x
             messages.setdefault(name, []).append((count, float(x.nbytes), _seconds(ranks, name, x, axis)))
     return messages
+
+
+def timed_codecs(ranks: Processes, codecs: Sequence[str]) -> dict[str, tuple[tuple[float, float], ...]]:
+    """By kind of work (`Op.rate_of`), how many elements the kernels of codecs make, and how many of them a second."""
+    runs = [run for codec in codecs for n in CODED for run in _codec_runs(codec, n, ranks.device)]
+    taken = [min(_timed(op, inputs, params) for _ in range(REPEATS + 1)) for op, inputs, params in runs]
+    slowest = ranks.all_reduce(torch.tensor(taken, device=ranks.device), ranks.mesh.axes, ">").tolist()
+    curves: dict[str, list[tuple[float, float]]] = {}
+    for (op, inputs, params), seconds in zip(runs, slowest, strict=True):
+        types = [type_of(x) if isinstance(x, torch.Tensor) else x for x in inputs]
+        work = op.cost(types, params).flops
+        curves.setdefault(f"{op.rate_of(types, params)}.fp32", []).append((work, work / seconds))
+    return {kind: tuple(curve) for kind, curve in curves.items()}
+
+
+def _codec_runs(codec: str, n: int, device: torch.device) -> list[tuple[Op, list[Any], dict[str, Any]]]:
+    """What a step does with a gradient of n elements."""
+    x, e = torch.randn(n, device=device), torch.zeros(n, device=device)
+    how: dict[str, Any] = {"codec": codec, "rows": 1, "row": n}
+    code, read = o.encode(x, None, **how), {"codec": codec, "row": n, "shape": (n,)}
+    return [
+        (o.encode, [x, None], how),
+        (o.encode_residual, [x, e, None], how),
+        (o.decode, [code, None], read),
+        (o.decode_sum, [torch.cat([code, code]), None], read),
+    ]
+
+
+def _timed(op: Op, inputs: Sequence[Any], params: Mapping[str, Any]) -> float:
+    begun = time.perf_counter()
+    result = op(*inputs, **params)
+    first = result[0] if isinstance(result, tuple) else result
+    if first.is_cuda:
+        torch.cuda.synchronize(first.device)
+    return time.perf_counter() - begun
 
 
 def _seconds(ranks: Processes, name: str, x: torch.Tensor, axis: str) -> float:

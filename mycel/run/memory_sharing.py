@@ -4,12 +4,16 @@ roots            which inputs of a block each of its values may share memory wit
 shared_outputs   outputs that may share memory with an input the program updates in place; those are copied before
                  the update
 given_away       equations of the entry that may write their results over inputs the program updates
+replaced_if      choices between the old and the new value of such an input that may be made in its memory
 summing          equations of a scan's body that may add to its carry in place
+owned_results    of each block, the outputs that lie in memory of their own
 reusable         equations whose result may be written over an operand, because that owns its memory and nobody
                  reads it afterwards
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 from mycel.ir import CONTROL, Block, Eqn, Program, Var, call, chains, lifetimes, order, scan
 from mycel.ops import o
@@ -124,6 +128,30 @@ def given_away(program: Program) -> dict[int, set[int]]:
     return copied_operands
 
 
+def replaced_if(program: Program) -> set[int]:
+    """Equations of the entry (by index) that choose by one condition between a new value of an input and the input
+    itself, which their result replaces, and nobody reads that afterwards: where(c, new, old)."""
+    if not program.updates:
+        return set()
+    block, known, last = program.main, roots(program)[program.entry], lifetimes(program.main)
+    new = dict(zip(program.updates, block.outputs[len(block.outputs) - len(program.updates) :], strict=True))
+    position = {v: i for i, v in enumerate(block.inputs)}
+    chosen = set()
+    for i, eqn in enumerate(block.eqns):
+        if eqn.op is not o.where:
+            continue
+        (condition, value, old), (result,) = eqn.inputs, eqn.outputs
+        if not (isinstance(condition, Var) and isinstance(value, Var) and isinstance(old, Var)):
+            continue
+        if old not in position or condition.ndim:
+            continue
+        later = any(last[v][1] > i and position[old] in at for v, at in known.items() if v != result)
+        later = later or position[old] in known.get(value, ())  # what lies in it is not copied over it
+        if new.get(old.name) == result and old.type == value.type == result.type and not later:
+            chosen.add(i)
+    return chosen
+
+
 def summing(outer: Block, eqn: Eqn, body: Block) -> dict[int, int]:
     """Equations of a scan's body (by index) whose result may be written over an operand: a carry that they alone read
     and replace, and that started in memory nobody else knows."""
@@ -153,8 +181,8 @@ def summing(outer: Block, eqn: Eqn, body: Block) -> dict[int, int]:
             if (
                 isinstance(x, Var)
                 and x in mine
-                and mine[x] == e.outputs[0]
-                and x.type == e.outputs[0].type
+                and mine[x] == e.outputs[-1]
+                and x.type == e.outputs[-1].type
                 and e.inputs.count(x) == 1
             ):
                 overwritten[i] = k
@@ -162,8 +190,26 @@ def summing(outer: Block, eqn: Eqn, body: Block) -> dict[int, int]:
     return overwritten
 
 
-def reusable(block: Block) -> dict[int, int]:
-    """For equations (by index): which operand their result may be written over."""
+def owned_results(program: Program) -> dict[str, set[int]]:
+    """Of each block its outputs (by position) whose memory nobody else knows who has not been given them."""
+    owned: dict[str, set[int]] = {}
+    for name in order(program):
+        block = program.blocks[name]
+        family, fresh = families(block), set[Var]()
+        for eqn in block.eqns:
+            if eqn.op is call:
+                fresh.update(eqn.outputs[i] for i in owned[eqn.params["block"]])
+            elif eqn.op not in CONTROL and (eqn.op.fresh or eqn.op.into):
+                fresh.update(eqn.outputs)
+        # what is given to control flow or a stack may be kept or returned by it
+        known = {v for e in block.eqns if e.op in CONTROL or e.op.stacks for v in e.vars}
+        alone = {v for v in fresh - known if len(family[v]) == 1}
+        owned[name] = {i for i, x in enumerate(block.outputs) if x in alone and block.outputs.count(x) == 1}
+    return owned
+
+
+def reusable(block: Block, owned: Mapping[str, set[int]]) -> dict[int, int]:
+    """For equations (by index): which operand their result may be written over; `owned`: what calls return."""
     last = {v: end for v, (_, end) in lifetimes(block).items()}
     owner: dict[Var, Var] = {}  # a value -> the value whose fresh memory it lies in
     sharing: dict[Var, list[Var]] = {}
@@ -177,13 +223,16 @@ def reusable(block: Block) -> dict[int, int]:
             for v in eqn.vars:
                 for other in sharing.pop(owner.get(v, v), ()):
                     owner.pop(other, None)
+            for place in owned[eqn.params["block"]] if eqn.op is call else ():
+                v = eqn.outputs[place]
+                owner[v], sharing[v] = v, [v]
         elif eqn.op.fresh or eqn.op.into:
             for k in range(len(eqn.op.into)):
                 x = eqn.inputs[k]
                 if (
                     not isinstance(x, Var)
                     or owner.get(x) is not x
-                    or x.type != eqn.outputs[0].type
+                    or x.type != eqn.outputs[-1].type
                     or eqn.inputs.count(x) > 1
                 ):
                     continue

@@ -26,6 +26,7 @@ import torch
 from torch.nn import functional as F
 
 from mycel.ir import OPS, Mesh, type_of
+from mycel.ops.sdpa import counted
 from mycel.run.processes import Processes, world
 from mycel.run.rendezvous import seat
 
@@ -57,6 +58,7 @@ SIZES = {  # by device: what is small and what is large there
         "message": [(1 << 12, 20), (1 << 16, 20), (1 << 20, 10), (1 << 24, 5), (1 << 27, 3)],
     },
 }
+BUCKET = 4  # tensors that travel together
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute_ranks")
 
 
@@ -110,6 +112,7 @@ class Probe:
             "threads": torch.get_num_threads(),
             "launch_s": _short(self.launch_s),
             "host_bytes_s": _short(self._host()),
+            "update_bytes_s": _short(self._host_update()),
             **({"unaligned": [_short(x) for x in self._unaligned()]} if is_cuda else {}),
             "rates": {name: sorted([_short(x), _short(y)] for x, y in curve) for name, curve in rates.items()},
         }
@@ -261,13 +264,15 @@ class Probe:
             is_small = shape[2] <= LONGEST_MASK
             bias = self._rand(1, shape[1], shape[2], shape[2], dtype=dtype) if is_small else None
             kinds: list[tuple[torch.Tensor | None, dict[str, Any]]] = [(None, {}), (None, {"causal": True})]
-            kinds += [(None, {"window": (shape[2] // 4, 0)})]
+            kinds += [(None, {"window": (shape[2] // 4, 0)}), (None, {"causal": True, "dropout": 0.1})]
+            counts = counted(q, k, torch.zeros((), dtype=torch.int64, device=self.device), 0)
             kinds += [(bias, {})] if bias is not None else []
             for mask, how in kinds:
-                y, lse = attend.kernel(q, k, v, mask, **how)
-                runs = {attend: (q, k, v, mask), gradient: (y, q, k, v, mask, y, lse)}
+                draws = (counts,) if "dropout" in how else ()
+                y, lse = attend.kernel(q, k, v, mask, *draws, **how)
+                runs = {attend: (q, k, v, mask, *draws), gradient: (y, q, k, v, mask, y, lse, *draws)}
                 if mask is not None:
-                    runs[of_mask] = (y, q, k, v, mask, y, lse)
+                    runs[of_mask] = (y, q, k, v, mask, y, lse, *draws)
                 for op, operands in runs.items():
                     types = [type_of(x) if isinstance(x, torch.Tensor) else x for x in operands]
                     flops = op.cost(types, how).flops
@@ -297,6 +302,19 @@ class Probe:
         here = torch.empty(size, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
         there = torch.empty(size, dtype=torch.uint8, device=self.device)
         return float(size / self.seconds(lambda: there.copy_(here, non_blocking=True)))
+
+    def _host_update(self) -> float:
+        """Bytes of the host's memory that an update of parameters there reads and writes in a second."""
+        p, g, first, second = (torch.zeros(self.sizes["memory"][-1] // 16) for _ in range(4))
+        step = torch.ones(())
+
+        def update() -> None:
+            torch._fused_adamw_(
+                [p], [g], [first], [second], [], [step], lr=1e-3, beta1=0.9, beta2=0.999, weight_decay=0.0, eps=1e-8,
+                amsgrad=False, maximize=False,
+            )  # fmt: skip
+
+        return float(7 * p.nbytes / self.seconds(update))
 
     # -- links -------------------------------------------------------------------------------------------------------
 
@@ -364,14 +382,16 @@ class Probe:
         return max((together - computing) / TURNS - alone, 0.0)
 
     def _sender(self, op: str, axes: tuple[str, ...], size: int) -> Callable[[], Any]:
+        """Sends a bucket, as steps do: what packing and unpacking it takes is part of the message."""
         count = self.ranks.mesh.count(axes)
-        x = self._rand(count, size // 4 // count)
+        tensors = 1 if op in ("all_to_all", "permute_ranks") else BUCKET
+        xs = [self._rand(count, max(size // 4 // count // tensors, 1)) for _ in range(tensors)]
         how: dict[str, dict[str, Any]] = {
             "all_gather": {"dim": 0}, "reduce_scatter": {"dim": 0}, "all_to_all": {"split": 0, "join": 1},
             "permute_ranks": {"to": tuple((i + 1) % count for i in range(count))},
         }  # fmt: skip
         name = "permute" if op == "permute_ranks" else op
-        return lambda: self.ranks.wait(self.ranks.start(name, [x], axes=axes, **how.get(op, {})))
+        return lambda: self.ranks.wait(self.ranks.start(name, xs, axes=axes, **how.get(op, {})))
 
     def _busy(self, axes: tuple[str, ...]) -> float:
         """The share of a message's seconds that are lost to computing beside it: 0 if none are."""

@@ -27,7 +27,8 @@ import torch
 from torch import distributed as dist
 
 from mycel.errors import PlanError, RunError
-from mycel.ir.layout import Axes, Mesh
+from mycel.ir import Axes, Mesh, Program
+from mycel.run.channels import Channel, Pair, pairs_of
 from mycel.run.collectives import Messages, TransferPiece, begin, box_of, buckets, finish
 from mycel.run.groups import Gloo, Nccl, RankGroup, Works
 from mycel.run.rendezvous import LATER_S, Rendezvous, Seat, code_version, is_loopback, seat
@@ -36,6 +37,7 @@ from mycel.run.watch import PendingCollective, Watch
 __all__ = ["Pending", "Processes", "code_version", "world"]
 
 Tensor = torch.Tensor
+CHANNELS = {"cuda"}  # devices whose messages have no tags: each pair of ranks has a channel for each direction
 # who sends it, who receives it, where it begins in the part of each, its shape (ops/across.py)
 Piece = tuple[int, int, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
@@ -77,6 +79,7 @@ class Processes:
     ) -> None:
         self.mesh, self.rank, self.device, self.at = mesh, rank, device or torch.device("cpu"), ""
         self.groups: dict[tuple[Axes, str], RankGroup] = {}
+        self.channels: dict[Pair, Channel] = {}  # of the world, where pairs have one each
         self.meeting, self.world, self.numbers = meeting, world or self, tuple(numbers) or tuple(range(mesh.world))
         self.owner = os.getpid()
         own = Watch(meeting) if meeting is not None and world is None else None
@@ -87,8 +90,8 @@ class Processes:
     def within(self, mesh: Mesh, numbers: Sequence[int]) -> Processes:
         """This rank among some of all, which are a mesh of their own; all ranks call it, each for those it is one of:
         from now on they can send each other single messages too."""
-        if self.meeting is not None:
-            self._peers(self.mesh.axes, self.rank)
+        if self.meeting is not None and self.device.type not in CHANNELS:
+            self._peers(self.mesh.axes, self.rank, sends=True)
         return Processes(mesh, numbers.index(self.rank), self.device, self.meeting, self, numbers)
 
     def index(self, axes: Axes) -> int:
@@ -173,23 +176,46 @@ class Processes:
 
     # -- from one rank to another
 
+    def connect(self, program: Program) -> None:
+        """Before a program's first message: where pairs of ranks have a channel each, they are made, by all ranks."""
+        if self.meeting is None or self.device.type not in CHANNELS:
+            return
+        for pair in pairs_of(program, self.world.rank, self._members):
+            if pair not in self.world.channels:
+                self.world.channels[pair] = self._channel(pair)
+
+    def _channel(self, pair: Pair) -> Channel:
+        """From one rank to another; with its first message, which makes a communicator."""
+        source, target = pair
+        place = self._watch().enter(f"the first message from rank {source} to rank {target}", self.at, pair)
+        try:
+            key = f"{self.device.type}/from {source} to {target}"
+            channel = Channel(self._joined(key, self.device.type, pair.index(self.world.rank), 2))
+            first = torch.zeros(1, dtype=torch.uint8, device=self.device)
+            for work in channel.send(first) if self.world.rank == source else channel.receive(first):
+                work.wait()
+        except RuntimeError as e:
+            raise self._watch().explain(place, e) from e
+        self._watch().leave(place)
+        return channel
+
     def start_send(self, xs: Sequence[Tensor], axes: Axes, to: int, tag: int) -> PendingTransfer:
         """Begin to send tensors to the rank with an index along the axes, under tags from this one on."""
-        group, peer = self._peers(axes, to)
+        link, peer = self._peers(axes, to, sends=True)
         tensors = [x.contiguous() for x in xs]
-        works = [work for i, x in enumerate(tensors) for work in group.send(x, to, tag + i)]
+        works = [work for i, x in enumerate(tensors) for work in link.send(x, to, tag + i)]
         return PendingTransfer(tensors, works, f"a message to rank {peer}", self.at, (peer,))
 
     def start_receive(
         self, shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype], axes: Axes, source: int, tag: int
     ) -> PendingTransfer:
         """Be ready for tensors from the rank with an index along the axes."""
-        group, peer = self._peers(axes, source)
+        link, peer = self._peers(axes, source, sends=False)
         tensors = [
             torch.empty(tuple(shape), dtype=dtype, device=self.device)
             for shape, dtype in zip(shapes, dtypes, strict=True)
         ]
-        works = [work for i, x in enumerate(tensors) for work in group.receive(x, source, tag + i)]
+        works = [work for i, x in enumerate(tensors) for work in link.receive(x, source, tag + i)]
         return PendingTransfer(tensors, works, f"a message from rank {peer}", self.at, (peer,))
 
     def wait_sent(self, pending: PendingTransfer) -> None:
@@ -209,11 +235,15 @@ class Processes:
                 work.wait()
         except RuntimeError as e:
             raise watch.explain(place, e) from e
-        watch.leave(place)
+        is_queued = bool(pending.works) and self.device.type == "cuda"  # waiting for it only queues it there
+        watch.leave(place, _reached() if is_queued else None)
 
-    def _peers(self, axes: Axes, index: int) -> tuple[RankGroup, int]:
-        """The group in which messages between two ranks go, and the rank of the other."""
+    def _peers(self, axes: Axes, index: int, sends: bool) -> tuple[RankGroup | Channel, int]:
+        """What messages to or from the rank with an index along the axes go through, and its number in the world."""
         ranks = self._members(axes)
+        if self.device.type in CHANNELS:
+            pair = (self.world.rank, ranks[index]) if sends else (ranks[index], self.world.rank)
+            return self.world.channels[pair], ranks[index]
         group = self.groups.get((axes, self.device.type))
         if group is None:
             place = self._watch().enter(f"the first message over {'.'.join(axes)}", self.at, ranks)
@@ -231,8 +261,8 @@ class Processes:
         """Begin to send this rank's pieces of a tensor."""
         own = [piece for piece in pieces if piece[0] == self.world.rank]
         tensors = [box_of(x, start, shape).contiguous() for _, _, start, _, shape in own]
-        group, _ = self.world._peers(self.world.mesh.axes, self.world.rank)
-        works = [w for piece, t in zip(own, tensors, strict=True) for w in group.send(t, piece[1], tag)]
+        links = [self.world._peers(self.world.mesh.axes, piece[1], sends=True)[0] for piece in own]
+        works = [w for link, piece, t in zip(links, own, tensors, strict=True) for w in link.send(t, piece[1], tag)]
         peers = tuple(piece[1] for piece in own)
         return PendingTransfer(tensors, works, f"a message to {_ranks_text(peers)}", self.at, peers, own)
 
@@ -240,8 +270,8 @@ class Processes:
         """Be ready for this rank's pieces of a tensor."""
         own = [piece for piece in pieces if piece[1] == self.world.rank]
         tensors = [torch.empty(piece[4], dtype=dtype, device=self.device) for piece in own]
-        group, _ = self.world._peers(self.world.mesh.axes, self.world.rank)
-        works = [w for piece, t in zip(own, tensors, strict=True) for w in group.receive(t, piece[0], tag)]
+        links = [self.world._peers(self.world.mesh.axes, piece[0], sends=False)[0] for piece in own]
+        works = [w for link, piece, t in zip(links, own, tensors, strict=True) for w in link.receive(t, piece[0], tag)]
         peers = tuple(piece[0] for piece in own)
         return PendingTransfer(tensors, works, f"a message from {_ranks_text(peers)}", self.at, peers, own)
 
@@ -277,6 +307,7 @@ class Processes:
             self.meeting.fail(error)
         watch, self.watch = self.watch, None
         self.groups.clear()
+        self.channels.clear()
         watch.close()
         if not watch.reason and error is None:
             self.meeting.leave()
@@ -309,19 +340,16 @@ class Processes:
         return self.groups[axes, device]
 
     def _connected(self, axes: Axes, device: str, ranks: Sequence[int]) -> RankGroup:
+        return self._joined(f"{device}/{'.'.join(axes)}/{ranks[0]}", device, self.index(axes), len(ranks))
+
+    def _joined(self, key: str, device: str, index: int, count: int) -> RankGroup:
+        """So many ranks, which come under a key, of which this is one."""
         assert self.meeting is not None
-        key = f"{device}/{'.'.join(axes)}/{ranks[0]}"
-        self.meeting.meet(f"{key}/meet", len(ranks))  # so that the connecting, which cannot be interrupted, is short
-        store, index, timeout = (
-            self.meeting.under(key),
-            self.index(axes),
-            timedelta(seconds=self.meeting.timeout_s + LATER_S),
-        )
+        self.meeting.meet(f"{key}/meet", count)  # so that the connecting, which cannot be interrupted, is short
+        store, timeout = self.meeting.under(key), timedelta(seconds=self.meeting.timeout_s + LATER_S)
         if device == "cuda":
-            return Nccl(store, index, len(ranks), timeout)
-        return Gloo(
-            store, index, len(ranks), "" if "GLOO_SOCKET_IFNAME" in os.environ else self.meeting.address, timeout
-        )
+            return Nccl(store, index, count, timeout)
+        return Gloo(store, index, count, "" if "GLOO_SOCKET_IFNAME" in os.environ else self.meeting.address, timeout)
 
 
 def world(mesh: Mesh, device: str | torch.device = "auto") -> Processes:

@@ -4,7 +4,8 @@ The reference for all that lowers: deterministic, no process group.  Ranks must 
 
 `simulate_stages` runs programs that differ, one for the ranks of each stage, each as far as it can: a receive waits for
 its message, the end of a send until it has been received, a collective over the stages for all of them.  Where nobody
-can go on, RunError says who waits for whom.
+can go on, RunError says who waits for whom; and also where a stage asks for messages of another in an order that is not
+theirs, which a network without tags would mix up.
 """
 
 from __future__ import annotations
@@ -92,6 +93,7 @@ def simulate_places(
     if queues.messages:
         source, target, tag = next(iter(queues.messages))
         raise RunError(f"stage {source} has sent message {tag} to stage {target}, which never received it")
+    queues.refuse_order()
     return [stage.results for stage in stages]
 
 
@@ -106,11 +108,24 @@ class _Queues:
     messages: dict[tuple[int, int, int], list[Values]] = field(default_factory=dict)
     boards: dict[int, dict[int, tuple[Eqn, list[Values]]]] = field(default_factory=dict)
     moves: int = 0
+    sent: dict[tuple[int, int], list[int]] = field(default_factory=dict)  # tags of messages from stage to stage
+    asked: dict[tuple[int, int], list[int]] = field(default_factory=dict)
+
+    def ask(self, source: int, target: int, tag: int) -> None:
+        self.asked.setdefault((source, target), []).append(tag)
+
+    def refuse_order(self) -> None:
+        """Networks without tags give what is sent first to who asks first."""
+        for (source, target), tags in self.sent.items():
+            if tags != self.asked.get((source, target)):
+                asked = self.asked.get((source, target))
+                raise RunError(f"stage {source} sends messages {tags} to stage {target}, which asks for {asked}")
 
     def put(self, source: int, target: int, tag: int, values: list[Values]) -> None:
         if (source, target, tag) in self.messages:
             raise RunError(f"stage {source} has sent message {tag} to stage {target} twice")
         self.messages[source, target, tag] = values
+        self.sent.setdefault((source, target), []).append(tag)
         self.moves += 1
 
     def take(self, source: int, target: int, tag: int) -> list[Values]:
@@ -262,6 +277,7 @@ class _StageRanks(_Ranks):
                 yield f"{at}: waits until stage {p['to']} has received message {p['tag']}"
             return token
         if eqn.op is o.begin_receive:
+            queues.ask(p["source"], self.stage, p["tag"])
             return token
         if eqn.op is o.finish_receive:
             while (p["source"], self.stage, p["tag"]) not in queues.messages:
@@ -279,6 +295,7 @@ class _StageRanks(_Ranks):
                 yield f"{at}: waits until stage {p['to']} has received message {p['tag']}"
             return token
         if eqn.op is o.begin_receive_across:
+            queues.ask(p["source"], self.stage, p["tag"])
             return token
         if eqn.op is o.finish_receive_across:
             while (p["source"], self.stage, p["tag"]) not in queues.messages:

@@ -153,7 +153,7 @@ class Train(Section):
     batch: forms.Count = Field(default=16, description="sequences in a micro-batch, on all ranks together")
     accumulate: forms.Count = Field(default=1, description="micro-batches in a step")
     clip_norm: forms.Positive | None = Field(default=1.0, description="of the whole gradient; null: no clipping")
-    precision: Literal["fp32", "bf16", "fp16"] = Field(default="fp32", description="of the computation")
+    precision: Literal["fp32", "bf16", "fp16", "fp8"] = Field(default="fp32", description="of the computation")
     memory: forms.Size | None = Field(default=None, description="limit such as 20GiB; null: what there is")
     compile: forms.Compile = Field(default="auto", description="auto, true or false")
     seed: forms.Whole = Field(default=0, description="of weights, order of data, dropout")
@@ -290,7 +290,11 @@ class Config(Section):
         if self.schedule.warmup >= self.train.steps:
             what = f"schedule.warmup is {self.schedule.warmup} steps, but train.steps is {self.train.steps}"
             yield what, "schedule.warmup=0.1, a tenth of the steps"
-        if (self.model.dtype, self.train.precision) in (("float16", "bf16"), ("bfloat16", "fp16")):
+        if (self.model.dtype, self.train.precision) in (
+            ("float16", "bf16"),
+            ("float16", "fp8"),
+            ("bfloat16", "fp16"),
+        ):
             what = f"model.dtype is {self.model.dtype}, but train.precision is {self.train.precision}"
             yield what, "model.dtype=float32"
         if self.parallel.rebalance and self.model.lora is not None:

@@ -2,20 +2,25 @@
 
     prompt ──▶ the model as it is, fills the cache ──▶ token ──▶ code for one token, writes one place ──▶ logits ──▶ …
     cache      places 64, 128, 256 …: when it is full, one of twice the size takes over what it holds
+    guesses    tokens that may follow (`guess.py`) go along with a token, each at its place; as long as the text turns
+               out that way, its logits are there already, and what was written behind it is written over
 
-The code is made once for each size of the cache, so a text of n tokens needs log2(n / 64) captures at most.  A model
-whose cache is none of plain keys and values (sliding windows, states of a recurrence) goes on with its own.
+A token costs one reading of all weights, however many go along.  The code is made once for each size of the cache, with
+and without guesses, so a text of n tokens needs 2 log2(n / 64) captures at most.  A model whose cache is none of plain
+keys and values (sliding windows, states of a recurrence) goes on with its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import nn
 
 from mycel.api import is_static_cache, jit
+from mycel.train.guess import Guesses
 
 LEAST = 64  # places of the first cache
 
@@ -23,35 +28,57 @@ LEAST = 64  # places of the first cache
 class Decoder:
     """Logits of what follows; `start` with a prompt, then `after` each token."""
 
-    def __init__(self, module: nn.Module, places: int | None) -> None:
-        self.module, self.places = module, places
+    def __init__(self, module: nn.Module, places: int | None, guess: bool = True) -> None:
+        self.module, self.places, self.guess = module, places, guess
         self.device = next(module.parameters()).device
         self.cache: Any = None
-        self.seen = 0
+        self.guesses = Guesses(())
+        self.ahead: list[int] = []  # tokens guessed for the places that follow …
+        self.rows: torch.Tensor | None = None  # … and the logits behind the last token and each of these
+        self.right = 0  # of the tokens guessed
+        self.calls = 0  # of the model
         self.fast = jit(lambda ids, cache: _logits(module, ids, cache)[0])
+        self._only_last = {"logits_to_keep": 1} if "logits_to_keep" in signature(module.forward).parameters else {}
 
     def start(self, ids: Sequence[int]) -> torch.Tensor:
         """The logits after a prompt."""
-        self.seen = len(ids)
+        self.guesses, self.rows, self.ahead, self.calls = Guesses(ids), None, [], 1
         given = torch.tensor([list(ids)], device=self.device)
-        self.cache = self._static(self.seen + 1) if getattr(self.module, "_can_compile_fullgraph", False) else None
-        logits, cache = _logits(self.module, given, self.cache)
+        self.cache = self._static(len(ids) + 1) if getattr(self.module, "_can_compile_fullgraph", False) else None
+        logits, cache = _logits(self.module, given, self.cache, **self._only_last)
         if self.cache is not None and not is_static_cache(self.cache):
-            logits, cache = _logits(self.module, given, None)  # with the model's own
+            logits, cache = _logits(self.module, given, None, **self._only_last)  # with the model's own
         self.cache = cache
-        return logits
+        return logits[-1]
 
     def after(self, token: int) -> torch.Tensor:
         """The logits after one more token."""
-        given = torch.tensor([[token]], device=self.device)
+        seen = len(self.guesses.text)
+        self.guesses.add(token)
         if not is_static_cache(self.cache):
-            logits, self.cache = _logits(self.module, given, self.cache)
-            return logits
-        if self.seen >= self.cache.layers[0].max_cache_len:
-            self.cache = self._grown()
-        self.seen += 1
-        logits = self.fast(given, self.cache)
-        return logits
+            self.calls += 1
+            logits, self.cache = _logits(self.module, torch.tensor([[token]], device=self.device), self.cache)
+            return logits[-1]
+        if self.rows is not None and self.right < len(self.ahead) and self.ahead[self.right] == token:
+            self.right += 1
+            return self.rows[self.right]
+        if self.ahead:
+            self.guesses.judge(self.right)
+            for layer in self.cache.layers:
+                layer.cumulative_length.fill_(seen)  # what was guessed wrong is written over
+        return self._computed(token, seen)
+
+    def _computed(self, token: int, seen: int) -> torch.Tensor:
+        """The logits after a token at place `seen`, and after what may follow it."""
+        ahead = self.guesses.next() if self.guess else []
+        if ahead and self.places is not None and seen + 1 + len(ahead) > self.places:
+            ahead = []
+        if seen + 1 + len(ahead) > self.cache.layers[0].max_cache_len:
+            self.cache = self._grown(seen)
+        self.ahead, self.right = ahead, 0
+        self.calls += 1
+        self.rows = self.fast(torch.tensor([[token, *ahead]], device=self.device), self.cache)
+        return self.rows[0]
 
     def _static(self, least: int) -> Any:
         """An empty cache with room for so many tokens."""
@@ -63,18 +90,18 @@ class Decoder:
         module: Any = self.module
         return StaticCache(module.config, max_cache_len=places if self.places is None else min(places, self.places))
 
-    def _grown(self) -> Any:
-        """A larger cache that holds what the last one does."""
-        larger = self._static(2 * self.seen)
+    def _grown(self, seen: int) -> Any:
+        """A larger cache that holds what the last one does, of `seen` tokens."""
+        larger = self._static(2 * self.cache.layers[0].max_cache_len)
         for new, old in zip(larger.layers, self.cache.layers, strict=True):
             new.lazy_initialization(old.keys, old.values)
-            new.keys[:, :, : self.seen] = old.keys
-            new.values[:, :, : self.seen] = old.values
-            new.cumulative_length.copy_(old.cumulative_length)
+            new.keys[:, :, :seen] = old.keys[:, :, :seen]
+            new.values[:, :, :seen] = old.values[:, :, :seen]
+            new.cumulative_length.fill_(seen)
         return larger
 
 
-def _logits(module: nn.Module, ids: torch.Tensor, cache: Any) -> tuple[torch.Tensor, Any]:
-    """Of the last token, and the cache."""
-    out = module(input_ids=ids, past_key_values=cache, use_cache=True)
-    return out.logits[0, -1], getattr(out, "past_key_values", None)
+def _logits(module: nn.Module, ids: torch.Tensor, cache: Any, **more: Any) -> tuple[torch.Tensor, Any]:
+    """After each of the tokens, and the cache."""
+    out = module(input_ids=ids, past_key_values=cache, use_cache=True, **more)
+    return out.logits[0], getattr(out, "past_key_values", None)

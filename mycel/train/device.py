@@ -59,7 +59,7 @@ PEAKS: dict[str, tuple[float, float, float]] = {
     "MI300X": (1307.4, 653.7, 163.4),
     "MI325X": (1307.4, 653.7, 163.4),
 }
-UNITS = {"bf16": 0, "fp16": 0, "tf32": 1, "fp32": 2}
+UNITS = {"bf16": 0, "fp16": 0, "fp8": 0, "tf32": 1, "fp32": 2}  # fp8: of 16 bits, in which most of a model is
 NO_BF16 = {"V100", "V100 PCIe", "T4"}
 # A word that makes it another device: with one of these in its name, only an entry that has it too is meant.
 VARIANTS = {"ti", "super", "laptop", "mig", "grid", "d", "max", "q", "pcie", "nvl"}
@@ -140,7 +140,7 @@ def peak_of(name: str, precision: str) -> float | None:
         not entry
         or words & VARIANTS - set(entry.lower().split())
         or precision not in UNITS
-        or (precision == "bf16" and entry in NO_BF16)
+        or (precision in ("bf16", "fp8") and entry in NO_BF16)
     ):
         return None
     return PEAKS[entry][UNITS[precision]] * 1e12 or None

@@ -27,7 +27,7 @@ from mycel.train.store import I64
 LOGITS = (
     1 << 27
 )  # at most so many numbers of logits at once: unlike the training step, a plain forward pass holds them all
-COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16}
+COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 
 
 class Validation:

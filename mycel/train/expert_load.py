@@ -56,7 +56,7 @@ class ExpertRecords:
 
 def measured(step: Step) -> tuple[Loads, Loads]:
     """What experts and ranks get, by layer; nothing where there are no experts, or a router is broken."""
-    if not step.seen.layers or step.broken_router():
+    if not step.loads.seen.layers or step.broken_router():
         return {}, {}
     load = step.expert_load()
     return {name: x.tolist() for name, x in load.items()}, step.rank_load(load)

@@ -161,7 +161,7 @@ def _from_mapping(given: Mapping[str, Any]) -> tuple[Any, list[str]]:
     except Exception as error:  # transformers' own checks raise many kinds
         raise refusal(f"not a valid {kind} configuration: {one_line(error)}", "model.config") from error
     fields = [inspect.signature(kind).parameters for kind in (type(settings), transformers.PreTrainedConfig)]
-    known = {*fields[0], *fields[1], *type(settings).attribute_map}
+    known = {*fields[0], *fields[1], *type(settings).attribute_map, *vars(transformers.GenerationConfig())}
     stray = [key for key in values if key not in known and key in settings.to_dict()]
     for key in stray:
         if near := get_close_matches(key, known - values.keys(), 1, cutoff=0.85):

@@ -65,8 +65,8 @@ def question_of(name: str, cluster: Cluster, say: Say = lambda text: None) -> Se
     except (ImportError, AttributeError) as e:
         hint = "module:function, from the folder it is in"
         raise PlanError(f"cannot find {name}\n  because   {e}\n  try       {hint}") from e
-    made = make()
-    if isinstance(made, tuple) and len(made) == 2:
+    made = _made(make)
+    if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module):
         made = (made[0], torch.optim.AdamW(made[0].parameters()), made[1])
     is_fit = isinstance(made, tuple) and len(made) == 3 and isinstance(made[0], nn.Module)
     if not is_fit or not isinstance(made[2], Mapping):
@@ -75,6 +75,15 @@ def question_of(name: str, cluster: Cluster, say: Say = lambda text: None) -> Se
             "  try       (model, batch) or (model, optimizer, batch), the batch by name: {'input_ids': …}"
         )
     return search(made[0], made[1], dict(made[2]), cluster, say=say)
+
+
+def _made(make: Callable[[], Any]) -> Any:
+    """What a function returns, without data; where it looks at data on its way, with."""
+    try:
+        with torch.device("meta"):
+            return make()
+    except (NotImplementedError, RuntimeError, ValueError):  # of tensors without data
+        return make()
 
 
 def search(
@@ -89,9 +98,16 @@ def search(
 ) -> Search:
     """Plans for a training step; tensors need no data."""
 
+    if settings.get("precision") == "fp8" and cluster.memory is not None and cluster.hardware.quarter is None:
+        raise PlanError(
+            f'precision "fp8": {cluster.hardware.name} has no products in 8 bits\n  at        {cluster}\n'
+            "  try       precision bf16, devices such as H100, or the device's figures with `quarter`"
+        )
+
     def make(microbatches: int, compress: Mapping[str, str], placed: bool = False) -> UnshardedStep:
         plan = any_plan(cluster.world, compress, placed) if cluster.world > 1 else None
         step: Step = train_step(model, optimizer, plan=plan, accumulate=microbatches, compile=True, **settings)
+        step.planned_for = cluster.hardware
         return step.unsharded(**batch)
 
     return Search(model, optimizer, make, cluster, memory, given, cluster.memory is not None, say)

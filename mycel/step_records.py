@@ -1,0 +1,62 @@
+"""What a step was asked to be, and what it became for one signature of the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mycel import lower, plan
+from mycel.buckets import Buckets
+from mycel.capture import Facts, PythonCall
+from mycel.capture.bind import Call
+from mycel.feed import Feed
+from mycel.ir import Program
+from mycel.islands import TimedCode
+from mycel.plan import Fp8Products
+from mycel.run import Replayed
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the caller chose."""
+
+    precision: str
+    accumulate: int
+    clip_norm: float | None
+    budget: int | None
+    compile: str | bool
+    clip_value: float | None = None
+    grads: bool = False
+    outputs: bool | str = False  # "local": of rows of the batch, this rank's
+    strict: bool = False
+    expert_load: bool = False
+    buckets: Buckets | None = None  # sizes that batches are padded to
+
+    def compiles(self, device: torch.device) -> bool:
+        return self.compile is True or (self.compile == "auto" and device.type == "cuda")
+
+
+@dataclass(frozen=True)
+class CompiledStep:
+    """One compiled signature of the batch: `call` takes the whole of it, `local` this rank's part."""
+
+    lowered: lower.Lowered
+    source: str
+    plan: plan.Plan
+    call: Call
+    local: Call
+    feed: Feed
+    signature: tuple[Any, ...]
+    facts: tuple[Facts, ...] = ()
+    replayed: Replayed | None = None  # on a GPU
+    islands: tuple[PythonCall, ...] = ()
+    timed: TimedCode | None = None  # where there are islands
+    code: Callable[..., Any] | None = None  # what was generated, as it is
+    fp8: Fp8Products | None = None  # which products are in 8 bits
+
+    @property
+    def program(self) -> Program:
+        return self.lowered.program
