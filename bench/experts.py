@@ -1,10 +1,12 @@
 """Whole training steps of a mixture of experts in the shape of OLMoE on one GPU, in bf16: ours against transformers
 with torch.compile and its best way to compute experts, and a model written by hand with torch's grouped products.
 
-    python bench/experts.py [--layers 4] [--ways ours hf hand]
+    python bench/experts.py [--layers 4] [--ways ours hf hand] [--together] [--profile]
 
-OLMoE has 16 layers (6.9B parameters, 1.3B of them for a token).  Each way runs in a process of its own.  All start from
-the same weights, so the first losses agree.  Experts split over CPU processes: bench/ddp.py --models olmoe --ways ep.
+OLMoE has 16 layers (6.9B parameters, 1.3B of them for a token).  Each way runs in a process of its own; with
+`--together` all get ready at once and are then measured one after the other.  All start from the same weights, so the
+first losses agree.  `--profile` adds which kernels a step spends its time in.  Beside the figures stands what the step
+would take at best (`bound`).  Experts split over CPU processes: bench/ddp.py --models olmoe --ways ep.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import json
 import subprocess
 import sys
 import time
+from collections import defaultdict
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +30,7 @@ SMALL = {**SHAPE, "hidden_size": 64, "intermediate_size": 32, "num_attention_hea
          "num_experts": 8, "num_experts_per_tok": 2, "vocab_size": 128}  # fmt: skip
 ON_GPU = torch.cuda.is_available()
 BATCH, LENGTH = (8, 2048) if ON_GPU else (2, 32)
+PRODUCTS, MEMORY = 700e12, 4.2e12  # FLOP/s of products in bf16 and bytes/s of an H200, as they were measured
 WAYS = {"hf": "HF, grouped_mm, torch.compile", "hand": "by hand, torch.compile", "ours": "mycel"}
 
 
@@ -138,8 +142,38 @@ def make_step(way: str, layers: int):
     return step
 
 
-def measure(way: str, layers: int, steps: int = 8) -> dict[str, float]:
-    """One way in this process."""
+def bound(layers: int) -> tuple[float, float]:
+    """Seconds of a step at best: products of the experts that are chosen, and one reading and writing of what the
+    update changes."""
+    d, f, e, k, v = (SHAPE[n] for n in ("hidden_size", "intermediate_size", "num_experts", "num_experts_per_tok",
+                                        "vocab_size"))  # fmt: skip
+    tokens, attention = BATCH * LENGTH, 4 * d * d
+    products = 6 * tokens * (layers * (attention + k * 3 * d * f) + v * d)
+    scores = 3.5 * layers * tokens * 2 * LENGTH * d  # forward, and backward two and a half times; half of them masked
+    parameters = layers * (attention + e * 3 * d * f) + 2 * v * d
+    return (products + scores) / PRODUCTS, 14 * parameters / MEMORY
+
+
+def kernels(step, ids: torch.Tensor, steps: int = 3) -> dict[str, list[float]]:
+    """Milliseconds and launches of a step by kernel, and how long none ran."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(steps):
+            step(ids)
+        torch.cuda.synchronize()
+    ran = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    by_name: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    end, idle = None, 0.0
+    for event in sorted(ran, key=lambda e: e.time_range.start):
+        ms, n = by_name[event.name]
+        by_name[event.name] = [ms + event.time_range.elapsed_us() / 1e3 / steps, n + 1 / steps]
+        idle += max(event.time_range.start - end, 0.0) / 1e3 / steps if end is not None else 0.0
+        end = max(event.time_range.end, end or 0.0)
+    by_name["no kernel"] = [idle, 0.0]
+    return dict(sorted(by_name.items(), key=lambda item: -item[1][0]))
+
+
+def measure(way: str, layers: int, profile: bool, in_turn: bool, steps: int = 8) -> dict[str, object]:
+    """One way in this process; `in_turn`: what is timed waits for a word from the parent."""
     sync = torch.cuda.synchronize if ON_GPU else lambda: None
     start = time.perf_counter()
     step = make_step(way, layers)
@@ -153,6 +187,11 @@ def measure(way: str, layers: int, steps: int = 8) -> dict[str, float]:
         step(ids)
     sync()
     third = time.perf_counter() - start
+    if in_turn:
+        print("ready", flush=True)
+        sys.stdin.readline()
+    step(ids)
+    sync()
     times = []
     for _ in range(steps):
         began = time.perf_counter()
@@ -161,31 +200,62 @@ def measure(way: str, layers: int, steps: int = 8) -> dict[str, float]:
         times.append(time.perf_counter() - began)
     peak = torch.cuda.max_memory_allocated() / 2**30 if ON_GPU else 0.0
     rate = BATCH * LENGTH / sorted(times)[steps // 2]
-    return {"tokens_s": rate, "peak": peak, "third": third, "first": first, "last": float(loss)}
+    result = {"tokens_s": rate, "peak": peak, "third": third, "first": first, "last": float(loss)}
+    return {**result, "kernels": kernels(step, ids)} if profile else result
+
+
+def results_of(ways: list[str], layers: int, profile: bool, together: bool):
+    """(way, its figures or None, what it said): one process after the other, or all made ready first."""
+    flags = ["--one", "--layers", str(layers), *["--profile"] * profile, *["--together"] * together]
+    running = {}
+    for way in ways:
+        command = [sys.executable, __file__, *flags, "--ways", way]
+        running[way] = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        if not together:
+            yield way, *finished(running[way])
+    if together:
+        for process in running.values():
+            while (line := process.stdout.readline()) and line.strip() != "ready":
+                pass
+        for way, process in running.items():
+            yield way, *finished(process, "go\n")
+
+
+def finished(process: subprocess.Popen, word: str | None = None) -> tuple[dict | None, str]:
+    out, err = process.communicate(word)
+    return (None, err[-1500:]) if process.returncode else (json.loads(out.splitlines()[-1]), "")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS)
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--together", action="store_true")
     parser.add_argument("--one", action="store_true")
     args = parser.parse_args()
     if args.one:
-        print(json.dumps(measure(args.ways[0], args.layers)))
+        print(json.dumps(measure(args.ways[0], args.layers, args.profile, args.together)))
         return
     results = {}
-    for way in args.ways:
-        command = [sys.executable, __file__, "--one", "--layers", str(args.layers), "--ways", way]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            print(f"{WAYS[way]:32} failed: {done.stderr[-1500:]}", flush=True)
+    for way, r, error in results_of(args.ways, args.layers, args.profile, args.together):
+        if r is None:
+            print(f"{WAYS[way]:32} failed: {error}", flush=True)
             continue
-        r = results[way] = json.loads(done.stdout.splitlines()[-1])
+        results[way] = r
         print(
             f"{WAYS[way]:32} {r['tokens_s']:9.0f} tokens/s  peak {r['peak']:6.1f} GiB  3rd step {r['third']:5.0f} s"
             f"  loss {r['first']:.4f} {r['last']:.4f}",
             flush=True,
         )
+        for name, (ms, launches) in list(r.get("kernels", {}).items())[:40]:
+            print(f"    {ms:8.3f} ms {launches:6.1f} x  {name[:100]}", flush=True)
+    if ON_GPU:
+        products, update = bound(args.layers)
+        at_best = BATCH * LENGTH / (products + update)
+        print(f"at best {at_best:.0f} tokens/s: products {products * 1e3:.1f} ms, update {update * 1e3:.1f} ms")
     ours = results.get("ours")
     for way, r in results.items():
         if ours is not None and way != "ours":

@@ -1,6 +1,8 @@
-"""The models that are measured on a GPU, in bf16, without dropout, and a batch of each."""
+"""The models that are measured on a GPU, in bf16, without dropout unless their name says so, and a batch of each."""
 
 from __future__ import annotations
+
+from types import SimpleNamespace
 
 LARGE = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
 TINY = {"hidden_size": 192, "num_hidden_layers": 12, "num_attention_heads": 3, "intermediate_size": 768}
@@ -13,6 +15,26 @@ def decoder(width: int, inner: int, layers: int, heads: int, shared: int, vocabu
         "hidden_size": width, "intermediate_size": inner, "num_hidden_layers": layers, "num_attention_heads": heads,
         "num_key_value_heads": shared, "vocab_size": vocabulary, "max_position_embeddings": length, "use_cache": False,
     }  # fmt: skip
+
+
+def recurrent(vocabulary: int, width: int):
+    """A language model of two layers of LSTM."""
+    import torch
+    from torch import nn
+    from torch.nn.functional import cross_entropy
+
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(vocabulary, width)
+            self.layers = nn.LSTM(width, width, num_layers=2, batch_first=True)
+            self.head = nn.Linear(width, vocabulary)
+
+        def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> SimpleNamespace:
+            logits = self.head(self.layers(self.embed(input_ids))[0])
+            return SimpleNamespace(loss=cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()))
+
+    return Recurrent()
 
 
 def _model(name: str):
@@ -47,20 +69,29 @@ def _model(name: str):
             return hf.Qwen3ForCausalLM(config), (151936, 8, 2048)
         case "phi-0.5b":
             return hf.PhiForCausalLM(hf.PhiConfig(**decoder(1536, 6144, 16, 24, 24, 51200, 2048))), (51200, 6, 1536)
-        case "gpt2-medium":
+        case "gpt2-medium" | "gpt2-dropout":
             sizes = {"n_embd": 1024, "n_layer": 24, "n_head": 16, "n_positions": 1024, "use_cache": False}
-            config = hf.GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
-            return hf.GPT2LMHeadModel(config), (50257, 16, 1024)
+            rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.1 if name == "gpt2-dropout" else 0.0)
+            return hf.GPT2LMHeadModel(hf.GPT2Config(**sizes, **rates)), (50257, 16, 1024)
         case "opt-350m":
             sizes = {"hidden_size": 1024, "ffn_dim": 4096, "num_hidden_layers": 24, "num_attention_heads": 16}
             config = hf.OPTConfig(**sizes, vocab_size=50272, dropout=0.0, attention_dropout=0.0, use_cache=False)
             return hf.OPTForCausalLM(config), (50272, 12, 1024)
-        case "bert-large" | "bert-mask":
-            return hf.BertForMaskedLM(hf.BertConfig(**LARGE, **QUIET)), (30522, 32, 512)
+        case "bert-large" | "bert-mask" | "bert-dropout":
+            config = hf.BertConfig(**LARGE, **({} if name == "bert-dropout" else QUIET))
+            return hf.BertForMaskedLM(config), (30522, 32, 512)
         case "t5-base":
             sizes = {"d_model": 768, "d_kv": 64, "d_ff": 3072, "num_layers": 12, "num_heads": 12, "dropout_rate": 0.0}
             config = hf.T5Config(**sizes, decoder_start_token_id=0, use_cache=False)
             return hf.T5ForConditionalGeneration(config), (32128, 32, 512)
+        case "whisper-small":
+            sizes = {"d_model": 768, "encoder_layers": 12, "decoder_layers": 12, "num_mel_bins": 80}
+            heads = {"encoder_attention_heads": 12, "decoder_attention_heads": 12}
+            widths = {"encoder_ffn_dim": 3072, "decoder_ffn_dim": 3072}
+            config = hf.WhisperConfig(**sizes, **heads, **widths, vocab_size=51865, use_cache=False)
+            return hf.WhisperForConditionalGeneration(config), (51865, 16, 448)
+        case "lstm":
+            return recurrent(10000, 1024), (10000, 64, 128)
         case "vit-large":
             return hf.ViTForImageClassification(hf.ViTConfig(**LARGE, **QUIET, num_labels=1000)), (64,)
         case "deit-tiny":
@@ -89,6 +120,8 @@ def model_and_batch(name: str, device: str = "cuda"):
         else:
             ids = torch.randint(0, sizes[0], sizes[1:])
             batch = {"input_ids": ids, "labels": ids}
+        if name == "whisper-small":
+            batch = {"input_features": torch.randn(sizes[1], 80, 3000, dtype=torch.bfloat16), "labels": ids}
         if name == "bert-mask":
             batch["attention_mask"] = torch.ones_like(ids)
     return model.to(torch.bfloat16), batch

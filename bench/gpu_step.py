@@ -2,6 +2,7 @@
 
     python bench/gpu_step.py                          all rows
     python bench/gpu_step.py 1b ours compile          one model, two ways
+    python bench/gpu_step.py 3b ours fp8 --losses 200 bf16 against fp8, and the losses of 200 more steps of each
     python bench/gpu_step.py --together 4 …           four at a time: they compile beside each other, and are timed one
                                                       after another; the time to the third step means little then
 
@@ -20,6 +21,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 from gpu_models import model_and_batch
 
@@ -34,29 +36,39 @@ WAYS = {
     "ours-20": 'mycel, memory="20GiB"',
     "again": "mycel, second start",
     "mesh": "mycel, on a mesh of one",
+    "fp8": 'mycel, precision="fp8"',
 }
-OURS = ("ours", "ours-20", "again", "mesh")
+OURS = ("ours", "ours-20", "again", "mesh", "fp8")
 MODES = {"overhead": "reduce-overhead", "tuned": "max-autotune-no-cudagraphs"}
 TRANSFORMERS = (
     "1b",
     "3b",
     "gpt2-medium",
+    "gpt2-dropout",
     "bert-large",
     "bert-mask",
+    "bert-dropout",
     "mistral",
     "gemma2",
     "gemma3",
     "qwen3-0.6b",
     "t5-base",
+    "whisper-small",
     "vit-large",
     "swin",
 )
-OTHERS = ("resnet-50", "convnext", "deit-tiny")
-MORE = {"1b": ["again", "mesh", "recompute", "ours-20"], "deit-tiny": ["overhead"], "resnet-50": ["overhead"]}
+OTHERS = ("resnet-50", "convnext", "deit-tiny", "lstm")
+MORE = {
+    "1b": ["again", "mesh", "recompute", "ours-20", "fp8"],
+    "3b": ["fp8"],
+    "deit-tiny": ["overhead"],
+    "resnet-50": ["overhead"],
+}
 STEPS = 10
+KERNELS = 14  # that are shown
 
 
-def measure(name: str, way: str) -> dict[str, float]:
+def measure(name: str, way: str) -> dict[str, Any]:
     """One way in this process."""
     import torch
 
@@ -82,6 +94,8 @@ def measure(name: str, way: str) -> dict[str, float]:
         losses.append(step(batch))
         sync()
         times.append(time.perf_counter() - began)
+    kernels = kernel_lines(lambda: step(batch)) if os.environ.get("BENCH_PROFILE") else []
+    curve = [float(step(batch)) for _ in range(int(os.environ.get("BENCH_LOSSES", "0")))]
     second = sorted(times)[len(times) // 2]
     predicted, replayed = about()
     rows = batch["labels"].numel()
@@ -95,13 +109,28 @@ def measure(name: str, way: str) -> dict[str, float]:
         "last_loss": float(losses[-1]),
         "predicted": predicted / 2**30,
         "replayed": replayed,
+        "kernels": kernels,
+        "curve": curve,
     }
+
+
+def kernel_lines(step) -> list[str]:
+    """What most of a step's time on the device goes to."""
+    import torch
+
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        step()
+        torch.cuda.synchronize()
+    events = sorted(profile.key_averages(), key=lambda e: -e.self_device_time_total)
+    total = sum(e.self_device_time_total for e in events) / 1e3
+    shown = [f"{e.self_device_time_total / 1e3:10.2f} ms {e.count:6} {e.key[:90]}" for e in events[:KERNELS]]
+    return [f"{total:10.2f} ms {sum(e.count for e in events):6} kernels in all", *shown]
 
 
 def flops_a_token(model, batch) -> float:
     """Of a Llama; 0 for others."""
-    config = model.config
-    if config.model_type != "llama":
+    config = getattr(model, "config", None)
+    if config is None or config.model_type != "llama":
         return 0.0
     embedding = config.vocab_size * config.hidden_size
     attention = 6 * config.num_hidden_layers * config.hidden_size * batch["labels"].shape[1]
@@ -125,7 +154,8 @@ def make_step(model, optimizer, way):
         import mycel
 
         mesh = mycel.Mesh(dp=1, tp=1) if way == "mesh" else None
-        ours = mycel.train_step(model, optimizer, mesh=mesh, memory="20GiB" if way == "ours-20" else None)
+        memory, precision = "20GiB" if way == "ours-20" else None, "fp8" if way == "fp8" else "fp32"
+        ours = mycel.train_step(model, optimizer, mesh=mesh, memory=memory, precision=precision)
         return (lambda batch: ours(**batch)), (lambda: (ours.plan.peak, str(ours.entries[0].replayed or "")))
     if way == "recompute":
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -146,7 +176,7 @@ class Row:
 
     def __init__(self, name: str, way: str, caches: str, together: bool) -> None:
         self.name, self.way = name, way
-        cache = os.path.join(caches, f"{name}-{'ours' if way in OURS else way}")
+        cache = os.path.join(caches, f"{name}-{'ours' if way in OURS and way != 'fp8' else way}")
         self.turn = os.path.join(caches, f"{name}-{way}.turn")
         env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache, "TRITON_CACHE_DIR": os.path.join(cache, "triton")}
         env |= {"BENCH_TURN": self.turn} if together else {}
@@ -156,7 +186,7 @@ class Row:
     def is_waiting(self) -> bool:
         return Path(f"{self.turn}.ready").exists() or self.process.poll() is not None
 
-    def finish(self) -> dict[str, float] | None:
+    def finish(self) -> dict[str, Any] | None:
         Path(f"{self.turn}.go").touch()
         out, err = self.process.communicate()
         if self.process.returncode:
@@ -170,6 +200,7 @@ class Row:
             f"{r['third']:8.1f}s  {r['first_loss']:.3f} -> {r['last_loss']:.3f}  {r['replayed']}",
             flush=True,
         )
+        print("\n".join(r["kernels"]), end="\n" if r["kernels"] else "", flush=True)
         return r
 
 
@@ -182,10 +213,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", nargs="*", help="models and ways; none: all")
     parser.add_argument("--together", type=int, default=1, metavar="N")
+    parser.add_argument("--losses", type=int, default=0, metavar="N", help="of N more steps, on the same batch")
+    parser.add_argument("--profile", action="store_true", help="also what a step's time on the device goes to")
     args = parser.parse_args()
+    os.environ.update({"BENCH_PROFILE": "1"} if args.profile else {})
+    os.environ["BENCH_LOSSES"] = str(args.losses)
     ways = [a for a in args.what if a in WAYS]
     rows = rows_of([a for a in args.what if a not in WAYS], ways)
-    results: dict[tuple[str, str], dict[str, float]] = {}
+    results: dict[tuple[str, str], dict[str, Any]] = {}
     caches = tempfile.mkdtemp()
     # so that no way pays for writing .pyc files
     modules = "mycel.step, torch._inductor.compile_fx, transformers.models.llama.modeling_llama"
@@ -211,12 +246,25 @@ def main() -> None:
         recompute = results.get((name, "recompute"))
         compare(results.get((name, "ours-20")), recompute, f"{name}: in 20 GiB against recomputation", "1.15")
         compare(results.get((name, "mesh")), results.get((name, "again")), f"{name}: a mesh of one against none", "1.0")
+        compare(results.get((name, "fp8")), results.get((name, "ours")), f"{name}: fp8 against bf16", "1.25")
+        compare_curves(results.get((name, "fp8")), results.get((name, "ours")), f"{name}: losses of fp8 and bf16")
 
 
-def compare(ours: dict[str, float] | None, theirs: dict[str, float] | None, title: str, bars: str) -> None:
+def compare(ours: dict[str, Any] | None, theirs: dict[str, Any] | None, title: str, bars: str) -> None:
     if ours and theirs:
         ratios = [f"{k} {ours[k] / theirs[k]:.2f}x" for k in ("rows_s", "peak", "third") if theirs[k]]
         print(f"{title}: {', '.join(ratios)}   (bars {bars})")
+
+
+def compare_curves(ours: dict[str, Any] | None, theirs: dict[str, Any] | None, title: str) -> None:
+    """How far apart losses are at most and on the mean, beside how far they fell."""
+    if ours and theirs and ours["curve"]:
+        apart = [abs(a - b) for a, b in zip(ours["curve"], theirs["curve"], strict=True)]
+        fell = theirs["first_loss"] - theirs["curve"][-1]
+        print(
+            f"{title}: {ours['curve'][-1]:.4f} and {theirs['curve'][-1]:.4f} after {len(apart)} more steps, apart by "
+            f"{sum(apart) / len(apart):.4f} on the mean, {max(apart):.4f} at most, of {fell:.3f} that it fell"
+        )
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 torch.compile with full recomputation, torch's save_on_cpu and FSDP2 with CPU offload.
 
     python bench/offload.py share              1.1B, 16 x 2048 tokens, in 60, 40 and 25 % of the free run's memory
-    python bench/offload.py state              8B, bf16 with parameters and AdamW's state in f32, trained in 40 GiB
+    python bench/offload.py state              8B, bf16 with parameters and AdamW's state in f32, trained in 40 GiB;
+                                               also with parameters and state updated on the host
     python bench/offload.py long               1.1B: the longest sequence that trains in 80 GiB
     python bench/offload.py share --model tiny --ways free ours-60
     python bench/offload.py                    all rows
@@ -24,7 +25,8 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from mycel.run import available
+from mycel.plan import KINDS
+from mycel.run import available, settle_hosts
 
 MODELS = {  # width, layers, heads, key-value heads, inner width, batch, length, vocabulary
     "1b": (2048, 22, 32, 4, 5632, 16, 2048, 32000),
@@ -41,12 +43,13 @@ WAYS = {
     "save_on_cpu": "torch save_on_cpu (eager, pinned, 4 parts)",
     "fsdp2": "FSDP2, CPU offload + full recomputation",
     "ours-40GiB": "mycel, 40 GiB",
+    "ours-host-40GiB": "mycel, 40 GiB, updated on the host",
     "long-recompute": "torch.compile + full recomputation, 80 GiB",
     "long-ours": "mycel, 80 GiB, twice as long",
 }
 SETS = {  # model, waves of ways
     "share": ("1b", [["free", "ours-60", "ours-40", "ours-25", "recompute"], ["save_on_cpu", "fsdp2"]]),
-    "state": ("8b", [["ours-40GiB"]]),
+    "state": ("8b", [["ours-40GiB"], ["ours-host-40GiB"]]),
     "long": ("1b", [["long-recompute"], ["long-ours"]]),
 }
 LARGE_HOST = 113 * GIB  # with less, the 8B model gets a smaller batch: 90 GiB are parameters and state
@@ -88,7 +91,11 @@ def step_of(size: str, way: str, model, optimizer, budget: int):
         import mycel
 
         precision = "bf16" if is_mixed(size) else "fp32"
-        ours = mycel.train_step(model, optimizer, precision=precision, memory=budget if way != "free" else None)
+        plan = "auto"
+        if "host" in way:
+            plan = {"offload": {**dict.fromkeys(KINDS, "auto"), **dict.fromkeys(KINDS[2:], "host"), "update": "host"}}
+        memory = budget if way != "free" else None
+        ours = mycel.train_step(model, optimizer, precision=precision, memory=memory, plan=plan)
         return (lambda ids: ours(input_ids=ids, labels=ids)), ours
     if "recompute" in way or way == "fsdp2":
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -155,7 +162,7 @@ def measure(size: str, way: str, budget: int, batch: int, length: int, steps: in
     model = model_of(size, length, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     ids = torch.randint(0, MODELS[size][7], (batch, length), device=device)
-    sync = torch.cuda.synchronize if device == "cuda" else lambda: None
+    sync = settle_hosts  # and the device
     bound = unconstrained(size, model, optimizer, ids) if way.endswith("GiB") else 0.0
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()

@@ -1,18 +1,30 @@
 """What others have published of large clusters, held against what the planner predicts for the same models there.
 
-    python bench/published.py
+    python bench/published.py [name ...]      of all rows those whose name has one of these in it
 
-Rows in bf16 of torchtitan (its repository: benchmarks/llama3_h100_202412_torchtitan.md): Llama 3.1 8B, 8,192 tokens,
-two sequences a GPU, FSDP with torch.compile, parameters and AdamW's state in f32, on H100 limited to 500 W with 96 GB
-of HBM2e at 2.4 TB/s, 400 Gbit/s of network each. They write that the device's peak lies between those of the SXM and
-the NVL card; here it is the NVL card's. Predicted twice: as they ran it (ZeRO-3 over all devices; they compute
-products of a layer again, we what the memory asks for), and as the search would.
+torchtitan (its repository: benchmarks/llama3_h100_202412_torchtitan.md), rows in bf16: Llama 3.1 8B, 8,192 tokens, two
+sequences a GPU, FSDP with torch.compile, parameters and AdamW's state in f32, on H100 limited to 500 W with 96 GB of
+HBM2e at 2.4 TB/s, 400 Gbit/s of network each. They write that the device's peak lies between those of the SXM and the
+NVL card; here it is the NVL card's. Predicted twice: as they ran it (ZeRO-3 over all devices; they compute products of
+a layer again, we what the memory asks for), and as the search would.
+
+Megatron-LM, GPT on A100-80: seconds a step of "Reducing Activation Recomputation in Large Transformer Models" (2022,
+table 5: sequence parallel, attention alone computed again), and of "Efficient Large-Scale Language Model Training on
+GPU Clusters" (2021, table 1: operations a second, of which a quarter are computing again). The second has neither
+sequence parallelism nor fused attention, which keeps scores out of memory: that ours is a third faster may be for that.
 """
 
 from __future__ import annotations
 
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 import transformers as hf
+from torch import nn
 
 from mycel.plan.cluster import Cluster
 from mycel.search import Search
@@ -26,35 +38,83 @@ LEVELS = [
     {"name": "nvlink", "bytes_s": 3.6e11, "start_s": 3e-6},
     {"name": "network", "bytes_s": 4.5e10, "start_s": 1e-5},
 ]
-ROWS = [(8, 6667), (128, 6514)]  # GPUs, tokens a second of each
 LENGTH, EACH = 8192, 2
 
 
-def asked(world: int, given: dict | None) -> Search:
-    with torch.device("meta"):
-        config = hf.LlamaConfig(
-            hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
-            num_key_value_heads=8, vocab_size=128256, max_position_embeddings=LENGTH, use_cache=False,
-        )  # fmt: skip
-        model = hf.LlamaForCausalLM(config)
-    ids = torch.empty(EACH * world, LENGTH, dtype=torch.int64, device="meta")
+@dataclass(frozen=True)
+class Row:
+    """One that was published; `given`: the plan it was run under."""
+
+    name: str
+    make: Callable[[], nn.Module]
+    cluster: Cluster
+    rows: int
+    length: int
+    step_s: float
+    given: dict[str, Any]
+
+
+def titan(world: int, tokens_s: float) -> Row:
+    """Llama 3.1 8B; tokens a second of each GPU."""
+    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32}
+    more = {"num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": LENGTH, "use_cache": False}
     hosts = max(1, world // 8)
     levels = LEVELS if hosts > 1 else LEVELS[:1]
     cluster = Cluster.read({"name": f"{world} GPUs", "device": DEVICE, "devices": 8, "hosts": hosts, "levels": levels})
+    given = {"mesh": {"dp": world}, "zero": 3, "microbatches": 1}
+    make = lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**sizes, **more))
+    return Row(f"torchtitan 8B {world}", make, cluster, EACH * world, LENGTH, EACH * LENGTH / tokens_s, given)
+
+
+def megatron(name: str, width: int, layers: int, heads: int, rows: int, step_s: float, **given: Any) -> Row:
+    """GPT with 2,048 tokens and a vocabulary of 51,200."""
+    sizes = {"n_embd": width, "n_layer": layers, "n_head": heads, "n_positions": 2048, "vocab_size": 51200}
+    more = {"use_cache": False, "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+    world = math.prod(given["mesh"].values()) * given.pop("ranks", 1)
+    make = lambda: hf.GPT2LMHeadModel(hf.GPT2Config(**sizes, **more))
+    return Row(f"Megatron {name} {world}", make, Cluster.read(f"a100-80x{world}"), rows, 2048, step_s, given)
+
+
+def seconds_of(rate: float, world: int, rows: int, layers: int, width: int) -> float:
+    """A step, from operations a second of each GPU as the paper of 2021 counts them."""
+    once = 96 * rows * 2048 * layers * width**2
+    return once * (1 + 2048 / (6 * width) + 51200 / (16 * layers * width)) / rate / world
+
+
+ROWS = [
+    titan(8, 6667),
+    titan(128, 6514),
+    megatron("22B", 6144, 48, 64, 4, 1.10, mesh={"tp": 8}),
+    megatron(
+        "175B", 12288, 96, 96, 64, 13.75,
+        mesh={"tp": 8}, ranks=8, stages=16, microbatches=64, schedule="interleaved",
+    ),
+    megatron(
+        "7.5B 2021", 4096, 36, 32, 512, seconds_of(142e12, 128, 512, 36, 4096),
+        mesh={"dp": 32, "tp": 4}, zero=0, recompute="full",
+    ),
+]  # fmt: skip
+
+
+def asked(row: Row, given: dict[str, Any] | None) -> Search:
+    with torch.device("meta"):
+        model = row.make()
+    ids = torch.empty(row.rows, row.length, dtype=torch.int64, device="meta")
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
-    return search(model, optimizer, {"input_ids": ids, "labels": ids}, cluster, given, precision="bf16")
+    return search(model, optimizer, {"input_ids": ids, "labels": ids}, row.cluster, given, precision="bf16")
 
 
 def main() -> None:
-    print(f"{'GPUs':>5}  {'published':>9}  {'predicted':>9}  {'ratio':>5}  {'peak':>9}  plan")
-    for world, published in ROWS:
-        for given in ({"mesh": {"dp": world}, "zero": 3, "microbatches": 1}, None):
-            best = asked(world, given).run().best
+    print(f"{'':22}  {'published':>10}  {'predicted':>10}  {'ratio':>5}  {'peak':>9}  plan")
+    for row in ROWS:
+        if len(sys.argv) > 1 and not any(name in row.name for name in sys.argv[1:]):
+            continue
+        for given in (row.given, None) if "titan" in row.name else (row.given,):
+            best = asked(row, given).run().best
             assert best is not None
-            rate = EACH * LENGTH / best.seconds
             print(
-                f"{world:5}  {published:9,}  {rate:9,.0f}  {rate / published:5.2f}  {best.peak / 2**30:5.1f} GiB  "
-                f"{best.shape}{'' if given else '   (searched)'}",
+                f"{row.name:22}  {row.step_s:8.2f} s  {best.seconds:8.2f} s  {row.step_s / best.seconds:5.2f}  "
+                f"{best.peak / 2**30:5.1f} GiB  {best.shape}{'' if given else '   (searched)'}",
                 flush=True,
             )
 

@@ -21,14 +21,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 from clock import model_of
 from slow_links import INSIDE, LIMIT_S, ROOT, refused, run
 
-ROUNDS, RANKS = 9, 4
+ROUNDS, SLOW_ROUNDS, RANKS = 9, 4, 4  # fewer on slow links: steps take seconds there, and vary less
 BATCH = {"gpt2": 16, "mlp": 64, "llama": 8}
 PLANS = [  # no two of them are the same program
     ("dp", {"dp": 4}, 1), ("zero1", {"dp": 4}, 1), ("zero3", {"dp": 4}, 1), ("tp", {"tp": 4}, 1),
@@ -74,24 +74,28 @@ def together(names: list[str], words: list[str], port: int, **more: str) -> None
     env |= {"MASTER_ADDR": "10.78.0.1" if names else "127.0.0.1", "MASTER_PORT": str(port), "MYCEL_TIMEOUT": "300"}
     env |= {"RES_OPTIONS": "timeout:1 attempts:1", "OMP_WAIT_POLICY": "passive"}
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    ranks = []
-    for r in range(RANKS):
-        inside = ["ip", "netns", "exec", names[r]] if names else []
-        of_rank = {**env, "RANK": str(r), "LOCAL_RANK": str(r % int(local))}
-        ranks.append(subprocess.Popen([*inside, sys.executable, *words], env=of_rank, stderr=subprocess.DEVNULL))
-    try:
-        end = time.monotonic() + 2 * LIMIT_S
-        codes = [p.wait(timeout=max(1.0, end - time.monotonic())) for p in ranks]
-    finally:
-        for p in ranks:
-            if p.poll() is None:
-                p.kill()
-                p.wait()
-    if any(codes):
-        raise SystemExit(f"{' '.join(words)}: ranks ended with {codes}")
+    with ExitStack() as files:
+        ranks = []
+        for r in range(RANKS):
+            inside = ["ip", "netns", "exec", names[r]] if names else []
+            of_rank = {**env, "RANK": str(r), "LOCAL_RANK": str(r % int(local))}
+            errors = files.enter_context(tempfile.TemporaryFile("w+"))
+            ranks.append((subprocess.Popen([*inside, sys.executable, *words], env=of_rank, stderr=errors), errors))
+        try:
+            end = time.monotonic() + 2 * LIMIT_S
+            codes = [p.wait(timeout=max(1.0, end - time.monotonic())) for p, _ in ranks]
+        finally:
+            for p, _ in ranks:
+                if p.poll() is None:
+                    p.kill()
+                    p.wait()
+        for code, (_, errors) in zip(codes, ranks, strict=True):
+            errors.seek(0)
+            if code:
+                raise SystemExit(f"{' '.join(words)}: ranks ended with {codes}\n{errors.read()[-2000:]}")
 
 
-def rank_main(out: str, model_name: str, hosts: int) -> None:
+def rank_main(out: str, model_name: str, hosts: int, rounds: int) -> None:
     """One of the ranks: the chosen plan and the ready ones, in turns; the first writes what it saw."""
     import torch
 
@@ -129,7 +133,7 @@ def rank_main(out: str, model_name: str, hosts: int) -> None:
         for _ in range(2):
             float(step(*batch))
         steps.append((name, step, []))
-    for i in range(ROUNDS):
+    for i in range(rounds):
         for _, step, seconds in steps[i % len(steps) :] + steps[: i % len(steps)]:  # none is always behind the same
             float(step(*batch))  # all ranks are here
             started = time.perf_counter()
@@ -143,12 +147,12 @@ def rank_main(out: str, model_name: str, hosts: int) -> None:
 def compare(names: list[str], models: list[str], folder: str, title: str) -> None:
     from scipy.stats import spearmanr
 
-    probe = f"{folder}/probe-{title}.yaml"
+    probe = f"{folder}/probe-{len(os.listdir(folder))}.yaml"
     together(names, ["-m", "mycel", "probe", "--device", "cpu", "--out", probe], 29700)
     print(title, flush=True)
     for i, model in enumerate(models):
-        out = f"{folder}/{title}-{model}.json"
-        words = [__file__, "--rank", out, model, "2" if names else "1"]
+        out = f"{probe}-{model}.json"
+        words = [__file__, "--rank", out, model, *(("2", str(SLOW_ROUNDS)) if names else ("1", str(ROUNDS)))]
         together(names, words, 29701 + i, MYCEL_PROBE=probe)
         found = json.loads(Path(out).read_text())
         rows = found["rows"]
@@ -165,8 +169,8 @@ def compare(names: list[str], models: list[str], folder: str, title: str) -> Non
 
 def main() -> None:
     if "--rank" in sys.argv:
-        out, model, hosts = sys.argv[sys.argv.index("--rank") + 1 :]
-        rank_main(out, model, int(hosts))
+        out, model, hosts, rounds = sys.argv[sys.argv.index("--rank") + 1 :]
+        rank_main(out, model, int(hosts), int(rounds))
         return
     parser = argparse.ArgumentParser()
     parser.add_argument("--mbit", type=float, nargs="*", default=[])

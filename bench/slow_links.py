@@ -1,21 +1,30 @@
-"""Training steps over slow links: ours, compressed and not, against torch DDP in fp32 and with its fp16 hook.
+"""Training over slow links: ours, compressed and not, against torch's DDP and what it has for them.
 
-    python bench/slow_links.py [--ranks 2 4] [--mbit 25 100 250 1000] [--slow 25] [--steps 10] [--until 3.0]
-                               [--ways ddp "ddp fp16" exact int8+ef "diloco(H=10)" "diloco(H=10) int4+ef" delayed]
+    python bench/slow_links.py speed     seconds and bytes of a step: 2 and 4 ranks at 25, 100, 250 and 1000 Mbit/s
+    python bench/slow_links.py uneven    the same of 4 ranks at 100 Mbit/s with one asymmetric link, or one slow rank
+    python bench/slow_links.py loss      losses on held-out data by steps, of several seeds; links have no limit here
+    python bench/slow_links.py auto      `auto` beside all that it chooses among, on six settings
+    python bench/slow_links.py bars      what is asked for, and whether what was measured so far reaches it
+    python bench/slow_links.py           all of these, one after the other
+
+    [--model gpt conv] [--ranks 2 4] [--mbit 25 100 250 1000] [--ways ddp exact "diloco(H=10) int4+ef" …]
+    [--steps 6] [--rounds 2] [--seeds 3] [--long 200] [--results build/slow_links.json]
 
 Every rank lives in a network namespace of its own; a bridge joins them, and `tc … tbf` limits what goes in and out of
-each (`--slow`: of the last rank alone).  Bytes are those that the interfaces count.  The model is the small GPT of the
-other benchmarks, on the bytes of this repository's own texts.  Ways run one after another, twice in turns; seconds are
-medians.  `floor` is DDP that never speaks.  Needs root, `ip` and `tc`; without them it says so and ends.
+each.  Models and ways are those of `slow_link_rank.py`.  Ways go in turns, and seconds are medians over rounds.  Bytes
+are those that the interfaces count, without the headers of packets.  What is measured is added to the file of results,
+from which `bars` reads: each part may be run by itself, and again.
 
-The loss is that of held-out text after the last step: every way has seen the same batches; of replicas (diloco, local,
-streaming, gossip, sma) it is that of their mean.  Where messages are not alike at each step, seconds are the mean over
-all.  With `--until`, steps are taken until the loss is that low, and how long these took is told as well.
+The way a loss falls does not depend on links, so it is measured once for each way, without limits; the time to a loss
+at some link is the number of steps to it times the seconds of a step there.  A way keeps the loss if within `--long`
+steps it comes within one standard deviation, over seeds, of DDP's.  Needs root, `ip` and `tc`; without them it says so
+and ends.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import signal
@@ -23,16 +32,47 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-ROOT = Path(__file__).parent.parent
-WARM, STEPS, ROUNDS, LIMIT_S = 2, 5, 2, 240
-WAYS = ("floor", "ddp", "ddp fp16", "exact", "int8+ef", "int4+ef")
-POLICIES = ("local", "diloco", "streaming", "gossip", "sma", "delayed")
-MOST, CHECKED = 400, 10  # steps with --until: in all, and between two looks at the loss
-INSIDE = "link0"  # the interface in a rank's namespace
+from slow_link_rank import CHECKED, INSIDE, ROOT, serve
+
+LIMIT_S = 240
+BASELINES = ("ddp", "ddp tuned", "ddp fp16", "ddp powersgd")
+CODECS = ("exact", "int8+ef", "int4+ef", "sign+ef", "powersgd(4)+ef")
+APART = ("diloco(H=10) int4+ef",)
+WAYS = ("floor", *BASELINES, "ddp batch 4", *CODECS, *APART, "auto")
+CHOICES = ("exact", "int8+ef", "int4+ef")  # of auto
+LEARNED = ("ddp", "ddp fp16", "ddp powersgd", "ddp batch 4", *CODECS[1:], *APART)
+UNLIMITED = 0.0
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Ranks and their links, in Mbit/s; the last rank's may differ, both ways or where it sends."""
+
+    ranks: int
+    mbit: float
+    last: float = 0.0
+    last_sends: float = 0.0
+
+    def links(self) -> list[tuple[float, float]]:
+        """What each rank can receive and send."""
+        last = self.last or self.mbit
+        return [(self.mbit, self.mbit)] * (self.ranks - 1) + [(last, self.last_sends or last)]
+
+    def __str__(self) -> str:
+        odd = f", the last {self.last:g}" * bool(self.last) + f", the last sends {self.last_sends:g}" * bool(
+            self.last_sends
+        )
+        return f"{self.ranks} ranks, " + (f"{self.mbit:g} Mbit/s{odd}" if self.mbit else "no limit")
+
+
+UNEVEN = (Setting(4, 100, last_sends=25), Setting(4, 100, last=25))
+SIX = tuple(Setting(ranks, mbit) for ranks in (2, 4) for mbit in (25, 250, 1000))
 
 
 def refused() -> str:
@@ -55,10 +95,10 @@ def run(*words: str) -> None:
 
 
 @contextmanager
-def network(mbits: list[float]) -> Iterator[list[str]]:
-    """A namespace for each rank, its link limited to so many Mbit/s both ways; all gone at the end."""
+def network(links: Sequence[tuple[float, float]]) -> Iterator[list[str]]:
+    """A namespace for each rank, which receives and sends so many Mbit/s at most (0: as it can); gone at the end."""
     base = f"mycel-{os.getpid()}"
-    hub, names = f"{base}-hub", [f"{base}-{r}" for r in range(len(mbits))]
+    hub, names = f"{base}-hub", [f"{base}-{r}" for r in range(len(links))]
     made = []
     try:
         for name in (hub, *names):
@@ -66,123 +106,34 @@ def network(mbits: list[float]) -> Iterator[list[str]]:
             made.append(name)
         run("ip", "-n", hub, "link", "add", "bridge0", "type", "bridge")
         run("ip", "-n", hub, "link", "set", "bridge0", "up")
-        for r, (name, mbit) in enumerate(zip(names, mbits, strict=True)):
+        for r, (name, (receives, sends)) in enumerate(zip(names, links, strict=True)):
             run("ip", "-n", hub, "link", "add", f"port{r}", "type", "veth", "peer", "name", INSIDE, "netns", name)
             run("ip", "-n", hub, "link", "set", f"port{r}", "master", "bridge0", "up")
             run("ip", "-n", name, "addr", "add", f"10.77.0.{r + 1}/24", "dev", INSIDE)
             run("ip", "-n", name, "link", "set", INSIDE, "up")
             run("ip", "-n", name, "link", "set", "lo", "up")
-            for space, device in ((hub, f"port{r}"), (name, INSIDE)):
+            for space, device, mbit in ((hub, f"port{r}", receives), (name, INSIDE, sends)):
                 rate = ["rate", f"{mbit}mbit", "burst", "128kb", "latency", "100ms"]
-                run("tc", "-n", space, "qdisc", "add", "dev", device, "root", "tbf", *rate)
+                if mbit:
+                    run("tc", "-n", space, "qdisc", "add", "dev", device, "root", "tbf", *rate)
         yield names
     finally:
         for name in made:
             subprocess.run(["ip", "netns", "del", name], check=False)
 
 
-def text_batches():
-    """(ids, targets) for ever, and one batch of held-out text."""
-    import torch
-    from small_gpt import BATCH, LENGTH
+@dataclass(frozen=True)
+class Measured:
+    """Seconds of a step, bytes of a rank in one, as counted and by the formula (0: there is none), and losses."""
 
-    files = sorted([*ROOT.glob("*.md"), *ROOT.glob("mycel/**/*.py")])
-    data = torch.tensor(list(b"".join(f.read_bytes() for f in files)))
-    train, held = data[: len(data) * 9 // 10], data[len(data) * 9 // 10 :]
-    gen = torch.Generator().manual_seed(0)
-
-    def batch(of):
-        at = torch.randint(0, len(of) - LENGTH - 1, (BATCH,), generator=gen).tolist()
-        return tuple(torch.stack([of[i + shift : i + shift + LENGTH] for i in at]) for shift in (0, 1))
-
-    last = batch(held)
-    return (lambda: batch(train)), last
+    seconds: float
+    sent: float
+    formula: float
+    losses: list[float]
 
 
-def step_of(way: str, rank: int, world: int):
-    """A step on the whole batch, of which each rank computes its part; and the model's loss on any batch."""
-    import torch
-    from small_gpt import SmallGPT
-
-    torch.manual_seed(0)
-    model = SmallGPT()
-    if not way.startswith(("ddp", "floor")):
-        import mycel
-
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        step = mycel.train_step(model, optimizer, mesh=mycel.Mesh(dp=world), plan={"batch": ["dp"], **plan_of(way)})
-        return (lambda ids, targets: step(ids, targets)), step.evaluate
-    import torch.distributed as dist
-    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
-
-    dist.init_process_group("gloo")
-    wrapped = torch.nn.parallel.DistributedDataParallel(model)
-    if way == "ddp fp16":
-        wrapped.register_comm_hook(None, fp16_compress_hook)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-
-    def step(ids, targets):
-        mine = [x.chunk(world)[rank] for x in (ids, targets)]
-        if way == "floor":
-            with wrapped.no_sync():
-                loss = wrapped(*mine)
-                loss.backward()
-        else:
-            loss = wrapped(*mine)
-            loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
-
-    return step, model
-
-
-def plan_of(way: str) -> dict[str, dict[str, str]]:
-    """What a plan says for a way: a policy, a codec, both, or neither."""
-    policy, _, codec = way.rpartition(" ") if way.startswith(POLICIES) and ") " in way else ("", "", way)
-    if codec.startswith(POLICIES):
-        policy, codec = codec, "exact"
-    return ({"sync": {"dp": policy}} if policy else {}) | ({} if codec == "exact" else {"compress": {"dp": codec}})
-
-
-def serve(way: str, steps: int, until: float) -> None:
-    """One rank: prints the seconds of a step, the bytes it sent in one, the loss on held-out text, and the seconds
-    until that was low enough (0: it was not asked for)."""
-    import torch
-
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    torch.set_num_threads(1)
-    next_batch, last = text_batches()
-    step, loss_of = step_of(way, rank, world)
-    counter = Path(f"/sys/class/net/{INSIDE}/statistics/tx_bytes")
-    seconds, before = [], 0
-    for i in range(WARM + steps):
-        if i == WARM:
-            before = int(counter.read_text())
-        start = time.perf_counter()
-        float(step(*next_batch()))
-        seconds.append(time.perf_counter() - start)
-    sent = int(counter.read_text()) - before
-
-    def held_out() -> float:
-        with torch.no_grad():
-            return float(loss_of(*last))
-
-    loss, took = held_out(), sum(seconds)
-    while until and loss > until and len(seconds) < MOST:
-        start = time.perf_counter()
-        for _ in range(CHECKED):
-            float(step(*next_batch()))
-            seconds.append(0.0)
-        took += time.perf_counter() - start
-        loss = held_out()
-    of_all = statistics.mean if way.startswith(POLICIES) else statistics.median
-    reached = took if until and loss <= until else 0.0
-    print("done", of_all(seconds[WARM : WARM + steps]), sent / steps, loss, reached, flush=True)
-
-
-def measured(way: str, names: list[str], port: int, asked: argparse.Namespace) -> tuple[float, float, float, float]:
-    """(seconds, bytes of a rank, loss, seconds until it was low enough) of one world."""
+def measure(way: str, model: str, names: list[str], port: int, steps: int, look: bool, seed: int) -> Measured | None:
+    """One world; None where it fails, which is told."""
     env = {**os.environ, "WORLD_SIZE": str(len(names)), "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     env |= {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
     env["RES_OPTIONS"] = "timeout:1 attempts:1"  # nobody answers who asks for names here
@@ -190,66 +141,196 @@ def measured(way: str, names: list[str], port: int, asked: argparse.Namespace) -
     env |= {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]), "MYCEL_TIMEOUT": "120"}
     ranks = []
     for r, name in enumerate(names):
-        command = ["ip", "netns", "exec", name, sys.executable, __file__, "--serve", way]
-        command += ["--steps", str(asked.steps), "--until", str(asked.until)]
+        command = ["ip", "netns", "exec", name, sys.executable, __file__, "serve", "--ways", way, "--model", model]
+        command += ["--steps", str(steps), "--seeds", str(seed), *(["--look"] if look else [])]
         ranks.append(subprocess.Popen(command, env={**env, "RANK": str(r)}, stdout=subprocess.PIPE, text=True))
+    end, said = time.monotonic() + LIMIT_S * (8 if look else 1), []
     try:
-        end = time.monotonic() + LIMIT_S * (4 if asked.until else 1)
         said = [p.communicate(timeout=max(1.0, end - time.monotonic()))[0] for p in ranks]
+    except subprocess.TimeoutExpired:
+        pass
     finally:
         for p in ranks:
             if p.poll() is None:
                 p.kill()
                 p.wait()
-    lines = [line.split() for text in said for line in text.splitlines() if line.startswith("done")]
+    lines = [line.split()[1:] for text in said for line in text.splitlines() if line.startswith("done")]
+    for line in (line for text in said for line in text.splitlines() if line.startswith("auto")):
+        print(f"  {line}", flush=True)
     if len(lines) != len(names):
-        raise SystemExit(f"{way}: a rank did not end: {said}")
-    sent = statistics.mean(float(x[2]) for x in lines)
-    return max(float(x[1]) for x in lines), sent, float(lines[0][3]), max(float(x[4]) for x in lines)
+        print(f"  {way:22} failed: a rank did not end", flush=True)
+        return None
+    numbers = [[float(x) for x in line] for line in lines]
+    sent = statistics.mean(x[1] for x in numbers)
+    return Measured(max(x[0] for x in numbers), sent, numbers[0][2], numbers[0][3:])
 
 
-def compare(ranks: int, mbit: float, asked: argparse.Namespace) -> None:
-    slow, ways = asked.slow, asked.ways
-    mbits = [mbit] * (ranks - 1) + [slow or mbit]
-    results: dict[str, list[tuple[float, float, float, float]]] = {way: [] for way in ways}
-    with network(mbits) as names:
+class Results:
+    """What was measured so far, in a file: by model, setting and way all rounds; by model, way and seed a curve."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.data: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {"steps": {}, "losses": {}}
+
+    def add(self, kind: str, key: str, value: Any) -> None:
+        self.data[kind].setdefault(key, []).append(value)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.write_text(json.dumps(self.data, indent=1))
+
+    def seconds(self, model: str, setting: Setting, way: str) -> float | None:
+        rounds = self.data["steps"].get(f"{model} | {setting} | {way}")
+        return statistics.median(x[0] for x in rounds) if rounds else None
+
+    def curves(self, model: str, way: str) -> list[list[float]]:
+        return self.data["losses"].get(f"{model} | {way}", [])
+
+    def limit(self, model: str) -> tuple[float, float] | None:
+        """The loss that DDP comes to, over seeds, and its standard deviation."""
+        last = [curve[-1] for curve in self.curves(model, "ddp")]
+        return (statistics.mean(last), statistics.stdev(last)) if len(last) > 1 else None
+
+    def steps_to(self, model: str, way: str) -> int | None:
+        """Steps until the mean over seeds is within a deviation of that; None: it does not come there."""
+        curves, limit = self.curves(model, way), self.limit(model)
+        if not curves or limit is None:
+            return None
+        means = [statistics.mean(x) for x in zip(*curves, strict=True)]
+        return next((CHECKED * (i + 1) for i, x in enumerate(means) if x <= sum(limit)), None)
+
+
+def compare(model: str, setting: Setting, ways: Sequence[str], asked: argparse.Namespace, results: Results) -> None:
+    """Seconds and bytes of all ways at one setting, in turns."""
+    print(f"{model}, {setting}", flush=True)
+    with network(setting.links()) as names:
         for turn in range(asked.rounds):
             for i, way in enumerate(ways):
-                results[way].append(measured(way, names, 29500 + turn * len(ways) + i, asked))
-    print(f"{ranks} ranks, {mbit:g} Mbit/s" + (f", the last {slow:g}" if slow else ""), flush=True)
-    seconds = {way: statistics.median(x[0] for x in found) for way, found in results.items()}
-    for way, found in results.items():
-        against = "".join(
-            f"   {seconds[peer] / seconds[way]:5.2f}x {peer}" for peer in ("ddp", "ddp fp16") if peer in seconds
+                got = measure(way, model, names, 29500 + turn * len(ways) + i, asked.steps, False, 0)
+                if got is not None:
+                    results.add("steps", f"{model} | {setting} | {way}", [got.seconds, got.sent, got.formula])
+    for way in ways:
+        rounds = results.data["steps"].get(f"{model} | {setting} | {way}", [])
+        if not rounds:
+            continue
+        seconds, sent, formula = (statistics.median(x[i] for x in rounds) for i in range(3))
+        peers = [(peer, results.seconds(model, setting, peer)) for peer in ("floor", "ddp", "ddp fp16")]
+        against = "".join(f"   {s / seconds:5.2f}x {peer}" for peer, s in peers if s)
+        said = f"{sent / formula:6.3f} of the formula" if formula else " " * 21
+        print(f"  {way:22} {seconds * 1e3:8.0f} ms  {sent / 1e6:7.2f} MB sent  {said}{against}", flush=True)
+
+
+def learn(model: str, asked: argparse.Namespace, results: Results) -> None:
+    """Curves of the loss on held-out data, for each way and seed, by four ranks."""
+    with network(Setting(4, UNLIMITED).links()) as names:
+        for seed in range(asked.seeds):
+            for i, way in enumerate(asked.ways or LEARNED):
+                if len(results.curves(model, way)) > seed:
+                    continue  # a run that goes on
+                got = measure(way, model, names, 29600 + i, asked.long, True, seed)
+                if got is not None:
+                    results.add("losses", f"{model} | {way}", got.losses)
+                    print(f"  {model} {way:22} seed {seed}: {got.losses[-1]:.4f} after {asked.long} steps", flush=True)
+
+
+def verdict(text: str, value: float | None, bar: float, above: bool) -> None:
+    if value is None:
+        print(f"  {text:78} not measured")
+        return
+    holds = value >= bar if above else value <= bar
+    print(f"  {text:78} {value:6.3f}   {'at least' if above else 'at most'} {bar}: {'holds' if holds else 'MISSED'}")
+
+
+def bars(model: str, asked: argparse.Namespace, results: Results) -> None:
+    """What is asked for, from what was measured."""
+    print(f"{model}: bars")
+    slow, limit = Setting(4, 100), results.limit(model)
+    if limit is not None:
+        print(f"  loss of DDP in fp32 {limit[0]:.4f}, standard deviation over seeds {limit[1]:.4f}")
+        for way in LEARNED[1:]:
+            if results.curves(model, way):
+                last = statistics.mean(curve[-1] for curve in results.curves(model, way))
+                steps = results.steps_to(model, way)
+                print(f"    {way:22} {last:.4f}, " + (f"there after {steps} steps" if steps else "does not come there"))
+
+    def time_to_loss(way: str) -> float | None:
+        steps, seconds = results.steps_to(model, way), results.seconds(model, slow, way)
+        return steps * seconds if steps and seconds else None
+
+    ours = {way: t for way in (*CODECS[1:], *APART) if (t := time_to_loss(way)) is not None}
+    best = min(ours, key=ours.__getitem__, default="")
+    for peer, bar in (("ddp", 3.0), ("ddp fp16", 2.0)):
+        theirs = time_to_loss(peer)
+        ratio = theirs / ours[best] if theirs and best else None
+        verdict(f"{slow}: time to DDP's loss, {peer} / {best or 'ours'}", ratio, bar, above=True)
+    floor, steps = results.seconds(model, slow, "floor"), results.steps_to(model, "ddp")
+    verdict(
+        f"{slow}: time to DDP's loss, {best or 'ours'} / no communication",
+        ours[best] / (floor * steps) if best and floor and steps else None,
+        1.25,
+        above=False,
+    )
+    for setting in (Setting(2, 1000), Setting(4, 1000)):
+        peers = [s for peer in BASELINES if (s := results.seconds(model, setting, peer))]
+        auto = results.seconds(model, setting, "auto")
+        verdict(f"{setting}: auto / the best of DDP's", auto / min(peers) if auto and peers else None, 1.0, above=False)
+    for setting in SIX:
+        choices = [s for way in CHOICES if (s := results.seconds(model, setting, way))]
+        auto = results.seconds(model, setting, "auto")
+        verdict(
+            f"{setting}: auto / the best choice", auto / min(choices) if auto and choices else None, 1.1, above=False
         )
-        sent, reached = (statistics.median(x[i] for x in found) for i in (1, 3))
-        more = against + (f"   {reached:.0f} s to a loss of {asked.until:g}" if reached else "")
-        ms, loss = seconds[way] * 1e3, found[-1][2]
-        print(f"  {way:22} {ms:8.0f} ms  {sent / 1e6:7.2f} MB sent  loss {loss:.4f}{more}", flush=True)
+    shares = [
+        abs(statistics.median(x[1] for x in rounds) / rounds[0][2] - 1)
+        for key, rounds in results.data["steps"].items()
+        if key.startswith(f"{model} | ") and rounds[0][2] and not key.split(" | ")[2].startswith("ddp")
+    ]
+    verdict("bytes on the wire, the furthest from the formula", max(shares, default=None), 0.03, above=False)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--serve", help=argparse.SUPPRESS)
-    parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--until", type=float, default=0.0, help="a loss")
+    parser.add_argument("what", nargs="?", default="all", choices=[*PARTS, "all", "serve"])
+    parser.add_argument("--model", nargs="+", default=["gpt", "conv"], choices=["gpt", "conv"])
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--mbit", type=float, nargs="+", default=[100, 1000])
-    parser.add_argument("--slow", type=float, help="Mbit/s of the last rank")
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--ways", nargs="+", default=list(WAYS))
+    parser.add_argument("--mbit", type=float, nargs="+", default=[25, 100, 250, 1000])
+    parser.add_argument("--ways", nargs="+")
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--long", type=int, default=200, help="steps of a curve")
+    parser.add_argument("--results", type=Path, default=ROOT / "build" / "slow_links.json")
+    parser.add_argument("--look", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.serve:
-        serve(args.serve, args.steps, args.until)
+    if args.what == "serve":
+        serve(args.ways[0], args.model[0], args.steps, args.look, args.seeds)
         return
-    why = refused()
+    why = refused() if args.what != "bars" else ""
     if why:
         print(f"skipped: {why}")
         return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that namespaces and ranks go with it
-    for ranks in args.ranks:
-        for mbit in args.mbit:
-            compare(ranks, mbit, args)
+    results = Results(args.results)
+    for model in args.model:
+        for part in PARTS if args.what == "all" else [args.what]:
+            PARTS[part](model, args, results)
+
+
+def speed(model: str, asked: argparse.Namespace, results: Results) -> None:
+    for ranks in asked.ranks:
+        for mbit in asked.mbit:
+            compare(model, Setting(ranks, mbit), asked.ways or WAYS, asked, results)
+
+
+def uneven(model: str, asked: argparse.Namespace, results: Results) -> None:
+    for setting in UNEVEN:
+        compare(model, setting, asked.ways or WAYS, asked, results)
+
+
+def auto(model: str, asked: argparse.Namespace, results: Results) -> None:
+    for setting in SIX:
+        compare(model, setting, asked.ways or (*CHOICES, "auto"), asked, results)
+
+
+PARTS = {"speed": speed, "uneven": uneven, "auto": auto, "loss": learn, "bars": bars}
 
 
 if __name__ == "__main__":

@@ -27,18 +27,18 @@ class Layer(nn.Module):
 
 
 class SmallGPT(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, vocabulary: int = VOCABULARY) -> None:
         super().__init__()
-        self.tokens, self.positions = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(LENGTH, WIDTH)
+        self.tokens, self.positions = nn.Embedding(vocabulary, WIDTH), nn.Embedding(LENGTH, WIDTH)
         self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
-        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, vocabulary, bias=False)
 
     def forward(self, ids: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
         x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device))
         for layer in self.layers:
             x = layer(x)
         logits = self.head(self.norm(x))
-        return logits if targets is None else F.cross_entropy(logits.view(-1, VOCABULARY), targets.view(-1))
+        return logits if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.view(-1))
 
 
 def batch() -> torch.Tensor:
