@@ -10,10 +10,12 @@ from pathlib import Path
 
 import torch
 from test_compress import Small
+from torch import nn
 
 import mycel
 from mycel import Mesh
 from mycel import step as step_module
+from mycel.errors import MycelError
 from mycel.plan import compression
 from mycel.run.rendezvous import seat
 
@@ -44,6 +46,9 @@ def chosen_by_measurement() -> None:
     axis, link = step._link
     assert axis == "dp" and link.bytes_s > 1e5 and {name for name, *_ in link.measured} >= {"all_reduce"}
     assert step.plan.decided.links["dp"] == link
+    timed = step._codec_rates
+    assert {"residual_int8.fp32", "added_int4.fp32"} <= timed.keys()
+    assert all(rate > 1e5 for curve in timed.values() for _, rate in curve)
     assert step.plan.compress_text().startswith("along dp exact"), step.plan.compress_text()  # nothing is large here
     priced_anew(step)
 
@@ -56,16 +61,76 @@ def priced_anew(step) -> None:
         watch.reference_s = 1e-9 if rank in slow_ranks else 1e9
         entry = step.entries[0] if step.entries else None
         for i in range(2):
-            assert step._priced == 1 and step.entries[0] is entry
+            assert step.priced == 1 and step.entries[0] is entry
             step(**batch(i))
-        assert step._priced == measured and (step._link is None) == (measured == 2)
+        assert step.priced == measured and (step._link is None) == (measured == 2)
     step(**batch(2))
     assert step.entries[0] is not entry and step._link is not None and step._link_watch is not watch
     assert "priced anew 1 time(s), since the link had slowed" in step.explain()
 
 
+class Fixed(nn.Module):
+    """Gradients are what it is given, whatever its weights are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(40, 40))
+
+    def forward(self, x):
+        return (x * self.w).sum((1, 2)).mean()
+
+
+def turned_exact(folder: Path) -> None:
+    """Where a plan turns exact, the first step sends what was lost before: then all that there was has come.  A step
+    that is skipped does not; one that goes on from a checkpoint, under a plan without codecs, does."""
+    batches = [{"x": torch.randn(4, 40, 40, generator=torch.Generator().manual_seed(i))} for i in range(4)]
+
+    def step_of(compress):
+        model = Fixed()
+        plan = {"batch": ["dp"], "compress": compress}
+        return model, mycel.train_step(
+            model, torch.optim.SGD(model.parameters(), lr=1.0), compile=False, plan=plan, mesh=Mesh(dp=2)
+        )
+
+    def away(model, count):
+        whole = -sum(b["x"].mean(0) for b in batches[:count])
+        return float((model.w.detach() - whole).abs().max())
+
+    for codec in ("int4+ef", "topk(0.1)+ef"):
+        model, step = step_of({"dp": [f"{codec} until 2", "exact"]})
+        for b in batches[:2]:
+            step(**b)
+        step.save(folder / codec)
+        assert away(model, 2) > 1e-2 and len(step.messages.held) == 1
+        step(x=torch.full((4, 40, 40), torch.nan))
+        assert step.skipped == 1 and len(step.messages.held) == 1 and away(model, 2) > 1e-2
+        step(**batches[2])
+        assert not step.messages.held and "encode" in step.entries[0].source
+        assert away(model, 3) < 1e-5, codec
+        step(**batches[3])
+        assert away(model, 4) < 1e-5 and "encode" not in step.entries[0].source
+        other, again = step_of({})
+        again.prepare(**batches[2]).load(folder / codec)
+        again(**batches[2])
+        assert torch.equal(again.state_dict()["model"]["w"], other.w) and away(other, 3) < 1e-5
+        assert not again.messages.held
+
+
+def disagreeing() -> None:
+    """Ranks that do not encode alike are told so, with the parameter, before anything is sent."""
+    step = made({"compress": {"dp": {"up.weight": ("int8+ef", "int4+ef")[seat().rank]}}})
+    try:
+        step.prepare(**batch(0))
+    except MycelError as error:
+        assert all(word in str(error) for word in ("compressed", "up.weight", "int8", "int4")), error
+    else:
+        raise AssertionError("nobody objected")
+
+
 def main(folder: Path) -> None:
     chosen_by_measurement()
+    disagreeing()
+    turned_exact(folder)
     for name, plan in PLANS.items():
         step = made(plan)
         for i in range(3):

@@ -34,21 +34,21 @@ SLOW = {
 # of long sweeps `make test` runs one case in k, whichever the names fall on, so that no flag or operator is left out as
 # such; MYCEL_SWEEPS=all runs all of them (`make sweeps`)
 ONE_IN = {
-    "test_a_family_trains_as_in_torch": 4, "test_ready_plans_for_experts": 3, "test_random_plans": 6,
+    "test_a_family_trains_as_in_torch": 8, "test_ready_plans_for_experts": 3, "test_random_plans": 6,
     "test_ready_plans_and_their_products": 10, "test_ready_plans_are_the_same_when_read_back": 3,
-    "test_every_operator_in_every_layout": 6, "test_every_operator_in_every_pair_of_labels": 6,
+    "test_every_operator_in_every_layout": 9, "test_every_operator_in_every_pair_of_labels": 9,
     "test_from_each_layout_to_each_other": 6, "test_four_steps_are_torchs": 6, "test_under_any_plan": 3,
     "test_simulated_ranks_take_the_step_of_one_device": 4, "test_fifty_steps_are_those_of_pytorch": 3,
-    "test_every_budget_is_kept_by_computing_no_more_than_it_takes": 3, "test_a_step_under_a_budget_is_the_same_step": 3,
+    "test_every_budget_is_kept_by_computing_no_more_than_it_takes": 9, "test_a_step_under_a_budget_is_the_same_step": 3,
     "test_generated_code_can_be_compiled": 4, "test_a_family_of_models": 3, "test_gradients_are_autograds": 3,
-    "test_cross_entropies_under_plans_by_chance": 3, "test_loss_and_gradient_are_those_of_the_whole_batch": 3,
-    "test_the_cheapest_of_all": 3, "test_pipelined_is_serial": 4, "test_cut_anywhere": 4, "test_kinds_of_steps": 3,
+    "test_cross_entropies_under_plans_by_chance": 5, "test_loss_and_gradient_are_those_of_the_whole_batch": 3,
+    "test_the_cheapest_of_all": 3, "test_kinds_of_steps": 3,
     "test_a_skipped_step_changes_nothing": 3, "test_clipping_and_parts_of_a_batch": 3,
     "test_plain_torch_goes_on_where_a_step_stopped_and_back": 3, "test_the_code_needs_torch_alone": 3,
     "test_hyper_parameters_are_read_at_every_step": 3, "test_second_derivatives": 3,
     "test_gradients_are_finite_differences": 3, "test_state_saved_under_one_mesh_is_loaded_under_another": 3,
     "test_models": 3, "test_every_optimiser": 3, "test_assignments": 3, "test_expressions": 3,
-    "test_placed_is_serial": 18, "test_random_pipelines": 80,
+    "test_placed_is_serial": 18,
     "test_adapters_of_peft": 2, "test_examples_on_two_processes": 2,
     "test_a_compressed_run_goes_on_to_the_bit": 2, "test_regions_are_the_plain_code": 3,
     "test_other_families_go_on_and_come_out": 3, "test_a_rank_that_does_not_come_is_named_at_the_timeout": 2,
@@ -58,6 +58,8 @@ ONE_IN = {
     "test_other_families_come_out_as_from_one_process": 2, "test_no_ready_plan_is_priced_lower": 2,
     "test_sixteen_bits_are_near_to_fp32_as_autocast_is": 3,
     "test_an_interrupted_run_is_the_uninterrupted_one": 2, "test_compiled_steps_are_those_of_pytorch": 2,
+    "test_the_best_of_all_it_may_choose_from": 7, "test_towers_are_placed_where_that_is_faster": 3,
+    "test_what_is_given_holds_in_every_plan": 3, "test_in_parts_it_equals_the_whole": 2,
 }  # fmt: skip
 
 
@@ -70,6 +72,12 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.slow)
         chosen = is_all or zlib.crc32(item.name.encode()) % ONE_IN.get(item.originalname, 1) == 0
         (kept if chosen else left).append(item)
+    there = {item.function for item in kept}
+    for item in [*left]:  # of a sweep that would lose all of its cases the first stays
+        if item.function not in there:
+            there.add(item.function)
+            left.remove(item)
+            kept.append(item)
     if left:
         config.hook.pytest_deselected(items=left)
         items[:] = kept

@@ -57,6 +57,20 @@ class Mixed(Routed):
         return super().forward(torch.tanh(self.before(x)))
 
 
+class Shared(Mixed):
+    """The same with an expert that all tokens go to, as DeepSeek has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Linear(*sizes, dtype=torch.float64) for sizes in ((16, 64), (64, 16)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.before(x))
+        weights, ids = self.choices(x)
+        y = mycel.experts(x * self.scale, ids, weights, self.up, self.down, gate=self.gate)
+        return (x + y + self.second(F.gelu(self.first(x)))).square().mean()
+
+
 def routed(how: str, experts: int, tokens: int = 8, chosen: int = 2, width: int = 4) -> dict[str, torch.Tensor]:
     """A batch for a Layer: tokens by chance, to one expert alone, or to the last two, so that others have none."""
     g = torch.Generator().manual_seed(1)
@@ -115,6 +129,58 @@ class Loop(nn.Module):
             place, token = torch.where(mask[i])
             rows = x[None, token].reshape(-1, x.shape[-1])
             y.index_add_(0, token, (self.experts[i](rows) * weights[token, place, None]).to(x.dtype))
+        return y
+
+    def first(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """One expert for a token, of tokens in two dims."""
+        x, weights, ids = (v.unflatten(0, (2, -1)) for v in (x, weights, ids))
+        y = torch.empty_like(x)
+        for i, expert in enumerate(self.experts):
+            mask = ids[..., 0] == i
+            y[mask] = expert(x[mask]) * weights[..., 0][mask].unsqueeze(-1)
+        return y.flatten(0, 1)
+
+    def columns(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        y = x.clone()
+        for i, expert in enumerate(self.experts):
+            for j in range(2):
+                mask = ids[:, j] == i
+                if mask.any():
+                    y[mask] += weights[mask, j, None] * expert(x[mask])
+        return y
+
+    def whichever(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """As tutorials have it, with the weights of all experts."""
+        y, gates = torch.zeros_like(x), torch.zeros(len(x), len(self.experts), dtype=x.dtype).scatter(1, ids, weights)
+        for i, expert in enumerate(self.experts):
+            mask = (ids == i).any(dim=-1)
+            if mask.any():
+                y[mask] += expert(x[mask]) * gates[mask, i].unsqueeze(1)
+        return y
+
+    def repeated(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """As DeepSeek's first models have it."""
+        rows, flat = x.repeat_interleave(2, dim=0), ids.view(-1)
+        y = torch.empty_like(rows)
+        for i, expert in enumerate(self.experts):
+            y[flat == i] = expert(rows[flat == i])
+        return (y.view(*weights.shape, -1) * weights.unsqueeze(-1)).sum(dim=1)
+
+    def last_wins(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """Of two experts of a token the second overwrites what the first gave."""
+        y = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            mask = (ids == i).any(dim=-1)
+            y[mask] = expert(x[mask])
+        return y
+
+    def if_many(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """Experts that few tokens choose are left out."""
+        y = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            mask = ids[:, 0] == i
+            if mask.sum() > 1:
+                y[mask] += weights[mask, 0, None] * expert(x[mask])
         return y
 
     def some(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:

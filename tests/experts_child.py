@@ -7,7 +7,7 @@ import copy
 import faulthandler
 
 import torch
-from experts import Layer, Mixed, Routed, routed
+from experts import Layer, Mixed, Routed, Shared, routed
 from stepping import plain_step
 
 import mycel
@@ -95,13 +95,12 @@ def counted() -> None:
     assert n != m and sent[0] == 8 * (n * (3 * width + 1) + m * (2 * width + 1)), (sent, n, m)
 
 
-def woven() -> None:
-    """Two microbatches at once: one's rows travel while the other's experts compute."""
-    twin = Mixed()
+def begun(twin: Mixed, **more: int) -> None:
+    """Rows travel while the experts of another microbatch, or one that all tokens share, compute."""
     model = copy.deepcopy(twin)
     adamw = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, twin)]
     plan = {"batch": ["ep"], "parameters": {"up": ["ep", "-", "-"], "down": ["ep", "-", "-"]}}
-    plan |= {"microbatches": 4, "at_once": 2}
+    plan |= more
     step = mycel.train_step(model, adamw[0], compile=False, plan=plan, mesh=Mesh(ep=2))
     x = torch.randn(32, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     alike(float(step(x=x)), plain_step(twin, adamw[1], {"x": x}))
@@ -115,4 +114,5 @@ if __name__ == "__main__":
     trained(5, 1, "exchange_rows")
     rebalanced()
     counted()
-    woven()
+    begun(Mixed(), microbatches=4, at_once=2)
+    begun(Shared())

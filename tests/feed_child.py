@@ -146,14 +146,11 @@ def named(rows: int = 8, length: int = 4) -> None:
 TP = {"up.weight": ["tp", "-"], "up.bias": ["tp"], "down.weight": ["-", "tp"]}
 CASES = {
     2: [
-        ({"dp": 2}, "dp", 5, 4, 2 * 3 * 4 * 8, {}),
+        ({"dp": 2}, "zero3", 5, 4, 2 * 3 * 4 * 8, {}),
         ({"tp": 2}, {"parameters": TP}, 4, 4, 2 * 4 * 4 * 8, {}),
         ({"cp": 2}, "cp", 3, 5, 2 * 3 * 3 * 8, {}),
-        ({"dp": 2}, "dp", 8, 4, 2 * 4 * 4 * 8, {"accumulate": 4}),
     ],
     4: [
-        ({"dp": 4}, "dp", 8, 4, 2 * 2 * 4 * 8, {}),
-        ({"dp": 4}, "zero3", 6, 4, 2 * 2 * 4 * 8, {}),
         ({"dp": 4}, "dp", 3, 4, 2 * 4 * 8, {}),
         ({"dp": 2, "tp": 2}, {"parameters": TP, "batch": ["dp"], "zero": "2 over dp"}, 4, 4, 2 * 2 * 4 * 8, {}),
         ({"dp": 2, "cp": 2}, "dp+cp", 4, 6, 2 * 2 * 3 * 8, {"accumulate": 2}),

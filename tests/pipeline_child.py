@@ -1,7 +1,7 @@
 """What a rank does in the test of pipelines in processes:  python pipeline_child.py FOLDER.
 
 A pipeline takes the steps of one device beside it, one of them skipped; then it is asked for its state, saves it, and
-another one goes on from there.
+another one goes on from there.  At the end a stage dies.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ import pytest
 import torch
 import yaml
 from pipelining import Tied
-from placed_processes import in_places
+from placed_processes import compressed, dies_in_backward, in_places
+from torch import nn
 
 import mycel
 from mycel.errors import PlanError
+from mycel.plan import KINDS
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 TENSOR = {"*.up.weight": ["tp", "-"], "*.up.bias": ["tp"], "*.down.weight": ["-", "tp"]}
@@ -37,7 +39,7 @@ PLANS = {  # the first takes steps, the second goes on from what it saved
             "mesh": {"tp": 2},
             "parameters": TENSOR,
             "schedule": "zbh1",
-            "offload": {"activations": "host", "optimizer": "host"},
+            "offload": {**dict.fromkeys(KINDS, "host"), "update": "host"},
         },
     ],
 }[WORLD]
@@ -111,8 +113,14 @@ def main(folder: Path) -> None:
     alike(other.state_dict()["model"], serial.state_dict()["model"])
     assert "lives there" in other.explain() or WORLD == 2
     traced(step)
+    if WORLD == 4:
+        replicas(folder / "replicas")
+        turned_exact(folder / "compressed")
+        compressed(folder / "compressed places")
     refused()
-    in_places(folder / "places")
+    placed = in_places(folder / "places")
+    (folder / f"done-{RANK}").touch()
+    dies_in_backward(placed)
 
 
 def losses(i: int, *steps: mycel.Step) -> list[torch.Tensor]:
@@ -147,6 +155,89 @@ def traced(step: mycel.Step) -> None:
     assert "measured " in step.explain() and len(trace.spans) == WORLD
 
 
+def turned_exact(folder: Path) -> None:
+    """Where a plan turns exact, the first step sends what was lost before, in every stage: it is one of torch's, with
+    that added to its gradients.  So is a step that goes on from a checkpoint, under a plan without codecs."""
+
+    def made(compress: dict) -> mycel.Step:
+        torch.manual_seed(0)
+        model = Tied(2, width=48)
+        plan = {"stages": ["embed", "layers.1"], "mesh": {"dp": 2}, "batch": ["dp"], "microbatches": 2}
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return mycel.train_step(model, optimizer, compile=False, plan={**plan, "compress": compress})
+
+    def flushed(step: mycel.Step, state: dict) -> None:
+        """One step from a state, against torch's."""
+        plain, whole = Tied(2, width=48), batch(3)
+        plain.load_state_dict(state["model"])
+        plain(**whole).backward()
+        errors = {name.removeprefix("error.dp."): x for name, x in state["messages"].items()}
+        assert sum(float(x.abs().sum()) for x in errors.values()) > 0.01, "something was lost"
+        assert {"layers.0.up.weight", "layers.1.up.weight"} <= errors.keys(), "in both stages"
+        step(**whole)
+        assert not step.messages.held and not step.messages.lossy
+        after = step.state_dict()["model"]
+        for name, p in plain.named_parameters():
+            assert p.grad is not None
+            wanted = p.detach() - 0.1 * (p.grad + errors.get(name, 0.0))
+            torch.testing.assert_close(after[name], wanted, rtol=1e-4, atol=1e-5)
+
+    step = made({"dp": ["topk(0.05)+ef until 2", "exact"]})
+    for i in range(2):
+        step(**batch(i))
+    step.save(folder)
+    state = copy.deepcopy(step.state_dict())
+    flushed(step, state)
+    step(**batch(4))
+    assert "encode" not in step.entries[0].source
+    again = made({})
+    again.prepare(**batch(3)).load(folder)
+    flushed(again, state)
+
+
+def replicas(folder: Path) -> None:
+    """Two pipelines that take steps of their own, and are made one model after two: as plain torch does it; and the
+    same to the bit where they go on from what was saved."""
+    plan = {
+        "stages": ["embed", "layers.1"], "mesh": {"dp": 2}, "batch": ["dp"],
+        "sync": {"dp": "diloco(H=2, lr=0.5, momentum=0.8)"},
+    }  # fmt: skip
+    torch.manual_seed(0)
+    first = Tied(2).double()
+    models = [copy.deepcopy(first) for _ in range(2)]
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.02) for model in models]
+    anchors = [p.detach().clone() for p in first.parameters()]
+    momenta = [torch.zeros_like(x) for x in anchors]
+    step, replica, after = step_of(first, plan), RANK % 2, []
+    for i in range(5):
+        whole, wanted = batch(i), []
+        for r, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            optimizer.zero_grad()
+            wanted.append(model(**{name: x[4 * r : 4 * r + 4] for name, x in whole.items()}))
+            wanted[r].backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+            optimizer.step()
+        for k, held in enumerate(zip(*(model.parameters() for model in models), strict=True) if i % 2 else ()):
+            difference = anchors[k] - torch.stack([p.detach() for p in held]).mean(0)
+            momenta[k] = 0.8 * momenta[k] + difference
+            anchors[k] = anchors[k] - 0.5 * (difference + 0.8 * momenta[k])
+            for p in held:
+                p.data.copy_(anchors[k])
+        loss = step(**whole)
+        torch.testing.assert_close(loss, wanted[replica].detach(), rtol=1e-6, atol=1e-6)
+        after.append(loss)
+        if i == 2:
+            step.save(folder)
+    mean = {
+        n: (p.detach() + dict(models[1].named_parameters())[n].detach()) / 2 for n, p in models[0].named_parameters()
+    }
+    for name, x in step.state_dict()["model"].items():
+        torch.testing.assert_close(x, mean[name], rtol=1e-5, atol=1e-6)
+    again = step_of(Tied(2).double(), plan)
+    again.prepare(**batch(0)).load(folder)
+    assert [again(**batch(i)) for i in (3, 4)] == after[3:]
+
+
 def refused() -> None:
     for plan, words in (
         ({"stages": WORLD, "schedule": "zigzag"}, "schedule: 'zigzag'"),
@@ -170,5 +261,5 @@ def refused() -> None:
 
 
 if __name__ == "__main__":
-    faulthandler.dump_traceback_later(150, exit=True)  # no test waits for ever
+    faulthandler.dump_traceback_later(240, exit=True)  # no test waits for ever
     main(Path(sys.argv[1]))

@@ -1,35 +1,49 @@
 """What a rank does in the test of places in processes, beside that of pipelines (`pipeline_child.py`).
 
 Two towers, on one rank and on three, take the steps of one device beside them; then they are asked for their state,
-save it, and others that lie differently go on from there.
+save it, and others that lie differently go on from there: one tower in stages, the other in parts, with all that can be
+on the host.
 """
 
 from __future__ import annotations
 
 import copy
 import os
+import signal
+import time
 from pathlib import Path
 
 import torch
 from placing import Towers
 
 import mycel
+from mycel.run import processes
 
 RANK = int(os.environ["RANK"])
+DIES = 2  # the second stage of the text tower under the second plan
 PLANS = [  # the first takes steps, the second goes on from what it saved
     {"place": {"vision": [0], "*": [1, 2, 3]}, "batch": ["dp"], "zero": "3 over dp"},
-    {"place": {"text": [0, 2], "*": {"ranks": [1, 3], "mesh": {"tp": 2}}}, "batch": ["dp"]},
+    {
+        "place": {
+            "text": {"ranks": [0, 2], "stages": ["text.layers.0", "text.out"]},
+            "*": {"ranks": [1, 3], "mesh": {"tp": 2}},
+        },
+        "parameters": {"vision.layers.*.weight": ["tp", "-"], "vision.layers.*.bias": ["tp"]},
+        "batch": ["dp"],
+        "offload": dict.fromkeys(["activations", "optimizer", "parameters", "gradients"], "host"),
+    },
 ]
 
 
-def batch(i: int) -> dict[str, torch.Tensor]:
+def batch(i: int, rows: int = 6) -> dict[str, torch.Tensor]:
     g = torch.Generator().manual_seed(i)
-    return {"pixels": torch.randn(6, 6, generator=g).double(), "ids": torch.randint(0, 11, (6, 3), generator=g)}
+    return {"pixels": torch.randn(rows, 6, generator=g).double(), "ids": torch.randint(0, 11, (rows, 3), generator=g)}
 
 
 def step_of(model: torch.nn.Module, plan: dict | None) -> mycel.Step:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
-    return mycel.train_step(model, optimizer, compile=False, clip_norm=0.05, plan=plan)
+    more = {"accumulate": 2, "plan": None} if plan is None else {"plan": {**plan, "microbatches": 2}}
+    return mycel.train_step(model, optimizer, compile=False, clip_norm=0.05, **more)
 
 
 def taken(step: mycel.Step, i: int) -> torch.Tensor:
@@ -41,7 +55,67 @@ def alike(a: object, b: object) -> None:
     torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
 
 
-def in_places(folder: Path) -> None:
+def dies_in_backward(step: mycel.Step) -> None:
+    """A stage of a place is killed where it would send what the one before it waits for."""
+    ranks = step.parts.ranks
+    send = ranks.start_send_across
+
+    def start_send_across(*args: object) -> object:
+        if RANK == DIES and "backward" in ranks.at:
+            time.sleep(0.6)  # until its watch has told where it is
+            os.kill(os.getpid(), signal.SIGKILL)
+        return send(*args)
+
+    ranks.start_send_across = start_send_across
+    taken(step, 4)
+    raise AssertionError("a step without one of its stages ended well")
+
+
+def compressed(folder: Path) -> None:
+    """Gradients travel encoded inside of a place, each rank keeps what it lost, and a checkpoint has the sum of that;
+    under a plan without codecs the first step sends it: it is one of torch's, with that added to its gradients."""
+
+    def made(compress: dict) -> mycel.Step:
+        torch.manual_seed(0)
+        model = Towers(1)
+        plan = {"place": {"vision": [0, 1], "*": [2, 3]}, "batch": ["dp"], "microbatches": 2, "compress": compress}
+        return mycel.train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), compile=False, plan=plan)
+
+    def flushed(step: mycel.Step, state: dict) -> None:
+        plain, whole = Towers(1), single(3)
+        plain.load_state_dict(state["model"])
+        for i in range(2):  # microbatches, which weigh the same
+            (plain(**{name: x[4 * i : 4 * i + 4] for name, x in whole.items()}) / 2).backward()
+        errors = {name.removeprefix("error.dp."): x for name, x in state["messages"].items()}
+        assert {name.split(".")[0] for name in errors} == {"vision", "text", "embed"}, errors.keys()
+        assert sum(float(x.abs().sum()) for x in errors.values()) > 0.001, "something was lost"
+        step(**whole)
+        assert not step.messages.held and not step.messages.lossy
+        after = step.state_dict()["model"]
+        for name, p in plain.named_parameters():
+            wanted = p.detach() - 0.1 * (p.grad + errors.get(name, 0.0))
+            torch.testing.assert_close(after[name], wanted, rtol=1e-4, atol=1e-5)
+
+    def single(i: int) -> dict[str, torch.Tensor]:
+        return {name: x.float() if x.is_floating_point() else x for name, x in batch(i, rows=8).items()}
+
+    codec = {"dp": {"*weight": "topk(0.2)+ef"}}
+    step = made(codec)
+    for i in range(2):
+        step(**single(i))
+    assert {role.of.split(".")[0] for role in step.messages.held} == ({"vision"} if RANK < 2 else {"text", "embed"})
+    step.save(folder)
+    state = copy.deepcopy(step.state_dict())
+    same, exact = made(codec), made({})
+    for other in (same, exact):
+        other.prepare(**single(3)).load(folder)
+    alike(same.state_dict()["messages"], state["messages"])
+    assert torch.equal(step(**single(2)), same(**single(2)))
+    flushed(exact, state)
+
+
+def in_places(folder: Path) -> mycel.Step:
+    processes.CHANNELS.add("cpu")  # a channel for each pair of ranks and no tags, as messages between GPUs go
     torch.manual_seed(0)
     first = Towers(1, 0.1, tied=True).double()
     serial, step = step_of(copy.deepcopy(first), None), step_of(first, PLANS[0])
@@ -63,5 +137,8 @@ def in_places(folder: Path) -> None:
     again.prepare(**batch(0)).load(folder / "saved")
     alike(taken(again, 3), taken(serial, 3))
     alike(again.state_dict(), serial.state_dict())
+    alike(again.evaluate(**batch(7)), serial.evaluate(**batch(7)))
+    assert "lives there" in again.explain()
     again.export(folder / "exported")
     assert (folder / "exported").is_dir()
+    return again

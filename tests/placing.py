@@ -15,7 +15,7 @@ from distributing import OneDevice, start_values
 from torch import nn
 
 import mycel
-from mycel.ir import Layout, Program, type_of
+from mycel.ir import Layout, Program
 from mycel.lower import Lowered
 from mycel.parts import ShardedModel
 from mycel.plan import CPU, Plan
@@ -61,16 +61,38 @@ def one_of(model: nn.Module, batch: Mapping[str, Any], written: Plan, **settings
     return OneDevice(model, batch, optimizer, step.unsharded(**batch))
 
 
-def task_of(one: OneDevice, written: Plan, budget: int | None = None) -> Task:
+def task_of(one: OneDevice, written: Plan, budget: int | None = None, compiled: bool = False) -> Task:
     def at_place(i: int, program: Program) -> Any:
         made = type(one.made)(one.made.captured, program, one.made.groups, one.made.results, one.made.body)
         return ShardedModel(one.model, one.optimizer, written.at_place(i)).given(made)
 
-    return Task(one.made.program, one.made.body, CPU, budget=budget, at_place=at_place)
+    return Task(one.made.program, one.made.body, CPU, compiled, budget=budget, at_place=at_place)
 
 
-def placed_equals(one: OneDevice, written: Plan, seed: int = 0, poison: bool = False) -> Lowered:
-    done = planned(task_of(one, written), written)[1]
+def placed_equals(
+    one: OneDevice, written: Plan, seed: int = 0, poison: bool = False, compiled: bool = False
+) -> Lowered:
+    done = planned(task_of(one, written, compiled=compiled), written)[1]
+    n, serial = len(one.made.program.results), one.made.program
+    wanted = interpret(serial, start_values(one, seed, poison))
+    news = dict(zip(serial.updates, wanted[n:], strict=True))
+    seen: set[str] = set()
+    for program, found in zip(done.pipeline.programs, placed_results(one, written, done, seed, poison), strict=True):
+        seen |= set(program.updates)
+        wants = [*wanted[:n], *(news[name] for name in program.updates)]
+        names = [*map(str, range(n)), *program.updates]
+        for name, whole, want in zip(names, found, wants, strict=True):
+            tolerance = 1e-10 if want.dtype == torch.float64 else 2e-5
+            close = torch.allclose(whole, want, rtol=tolerance, atol=tolerance, equal_nan=True)
+            assert close, (name, (whole - want).abs().max())
+    assert seen == set(serial.updates)
+    return done
+
+
+def placed_results(
+    one: OneDevice, written: Plan, done: Lowered, seed: int = 0, poison: bool = False
+) -> list[list[torch.Tensor]]:
+    """What each place returns, put together."""
     assert done.pipeline is not None
     programs, places = done.pipeline.programs, written.places
     assert all(Program.parse(str(p), p.consts) == p for p in programs)
@@ -92,18 +114,9 @@ def placed_equals(one: OneDevice, written: Plan, seed: int = 0, poison: bool = F
         for p, (ins, _), mesh in zip(programs, laid, meshes, strict=True)
     ]
     found = simulate_places(programs, meshes, [p.ranks for p in places], given)
-    wanted = interpret(serial, values)
-    n = len(serial.results)
-    news = dict(zip(serial.updates, wanted[n:], strict=True))
-    seen: set[str] = set()
-    for program, (_, outs), mesh, results in zip(programs, laid, meshes, found, strict=True):
-        seen |= set(program.updates)
-        wants = [*wanted[:n], *(news[name] for name in program.updates)]
-        names = [*map(str, range(n)), *program.updates]
-        for name, parts, want, layout in zip(names, results, wants, outs, strict=True):
-            whole = put_together(parts, layout, type_of(want), mesh)
-            tolerance = 1e-10 if want.dtype == torch.float64 else 2e-5
-            close = torch.allclose(whole, want, rtol=tolerance, atol=tolerance, equal_nan=True)
-            assert close, (name, (whole - want).abs().max())
-    assert seen == set(serial.updates)
-    return done
+    shapes = dict(zip(serial.updates, serial.main.outputs[len(serial.results) :], strict=True))
+    types = [[x.type for x in (*serial.results, *(shapes[name] for name in p.updates))] for p in programs]
+    return [
+        [put_together(*each, mesh) for each in zip(parts, outs, of, strict=True)]
+        for parts, (_, outs), of, mesh in zip(found, laid, types, meshes, strict=True)
+    ]

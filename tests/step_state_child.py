@@ -98,6 +98,8 @@ def main(folder: Path) -> None:
     alike(step.state_dict()["model"], whole["model"])
     for count in (8, 7):  # of 7 rows the ranks have 4 and 3
         local_outputs(count)
+    for plan in PADDED:
+        padded(plan)
 
 
 def local_outputs(count: int) -> None:
@@ -120,6 +122,41 @@ def local_outputs(count: int) -> None:
         alike(found, wanted_loss)
         alike(outputs["rows"], wanted["rows"][mine.start : mine.stop])
         alike((outputs["mean"], outputs["signs"]), (wanted["mean"], wanted["signs"]))
+
+
+PADDED = [
+    {"mesh": {"dp": 2}, "batch": ["dp"], "zero": "3 over dp"},
+    {"mesh": {"tp": 2}, "parameters": {"0.weight": ["tp", "-"], "1.weight": ["tp", "-"], "1.bias": ["tp"]}},
+]
+
+
+def padded(plan) -> None:
+    """Lengths and numbers of rows that vary, in buckets: loss by loss what torch makes of what was not padded."""
+
+    def loss(out, labels):
+        return torch.nn.functional.cross_entropy(out.transpose(1, 2), labels)
+
+    torch.manual_seed(5)
+    model = torch.nn.Sequential(torch.nn.Embedding(9, 6), torch.nn.Linear(6, 9)).double()
+    twin = copy.deepcopy(model)
+    plain = torch.optim.AdamW(twin.parameters(), lr=0.02)
+    sizes = {0: [4], 1: [8, 16]}
+    step = mycel.train_step(
+        model, torch.optim.AdamW(model.parameters(), lr=0.02), loss, plan=plan, mesh=Mesh(plan["mesh"]), compile=False,
+        pad={0: sizes, 1: {**sizes, "value": -100}},
+    )  # fmt: skip
+    for count, length in ((4, 5), (3, 8), (4, 11), (1, 16)):
+        ids = torch.randint(0, 9, (count, length))
+        labels = ids.roll(1, 1)
+        labels[0, 2] = -100
+        wanted = loss(twin(ids), labels)
+        plain.zero_grad()
+        alike(step.evaluate(ids, labels), wanted.detach())
+        wanted.backward()
+        plain.step()
+        alike(step(ids, labels), wanted.detach())
+    assert len(step.entries) == 2
+    alike(step.state_dict()["model"], twin.state_dict())
 
 
 if __name__ == "__main__":

@@ -3,13 +3,15 @@ work for a deeper model."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from distributing import OneDevice
 from models import llama
 
 from mycel.ir import Mesh
-from mycel.plan import Plan, layouts
+from mycel.plan import KnownLayouts, Plan, bound, layouts, pairs
 from mycel.plan.alike import Alike
 from mycel.plan.layouts import Solver
 
@@ -48,3 +50,19 @@ def test_a_deeper_model_has_no_larger_graph(monkeypatch):
         assert set(alike.first) == set(all_nodes(alike.whole))
         assert set(alike.first.values()) == set(all_nodes(small))
     assert sizes[0] == sizes[1]
+
+
+def test_what_was_solved_for_fewer_layers_holds_for_more(monkeypatch):
+    """As good as if they were solved for, with nothing left to decide in layers."""
+    monkeypatch.setattr(layouts, "FEW", 0)  # axis by axis
+    known, least = KnownLayouts(), pairs.least
+    few, more = (solved(layers, "zero3+tp", monkeypatch) for layers in (3, 4))
+    replace(few, known=known).solve()
+    free: list[str] = []
+    decided = lambda s: (free.extend(n[1] for n, k in s.sizes.items() if k > 1 and n[0] != "hub"), least(s))[1]
+    monkeypatch.setattr(pairs, "least", decided)
+    told = replace(more, known=known)
+    told.solve()
+    assert free and set(free) <= {more.graph.program.entry}
+    waits = [bound.moving_seconds(more, ("dp", "tp"), each.solution) for each in (told, more)]
+    assert waits[0] == pytest.approx(waits[1], rel=1e-3)

@@ -9,7 +9,9 @@ import torch
 from torch.nn.functional import softmax
 
 import mycel
-from mycel.ir import walk
+from mycel.ir import check, walk
+from mycel.run.interpret import interpret
+from mycel.transform import attend
 
 LENGTH = 64
 
@@ -59,7 +61,20 @@ def one_head(q, k, v, bias):
     return torch.bmm(softmax(torch.bmm(q[:, 0], k[:, 0].mT), dim=-1), v[:, 0])
 
 
+def capped(q, k, v, bias):
+    return softmax(torch.tanh(q @ k.mT / 5.0) * 5.0, dim=-1) @ v
+
+
+def capped_and_causal(q, k, v, bias):
+    """As Gemma 2 has it."""
+    row, column = places()
+    s = torch.tanh((q @ k.mT) * 0.2 / 3.0) * 3.0 + torch.where(column <= row, 0.0, float("-inf"))
+    return softmax(s, dim=-1) @ v
+
+
 FOUND = {
+    capped: "free, cap 5.0",
+    capped_and_causal: "causal, cap 3.0",
     causal: "causal",
     lowest: "causal",
     window: "(8, 0)",
@@ -83,8 +98,8 @@ def rows_first(q, k, v, bias):
     return softmax(q @ k.mT, dim=-2) @ v
 
 
-def capped(q, k, v, bias):
-    return softmax(torch.tanh(q @ k.mT / 5.0) * 5.0, dim=-1) @ v
+def capped_sums(q, k, v, bias):
+    return softmax(torch.tanh(q @ k.mT / 5.0 + bias) * 5.0, dim=-1) @ v
 
 
 def somewhat_low(q, k, v, bias):
@@ -96,7 +111,7 @@ def narrowed(q, k, v, bias):
     return softmax((q @ k.mT).float(), dim=-1).to(v.dtype) @ v
 
 
-OTHERS = [narrowed, scaled_behind, seen_by_others, rows_first, capped, somewhat_low]
+OTHERS = [narrowed, scaled_behind, seen_by_others, rows_first, capped_sums, somewhat_low]
 
 
 def operands(dtype=torch.float64):
@@ -113,7 +128,8 @@ def structure(program):
     (eqn,) = found
     if eqn.inputs[3] is not None:
         return "mask"
-    return "causal" if eqn.params.get("causal") else str(eqn.params.get("window", "free"))
+    seen = "causal" if eqn.params.get("causal") else str(eqn.params.get("window", "free"))
+    return f"{seen}, cap {eqn.params['cap']}" if "cap" in eqn.params else seen
 
 
 @pytest.mark.parametrize("fn", [*FOUND, *OTHERS], ids=lambda f: f.__name__)
@@ -133,6 +149,26 @@ def test_its_gradients(fn):
     ours = mycel.grad(loss, argnums=(0, 1, 2, 3))(*args)
     for a, b in zip(ours, theirs, strict=True):
         assert torch.allclose(a, torch.zeros_like(a) if b is None else b, rtol=1e-8, atol=1e-8)
+
+
+DROPPED = """
+def main(q: f64[2,2,64,8], k: f64[2,2,8,64], v: f64[2,2,64,8], key: i64[]):
+  s: f64[2,2,64,64] = matmul(q, k)
+  p: f64[2,2,64,64] = softmax(s, dim=3)
+  d: f64[2,2,64,64] = dropout(p, key, 0, p=0.3, site=2)
+  y: f64[2,2,64,8] = matmul(d, v)
+  return y
+"""
+
+
+def test_weights_are_dropped_by_the_same_numbers():
+    program = mycel.Program.parse(DROPPED)
+    fused = check(attend(program))
+    assert [e.params["dropout"] for _, e in walk(fused) if e.op.name == "attention"] == [0.3]
+    q, k, v, _ = operands()
+    args = q[:2], k[:2].mT, v[:2], torch.tensor(5)
+    (want,), (got,) = (interpret(p, args) for p in (program, fused))
+    assert torch.allclose(got, want, rtol=1e-9, atol=1e-9)
 
 
 def test_small_scores_stay():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import warnings
 
 import pytest
@@ -14,6 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import mycel
+from mycel.errors import CaptureError
 from mycel.ir import walk
 
 R = torch.Generator().manual_seed(0)
@@ -568,3 +570,154 @@ def test_a_number_made_on_the_host_is_one_of_the_program():
     assert [v.type.shape for v in program.results] == [(2, 3)]
     with pytest.raises(mycel.CaptureError, match="made on cpu in a program on meta"):
         mycel.capture(lambda x: x + torch.ones(3, device="cpu"), torch.empty(2, 3, device="meta"))
+
+
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU])
+def test_a_recurrent_layer_without_steps_is_refused(layer):
+    with pytest.raises(CaptureError, match="at least one step"):
+        mycel.jit(layer(3, 4))(torch.zeros(0, 2, 3))
+
+
+@torch.jit.script
+def quick_gelu(x: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return x * torch.sigmoid(1.702 * x) + b
+
+
+class Scripts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.last = torch.jit.script(nn.Sequential(nn.Linear(5, 5), nn.Tanh())), nn.Linear(5, 5)
+
+    def forward(self, x):
+        return quick_gelu(self.inner(x), self.last.bias) + self.last(x)
+
+
+@pytest.mark.parametrize("before", [0, 4])
+def test_scripts_that_torch_has_optimised_keep_their_gradients(before):
+    """torch.jit detaches in what it has optimised; and what is captured is no part of its profile."""
+    model, x = Scripts(), rand(3, 5)
+    for _ in range(before):
+        model(x).sum().backward()
+    gradients = mycel.value_and_grad(lambda x: model(x).square().sum(), wrt=model)(x)[1]
+    model.zero_grad()
+    for _ in range(3):
+        model.zero_grad()
+        model(x).square().sum().backward()
+    for name, p in model.named_parameters():
+        if p.grad is not None:
+            assert torch.allclose(gradients[name], p.grad, atol=1e-5), name
+
+
+@functools.cache
+def ramp(n: int) -> torch.Tensor:
+    return torch.arange(n) / n
+
+
+TABLES: dict[int, torch.Tensor] = {}
+
+
+class Caches(nn.Module):
+    """Keeps what it computes once: under functools.cache, in a property, in a dict outside, by a hook."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.seen = nn.Linear(4, 4), {}
+        self.linear.register_forward_hook(lambda module, args, out: FEATURES.update(out=out))
+
+    @functools.cached_property
+    def scale(self):
+        return torch.linspace(1, 2, 4)
+
+    @functools.lru_cache(maxsize=8)  # noqa: B019
+    def mask(self, n):
+        return torch.ones(n, n).tril()
+
+    def forward(self, x):
+        if len(x) not in TABLES:
+            TABLES[len(x)] = torch.arange(len(x)).float()
+        y = self.linear(x) * ramp(4) * self.scale * self.mask(len(x))[0, 0]
+        return y * TABLES[len(x)][:, None] + FEATURES["out"]
+
+
+FEATURES: dict[str, torch.Tensor] = {}
+
+
+def test_caches_of_tensors():
+    """What is kept while code is captured is right in what is captured or computed next."""
+    torch.manual_seed(0)
+    model = Caches()
+    twin, fast = copy.deepcopy(model), mycel.jit(model)
+    for rows in (3, 2, 3):
+        x = rand(rows, 4)
+        got = fast(x)
+        TABLES.pop(rows, None)
+        same(got, twin(x))
+        assert all(type(v) is torch.Tensor for v in (*TABLES.values(), *FEATURES.values(), ramp(4), model.mask(2)))
+
+
+class Ramps(nn.Module):
+    """Reads a constant that it makes itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        mask = torch.ones(4, 4).tril()
+        scale = torch.full((), 3).item() if mask.sum() > 3 else 1
+        return (self.linear(x) @ mask * torch.arange(4) * scale).square().mean()
+
+
+def test_constants_have_values_under_a_device_that_has_none():
+    with torch.device("meta"):
+        model = Ramps()
+        step = mycel.train_step(model, torch.optim.SGD(model.parameters(), 0.1), compile=False, strict=True)
+        text = str(step.unsharded(torch.empty(2, 4)).program)
+    assert "const(" in text and "cond(" not in text
+
+
+PACKED = {
+    "lstm": lambda: nn.LSTM(4, 3, bidirectional=True, batch_first=True, proj_size=2),
+    "gru": lambda: nn.GRU(4, 3, 2, bias=False, batch_first=True),
+    "rnn": lambda: nn.RNN(4, 3, bidirectional=True, nonlinearity="relu", batch_first=True),
+}
+
+
+class Packed(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.rnn = PACKED[kind]()
+
+    def forward(self, x, lengths):
+        rows = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        out, last = self.rnn(rows)
+        out, counts = nn.utils.rnn.pad_packed_sequence(out, batch_first=True, padding_value=0.5, total_length=6)
+        state = torch.cat(last, -1) if isinstance(last, tuple) else last
+        return out.square().sum() + (state * counts[:, None]).sin().sum()
+
+
+@pytest.mark.parametrize("kind", PACKED)
+def test_packed_sequences(kind):
+    """Their lengths are facts of the batch: other lengths are another program."""
+    torch.manual_seed(0)
+    model = Packed(kind)
+    fast, x = mycel.value_and_grad(model, wrt=model, strict=True), rand(3, 5, 4)
+    for lengths in ([2, 4, 3], [3, 1, 3]):
+        loss, gradients = fast(x, torch.tensor(lengths))
+        model.zero_grad()
+        wanted = model(x, torch.tensor(lengths))
+        wanted.backward()
+        same(loss, wanted.detach())
+        for name, p in model.named_parameters():
+            assert torch.allclose(gradients[name], p.grad, atol=1e-5), name
+
+
+def test_long_packed_sequences_are_refused_where_no_island_may_be():
+    model, x = Packed("gru"), rand(2, 100, 4)
+    with pytest.raises(CaptureError, match="200 steps"):
+        mycel.capture(lambda x: model.rnn(nn.utils.rnn.pack_sequence(list(x)))[1], x)
+
+
+def test_nothing_is_scattered_where_a_mask_holds_nowhere():
+    x, mask = rand(3, 4), torch.zeros(3, 4, dtype=torch.bool)
+    agrees(lambda x: x.masked_scatter(mask, x[mask] * 2) + 1, x)

@@ -437,6 +437,17 @@ def test_a_fit_finds_the_link_it_was_measured_on(bytes_s, start_s, name):
     assert all(math.isclose(link.seconds(name, k, n), s, rel_tol=1e-3) for k, n, s in points)
 
 
+def test_groups_of_each_size_are_as_fast_as_they_were_measured():
+    """Two pairs share a wire, which a ring of four crosses once each way: half as fast for what each rank sends."""
+    pairs, ring = Link(5e7, 1e-4), Link(1e8, 1e-4)
+    points = [
+        (k, size, link.seconds("all_reduce", k, size)) for k, link in ((2, pairs), (4, ring)) for size in (2**12, 2**22)
+    ]
+    link = fitted("network", 4, 0.0, {"all_reduce": points})
+    assert all(math.isclose(link.seconds("all_reduce", k, n), s, rel_tol=1e-6) for k, n, s in points)
+    assert link.seconds("all_reduce", 8, 1e7) == pytest.approx(ring.seconds("all_reduce", 8, 1e7))  # as the nearest
+
+
 @given(
     st.builds(
         Link,
@@ -446,7 +457,8 @@ def test_a_fit_finds_the_link_it_was_measured_on(bytes_s, start_s, name):
         st.integers(1, 1 << 30),
         st.floats(0.0, 1.0),
         st.lists(
-            st.tuples(st.sampled_from(MESSAGES), st.floats(1.0, 1e15), st.floats(0.0, 1.0)), unique_by=lambda x: x[0]
+            st.tuples(st.sampled_from(MESSAGES), st.integers(2, 64), st.floats(1.0, 1e15), st.floats(0.0, 1.0)),
+            unique_by=lambda x: x[:2],
         ).map(tuple),
     )
 )

@@ -118,6 +118,16 @@ def test_c_and_torch_make_the_same_bytes(monkeypatch, name, kind, fed_back):
 
 
 @every_codec
+def test_what_is_left_may_be_written_over_what_was_given(kernels, name):
+    x, e = hostile()["plain"], hostile()["ties"]
+    code, left = encoded(x, name, e=e)
+    own = x.clone()
+    same, over = o.encode_residual.kernel(own, e, KEY, codec=name, rows=ROWS, row=ROW, over=True)
+    assert torch.equal(same, code) and torch.equal(over, left)
+    assert (over.data_ptr() == own.data_ptr()) == (kernels == "C")
+
+
+@every_codec
 @pytest.mark.parametrize("dim", [0, 1, 2])
 def test_rows_are_parts_of_a_dim_and_sums_are_sums(kernels, name, dim):
     """Every rank's row i, brought together and added up, is part i of the sum of what all ranks decode."""

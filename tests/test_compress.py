@@ -18,15 +18,18 @@ from torch import nn
 
 import mycel
 from mycel.errors import PlanError, RunError
-from mycel.ir import Mesh, Program, Role, type_of
+from mycel.ir import Mesh, Program, Role, Type, type_of
 from mycel.launch import launch
-from mycel.ops import o
+from mycel.message_state import MessageState, lossy_of, name_of
+from mycel.ops import collective, o
 from mycel.ops.codec_kernels import EIGHT_BITS, EIGHT_BITS_SCALE, codec_of
 from mycel.ops.collective import COMMUNICATORS
 from mycel.plan import CPU, Plan
+from mycel.plan.compression import usual_loss
 from mycel.plan.links import Link, message
 from mycel.planning import Task, planned
-from mycel.run import interpret, simulate, simulate_stages
+from mycel.run import emit, interpret, simulate, simulate_stages
+from mycel.run.kernels import write_into
 from mycel.run.simulate import put_together, spread_out
 
 
@@ -546,9 +549,28 @@ def test_in_two_processes_and_on_from_a_checkpoint_to_the_bit(tmp_path):
         assert all(torch.equal(x, second[k]) for k, x in first.items())
 
 
-def chosen(link: Link, monkeypatch, plan: Any = None) -> tuple[Plan, str]:
+def test_errors_are_kept_in_8_bits_or_more_as_the_next_plan_says():
+    """From ef to loco and back; and what is owed is what was lost, not what EF21 has said so far."""
+    state, role = MessageState(None), Role("error", of="w", over="dp")
+    told = Role("error", of="v", over="dp")
+    state.held = {role: torch.randn(50), told: torch.ones(2), Role("outer", "received", of="v"): torch.ones(2)}
+    before = state.held[role].clone()
+    small = state.value(role, Type(EIGHT_BITS, (50,)), torch.device("cpu"))
+    assert small.dtype == EIGHT_BITS and ((numbers(small) - before).abs() <= before.abs() / 8 + 1.3).all()
+    kept = before.abs() < 1.7  # more is cut off
+    assert ((numbers(small) - before).abs() <= before.abs() / 8)[kept].all()
+    assert torch.equal(state.value(role, Type(torch.float32, (50,)), torch.device("cpu")), numbers(small))
+    assert lossy_of(state.held) == {"w": "dp"}
+    state.take({name_of(r): x for r, x in state.held.items()}, True, lambda own: [own, {"of another stage": "dp"}])
+    assert state.lossy == {"w": "dp", "of another stage": "dp"}
+    state.drop({"w"})
+    assert state.lossy == {"of another stage": "dp"} and len(state.held) == 2
+
+
+def chosen(link: Link, monkeypatch, plan: Any = None, hardware: Any = None) -> tuple[Plan, str]:
     """What `auto` comes to over such a link, and the program it makes."""
-    monkeypatch.setattr("mycel.step.plan.hardware_of", lambda device: replace(CPU, levels=(link,)))
+    hardware = hardware or replace(CPU, levels=(link,))
+    monkeypatch.setattr("mycel.step.plan.hardware_of", lambda device: hardware)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512))
     plan = plan or Plan.read({"mesh": {"dp": 2}, "batch": ["dp"], "compress": {"dp": "auto"}})
@@ -568,6 +590,29 @@ def test_auto_compresses_where_the_clock_says_so_and_says_why_not(monkeypatch):
     fast, program = chosen(Link(1e12, 1e-7), monkeypatch)
     assert fast.decided.compress == "exact" and "encode" not in program and "all_reduce" in program
     assert "links are fast: compression would cost" in fast.compress_text()
+
+
+def test_auto_takes_no_codec_that_loses_more_than_its_budget(monkeypatch):
+    auto = lambda text: Plan.read({"mesh": {"dp": 2}, "batch": ["dp"], "compress": {"dp": text}})
+    losses = {codec: usual_loss(codec) for codec in ("exact", "int8+ef", "int4+ef")}
+    assert losses["exact"] == 0 and losses["int8+ef"] < 0.01 and 0.05 < losses["int4+ef"] < 0.2
+    slow, _ = chosen(Link(1e7, 1e-4), monkeypatch, auto("auto(0.05)"))
+    assert slow.decided.compress == "int8+ef" and "int4+ef would lose 0.12 of a gradient" in slow.compress_text()
+    none, program = chosen(Link(1e7, 1e-4), monkeypatch, auto("auto(0.001)"))
+    assert none.decided.compress == "exact" and "encode" not in program and "int8+ef would lose" in none.compress_text()
+    for bad in ("auto(0)", "auto(2)", "auto(x)"):
+        with pytest.raises(PlanError, match=r"more than 0 and at most 1\n  try       auto\(0.05\)"):
+            auto(bad)
+
+
+def test_the_clock_prices_codecs_as_they_were_measured(monkeypatch):
+    """A slow codec is not worth its bytes."""
+    link = Link(2e8, 1e-5)
+    quick, _ = chosen(link, monkeypatch)
+    kinds = [f"{work}_{name}.fp32" for work in ("residual", "added", "decode", "encode") for name in ("int8", "int4")]
+    crawling = replace(CPU, levels=(link,), rates=dict.fromkeys(kinds, ((1e4, 1e5),)))
+    slow, _ = chosen(link, monkeypatch, hardware=crawling)
+    assert quick.decided.compress != "exact" and slow.decided.compress == "exact"
 
 
 def test_small_tensors_vectors_and_what_is_said_to_stay_exact(monkeypatch):
@@ -642,16 +687,36 @@ def test_what_travels_must_be_what_the_optimiser_takes(codec, optimizer, setting
 class Wire:
     """Of two ranks, the first: what the second sent is what was written down, changed or not."""
 
-    def __init__(self, theirs: torch.Tensor) -> None:
-        self.theirs = theirs
+    def __init__(self, theirs: torch.Tensor, place: int = 0) -> None:
+        self.theirs, self.place = theirs, place
 
     def index(self, axes) -> int:
-        return 0
+        return self.place
 
     def exchange_chunks(self, sums, axes):
         return torch.tensor([[zlib.crc32(row.numpy())] for row in self.theirs])
 
     gather_chunks = exchange_chunks
+
+
+def test_an_error_is_added_to_over_its_own_memory():
+    """As generated code writes it, where nobody else reads what the first encoding has left."""
+    x, row = torch.arange(7.0), torch.tensor([10.0, 20.0, 30.0])
+    COMMUNICATORS.append(Wire(x, place=2))
+    try:
+        added = o.add_own_row(x, row, axes=("dp",), count=3)
+        assert added.tolist() == [0, 1, 2, 3, 4, 5, 16] and x.tolist() == list(range(7))
+        over = eval(
+            write_into(o.add_own_row, 0, ["x", "row"], {"axes": ("dp",), "count": 3}),
+            {"ranks": collective, "x": x, "row": row},
+        )
+        assert over is x and torch.equal(x, added)
+    finally:
+        COMMUNICATORS.pop()
+    program = Compressed({"mesh": {"dp": 3}, "codec": "int8+ef"}).lowered.program
+    source = emit(program, reuse=True, donate=True)
+    assert source.count("ranks.added_own_row(") == 2 and source.count("_error.copy_(") == 2
+    assert not re.search(r"= torch.where\(.*_error\)", source)
 
 
 @pytest.mark.parametrize("rows", [1, 2])

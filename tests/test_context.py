@@ -12,6 +12,7 @@ from test_layouts import EXACT, as_tuple, moves_on, run_in_parts
 from mycel.ir import Builder, Layout, Mesh, Program, check, extent, type_of
 from mycel.lower.spmd import spmd
 from mycel.ops.attention import attention, attention_grad, attention_mask_grad
+from mycel.ops.sdpa import counted
 from mycel.plan.choices import Label, Laid, Options
 from mycel.plan.links import sent_by
 from mycel.run.simulate import put_together, simulate, spread_out
@@ -34,14 +35,21 @@ def operands(rows, columns, *, groups=2, mask=None, batch=2, heads=4, dtype=torc
     return [q, k, v, torch.rand(shape, generator=gen) < 0.6 if kind == "bool" else draw(*shape)]
 
 
+def with_draws(inputs, params):
+    """Operands of attention; where weights are dropped, the counts at which rows draw."""
+    q, k = inputs[:2]
+    return [*inputs, counted(q, k, torch.tensor(7), 3)] if "dropout" in params else inputs
+
+
 def with_results(inputs, params, seed=1):
     """The operands of the gradient: a cotangent, those of attention, its results."""
     y, lse = attention.kernel(*inputs, **params)
     return [
         torch.randn(y.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(y.dtype),
-        *inputs,
+        *inputs[:4],
         y,
         lse,
+        *inputs[4:],
     ]
 
 
@@ -93,6 +101,9 @@ CASES = {
     "padded keys": ((12, 12), ("bool", (2, 1, 1, 12)), {}),
     "added to columns": ((12, 12), ("added", (12,)), {}),
     "rows that see nothing": ((12, 12), ("bool", (12, 1)), {}),
+    "capped": ((24, 24), None, {"causal": True, "cap": 1.5}),
+    "dropped": ((12, 12), ("bool", (2, 1, 1, 12)), {"dropout": 0.4}),
+    "dropped, causal": ((24, 24), None, {"causal": True, "dropout": 0.4, "cap": 2.0}),
 }
 
 
@@ -102,7 +113,7 @@ CASES = {
 def test_in_parts_it_equals_the_whole(case, mesh, label):
     sizes, mask, params = CASES[case]
     for groups in (4, 2, 1):
-        inputs = operands(*sizes, groups=groups, mask=mask)
+        inputs = with_draws(operands(*sizes, groups=groups, mask=mask), params)
         holds(attention, inputs, params, labels_on(mesh, label), mesh)
         holds(attention_grad, with_results(inputs, params), params, labels_on(mesh, label), mesh)
 
@@ -126,7 +137,8 @@ def test_sizes_that_do_not_divide(seed, label):
     )
     structure = {"causal": True} if rng.random() < 0.6 else {"window": (rng.randint(0, rows), rng.randint(0, 4))}
     params = structure if mask is None and rng.random() < 0.8 else {}
-    inputs = operands(rows, columns, groups=rng.choice([1, 2, 4]), mask=mask, seed=seed)
+    params |= {"dropout": 0.3} if seed % 4 == 0 else {}
+    inputs = with_draws(operands(rows, columns, groups=rng.choice([1, 2, 4]), mask=mask, seed=seed), params)
     holds(attention, inputs, params, labels_on(mesh, label), mesh, seed)
     holds(attention_grad, with_results(inputs, params), params, labels_on(mesh, label), mesh, seed)
 

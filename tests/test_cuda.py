@@ -12,6 +12,9 @@ import mycel
 import mycel.ops
 from examples import parse_example
 from mycel.ir import CONTROL, OPS, type_of
+from mycel.ops import o
+from mycel.ops.sdpa import counted
+from mycel.plan import CPU
 
 if not torch.cuda.is_available():
     pytest.skip("no GPU", allow_module_level=True)
@@ -175,9 +178,69 @@ def test_torchs_grouped_products_are_ours(counts):
         torch.testing.assert_close(got, want, rtol=2e-2, atol=5e-2)
 
 
+def far(x, wanted):
+    return float((x.double() - wanted.double()).norm() / wanted.double().norm())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("n, chosen, width", [(300, 8, 2048), (50, 1, 3000), (33, 3, 129)])
+def test_rows_of_experts_move_by_our_kernels(n, chosen, width, dtype):
+    """To their experts and back, and through the gate; against 64 bits, where torch's operators compute."""
+    torch.manual_seed(0)
+    near = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 4e-3}[dtype]
+    x, rows = (torch.randn(k, width, device="cuda").to(dtype) for k in (n, n * chosen))
+    order = torch.randperm(n * chosen, device="cuda")
+    counts = torch.tensor([n * chosen - 20, 0, 20], device="cuda")
+    h, scale = torch.randn(n * chosen, 2 * width, device="cuda").to(dtype), torch.rand(n * chosen, 1, device="cuda")
+    w = torch.randn(3, 16, width, device="cuda").to(dtype)
+    cases = [(o.dispatch, (x, order), {"chosen": chosen}), (o.collect, (rows, order), {"chosen": chosen}),
+             (o.gated_grad, (rows, h, scale), {}), (o.gated_matmul, (h, w, scale, counts), {})]  # fmt: skip
+    for op, operands, params in cases:
+        with torch.no_grad():
+            ours = op(*operands, **params)
+            wanted = op(*(v.double() if v.is_floating_point() else v for v in operands), **params)
+        for mine, theirs in zip(*(y if isinstance(y, tuple) else (y,) for y in (ours, wanted)), strict=True):
+            assert far(mine, theirs) < near, op.name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("settings", [{}, {"maximize": True, "weight_decay": 0.0}, {"decoupled": False}])
+def test_adam_of_large_parameters(dtype, settings):
+    """By our kernel as by torch's own, with a small one beside."""
+    torch.manual_seed(0)
+    shapes = [(300, 1000), (5,)]
+    ours, theirs = ([torch.nn.Parameter(torch.ones(s, device="cuda", dtype=dtype)) for s in shapes] for _ in range(2))
+    settings = dict(settings)
+    kind = torch.optim.AdamW if settings.pop("decoupled", True) else torch.optim.Adam
+    optimizers = [kind(ps, lr=1e-2, fused=True, **settings) for ps in (ours, theirs)]
+    model = torch.nn.ParameterList(ours)
+    noise = [torch.randn(s, device="cuda", dtype=dtype) for s in shapes]
+    step = mycel.train_step(model, optimizers[0], loss=lambda model, k: sum(
+        (p * g * (k + 1)).float().sum() for p, g in zip(model, noise, strict=True)), compile=False)  # fmt: skip
+    for k in range(4):
+        step(k=torch.tensor(float(k), device="cuda"))
+        for p, g in zip(theirs, noise, strict=True):
+            p.grad = g * (k + 1)
+        optimizers[1].step()
+    for p, q in zip(ours, theirs, strict=True):
+        assert far(p.detach(), q.detach()) < (1e-6 if dtype == torch.float32 else 1e-3)
+        for slot in ("exp_avg", "exp_avg_sq"):
+            mine, other = (opt.state[x][slot] for opt, x in zip(optimizers, (p, q), strict=True))
+            assert far(mine, other) < (1e-6 if dtype == torch.float32 else 2e-3), slot
+
+
+def test_the_norm_of_large_gradients():
+    torch.manual_seed(0)
+    like = {(1000, 700): torch.bfloat16, (3,): torch.bfloat16, (70001,): torch.float32, (2, 2): torch.float32}
+    xs = [torch.randn(shape, device="cuda").to(dtype) for shape, dtype in like.items()]
+    wanted = torch.stack([x.double().norm() for x in xs]).norm()
+    assert float(o.global_norm(*xs)) == pytest.approx(float(wanted), rel=1e-6)
+    assert torch.equal(o.global_norm(*xs), o.global_norm(*(o.global_norm(x) for x in xs)))  # of the norm of each
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("shape", [(1, 4), (2, 1), (2, 4), (1, 1)], ids=str)
-def test_the_gradient_of_a_bias_in_16_bits(dtype, shape):
+@pytest.mark.parametrize("shape, dropout", [((1, 4), 0.0), ((2, 1), 0.3), ((2, 4), 0.0), ((1, 1), 0.3)], ids=str)
+def test_the_gradient_of_a_bias_in_16_bits(dtype, shape, dropout):
     """A tile at a time, summed over batch and heads where the bias has none: against the meaning in 64 bits."""
     grad = OPS["attention_mask_grad"]
     torch.manual_seed(0)
@@ -185,12 +248,14 @@ def test_the_gradient_of_a_bias_in_16_bits(dtype, shape):
     mask = torch.randn(*shape, 150, 90, device="cuda", dtype=dtype)
     mask[..., 10, :40] = -torch.inf
     wide = [x.double() for x in (q, k, v, mask)]
-    y, lse = OPS["attention"].kernel(*wide)
+    draws = counted(q, k, torch.tensor(3, device="cuda"), 1) if dropout else None
+    y, lse = OPS["attention"].kernel(*wide, draws, dropout=dropout)
     g = torch.randn_like(y)
-    want = grad.kernel(g, *wide, y, lse)
-    found = grad.kernel(g.to(dtype), q, k, v, mask, y.to(dtype), lse.float())
+    want = grad.kernel(g, *wide, y, lse, draws, dropout=dropout)
+    narrow = (g.to(dtype), q, k, v, mask, y.to(dtype), lse.float(), draws)
+    found = grad.kernel(*narrow, dropout=dropout)
     assert found.dtype == mask.dtype and (found.double() - want).norm() <= 1e-2 * want.norm()
-    compiled = torch.compile(grad.kernel, fullgraph=True)(g.to(dtype), q, k, v, mask, y.to(dtype), lse.float())
+    compiled = torch.compile(grad.kernel, fullgraph=True)(*narrow, dropout=dropout)
     assert (compiled.double() - want).norm() <= 1e-2 * want.norm()
 
 
@@ -238,37 +303,128 @@ def test_a_recorded_step_is_the_step(accumulate):
         assert (x - y).norm() <= 1e-2 * y.norm()
 
 
-EVERYTHING = dict.fromkeys(("activations", "gradients", "parameters", "optimizer"), "host")
+EVERYTHING = {**dict.fromkeys(("activations", "gradients", "parameters", "optimizer"), "host"), "update": "device"}
+
+
+def offloaded(plan, compiled):
+    """A step that was trained, evaluated and called under a plan, its peak, and all that came out of it."""
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4}
+    model = llama(num_attention_heads=4, num_key_value_heads=2, vocab_size=512, **sizes).cuda()
+    step = mycel.train_step(model, torch.optim.AdamW(model.parameters(), lr=1e-2), plan=plan, compile=compiled)
+    gen = torch.Generator().manual_seed(1)
+    batches = [torch.randint(3, 500, (8, 256), generator=gen).cuda() for _ in range(4)]
+    losses = [step(input_ids=ids, labels=ids) for ids in batches]
+    torch.cuda.reset_peak_memory_stats()
+    losses.append(step(input_ids=batches[0], labels=batches[0]))
+    peak = torch.cuda.max_memory_allocated() - before
+    losses += [step(input_ids=ids, labels=ids) for ids in (batches[1][:4], batches[1])]  # another signature
+    losses += [step.evaluate(input_ids=batches[2], labels=batches[2])]
+    with step.whole() as whole:
+        losses.append(whole(input_ids=batches[3], labels=batches[3]).loss.detach())
+    state = step.state_dict()
+    slots = [held[k].cpu() for held in state["optimizer"]["state"].values() for k in ("exp_avg", "exp_avg_sq")]
+    return step, peak, [*losses, *(x.cpu().clone() for x in state["model"].values()), *slots]
 
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("kinds", [{"activations": "host", "optimizer": "host"}, EVERYTHING], ids=["some", "all"])
 def test_offload_is_the_same_step(compiled, kinds):
     """What lives on the host, or waits there: the same bits, in the memory that was planned."""
-
-    def trained(plan):
-        gc.collect()
-        before = torch.cuda.memory_allocated()
-        torch.manual_seed(0)
-        sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4}
-        model = llama(num_attention_heads=4, num_key_value_heads=2, vocab_size=512, **sizes).cuda()
-        step = mycel.train_step(model, torch.optim.AdamW(model.parameters(), lr=1e-2), plan=plan, compile=compiled)
-        gen = torch.Generator().manual_seed(1)
-        batches = [torch.randint(3, 500, (8, 256), generator=gen).cuda() for _ in range(4)]
-        losses = [step(input_ids=ids, labels=ids) for ids in batches]
-        torch.cuda.reset_peak_memory_stats()
-        losses.append(step(input_ids=batches[0], labels=batches[0]))
-        peak = torch.cuda.max_memory_allocated() - before
-        losses += [step(input_ids=ids, labels=ids) for ids in (batches[1][:4], batches[1])]  # another signature
-        losses += [step.evaluate(input_ids=batches[2], labels=batches[2])]
-        with step.whole() as whole:
-            losses.append(whole(input_ids=batches[3], labels=batches[3]).loss.detach())
-        state = step.state_dict()
-        slots = [held[k].cpu() for held in state["optimizer"]["state"].values() for k in ("exp_avg", "exp_avg_sq")]
-        return step, peak, [*losses, *(x.cpu().clone() for x in state["model"].values()), *slots]
-
-    plain, _, want = trained(None)
-    moving, peak, got = trained({"offload": kinds})
+    plain, _, want = offloaded(None, compiled)
+    moving, peak, got = offloaded({"offload": kinds}, compiled)
     assert moving.plan.decided.moved.moved and moving.plan.decided.moved.streamed
     assert all(map(torch.equal, want, got)), "offload changes no bit"
     assert moving.plan.peak < plain.plan.peak and peak <= moving.plan.peak
+
+
+@pytest.mark.parametrize("kinds", [EVERYTHING, {"parameters": "host", "optimizer": "host"}], ids=["all", "state"])
+def test_an_update_on_the_host_is_the_step_within_rounding(kinds):
+    """In a thread beside the device: the same twice to the bit, and torch's two kernels differ by rounding alone."""
+    _, _, want = offloaded(None, False)
+    moving, peak, got = offloaded({"offload": {**kinds, "update": "host"}}, False)
+    again = offloaded({"offload": {**kinds, "update": "host"}}, False)[2]
+    assert moving.plan.decided.moved.updated and peak <= moving.plan.peak
+    assert all(map(torch.equal, got, again)), "whoever reads what the host writes waits for it"
+    assert all((x.cpu() - y.cpu()).norm() <= 1e-3 * y.norm().cpu() for x, y in zip(got, want, strict=True))
+
+
+def test_a_skipped_step_updates_nothing_on_the_host():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 8)).cuda()
+    offload = {"parameters": "host", "optimizer": "host", "update": "host"}
+    step = mycel.train_step(
+        model, torch.optim.AdamW(model.parameters(), lr=1e-2), loss=torch.nn.functional.cross_entropy,
+        precision="fp16", clip_norm=1.0, plan={"offload": offload},
+    )  # fmt: skip
+    x, y = torch.randn(32, 64, device="cuda"), torch.randint(0, 8, (32,), device="cuda")
+    step(x, y)
+    before = [t.cpu().clone() for t in step.state_dict()["model"].values()]
+    step.set_counters({**step.counters(), "loss_scale": torch.tensor(2.0**24)})
+    step(x, y)
+    after = [t.cpu().clone() for t in step.state_dict()["model"].values()]
+    assert step.skipped == 1 and all(map(torch.equal, before, after))
+    for _ in range(12):
+        step(x, y)
+    assert step.skipped < 13 and not torch.equal(step.state_dict()["model"]["0.weight"].cpu(), before[0])
+
+
+def test_images_lie_channels_last():
+    """What a convolution in 16 bits gives, and what is made of it, is not moved again."""
+    torch.manual_seed(0)
+    x, w = (torch.randn(*s, device="cuda", dtype=torch.bfloat16) for s in ((2, 16, 8, 8), (16, 16, 3, 3)))
+    how = {"stride": (1, 1), "padding": (1, 1), "dilation": (1, 1), "groups": 1}
+    y = o.conv(x, w, **how)
+    assert y.is_contiguous(memory_format=torch.channels_last)
+    assert o.conv_transpose(y, w, output_padding=(0, 0), **how).is_contiguous(memory_format=torch.channels_last)
+    dw = o.conv_weight(y, x, shape=(16, 16, 3, 3), **how)
+    assert dw.is_contiguous()  # as parameters lie
+    wide = [t.float().requires_grad_() for t in (x, w)]
+    want = torch.nn.functional.conv2d(*wide, padding=1)
+    (exact,) = torch.autograd.grad(want, wide[1:], y.float())
+    assert (y - want).norm() <= 1e-2 * want.norm() and (dw - exact).norm() <= 1e-2 * exact.norm()
+
+
+HAS_FP8 = torch.cuda.get_device_capability() >= (8, 9)
+
+
+@pytest.mark.skipif(not HAS_FP8, reason="no products in 8 bits")
+@pytest.mark.parametrize("left", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+@pytest.mark.parametrize("rows", [256, 48, 40], ids=lambda n: f"{n} rows")
+def test_products_in_eight_bits(rows, left):
+    """As the CPU emulates them, up to the rounding of the result: of sizes that the kernel takes, and others."""
+    torch.manual_seed(0)
+    x = torch.randn(2, rows // 2, 128).bfloat16() * 2.0 ** torch.randint(-20, 20, (2, rows // 2, 1))
+    w, g = torch.randn(320, 128).bfloat16(), torch.randn(2, rows // 2, 320).bfloat16()
+    cases = {"fp8_linear": (x, w), "fp8_matmul": (g, w), "fp8_linear_weight": (g, x)}
+    for name, (a, b) in cases.items():
+        want = OPS[name].kernel(a.bfloat16(), b, left=left).double()
+        got = OPS[name].kernel(a.bfloat16().cuda(), b.cuda(), left=left).double().cpu()
+        scale = want.abs().amax(-1, keepdim=True)
+        assert ((got - want).abs() <= 2**-7 * scale).all(), name
+
+
+@pytest.mark.skipif(not HAS_FP8, reason="no products in 8 bits")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_step_in_eight_bits(compiled):
+    """Falls as the emulation does, and multiplies in 8 bits."""
+
+    def losses(device):
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 512}
+        model = llama(num_attention_heads=4, num_key_value_heads=2, **sizes).to(device)
+        step = mycel.train_step(
+            model,
+            torch.optim.AdamW(model.parameters(), lr=1e-3),
+            precision="fp8",
+            compile=compiled and device == "cuda",
+        )
+        step.planned_for = CPU  # at this size nothing would pay
+        ids = torch.randint(3, 500, (4, 64), generator=torch.Generator().manual_seed(1)).to(device)
+        return torch.stack([step(input_ids=ids, labels=ids).cpu() for _ in range(6)]), step.explain()
+
+    (got, said), (want, _) = losses("cuda"), losses("cpu")
+    assert "14 of 15 products" in said
+    assert torch.allclose(got, want, rtol=1e-2)

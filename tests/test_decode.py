@@ -14,6 +14,7 @@ import mycel
 from mycel.errors import CaptureError
 from mycel.train import decode
 from mycel.train.generate import Sampling, stream
+from mycel.train.guess import Guesses
 
 SMALL = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 
@@ -40,7 +41,33 @@ def test_the_same_text_beyond_the_first_cache(family, monkeypatch):
     decoder = decode.Decoder(model, 256)
     for _ in range(2):
         assert [*stream(model, ids, Sampling(11, 0.0), [], decoder)] == wanted
-    assert len(decoder.fast.entries) == (0 if family == "mistral" else 2)  # of 8 places and of 16
+    plain = decode.Decoder(model, 256, guess=False)
+    assert [*stream(model, ids, Sampling(11, 0.0), [], plain)] == wanted
+    assert len(plain.fast.entries) == (0 if family == "mistral" else 2)  # of 8 places and of 16
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.3, 1.0])
+def test_guesses_change_no_text(temperature, monkeypatch):
+    """Right or wrong, into a cache that grows meanwhile and up to the last place that the model has."""
+    monkeypatch.setattr(decode, "LEAST", 16)
+    model, ids, how = model_of("llama", **FAMILIES["llama"]), [5, 7, 11, 2, 5, 7], Sampling(34, temperature)
+    plain, guessing = (decode.Decoder(model, 40, guess=guess) for guess in (False, True))
+    for _ in range(2):  # the second begins with what the first has left
+        assert [*stream(model, ids, how, [], guessing)] == [*stream(model, ids, how, [], plain)]
+    assert plain.calls == 34 and guessing.calls <= (20 if temperature == 0 else 34)
+
+
+def test_what_followed_before_is_guessed():
+    guesses = Guesses([1, 2, 3, 4, 5, 6, 1, 2])
+    assert guesses.next() == [3, 4, 5, 6]
+    guesses.add(9)
+    assert guesses.next() == []
+    assert Guesses([8, 8, 8]).next() == [8] * 4 and Guesses([7]).next() == []
+    round_again = Guesses([3, 4, 3, 4])
+    assert round_again.next() == [3, 4, 3, 4]
+    for _ in range(8):
+        round_again.judge(0)
+    assert [bool(round_again.next()) for _ in range(16)].count(True) == 2  # one in eight
 
 
 def test_generate_of_a_jitted_model_has_a_static_cache_and_one_capture():

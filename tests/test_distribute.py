@@ -33,7 +33,7 @@ import mycel
 from mycel import lower, transform
 from mycel.errors import PlanError
 from mycel.ir import Layout, Mesh, call, chains, check, walk
-from mycel.plan import CPU, Costs, Plan, least, ready_plans, residuals
+from mycel.plan import CPU, Costs, Plan, least, pairs, ready_plans, residuals
 from mycel.run import interpret, simulate
 from mycel.run.simulate import spread_out
 
@@ -180,8 +180,9 @@ def made(name):
 def quick(monkeypatch):
     """Layouts need not be the cheapest to be right."""
     monkeypatch.setattr(least, "LARGEST", 1 << 10)
-    monkeypatch.setattr(least, "WHOLE_TABLE", 1 << 10)
-    monkeypatch.setattr(least, "BALLS", 1)
+    monkeypatch.setattr(pairs, "LARGEST", 1 << 10)
+    monkeypatch.setattr(pairs, "WHOLE_TABLE", 1 << 10)
+    monkeypatch.setattr(pairs, "TURNS", 0)
 
 
 @pytest.mark.parametrize("name, chunk", [(name, k) for name, n in TIMES.items() for k in range(n // 5)])

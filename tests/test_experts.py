@@ -55,7 +55,7 @@ def test_a_family_trains_as_in_torch(name):
         assert float(step(**text())) == pytest.approx(plain_step(twin, adamw[1], text()), rel=1e-6)
     for (key, p), q in zip(model.named_parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6, msg=lambda m, key=key: f"{key}: {m}")
-    assert {"dispatch", "grouped_matmul", "combine"} <= operators(step.program)
+    assert {"dispatch", "grouped_matmul", "collect"} <= operators(step.program)
 
 
 def test_every_implementation_is_the_same_program():
@@ -369,13 +369,13 @@ def test_more_ranks_than_experts_are_refused():
 
 
 def same_as_torch(model: nn.Module, x: torch.Tensor) -> None:
-    """Loss and gradients."""
+    """Loss and gradients; an expert that no token chooses has zeros where a loop leaves it out."""
     wanted = model(x)
     wanted.backward()
     loss, grads = mycel.value_and_grad(model.forward, wrt=model, strict=True)(x)
     torch.testing.assert_close(loss, wanted.detach())
     for name, p in model.named_parameters():
-        torch.testing.assert_close(grads[name], p.grad)
+        torch.testing.assert_close(grads[name], torch.zeros_like(p) if p.grad is None else p.grad)
 
 
 @pytest.mark.parametrize("how, gated", [("added", False), ("in_place", True), ("mixtral", True)])
@@ -388,6 +388,24 @@ def test_a_loop_over_experts_is_one_operator(how, gated, recwarn):
     assert not [w for w in recwarn if "computes every one" in str(w.message)]
     if how == "mixtral":
         step_equals(OneDevice.of(model, {"x": x}), Plan(Mesh(dp=2), {}, ["dp"]))
+
+
+@pytest.mark.parametrize("how", ["first", "columns", "whichever", "repeated"])
+def test_a_loop_that_writes_where_a_mask_holds_is_one_operator(how):
+    """Rows of one choice or several, overwritten or added to, in a branch or not."""
+    model, x = Loop(how, gated=how != "columns"), torch.randn(6, 4, dtype=torch.float64)
+    program = mycel.capture(model, x)
+    found = operators(program)
+    assert "experts" in found and not found & {"cond", "any"}
+    assert sum(e.op.name == "linear" for _, e in walk(program)) == 1  # the router
+    same_as_torch(model, x)
+
+
+@pytest.mark.parametrize("how", ["last_wins", "if_many"])
+def test_a_mask_that_says_more_stays_as_it_is(how):
+    model, x = Loop(how), torch.randn(6, 4, dtype=torch.float64)
+    assert "experts" not in operators(mycel.capture(model, x))
+    same_as_torch(model, x)
 
 
 @pytest.mark.parametrize("how", ["some", "twice"])

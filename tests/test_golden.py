@@ -73,7 +73,7 @@ def test_refusals(name):
         return x
 
     def packed(x):
-        return nn.utils.rnn.pack_padded_sequence(x[None, :, None], (x[:1] > 0).long() + 1, batch_first=True).data
+        return nn.utils.rnn.pack_padded_sequence(x[None, :, None], (x > weight)[:1].long() + 1, batch_first=True).data
 
     fn = {"mask": mask, "item": item, "global": write, "packed": packed}[name]
     with pytest.raises(mycel.CaptureError) as caught:

@@ -118,6 +118,8 @@ def replace_code(net):
 CHANGES = {
     "attribute": lambda n: setattr(layer(n), "where", "there"),
     "attribute through __dict__": lambda n: vars(layer(n)).update(where="there"),
+    "__dict__ replaced": lambda n: setattr(layer(n), "__dict__", {**vars(layer(n)), "where": "there"}),
+    "__dict__ of an object replaced": lambda n: setattr(layer(n).options, "__dict__", {"gain": 3.0, "names": []}),
     "attribute of an object": lambda n: setattr(layer(n).options, "gain", 3.0),
     "object replaced": lambda n: setattr(layer(n), "options", Options(gain=4.0)),
     "slot": lambda n: setattr(layer(n).slotted, "gain", 2.5),

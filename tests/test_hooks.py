@@ -103,3 +103,41 @@ def test_other_hooks_are_refused(kind):
         model.register_backward_hook(lambda m, i, o: None)
     with pytest.raises(CaptureError, match="hook"):
         mycel.value_and_grad(loss, wrt=model, strict=True)(X)
+
+
+class Asks(nn.Module):
+    """Asks values whether torch would record their gradient, as code with hooks does."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 5)
+
+    def forward(self, x):
+        h = self.a(x)
+        if h.requires_grad and not h.is_leaf and h.grad_fn is not None:
+            h.register_hook(lambda g: g * 3)
+        with torch.no_grad():
+            quiet = self.a(x)
+        leaf = h.detach().requires_grad_()
+        asked = [x, quiet, leaf, h.detach(), h.argmax(1), self.b(h)]
+        marks = [t.requires_grad + 2 * t.is_leaf for t in asked]
+        return self.b(torch.tanh(h)) * sum(k * 7**i for i, k in enumerate(marks))
+
+
+@pytest.mark.parametrize("frozen", [(), ("a",), ("a", "b")])
+def test_code_asks_whether_a_gradient_is_recorded(frozen):
+    torch.manual_seed(0)
+    model = Asks()
+    fast = mycel.jit(model)
+    for quiet in ((), frozen):  # another answer is another program
+        for name in ("a", "b"):
+            getattr(model, name).requires_grad_(name not in quiet)
+        assert torch.allclose(fast(X), model(X))
+        with torch.no_grad():
+            assert torch.allclose(fast(X), model(X))
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if trained:
+        model(X).square().sum().backward()
+        gradients = mycel.value_and_grad(lambda x: model(x).square().sum(), wrt=model)(X)[1]
+        for name, p in model.named_parameters():
+            assert p.grad is None or torch.allclose(gradients[name], p.grad, rtol=1e-4), name

@@ -3,14 +3,16 @@ large a bound is proved."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mycel.plan import least
-from mycel.plan.least import Sum
+from mycel.plan import least, pairs
+from mycel.plan.least import Least, Sum
+from mycel.plan.pairs import Pairs
 
 
 def random_sum(rng, variables, tables, forbid=0.0):
@@ -23,10 +25,29 @@ def random_sum(rng, variables, tables, forbid=0.0):
     return s
 
 
+@contextlib.contextmanager
+def tables_up_to(largest):
+    """Inside, larger tables are not made."""
+    before = pairs.LARGEST, pairs.WHOLE_TABLE
+    pairs.LARGEST = pairs.WHOLE_TABLE = largest
+    try:
+        yield
+    finally:
+        pairs.LARGEST, pairs.WHOLE_TABLE = before
+
+
+def all_sums(s):
+    """Of every choice: an array with a dim for each variable."""
+    names = list(s.sizes)
+    sums = np.zeros(list(s.sizes.values()))
+    for scope, t in s.tables:
+        t = t.transpose(np.argsort([names.index(n) for n in scope]))
+        sums = sums + t.reshape([s.sizes[n] if n in scope else 1 for n in names])
+    return sums
+
+
 def brute(s):
-    return min(
-        s.value(dict(zip(s.sizes, v, strict=True))) for v in itertools.product(*(range(n) for n in s.sizes.values()))
-    )
+    return float(all_sums(s).min())
 
 
 @given(st.integers(1, 7), st.integers(0, 14), st.randoms(use_true_random=False))
@@ -39,13 +60,44 @@ def test_elimination_is_exact(variables, tables, rng):
     )
 
 
-@given(st.integers(1, 7), st.integers(0, 14), st.randoms(use_true_random=False))
-@settings(max_examples=150, deadline=None)
-def test_without_values_that_are_worse_the_least_is_the_same(variables, tables, rng):
+@given(st.integers(1, 7), st.integers(0, 20), st.sampled_from([1, 8, 1 << 14]), st.randoms(use_true_random=False))
+@settings(max_examples=200, deadline=None)
+def test_pairs(variables, tables, largest, rng):
+    """Shrinking keeps the least sum, and what was removed follows from the rest; the bound is never above it."""
     s = random_sum(rng, variables, tables, forbid=0.1)
-    small, kept = s.without_worse()
-    assert all(len(kept[n]) == k >= 1 for n, k in small.sizes.items())
-    assert brute(small) == brute(s) == s.value(s.good())
+    lowest = brute(s)
+    small = Pairs.of(s)
+    small.shrink()
+    chosen, exact = small.answer(s)
+    assert exact and chosen.value == s.value(chosen.chosen) == lowest
+    with tables_up_to(largest):
+        answer = pairs.least(s)
+    assert answer.chosen.keys() == s.sizes.keys() and answer.value == s.value(answer.chosen)
+    assert answer.bound <= lowest + 1e-9 and lowest <= answer.value
+    assert not answer.exact or answer.value <= lowest + 1e-9
+
+
+@given(st.integers(4, 6), st.randoms(use_true_random=False))
+@settings(max_examples=60, deadline=None)
+def test_diffusion(variables, rng):
+    """Moved costs: every choice that is no dearer than the best known one costs what it did, and none less than the
+    bound says; no value of a better answer is left out."""
+    s = random_sum(rng, variables, 0)
+    s.sizes = dict.fromkeys(s.sizes, 3)
+    for a, b in itertools.combinations(s.sizes, 2):  # everyone has three neighbours or more
+        s.add((a, b), [[rng.random() for _ in range(3)] for _ in range(3)])
+    left, best = Pairs.of(s), {n: rng.randrange(3) for n in s.sizes}
+    known = Least(best, s.value(best), -np.inf)
+    left.diffuse(known)
+    pairs_of = itertools.combinations(s.sizes, 2)
+    moved = Sum(s.sizes, [*(((n,), t) for n, t in left.own.items()), *(((a, b), left.near[a][b]) for a, b in pairs_of)])
+    before, after = all_sums(s), all_sums(moved) + left.settled
+    assert (left.bound <= after + 1e-9).all() and (after <= before + 1e-9).all()
+    assert np.allclose(after[before <= known.value], before[before <= known.value], rtol=0, atol=1e-9)
+    left.leave_out(known)
+    least_of_all = np.unravel_index(before.argmin(), before.shape)
+    is_left = all(k in left.kept[n] for n, k in zip(s.sizes, least_of_all, strict=True))
+    assert is_left or known.value == before.min()
 
 
 @given(st.integers(3, 7), st.integers(1, 30), st.randoms(use_true_random=False))

@@ -31,6 +31,11 @@ def test_bars_are_those_of_the_same_device_alone_or_among_several():
     assert alone.middle == pytest.approx(1.2) and 1.0 <= alone.low < alone.middle < alone.high <= 1.4
     assert several.middle == pytest.approx(12.0) and alone.runs == several.runs == 5
     assert alone.expected(10.0)[1] == pytest.approx(12.0)
+    assert str(alone).startswith("1.20 times what was predicted (1.0")
+    assert str(several) == (
+        "12 times what was predicted in 5 runs here: of steps so small, or on a machine so busy, a prediction says "
+        "little"
+    )
 
 
 def test_what_cannot_be_read_is_left_out():

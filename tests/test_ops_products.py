@@ -10,7 +10,11 @@ import torch
 import torch.nn.functional as F
 
 import mycel
+from mycel import transform
+from mycel.ir import walk
 from mycel.ops import o
+from mycel.ops.few_rows import product_of_few
+from mycel.ops.sdpa import counted
 
 
 def tensors(*shapes, dtype=torch.float64):
@@ -158,6 +162,43 @@ def test_attention_kernels_and_gradients_are_close_to_f64(q, k, kind, causal, dt
         assert (got.double() - exact).norm() <= tol * exact.norm()
 
 
+CHANGED = [
+    ((2, 4, 70, 64), (2, 2, 70, 64), None, {"causal": True, "dropout": 0.2}),
+    ((2, 4, 33, 48), (2, 4, 45, 48), "bool", {"cap": 1.5, "dropout": 0.3}),
+    ((1, 4, 90, 192), (1, 1, 90, 192), None, {"window": (20, 0), "cap": 2.0}),
+    ((2, 2, 40, 16), (2, 2, 40, 16), "added", {"dropout": 0.1}),
+]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("q, k, kind, how", CHANGED)
+def test_attention_with_capped_scores_and_dropped_weights(q, k, kind, how, dtype, device):
+    """Against products in f64 whose weights `dropout` drops with the same key."""
+    weights, key = (*q[:3], k[2]), torch.tensor(3, device=device)
+    q, k, v, g, mask = (x.to(device) for x in tensors(q, k, k, q, weights[2:], dtype=dtype))
+    mask = {None: None, "bool": mask > 0, "added": mask}[kind]
+    draws = (counted(q, k, key, 5),) if "dropout" in how else ()
+    y, lse = o.attention(q, k, v, mask, *draws, **how)
+    wide = [x.double().requires_grad_() for x in (q, k, v)]
+    wq, wk, wv = wide[0], *(x.repeat_interleave(weights[1] // x.shape[1], 1) for x in wide[1:])
+    s = wq @ wk.mT * wq.shape[3] ** -0.5
+    s = how["cap"] * torch.tanh(s / how["cap"]) if "cap" in how else s
+    row, column = torch.arange(weights[2], device=device)[:, None], torch.arange(weights[3], device=device)
+    if "window" in how or "causal" in how:
+        s = s.masked_fill((column > row) | (column < row - how.get("window", (math.inf,))[0]), -math.inf)
+    if mask is not None:
+        s = s.masked_fill(~mask, -math.inf) if kind == "bool" else s + mask.double()
+    p = torch.softmax(s, 3) * o.dropout(torch.ones_like(s), key, 0, p=how.get("dropout", 0.0), site=5)
+    want = p @ wv
+    tol = {torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
+    assert (y.double() - want).norm() <= tol * want.norm()
+    torch.testing.assert_close(lse.double(), torch.logsumexp(s, 3), rtol=tol, atol=tol)
+    exact = torch.autograd.grad(want, wide, g.double())
+    for a, b in zip(o.attention_grad(g, q, k, v, mask, y, lse, *draws, **how), exact, strict=True):
+        assert a.dtype == dtype and (a.double() - b).norm() <= tol * b.norm()
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_attention_gradients_do_not_depend_on_how_operands_lie_in_memory(dtype, device):
@@ -197,3 +238,32 @@ def test_cotangents_of_lse(mask):
         ]
         for a, b in zip(got, exact, strict=True):
             assert (a is None and b is None) or torch.allclose(a, torch.zeros_like(a) if b is None else b, atol=1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", range(1, 10))
+def test_products_of_few_rows(rows, dtype):
+    """In C, where there is a compiler: what torch computes, to the rounding of its sums; 9 rows, and memory that does
+    not lie in order, go by torch."""
+    g = torch.Generator().manual_seed(rows)
+    for n, k in ((1, 1), (7, 33), (130, 64), (97, 100)):
+        x, w, b = (torch.randn(s, generator=g).to(dtype) for s in ((rows, k), (n, k), (n,)))
+        wanted = x.double() @ w.double().T
+        near = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 1e-2, "atol": 1e-2}
+        torch.testing.assert_close(product_of_few(x, w).double(), wanted, **near)
+        torch.testing.assert_close(product_of_few(x[None], w, b)[0].double(), wanted + b.double(), rtol=2e-2, atol=5e-2)
+        torch.testing.assert_close(product_of_few(x, w.T.contiguous().T).double(), wanted, **near)
+    odd = torch.full((1, 40), torch.inf, dtype=dtype)
+    assert product_of_few(odd, torch.zeros(3, 40, dtype=dtype)).isnan().all()
+
+
+def test_a_product_of_few_rows_is_written_outside_of_autograd():
+    layer = torch.nn.Linear(256, 256)
+    fast, x = mycel.jit(layer), torch.randn(3, 256)
+    program = transform.few_rows(fast.program(x))
+    assert [e.op for _, e in walk(program)] == [o.linear_few_rows]
+    assert [e.op for _, e in walk(transform.few_rows(fast.program(torch.randn(9, 256))))] == [o.linear_bias]
+    with torch.no_grad():
+        torch.testing.assert_close(fast(x), layer(x))
+    fast(x).sum().backward()
+    assert layer.weight.grad is not None

@@ -16,9 +16,9 @@ from mycel.ir import Mesh, Program, Type, check
 from mycel.ops import o
 from mycel.run import simulate
 from mycel.run.interpret import interpret
-from mycel.transform import SIMPLIFY, algebra, attend, causal, cse, dce, fold, fuse, inline, narrow, simplify
+from mycel.transform import SIMPLIFY, algebra, attend, causal, cse, dce, fold, fuse, in_pieces, inline, narrow, simplify
 
-PASSES = [algebra, attend, causal, cse, dce, fold, fuse, inline, narrow, simplify]
+PASSES = [algebra, attend, causal, cse, dce, fold, fuse, in_pieces, inline, narrow, simplify]
 steady = settings(derandomize=True, deadline=None, max_examples=100, database=None)
 
 
@@ -203,6 +203,17 @@ def main(q: f32[8,4,128,16], bias: f32[1,4,128,128], given: f32[8,1,1,128]):
   z: f32[8,4,128,16] = call(y, half, block=@layer)
   w: f32[8,4,128,16], lse: f32[8,4,128] = attention(z, z, z, own)              # model.py:7
   return w
+""",
+    "in_pieces": """
+def norm(x: f32[4,3,2,2], w: f32[3], kept: f32[3]):
+  y: f32[4,3,2,2], mean: f32[3], var: f32[3] = batch_norm(x, w, None, eps=1e-05)  # model.py:3
+  new: f32[3] = add(kept, mean)                                                   # model.py:4
+  return y, new
+def main(x: f32[4,3,2,2], w: f32[3], kept: f32[3]):
+  a: f32[4,3,2,2], b: f32[3] = call(x, w, kept, block=@norm)                      # model.py:9
+  c: f32[4,3,2,2] = relu(a)                                                       # model.py:9
+  d: f32[4,3,2,2], e: f32[3] = call(c, w, b, block=@norm)                         # model.py:10
+  return d, e
 """,
     "inline": """
 def twice(x: f32[2]):

@@ -10,20 +10,23 @@ from dataclasses import replace
 import pytest
 import torch
 import transformers
+from distributing import start_values
 from golden import golden
 from pipelining import Tied
-from placing import Towers, one_of, placed_equals, task_of
+from placing import Towers, one_of, placed_equals, placed_results, task_of
 from torch import nn
 
 import mycel
 from mycel.errors import PlanError, RunError
 from mycel.ir import Mesh, Program
 from mycel.lower import Lowered
-from mycel.plan import Plan
+from mycel.parts import ShardedModel
+from mycel.plan import CPU, KINDS, Plan
 from mycel.plan.places import place_of, read_places
 from mycel.plan.schedule import StageCosts, StageStep, of_places, timeline
-from mycel.planning import planned
-from mycel.run import simulate_places
+from mycel.planning import Task, planned
+from mycel.run import moves, simulate, simulate_places
+from mycel.run.simulate import put_together, spread_out
 
 TENSOR = {"*.layers.*.weight": ["tp", "-"], "*.layers.*.bias": ["tp"]}
 PLACES = {
@@ -80,6 +83,52 @@ def test_a_chain_in_places():
     batch = {"ids": torch.randint(0, 12, (8, 3)), "labels": torch.randint(0, 12, (8, 3))}
     one = one_of(Tied(2, 0.1).double(), batch, plan, clip_norm=0.05)
     assert placed_equals(one, plan).pipeline.schedule.place == (1, 0, 1)
+
+
+@pytest.mark.filterwarnings("ignore:accumulate")
+def test_on_the_host_to_the_bit_what_they_are_without():
+    """Each place moves its own: activations, sums of gradients, state and parameters; a plan read back makes the same
+    programs."""
+    place, more = PLACES["stages in a place"]
+    outs = []
+    for offload in ("none", dict.fromkeys(KINDS, "host")):
+        plan = Plan.read({"place": place, "batch": ["dp"], "microbatches": 3, "offload": offload, **more})
+        task = task_of(one := towers(plan, 1), plan)
+        decided, done = planned(task, plan)
+        assert all(moves(p) == (offload != "none") for p in done.pipeline.programs)
+        again = planned(task, Plan.read(decided.data()))[1]
+        assert list(map(str, again.pipeline.programs)) == list(map(str, done.pipeline.programs))
+        outs.append(placed_results(one, plan, done))
+    assert decided.decided.moved_by_rank[0].inside and decided.predicted.host > 0
+    for plain, moved in zip(*outs, strict=True):
+        assert all(map(torch.equal, plain, moved))
+
+
+def test_a_place_that_does_not_fit_moves_what_it_takes():
+    plan = Plan.read({"place": {"vision": [0], "*": [1]}, "microbatches": 2, "recompute": "none", "schedule": "gpipe"})
+    one = towers(plan, 1, rows=400)
+    free = planned(task_of(one, plan), plan)[0].predicted
+    budget = int(0.8 * free.peak)
+    with pytest.raises(PlanError, match="too much"):
+        planned(task_of(one, plan, budget), plan)
+    fits = planned(task_of(one, plan, budget), replace(plan, offload=Plan.read({"offload": "auto"}).offload))[0]
+    assert fits.predicted.peak <= budget and fits.predicted.host > 0
+
+
+@pytest.mark.filterwarnings("ignore:accumulate")
+def test_steps_of_a_place_are_compiled():
+    """What a compiler takes as one is named for each place, and its programs do what the serial step does."""
+    plan = Plan.read({"place": PLACES["one and two"][0], "batch": ["dp"], "microbatches": 2})
+    one = towers(plan, 1)
+    decided, done = planned(task_of(one, plan, compiled=True), plan)
+    assert all(done.at(i).regions for i in range(2)) and decided.decided.compiled
+    assert all(done.at(i).regions <= set(done.at(i).program.blocks) for i in range(2))
+    placed_equals(one, plan, compiled=True)
+    again = planned(task_of(one, plan, compiled=True), Plan.read(decided.data()))[1]
+    assert again.regions_of == done.regions_of
+    assert list(map(str, again.pipeline.programs)) == list(map(str, done.pipeline.programs))
+    with pytest.raises(PlanError, match="decided for a step that is compiled"):
+        planned(task_of(one, plan), decided)
 
 
 def test_stages_of_a_place():
@@ -209,6 +258,33 @@ def main(x: f32[2]):
     ]
 
 
+@pytest.mark.filterwarnings("ignore:accumulate")
+def test_gradients_travel_encoded_inside_a_place():
+    """As between as many ranks that hold all of the model: the same parameters, and the same is lost.  A place of one
+    rank has no sums, and encodes nothing."""
+    how = {"batch": ["dp"], "microbatches": 2, "compress": {"dp": {"*weight": "int8+ef"}}}
+    written, flat = Plan.read({"place": {"vision": [0, 1], "*": [2]}, **how}), Plan.read({"mesh": {"dp": 2}, **how})
+    one = towers(written, seed=1)
+    decided, done = planned(task_of(one, written), written)
+    assert Plan.read(decided.data()) == decided and "int8+ef" in decided.compress_text()
+    encoded = [{p.role(v).of for v in p.inputs_of("error")} for p in done.pipeline.programs]
+    assert encoded == [{"vision.layers.0.weight", "vision.out.weight"}, set()]
+    vision = done.pipeline.programs[0]
+    found = dict(zip(vision.updates, placed_results(one, written, done)[0][-len(vision.updates) :], strict=True))
+    inputs = ShardedModel(one.model, one.optimizer, flat).given(one.made)
+    alone = planned(Task(one.made.program, one.made.body, CPU, False, *inputs), flat)[1]
+    given = [spread_out(x, layout, flat.mesh) for x, layout in zip(start_values(one), alone.spread.inputs, strict=True)]
+    of_all = zip(
+        simulate(alone.program, flat.mesh, given), alone.spread.outputs, one.made.program.main.outputs, strict=True
+    )
+    whole = [put_together(x, layout, v.type, flat.mesh) for x, layout, v in of_all]
+    wanted = dict(zip(alone.program.updates, whole[-len(alone.program.updates) :], strict=True))
+    for name, x in found.items():
+        torch.testing.assert_close(x, wanted[name], rtol=1e-5, atol=1e-5)
+    lost = [x for name, x in found.items() if name.endswith(".error")]
+    assert len(lost) == 2 and all(float(x.abs().max()) > 0 for x in lost)
+
+
 def test_where_parameters_are():
     places = read_places({"vision": [0], "*.bias": [1], "text": [0], "*": [2]})
     named = {name: place_of(places, name) for name in ("vision.up.bias", "text.w", "other.bias", "visionary", "scale")}
@@ -244,6 +320,12 @@ def test_what_cannot_be_placed_is_told():
         "a module that is not there": lambda: under({"sound": [0], "*": [1]}),
         "parameters that are nowhere": lambda: under({"vision": [0], "text": [1]}),
         "a mesh of all": lambda: under({"vision": [0], "*": [1]}, mesh={"dp": 2}),
+        "replicas of a place": lambda: under({"vision": [0, 1], "*": [2]}, batch=["dp"], sync={"dp": "local(H=2)"}),
+        "codecs that are chosen": lambda: under({"vision": [0, 1], "*": [2]}, batch=["dp"], compress={"dp": "auto"}),
+        "codecs now and then": lambda: under(
+            {"vision": [0, 1], "*": [2]}, batch=["dp"], compress={"dp": "int8+ef", "when": "noise > 2"}
+        ),
+        "measured gradients": lambda: under({"vision": [0, 1], "*": [2]}, batch=["dp"], monitor=["noise"]),
         "stages beside places": lambda: under({"vision": [0], "*": [1]}, stages=2),
         "stages by their number": lambda: under({"vision": {"ranks": [0, 1], "stages": 2}, "*": [2]}),
         "stages that do not divide ranks": lambda: under({"vision": {"ranks": [0], "stages": ["a", "b"]}, "*": [1]}),

@@ -1,13 +1,16 @@
 """What is kept for backward: gradients are the same at every price, and the cut is the cheapest there is."""
 
+import copy
 import itertools
 import re
+import sys
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import mycel
 from mycel import lower, plan, transform
 from mycel.ir import Program, call, check
 from mycel.plan.residuals import cut
@@ -226,3 +229,45 @@ def test_pairs_do_not_depend_on_comments():
     assert all(not e.source for b in bare.blocks.values() for e in b.eqns)
     assert len(list(plan.paired(program.main))) == 3
     assert list(plan.paired(bare.main)) == list(plan.paired(program.main))
+
+
+class Normed(torch.nn.Module):
+    """Convolutions with batch norm, as they come."""
+
+    def __init__(self):
+        super().__init__()
+        conv = lambda: [torch.nn.Conv2d(4, 4, 3, padding=1), torch.nn.BatchNorm2d(4), torch.nn.ReLU()]
+        self.layers = torch.nn.Sequential(*(torch.nn.Sequential(*conv(), *conv()) for _ in range(3)))
+
+    def forward(self, x):
+        return self.layers(x).square().mean()
+
+
+def executed(program, name, block=None):
+    """How often an operator runs."""
+    eqns = program.main.eqns if block is None else program.blocks[block].eqns
+    return sum(executed(program, name, e.params["block"]) if e.op is call else e.op.name == name for e in eqns)
+
+
+def test_without_a_budget_backward_computes_neither_products_nor_statistics_again(monkeypatch):
+    """And the step is torch's, running statistics too."""
+    monkeypatch.setattr("mycel.step.start_workers", lambda: None)  # as if it were compiled
+    monkeypatch.setattr(sys.modules["mycel.run.emit"], "compile_function", lambda fn: fn)
+    torch.manual_seed(0)
+    model = Normed().double()
+    theirs, x = copy.deepcopy(model), torch.randn(8, 4, 16, 16, dtype=torch.float64)
+    step = mycel.train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), compile=True)
+    losses = [float(step(x)) for _ in range(2)]
+    program = step.program
+    assert executed(program, "conv") + executed(program, "conv_bias") == executed(program, "batch_statistics") == 6
+    assert executed(program, "batch_norm") == 0
+    assert executed(program, "batch_norm_infer") > 6  # what is merged with its use is
+    optimizer = torch.optim.SGD(theirs.parameters(), lr=0.1)
+    for loss in losses:
+        want = theirs(x)
+        want.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert abs(loss - want.item()) < 1e-12
+    for (name, a), b in zip(model.state_dict().items(), theirs.state_dict().values(), strict=True):
+        assert torch.allclose(a, b, rtol=1e-9, atol=1e-12), name

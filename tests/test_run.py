@@ -206,21 +206,27 @@ def test_memory_is_used_again_only_where_nobody_looks():
     assert "g.mul_" not in lean[1] and "v.add_" not in lean[1] and "x." not in lean[1].replace("max.", "")
 
 
-@pytest.mark.parametrize("name", [op.name for op in OPS.values() if op.into])
+def last(outs):
+    return outs[-1] if isinstance(outs, tuple) else outs
+
+
+@pytest.mark.parametrize("name", [op.name for op in OPS.values() if op.into and not op.by_rank])
 def test_writing_over_an_operand_is_the_kernel(name):
     op, ran = OPS[name], 0
     for text in op.examples:
         example = parse_example(text)
         inputs = example.make("f64")
-        want = op.kernel(*inputs, **example.params)
+        want = last(op.kernel(*inputs, **example.params))
         for at in range(len(op.into)):
             if not isinstance(inputs[at], torch.Tensor) or type_of(inputs[at]) != type_of(want):
                 continue
             own = [x.clone() if isinstance(x, torch.Tensor) else x for x in inputs]
             names = [f"x{i}" if isinstance(x, torch.Tensor) else repr(x) for i, x in enumerate(own)]
             env = {f"x{i}": x for i, x in enumerate(own)}
-            got = eval(write_into(op, at, names, example.params), {"torch": torch, **env})
-            assert torch.equal(got, want) and got.data_ptr() == own[at].data_ptr()
+            known = {"torch": torch, op.kernel.__name__: op.kernel, **env}
+            got = last(eval(write_into(op, at, names, example.params), known))
+            may = "over=" in op.into[at]  # where its kernel can
+            assert torch.equal(got, want) and (may or got.data_ptr() == own[at].data_ptr())
             ran += 1
     assert ran
 

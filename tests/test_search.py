@@ -7,6 +7,7 @@ import itertools
 import json
 import random
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
@@ -30,7 +31,7 @@ from mycel.plan.cluster import Cluster
 from mycel.plan.schedule import StageCosts, named, timeline
 from mycel.search import Search, patterns
 from mycel.search_space import Shape
-from mycel.train.planner import search
+from mycel.train.planner import question_of, search
 
 SMALL = {"half": 1e12, "bytes_s": 2e11, "memory": "1GiB", "launch_s": 1e-7}
 SLOW = {
@@ -175,12 +176,33 @@ def test_the_command(tmp_path, monkeypatch):
     assert done.exit_code == 0 and "the same" in done.output
     done = run(app, ["plan", *tiny, "--cluster", "h10x4"])
     assert done.exit_code == 2 and "there is no device 'h10'" in done.output
+    done = run(app, ["plan", *tiny, "--cluster", str(cluster), "-o", "nowhere/plan.yaml"])
+    assert done.exit_code == 2 and "there is no folder for nowhere/plan.yaml" in done.output
+
+
+def test_what_a_function_makes_needs_no_memory(tmp_path, monkeypatch):
+    """It is made without data; with, where it looks at that."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", list(sys.path))
+    (tmp_path / "code_of_a_user.py").write_text(
+        "import torch\n"
+        "def huge():\n    x = torch.ones(4, 1 << 20)\n    return torch.nn.Linear(1 << 20, 1 << 20), {'input': x}\n"
+        "def looks():\n    assert torch.ones(2).sum().item() == 2\n    return torch.nn.Linear(4, 4), {'input': 1}\n"
+        "def nothing():\n    return 1, 2\n"
+    )
+    where = Cluster.read(TWO)
+    assert next(question_of("code_of_a_user:huge", where).model.parameters()).is_meta
+    assert not next(question_of("code_of_a_user:looks", where).model.parameters()).is_meta
+    with pytest.raises(PlanError, match="returns tuple"):
+        question_of("code_of_a_user:nothing", where)
 
 
 def test_as_data():
     answer = of(Blocks(), cluster=TWO).run()
     found = json.loads(json.dumps(search_text.data(answer)))
     best = found["plans"][0]
+    assert all(best.keys() == each.keys() for each in found["plans"])
+    assert sum(best["peak_parts"].values()) == best["peak_bytes"]
     assert best["fits"] and best["mesh"] and best["step_seconds"] >= best["bound_seconds"] > 0
     parts = best["seconds"]
     assert parts["compute"] + parts["recomputation"] + parts["exposed_communication"] == pytest.approx(

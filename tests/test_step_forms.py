@@ -235,7 +235,7 @@ MISUSE = {
         TrainError,
         "differentiable",
     ),
-    "unknown precision": (lambda: step(precision="fp8"), TrainError, "fp8.*\n  known     fp32, bf16, fp16"),
+    "unknown precision": (lambda: step(precision="fp4"), TrainError, "fp4.*\n  known     fp32, bf16, fp16, fp8"),
     "a dtype as precision": (lambda: step(precision=torch.bfloat16), TrainError, "known     fp32, bf16, fp16"),
     "fp16 of bf16 weights": (lambda: step(model=mlp().bfloat16(), precision="fp16")(X, Y), TrainError, "bf16"),
     "no parts": (lambda: step(accumulate=0), TrainError, "accumulate=0"),

@@ -222,3 +222,28 @@ def test_donated_updates_are_written_in_place():
         results = run(*args)
     by_name = {v.name: x for v, x in zip(stepping.inputs, args, strict=True)}
     close(wanted, [*results, *(by_name[name] for name in stepping.updates)])
+
+
+CHOOSING = """
+def main(old: f32[3], other: f32[3], c: bool[], x: f32[3]):
+  new: f32[3] = add(old, x)
+  chosen: f32[3] = where(c, new, old)
+  {between}
+  return {result}, old=chosen, other=kept
+"""
+
+
+@pytest.mark.parametrize("between, result, is_over", [
+    ("kept: f32[3] = where(c, x, other)", "x", 2),
+    ("kept: f32[3] = where(c, old, other)", "x", 1),  # the old value is read behind the choice
+    ("kept: f32[3] = where(c, x, x)", "x", 1),  # of other values
+    ("kept: f32[3] = where(c, x, other)", "other", 1),  # a result
+])  # fmt: skip
+@pytest.mark.parametrize("condition", [True, False])
+def test_what_a_step_keeps_or_replaces_is_chosen_in_its_memory(between, result, is_over, condition):
+    program = check(Program.parse(CHOOSING.format(between=between, result=result)))
+    run, source = load(program, torch.device("cpu"), reuse=True, donate=True)
+    assert source.count("if c:") == is_over
+    args = [torch.ones(3), torch.full((3,), 5.0), torch.tensor(condition), torch.arange(3.0)]
+    wanted = interpret(program, [x.clone() for x in args])
+    close(wanted, [*run(*args), *args[:2]])

@@ -285,6 +285,9 @@ def test_bad_configuration(config, says):
 def test_unknown_settings_are_noted_and_old_names_understood():
     model = build(None, {**LLAMA, "favourite_colour": "green", "rope_theta": 5e5, "torch_dtype": "bfloat16"})
     assert len(model.notes) == 1 and "favourite_colour" in model.notes[0]
+    sizes = {"vocab_size": 20, "d_model": 8, "d_kv": 4, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+    t5 = build(None, {"model_type": "t5", **sizes, "decoder_start_token_id": 0})
+    assert t5.notes == () and t5.config.decoder_start_token_id == 0  # what T5 shifts labels by
     assert model.config.rope_parameters["rope_theta"] == 5e5 and next(model.module.parameters()).dtype == torch.float32
 
 

@@ -81,6 +81,8 @@ def test_nonsense_is_refused(zero, said):
 def test_a_pattern_that_matches_nothing_is_refused(one):
     with pytest.raises(PlanError, match=r"zero: \*\.up_prj\.weight matches no parameter\n  try .*up_proj"):
         one.under(plan_of({"*.up_prj.weight": 1, "*": "3 over dp"}))
+    with pytest.raises(PlanError, match=r"zero: #\?§ matches no parameter, and none is near it\n  known .* in all\)$"):
+        one.under(plan_of({"#?§": 1, "*": "3 over dp"}))
 
 
 LATE = {  # every message takes long to begin
