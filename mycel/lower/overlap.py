@@ -54,9 +54,7 @@ def _overlapped(block: Block) -> Block:
         if _shrinks(block.eqns[i]):
             arrived[block.eqns[i].outputs[0]] = min(i + 1, _next_call(calls, begin[i], len(block.eqns)) + 1)
     sent = [Sent(i, begin[i], _end(block, i, uses, calls, begin)) for i in collectives]
-    buckets = [
-        b for b in _buckets(block, sent, uses) if len(b) > 1 or b[0].begin < b[0].use - 1 and _works(block, b[0])
-    ]
+    buckets = [b for b in _buckets(block, sent, uses) if len(b) > 1 or _works(block, b[0])]
     gone = {s.at for b in buckets for s in b}
     begins: dict[int, list[int]] = {}
     ends: dict[int, list[int]] = {}
