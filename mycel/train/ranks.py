@@ -145,7 +145,7 @@ def _is_searched(parallel: Parallel, count: int) -> bool:
 
 def _searched(config: Config, count: int) -> tuple[Plan, str]:
     """The fastest plan for so many ranks, which each of them finds; its name for people."""
-    from mycel.step_search import ranks_of
+    from mycel.step.auto_plan import ranks_of
     from mycel.train import planner
 
     answer = planner.question(config, ranks_of(config.train.device, count)).run()
