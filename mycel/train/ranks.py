@@ -29,7 +29,7 @@ import yaml
 from mycel.errors import PlanError
 from mycel.ir import Mesh
 from mycel.plan import Plan, probe_text
-from mycel.plan.plan import ready_plans
+from mycel.plan.plan_file import ready_plans
 from mycel.run.checkpoint import ALONE, MeshProcess
 from mycel.run.processes import Processes, code_version, world
 from mycel.run.rendezvous import seat
