@@ -61,7 +61,7 @@ from mycel.outer_steps import TAKEN, OuterSteps
 from mycel.parts import ShardedModel, UnshardedStep, roles_of
 from mycel.placed_model import PlacedModel
 from mycel.placing import Given
-from mycel.plan.compression import refuse_update
+from mycel.plan.compression import least_lossy, refuse_update
 from mycel.plan.hardware import Curve
 from mycel.plan.links import Link, fitted
 from mycel.planning import Task, planned
@@ -578,7 +578,8 @@ class Step:
     def _planned(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], data: Arguments
     ) -> tuple[UnshardedStep, plan.Plan, lower.Lowered]:
-        """The step, its plan and what that makes of it; where `compress` is auto, of all choices the quickest."""
+        """The step, its plan and what that makes of it; where `compress` is auto, of the quickest choices the least
+        lossy."""
         given = self._given()
         with meshed(given.inside.replica.mesh if self.written is not None else None):
             body = self._captured(args, kwargs, data)
@@ -587,8 +588,11 @@ class Step:
         for choice in choices:
             made = self._updated(body, choice.replica)
             tried.append((made, *planned(self._task(made), choice)))
+        auto = given.compressed()
+        names = auto.candidates() if auto is not None and auto.auto else [""]
         seconds = [decided.predicted.seconds if decided.predicted is not None else 0.0 for _, decided, _ in tried]
-        best = seconds.index(min(seconds))  # of equals the first: it loses least
+        by_name = dict(zip(names, seconds, strict=True))
+        best = list(by_name).index(least_lossy(by_name))
         made, decided, done = tried[best]
         self._fed[self._phase(), self.priced] = frozenset(
             role.of for v in made.program.inputs if (role := made.program.role(v)).kind == "error"
@@ -598,10 +602,8 @@ class Step:
             choice = choices[best].given
             made = self._updated(body, choice.replica, owed)
             decided, done = planned(self._task(made), choice)
-        auto = given.compressed()
         if auto is not None and auto.auto:
-            chosen = auto.candidates()
-            decided = given.with_compression(decided, dict(zip(chosen, seconds, strict=True)))
+            decided = given.with_compression(decided, by_name)
         return made, decided, done
 
     def _choose_update(self) -> None:
