@@ -25,7 +25,7 @@ from mycel.ops import collective, o
 from mycel.ops.codec_kernels import EIGHT_BITS, EIGHT_BITS_SCALE, codec_of
 from mycel.ops.collective import COMMUNICATORS
 from mycel.plan import CPU, Plan
-from mycel.plan.compression import usual_loss
+from mycel.plan.compression import choice_text, least_lossy, usual_loss
 from mycel.plan.links import Link, message
 from mycel.planning import Task, planned
 from mycel.run import emit, interpret, simulate, simulate_stages
@@ -590,6 +590,20 @@ def test_auto_compresses_where_the_clock_says_so_and_says_why_not(monkeypatch):
     fast, program = chosen(Link(1e12, 1e-7), monkeypatch)
     assert fast.decided.compress == "exact" and "encode" not in program and "all_reduce" in program
     assert "links are fast: compression would cost" in fast.compress_text()
+
+
+@pytest.mark.parametrize("exact, int8, int4, chosen, said", [
+    (0.100, 0.102, 0.101, "exact", "exact: links are fast: compression would cost 1 ms a step (int4+ef 101 ms, exact"),
+    (0.100, 0.098, 0.096, "exact", "exact: int4+ef would save 4.0%, 5% are asked for what it loses (int4+ef 96 ms, ex"),
+    (0.100, 0.090, 0.070, "int4+ef", "int4+ef: 70 ms a step, exact 100 ms"),
+    (0.100, 0.090, 0.087, "int8+ef", "int8+ef: 90 ms a step, exact 100 ms; int4+ef would save 3.3% more, 5% are aske"),
+    (0.100, 0.050, 0.060, "int8+ef", "int8+ef: 50 ms a step, exact 100 ms"),
+])  # fmt: skip
+def test_what_auto_chooses_by_the_seconds_of_a_step_and_what_it_says(exact, int8, int4, chosen, said):
+    """What is lost must be worth it: of those that are about as quick as the quickest, the one that loses least."""
+    seconds = {"exact": exact, "int8+ef": int8, "int4+ef": int4}
+    assert least_lossy(seconds) == chosen
+    assert choice_text(seconds, chosen).startswith(said)
 
 
 def test_auto_takes_no_codec_that_loses_more_than_its_budget(monkeypatch):

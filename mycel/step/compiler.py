@@ -27,6 +27,7 @@ from mycel.objective import objective
 from mycel.outer_steps import OuterSteps
 from mycel.parts import ShardedModel, UnshardedStep
 from mycel.placed_model import PlacedModel
+from mycel.plan.compression import least_lossy
 from mycel.planning import Task, planned
 from mycel.run import (
     CudaGraph,
@@ -165,7 +166,8 @@ class StepCompiler:
     def _planned(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], data: Arguments
     ) -> tuple[UnshardedStep, plan.Plan, lower.Lowered]:
-        """The step, its plan and what that makes of it; where `compress` is auto, of all choices the quickest."""
+        """The step, its plan and what that makes of it; where `compress` is auto, of the quickest choices the least
+        lossy."""
         given = self._given()
         with meshed(given.inside.replica.mesh if self.written is not None else None):
             body = self._recipe().loss_and_gradients(args, kwargs, data)
@@ -174,8 +176,11 @@ class StepCompiler:
         for choice in choices:
             made = self._whole(body, choice.replica)
             tried.append((made, *planned(self._task(made), choice)))
+        auto = given.compressed()
+        names = auto.candidates() if auto is not None and auto.auto else [""]
         seconds = [decided.predicted.seconds if decided.predicted is not None else 0.0 for _, decided, _ in tried]
-        best = seconds.index(min(seconds))  # of equals the first: it loses least
+        by_name = dict(zip(names, seconds, strict=True))
+        best = list(by_name).index(least_lossy(by_name))
         made, decided, done = tried[best]
         self._fed[self._phase(), self.link.count] = frozenset(
             role.of for v in made.program.inputs if (role := made.program.role(v)).kind == "error"
@@ -185,9 +190,8 @@ class StepCompiler:
             choice = choices[best].given
             made = self._whole(body, choice.replica, owed)
             decided, done = planned(self._task(made), choice)
-        auto = given.compressed()
         if auto is not None and auto.auto:
-            decided = given.with_compression(decided, dict(zip(auto.candidates(), seconds, strict=True)))
+            decided = given.with_compression(decided, by_name)
         return made, decided, done
 
     # -- the step on one device ----------------------------------------------------------------------------------
