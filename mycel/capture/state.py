@@ -16,6 +16,7 @@ names.
 from __future__ import annotations
 
 import copy
+import dis
 import enum
 import functools
 import sys
@@ -88,6 +89,8 @@ class Reachable:
         self.statics: list[Guarded] = []
         self.boxes: list[Container] = []
         self.sizes: list[tuple[Any, int]] = []
+        self.sizes_before: list[tuple[Any, int]] = []  # of what the code itself adds to, where it may ask for that
+        self.functions: list[types.FunctionType] = []
         self.iterators: dict[int, Any] = {}  # that live outside of the function
         self._seen: set[int] = set()
         for value in (fn, *statics):
@@ -108,13 +111,34 @@ class Reachable:
         return tuple(s for s in self.statics if holds(s))
 
     def unresized(self, written: Iterable[Location]) -> tuple[tuple[Any, int], ...]:
-        """Containers and objects that the code does not resize itself, with how much they held."""
+        """Containers and objects that the code does not resize itself, or of which it may ask whether it did, with how
+        much they held."""
         own = {id(place.container) for place in written}
-        return tuple(
+        unresized = [
             (container, n)
             for container, n in self.sizes
             if len(container) == n and not isinstance(container, tuple) and id(container) not in own
-        )
+        ]
+        return (*unresized, *self.sizes_before)
+
+    @functools.cached_property
+    def read_names(self) -> frozenset[str]:
+        """Attributes that the user's functions may ask for, by name or by text."""
+        return frozenset(name for fn in self.functions for name in _read_names(fn.__code__))
+
+    def forget_inside(self, container: Any, key: Any, held: Any) -> None:
+        """What lies in the structure that a slot held is looked at no more."""
+
+        def is_outside(place: Location) -> bool:
+            while place.inside is not None:
+                place = place.inside.place
+                if owner(place.container) is container and place.key == key:
+                    return False
+            return True
+
+        self.statics[:] = [s for s in self.statics if is_outside(s.place)]
+        self.links[:] = [s for s in self.links if is_outside(s.place)]
+        self.sizes[:] = [(c, n) for c, n in self.sizes if c is not held]
 
     # -- walking --------------------------------------------------------------------------------------------
 
@@ -150,6 +174,7 @@ class Reachable:
                 self._entries(name, vars(value), vars(value), "attribute", inside)
 
     def _function(self, fn: types.FunctionType, inside: Guarded | None) -> None:
+        self.functions.append(fn)
         for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
             try:
                 cell.cell_contents  # noqa: B018  an empty cell raises
@@ -405,6 +430,18 @@ def _global_names(code: types.CodeType) -> Iterator[str]:
     for const in code.co_consts:
         if isinstance(const, types.CodeType):
             yield from _global_names(const)
+
+
+def _read_names(code: types.CodeType) -> Iterator[str]:
+    """Attributes a function and the functions written inside it load, and texts that may be names."""
+    for step in dis.get_instructions(code):
+        if step.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            yield step.argval
+    for const in code.co_consts:
+        if isinstance(const, str):
+            yield const
+        elif isinstance(const, types.CodeType):
+            yield from _read_names(const)
 
 
 def _leads_on(value: Any) -> bool:
