@@ -717,7 +717,7 @@ class Step:
         trained = self._trained(captured)
         counting = None
         if batch.parts > 1:
-            if captured.effects:
+            if any(tree.kind != "static" for _, tree in captured.effects):
                 raise TrainError(
                     "with accumulate the model keeps tensors in attributes\n"
                     "  try       accumulate=1, or buffers that it updates"

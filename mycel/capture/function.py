@@ -47,6 +47,7 @@ from mycel.capture.record import Traced
 from mycel.capture.repeats import assemble
 from mycel.capture.rows import warn_of_experts
 from mycel.capture.state import (
+    Attributes,
     Container,
     Guarded,
     Location,
@@ -216,12 +217,14 @@ def _capture(
             refuse_counters(places, counted)
         effects, more = _effects(tracer, _changes(tracer, places, counted))
         results += more
+        effects += _toggles(tracer)
         tracer.refuse_rows(results, "they are what the program returns or keeps")
     except BaseException:
         _undo(places)
+        raise
+    finally:
         for x, asked in tracer.toggled.values():
             x.requires_grad_(asked)
-        raise
     if TRACING:  # what was captured becomes part of an outer program
         TRACING[-1].python_calls += tracer.python_calls
     note_changes(places, counted)
@@ -571,6 +574,15 @@ def _effects(tracer: Tracer, changes: list[_Rebound]) -> tuple[list[tuple[Locati
         _guard_rebound(tracer.places, change)
         values += change.values
     return effects, values
+
+
+def _toggles(tracer: Tracer) -> list[tuple[Location, Tree]]:
+    """Tensors that ask for a gradient after the call and did not before, or the other way round."""
+    return [
+        (Location("requires_grad", "attribute", Attributes(x, ["requires_grad"]), "requires_grad"), Tree("static", now))
+        for x, asked in tracer.toggled.values()
+        if (now := x.requires_grad) != asked
+    ]
 
 
 def _guard_rebound(places: Reachable, change: _Rebound) -> None:

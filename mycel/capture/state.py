@@ -194,7 +194,7 @@ class Reachable:
         self._entries("default", fn.__defaults__ or (), range(len(fn.__defaults__ or ())), "variable", inside)
         self._entries("default", fn.__kwdefaults__ or {}, fn.__kwdefaults__ or {}, "variable", inside)
         if not is_library(fn.__code__.co_filename):  # code that is reloaded comes into the same function
-            parts = _Slotted(fn, ["__code__", "__defaults__", "__kwdefaults__"])
+            parts = Attributes(fn, ["__code__", "__defaults__", "__kwdefaults__"])
             places = [Location(f"{fn.__name__}.{part}", "variable", parts, part, inside) for part in parts.names]
             self.links += [Guarded(place, place.read()) for place in places]
         if "__wrapped__" in vars(fn):
@@ -292,8 +292,8 @@ def _as_held(container: Any) -> Any:
     return _Held(container) if own else container
 
 
-class _Slotted:
-    """The attributes of an object that are no entries of a dict: its slots."""
+class Attributes:
+    """Attributes of an object that are no entries of a dict: its slots."""
 
     def __init__(self, thing: Any, names: list[str]) -> None:
         self.thing, self.names = thing, names
@@ -308,10 +308,10 @@ class _Slotted:
         return bool(self.names)
 
 
-def _slots_of(value: Any) -> _Slotted:
+def _slots_of(value: Any) -> Attributes:
     listed = (vars(cls).get("__slots__", ()) for cls in type(value).__mro__)
     names = [n for slots in listed for n in ((slots,) if isinstance(slots, str) else slots)]
-    return _Slotted(value, [n for n in names if not n.startswith("__") and hasattr(value, n)])
+    return Attributes(value, [n for n in names if not n.startswith("__") and hasattr(value, n)])
 
 
 class _Slot:
@@ -332,7 +332,7 @@ def contents(slots: Any) -> dict[Any, Any]:
         return {CELL: slots.cell_contents}
     if isinstance(slots, _Slot):
         return {slots.key: slots.names.get(slots.key)}
-    if isinstance(slots, _Slotted):
+    if isinstance(slots, Attributes):
         return {name: slots[name] for name in slots.names}
     if isinstance(slots, list):
         return dict(enumerate(slots))
@@ -347,7 +347,7 @@ def put_back(slots: Any, old: dict[Any, Any]) -> None:
         slots.cell_contents = old[CELL]
     elif isinstance(slots, _Slot):
         slots.names[slots.key] = old[slots.key]
-    elif isinstance(slots, _Slotted):
+    elif isinstance(slots, Attributes):
         for name, value in old.items():
             slots[name] = value
     elif isinstance(slots, list):
