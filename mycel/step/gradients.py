@@ -81,7 +81,7 @@ class Recipe:
         self, captured: Captured, whole: Captured, part: Program, batch: Batch, names: dict[int, str]
     ) -> UnshardedStep:
         """Loss and gradients of the whole batch, from the program of the loss of a part."""
-        if captured.effects:
+        if any(tree.kind != "static" for _, tree in captured.effects):
             raise TrainError(
                 "with accumulate the model keeps tensors in attributes\n"
                 "  try       accumulate=1, or buffers that it updates"
