@@ -65,7 +65,12 @@ LLAMAS = {  # width, inner width, layers, heads
 def titan(size: str, cluster: Cluster, tokens_s: float, rows: int, precision: str = "bf16", **given: Any) -> Row:
     """Llama 3.1; tokens a second of each GPU, and all rows of a batch."""
     width, inner, layers, heads = LLAMAS[size]
-    sizes = {"hidden_size": width, "intermediate_size": inner, "num_hidden_layers": layers, "num_attention_heads": heads}
+    sizes = {
+        "hidden_size": width,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+    }
     more = {"num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": LENGTH, "use_cache": False}
     make = lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**sizes, **more))
     name = f"torchtitan {size} {cluster.name} {precision}"

@@ -210,9 +210,8 @@ class Rendezvous:
         end = time.monotonic() + GOODBYE_S
         with suppress(dist.DistError):
             store.add("told", 1)
-            self._until(
-                lambda: store.add("told", 0) >= self.world or self.all.check([STOP]) or time.monotonic() > end, "the end"
-            )
+            all_are = lambda: store.add("told", 0) >= self.world or self.all.check([STOP])
+            self._until(lambda: all_are() or time.monotonic() > end, "the end")
 
     def _verdict(self, store: dist.Store) -> str:
         """What all ranks are to be told; nothing when they agree."""
