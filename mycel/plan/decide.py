@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, TypeVar
 
 from mycel.errors import PlanError
@@ -61,23 +61,23 @@ def decide(
     smallest, best = outcome.times, None
     peaks = {0: peak}
     low, high = 0, len(prices) - 1  # the price at `low` is too low, that at `high` is not known to be enough
-    while high - low > 1:
-        k = min(max(2 * low, 1), high - 1) if upwards and best is None else (low + high) // 2
+
+    def fits(k: int) -> bool:
+        nonlocal smallest, best
         outcome = under([prices[k]])
         peaks[k] = outcome.times.peak[DEVICE]
         smallest = min(smallest, outcome.times, key=lambda t: t.peak[DEVICE])
-        if outcome.times.peak[DEVICE] <= budget:
-            high, best = k, outcome
-        else:
-            low = k
+        best = outcome if peaks[k] <= budget else best
+        return peaks[k] <= budget
+
+    while high - low > 1:
+        k = min(max(2 * low, 1), high - 1) if upwards and best is None else (low + high) // 2
+        low, high = (low, k) if fits(k) else (k, high)
     if best is None and smallest.peak[DEVICE] <= budget * (1 + slack):
         # computing much again needs memory too: a lower price may need less
-        for high in range(1, (len(prices) - 1) // 2):
-            outcome = under([prices[high]])
-            peaks[high] = outcome.times.peak[DEVICE]
-            smallest = min(smallest, outcome.times, key=lambda t: t.peak[DEVICE])
-            if outcome.times.peak[DEVICE] <= budget:
-                low, best = high - 1, outcome
+        for k in _beside_least(peaks) if upwards else range(1, (len(prices) - 1) // 2):
+            if fits(k):
+                low, high = max(i for i in peaks if i < k), k
                 break
     if best is not None:
         return _mixed(under, pairs, budget, prices[low], prices[high], best, peaks[low])
@@ -90,6 +90,14 @@ def decide(
         "  tried     computing everything again that can be\n"
         f"  try       {less(smallest)}"
     )
+
+
+def _beside_least(peaks: Mapping[int, int]) -> list[int]:
+    """Of numbers with what they need: those half way from the one that needs least to the next on each side."""
+    least = min(peaks, key=lambda k: peaks[k])
+    below, above = [k for k in peaks if k < least], [k for k in peaks if k > least]
+    found = ([(max(below) + least) // 2] if below else []) + ([(least + min(above)) // 2] if above else [])
+    return [k for k in found if k not in peaks]
 
 
 def _stages_line(times: Times) -> str:
