@@ -20,6 +20,7 @@ from mycel.errors import PlanError
 from mycel.ir import Layout, Mesh, Program, check, type_of
 from mycel.lower.distribute import pin
 from mycel.lower.settle import settle
+from mycel.ops import o
 from mycel.parts import ShardedModel
 from mycel.plan import CPU, Decided, MovedValue, Offloaded, Plan, Residuals
 from mycel.plan.decided import BlockLayouts, digest
@@ -221,6 +222,28 @@ def test_overlap():
     same_on_ranks(program, overlapped, mesh)
     names = [e.op.name for e in overlapped.main.eqns]
     assert names.index("begin") < names.index("call", 1), "gradients are sent while the layer before is at work"
+
+
+SKETCHED = """
+def main(dy: f64[4,4], w: f64[4,4], m: f64[N,4]):
+  d: f64[4,4] = linear(dy, w) [backward]
+  b: f64[N,4] = linear(m, dy) [backward]
+  p: f64[4,4] = all_reduce(d, axes=("dp",), count=2) [backward]
+  q: f64[4,4] = tanh(p) [backward]
+  s: f64[N,4] = all_reduce(b, axes=("dp",), count=2) [update]
+  t: f64[N,4] = matmul(s, q) [update]
+  return t
+"""
+
+
+@pytest.mark.parametrize("rows, messages", [(8, [["d", "b"]]), (4096, [["b"], ["d"]])], ids=["small", "large"])
+def test_a_small_message_goes_with_one_that_is_waited_for_before_it(rows, messages):
+    """A large one does not: the first would be waited for until all of it has come."""
+    program = Program.parse(SKETCHED.replace("N", str(rows)))
+    overlapped = lower.overlap(program)
+    same_on_ranks(program, overlapped, Mesh(dp=2))
+    sent = [[v.name for v in e.vars] for e in overlapped.main.eqns if e.op in (o.begin, o.all_reduce)]
+    assert sorted(sent) == messages
 
 
 LOSS = """
