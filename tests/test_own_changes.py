@@ -210,3 +210,16 @@ def test_a_failed_capture_leaves_parameters_as_they_were():
         mycel.jit(model)(X)
     assert model.w.requires_grad
     assert model.count == 0
+
+
+def test_annotated_names_in_branches():
+    def fn(x):
+        if x.sum() > 0:
+            y: torch.Tensor = x * 2
+        else:
+            y: torch.Tensor = x - 1
+        return y
+
+    fast = mycel.jit(fn, strict=True)
+    for x in (X, X.abs(), -X.abs()):
+        torch.testing.assert_close(fast(x), fn(x))

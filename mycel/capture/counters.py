@@ -153,4 +153,3 @@ def refuse_counters(places: Reachable, lifted: Mapping[Slot, CountedSlot]) -> No
         error = refuse("the code changes a number at every call", "a buffer")
         error.counters = frozenset(again - lifted.keys())
         raise error
-

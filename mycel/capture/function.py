@@ -136,9 +136,6 @@ def capture(
                 if e.counters:  # once more with these as numbers of the program
                     counters |= e.counters
                     continue
-                if e.chosen_at and not TRACING and e.chosen_at not in selects:  # once more without that
-                    selects.add(e.chosen_at)
-                    continue
                 if e.changes_at and not TRACING and e.changes_at not in changed:  # once more as a value not known
                     changed.add(e.changes_at)
                     changing |= {e.changes_at}
@@ -147,6 +144,10 @@ def capture(
                     continue
             except Exception as e:
                 error = e
+            chosen_at = getattr(error, "chosen_at", "")
+            if chosen_at and not TRACING and chosen_at not in selects:  # once more without that
+                selects.add(chosen_at)
+                continue
             if counters and lifts and (strict or max(CHANGES[slot] for slot in counters) < MOST_CHANGES):
                 lifts = False  # Python needs their values: once more for these
                 continue
@@ -219,8 +220,10 @@ def _capture(
         results += more
         effects += _toggles(tracer)
         tracer.refuse_rows(results, "they are what the program returns or keeps")
-    except BaseException:
+    except BaseException as e:
         _undo(places)
+        if tracer.counted_rows and not getattr(e, "chosen_at", ""):  # it may be their number that does not fit
+            e.chosen_at = min(tracer.counted_rows)  # type: ignore[attr-defined]
         raise
     finally:
         for x, asked in tracer.toggled.values():
@@ -537,7 +540,11 @@ def _changes(tracer: Tracer, places: Reachable, counted: Mapping[Slot, CountedSl
         if isinstance(box.slots, list) and len(box.slots) > len(box.old) and box.kind == "attribute":
             raise refuse(f"{box.name}, a list that the code adds to at every call", "a buffer, or returning it")
         for key, value in contents(box.slots).items():
-            if slot_of(box, key) in counted or value is box.old.get(key) or not (isinstance(value, torch.Tensor) or _holds_traced(value)):
+            if (
+                slot_of(box, key) in counted
+                or value is box.old.get(key)
+                or not (isinstance(value, torch.Tensor) or _holds_traced(value))
+            ):
                 continue
             leaves: list[torch.Tensor] = []
             tree = flatten(value, leaves, objects=True)

@@ -29,7 +29,7 @@ from mycel.capture.fence import READS, refuse, refuse_read
 from mycel.capture.hooks import hook_value
 from mycel.capture.packed import packed, packed_layers, padded
 from mycel.capture.record import Traced
-from mycel.capture.rows import RowsShape
+from mycel.capture.rows import ChosenRows, RowsAt, RowsShape
 from mycel.capture.trace import SPECIAL, Tracer, tensors_in
 from mycel.capture.weak import as_number, as_numbers
 from mycel.ops import o
@@ -75,7 +75,8 @@ class FunctionMode(TorchFunctionMode):
         if self.tracer.rows and (name in _SIZES or name == "__get__") and type(args[0]) is Traced:
             rows = self.tracer.rows.get(args[0].cell.read())
             if rows is not None and (name in _SIZES or func.__self__ is torch.Tensor.shape):
-                return _SIZES.get(name, _shape)(RowsShape(args[0].cell.var.shape, rows), *args[1:], **kwargs)
+                count = functools.partial(_number_of_rows, self.tracer, rows)
+                return _SIZES.get(name, _shape)(RowsShape(args[0].cell.var.shape, rows, count), *args[1:], **kwargs)
         if name == "__get__":
             if func.__self__ is torch.Tensor.grad and type(args[0]) is Traced:
                 return leaf_grad(args[0])
@@ -249,7 +250,7 @@ def _is_numbers(key: Any) -> bool:
 def _requires_grad(mode: FunctionMode, func: Any, x: torch.Tensor, requires_grad: bool = True) -> Any:
     if requires_grad and type(x) is Traced and torch._C._functorch.maybe_current_level() is None:
         as_leaf(mode.tracer, x)
-    elif type(x) is not Traced:
+    elif id(x) in mode.tracer.places.tensors:
         set_recorded(mode.tracer, x, requires_grad)
     return func(x, requires_grad)
 
@@ -267,6 +268,16 @@ class GradientNode:
 
     def __getattr__(self, name: str) -> Any:
         raise refuse(f"grad_fn.{name} was asked of a traced tensor", "torch.autograd.grad, or looking at it outside")
+
+
+def _number_of_rows(tracer: Tracer, rows: ChosenRows, all_rows: int) -> Any:
+    """How many of all elements belong to rows that count: a number that Python may compute with."""
+    tracer.here()
+    tracer.counted_rows.add(rows.source)
+    with tracer:
+        number = tracer.wrap(RowsAt(tracer, rows).share(all_rows, torch.int64))
+    number.weak = tracer.numbers = True
+    return number
 
 
 def _shape(shape: RowsShape, dim: int | None = None) -> Any:

@@ -103,6 +103,7 @@ class Record(Builder):
         self.facts: dict[Var, Fact] = {}
         self.changing: frozenset[str] = frozenset()  # lines whose values keep changing: no fact is asked for there
         self.rows: dict[Var, ChosenRows] = {}  # values of which not all rows count (`rows.py`)
+        self.counted_rows: set[str] = set()  # lines that chose rows whose number was asked for
         self.plain_selects: set[str] = set()  # lines that choose rows for which that did not work
         self.aliases: dict[str, list[Location]] = {}  # arguments that the code also reaches otherwise, and where
         self.differentiated = False  # is the gradient taken of what is captured, so that hooks on it are called?
