@@ -107,9 +107,8 @@ def residuals(program: Program, body: str, costs: Costs, prices: Sequence[float]
     pairs)."""
     block = program.blocks[body]
     decisions = []
-    free = set(block.inputs)
+    free = {*block.inputs, *_kept_anyway(block)}
     readers = Counter(v for eqn in block.eqns if eqn.op is call and is_backward(eqn) for v in set(eqn.vars))
-    kept_anyway = _kept_anyway(block)
     memo: dict[object, tuple[tuple[str, ...], float, int]] = {}
     made = expressions(block)
     for k, (i, j) in enumerate(paired(block)):
@@ -120,10 +119,9 @@ def residuals(program: Program, body: str, costs: Costs, prices: Sequence[float]
         share: dict[Var, float] = {}
         again = twins(made, f, b)
         for x, v in zip(f.inputs, inner.inputs, strict=True):
-            costs_nothing = not isinstance(x, Var) or x in free or x in again or x in kept_anyway
-            share[v] = 0.0 if costs_nothing else 1 / max(readers[x], 1)
+            share[v] = 0.0 if not isinstance(x, Var) or x in free or x in again else 1 / max(readers[x], 1)
         for x, out in zip(f.outputs, inner.outputs, strict=True):
-            if isinstance(out, Var) and out not in share and (readers[x] > (x in b.inputs) or x in kept_anyway):
+            if isinstance(out, Var) and out not in share and (x in free or readers[x] > (x in b.inputs)):
                 share[out] = 0.0
         key = (f.params["block"], needed, tuple(share.items()), price)
         if key not in memo:
