@@ -25,7 +25,7 @@ from mycel.ops import collective, o
 from mycel.ops.codec_kernels import EIGHT_BITS, EIGHT_BITS_SCALE, codec_of
 from mycel.ops.collective import COMMUNICATORS
 from mycel.plan import CPU, Plan
-from mycel.plan.compression import usual_loss
+from mycel.plan.compression import choice_text, least_lossy, usual_loss
 from mycel.plan.links import Link, message
 from mycel.planning import Task, planned
 from mycel.run import emit, interpret, simulate, simulate_stages
@@ -59,7 +59,7 @@ class Compressed:
         patterns = dict.fromkeys(COMPRESSED, written.pop("codec"))
         self.plan = Plan.read({"batch": ["dp"], **written, "compress": {"dp": patterns}})
         step = mycel.train_step(self.model, optimizer, plan=self.plan, compile=False, **settings)
-        self.made = step._unsharded((), self.batch)
+        self.made = step.unsharded(**self.batch)
         task = step._task(self.made)
         task = Task(task.program, task.body, CPU, False, task.inputs, task.gathered)
         self.lowered = planned(task, self.plan)[1]
@@ -407,7 +407,7 @@ def converged(codec: str, steps: int = 120) -> float:
     model, batch = Apart(), {"x": x, "y": x @ best.T + away}
     plan = Plan.read({"mesh": {"dp": 2}, "batch": ["dp"], "compress": {"dp": {"w": codec}}})
     step = mycel.train_step(model, torch.optim.SGD(model.parameters(), lr=0.5), plan=plan, compile=False)
-    made = step._unsharded((), batch)
+    made = step.unsharded(**batch)
     lowered = planned(step._task(made), plan)[1]
     program = made.program
     state: dict[str, list[torch.Tensor]] = {}
@@ -449,7 +449,7 @@ def one_bit(codec: str, optimizer=torch.optim.AdamW, mesh: Any = None, **written
         model, optimizer(model.parameters()), plan=plan, compile=False, accumulate=plan.microbatches
     )
     step.set_counters({"taken": torch.tensor(5)})
-    made = step._unsharded((), batch)
+    made = step.unsharded(**batch)
     lowered = planned(step._task(made), step._given())[1]
     gen, values = torch.Generator().manual_seed(1), {}
     for v in made.program.inputs:
@@ -570,7 +570,7 @@ def test_errors_are_kept_in_8_bits_or_more_as_the_next_plan_says():
 def chosen(link: Link, monkeypatch, plan: Any = None, hardware: Any = None) -> tuple[Plan, str]:
     """What `auto` comes to over such a link, and the program it makes."""
     hardware = hardware or replace(CPU, levels=(link,))
-    monkeypatch.setattr("mycel.step.plan.hardware_of", lambda device: hardware)
+    monkeypatch.setattr("mycel.plan.hardware_of", lambda device: hardware)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512))
     plan = plan or Plan.read({"mesh": {"dp": 2}, "batch": ["dp"], "compress": {"dp": "auto"}})
@@ -590,6 +590,20 @@ def test_auto_compresses_where_the_clock_says_so_and_says_why_not(monkeypatch):
     fast, program = chosen(Link(1e12, 1e-7), monkeypatch)
     assert fast.decided.compress == "exact" and "encode" not in program and "all_reduce" in program
     assert "links are fast: compression would cost" in fast.compress_text()
+
+
+@pytest.mark.parametrize("exact, int8, int4, chosen, said", [
+    (0.100, 0.102, 0.101, "exact", "exact: links are fast: compression would cost 1 ms a step (int4+ef 101 ms, exact"),
+    (0.100, 0.098, 0.096, "exact", "exact: int4+ef would save 4.0%, 5% are asked for what it loses (int4+ef 96 ms, ex"),
+    (0.100, 0.090, 0.070, "int4+ef", "int4+ef: 70 ms a step, exact 100 ms"),
+    (0.100, 0.090, 0.087, "int8+ef", "int8+ef: 90 ms a step, exact 100 ms; int4+ef would save 3.3% more, 5% are aske"),
+    (0.100, 0.050, 0.060, "int8+ef", "int8+ef: 50 ms a step, exact 100 ms"),
+])  # fmt: skip
+def test_what_auto_chooses_by_the_seconds_of_a_step_and_what_it_says(exact, int8, int4, chosen, said):
+    """What is lost must be worth it: of those that are about as quick as the quickest, the one that loses least."""
+    seconds = {"exact": exact, "int8+ef": int8, "int4+ef": int4}
+    assert least_lossy(seconds) == chosen
+    assert choice_text(seconds, chosen).startswith(said)
 
 
 def test_auto_takes_no_codec_that_loses_more_than_its_budget(monkeypatch):
@@ -630,7 +644,7 @@ def refused(plan: dict[str, Any]) -> str:
     with pytest.raises(PlanError) as error:
         given = Plan.read({"mesh": {"dp": 2, "tp": 2}, "batch": ["dp"], **plan})
         step = mycel.train_step(model, torch.optim.SGD(model.parameters()), plan=given, compile=False)
-        step._unsharded((), {"x": torch.randn(4, 40), "y": torch.zeros(4, dtype=torch.int64)})
+        step.unsharded(x=torch.randn(4, 40), y=torch.zeros(4, dtype=torch.int64))
     return str(error.value)
 
 
@@ -681,7 +695,7 @@ def test_what_travels_must_be_what_the_optimiser_takes(codec, optimizer, setting
     step = mycel.train_step(model, optimizer(model.parameters()), plan=plan, compile=False, **settings)
     step.set_counters({"taken": torch.tensor(5)})
     with pytest.raises(PlanError, match=why):
-        step._unsharded((), {"x": torch.randn(4, 64), "y": torch.randn(4, 64)})
+        step.unsharded(x=torch.randn(4, 64), y=torch.randn(4, 64))
 
 
 class Wire:

@@ -35,7 +35,8 @@ from mycel.plan.offload import (
     visits,
 )
 from mycel.plan.places import PLACE_AXIS, Place
-from mycel.plan.plan import STAGE_AXIS, Plan, ready_plans
+from mycel.plan.plan import STAGE_AXIS, Plan
+from mycel.plan.plan_file import ready_plans
 from mycel.plan.residuals import (
     Decision,
     Residuals,

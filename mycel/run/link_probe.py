@@ -39,9 +39,14 @@ def timed_messages(ranks: Processes, axis: str) -> dict[str, list[tuple[float, f
 
 
 def timed_codecs(ranks: Processes, codecs: Sequence[str]) -> dict[str, tuple[tuple[float, float], ...]]:
-    """By kind of work (`Op.rate_of`), how many elements the kernels of codecs make, and how many of them a second."""
+    """By kind of work (`Op.rate_of`), how many elements the kernels of codecs make, and how many of them a second: on
+    all ranks at once, as in a step, in which those of a host may share its cores."""
     runs = [run for codec in codecs for n in CODED for run in _codec_runs(codec, n, ranks.device)]
-    taken = [min(_timed(op, inputs, params) for _ in range(REPEATS + 1)) for op, inputs, params in runs]
+    taken = []
+    for op, inputs, params in runs:
+        ranks.all_reduce(torch.zeros(1, device=ranks.device), ranks.mesh.axes)  # all begin now
+        seconds = [_timed(op, inputs, params) for _ in range(REPEATS + 1)]
+        taken.append(statistics.median(seconds[1:]))
     slowest = ranks.all_reduce(torch.tensor(taken, device=ranks.device), ranks.mesh.axes, ">").tolist()
     curves: dict[str, list[tuple[float, float]]] = {}
     for (op, inputs, params), seconds in zip(runs, slowest, strict=True):
