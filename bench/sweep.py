@@ -4,6 +4,7 @@
     python bench/sweep.py --only bert,lstm    those whose names contain one of these
     python bench/sweep.py --kind hand         one kind: causal, masked, text, seq2seq, vision, segment, video, audio,
                                               ctc, pairs (`sweep_families.py`); nn, hand, net (`sweep_programs.py`)
+    python bench/sweep.py --heads --kind qa   every head of each family of Hugging Face, not the first alone
     python bench/sweep.py --part 1/4          every fourth of them
 
 For each: outputs in train and eval mode, gradients of the loss, and two AdamW steps (dropout set to zero; what draws
@@ -39,8 +40,8 @@ def peft_model() -> tuple[nn.Module, dict[str, Any]]:
     return peft.get_peft_model(model, config), batch
 
 
-def cases() -> dict[str, Callable[[], Any]]:
-    return {**cases_at_hand(), "hand/peft_lora": peft_model, **families()}
+def cases(heads: bool = False) -> dict[str, Callable[[], Any]]:
+    return {**cases_at_hand(), "hand/peft_lora": peft_model, **families(heads)}
 
 
 def cases_at_hand() -> dict[str, Callable[[], Any]]:
@@ -63,6 +64,11 @@ def loss_of(out: Any) -> torch.Tensor:
 
 
 def wide(x: Any) -> Any:
+    """In double precision, tensors of lists and dicts too."""
+    if isinstance(x, (list, tuple)):
+        return type(x)(map(wide, x))
+    if isinstance(x, dict):
+        return {k: wide(v) for k, v in x.items()}
     return x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
 
 
@@ -76,7 +82,7 @@ def judge(make: Callable[[], Any]) -> str:
     try:
         model, batch = make()
         model = model.double()
-        batch = {k: wide(v) for k, v in batch.items()} if isinstance(batch, dict) else tuple(map(wide, batch))
+        batch = wide(batch)
         for dropout in (m for m in model.modules() if isinstance(m, nn.Dropout)):
             dropout.p = 0.0
         twin = copy.deepcopy(model)
@@ -173,8 +179,9 @@ def main() -> None:
     parser.add_argument("--kind", default="")
     parser.add_argument("--part", default="0/1", help="I/N: every N-th, from the I-th on")
     parser.add_argument("--seconds", type=int, default=240, help="for each")
+    parser.add_argument("--heads", action="store_true", help="all heads of a family, not the first alone")
     args = parser.parse_args()
-    known = cases()
+    known = cases(args.heads)
     wanted = [n for n in known if n.startswith(args.kind) and any(part in n for part in args.only.split(","))]
     first, every = map(int, args.part.split("/"))
     wanted = wanted[first % every :: every]
