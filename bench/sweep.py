@@ -3,7 +3,7 @@
     python bench/sweep.py                     all of them
     python bench/sweep.py --only bert,lstm    those whose names contain one of these
     python bench/sweep.py --kind hand         one kind: causal, masked, text, seq2seq, vision, segment, video, audio,
-                                              ctc, pairs (`sweep_families.py`); nn, hand, net (`sweep_programs.py`)
+                                              ctc, pairs (`sweep_families.py`); nn, hand, net, code (`programs`)
     python bench/sweep.py --heads --kind qa   every head of each family of Hugging Face, not the first alone
     python bench/sweep.py --part 1/4          every fourth of them
 
@@ -25,8 +25,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from programs import fields, generative, habits, learning, networks, sequences, training_code  # noqa: F401  they enter
+from programs.entry import PROGRAMS, X
+from programs.functions import HAND, Written
+from programs.layers import MODULES
 from sweep_families import families, family
-from sweep_programs import ARCHITECTURES, HAND, MODULES, Written, X
 from torch import nn
 
 import mycel
@@ -48,7 +51,7 @@ def cases_at_hand() -> dict[str, Callable[[], Any]]:
     """Those that need torch alone."""
     known: dict[str, Callable[[], Any]] = {f"nn/{name}": make for name, make in MODULES.items()}
     known.update({f"hand/{fn.__name__}": lambda fn=fn: (Written(fn), (X,)) for fn in HAND})
-    known.update({f"net/{name}": make for name, make in ARCHITECTURES.items()})
+    known.update(PROGRAMS)
     return known
 
 
@@ -60,7 +63,9 @@ def called(model: nn.Module, batch: Any) -> Any:
 
 
 def loss_of(out: Any) -> torch.Tensor:
-    return out if isinstance(out, torch.Tensor) else out["loss"]
+    if isinstance(out, (torch.Tensor, tuple)):
+        return out if isinstance(out, torch.Tensor) else out[0]
+    return out["loss"] if isinstance(out, dict) else out.loss
 
 
 def wide(x: Any) -> Any:
@@ -113,23 +118,26 @@ def finite(model: nn.Module, batch: Any) -> bool:
     return all(x is None or bool(x.isfinite().all()) for x in (loss, *(p.grad for p in model.parameters())))
 
 
-def draws(model: nn.Module, batch: Any) -> bool:
-    """Does it draw random numbers in train mode, others than ours?"""
+def draws(model: nn.Module, batch: Any, training: bool) -> bool:
+    """Does it draw random numbers, others than ours?"""
     losses = []
     for seed in range(6):
         torch.manual_seed(seed)
-        losses.append(loss_of(called(copy.deepcopy(model).train(), batch)).detach())
+        losses.append(loss_of(called(copy.deepcopy(model).train(training), batch)).detach())
     return not all(close(loss, losses[0]) for loss in losses)
 
 
 def compare(model: nn.Module, twin: nn.Module, batch: Any) -> str:
-    """The first thing that differs from torch."""
-    random = draws(twin, batch)
-    for mode in (False,) if random else (False, True):
-        mine, plain = copy.deepcopy(model).train(mode), copy.deepcopy(twin).train(mode)
-        got, want = called(mycel.jit(mine), batch), called(plain, batch)
-        if not close(loss_of(got), loss_of(want)):
-            return f"loss in {'train' if mode else 'eval'} mode: {loss_of(got).item()} for {loss_of(want).item()}"
+    """The first thing that differs from torch: of three calls in each mode (code may count them), and two steps."""
+    random = draws(twin, batch, True)
+    for mode in (False, True):
+        if random if mode else draws(twin, batch, False):
+            continue
+        fast, plain = mycel.jit(copy.deepcopy(model).train(mode)), copy.deepcopy(twin).train(mode)
+        for call in range(3):
+            got, want = loss_of(called(fast, batch)), loss_of(called(plain, batch))
+            if not close(got, want):
+                return f"loss in {'train' if mode else 'eval'} mode, call {call}: {got.item()} for {want.item()}"
     model.train()
     twin.train()
     plain = torch.optim.AdamW(twin.parameters(), lr=1e-3)
