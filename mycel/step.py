@@ -405,14 +405,17 @@ class Step:
     def monitored(self) -> dict[str, float]:
         """What the plan has measured of gradients: noise scale, variance, errors of compression; see `monitors.py`."""
         axis = self._watched()
-        return monitored(self._counters, self.written.mesh[axis]) if axis and self.written is not None else {}
+        if not axis or self.written is None:
+            return {}
+        return monitored(self._counters, {mesh[axis] for mesh in self.written.replica.meshes()})
 
     def _watched(self) -> str:
         """Along which axis gradients of ranks are compared; "" where they are not."""
         if self.parts is None or self.written is None or not self.written.monitored():
             return ""
-        axes = [*self.written.compress, *self.written.replica.batch_axes()]
-        return next((a for a in axes if a in self.written.replica.mesh and self.written.mesh[a] > 1), "")
+        together = self.written.replica
+        axes, meshes = [*self.written.compress, *together.batch_axes()], together.meshes()
+        return next((a for a in axes if any(a in mesh and mesh[a] > 1 for mesh in meshes)), "")
 
     def rows(self, size: int, name: str | None = None) -> range:
         """Which rows of a batch of so many are this rank's; `name`: of which tensor, where the plan splits them
@@ -522,14 +525,18 @@ class Step:
         chosen = self._given().compressed() if self.parts is not None else None
         if self.parts is None or chosen is None or not chosen.auto or self._link is not None:
             return
-        mesh = self.parts.plan.mesh
         if self.parts.ranks is None:
-            self.parts.ranks = world(mesh, device)
-        like = plan.hardware_of(device).links(mesh).of((chosen.axis,))
+            self.parts.meet(world(self.parts.written.mesh, device))
+        like = plan.hardware_of(device).links(self._mesh_along(chosen.axis)).of((chosen.axis,))
         messages = timed_messages(self.parts.ranks, chosen.axis)
         self._link = chosen.axis, fitted(like.name, like.ranks, like.busy, messages)
         self._codec_rates = timed_codecs(self.parts.ranks, chosen.codecs())
         self._link_watch = LinkWatch(self.parts.ranks, chosen.axis)
+
+    def _mesh_along(self, axis: str) -> Mesh:
+        """The mesh that has most ranks along an axis: of all, or of a sub-model."""
+        assert self.written is not None
+        return max(self.written.meshes(), key=lambda mesh: mesh[axis])
 
     def _watch_link(self) -> None:
         """Where the plan was priced by the link as it was: now and then all ranks ask whether that still holds.  If it
@@ -547,7 +554,7 @@ class Step:
         if self._link is None or self.written is None:
             return known
         known = replace(known, rates={**known.rates, **self._codec_rates})
-        return plan.with_link(known, self.written.mesh, *self._link)
+        return plan.with_link(known, self._mesh_along(self._link[0]), *self._link)
 
     def _prepare_replicas(self, outer: OuterSteps, made: UnshardedStep) -> None:
         """Replicas agree on what they will say to each other."""
@@ -774,8 +781,8 @@ class Step:
             program = check(transform.delay_gradients(program, names, body.results, late.axis))
         watched, by_group = self._watched(), [g.params for g in groups]
         if watched:
-            ranks = given.mesh[watched]
-            program = check(transform.monitor_ranks(program, len(names), body.results, watched, ranks))
+            ranks = [given.ranks_along(watched, name) for name in names]
+            program = check(transform.monitor_ranks(program, ranks, body.results, watched))
         chosen = {**self._chosen(groups, given), **dict.fromkeys(owed, Compression.parse("fp32+ef"))}
         if chosen:
             axis = next(iter(given.compress), None) or self.messages.lossy[next(iter(owed))]
@@ -783,7 +790,7 @@ class Step:
         if watched:
             assert self.written is not None
             errors = "error" in self.written.monitored()
-            program = check(transform.monitor_sums(program, by_group, body.results, watched, errors))
+            program = check(transform.monitor_sums(program, ranks, by_group, body.results, watched, errors))
         if late is not None and late.options["correction"]:
             program = check(transform.correct_delay(program, names, body.results, late.options["correction"]))
         program, groups = transform.frozen_groups(program, groups, body.results, chosen)
@@ -804,7 +811,7 @@ class Step:
         others = {name: x.dtype for name, x in self.parts.tensors() if name not in trained}
         how.refuse_unused(trained, others)
         s = self.settings
-        chosen = {name: codec for name, codec in how.of(trained).items() if given.sums_over(how.axis, name)}
+        chosen = {name: codec for name, codec in how.of(trained).items() if given.ranks_along(how.axis, name) > 1}
         asking = {
             "clip_norm": s.clip_norm, "clip_value": s.clip_value, "grads=True": s.grads,
             "monitor": given.monitored(), "sync": given.delayed(),
@@ -1115,7 +1122,7 @@ class Step:
         """A number the step keeps on its device."""
         if name not in self._counters:
             first = {"loss_scale": torch.tensor(SCALE), "good_steps": torch.tensor(0, dtype=torch.int32)}
-            is_average = name in (transform.SMALL, transform.LARGE) or name.startswith(transform.ERROR)
+            is_average = name.startswith((transform.SMALL, transform.LARGE, transform.ERROR))
             self._counters[name] = first.get(name, torch.tensor(0.0 if is_average else 0)).to(device)
         return self._counters[name]
 

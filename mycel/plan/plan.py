@@ -90,7 +90,6 @@ BESIDE_PLACES = {  # what is not for sub-models on meshes of their own, and why
     "stages": "a pipeline of all would cut across the meshes of sub-models",
     "gather": "parameters are gathered on the mesh of each sub-model, exactly",
     "send": "sub-models send each other pieces of tensors, exactly",
-    "monitor": "gradients are compared along an axis of all ranks, and each sub-model has axes of its own",
     "sync": "a replica is all of a model, and ranks along an axis of a place have a part of it",
 }
 SUMS = ("as computed", "fp32")
@@ -238,17 +237,11 @@ class Plan:
         if not self.place:
             return
         refused = next((name for name in BESIDE_PLACES if getattr(self, name) not in (1, {}, ())), None)
-        refused = refused or ("monitor" if "when" in self.compress else None)
         if refused is not None:
             hint = f"a plan without place, or without {refused}"
             if refused == "stages":
                 hint = 'the stages of a place: "*": {ranks: 2..5, stages: [embed, layers.8]}'
             raise PlanError(f"place: {refused}: {BESIDE_PLACES[refused]}\n  try       {hint}")
-        if any(isinstance(how, str) and how.startswith("auto") for how in self.compress.values()):
-            raise PlanError(
-                "place: compress: auto measures one link for all ranks, and each sub-model has links of its own\n"
-                "  try       compress: {dp: int8+ef}"
-            )
         if self.schedule not in PLACE_SCHEDULES:
             raise PlanError(f"place: schedule {self.schedule}\n  known     {', '.join(PLACE_SCHEDULES)}")
         mesh = places_mesh(self.places)
@@ -550,17 +543,17 @@ class Plan:
         found = read_compress(self.compress, self.mesh, self.batch_axes())
         if found is not None and found.auto and self.decided is not None and self.decided.compress:
             found = read_compress({found.axis: self.decided.compress}, self.mesh, self.batch_axes())
-        if found is None or max(mesh[found.axis] for mesh in self._meshes()) == 1:
+        if found is None or max(mesh[found.axis] for mesh in self.meshes()) == 1:
             return None
         return found if found.auto or any(how is not None for _, how in found.patterns) else None
 
-    def _meshes(self) -> list[Mesh]:
+    def meshes(self) -> list[Mesh]:
         """On which gradients are summed: of all ranks, or of each place."""
         return [place.mesh for place in self.places] if self.place else [self.mesh]
 
-    def sums_over(self, axis: str, parameter: str) -> bool:
-        """Has the gradient of a parameter summands of several ranks along an axis?  In its place it may have none."""
-        return self._meshes()[place_of(self.places, parameter) if self.place else 0][axis] > 1
+    def ranks_along(self, axis: str, parameter: str) -> int:
+        """Of how many ranks along an axis the gradient of a parameter is a sum: of those of its place."""
+        return self.meshes()[place_of(self.places, parameter) if self.place else 0][axis]
 
     def phases(self) -> tuple[list[tuple[int | None, Plan]], Condition | None]:
         """The plans of a run one after the other, each with the step before which it holds; or two, exact and encoded,
