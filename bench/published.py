@@ -38,7 +38,7 @@ LEVELS = [
     {"name": "nvlink", "bytes_s": 3.6e11, "start_s": 3e-6},
     {"name": "network", "bytes_s": 4.5e10, "start_s": 1e-5},
 ]
-LENGTH, EACH = 8192, 2
+LENGTH = 8192
 
 
 @dataclass(frozen=True)
@@ -52,18 +52,37 @@ class Row:
     length: int
     step_s: float
     given: dict[str, Any]
+    precision: str = "bf16"
 
 
-def titan(world: int, tokens_s: float) -> Row:
-    """Llama 3.1 8B; tokens a second of each GPU."""
-    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32}
+LLAMAS = {  # width, inner width, layers, heads
+    "8B": (4096, 14336, 32, 32),
+    "70B": (8192, 28672, 80, 64),
+    "405B": (16384, 53248, 126, 128),
+}
+
+
+def titan(size: str, cluster: Cluster, tokens_s: float, rows: int, precision: str = "bf16", **given: Any) -> Row:
+    """Llama 3.1; tokens a second of each GPU, and all rows of a batch."""
+    width, inner, layers, heads = LLAMAS[size]
+    sizes = {
+        "hidden_size": width,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+    }
     more = {"num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": LENGTH, "use_cache": False}
+    make = lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**sizes, **more))
+    name = f"torchtitan {size} {cluster.name} {precision}"
+    step_s = rows * LENGTH / tokens_s / cluster.world
+    return Row(name, make, cluster, rows, LENGTH, step_s, {"microbatches": 1, **given}, precision)
+
+
+def grand_teton(world: int) -> Cluster:
+    """Hosts of eight H100 as torchtitan describes its own."""
     hosts = max(1, world // 8)
     levels = LEVELS if hosts > 1 else LEVELS[:1]
-    cluster = Cluster.read({"name": f"{world} GPUs", "device": DEVICE, "devices": 8, "hosts": hosts, "levels": levels})
-    given = {"mesh": {"dp": world}, "zero": 3, "microbatches": 1}
-    make = lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**sizes, **more))
-    return Row(f"torchtitan 8B {world}", make, cluster, EACH * world, LENGTH, EACH * LENGTH / tokens_s, given)
+    return Cluster.read({"name": f"h100 {world}", "device": DEVICE, "devices": 8, "hosts": hosts, "levels": levels})
 
 
 def megatron(name: str, width: int, layers: int, heads: int, rows: int, step_s: float, **given: Any) -> Row:
@@ -82,8 +101,17 @@ def seconds_of(rate: float, world: int, rows: int, layers: int, width: int) -> f
 
 
 ROWS = [
-    titan(8, 6667),
-    titan(128, 6514),
+    titan("8B", grand_teton(8), 6667, 16, mesh={"dp": 8}, zero=3),
+    titan("8B", grand_teton(128), 6514, 256, mesh={"dp": 128}, zero=3),
+    titan("8B", grand_teton(64), 4378, 96, mesh={"dp": 8, "tp": 8}, zero=3),
+    titan("70B", grand_teton(256), 597.3, 512, mesh={"dp": 32, "tp": 8}, zero=3, recompute="full"),
+    titan("405B", grand_teton(128), 109, 32, mesh={"dp": 16, "tp": 8}, zero=3, recompute="full"),
+    titan("8B", Cluster.read("a100-80x64"), 2973, 64, mesh={"dp": 64}, zero=3),
+    titan("70B", Cluster.read("a100-80x64"), 331, 64, mesh={"dp": 64}, zero=3, recompute="full"),
+    titan("8B", grand_teton(8), 8532, 16, "fp8", mesh={"dp": 8}, zero=3),
+    titan("8B", grand_teton(128), 8380, 256, "fp8", mesh={"dp": 128}, zero=3),
+    titan("70B", grand_teton(256), 829, 512, "fp8", mesh={"dp": 32, "tp": 8}, zero=3, recompute="full"),
+    titan("8B", Cluster.read("h200x32"), 10938, 64, "fp8", mesh={"dp": 32}, zero=3),
     megatron("22B", 6144, 48, 64, 4, 1.10, mesh={"tp": 8}),
     megatron(
         "175B", 12288, 96, 96, 64, 13.75,
@@ -101,11 +129,11 @@ def asked(row: Row, given: dict[str, Any] | None) -> Search:
         model = row.make()
     ids = torch.empty(row.rows, row.length, dtype=torch.int64, device="meta")
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
-    return search(model, optimizer, {"input_ids": ids, "labels": ids}, row.cluster, given, precision="bf16")
+    return search(model, optimizer, {"input_ids": ids, "labels": ids}, row.cluster, given, precision=row.precision)
 
 
 def main() -> None:
-    print(f"{'':22}  {'published':>10}  {'predicted':>10}  {'ratio':>5}  {'peak':>9}  plan")
+    print(f"{'':32}  {'published':>10}  {'predicted':>10}  {'ratio':>5}  {'peak':>9}  plan")
     for row in ROWS:
         if len(sys.argv) > 1 and not any(name in row.name for name in sys.argv[1:]):
             continue
@@ -113,7 +141,7 @@ def main() -> None:
             best = asked(row, given).run().best
             assert best is not None
             print(
-                f"{row.name:22}  {row.step_s:8.2f} s  {best.seconds:8.2f} s  {row.step_s / best.seconds:5.2f}  "
+                f"{row.name:32}  {row.step_s:8.2f} s  {best.seconds:8.2f} s  {row.step_s / best.seconds:5.2f}  "
                 f"{best.peak / 2**30:5.1f} GiB  {best.shape}{'' if given else '   (searched)'}",
                 flush=True,
             )

@@ -55,10 +55,12 @@ class CaptureError(MycelError):
     """User code that cannot be captured: what, the user's file, line and source text, and what to try.  `final`: nor
     can a call around it stay Python.  `chosen_at`: the line that chose rows by a mask, where that was tried without a
     shape that depends on values (`capture/rows.py`).  `changes_at`: the line that asked for the value of what the code
-    itself changes, which no program can be made for."""
+    itself changes, which no program can be made for.  `counters`: slots of numbers that the code changes at every call
+    (`capture/counters.py`)."""
 
     final = False
     chosen_at = changes_at = ""
+    counters: frozenset[tuple[int, object]] = frozenset()
 
     def __init__(self, what: str, *, file: str = "", line: int = 0, text: str = "", hint: str = "") -> None:
         self.what, self.file, self.line, self.text, self.hint = what, file, line, text, hint

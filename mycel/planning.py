@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from mycel import lower, plan
 from mycel.errors import PlanError
-from mycel.ir import DEVICE, Layout, Program
+from mycel.ir import DEVICE, Layout, Mesh, Program, Var, call
 from mycel.offloading import Mover, PipelineMover, Spaces, StepOutcome, Way, with_moves
 from mycel.placing import Given, PlacedStep, outlined
 from mycel.plan import (
@@ -160,6 +160,7 @@ class LaidOut:
     local: Program
     costs: Costs
     clock: Clock
+    _outcomes: dict[Residuals, Outcome] = field(default_factory=dict)
 
     @staticmethod
     def of(task: Task, given: Plan) -> LaidOut:
@@ -192,8 +193,14 @@ class LaidOut:
         return PipelineMover.of(outcome, [self.clock] * count, [compiled] * count, self.plan.offload, spaces, way)
 
     def under(self, prices: Sequence[float]) -> Outcome:
-        """Lowered, where keeping a byte costs so many seconds."""
+        """Lowered, where keeping a byte costs so many seconds; several prices may mean the same."""
         residuals = plan.residuals(self.local, self.task.body, self.costs, prices)
+        if residuals not in self._outcomes:
+            self._outcomes[residuals] = self._keeping(residuals)
+        return self._outcomes[residuals]
+
+    def _keeping(self, residuals: Residuals) -> Outcome:
+        """Lowered, with these values kept for backward."""
         is_woven = self.plan.at_once > 1 or self.plan.is_pipeline
         resident = lower.with_residuals(self.local, residuals, self.spread, is_woven)
         names, regions = frozenset[str](), dict[str, tuple[str, ...]]()
@@ -334,6 +341,7 @@ def with_layouts(task: Task, given: Plan) -> tuple[Plan, lower.Distributed | Non
     costs = plan.Costs(whole, task.hardware, task.compiled)
     solved = plan.solve(whole, given, given_inputs, task.gathered, costs, links, lower.Prices(links), task.known)
     laid = {**solved.layouts, whole.entry: _returned(solved.layouts[whole.entry], task.results or {})}
+    laid = _gathered_by_backward(whole, task.body, laid, given.mesh)
     layouts = {name: plan.BlockLayouts.of(block, laid[name]) for name, block in whole.blocks.items()}
     gathered = tuple(v.name for i, v in enumerate(whole.inputs) if i in task.gathered)
     decided = Decided(plan.digest(whole), nothing, task.compiled, links.named, gathered, layouts)
@@ -344,6 +352,32 @@ def with_layouts(task: Task, given: Plan) -> tuple[Plan, lower.Distributed | Non
 def _returned(entry: Laid, results: Mapping[int, Layout]) -> Laid:
     """The layouts of the entry, with some of its results left in parts."""
     return replace(entry, outputs=tuple(results.get(i, layout) for i, layout in enumerate(entry.outputs)))
+
+
+def _gathered_by_backward(program: Program, body: str, laid: Mapping[str, Laid], mesh: Mesh) -> dict[str, Laid]:
+    """What forward leaves in parts and backward reads whole is handed over in parts: who gathers a value itself can
+    compute it again instead.  (The programs of places have their steps behind them, and no such block.)"""
+    if body not in program.blocks:
+        return dict(laid)
+    block = program.blocks[body]
+    pairs = {j: block.eqns[i] for i, j in plan.paired(block)}
+    handed: dict[tuple[str, int], set[Layout]] = {}  # to the inputs of blocks, in all calls
+    for j, eqn in enumerate(block.eqns):
+        if eqn.op is not call:
+            continue
+        forward, name = pairs.get(j), str(eqn.params["block"])
+        made: dict[Var, Layout] = {}
+        if forward is not None:
+            made = dict(zip(forward.outputs, laid[str(forward.params["block"])].outputs, strict=True))
+        for n, (x, layout) in enumerate(zip(eqn.inputs, laid[name].inputs, strict=True)):
+            handed.setdefault((name, n), set()).add(made.get(x, layout) if isinstance(x, Var) else layout)
+    parts = dict(laid)
+    for (name, n), layouts in handed.items():
+        layout, v, inputs = next(iter(layouts)), program.blocks[name].inputs[n], parts[name].inputs
+        is_less = layout.local(v.type, mesh).bytes < inputs[n].local(v.type, mesh).bytes
+        if len(layouts) == 1 and is_less and not layout.partial:
+            parts[name] = replace(parts[name], inputs=(*inputs[:n], layout, *inputs[n + 1 :]))
+    return parts
 
 
 def _refuse_compiled(task: Task, decided: Decided) -> None:

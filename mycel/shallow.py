@@ -24,7 +24,7 @@ from mycel.parts import UnshardedStep
 from mycel.plan import Times
 from mycel.plan.clock import DEVICE
 
-FEW = 3  # entries that are left of a list: a first one, one in the middle, a last one
+FEW = 4  # entries that are left of a list: what one sends is under way while the next two are at work
 MANY = 8  # entries of a list that is worth it
 PERIODS = (1, 2, 3, 4, 6)
 LISTS = 3  # at most

@@ -57,7 +57,7 @@ class Compressed:
         patterns = dict.fromkeys(COMPRESSED, written.pop("codec"))
         self.plan = Plan.read({"batch": ["dp"], **written, "compress": {"dp": patterns}})
         step = mycel.train_step(self.model, optimizer, plan=self.plan, compile=False, **settings)
-        self.made = step._unsharded((), self.batch)
+        self.made = step.unsharded(**self.batch)
         task = step._task(self.made)
         task = Task(task.program, task.body, CPU, False, task.inputs, task.gathered)
         self.lowered = planned(task, self.plan)[1]
@@ -405,7 +405,7 @@ def converged(codec: str, steps: int = 120) -> float:
     model, batch = Apart(), {"x": x, "y": x @ best.T + away}
     plan = Plan.read({"mesh": {"dp": 2}, "batch": ["dp"], "compress": {"dp": {"w": codec}}})
     step = mycel.train_step(model, torch.optim.SGD(model.parameters(), lr=0.5), plan=plan, compile=False)
-    made = step._unsharded((), batch)
+    made = step.unsharded(**batch)
     lowered = planned(step._task(made), plan)[1]
     program = made.program
     state: dict[str, list[torch.Tensor]] = {}
@@ -447,7 +447,7 @@ def one_bit(codec: str, optimizer=torch.optim.AdamW, mesh: Any = None, **written
         model, optimizer(model.parameters()), plan=plan, compile=False, accumulate=plan.microbatches
     )
     step.set_counters({"taken": torch.tensor(5)})
-    made = step._unsharded((), batch)
+    made = step.unsharded(**batch)
     lowered = planned(step._task(made), step._given())[1]
     gen, values = torch.Generator().manual_seed(1), {}
     for v in made.program.inputs:
@@ -580,7 +580,7 @@ def refused(plan: dict[str, Any]) -> str:
     with pytest.raises(PlanError) as error:
         given = Plan.read({"mesh": {"dp": 2, "tp": 2}, "batch": ["dp"], **plan})
         step = mycel.train_step(model, torch.optim.SGD(model.parameters()), plan=given, compile=False)
-        step._unsharded((), {"x": torch.randn(4, 40), "y": torch.zeros(4, dtype=torch.int64)})
+        step.unsharded(x=torch.randn(4, 40), y=torch.zeros(4, dtype=torch.int64))
     return str(error.value)
 
 
@@ -631,7 +631,7 @@ def test_what_travels_must_be_what_the_optimiser_takes(codec, optimizer, setting
     step = mycel.train_step(model, optimizer(model.parameters()), plan=plan, compile=False, **settings)
     step.set_counters({"taken": torch.tensor(5)})
     with pytest.raises(PlanError, match=why):
-        step._unsharded((), {"x": torch.randn(4, 64), "y": torch.randn(4, 64)})
+        step.unsharded(x=torch.randn(4, 64), y=torch.randn(4, 64))
 
 
 class Wire:

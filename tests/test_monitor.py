@@ -111,7 +111,7 @@ def test_the_codec_follows_the_number_of_steps_or_what_was_measured():
         return mycel.train_step(model, torch.optim.SGD(model.parameters()), mse_loss, plan=plan, compile=False)
 
     batch = torch.randn(8, 64), torch.randn(8, 128)
-    encoded = lambda step: "compressed(" in str(step._unsharded(batch, {}).program)
+    encoded = lambda step: "compressed(" in str(step.unsharded(*batch).program)
     step = step_of({"dp": ["exact until 2", "powersgd(2)+ef until 5", "int8+ef"]})
     kinds = []
     for taken in range(7):

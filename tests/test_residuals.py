@@ -251,7 +251,7 @@ def executed(program, name, block=None):
 
 def test_without_a_budget_backward_computes_neither_products_nor_statistics_again(monkeypatch):
     """And the step is torch's, running statistics too."""
-    monkeypatch.setattr("mycel.step.start_workers", lambda: None)  # as if it were compiled
+    monkeypatch.setattr("mycel.step.compiler.start_workers", lambda: None)  # as if it were compiled
     monkeypatch.setattr(sys.modules["mycel.run.emit"], "compile_function", lambda fn: fn)
     torch.manual_seed(0)
     model = Normed().double()

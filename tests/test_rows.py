@@ -166,7 +166,6 @@ def test_ranks_agree_on_rows(plan):
         lambda h: h[h[:, 0] > 0].cumsum(0).sum(),
         lambda h: h[h > 0].sort().values.mean(),
         lambda h: torch.cov(h[h[:, 0] > 0].T).sum(),
-        lambda h: F.kl_div(h[h[:, 0] > 0], h[h[:, 0] > 0].exp(), reduction="batchmean"),
         lambda h: F.cross_entropy(HEAD(h[h[:, 0] > 0]), HEAD(h[h[:, 0] > 0]).softmax(1)),
         lambda h: F.batch_norm(h[h[:, 0] > 0], None, None, training=True).square().sum(),
         lambda h: (h[h > 0][:3] * 2).sum(),
@@ -178,6 +177,33 @@ def test_what_mixes_rows_or_counts_them_is_refused(program):
     x = torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     with pytest.raises(CaptureError, match="shape that depends on the values"):
         mycel.jit(lambda x: program(x @ WEIGHT), strict=True)(x)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        lambda h: F.kl_div(h[h[:, 0] > 0], h[h[:, 0] > 0].sin().exp(), reduction="batchmean"),
+        lambda h: h[h > 0].sum() / h[h > 0].numel() + h[h[:, 1] > 0].square().sum() / h[h[:, 1] > 0].shape[0],
+        lambda h: skipped(h, 5.0),
+        lambda h: skipped(h, 0.0),
+    ],
+)  # fmt: skip
+def test_their_number_is_one_of_the_program(program):
+    x = torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    weight = WEIGHT.clone().requires_grad_()
+    want = program(x @ weight)
+    value, grad = mycel.value_and_grad(lambda w: program(x @ w))(WEIGHT)
+    torch.testing.assert_close(value, want.detach())
+    torch.testing.assert_close(grad, torch.autograd.grad(want, weight)[0])
+    mycel.jit(lambda x: program(x @ WEIGHT), strict=True)(x)
+
+
+def skipped(h, least):
+    """As loops over experts do it."""
+    rows, out = torch.where(h[:, 0] > least)[0], h * 2
+    if rows.numel() == 0:
+        return out.sum()
+    return out.index_add(0, rows, h[rows].sin()).sum()
 
 
 def test_masks_that_keep_changing_need_no_further_program():

@@ -8,11 +8,15 @@ from dataclasses import replace
 import pytest
 import torch
 from test_search import SLOW, TWO, of
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from mycel import search_text
 from mycel.errors import PlanError
+from mycel.ir import call
+from mycel.plan.cluster import Cluster
 from mycel.plan.compression import CANDIDATES
 from mycel.search_given import Given
+from mycel.train.planner import search
 
 CRAWLING = {**SLOW, "levels": [SLOW["levels"][0], {"bytes_s": 1e6, "start_s": 1e-6, "name": "network"}]}
 
@@ -94,6 +98,19 @@ class Deep(torch.nn.Module):
         for layer in self.layers:
             x = x + torch.relu(layer(x))
         return torch.nn.functional.cross_entropy(x.flatten(0, 1), labels.flatten())
+
+
+def test_where_all_is_computed_again_a_layer_hands_on_its_result_alone():
+    """Also what backward reads in another layout than forward made it in."""
+    sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_attention_heads": 8, "vocab_size": 512}
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=2, num_key_value_heads=8, use_cache=False))
+    ids = torch.empty(16, 256, dtype=torch.int64, device="meta")
+    given = {"mesh": {"dp": 2, "tp": 2}, "zero": 3, "microbatches": 1, "recompute": "full"}
+    optimizer, batch = torch.optim.AdamW(model.parameters()), {"input_ids": ids, "labels": ids}
+    best = search(model, optimizer, batch, Cluster.read("h100x4"), given, precision="bf16").run().best
+    layers = [e for e in best.outcome.lowered.program.main.eqns if e.op is call and e.phase == "forward"]
+    assert [len(e.outputs) for e in layers] == [1, 1]
 
 
 def test_stages_that_are_given():

@@ -68,6 +68,11 @@ class Cell:
         self.var = value
         self.version += 1
 
+    @property
+    def root(self) -> Cell:
+        """The cell of the tensor that holds the memory."""
+        return self if self.parent is None else self.parent.root
+
     def note(self) -> None:
         """About to change: the block that is being traced remembers what was."""
         if JOURNALS:

@@ -123,6 +123,17 @@ def as_leaf(tracer: Tracer, x: Traced) -> None:
         cell.var = o.reshape(cell.read(), shape=cell.var.shape)
 
 
+def set_recorded(tracer: Tracer, x: torch.Tensor, asks: bool) -> None:
+    """p.requires_grad_(asks) of a tensor the code reaches: what is made of it from here on gives it a gradient, or
+    none.  How it was before the call is guarded."""
+    if id(x) not in tracer.toggled:
+        tracer.toggled[id(x)] = x, x.requires_grad
+        tracer.recorded.append(([x], tracer.grad_mode and x.requires_grad))
+    tracer.frozen_tensors.pop(id(x), None)
+    if not asks:
+        tracer.frozen_tensors[id(x)] = x
+
+
 def requires_grad(tracer: Tracer, x: Traced) -> bool:
     """x.requires_grad: would torch record a gradient of it?  That follows from the tensors it is made of, those the
     code reaches, which is guarded; an argument asks for none."""

@@ -39,6 +39,7 @@ from typing import Any
 
 import torch
 
+from mycel.capture.counters import NumberSlots
 from mycel.capture.function import Captured
 from mycel.capture.state import Guarded, Location, holds, is_static, is_there, owner, shadowed_by
 from mycel.capture.tree import Tree, maker
@@ -385,7 +386,8 @@ class _GuardWriter:
         call = f"run({', '.join(inputs)})"
         n_updates, n_effects = len(program.updates), sum(len([*tree.paths("")]) for _, tree in self.c.effects)
         n_results = n - n_updates - n_effects
-        if n == 1 and n_results == 1 and self.c.out.kind == "leaf" and not self.autocast:
+        numbers = [(k, place) for k, (place, *_) in self.c.state.items() if isinstance(place.container, NumberSlots)]
+        if n == 1 and self.c.out.kind == "leaf" and not (self.autocast or self.c.effects or numbers):
             self.lines.append(f"return {call}[0]")
             return
         run = f"{''.join(o + ', ' for o in outs)}= {call}" if outs else call
@@ -401,6 +403,7 @@ class _GuardWriter:
             new = dict(zip(program.main.outputs[n - n_updates :], (by_name[k] for k in program.updates), strict=True))
             for i, x in enumerate(program.main.outputs[:n_results]):
                 outs[i] = new.get(x, outs[i])
+        self.lines += [f"{self.read(place)} = {self.values[input_]}" for input_, place in numbers]
         rest = iter(outs[n_results:])
         for place, tree in self.c.effects:
             self.lines.append(f"{self.read(place)} = {self.build(tree, rest)}")
@@ -410,6 +413,8 @@ class _GuardWriter:
         """An expression for the result."""
         if tree.kind == "leaf":
             return next(outs)
+        if tree.kind == "number":
+            return f"{next(outs)}.item()"
         if tree.kind == "static":
             return self.constant(tree.key, "V")
         parts = [self.build(c, outs) for c in tree.children]

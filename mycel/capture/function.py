@@ -19,6 +19,18 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import CheckpointFunction
 
 from mycel.capture.caches import is_cache
+from mycel.capture.counters import (
+    CHANGES,
+    CountedSlot,
+    Slot,
+    changed_values,
+    lift_counters,
+    note_changes,
+    place_of,
+    refuse_counters,
+    slot_of,
+)
+from mycel.capture.counters import MOST as MOST_CHANGES
 from mycel.capture.cumulative_norm import cumulative_forward
 from mycel.capture.custom import trace_function
 from mycel.capture.encoder import encoder_forward
@@ -34,7 +46,18 @@ from mycel.capture.plain import suspended
 from mycel.capture.record import Traced
 from mycel.capture.repeats import assemble
 from mycel.capture.rows import warn_of_experts
-from mycel.capture.state import Container, Guarded, Location, Reachable, contents, is_static, is_there, put_back
+from mycel.capture.state import (
+    Attributes,
+    Container,
+    Guarded,
+    Location,
+    Reachable,
+    contents,
+    is_static,
+    is_there,
+    owner,
+    put_back,
+)
 from mycel.capture.syntax import drawn_state, enter, refuse_draws, rewritten_forward
 from mycel.capture.trace import TRACING, Patch, Tracer
 from mycel.capture.tree import Tree, flatten, holds_tensors
@@ -97,16 +120,21 @@ def capture(
     selects = set(TRACING[-1].plain_selects) if TRACING else set()
     changing = TRACING[-1].changing if TRACING else frozenset(CHANGING)
     changed: set[str] = set()
+    counters = frozenset(slot for slot, n in CHANGES.items() if n > 1) if not TRACING else frozenset()
+    lifts = not TRACING
     with paused():
         while True:
             opened = len(OPENED)
             try:
                 given = data or (args, kwargs)
-                return _capture(fn, args, kwargs, apart, known or {}, differentiated, given, islands, selects, changing)
+                return _capture(
+                    fn, args, kwargs, apart, known or {}, differentiated, given, islands, selects, changing,
+                    counters if lifts else None,
+                )  # fmt: skip
             except CaptureError as e:
                 error: Exception = e
-                if e.chosen_at and not TRACING and e.chosen_at not in selects:  # once more without that
-                    selects.add(e.chosen_at)
+                if e.counters:  # once more with these as numbers of the program
+                    counters |= e.counters
                     continue
                 if e.changes_at and not TRACING and e.changes_at not in changed:  # once more as a value not known
                     changed.add(e.changes_at)
@@ -116,6 +144,13 @@ def capture(
                     continue
             except Exception as e:
                 error = e
+            chosen_at = getattr(error, "chosen_at", "")
+            if chosen_at and not TRACING and chosen_at not in selects:  # once more without that
+                selects.add(chosen_at)
+                continue
+            if counters and lifts and (strict or max(CHANGES[slot] for slot in counters) < MOST_CHANGES):
+                lifts = False  # Python needs their values: once more for these
+                continue
             if strict or TRACING or not next_island(islands, error):
                 if not changing or TRACING:
                     raise refusal(error) from error.__cause__
@@ -148,6 +183,7 @@ def _capture(
     islands: dict[Any, BaseException],
     selects: set[str],
     changing: frozenset[str],
+    counters: frozenset[Slot] | None,
 ) -> Captured:
     leaves: list[torch.Tensor] = []
     tree = flatten((args, kwargs), leaves)
@@ -162,6 +198,7 @@ def _capture(
     flatten(data, held)
     tracer.sources.update(zip(given, held, strict=True))
     draws = drawn_state()
+    counted = lift_counters(tracer, places, counters or frozenset())
     try:
         with _tracing(tracer):
             tracer.differentiated = differentiated
@@ -174,15 +211,27 @@ def _capture(
         out_tree = flatten(result, outs, objects=True)
         with tracer:
             results = [tracer.cell(x).read() for x in outs]
-        effects, more = _effects(tracer, _changes(tracer, places))
+        with tracer:
+            for number in counted.values():
+                number.end(tracer)
+        if counters is not None:
+            refuse_counters(places, counted)
+        effects, more = _effects(tracer, _changes(tracer, places, counted))
         results += more
+        effects += _toggles(tracer)
         tracer.refuse_rows(results, "they are what the program returns or keeps")
-    except BaseException:
+    except BaseException as e:
         _undo(places)
+        if tracer.counted_rows and not getattr(e, "chosen_at", ""):  # it may be their number that does not fit
+            e.chosen_at = min(tracer.counted_rows)  # type: ignore[attr-defined]
         raise
+    finally:
+        for x, asked in tracer.toggled.values():
+            x.requires_grad_(asked)
     if TRACING:  # what was captured becomes part of an outer program
         TRACING[-1].python_calls += tracer.python_calls
-    _restore(places, lambda v: not isinstance(v, torch.Tensor) and not _holds_traced(v))
+    note_changes(places, counted)
+    _restore(places)
     updates, new = _updates(tracer)
     tracer.refuse_rows(new, "they are what the program keeps")
     blocks = assemble(tracer, results + new)
@@ -480,24 +529,29 @@ class _Rebound:
     values: list[Var]
 
 
-def _changes(tracer: Tracer, places: Reachable) -> list[_Rebound]:
-    """All slots that were rebound to tensors, or to structures that hold traced ones."""
-    rebound = []
+def _changes(tracer: Tracer, places: Reachable, counted: Mapping[Slot, CountedSlot]) -> list[_Rebound]:
+    """All slots that were rebound to tensors, to structures that hold traced ones, or to other plain values."""
+    rebound = [
+        _Rebound(box, key, Tree("static", value), [])
+        for box, key, value in changed_values(places)
+        if slot_of(box, key) not in counted
+    ]
     for box in places.boxes:
+        if isinstance(box.slots, list) and len(box.slots) > len(box.old) and box.kind == "attribute":
+            raise refuse(f"{box.name}, a list that the code adds to at every call", "a buffer, or returning it")
         for key, value in contents(box.slots).items():
-            if value is box.old.get(key) or not (isinstance(value, torch.Tensor) or _holds_traced(value)):
+            if (
+                slot_of(box, key) in counted
+                or value is box.old.get(key)
+                or not (isinstance(value, torch.Tensor) or _holds_traced(value))
+            ):
                 continue
             leaves: list[torch.Tensor] = []
             tree = flatten(value, leaves, objects=True)
             with tracer:
                 values = [tracer.cell(x).read() for x in leaves]
-            if tracer.asked_numbers and any(isinstance(x, Traced) and x.weak for x in leaves):
-                raise refuse(
-                    f"a Python number that depends on values was kept in {box.name or key}",
-                    "keeping it a tensor: x.detach() instead of x.item()",
-                    next((tracer.made[v].source for v in values if v in tracer.made), ""),
-                )
-            if (box.kind == "variable" and not isinstance(box.slots, dict)) or (
+            tree = tree.with_numbers(iter([isinstance(x, Traced) and x.weak for x in leaves]))
+            if (box.kind == "variable" and not isinstance(box.slots, dict) and tree.kind != "number") or (
                 isinstance(box.slots, list) and len(box.slots) != len(box.old)
             ):
                 raise refuse(
@@ -523,17 +577,43 @@ def _effects(tracer: Tracer, changes: list[_Rebound]) -> tuple[list[tuple[Locati
             with tracer:
                 tracer.cell(old).write(change.values[0])
             continue
-        effects.append(
-            (Location(f"{box.name}.{key}" if box.name else str(key), box.kind, box.slots, key, box.inside), change.tree)
-        )
+        effects.append((place_of(box, key), change.tree))
+        _guard_rebound(tracer.places, change)
         values += change.values
     return effects, values
 
 
-def _restore(places: Reachable, stays: Callable[[Any], bool]) -> None:
-    """Put back what slots held before, unless what they hold now may stay."""
+def _toggles(tracer: Tracer) -> list[tuple[Location, Tree]]:
+    """Tensors that ask for a gradient after the call and did not before, or the other way round."""
+    return [
+        (Location("requires_grad", "attribute", Attributes(x, ["requires_grad"]), "requires_grad"), Tree("static", now))
+        for x, asked in tracer.toggled.values()
+        if (now := x.requires_grad) != asked
+    ]
+
+
+def _guard_rebound(places: Reachable, change: _Rebound) -> None:
+    """A slot that is new is one that was not there before, where code may ask for it; a structure in a slot that
+    nobody reads is of no interest."""
+    box, key = change.box, change.key
+    if not isinstance(key, str):
+        return
+    if key not in box.old and key in places.read_names:
+        places.sizes_before.append((owner(box.slots), len(box.old)))
+    elif key in box.old and key not in places.read_names and not is_static(box.old[key]):
+        places.forget_inside(owner(box.slots), key, box.old[key])
+
+
+def _restore(places: Reachable) -> None:
+    """Put back what slots held before: what they hold now is assigned after each call.  Objects without tensors, and
+    what was added to lists, stay."""
     for box in places.boxes:
         now = contents(box.slots)
+        grew = isinstance(box.slots, list) and len(now) != len(box.old)
+
+        def stays(v: Any, grew: bool = grew) -> bool:
+            return not isinstance(v, torch.Tensor) and (grew or not is_static(v)) and not _holds_traced(v)
+
         want = {
             k: v if v is box.old.get(k) or stays(v) else box.old.get(k)
             for k, v in now.items()

@@ -15,13 +15,21 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from mycel.capture.autograd import as_leaf, leaf_grad, requires_grad, set_leaf_grad, traced_backward, traced_grad
+from mycel.capture.autograd import (
+    as_leaf,
+    leaf_grad,
+    requires_grad,
+    set_leaf_grad,
+    set_recorded,
+    traced_backward,
+    traced_grad,
+)
 from mycel.capture.bounds import bounds
 from mycel.capture.fence import READS, refuse, refuse_read
 from mycel.capture.hooks import hook_value
 from mycel.capture.packed import packed, packed_layers, padded
 from mycel.capture.record import Traced
-from mycel.capture.rows import RowsShape
+from mycel.capture.rows import ChosenRows, RowsAt, RowsShape
 from mycel.capture.trace import SPECIAL, Tracer, tensors_in
 from mycel.capture.weak import as_number, as_numbers
 from mycel.ops import o
@@ -67,7 +75,8 @@ class FunctionMode(TorchFunctionMode):
         if self.tracer.rows and (name in _SIZES or name == "__get__") and type(args[0]) is Traced:
             rows = self.tracer.rows.get(args[0].cell.read())
             if rows is not None and (name in _SIZES or func.__self__ is torch.Tensor.shape):
-                return _SIZES.get(name, _shape)(RowsShape(args[0].cell.var.shape, rows), *args[1:], **kwargs)
+                count = functools.partial(_number_of_rows, self.tracer, rows)
+                return _SIZES.get(name, _shape)(RowsShape(args[0].cell.var.shape, rows, count), *args[1:], **kwargs)
         if name == "__get__":
             if func.__self__ is torch.Tensor.grad and type(args[0]) is Traced:
                 return leaf_grad(args[0])
@@ -76,7 +85,7 @@ class FunctionMode(TorchFunctionMode):
                     requires_grad(self.tracer, args[0]), any(x is args[0] for x in self.tracer.leaves)
                 )
             return args[0].detach() if func.__self__ is torch.Tensor.data else func(*args, **kwargs)
-        if name == "__set__" and func.__self__ in _SETTERS and (func.__self__ is _DATA or type(args[0]) is Traced):
+        if name == "__set__" and func.__self__ in _SETTERS and (func.__self__ in _OF_ANY or type(args[0]) is Traced):
             return _SETTERS[func.__self__](self, *args)
         if kwargs.get("requires_grad") is True and func is not torch.Tensor.requires_grad_:
             kwargs = {k: v for k, v in kwargs.items() if k != "requires_grad"}
@@ -241,6 +250,8 @@ def _is_numbers(key: Any) -> bool:
 def _requires_grad(mode: FunctionMode, func: Any, x: torch.Tensor, requires_grad: bool = True) -> Any:
     if requires_grad and type(x) is Traced and torch._C._functorch.maybe_current_level() is None:
         as_leaf(mode.tracer, x)
+    elif id(x) in mode.tracer.places.tensors:
+        set_recorded(mode.tracer, x, requires_grad)
     return func(x, requires_grad)
 
 
@@ -248,7 +259,7 @@ def _register_hook(mode: FunctionMode, func: Any, x: torch.Tensor, hook: Callabl
     return hook_value(mode.tracer, x, hook)
 
 
-def _set_requires_grad(mode: FunctionMode, x: Traced, value: bool) -> None:
+def _set_requires_grad(mode: FunctionMode, x: torch.Tensor, value: bool) -> None:
     _requires_grad(mode, torch.Tensor.requires_grad_, x, value)
 
 
@@ -257,6 +268,16 @@ class GradientNode:
 
     def __getattr__(self, name: str) -> Any:
         raise refuse(f"grad_fn.{name} was asked of a traced tensor", "torch.autograd.grad, or looking at it outside")
+
+
+def _number_of_rows(tracer: Tracer, rows: ChosenRows, all_rows: int) -> Any:
+    """How many of all elements belong to rows that count: a number that Python may compute with."""
+    tracer.here()
+    tracer.counted_rows.add(rows.source)
+    with tracer:
+        number = tracer.wrap(RowsAt(tracer, rows).share(all_rows, torch.int64))
+    number.weak = tracer.numbers = True
+    return number
 
 
 def _shape(shape: RowsShape, dim: int | None = None) -> Any:
@@ -274,6 +295,7 @@ _RECORDED: dict[Any, Callable[[bool, bool], Any]] = {
     torch.Tensor.is_leaf: lambda asks, leaf: leaf or not asks,
     torch.Tensor.grad_fn: lambda asks, leaf: GradientNode() if asks and not leaf else None,
 }
+_OF_ANY = (_DATA, torch.Tensor.requires_grad)  # set also of tensors that the code reaches
 _SETTERS: dict[Any, Callable[..., None]] = {
     _DATA: lambda mode, x, other: mode.tracer.rebind(x, other),
     torch.Tensor.grad: lambda mode, x, grad: set_leaf_grad(x, grad),

@@ -103,11 +103,14 @@ class Record(Builder):
         self.facts: dict[Var, Fact] = {}
         self.changing: frozenset[str] = frozenset()  # lines whose values keep changing: no fact is asked for there
         self.rows: dict[Var, ChosenRows] = {}  # values of which not all rows count (`rows.py`)
+        self.counted_rows: set[str] = set()  # lines that chose rows whose number was asked for
         self.plain_selects: set[str] = set()  # lines that choose rows for which that did not work
         self.aliases: dict[str, list[Location]] = {}  # arguments that the code also reaches otherwise, and where
         self.differentiated = False  # is the gradient taken of what is captured, so that hooks on it are called?
         self.grad_mode = torch.is_grad_enabled()  # of the caller
         self.recorded: list[tuple[list[torch.Tensor], bool]] = []  # would torch record gradients of these?
+        self.toggled: dict[int, tuple[torch.Tensor, bool]] = {}  # code set their requires_grad; what it was before
+        self.frozen_tensors: dict[int, torch.Tensor] = {}  # … of these to False
         self.running = True  # a capture inside another may use the outer one's tensors while that is under way
         self.blocks: dict[str, Block] = {}  # finished inner blocks: of control flow and of derivatives
         self.shapes: dict[Any, str] = {}  # blocks by what they are up to names
@@ -307,10 +310,23 @@ class Record(Builder):
         cell.place = places[0]
         return cell
 
+    def lift_at(self, tensor: torch.Tensor, places: list[Location]) -> Traced:
+        """A tensor that is found there at every call becomes an input, which no fact is asked of."""
+        used = {v.name for v in self.inputs}
+        names = itertools.chain([places[0].name], (f"{places[0].name}_{i}" for i in itertools.count(1)))
+        var = Var(next(name for name in names if name not in used), type_of(tensor))
+        cell = Cell(var)
+        cell.place = places[0]
+        self.inputs.append(var)
+        self.state.append((var, places))
+        self.lifted[id(tensor)] = (tensor, cell)
+        return Traced.make(cell, self)
+
     def value(self, x: Any) -> Any:
         """What a rule sees for an argument: Vars for tensors, containers opened."""
         if isinstance(x, torch.Tensor):
-            return self.cell(x).read()
+            value = self.cell(x).read()
+            return self.emit(OPS["stop_gradient"], (value,), {}) if id(x) in self.frozen_tensors else value
         if isinstance(x, (list, tuple)) and x and not isinstance(x, torch.Size):
             return type(x)(map(self.value, x)) if type(x) in (list, tuple) else [self.value(v) for v in x]
         if isinstance(x, (torch.SymInt, torch.SymFloat, torch.SymBool)):

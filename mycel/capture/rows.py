@@ -8,15 +8,15 @@
 
 What does not count is a copy of a row that does: whatever is computed of it is a number where the chosen rows give
 numbers, and no gradient comes from it.  Whether an operator treats rows by themselves is read from its dims.  What asks
-for the number of rows, mixes them in another way, or leaves the program cannot be written so: the line is captured once
-more without it, by a fact or an island.
+for the number of rows where Python needs it, mixes them in another way, or leaves the program cannot be written so: the
+line is captured once more without it, by a fact or an island.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -205,6 +205,8 @@ def write_rows(record: Record, op: Op, inputs: tuple[Any, ...], params: dict[str
     """An equation on rows: as it is where it treats each by itself, else on what is left of those that do not count."""
     given = {i: record.rows[x] for i, x in enumerate(inputs) if isinstance(x, Var) and x in record.rows}
     rows = next(iter(given.values()))
+    if op is o.cond and 0 not in given:  # its branches know them by the same names, and give none (`nested.py`)
+        return record.write(op, inputs, params, types)
     if op.dims is None or op in CONTROL or not all(r.goes_with(rows) for r in given.values()):
         raise refuse_rows(rows.source, f"{op.name} takes them")
     fit = op.fit([x.type if isinstance(x, Var) else x for x in inputs], params)
@@ -271,16 +273,17 @@ def _is_uniform(record: Record, x: Any) -> bool:
 
 
 class RowsShape:
-    """What code is told of the shape of chosen rows: every size but their number."""
+    """What code is told of the shape of chosen rows: every size, but their number is a number of the program, which
+    `count` makes of the number of all."""
 
-    def __init__(self, shape: Sequence[int], rows: ChosenRows) -> None:
-        self.shape, self.rows = tuple(shape), rows
+    def __init__(self, shape: Sequence[int], rows: ChosenRows, count: Callable[[int], Any]) -> None:
+        self.shape, self.rows, self.count = tuple(shape), rows, count
 
     def __getitem__(self, at: Any) -> Any:
         asked = range(len(self.shape))[at]
-        if self.rows.dim in (asked if isinstance(asked, range) else (asked,)):
+        if isinstance(asked, range) and self.rows.dim in asked:
             raise self._unknown()
-        return self.shape[at]
+        return self.count(self.shape[at]) if asked == self.rows.dim else self.shape[at]
 
     def __iter__(self) -> Any:
         raise self._unknown()
@@ -296,8 +299,8 @@ class RowsShape:
     def __hash__(self) -> int:
         raise self._unknown()
 
-    def numel(self) -> int:
-        raise self._unknown()
+    def numel(self) -> Any:
+        return self.count(math.prod(self.shape))
 
     def _unknown(self) -> CaptureError:
         return refuse_rows(self.rows.source, "their number was asked for")

@@ -16,6 +16,7 @@ names.
 from __future__ import annotations
 
 import copy
+import dis
 import enum
 import functools
 import sys
@@ -88,6 +89,8 @@ class Reachable:
         self.statics: list[Guarded] = []
         self.boxes: list[Container] = []
         self.sizes: list[tuple[Any, int]] = []
+        self.sizes_before: list[tuple[Any, int]] = []  # of what the code itself adds to, where it may ask for that
+        self.functions: list[types.FunctionType] = []
         self.iterators: dict[int, Any] = {}  # that live outside of the function
         self._seen: set[int] = set()
         for value in (fn, *statics):
@@ -108,13 +111,34 @@ class Reachable:
         return tuple(s for s in self.statics if holds(s))
 
     def unresized(self, written: Iterable[Location]) -> tuple[tuple[Any, int], ...]:
-        """Containers and objects that the code does not resize itself, with how much they held."""
+        """Containers and objects that the code does not resize itself, or of which it may ask whether it did, with how
+        much they held."""
         own = {id(place.container) for place in written}
-        return tuple(
+        unresized = [
             (container, n)
             for container, n in self.sizes
             if len(container) == n and not isinstance(container, tuple) and id(container) not in own
-        )
+        ]
+        return (*unresized, *self.sizes_before)
+
+    @functools.cached_property
+    def read_names(self) -> frozenset[str]:
+        """Attributes that the user's functions may ask for, by name or by text."""
+        return frozenset(name for fn in self.functions for name in _read_names(fn.__code__))
+
+    def forget_inside(self, container: Any, key: Any, held: Any) -> None:
+        """What lies in the structure that a slot held is looked at no more."""
+
+        def is_outside(place: Location) -> bool:
+            while place.inside is not None:
+                place = place.inside.place
+                if owner(place.container) is container and place.key == key:
+                    return False
+            return True
+
+        self.statics[:] = [s for s in self.statics if is_outside(s.place)]
+        self.links[:] = [s for s in self.links if is_outside(s.place)]
+        self.sizes[:] = [(c, n) for c, n in self.sizes if c is not held]
 
     # -- walking --------------------------------------------------------------------------------------------
 
@@ -150,6 +174,7 @@ class Reachable:
                 self._entries(name, vars(value), vars(value), "attribute", inside)
 
     def _function(self, fn: types.FunctionType, inside: Guarded | None) -> None:
+        self.functions.append(fn)
         for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
             try:
                 cell.cell_contents  # noqa: B018  an empty cell raises
@@ -169,7 +194,7 @@ class Reachable:
         self._entries("default", fn.__defaults__ or (), range(len(fn.__defaults__ or ())), "variable", inside)
         self._entries("default", fn.__kwdefaults__ or {}, fn.__kwdefaults__ or {}, "variable", inside)
         if not is_library(fn.__code__.co_filename):  # code that is reloaded comes into the same function
-            parts = _Slotted(fn, ["__code__", "__defaults__", "__kwdefaults__"])
+            parts = Attributes(fn, ["__code__", "__defaults__", "__kwdefaults__"])
             places = [Location(f"{fn.__name__}.{part}", "variable", parts, part, inside) for part in parts.names]
             self.links += [Guarded(place, place.read()) for place in places]
         if "__wrapped__" in vars(fn):
@@ -267,8 +292,8 @@ def _as_held(container: Any) -> Any:
     return _Held(container) if own else container
 
 
-class _Slotted:
-    """The attributes of an object that are no entries of a dict: its slots."""
+class Attributes:
+    """Attributes of an object that are no entries of a dict: its slots."""
 
     def __init__(self, thing: Any, names: list[str]) -> None:
         self.thing, self.names = thing, names
@@ -283,10 +308,10 @@ class _Slotted:
         return bool(self.names)
 
 
-def _slots_of(value: Any) -> _Slotted:
+def _slots_of(value: Any) -> Attributes:
     listed = (vars(cls).get("__slots__", ()) for cls in type(value).__mro__)
     names = [n for slots in listed for n in ((slots,) if isinstance(slots, str) else slots)]
-    return _Slotted(value, [n for n in names if not n.startswith("__") and hasattr(value, n)])
+    return Attributes(value, [n for n in names if not n.startswith("__") and hasattr(value, n)])
 
 
 class _Slot:
@@ -307,7 +332,7 @@ def contents(slots: Any) -> dict[Any, Any]:
         return {CELL: slots.cell_contents}
     if isinstance(slots, _Slot):
         return {slots.key: slots.names.get(slots.key)}
-    if isinstance(slots, _Slotted):
+    if isinstance(slots, Attributes):
         return {name: slots[name] for name in slots.names}
     if isinstance(slots, list):
         return dict(enumerate(slots))
@@ -322,7 +347,7 @@ def put_back(slots: Any, old: dict[Any, Any]) -> None:
         slots.cell_contents = old[CELL]
     elif isinstance(slots, _Slot):
         slots.names[slots.key] = old[slots.key]
-    elif isinstance(slots, _Slotted):
+    elif isinstance(slots, Attributes):
         for name, value in old.items():
             slots[name] = value
     elif isinstance(slots, list):
@@ -405,6 +430,18 @@ def _global_names(code: types.CodeType) -> Iterator[str]:
     for const in code.co_consts:
         if isinstance(const, types.CodeType):
             yield from _global_names(const)
+
+
+def _read_names(code: types.CodeType) -> Iterator[str]:
+    """Attributes a function and the functions written inside it load, and texts that may be names."""
+    for step in dis.get_instructions(code):
+        if step.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            yield step.argval
+    for const in code.co_consts:
+        if isinstance(const, str):
+            yield const
+        elif isinstance(const, types.CodeType):
+            yield from _read_names(const)
 
 
 def _leads_on(value: Any) -> bool:

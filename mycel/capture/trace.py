@@ -319,12 +319,16 @@ class Tracer(Record):
         count = len(func._schema.returns)
         return None if count == 0 else targets[0] if count == 1 else tuple(targets)
 
-    def _carrying(self, old: Var, new: Var) -> Var:
-        """An update under torch.no_grad() changes the value of a tensor, not what its gradient flows to."""
-        if torch.is_grad_enabled() or not is_float(new.dtype) or old.type != new.type:
-            return new
+    def _put(self, cell: Cell, value: Var) -> None:
+        """The value of a cell is now this one.  An update under torch.no_grad() changes values, not what the gradient
+        of the tensor that holds them flows to."""
+        root = cell.root
+        before = root.read()
+        cell.write(value)
+        if torch.is_grad_enabled() or not is_float(before.dtype):
+            return
         with torch.enable_grad():
-            return o.carry(new, old)
+            root.write(o.carry(root.read(), before))
 
     def _assign(self, func: Any, target: torch.Tensor, value: Var, resizes: bool) -> None:
         """The value of `target` is now `value`, in its dtype; an `out=` tensor of another shape takes that of the
@@ -333,7 +337,7 @@ class Tracer(Record):
         if value.dtype != cell.var.dtype:
             value = o.cast(value, dtype=cell.var.dtype)
         if value.shape == cell.var.shape:
-            cell.write(self._carrying(cell.read(), value))
+            self._put(cell, value)
         elif resizes and type(target) is Traced and cell.place is None and cell.parent is None:
             self._become(target, Traced.make(Cell(value), self))
         else:
@@ -362,7 +366,8 @@ class Tracer(Record):
                     f"a tensor that lives outside of the code becomes one of {value.dtype}; it is of {x.dtype}",
                     "calling the model once before, or model.to(dtype), so that tensors have the dtypes they keep",
                 )
-            self._assign(torch.ops.aten.set_data.default, x, value, resizes=False)
+            with torch.no_grad():
+                self._assign(torch.ops.aten.set_data.default, x, value, resizes=False)
 
     def _become(self, x: Traced, other: Traced) -> None:
         """From here on x is the same tensor as `other`."""
@@ -416,14 +421,12 @@ class Tracer(Record):
     ) -> torch.Tensor:
         """Strides of the user mean the memory of x; a program has values in their own order: x with its dims in the
         order of memory, where that holds all that is asked for."""
-        root = cell = self.cell(x)
-        while root.parent is not None:
-            root = root.parent
+        cell = self.cell(x)
         with self.mode:
             ordered = x.permute(sorted(range(x.ndim), key=lambda d: -x.stride()[d])) if not x.is_contiguous() else x
         last = (offset or 0) + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
         moved = offset is not None and cell.parent is not None
-        if not ordered.is_contiguous() or last >= max(x.numel(), 1) or moved or root.place is not None:
+        if not ordered.is_contiguous() or last >= max(x.numel(), 1) or moved or cell.root.place is not None:
             raise refuse(
                 "as_strided of an argument, of a part of a tensor, or beyond the tensor",
                 "unfold or slices, or clone() before it",

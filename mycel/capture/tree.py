@@ -23,7 +23,7 @@ from mycel.capture.fence import refuse
 
 @dataclass(frozen=True)
 class Tree:
-    """kind: leaf | static | tuple | list | named | struct | dict | output | object.
+    """kind: leaf | number | static | tuple | list | named | struct | dict | output | object.
 
     `key` holds what identifies it: the value, the class, or (class or empty mapping, keys).
     """
@@ -34,7 +34,7 @@ class Tree:
 
     def unflatten(self, leaves: Iterator[Any]) -> Any:
         """The structure with these leaves."""
-        if self.kind == "leaf":
+        if self.kind in ("leaf", "number"):
             return next(leaves)
         if self.kind == "static":
             return self.key
@@ -53,7 +53,7 @@ class Tree:
 
     def paths(self, prefix: str) -> Iterator[str]:
         """A readable name for each leaf."""
-        if self.kind == "leaf":
+        if self.kind in ("leaf", "number"):
             yield prefix
         names: Sequence[Any] = range(len(self.children))
         if self.kind in ("dict", "output", "object"):
@@ -62,6 +62,12 @@ class Tree:
             names = self.key._fields
         for name, child in zip(names, self.children, strict=True):
             yield from child.paths(f"{prefix}.{name}" if prefix else str(name))
+
+    def with_numbers(self, numbers: Iterator[bool]) -> Tree:
+        """The leaves that are Python numbers, which the program has as 0-dim tensors, said to be these."""
+        if self.kind == "leaf":
+            return Tree("number") if next(numbers) else self
+        return Tree(self.kind, self.key, tuple(child.with_numbers(numbers) for child in self.children))
 
     def statics(self) -> Iterator[Any]:
         """The static values inside."""

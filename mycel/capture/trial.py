@@ -78,6 +78,9 @@ class Trial:
                 if p.inside is None or isinstance(p.inside.place.container, tuple):
                     raise NoIslandError(f"{call_name(fn, '')} reaches tensors in tuples of tuples")
                 self.tuples.setdefault(id(p.container), (p.inside.place, p.container, {}))[2][p.key] = i
+        self.numbers = {i for i, x in enumerate(self.operands) if type(x) is Traced and x.weak}  # for Python: numbers
+        self.reached: set[int] = set()  # operands that torch gives a gradient
+        self.before: list[dict[Any, Any]] = []  # plain values before the last run, which that one changed
         self.differentiable = [i for i, x in enumerate(self.operands) if _is_differentiable(x)]
         self.written: frozenset[int] = frozenset()
         self.kept: list[tuple[Location, Tree]] = []  # slots that hold new tensors after the call
@@ -106,6 +109,7 @@ class Trial:
             other = self._try(changed, CountedOperators(4 * watched.count + 1000))
             if other is not None:
                 self._compare(*other)
+        self.differentiable = [i for i in self.differentiable if i in self.reached]
 
     def _compare(
         self, written: frozenset[int], kept: Any, out: Tree, types_: list[Type], draws: bool, changes: bool
@@ -151,6 +155,7 @@ class Trial:
                     if any(not _is_dense(x) for x in out_leaves):
                         raise NoIslandError(f"{call_name(self.fn, '')} returns a tensor that is not dense")
                     news = [self._new_value(i, given) for i in sorted(written)]
+                    self._reach([*out_leaves, *news], leaves)
                     if any(type_of(x) != type_of(before[i]) for i, x in zip(sorted(written), news, strict=True)):
                         raise NoIslandError("it changes the shape of an argument", final=True)
                     types_ = [type_of(x) for x in (*out_leaves, *news)]
@@ -163,6 +168,15 @@ class Trial:
                     put_back(box.slots, old)
         self._forget([*changes, *((place.container, place.key) for place in kept)])
         return frozenset(written), kept_trees, out, types_, drawn(), bool(changes)
+
+    def _reach(self, outs: Sequence[torch.Tensor], operands: Sequence[torch.Tensor]) -> None:
+        """Note which operands the results have a gradient for: those without one are not trained."""
+        asked = [i for i in self.differentiable if i not in self.reached and operands[i].requires_grad]
+        ys = [y for y in outs if y.requires_grad and is_float(y.dtype)]
+        if asked and ys:
+            gs = [torch.zeros_like(y) for y in ys]
+            grads = torch.autograd.grad(ys, [operands[i] for i in asked], gs, allow_unused=True)
+            self.reached |= {i for i, g in zip(asked, grads, strict=True) if g is not None}
 
     def _changes(
         self, given: Sequence[torch.Tensor], before: Sequence[torch.Tensor]
@@ -181,6 +195,9 @@ class Trial:
                 i = slot_of.get((id(owner(box.slots)), key))
                 if i is not None:
                     if new is given[i]:
+                        continue
+                    if i in self.numbers and is_static(new):
+                        written |= {i} if new != given[i].item() else set()
                         continue
                     if isinstance(new, torch.Tensor) and type_of(new) == type_of(given[i]):
                         written.add(i)
@@ -234,7 +251,14 @@ class Trial:
         return bool(ways(self) == ways(other))
 
     def __call__(self, operands: Sequence[torch.Tensor], again: bool) -> list[torch.Tensor]:
-        olds = [contents(box.slots) for box in self.boxes] if again and self.changes_python else None
+        olds = None
+        if self.changes_python:
+            olds = [contents(box.slots) for box in self.boxes]
+            if again:  # it finds what it found the first time
+                for box, old in zip(self.boxes, self.before, strict=True):
+                    put_back(box.slots, old)
+            else:
+                self.before, olds = olds, None
         try:
             with self._placed(operands):
                 leaves: list[torch.Tensor] = []
@@ -258,14 +282,21 @@ class Trial:
                     put_back(box.slots, old)
 
     def _called(self, operands: Sequence[torch.Tensor]) -> Any:
-        args, kwargs = self.arguments.unflatten(iter([operands[i] for i in self.leaves]))
+        args, kwargs = self.arguments.unflatten(iter([self._as_python(i, operands[i]) for i in self.leaves]))
         return self.fn(*args, **kwargs)
+
+    def _as_python(self, i: int, operand: torch.Tensor) -> Any:
+        """An operand as the code finds it."""
+        return operand.item() if i in self.numbers else operand
 
     def _new_value(self, i: int, operands: Sequence[torch.Tensor]) -> torch.Tensor:
         """What an operand is after the call: itself, or what is in its place."""
         for at, place in self.places:
-            if at == i and (now := _read(place)) is not operands[i] and isinstance(now, torch.Tensor):
-                return now
+            if at == i and (now := _read(place)) is not operands[i]:
+                if i in self.numbers and type(now) in (bool, int, float):
+                    return torch.tensor(now, dtype=operands[i].dtype, device=operands[i].device)
+                if isinstance(now, torch.Tensor):
+                    return now
         return operands[i]
 
     @contextlib.contextmanager
@@ -275,7 +306,7 @@ class Trial:
         before = [_read(place) for place in held]
         try:
             for i, place in self.places:
-                _write(place, operands[i])
+                _write(place, self._as_python(i, operands[i]))
             for place, old, items in self.tuples.values():
                 new = [operands[items[k]] if k in items else x for k, x in enumerate(old)]
                 laid = type(old)(*new) if hasattr(old, "_fields") else tuple(new)

@@ -9,9 +9,9 @@
 What is made on the way (gradients) is sent right after it is made, and so is what is there at the start (gradients that
 are one step late).  What takes more memory once it has come (parts of parameters) is sent one call ahead of its use.
 What takes less memory once it has come (a rank's part of a gradient) is waited for one call later: what was sent stays
-until then, and the link is busy with the next one anyway.  A small message goes with one that begins between the same
-two calls and is waited for before it, as biases go with the sketches of `powersgd`: a message is several of the
-network's own, whatever it holds.
+until then, and the link is busy with the next one anyway; what goes on over another axis is sent on then.  A small
+message goes with one that begins between the same two calls and is waited for before it, as biases go with the sketches
+of `powersgd`: a message is several of the network's own, whatever it holds.
 """
 
 from __future__ import annotations
@@ -47,11 +47,14 @@ def _overlapped(block: Block) -> Block:
         return block
     uses = chains(block)
     calls = [i for i, e in enumerate(block.eqns) if e.op in (call, custom, scan, loop)]
-    begin = {i: _ready(block, i, uses, calls) for i in collectives}
+    begin: dict[int, int] = {}
+    arrived: dict[Var, int] = {}  # what one collective brings and another may send on
+    for i in collectives:
+        begin[i] = _ready(block, i, uses, calls, arrived)
+        if _shrinks(block.eqns[i]):
+            arrived[block.eqns[i].outputs[0]] = min(i + 1, _next_call(calls, begin[i], len(block.eqns)) + 1)
     sent = [Sent(i, begin[i], _end(block, i, uses, calls, begin)) for i in collectives]
-    buckets = [
-        b for b in _buckets(block, sent, uses) if len(b) > 1 or b[0].begin < b[0].use - 1 and _works(block, b[0])
-    ]
+    buckets = [b for b in _buckets(block, sent, uses) if len(b) > 1 or _works(block, b[0])]
     gone = {s.at for b in buckets for s in b}
     begins: dict[int, list[int]] = {}
     ends: dict[int, list[int]] = {}
@@ -79,10 +82,10 @@ def _overlapped(block: Block) -> Block:
     return Block(block.inputs, tuple(eqns), block.outputs)
 
 
-def _ready(block: Block, i: int, uses: Mapping[Var, Chain], calls: Sequence[int]) -> int:
+def _ready(block: Block, i: int, uses: Mapping[Var, Chain], calls: Sequence[int], arrived: Mapping[Var, int]) -> int:
     """Where a collective can begin: right behind what it sends; one call ahead of its use, if it grows."""
     eqn = block.eqns[i]
-    ready = max((uses[v].defined for v in eqn.vars), default=-1) + 1
+    ready = max((arrived.get(v, uses[v].defined + 1) for v in eqn.vars), default=0)
     before = [c for c in calls if c < min(uses[eqn.outputs[0]].uses, default=len(block.eqns))]
     if before and eqn.op.grows:
         ready = max(ready, before[-1])
@@ -94,10 +97,19 @@ def _end(block: Block, i: int, uses: Mapping[Var, Chain], calls: Sequence[int], 
     sends takes more memory."""
     eqn = block.eqns[i]
     use = min((begin.get(u, u) for u in uses[eqn.outputs[0]].uses), default=len(block.eqns))
-    after = bisect.bisect_left(calls, begin[i])
-    if after < len(calls) and sum(v.type.bytes for v in eqn.vars) > eqn.outputs[0].type.bytes:
-        use = min(use, calls[after] + 1)
+    if _shrinks(eqn):
+        use = min(use, _next_call(calls, begin[i], len(block.eqns)) + 1)
     return use
+
+
+def _shrinks(eqn: Eqn) -> bool:
+    """Does what it brings take less memory than what it sends?"""
+    return sum(v.type.bytes for v in eqn.vars) > eqn.outputs[0].type.bytes
+
+
+def _next_call(calls: Sequence[int], i: int, end: int) -> int:
+    after = bisect.bisect_left(calls, i)
+    return calls[after] if after < len(calls) else end
 
 
 def _works(block: Block, s: Sent) -> bool:
@@ -122,14 +134,17 @@ def _buckets(block: Block, sent: Sequence[Sent], uses: Mapping[Var, Chain]) -> l
             bucket = open_[key] = []
             done.append(bucket)
         bucket.append(s)
-    for small in sorted(done, key=_use, reverse=True):
-        others = [b for b in done if b is not small and kind[b[0].at] == kind[small[0].at] and _use(b) <= _use(small)]
-        fit = (b for b in others if _fit_together(block, b, small) and _phase(block, [*b, *small], uses))
-        other = next(fit, None) if _bytes(block, small) <= SMALL else None
-        if other is not None:
-            other += small
-            done = [b for b in done if b is not small]
-    return done
+    alike: dict[object, list[list[Sent]]] = {}
+    for b in done:
+        alike.setdefault(kind[b[0].at], []).append(b)
+    for buckets in alike.values():
+        for small in sorted(buckets, key=_use, reverse=True):
+            others = (b for b in buckets if b is not small and b and _use(b) <= _use(small))
+            fit = (b for b in others if _fit_together(block, b, small) and _phase(block, [*b, *small], uses))
+            if _bytes(block, small) <= SMALL and (other := next(fit, None)) is not None:
+                other += small
+                small.clear()
+    return [b for b in done if b]
 
 
 def _kind(eqn: Eqn) -> tuple[object, ...]:

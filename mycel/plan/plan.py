@@ -47,10 +47,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import Any
-
-import yaml
 
 from mycel.errors import PlanError
 from mycel.ir import Axes, Layout, Mesh, part, read_layout
@@ -69,16 +66,14 @@ from mycel.plan.compression import (
 from mycel.plan.decided import Decided, Predicted
 from mycel.plan.names import unmatched
 from mycel.plan.offload import UNSAID, Offload
-from mycel.plan.places import Place, place_of, places_data, places_mesh, read_places
+from mycel.plan.places import Place, place_of, places_data, places_mesh, read_places, refuse_beside_places
+from mycel.plan.plan_file import plan_data, plan_yaml
 from mycel.plan.residuals import Residuals
 from mycel.plan.schedule import PLACE_SCHEDULES, PipelineSchedule, named, read_orders, splits, stages_a_rank
 from mycel.plan.synchronising import SyncPolicy, read_sync, refuse_codec, refuse_layouts, sync_text
 from mycel.plan.zero import read_zero, zero_data
 from mycel.sizes import shown
 
-_Dumper: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)  # the C ones are ten times as fast
-_Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-READY = Path(__file__).parent.parent / "plans"
 KEYS = (
     "mesh", "parameters", "batch", "activations", "zero", "microbatches", "at_once", "stages", "schedule", "place",
     "sums", "compress", "gather", "send", "monitor", "sync", "recompute", "offload", "loose", "decided", "predicted",
@@ -86,12 +81,6 @@ KEYS = (
 ALONE = frozenset({"microbatches", "recompute", "offload"})  # what may be said of one device, without a mesh
 STAGE_AXIS = "pp"  # of the mesh of a pipeline: the slowest, ranks of one stage lie together
 RECOMPUTE = ("auto", "full", "none")
-BESIDE_PLACES = {  # what is not for sub-models on meshes of their own, and why
-    "stages": "a pipeline of all would cut across the meshes of sub-models",
-    "gather": "parameters are gathered on the mesh of each sub-model, exactly",
-    "send": "sub-models send each other pieces of tensors, exactly",
-    "sync": "a replica is all of a model, and ranks along an axis of a place have a part of it",
-}
 SUMS = ("as computed", "fp32")
 
 
@@ -236,12 +225,8 @@ class Plan:
         """The mesh is that of the ranks of all places."""
         if not self.place:
             return
-        refused = next((name for name in BESIDE_PLACES if getattr(self, name) not in (1, {}, ())), None)
-        if refused is not None:
-            hint = f"a plan without place, or without {refused}"
-            if refused == "stages":
-                hint = 'the stages of a place: "*": {ranks: 2..5, stages: [embed, layers.8]}'
-            raise PlanError(f"place: {refused}: {BESIDE_PLACES[refused]}\n  try       {hint}")
+        given = {"stages": self.is_pipeline, "gather": self.gather, "send": self.send, "sync": self.sync}
+        refuse_beside_places(given)
         if self.schedule not in PLACE_SCHEDULES:
             raise PlanError(f"place: schedule {self.schedule}\n  known     {', '.join(PLACE_SCHEDULES)}")
         mesh = places_mesh(self.places)
@@ -346,18 +331,8 @@ class Plan:
         """From a file, the names of ready plans, a mapping or a Plan; `mesh` takes the place of the one written."""
         if isinstance(source, Plan):
             return source._on(mesh, "the plan")
-        if isinstance(source, (str, Path)) and Path(source).suffix in (".yaml", ".yml"):
-            return Plan._of(_file(Path(source)), mesh, str(source))
-        if isinstance(source, str):
-            found: dict[str, Any] = {}
-            for name in source.split("+"):
-                _over(found, _ready(name.strip()))
-            return Plan._of(found, mesh, f"plan {source}")
-        if isinstance(source, Mapping):
-            return Plan._of(dict(source), mesh, "the plan")
-        raise PlanError(
-            f"{source!r} is no plan\n  try       a Plan, a mapping, a .yaml file, or one of {', '.join(ready_plans())}"
-        )
+        data, where = plan_data(source)
+        return Plan._of(data, mesh, where)
 
     @staticmethod
     def _of(data: dict[str, Any], mesh: Mesh | None, where: str) -> Plan:
@@ -441,7 +416,7 @@ class Plan:
         return found
 
     def __str__(self) -> str:
-        return yaml.dump(self.data(), Dumper=_Dumper, sort_keys=False, default_flow_style=None, width=120)
+        return plan_yaml(self.data())
 
     # -- what was decided --------------------------------------------------------------------------------------------
 
@@ -629,59 +604,6 @@ class Plan:
                 for n, axes in zip(shape, (*dims, *((),) * (len(shape) - len(dims))), strict=True)
             )
         )
-
-
-def ready_plans() -> list[str]:
-    """Names of the plans that ship."""
-    return sorted(p.stem for p in READY.glob("*.yaml"))
-
-
-def _ready(name: str) -> dict[str, Any]:
-    path = READY / f"{name}.yaml"
-    if name not in ready_plans():
-        close = get_close_matches(name, ready_plans(), 1)
-        raise PlanError(
-            f"there is no plan {name!r}\n  ready     {', '.join(ready_plans())}\n"
-            f"  try       {close[0] if close else 'one of these, or a .yaml file'}"
-        )
-    return _file(path)
-
-
-def _file(path: Path) -> dict[str, Any]:
-    try:
-        data = yaml.load(path.read_text(), Loader=_Loader)
-    except (OSError, yaml.YAMLError) as e:
-        raise PlanError(f"cannot read the plan\n  at        {path}\n  because   {' '.join(str(e).split())}") from e
-    if not isinstance(data, dict):
-        raise PlanError(f"a plan is a mapping\n  at        {path}\n  try       mesh: {{dp: 2}}")
-    return data
-
-
-def _over(under: dict[str, Any], more: dict[str, Any]) -> None:
-    """Lay one plan over another: names are added, batch dims joined, the rest replaced."""
-    for key, value in more.items():
-        if key in ("parameters", "activations"):
-            under[key] = _both(under.get(key) or {}, value or {})
-        elif key == "batch" and under.get("batch"):
-            under["batch"] = _joined(under["batch"], value)
-        else:
-            under[key] = value
-
-
-def _both(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        k: _joined(a[k], b[k]) if k in a and k in b else a.get(k, b.get(k)) for k in (*a, *(k for k in b if k not in a))
-    }
-
-
-def _joined(a: Sequence[Any], b: Sequence[Any]) -> list[Any]:
-    """Dim by dim, the axes of both."""
-    longer = [*a, *["-"] * (len(b) - len(a))]
-    other = [*b, *["-"] * (len(a) - len(b))]
-    return [
-        ".".join(dict.fromkeys(w for e in pair if e not in (None, "-") for w in str(e).split("."))) or "-"
-        for pair in zip(longer, other, strict=True)
-    ]
 
 
 def _without(axis: str, entry: Any) -> Any:

@@ -37,7 +37,7 @@ VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 DIFFERENCE_LINES = 12
 STOP = "stop"
 RUN = "run"  # the folder of a run, for whoever started its ranks
-GOODBYE_S = 5.0  # how long the holder of the store waits for others to read why all ends
+GOODBYE_S = 20.0  # how long a rank that is refused waits for others to read why
 LATER_S = 60.0  # timeouts of torch and of the store come after that of the watch, which says more
 
 
@@ -205,12 +205,13 @@ class Rendezvous:
                 self._until(lambda: self.store.add("left", 0) >= self.world or self.all.check([STOP]), "the end")
 
     def _told(self, store: dist.Store) -> None:
-        """Whoever holds the store stays until all have read why it ends, or are taking too long."""
+        """Nobody ends by a refusal until all have read it, or are taking too long: whoever ends tells the others to end
+        as well, by an error that says less, and with the holder of the store goes the store."""
+        end = time.monotonic() + GOODBYE_S
         with suppress(dist.DistError):
             store.add("told", 1)
-            end = time.monotonic() + GOODBYE_S
-            if self.hosting:
-                self._until(lambda: store.add("told", 0) >= self.world or time.monotonic() > end, "the end")
+            all_are = lambda: store.add("told", 0) >= self.world or self.all.check([STOP])
+            self._until(lambda: all_are() or time.monotonic() > end, "the end")
 
     def _verdict(self, store: dist.Store) -> str:
         """What all ranks are to be told; nothing when they agree."""

@@ -199,6 +199,12 @@ class _Rewriter(ast.NodeTransformer):
         message = self.lazy(node.msg) if node.msg else ast.Constant(None)
         return placed(ast.Expr(_runtime("check", self.visit(node.test), message, text)), node)
 
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> Any:
+        """Without what it says of types: a name of an outer function cannot be annotated."""
+        if node.value is None:
+            return placed(ast.Pass(), node)
+        return placed(ast.Assign([self.visit(node.target)], self.visit(node.value)), node)
+
     def visit_Raise(self, node: ast.Raise) -> Any:
         if node.exc is not None:
             node.exc = placed(_runtime("raised", self.visit(node.exc)), node)

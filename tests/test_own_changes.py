@@ -1,0 +1,225 @@
+"""What a model changes itself at every call: counters, flags and logs in Python, and parameters behind autograd's back.
+
+Each `forward` is compared with torch over several calls and training steps: losses, parameters and Python state."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import mycel
+
+X = torch.randn(5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+class Net(nn.Module):
+    def __init__(self, forward):
+        super().__init__()
+        torch.manual_seed(0)
+        self.w, self.head = nn.Parameter(torch.randn(4, 3)), nn.Linear(4, 2)
+        self.layers = nn.ModuleList([nn.Linear(3, 3) for _ in range(2)])
+        self.register_buffer("average", torch.zeros(4))
+        self.count, self.ready, self.mean, self.phase, self.history = 0, False, 0.0, "warm", []
+        self.how = forward
+
+    def out(self, x):
+        return self.head(x @ self.w.T)
+
+    def loss(self, x):
+        return self.out(x).square().mean()
+
+    def forward(self, x):
+        return self.how(self, x)
+
+    def python_state(self):
+        numbers = [self.mean, *self.history, *getattr(self, "log", {}).values()]
+        kinds = [*map(type, (self.count, self.ready, *numbers))]
+        return self.count, self.ready, self.phase, kinds, [round(x, 9) for x in numbers]
+
+
+def warm_up(m, x):
+    m.count += 1
+    return m.loss(x) * min(1.0, m.count / 4)
+
+
+def cosine(m, x):
+    m.count += 1
+    return m.loss(x) * (1 + math.cos(math.pi * m.count / 10)) * math.exp(-m.count / 10) + m.count**0.5
+
+
+def every_third(m, x):
+    m.count += 1
+    if m.count % 3 == 0:
+        with torch.no_grad():
+            m.average.mul_(0.5).add_((x @ m.w.T).mean(0))
+    return m.loss(x) + m.average.sum().square()
+
+
+def lazy_penalty(m, x):
+    m.count += 1
+    x = x.detach().requires_grad_()
+    loss = m.loss(x)
+    if m.count % 2 == 0:
+        (g,) = torch.autograd.grad(loss, x, create_graph=True)
+        loss = loss + g.square().sum()
+    return loss
+
+
+def two_phases(m, x):
+    m.count = (m.count + 1) % 2
+    return m.out(x).abs().mean() if m.count == 0 else m.loss(x)
+
+
+def first_call(m, x):
+    if not m.ready:
+        with torch.no_grad():
+            m.w.copy_(F.normalize(m.w, dim=1))
+        m.ready = True
+    return m.loss(x)
+
+
+def named_phase(m, x):
+    m.count += 1
+    if m.count > 2:
+        m.phase = "hot"
+    return m.loss(x) * (2 if m.phase == "hot" else 1)
+
+
+def index_of_layer(m, x):
+    m.count += 1
+    return m.loss(m.layers[m.count % 2](x))
+
+
+def running_mean(m, x):
+    loss = m.loss(x)
+    m.mean = 0.9 * m.mean + 0.1 * loss.item()
+    return loss / (1 + m.mean)
+
+
+def log_of_numbers(m, x):
+    m.count += 1
+    loss = m.loss(x)
+    m.log = {"loss": loss.item(), "calls": m.count}
+    return loss
+
+
+def made_once(m, x):
+    if not hasattr(m, "smooth"):
+        m.smooth = m.out(x).detach().mean(0)
+    else:
+        m.smooth = 0.9 * m.smooth + 0.1 * m.out(x).detach().mean(0)
+    return (m.out(x) - m.smooth).square().mean()
+
+
+def growing_list(m, x):
+    loss = m.loss(x)
+    m.history.append(loss.item())
+    return loss * len(m.history)
+
+
+def normalised_data(m, x):
+    m.w.data = F.normalize(m.w.data, dim=1)
+    return m.loss(x)
+
+
+def normalised_copy(m, x):
+    with torch.no_grad():
+        m.w.data.copy_(F.normalize(m.w.data.clone(), dim=1))
+    return m.loss(x)
+
+
+def part_of_a_parameter(m, x):
+    with torch.no_grad():
+        m.w[0].mul_(0.5)
+        m.w.T[1:, 2].clamp_(-0.1, 0.1)
+    return m.loss(x)
+
+
+def frozen_for_a_while(m, x):
+    loss = m.loss(x)
+    for p in m.head.parameters():
+        p.requires_grad_(False)
+    m.w.requires_grad = False
+    loss = loss + m.out(m.layers[0](x)).abs().mean()
+    m.requires_grad_(True)
+    return loss
+
+
+def frozen_for_good(m, x):
+    m.head.requires_grad_(False)
+    return m.loss(x)
+
+
+PROGRAMS = [
+    warm_up, cosine, every_third, lazy_penalty, two_phases, first_call, named_phase, index_of_layer, running_mean,
+    log_of_numbers, made_once, growing_list, normalised_data, normalised_copy, part_of_a_parameter, frozen_for_a_while,
+    frozen_for_good,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("forward", PROGRAMS, ids=lambda f: f.__name__)
+@pytest.mark.filterwarnings("ignore:.*runs as plain Python")
+def test_training_is_that_of_torch(forward):
+    model = Net(forward).double()
+    twin = copy.deepcopy(model)
+    step = mycel.train_step(model, torch.optim.AdamW(model.parameters(), lr=1e-2), compile=False)
+    plain = torch.optim.AdamW(twin.parameters(), lr=1e-2)
+    for _ in range(4):
+        plain.zero_grad()
+        want = twin(X)
+        want.backward()
+        plain.step()
+        torch.testing.assert_close(step(X), want.detach())
+        for (name, p), q in zip(model.state_dict().items(), twin.state_dict().values(), strict=True):
+            torch.testing.assert_close(p, q, msg=lambda text, name=name: f"{name}: {text}")
+        assert model.python_state() == twin.python_state()
+        assert [p.requires_grad for p in model.parameters()] == [p.requires_grad for p in twin.parameters()]
+
+
+@pytest.mark.parametrize("forward", [warm_up, every_third, first_call, running_mean], ids=lambda f: f.__name__)
+def test_what_counts_is_captured_twice_at_most(forward):
+    model = Net(forward).double()
+    twin, fast = copy.deepcopy(model), mycel.jit(model, strict=True)
+    for _ in range(5):
+        torch.testing.assert_close(fast(X), twin(X))
+    assert len(fast.entries) <= 2
+    assert (model.count, model.mean) == pytest.approx((twin.count, twin.mean))
+
+
+def test_an_island_does_not_train_what_it_does_not_use():
+    """A parameter that torch gives no gradient keeps its value, whatever the weight decay."""
+    model = Net(growing_list).double()
+    before = model.layers[0].weight.detach().clone()
+    step = mycel.train_step(model, torch.optim.AdamW(model.parameters(), weight_decay=0.5), compile=False)
+    with pytest.warns(UserWarning, match="a list that the code adds to"):
+        step(X)
+    assert torch.equal(model.layers[0].weight, before)
+
+
+def test_a_failed_capture_leaves_parameters_as_they_were():
+    def broken(m, x):
+        m.w.requires_grad_(False)
+        m.count += 1
+        raise ValueError("no")
+
+    model = Net(broken)
+    with pytest.raises(ValueError, match="no"):
+        mycel.jit(model)(X)
+    assert model.w.requires_grad
+    assert model.count == 0
+
+
+def test_annotated_names_in_branches():
+    def fn(x):
+        if x.sum() > 0:
+            y: torch.Tensor = x * 2
+        else:
+            y: torch.Tensor = x - 1
+        return y
+
+    fast = mycel.jit(fn, strict=True)
+    for x in (X, X.abs(), -X.abs()):
+        torch.testing.assert_close(fast(x), fn(x))
