@@ -67,6 +67,17 @@ def test_the_batch_that_is_suggested_follows_the_noise(noise, factor):
     assert measured["noise_scale"] == pytest.approx(noise, rel=1e-2) and measured["batch_factor"] == factor
 
 
+def test_variances_of_sub_models_add_up_each_by_its_ranks():
+    """Of two ranks (8 - 6) / 1, of four (9 - 6) / 3; a rank's own gradients have 8 / 2 + 9 / 4.  What other numbers of
+    ranks left behind does not count."""
+    squares = {f"{SMALL}_2": 8.0, f"{LARGE}_2": 6.0, f"{SMALL}_4": 9.0, f"{LARGE}_4": 6.0, f"{SMALL}_3": 99.0}
+    counters = {name: torch.tensor(x) for name, x in (squares | {f"{ERROR}_0": 1.0}).items()}
+    measured = monitored(counters, {2, 4, 1})
+    assert measured["gradient_variance"] == pytest.approx(3.0)
+    assert measured["noise_scale"] == pytest.approx(3.0 / (12.0 - 3.0))
+    assert measured["compression_error_0"] == pytest.approx((1.0 / 6.25) ** 0.5)
+
+
 def test_stages_tell_each_other_what_they_measured_not_their_gradients():
     stages = {"mesh": {"dp": 2}, "stages": ["up", "down", "head"], "microbatches": 2, "codec": "exact"}
     sent = []
