@@ -537,8 +537,8 @@ class Search:
         if other is not None and other.seconds < limit:
             yield (
                 f"the {cluster.devices} devices of one host would take {other.seconds * 1e3:,.1f} ms ({other.shape}), "
-                f"less than these {cluster.world}, which wait for each other {100 * best.exposed / best.seconds:.0f} % of "
-                "a step: others may stay idle, or a larger batch gives them more to do"
+                f"less than these {cluster.world}, which wait for each other {100 * best.exposed / best.seconds:.0f} % "
+                "of a step: others may stay idle, or a larger batch gives them more to do"
             )
 
     def _explained(self, candidate: Candidate, best: Candidate) -> Candidate:
