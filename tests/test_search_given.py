@@ -161,3 +161,15 @@ def test_stages_that_do_not_divide():
         of(Deep(), tokens(), SLOW, given={"stages": 3}).run()
     with pytest.raises(PlanError, match="in each of 2 stages"):
         of(Deep(), tokens(), SLOW, given={"stages": 2, "mesh": {"dp": 4}}).run()
+
+
+def test_one_host_is_remarked_on_where_others_only_make_it_wait():
+    """What one host takes is what a search of its devices says; a mesh that is given has as many devices as it has."""
+    found = of(Two(), batch(), CRAWLING)
+    answer = found.remarked(found.run())
+    alone = of(Two(), batch(), {**CRAWLING, "hosts": 1, "levels": CRAWLING["levels"][:1]}).run().best
+    assert alone.seconds < answer.best.seconds
+    (text,) = [text for text in answer.remarks if "one host" in text]
+    assert f"{alone.seconds * 1e3:,.1f} ms" in text and f"the {CRAWLING['devices']} devices" in text
+    quick = of(Two(), batch(), {**CRAWLING, "levels": [{"bytes_s": 1e12, "start_s": 1e-9}] * 2})
+    assert not any("one host" in text for text in quick.remarked(quick.run()).remarks)

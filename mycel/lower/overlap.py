@@ -86,9 +86,9 @@ def _ready(block: Block, i: int, uses: Mapping[Var, Chain], calls: Sequence[int]
     """Where a collective can begin: right behind what it sends; one call ahead of its use, if it grows."""
     eqn = block.eqns[i]
     ready = max((arrived.get(v, uses[v].defined + 1) for v in eqn.vars), default=0)
-    before = [c for c in calls if c < min(uses[eqn.outputs[0]].uses, default=len(block.eqns))]
+    before = bisect.bisect_left(calls, min(uses[eqn.outputs[0]].uses, default=len(block.eqns)))
     if before and eqn.op.grows:
-        ready = max(ready, before[-1])
+        ready = max(ready, calls[before - 1])
     return min(ready, i)
 
 

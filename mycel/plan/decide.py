@@ -135,8 +135,8 @@ def last_that_fits(
 ) -> tuple[int, D]:
     """Of 0 … count, which need ever more memory, the last that fits, and what that is; of many, to within a 64th of
     them.  `first`: what 0 is, which fits; `over`: about what the last needs, where that is known to be too much.  It is
-    looked for where the line through the last two that need too much comes down to the budget, where that helps, else
-    in the middle."""
+    looked for where the line through the last two that need too much (or through one of them and the last that fits)
+    meets the budget, where that helps, else in the middle."""
     low, best, stalled = 0, first, 0
     beyond = [(count + 1, over)] if over is not None else list[tuple[int, int]]()  # what needs too much, and its bytes
     if over is None and count:
@@ -145,12 +145,12 @@ def last_that_fits(
             return count, last
         beyond.append((count, last.times.peak[DEVICE]))
     while beyond and beyond[-1][0] - low > max(1, count // FINE):
-        high = beyond[-1][0]
+        high, most = beyond[-1]
         k = (low + high) // 2
-        if len(beyond) > 1 and beyond[-2][1] > beyond[-1][1] and stalled < 3:
-            far, bytes_far = beyond[-2]
-            slope = (bytes_far - beyond[-1][1]) / (far - high)
-            k = min(max(high - math.ceil((beyond[-1][1] - budget) / slope), low + 1), high - 1)
+        far, bytes_far = beyond[-2] if len(beyond) > 1 else (low, best.times.peak[DEVICE])
+        slope = (bytes_far - most) / (far - high)
+        if slope > 0 and far and stalled < 3:
+            k = min(max(high - math.ceil((most - budget) / slope), low + 1), high - 1)
         outcome = at(k)
         if outcome.times.peak[DEVICE] <= budget:
             stalled = 0 if 2 * (k - low) >= high - low else stalled + 1
