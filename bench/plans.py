@@ -183,8 +183,9 @@ def main() -> None:
         cpu = time.process_time() - computing
         assert best is not None
         print(
-            f"{title:24} {took:6.1f} s  {cpu:6.1f} s cpu  {best.seconds * 1e3:10,.1f} ms  {100 * answer.mfu(best):5.1f} %  "
-            f"bound {answer.bound / best.seconds:5.2f}  {best.peak / 2**30:5.1f} GiB  {best.shape}",
+            f"{title:24} {took:6.1f} s  {cpu:6.1f} s cpu  {best.seconds * 1e3:10,.1f} ms  "
+            f"{100 * answer.mfu(best):5.1f} %  bound {answer.bound / best.seconds:5.2f}  "
+            f"{best.peak / 2**30:5.1f} GiB  {best.shape}",
             flush=True,
         )
         other = None if quick else best_ready(found, world, rows)
