@@ -3,7 +3,8 @@
     python bench/sweep.py                     all of them
     python bench/sweep.py --only bert,lstm    those whose names contain one of these
     python bench/sweep.py --kind hand         one kind: causal, masked, text, seq2seq, vision, segment, video, audio,
-                                              ctc, pairs (`sweep_families.py`); nn, hand, net (`sweep_programs.py`)
+                                              ctc, pairs (`sweep_families.py`); nn, hand, net, code (`programs`)
+    python bench/sweep.py --heads --kind qa   every head of each family of Hugging Face, not the first alone
     python bench/sweep.py --part 1/4          every fourth of them
 
 For each: outputs in train and eval mode, gradients of the loss, and two AdamW steps (dropout set to zero; what draws
@@ -24,8 +25,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from programs import fields, generative, habits, learning, networks, sequences, training_code  # noqa: F401  they enter
+from programs.entry import PROGRAMS, X
+from programs.functions import HAND, Written
+from programs.layers import MODULES
 from sweep_families import families, family
-from sweep_programs import ARCHITECTURES, HAND, MODULES, Written, X
 from torch import nn
 
 import mycel
@@ -39,15 +43,15 @@ def peft_model() -> tuple[nn.Module, dict[str, Any]]:
     return peft.get_peft_model(model, config), batch
 
 
-def cases() -> dict[str, Callable[[], Any]]:
-    return {**cases_at_hand(), "hand/peft_lora": peft_model, **families()}
+def cases(heads: bool = False) -> dict[str, Callable[[], Any]]:
+    return {**cases_at_hand(), "hand/peft_lora": peft_model, **families(heads)}
 
 
 def cases_at_hand() -> dict[str, Callable[[], Any]]:
     """Those that need torch alone."""
     known: dict[str, Callable[[], Any]] = {f"nn/{name}": make for name, make in MODULES.items()}
     known.update({f"hand/{fn.__name__}": lambda fn=fn: (Written(fn), (X,)) for fn in HAND})
-    known.update({f"net/{name}": make for name, make in ARCHITECTURES.items()})
+    known.update(PROGRAMS)
     return known
 
 
@@ -59,10 +63,17 @@ def called(model: nn.Module, batch: Any) -> Any:
 
 
 def loss_of(out: Any) -> torch.Tensor:
-    return out if isinstance(out, torch.Tensor) else out["loss"]
+    if isinstance(out, (torch.Tensor, tuple)):
+        return out if isinstance(out, torch.Tensor) else out[0]
+    return out["loss"] if isinstance(out, dict) else out.loss
 
 
 def wide(x: Any) -> Any:
+    """In double precision, tensors of lists and dicts too."""
+    if isinstance(x, (list, tuple)):
+        return type(x)(map(wide, x))
+    if isinstance(x, dict):
+        return {k: wide(v) for k, v in x.items()}
     return x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
 
 
@@ -76,7 +87,7 @@ def judge(make: Callable[[], Any]) -> str:
     try:
         model, batch = make()
         model = model.double()
-        batch = {k: wide(v) for k, v in batch.items()} if isinstance(batch, dict) else tuple(map(wide, batch))
+        batch = wide(batch)
         for dropout in (m for m in model.modules() if isinstance(m, nn.Dropout)):
             dropout.p = 0.0
         twin = copy.deepcopy(model)
@@ -107,23 +118,26 @@ def finite(model: nn.Module, batch: Any) -> bool:
     return all(x is None or bool(x.isfinite().all()) for x in (loss, *(p.grad for p in model.parameters())))
 
 
-def draws(model: nn.Module, batch: Any) -> bool:
-    """Does it draw random numbers in train mode, others than ours?"""
+def draws(model: nn.Module, batch: Any, training: bool) -> bool:
+    """Does it draw random numbers, others than ours?"""
     losses = []
     for seed in range(6):
         torch.manual_seed(seed)
-        losses.append(loss_of(called(copy.deepcopy(model).train(), batch)).detach())
+        losses.append(loss_of(called(copy.deepcopy(model).train(training), batch)).detach())
     return not all(close(loss, losses[0]) for loss in losses)
 
 
 def compare(model: nn.Module, twin: nn.Module, batch: Any) -> str:
-    """The first thing that differs from torch."""
-    random = draws(twin, batch)
-    for mode in (False,) if random else (False, True):
-        mine, plain = copy.deepcopy(model).train(mode), copy.deepcopy(twin).train(mode)
-        got, want = called(mycel.jit(mine), batch), called(plain, batch)
-        if not close(loss_of(got), loss_of(want)):
-            return f"loss in {'train' if mode else 'eval'} mode: {loss_of(got).item()} for {loss_of(want).item()}"
+    """The first thing that differs from torch: of three calls in each mode (code may count them), and two steps."""
+    random = draws(twin, batch, True)
+    for mode in (False, True):
+        if random if mode else draws(twin, batch, False):
+            continue
+        fast, plain = mycel.jit(copy.deepcopy(model).train(mode)), copy.deepcopy(twin).train(mode)
+        for call in range(3):
+            got, want = loss_of(called(fast, batch)), loss_of(called(plain, batch))
+            if not close(got, want):
+                return f"loss in {'train' if mode else 'eval'} mode, call {call}: {got.item()} for {want.item()}"
     model.train()
     twin.train()
     plain = torch.optim.AdamW(twin.parameters(), lr=1e-3)
@@ -173,8 +187,9 @@ def main() -> None:
     parser.add_argument("--kind", default="")
     parser.add_argument("--part", default="0/1", help="I/N: every N-th, from the I-th on")
     parser.add_argument("--seconds", type=int, default=240, help="for each")
+    parser.add_argument("--heads", action="store_true", help="all heads of a family, not the first alone")
     args = parser.parse_args()
-    known = cases()
+    known = cases(args.heads)
     wanted = [n for n in known if n.startswith(args.kind) and any(part in n for part in args.only.split(","))]
     first, every = map(int, args.part.split("/"))
     wanted = wanted[first % every :: every]

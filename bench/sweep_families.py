@@ -1,7 +1,9 @@
 """Families of Hugging Face for `sweep.py`: each from its own configuration, made small by the names of its fields.
 
 A family is tried with one head, that of the first kind it has: causal, masked, text, seq2seq, vision, segment, video,
-audio, ctc, pairs (an image and a text).  One that torch itself cannot run that way is left out of the count.
+audio, ctc, pairs (an image and a text); with `--heads` with all of them, and with those of further kinds: token, qa,
+choice, sentences, restored (masked images), detect, speech, frames, speaker.  One that torch itself cannot run that way
+is left out of the count.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 Made = tuple[nn.Module, dict[str, Any]]
 
@@ -151,6 +154,28 @@ def _batch(kind: str, config: Any, model: nn.Module) -> dict[str, Any]:
             return {**_sound(config, model), "labels": classes}
         case "ctc":
             return {**_sound(config, model), "labels": torch.randint(3, 30, (2, 3))}
+        case "token":
+            return {**text(), "labels": torch.randint(0, 5, (2, 12))}
+        case "qa":
+            return {**text(), "start_positions": torch.tensor([1, 4]), "end_positions": torch.tensor([3, 9])}
+        case "choice":
+            return {**{k: v[:, None].repeat(1, 3, 1) for k, v in text().items()}, "labels": torch.tensor([0, 2])}
+        case "sentences":
+            return {**text(), "labels": torch.tensor([0, 1])}
+        case "restored":
+            pixels, side = _images(config), config.image_size // config.patch_size
+            return {"pixel_values": pixels, "bool_masked_pos": (torch.arange(side * side) % 3 == 0).repeat(2, 1)}
+        case "detect":
+            boxes = torch.tensor([[0.4, 0.4, 0.3, 0.2], [0.6, 0.5, 0.2, 0.4], [0.3, 0.7, 0.1, 0.1]])
+            found = [{"class_labels": classes[:n], "boxes": boxes[:n]} for n in (2, 1)]
+            return {"pixel_values": torch.randn(2, 3, 64, 64), "labels": found}
+        case "speech":
+            return {**_sound(config, model), "labels": torch.randint(3, 30, (2, 5))}
+        case "frames":
+            frames = int(model._get_feat_extract_output_lengths(torch.tensor(800)))
+            return {**_sound(config, model), "labels": F.one_hot(torch.randint(0, 5, (2, frames)), 5)}
+        case "speaker":
+            return {**_sound(config, model), "labels": classes}
         case "pairs":
             return {**text(), "pixel_values": _images(config.vision_config), "return_loss": True}
     raise ValueError(kind)
@@ -167,6 +192,17 @@ MAPPINGS = {
     "audio": "AUDIO_CLASSIFICATION",
     "ctc": "CTC",
     "pairs": "ZERO_SHOT_IMAGE_CLASSIFICATION",
+}
+HEADS = {
+    "token": "TOKEN_CLASSIFICATION",
+    "qa": "QUESTION_ANSWERING",
+    "choice": "MULTIPLE_CHOICE",
+    "sentences": "NEXT_SENTENCE_PREDICTION",
+    "restored": "MASKED_IMAGE_MODELING",
+    "detect": "OBJECT_DETECTION",
+    "speech": "SPEECH_SEQ_2_SEQ",
+    "frames": "AUDIO_FRAME_CLASSIFICATION",
+    "speaker": "AUDIO_XVECTOR",
 }
 # what the names of fields do not tell
 OWN: dict[str, dict[str, Any]] = {
@@ -186,6 +222,8 @@ OWN: dict[str, dict[str, Any]] = {
     "xmod": {"default_language": "en_XX"},
     "efficientnet": {"image_size": 32, "width_coefficient": 1.0, "depth_coefficient": 0.3, "hidden_dim": 1280},
     "mobilevitv2": {"image_size": 64},
+    "rt_detr": {"feat_channels": [32] * 3, "decoder_in_channels": [32] * 3, "encoder_in_channels": [64, 128, 256]},
+    "rt_detr_v2": {"feat_channels": [32] * 3, "decoder_in_channels": [32] * 3, "encoder_in_channels": [64, 128, 256]},
 }
 LARGEST = 30_000_000  # parameters: what is larger was not made small
 
@@ -205,7 +243,7 @@ def family(kind: str, name: str) -> Made:
         config.decoder_start_token_id = 1
     if kind == "causal" and hasattr(config, "is_decoder"):
         config.is_decoder = True
-    mapping = getattr(modeling_auto, f"MODEL_FOR_{MAPPINGS[kind]}_MAPPING")
+    mapping = getattr(modeling_auto, f"MODEL_FOR_{(MAPPINGS | HEADS)[kind]}_MAPPING")
     found = mapping[type(config)]
     cls = found[0] if isinstance(found, (list, tuple)) else found
     with torch.device("meta"):
@@ -216,15 +254,15 @@ def family(kind: str, name: str) -> Made:
     return model, _batch(kind, config, model)
 
 
-def families() -> dict[str, Callable[[], Made]]:
-    """Every family of the installed transformers, with one head."""
+def families(heads: bool = False) -> dict[str, Callable[[], Made]]:
+    """Every family of the installed transformers, with one head, or with all `heads`."""
     from transformers.models.auto import modeling_auto
 
     known: dict[str, Callable[[], Made]] = {}
     tried: set[str] = set()
-    for kind, mapping in MAPPINGS.items():
+    for kind, mapping in (MAPPINGS | HEADS if heads else MAPPINGS).items():
         for name in getattr(modeling_auto, f"MODEL_FOR_{mapping}_MAPPING_NAMES"):
-            if name not in tried:
+            if heads or name not in tried:
                 tried.add(name)
                 known[f"{kind}/{name}"] = lambda kind=kind, name=name: family(kind, name)
     return known

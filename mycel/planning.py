@@ -356,7 +356,9 @@ def _returned(entry: Laid, results: Mapping[int, Layout]) -> Laid:
 
 def _gathered_by_backward(program: Program, body: str, laid: Mapping[str, Laid], mesh: Mesh) -> dict[str, Laid]:
     """What forward leaves in parts and backward reads whole is handed over in parts: who gathers a value itself can
-    compute it again instead."""
+    compute it again instead.  (The programs of places have their steps behind them, and no such block.)"""
+    if body not in program.blocks:
+        return dict(laid)
     block = program.blocks[body]
     pairs = {j: block.eqns[i] for i, j in plan.paired(block)}
     handed: dict[tuple[str, int], set[Layout]] = {}  # to the inputs of blocks, in all calls

@@ -45,3 +45,15 @@ def _ctc_loss(log_probs, targets, input_lengths, target_lengths, blank=0, reduct
     known = not hasattr(input_lengths, "dtype") and not hasattr(target_lengths, "dtype")
     overload = "ctc_loss.IntList" if known else "ctc_loss.Tensor"
     return kept_whole(overload, log_probs, targets, input_lengths, target_lengths, blank, reduction, zero_infinity)
+
+
+@captures(torch.linalg.lstsq)
+def _lstsq(a, b, rcond=None, *, driver=None):
+    """By the pseudo-inverse, as torch's own gradient of it is; residuals and singular values are not computed, as the
+    default solver of CPUs does not."""
+    if driver not in (None, "gelsy") or rcond is not None or b.ndim != a.ndim:
+        return NotImplemented
+    x = o.matmul(kept_whole("linalg_pinv.atol_rtol_float", a), b)
+    rank = kept_whole("linalg_matrix_rank.atol_rtol_float", a)
+    nothing = o.full(0.0, shape=(0,), dtype=a.dtype)
+    return torch.return_types.linalg_lstsq((x, nothing, rank, nothing))

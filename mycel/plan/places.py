@@ -38,7 +38,6 @@ BESIDE_PLACES = {  # what is not for sub-models on meshes of their own, and why
     "stages": "a pipeline of all would cut across the meshes of sub-models",
     "gather": "parameters are gathered on the mesh of each sub-model, exactly",
     "send": "sub-models send each other pieces of tensors, exactly",
-    "monitor": "gradients are compared along an axis of all ranks, and each sub-model has axes of its own",
     "sync": "a replica is all of a model, and ranks along an axis of a place have a part of it",
 }
 
@@ -185,7 +184,7 @@ def _with_all_axes(places: Sequence[Place]) -> tuple[Place, ...]:
     return tuple(replace(p, mesh=Mesh({**p.mesh.sizes(), **{a: 1 for a in axes if a not in p.mesh}})) for p in places)
 
 
-def refuse_beside_places(given: Mapping[str, Any], compress: Mapping[str, Any]) -> None:
+def refuse_beside_places(given: Mapping[str, Any]) -> None:
     """PlanError for what a plan with places also says, and cannot."""
     refused = next((name for name in BESIDE_PLACES if given[name]), None)
     if refused is not None:
@@ -193,11 +192,6 @@ def refuse_beside_places(given: Mapping[str, Any], compress: Mapping[str, Any]) 
         if refused == "stages":
             hint = 'the stages of a place: "*": {ranks: 2..5, stages: [embed, layers.8]}'
         raise PlanError(f"place: {refused}: {BESIDE_PLACES[refused]}\n  try       {hint}")
-    if any(isinstance(how, str) and how.startswith("auto") for how in compress.values()):
-        raise PlanError(
-            "place: compress: auto measures one link for all ranks, and each sub-model has links of its own\n"
-            "  try       compress: {dp: int8+ef}"
-        )
 
 
 def places_mesh(places: Sequence[Place]) -> Mesh:

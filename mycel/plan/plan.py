@@ -226,7 +226,7 @@ class Plan:
         if not self.place:
             return
         given = {"stages": self.is_pipeline, "gather": self.gather, "send": self.send, "sync": self.sync}
-        refuse_beside_places({**given, "monitor": self.monitor or "when" in self.compress}, self.compress)
+        refuse_beside_places(given)
         if self.schedule not in PLACE_SCHEDULES:
             raise PlanError(f"place: schedule {self.schedule}\n  known     {', '.join(PLACE_SCHEDULES)}")
         mesh = places_mesh(self.places)
@@ -518,17 +518,17 @@ class Plan:
         found = read_compress(self.compress, self.mesh, self.batch_axes())
         if found is not None and found.auto and self.decided is not None and self.decided.compress:
             found = read_compress({found.axis: self.decided.compress}, self.mesh, self.batch_axes())
-        if found is None or max(mesh[found.axis] for mesh in self._meshes()) == 1:
+        if found is None or max(mesh[found.axis] for mesh in self.meshes()) == 1:
             return None
         return found if found.auto or any(how is not None for _, how in found.patterns) else None
 
-    def _meshes(self) -> list[Mesh]:
+    def meshes(self) -> list[Mesh]:
         """On which gradients are summed: of all ranks, or of each place."""
         return [place.mesh for place in self.places] if self.place else [self.mesh]
 
-    def sums_over(self, axis: str, parameter: str) -> bool:
-        """Has the gradient of a parameter summands of several ranks along an axis?  In its place it may have none."""
-        return self._meshes()[place_of(self.places, parameter) if self.place else 0][axis] > 1
+    def ranks_along(self, axis: str, parameter: str) -> int:
+        """Of how many ranks along an axis the gradient of a parameter is a sum: of those of its place."""
+        return self.meshes()[place_of(self.places, parameter) if self.place else 0][axis]
 
     def phases(self) -> tuple[list[tuple[int | None, Plan]], Condition | None]:
         """The plans of a run one after the other, each with the step before which it holds; or two, exact and encoded,

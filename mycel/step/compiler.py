@@ -306,7 +306,9 @@ class StepCompiler:
     def monitored(self) -> dict[str, float]:
         """What the plan has measured of gradients: noise scale, variance, errors of compression; see `monitors.py`."""
         axis = watched_axis(self.written)
-        return monitored(self._counters, self.written.mesh[axis]) if axis and self.written is not None else {}
+        if not axis or self.written is None:
+            return {}
+        return monitored(self._counters, {mesh[axis] for mesh in self.written.replica.meshes()})
 
     def _signature(self) -> tuple[Any, ...]:
         """What a compiled step is for besides the form of its batch: the optimiser's settings, and the plan of now."""

@@ -15,7 +15,7 @@ class Counters(dict[str, torch.Tensor]):
     def on(self, device: torch.device, name: str) -> torch.Tensor:
         if name not in self:
             first = {"loss_scale": torch.tensor(SCALE), "good_steps": torch.tensor(0, dtype=torch.int32)}
-            is_average = name in (transform.SMALL, transform.LARGE) or name.startswith(transform.ERROR)
+            is_average = name.startswith((transform.SMALL, transform.LARGE, transform.ERROR))
             self[name] = first.get(name, torch.tensor(0.0 if is_average else 0)).to(device)
         return self[name]
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from mycel import plan
+from mycel.ir import Mesh
 from mycel.parts import ShardedModel
 from mycel.plan.hardware import Curve
 from mycel.plan.links import Link, fitted
@@ -33,10 +34,9 @@ class PricedLink:
         chosen = given.compressed()
         if chosen is None or not chosen.auto or self.link is not None:
             return
-        mesh = parts.plan.mesh
         if parts.ranks is None:
-            parts.ranks = world(mesh, device)
-        like = plan.hardware_of(device).links(mesh).of((chosen.axis,))
+            parts.meet(world(parts.written.mesh, device))
+        like = plan.hardware_of(device).links(mesh_along(given, chosen.axis)).of((chosen.axis,))
         messages = timed_messages(parts.ranks, chosen.axis)
         self.axis, self.link = chosen.axis, fitted(like.name, like.ranks, like.busy, messages)
         self.codec_rates = timed_codecs(parts.ranks, chosen.codecs())
@@ -53,4 +53,9 @@ class PricedLink:
         if self.link is None or written is None:
             return hardware
         hardware = replace(hardware, rates={**hardware.rates, **self.codec_rates})
-        return plan.with_link(hardware, written.mesh, self.axis, self.link)
+        return plan.with_link(hardware, mesh_along(written, self.axis), self.axis, self.link)
+
+
+def mesh_along(written: plan.Plan, axis: str) -> Mesh:
+    """The mesh that has most ranks along an axis: of all, or of a sub-model."""
+    return max(written.meshes(), key=lambda mesh: mesh[axis])

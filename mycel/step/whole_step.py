@@ -21,8 +21,8 @@ def watched_axis(written: Plan | None) -> str:
     """Along which axis gradients of ranks are compared; "" where they are not."""
     if written is None or written.mesh.world == 1 or not written.monitored():
         return ""
-    axes = [*written.compress, *written.replica.batch_axes()]
-    return next((a for a in axes if a in written.replica.mesh and written.mesh[a] > 1), "")
+    axes, meshes = [*written.compress, *written.replica.batch_axes()], written.replica.meshes()
+    return next((a for a in axes if any(a in mesh and mesh[a] > 1 for mesh in meshes)), "")
 
 
 def whole_step(
@@ -44,7 +44,8 @@ def whole_step(
     if late is not None:
         program = check(transform.delay_gradients(program, names, body.results, late.axis))
     if watched:
-        program = check(transform.monitor_ranks(program, len(names), body.results, watched, given.mesh[watched]))
+        ranks = [given.ranks_along(watched, name) for name in names]
+        program = check(transform.monitor_ranks(program, ranks, body.results, watched))
     chosen = _codecs(groups, given, settings, parts, later) | dict.fromkeys(owed, Compression.parse("fp32+ef"))
     if chosen:
         axis = next(iter(given.compress), None) or next(iter(owed.values()))
@@ -52,7 +53,7 @@ def whole_step(
     if watched:
         assert written is not None
         errors, by_group = "error" in written.monitored(), [g.params for g in groups]
-        program = check(transform.monitor_sums(program, by_group, body.results, watched, errors))
+        program = check(transform.monitor_sums(program, ranks, by_group, body.results, watched, errors))
     if late is not None and late.options["correction"]:
         program = check(transform.correct_delay(program, names, body.results, late.options["correction"]))
     program, groups = transform.frozen_groups(program, groups, body.results, chosen)
@@ -78,7 +79,7 @@ def _codecs(
     names = [name for group in groups for name in group.params]
     trained = {name: parts.shapes[name] for name in names if name in parts.shapes}
     how.refuse_unused(trained, {name: x.dtype for name, x in parts.tensors() if name not in trained})
-    chosen = {name: codec for name, codec in how.of(trained).items() if given.sums_over(how.axis, name)}
+    chosen = {name: codec for name, codec in how.of(trained).items() if given.ranks_along(how.axis, name) > 1}
     asking = {
         "clip_norm": settings.clip_norm, "clip_value": settings.clip_value, "grads=True": settings.grads,
         "monitor": given.monitored(), "sync": given.delayed(),
