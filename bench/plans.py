@@ -12,6 +12,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import transformers as hf
@@ -130,7 +131,7 @@ def asked(name: str, world: int, links: str, rows: int) -> Search:
     with torch.device("meta"):
         model = make().to(torch.float32 if is_wide else torch.bfloat16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    settings = {"precision": "bf16"} if is_wide else {}
+    settings: dict[str, Any] = {"precision": "bf16"} if is_wide else {}
     return search(model, optimizer, batch(rows, length), cluster(world, links), **settings)
 
 

@@ -97,6 +97,14 @@ class StepOutcome:
     steps: plan.StageCosts | None = None
 
 
+class Least(NamedTuple):
+    """Bytes on device and host, and seconds, below which a way to move never is."""
+
+    device: int
+    host: int
+    seconds: float
+
+
 class MoveChoice(NamedTuple):
     """Moves, and what the step takes with them."""
 
@@ -124,15 +132,16 @@ class Mover:
     compiled: Collection[str] = ()
     steps: frozenset[str] = frozenset()  # of a pipeline: the blocks that its entry calls, microbatch by microbatch
 
-    def least(self) -> tuple[int, float]:
-        """The bytes that inputs take on the device, and seconds, below which this way never is: what lives on the host
-        comes once a step at least."""
+    def least(self) -> Least:
+        """The bytes that inputs take on device and host, and seconds, below which this way never is: what lives on the
+        host comes once a step at least."""
         lives = [v for v in self.done.program.inputs if v.name in self._homes]
-        held = sum(v.type.bytes for v in self.done.program.inputs) - sum(v.type.bytes for v in lives)
+        away = sum(v.type.bytes for v in lives)
+        held = sum(v.type.bytes for v in self.done.program.inputs) - away
         hosted = {v for update in self._updates for v in update.state}
         moved_s = sum(self.clock.hardware.move_s(v.type.bytes) for v in lives if v not in hosted)
         host_s = self.clock.hardware.update_s(sum(update.bytes for update in self._updates)) if self._updates else 0.0
-        return held, max(moved_s, host_s)
+        return Least(held, away, max(moved_s, host_s))
 
     @property
     def updates(self) -> bool:
@@ -353,10 +362,10 @@ class PipelineMover:
     def updates(self) -> bool:
         return any(mover.updates for mover in self.movers)
 
-    def least(self) -> tuple[int, float]:
+    def least(self) -> Least:
         """As a mover's: of the rank that needs most."""
-        each = [mover.least() for mover in self.movers]
-        return max(held for held, _ in each), max(seconds for _, seconds in each)
+        device, host, seconds = zip(*(mover.least() for mover in self.movers), strict=True)
+        return Least(max(device), max(host), max(seconds))
 
     @cached_property
     def most(self) -> PipelineMoveChoice:
@@ -429,26 +438,34 @@ def with_moves(step: MovableStep[S], offload: Offload, spaces: Spaces, recompute
             if spaces.fit(outcome.times):
                 fitting.append(outcome)
 
-    def could_win(way: Way, is_last: bool) -> bool:
+    def missing(way: Way) -> int:
+        """Bytes that a way is short of, whatever is computed again."""
+        least = mover_of(free, way).least()
+        spaces_ = (spaces.device, least.device), (spaces.host, least.host)
+        return sum(max(needs - has, 0) for has, needs in spaces_ if has is not None)
+
+    def could_win(way: Way) -> bool:
         mover = mover_of(free, way)
         if way.update and offload.update == "auto" and not mover.updates:
             return False
-        held, seconds = mover.least()
         best_s = min((outcome.times.seconds for outcome in fitting), default=math.inf)
-        bound = max(seconds, free.times.seconds)
-        if bound * (1 + (FAR if way.parameters and not way.update else NEAR)) >= best_s:
-            return False
-        return is_last or spaces.device is None or held <= spaces.device  # the last one says what is missing
+        bound = max(mover.least().seconds, free.times.seconds)
+        far = FAR if way.parameters and not way.update else NEAR
+        return bound * (1 + far) < best_s and not missing(way)
 
     could_stay = spaces.device is None or free.times.held <= spaces.device
     if could_stay and not any(getattr(offload, kind) == "host" for kind in plan.KINDS):
         attempt(None)
-    for each in ways(offload, step.costs.hardware.update_bytes_s is not None):
+    every = list(ways(offload, step.costs.hardware.update_bytes_s is not None))
+    for each in every:
         if not fitting or not each[0].windows:
             for way in each:
-                if could_win(way, way is each[-1]):
+                if could_win(way):
                     attempt(way)
     if not fitting:
+        if not nearest:  # no way could have fit
+            dearest = lowered(tuple(plan.ladder(step.costs, recompute)[-1:]))
+            nearest += [mover_of(dearest, way).most.times for way in every[-1]]
         raise PlanError(_too_little(min(nearest, key=lambda times: sum(spaces.short(times))), spaces))
     best = min(fitting, key=lambda outcome: outcome.times.seconds)
     moved = best.moved_by_rank or (best.moved,)

@@ -268,8 +268,7 @@ class Search:
         except PlanError as e:
             if "too much" not in str(e):
                 raise
-            more = re.search(r": ([\d.]+ \w+) too much", str(e))
-            return Candidate(shape, why=f"out of memory by {more[1] if more else 'some'}")
+            return Candidate(shape, why=f"out of memory by {_short_of(str(e))}")
 
     def priced(self, written: Plan) -> Candidate:
         """What a plan that people wrote comes to, on as many devices."""
@@ -535,10 +534,11 @@ class Search:
         except PlanError:  # it does not fit there
             return
         if other is not None and other.seconds < limit:
+            waiting = f"{100 * best.exposed / best.seconds:.0f} %"
             yield (
                 f"the {cluster.devices} devices of one host would take {other.seconds * 1e3:,.1f} ms ({other.shape}), "
-                f"less than these {cluster.world}, which wait for each other {100 * best.exposed / best.seconds:.0f} % "
-                "of a step: others may stay idle, or a larger batch gives them more to do"
+                f"less than these {cluster.world}, which wait for each other {waiting} of a step: others may stay "
+                "idle, or a larger batch gives them more to do"
             )
 
     def _explained(self, candidate: Candidate, best: Candidate) -> Candidate:
@@ -565,7 +565,14 @@ class Search:
             f"  needs     at least {shown(least)} for {shown(parameters)} of parameters and {shown(state)} of state\n"
             f"  nearest   {nearest.shape if nearest else ''}: {nearest.why if nearest else ''}\n"
             f"  try       {max(devices, self.cluster.world * 2)} devices, a smaller batch, or more memory"
+            + (", or more of the host's" if any("on the host" in c.why for c in ranked) else "")
         )
+
+
+def _short_of(refusal: str) -> str:
+    """What a refusal says is too much, and where that is if it is not the device."""
+    found = re.findall(r"^(.*): ([\d.]+ \w+) too much", refusal, re.MULTILINE)
+    return " and ".join(f"{n} on the host" if "on the host" in line else n for line, n in found) or "some"
 
 
 def _parameters(program: Program) -> Iterator[tuple[Role, Var]]:

@@ -15,7 +15,8 @@ block before is at work.
                                                       h = call(x, v0, block=@layer)
                                                       y = call(h, v1, block=@layer)
 
-They stand before the call that comes before: earlier they would only take memory.  A block without messages is also one
+They stand before the call that comes before: earlier they would only take memory.  Where that call makes what they
+gather (the last layer's, for its own backward) they stand behind it.  A block without messages is also one
 that a compiler takes whole.
 """
 
@@ -45,7 +46,7 @@ from mycel.ops import o
 
 
 def hoist(program: Program) -> Program:
-    """The program whose blocks are given what they would gather, wherever all who call them could have gathered it
+    """The program whose blocks are given what they would gather, wherever one who calls them could have gathered it
     before the call before."""
     blocks = dict(program.blocks)
     for name in order(program):
@@ -57,15 +58,18 @@ def hoist(program: Program) -> Program:
             or any(name in map(str, e.refs) and e.op is not call for n in callers for e in blocks[n].eqns)
         ):
             continue
-        late = {
-            v
+        late = [
+            set(_late(blocks, blocks[n], i, uses))
             for n in callers
             for uses in [chains(blocks[n])]
             for i, e in enumerate(blocks[n].eqns)
             if name in map(str, e.refs)
-            for v in _late(blocks, blocks[n], i, uses)
+        ]
+        moved = {
+            v: chain
+            for v, chain in gathers.items()
+            if not all(any(u in x for e in chain for u in e.vars) for x in late)
         }
-        moved = {v: chain for v, chain in gathers.items() if not any(u in late for e in chain for u in e.vars)}
         if moved:
             old, blocks[name] = blocks[name], _without(blocks[name], moved)
             for n in callers:
@@ -122,11 +126,15 @@ def _caller(block: Block, name: str, old: Block, new: Block, moved: dict[Var, li
     names.reserve(v.name for v in (*block.inputs, *(v for e in block.eqns for v in e.outputs)))
     ahead: dict[int, list[Eqn]] = {}
     calls: dict[int, Eqn] = {}
+    uses = chains(block)
     for i, eqn in enumerate(block.eqns):
         if name in map(str, eqn.refs):
             values: dict[Var, Atom] = dict(zip(old.inputs, eqn.inputs, strict=True))
-            chain = dict.fromkeys(e for v in new.inputs if v in moved for e in moved[v])
-            ahead.setdefault(_before(block, i), []).extend(_renamed(chain, values, names))
+            place = {v: uses[x].defined + 1 if isinstance(x, Var) else 0 for v, x in values.items()}
+            for e in dict.fromkeys(e for v in new.inputs if v in moved for e in moved[v]):
+                at = max(_before(block, i), *(place[v] for v in e.vars))
+                place.update(dict.fromkeys(e.outputs, at))
+                ahead.setdefault(at, []).extend(_renamed([e], values, names))
             calls[i] = replace(eqn, inputs=tuple(values[v] for v in new.inputs))
     eqns = [e for i, eqn in enumerate(block.eqns) for e in (*ahead.get(i, ()), calls.get(i, eqn))]
     return Block(block.inputs, tuple(eqns), block.outputs)
