@@ -32,7 +32,8 @@ from mycel.train.planner import search
 
 REACHED = 0.76  # of the nominal rate, as the presets have it
 DEVICE = {
-    "half": REACHED * 835e12, "single": REACHED * 417e12, "bytes_s": 0.85 * 2.4e12, "memory": "96GB", "launch_s": 8e-6,
+    "half": REACHED * 835e12, "single": REACHED * 417e12, "quarter": 1.6 * REACHED * 835e12,
+    "bytes_s": 0.85 * 2.4e12, "memory": "96GB", "launch_s": 8e-6,
 }  # fmt: skip
 LEVELS = [
     {"name": "nvlink", "bytes_s": 3.6e11, "start_s": 3e-6},

@@ -128,8 +128,8 @@ def our_step(way: str, model: nn.Module, world: int) -> tuple[Callable[..., Any]
     step = mycel.train_step(model, optimizer, mesh=mycel.Mesh(dp=world), plan={"batch": ["dp"], **plan_of(way)})
 
     def formula() -> float:
-        sync = way.startswith(POLICIES) and not way.startswith("delayed")
-        return 0.0 if sync else sum(mycel.lower.sent(step._entry().program).values())
+        entry = step._entry()
+        return entry.plan.predicted.sync[1] + sum(mycel.lower.sent(entry.program).values())
 
     return step, step.evaluate, formula
 
@@ -176,7 +176,8 @@ def parts_of(way: str) -> int:
 
 
 def whole_periods(way: str, steps: int) -> int:
-    """So many steps, or more: those that speak every H steps are measured over whole times of H."""
+    """So many steps, or more: those that speak every H steps are measured over whole times of H, of which the first,
+    in which they connect, does not count."""
     every = re.search(r"H=(\d+)", way)
     period = int(every[1]) if every else 1
     return -(-steps // period) * period
@@ -202,21 +203,22 @@ def serve(way: str, model_name: str, steps: int, look: bool, seed: int) -> None:
         with torch.no_grad():
             return statistics.mean(float(loss_of(*batch)) for batch in held)
 
+    warm = whole_periods(way, WARM) if not look else WARM
     seconds, losses, sent, before, parts = [], [], 0.0, (0, 0), parts_of(way)
-    for i in range(WARM + steps):
-        if i == WARM:
+    for i in range(warm + steps):
+        if i == warm:
             before = counted()
         start = time.perf_counter()
         for _ in range(parts):
             float(step(*next_batch()))
         seconds.append((time.perf_counter() - start) / parts)
-        if i == WARM + steps - 1:
+        if i == warm + steps - 1:
             after = counted()
             sent = (after[0] - before[0] - HEADERS * (after[1] - before[1])) / steps / parts
         if look and (i + 1) % CHECKED == 0:
             losses.append(held_out())
     losses = losses or [held_out()]
-    typical = (statistics.mean if way.startswith(POLICIES) else statistics.median)(seconds[WARM:])
+    typical = (statistics.mean if way.startswith(POLICIES) else statistics.median)(seconds[warm:])
     if rank == 0 and not ddp and way == "auto":
         print("auto", step.plan.compress_text(), flush=True)
     print("done", typical, sent, formula(), *(f"{x:.5f}" for x in losses), flush=True)

@@ -162,8 +162,12 @@ class Mover:
             without = replace(self, offload=replace(self.offload, gradients="none"))
             same = without._choice(count, window, AHEAD[0])
             mover, best = (without, same) if self._fits(same) else (self, best)
-        more = [mover._choice(count, window, ahead) for ahead in (AHEAD[1:] if self._homes else ())]
-        return min([best, *filter(self._fits, more)], key=lambda c: c.times.seconds)
+        for ahead in AHEAD[1:] if self._homes else ():
+            more = mover._choice(count, window, ahead)
+            if not self._fits(more):
+                break
+            best = min(best, more, key=lambda c: c.times.seconds)
+        return best
 
     @cached_property
     def could(self) -> list[plan.Absence]:
@@ -312,15 +316,9 @@ class Mover:
         self, values: Sequence[int], choice: Callable[[int], MoveChoice], best: MoveChoice
     ) -> tuple[int, MoveChoice]:
         """Of values that take ever more memory the last that fits, and its choice; `best` is that of the first."""
-        low, high = 0, len(values) - 1
-        while low < high:
-            middle = (low + high + 1) // 2
-            each = choice(values[middle])
-            if self._fits(each):
-                low, best = middle, each
-            else:
-                high = middle - 1
-        return values[low], best
+        room = math.inf if self.spaces.device is None else self.spaces.device
+        k, best = plan.last_that_fits(len(values) - 1, lambda i: choice(values[i]), room, best)
+        return values[k], best
 
 
 @dataclass
@@ -399,6 +397,14 @@ def with_moves(step: MovableStep[S], offload: Offload, spaces: Spaces, recompute
     free = lowered(tuple(plan.ladder(step.costs, recompute)[:1]))
     fitting: list[S] = []
     nearest: list[Times] = []
+    movers: dict[tuple[int, Way], tuple[S, Mover | PipelineMover]] = {}
+
+    def mover_of(outcome: S, way: Way) -> Mover | PipelineMover:
+        """Several prices may have the same outcome."""
+        key = id(outcome.lowered), way
+        if key not in movers:
+            movers[key] = outcome, step.mover(outcome, way, spaces)
+        return movers[key][1]
 
     def with_choice(outcome: S, choice: MoveChoice | PipelineMoveChoice) -> S:
         if isinstance(choice, PipelineMoveChoice):
@@ -411,19 +417,20 @@ def with_moves(step: MovableStep[S], offload: Offload, spaces: Spaces, recompute
         def under(prices: Sequence[float]) -> S:
             outcome: S = lowered(tuple(prices))
             if way is not None:
-                outcome = with_choice(outcome, step.mover(outcome, way, spaces).most)
+                outcome = with_choice(outcome, mover_of(outcome, way).most)
             nearest.append(outcome.times)
             return outcome
 
         with contextlib.suppress(PlanError):
-            outcome = plan.decide(under, step.pairs, step.costs, spaces.device, recompute, SLACK)
+            moves = way is not None
+            outcome = plan.decide(under, step.pairs, step.costs, spaces.device, recompute, SLACK, upwards=moves)
             if way is not None:
-                outcome = with_choice(outcome, step.mover(outcome, way, spaces).fewest())
+                outcome = with_choice(outcome, mover_of(outcome, way).fewest())
             if spaces.fit(outcome.times):
                 fitting.append(outcome)
 
     def could_win(way: Way, is_last: bool) -> bool:
-        mover = step.mover(free, way, spaces)
+        mover = mover_of(free, way)
         if way.update and offload.update == "auto" and not mover.updates:
             return False
         held, seconds = mover.least()
@@ -433,7 +440,8 @@ def with_moves(step: MovableStep[S], offload: Offload, spaces: Spaces, recompute
             return False
         return is_last or spaces.device is None or held <= spaces.device  # the last one says what is missing
 
-    if not any(getattr(offload, kind) == "host" for kind in plan.KINDS):
+    could_stay = spaces.device is None or free.times.held <= spaces.device
+    if could_stay and not any(getattr(offload, kind) == "host" for kind in plan.KINDS):
         attempt(None)
     for each in ways(offload, step.costs.hardware.update_bytes_s is not None):
         if not fitting or not each[0].windows:

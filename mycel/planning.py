@@ -160,6 +160,7 @@ class LaidOut:
     local: Program
     costs: Costs
     clock: Clock
+    _outcomes: dict[Residuals, Outcome] = field(default_factory=dict)
 
     @staticmethod
     def of(task: Task, given: Plan) -> LaidOut:
@@ -192,8 +193,14 @@ class LaidOut:
         return PipelineMover.of(outcome, [self.clock] * count, [compiled] * count, self.plan.offload, spaces, way)
 
     def under(self, prices: Sequence[float]) -> Outcome:
-        """Lowered, where keeping a byte costs so many seconds."""
+        """Lowered, where keeping a byte costs so many seconds; several prices may mean the same."""
         residuals = plan.residuals(self.local, self.task.body, self.costs, prices)
+        if residuals not in self._outcomes:
+            self._outcomes[residuals] = self._keeping(residuals)
+        return self._outcomes[residuals]
+
+    def _keeping(self, residuals: Residuals) -> Outcome:
+        """Lowered, with these values kept for backward."""
         is_woven = self.plan.at_once > 1 or self.plan.is_pipeline
         resident = lower.with_residuals(self.local, residuals, self.spread, is_woven)
         names, regions = frozenset[str](), dict[str, tuple[str, ...]]()
@@ -349,7 +356,9 @@ def _returned(entry: Laid, results: Mapping[int, Layout]) -> Laid:
 
 def _gathered_by_backward(program: Program, body: str, laid: Mapping[str, Laid], mesh: Mesh) -> dict[str, Laid]:
     """What forward leaves in parts and backward reads whole is handed over in parts: who gathers a value itself can
-    compute it again instead."""
+    compute it again instead.  (The programs of places have their steps behind them, and no such block.)"""
+    if body not in program.blocks:
+        return dict(laid)
     block = program.blocks[body]
     pairs = {j: block.eqns[i] for i, j in plan.paired(block)}
     handed: dict[tuple[str, int], set[Layout]] = {}  # to the inputs of blocks, in all calls

@@ -49,7 +49,7 @@ from mycel.plan.towers import Tower, towers
 from mycel.planning import LaidOut, Task, placed_step
 from mycel.run import without_collector
 from mycel.search_given import Given
-from mycel.search_order import SearchOrder
+from mycel.search_order import GAIN, SearchOrder
 from mycel.search_space import AXES, SearchSpace, Shape
 from mycel.shallow import Make, Shallow, layer_lists
 from mycel.sizes import shown
@@ -91,7 +91,7 @@ class Search:
     ) -> None:
         self.model, self.optimizer, self.cluster = model, optimizer, cluster
         self.memory, self.compiled, self.say = memory or cluster.memory, compiled, say
-        self.given = Given.read(given or {})
+        self._written, self.given = given or {}, Given.read(given or {})
         self._make, self._steps = make, dict[tuple[int, bool, tuple[tuple[str, str], ...]], UnshardedStep]()
         self._parameters: dict[tuple[bool, int, int, int], dict[str, Any]] = {}
         self.candidates: dict[Shape, Candidate] = {}  # that were priced
@@ -258,8 +258,10 @@ class Search:
         try:
             if written.place:
                 return self._timed_places(shape, written)
-            if self.shallow is None or not written.offload.is_none:
+            if self.shallow is None:
                 return self._timed_whole(shape, written)
+            if not written.offload.is_none:
+                return self._timed_at_rest(shape, written) or self._timed_whole(shape, written)
             if written.is_pipeline:
                 return self._timed_stages(shape, written)
             return self._timed_shallow(shape, written) or self._timed_whole(shape, written)
@@ -341,6 +343,16 @@ class Search:
 
         best = plan.decide(under, pairs, laid_out[0].costs, self.memory, written.recompute)
         return Candidate(shape, written, best.times, best.sent, best.again, best.price)
+
+    def _timed_at_rest(self, shape: Shape, written: Plan) -> Candidate | None:
+        """A plan that may move values to the host and need not, from steps with fewer layers; nothing where it must, or
+        where moving could save more than `GAIN` of the step, which is computed again for want of memory."""
+        if any(getattr(written.offload, kind) == "host" for kind in plan.KINDS):
+            return None
+        found = self._timed(shape, replace(written, offload=plan.Offload()))
+        if found.plan is None or found.again > GAIN * found.seconds:
+            return None
+        return replace(found, plan=replace(found.plan, offload=written.offload))
 
     def _timed_stages(self, shape: Shape, written: Plan) -> Candidate:
         """A pipeline from the pieces of a step with few layers: with as much computed again as the memory asks for."""
@@ -488,7 +500,8 @@ class Search:
         """With what would be faster and changes numbers; interrupted, without."""
         best = answer.best
         try:
-            return replace(answer, remarks=tuple(self._remarks(best))) if best is not None else answer
+            found = [*self._remarks(best), *(self._fewer(best) if answer.complete else ())] if best is not None else []
+            return replace(answer, remarks=tuple(found))
         except KeyboardInterrupt:
             return answer
 
@@ -502,6 +515,30 @@ class Search:
             yield (
                 f"{other.shape} would save {100 * saved:.0f} % of a step ({other.seconds * 1e3:,.1f} ms); gradients "
                 "are then not quite the same: compress: auto in the plan"
+            )
+
+    def _fewer(self, best: Candidate) -> Iterator[str]:
+        """Where ranks wait for other hosts, and one host could compute it all in less time: would it?"""
+        given, cluster = self.given, self.cluster
+        is_fixed = given.mesh is not None or given.pp > 1 or bool(given.place)
+        if is_fixed or cluster.hosts == 1 or best.exposed < WAITING * best.seconds:
+            return
+        limit = (1 - WAITING / 2) * best.seconds
+        if self.bound * cluster.hosts > limit:
+            return
+        alone = Search(
+            self.model, self.optimizer, self._make, cluster.one_host, self.memory, self._written, self.compiled
+        )
+        alone._steps = self._steps
+        try:
+            other = alone.run().best
+        except PlanError:  # it does not fit there
+            return
+        if other is not None and other.seconds < limit:
+            yield (
+                f"the {cluster.devices} devices of one host would take {other.seconds * 1e3:,.1f} ms ({other.shape}), "
+                f"less than these {cluster.world}, which wait for each other {100 * best.exposed / best.seconds:.0f} % "
+                "of a step: others may stay idle, or a larger batch gives them more to do"
             )
 
     def _explained(self, candidate: Candidate, best: Candidate) -> Candidate:

@@ -201,8 +201,8 @@ class SearchOrder:
         space, search = self.space, self.search
         for _ in range(ROUNDS):
             best = self._best()
-            if best.shape.place:
-                return
+            if best.shape.place or (best.shape.offload and search.is_shallow):
+                return  # what moves is told from all layers: of a deep model one such plan is enough
             shape, least = best.shape, GAIN * best.seconds
             found: list[Iterator[Shape]] = []
             if best.fits and best.exposed > least:
@@ -222,7 +222,7 @@ class SearchOrder:
                     yield each
             if not best.fits or best.exposed > least or (is_full and best.again > least):
                 yield from self._pipelines(shape)
-            # what moves is not yet told from few layers: of a deep model all would be lowered, so only if nothing fits
+            # of a deep model only if nothing fits
             is_wanted = is_full and best.again > least and best.shape.pp == 1 and not search.is_shallow
             if self.fastest() == float("inf") or is_wanted:
                 yield replace(shape, offload=True)

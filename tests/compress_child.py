@@ -14,10 +14,10 @@ from torch import nn
 
 import mycel
 from mycel import Mesh
-from mycel import step as step_module
 from mycel.errors import MycelError
 from mycel.plan import compression
 from mycel.run.rendezvous import seat
+from mycel.step import priced_link
 
 MIXED = {"up.weight": "int8+ef", "down.weight": "int4+loco", "head.weight": "topk(0.1)+ef21"}
 PLANS = {
@@ -43,10 +43,10 @@ def batch(i):
 def chosen_by_measurement() -> None:
     """`auto` measures the link: all ranks choose the same, and say what they have seen."""
     step = made({"compress": {"dp": "auto"}}).prepare(**batch(0))
-    axis, link = step._link
+    axis, link = step.link.axis, step.link.link
     assert axis == "dp" and link.bytes_s > 1e5 and {name for name, *_ in link.measured} >= {"all_reduce"}
     assert step.plan.decided.links["dp"] == link
-    timed = step._codec_rates
+    timed = step.link.codec_rates
     assert {"residual_int8.fp32", "added_int4.fp32"} <= timed.keys()
     assert all(rate > 1e5 for curve in timed.values() for _, rate in curve)
     assert step.plan.compress_text().startswith("along dp exact"), step.plan.compress_text()  # nothing is large here
@@ -55,17 +55,17 @@ def chosen_by_measurement() -> None:
 
 def priced_anew(step) -> None:
     """A link that slows for one of two ranks is no reason, for both it is: from the next step on."""
-    step_module.LINK_WATCHED_EVERY = 2
-    watch, rank = step._link_watch, seat().rank
+    priced_link.WATCHED_EVERY = 2
+    watch, rank = step.link.watch, seat().rank
     for slow_ranks, measured in (((0,), 1), ((0, 1), 2)):
         watch.reference_s = 1e-9 if rank in slow_ranks else 1e9
         entry = step.entries[0] if step.entries else None
         for i in range(2):
-            assert step.priced == 1 and step.entries[0] is entry
+            assert step.link.count == 1 and step.entries[0] is entry
             step(**batch(i))
-        assert step.priced == measured and (step._link is None) == (measured == 2)
+        assert step.link.count == measured and (step.link.link is None) == (measured == 2)
     step(**batch(2))
-    assert step.entries[0] is not entry and step._link is not None and step._link_watch is not watch
+    assert step.entries[0] is not entry and step.link.link is not None and step.link.watch is not watch
     assert "priced anew 1 time(s), since the link had slowed" in step.explain()
 
 

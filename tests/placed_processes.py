@@ -75,10 +75,11 @@ def compressed(folder: Path) -> None:
     """Gradients travel encoded inside of a place, each rank keeps what it lost, and a checkpoint has the sum of that;
     under a plan without codecs the first step sends it: it is one of torch's, with that added to its gradients."""
 
-    def made(compress: dict) -> mycel.Step:
+    def made(compress: dict, **more: object) -> mycel.Step:
         torch.manual_seed(0)
         model = Towers(1)
         plan = {"place": {"vision": [0, 1], "*": [2, 3]}, "batch": ["dp"], "microbatches": 2, "compress": compress}
+        plan |= more
         return mycel.train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), compile=False, plan=plan)
 
     def flushed(step: mycel.Step, state: dict) -> None:
@@ -112,6 +113,11 @@ def compressed(folder: Path) -> None:
     alike(same.state_dict()["messages"], state["messages"])
     assert torch.equal(step(**single(2)), same(**single(2)))
     flushed(exact, state)
+    watched = made({"dp": "auto"}, monitor=["noise"])  # each place measures its link, and all choose the same
+    watched(**single(0))
+    assert watched.plan.decided.compress == "exact" and {k for _, k, *_ in watched.link.link.measured} == {2}
+    told = watched.state.process.tell(watched.monitored())
+    assert told == [told[0]] * 4 and told[0]["gradient_variance"] > 0, told
 
 
 def in_places(folder: Path) -> mycel.Step:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import re
 import zlib
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +24,7 @@ from mycel.ops import collective, o
 from mycel.ops.codec_kernels import EIGHT_BITS, EIGHT_BITS_SCALE, codec_of
 from mycel.ops.collective import COMMUNICATORS
 from mycel.plan import CPU, Plan
-from mycel.plan.compression import usual_loss
-from mycel.plan.links import Link, message
+from mycel.plan.links import message
 from mycel.planning import Task, planned
 from mycel.run import emit, interpret, simulate, simulate_stages
 from mycel.run.kernels import write_into
@@ -59,7 +57,7 @@ class Compressed:
         patterns = dict.fromkeys(COMPRESSED, written.pop("codec"))
         self.plan = Plan.read({"batch": ["dp"], **written, "compress": {"dp": patterns}})
         step = mycel.train_step(self.model, optimizer, plan=self.plan, compile=False, **settings)
-        self.made = step._unsharded((), self.batch)
+        self.made = step.unsharded(**self.batch)
         task = step._task(self.made)
         task = Task(task.program, task.body, CPU, False, task.inputs, task.gathered)
         self.lowered = planned(task, self.plan)[1]
@@ -407,7 +405,7 @@ def converged(codec: str, steps: int = 120) -> float:
     model, batch = Apart(), {"x": x, "y": x @ best.T + away}
     plan = Plan.read({"mesh": {"dp": 2}, "batch": ["dp"], "compress": {"dp": {"w": codec}}})
     step = mycel.train_step(model, torch.optim.SGD(model.parameters(), lr=0.5), plan=plan, compile=False)
-    made = step._unsharded((), batch)
+    made = step.unsharded(**batch)
     lowered = planned(step._task(made), plan)[1]
     program = made.program
     state: dict[str, list[torch.Tensor]] = {}
@@ -449,7 +447,7 @@ def one_bit(codec: str, optimizer=torch.optim.AdamW, mesh: Any = None, **written
         model, optimizer(model.parameters()), plan=plan, compile=False, accumulate=plan.microbatches
     )
     step.set_counters({"taken": torch.tensor(5)})
-    made = step._unsharded((), batch)
+    made = step.unsharded(**batch)
     lowered = planned(step._task(made), step._given())[1]
     gen, values = torch.Generator().manual_seed(1), {}
     for v in made.program.inputs:
@@ -567,54 +565,6 @@ def test_errors_are_kept_in_8_bits_or_more_as_the_next_plan_says():
     assert state.lossy == {"of another stage": "dp"} and len(state.held) == 2
 
 
-def chosen(link: Link, monkeypatch, plan: Any = None, hardware: Any = None) -> tuple[Plan, str]:
-    """What `auto` comes to over such a link, and the program it makes."""
-    hardware = hardware or replace(CPU, levels=(link,))
-    monkeypatch.setattr("mycel.step.plan.hardware_of", lambda device: hardware)
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512))
-    plan = plan or Plan.read({"mesh": {"dp": 2}, "batch": ["dp"], "compress": {"dp": "auto"}})
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = mycel.train_step(model, optimizer, nn.functional.mse_loss, plan=plan, compile=False)
-    batch = torch.randn(64, 512), torch.randn(64, 512)
-    _, decided, lowered = step._planned(batch, {}, (batch, {}))
-    return decided, str(lowered.program)
-
-
-def test_auto_compresses_where_the_clock_says_so_and_says_why_not(monkeypatch):
-    slow, program = chosen(Link(1e7, 1e-4), monkeypatch)
-    assert slow.decided.compress == "int4+ef" and "encode_residual" in program
-    assert re.match(r"along dp int4\+ef: [\d.]+ ms a step, exact [\d.]+ ms$", slow.compress_text())
-    again, same = chosen(Link(1e12, 1e-7), monkeypatch, Plan.read(yaml.safe_load(str(slow))))  # nothing is chosen anew
-    assert same == program and again == slow
-    fast, program = chosen(Link(1e12, 1e-7), monkeypatch)
-    assert fast.decided.compress == "exact" and "encode" not in program and "all_reduce" in program
-    assert "links are fast: compression would cost" in fast.compress_text()
-
-
-def test_auto_takes_no_codec_that_loses_more_than_its_budget(monkeypatch):
-    auto = lambda text: Plan.read({"mesh": {"dp": 2}, "batch": ["dp"], "compress": {"dp": text}})
-    losses = {codec: usual_loss(codec) for codec in ("exact", "int8+ef", "int4+ef")}
-    assert losses["exact"] == 0 and losses["int8+ef"] < 0.01 and 0.05 < losses["int4+ef"] < 0.2
-    slow, _ = chosen(Link(1e7, 1e-4), monkeypatch, auto("auto(0.05)"))
-    assert slow.decided.compress == "int8+ef" and "int4+ef would lose 0.12 of a gradient" in slow.compress_text()
-    none, program = chosen(Link(1e7, 1e-4), monkeypatch, auto("auto(0.001)"))
-    assert none.decided.compress == "exact" and "encode" not in program and "int8+ef would lose" in none.compress_text()
-    for bad in ("auto(0)", "auto(2)", "auto(x)"):
-        with pytest.raises(PlanError, match=r"more than 0 and at most 1\n  try       auto\(0.05\)"):
-            auto(bad)
-
-
-def test_the_clock_prices_codecs_as_they_were_measured(monkeypatch):
-    """A slow codec is not worth its bytes."""
-    link = Link(2e8, 1e-5)
-    quick, _ = chosen(link, monkeypatch)
-    kinds = [f"{work}_{name}.fp32" for work in ("residual", "added", "decode", "encode") for name in ("int8", "int4")]
-    crawling = replace(CPU, levels=(link,), rates=dict.fromkeys(kinds, ((1e4, 1e5),)))
-    slow, _ = chosen(link, monkeypatch, hardware=crawling)
-    assert quick.decided.compress != "exact" and slow.decided.compress == "exact"
-
-
 def test_small_tensors_vectors_and_what_is_said_to_stay_exact(monkeypatch):
     shapes = {"a.weight": (64, 64), "a.bias": (8192,), "b.weight": (8, 8), "router.weight": (128, 64), "c.w": (99, 99)}
     plan = lambda how: Plan.read({"mesh": {"dp": 2}, "batch": ["dp"], "compress": {"dp": how}})
@@ -630,7 +580,7 @@ def refused(plan: dict[str, Any]) -> str:
     with pytest.raises(PlanError) as error:
         given = Plan.read({"mesh": {"dp": 2, "tp": 2}, "batch": ["dp"], **plan})
         step = mycel.train_step(model, torch.optim.SGD(model.parameters()), plan=given, compile=False)
-        step._unsharded((), {"x": torch.randn(4, 40), "y": torch.zeros(4, dtype=torch.int64)})
+        step.unsharded(x=torch.randn(4, 40), y=torch.zeros(4, dtype=torch.int64))
     return str(error.value)
 
 
@@ -681,7 +631,7 @@ def test_what_travels_must_be_what_the_optimiser_takes(codec, optimizer, setting
     step = mycel.train_step(model, optimizer(model.parameters()), plan=plan, compile=False, **settings)
     step.set_counters({"taken": torch.tensor(5)})
     with pytest.raises(PlanError, match=why):
-        step._unsharded((), {"x": torch.randn(4, 64), "y": torch.randn(4, 64)})
+        step.unsharded(x=torch.randn(4, 64), y=torch.randn(4, 64))
 
 
 class Wire:

@@ -224,6 +224,30 @@ def test_overlap():
     assert names.index("begin") < names.index("call", 1), "gradients are sent while the layer before is at work"
 
 
+TWICE = """
+def layer(dy: f64[8,8], w: f64[8,8]):
+  dx: f64[8,8] = matmul(dy, w) [backward]
+  g: f64[8,8] = linear(dx, dy) [backward]
+  return dx, g
+
+def main(dy: f64[8,8], w0: f64[8,8], w1: f64[8,8], w2: f64[8,8]):
+  d2: f64[8,8], g2: f64[8,8] = call(dy, w2, block=@layer) [backward]
+  d1: f64[8,8], g1: f64[8,8] = call(d2, w1, block=@layer) [backward]
+  d0: f64[8,8], g0: f64[8,8] = call(d1, w0, block=@layer) [backward]
+  r2: f64[4,8] = reduce_scatter(g2, axes=("tp",), count=2, dim=0) [update]
+  s2: f64[4,4] = reduce_scatter(r2, axes=("dp",), count=2, dim=1) [update]
+  return d0, g1, g0, s2
+"""
+
+
+def test_what_goes_on_over_another_axis_is_sent_on_while_layers_are_at_work():
+    program = Program.parse(TWICE)
+    overlapped = lower.overlap(program)
+    same_on_ranks(program, overlapped, Mesh(dp=2, tp=2))
+    at = [f"{e.op.name} {e.params['axes'][0]}" if "axes" in e.params else e.op.name for e in overlapped.main.eqns]
+    assert at == ["call", "begin tp", "call", "finish tp", "begin dp", "call", "finish dp"]
+
+
 SKETCHED = """
 def main(dy: f64[4,4], w: f64[4,4], m: f64[N,4]):
   d: f64[4,4] = linear(dy, w) [backward]

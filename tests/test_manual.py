@@ -30,7 +30,7 @@ def joined(model, batch, mesh, written, **settings):
     step = mycel.train_step(
         model, optimizer, mesh=mesh, plan=written if mesh is not None else "auto", compile=False, **settings
     )
-    return step, step._unsharded((), dict(batch))
+    return step, step.unsharded(**batch)
 
 
 def values_of(made, batch):

@@ -321,11 +321,6 @@ def test_what_cannot_be_placed_is_told():
         "parameters that are nowhere": lambda: under({"vision": [0], "text": [1]}),
         "a mesh of all": lambda: under({"vision": [0], "*": [1]}, mesh={"dp": 2}),
         "replicas of a place": lambda: under({"vision": [0, 1], "*": [2]}, batch=["dp"], sync={"dp": "local(H=2)"}),
-        "codecs that are chosen": lambda: under({"vision": [0, 1], "*": [2]}, batch=["dp"], compress={"dp": "auto"}),
-        "codecs now and then": lambda: under(
-            {"vision": [0, 1], "*": [2]}, batch=["dp"], compress={"dp": "int8+ef", "when": "noise > 2"}
-        ),
-        "measured gradients": lambda: under({"vision": [0, 1], "*": [2]}, batch=["dp"], monitor=["noise"]),
         "stages beside places": lambda: under({"vision": [0], "*": [1]}, stages=2),
         "stages by their number": lambda: under({"vision": {"ranks": [0, 1], "stages": 2}, "*": [2]}),
         "stages that do not divide ranks": lambda: under({"vision": {"ranks": [0], "stages": ["a", "b"]}, "*": [1]}),

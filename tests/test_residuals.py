@@ -231,6 +231,22 @@ def test_pairs_do_not_depend_on_comments():
     assert list(plan.paired(bare.main)) == list(plan.paired(program.main))
 
 
+def test_what_backward_reads_between_the_calls_costs_a_block_nothing_to_keep():
+    """The result of the last layer is read by the gradient of a product behind it: it is kept as those of the others,
+    which the next layer keeps, and all layers share one block."""
+    chain = [f"  v{i + 1}: {SHAPE} = sin(v{i})" for i in range(8)]
+    lines = [f"  v0: {SHAPE} = linear(x, w)", *chain, f"  y: {SHAPE} = relu(v8)", "  return y"]
+    layer = "\n".join([f"def layer(x: {SHAPE}, w: {SHAPE}):", *lines])
+    calls = [f"  h{i + 1}: {SHAPE} = call(h{i}, w{i}, block=@layer)" for i in range(3)]
+    ends = [f"  z: {SHAPE} = linear(h3, u)", "  l: f64[] = sum(z, dims=(0, 1))", "  return l"]
+    main = f"def main(h0: {SHAPE}, {', '.join(f'w{i}: {SHAPE}' for i in range(3))}, u: {SHAPE}):"
+    program = differentiated(Program.parse("\n".join([layer, main, *calls, *ends, ""])))
+    found = plan.residuals(program, program.entry, plan.Costs(program, plan.CPU, True), [1e-9])
+    assert [d.keep for d in found.pairs] == [("v0", "y")] * 3
+    resident = check(lower.reside(program, found))
+    assert len(resident.blocks) == 3, "forward, backward and the entry"
+
+
 class Normed(torch.nn.Module):
     """Convolutions with batch norm, as they come."""
 
@@ -251,7 +267,7 @@ def executed(program, name, block=None):
 
 def test_without_a_budget_backward_computes_neither_products_nor_statistics_again(monkeypatch):
     """And the step is torch's, running statistics too."""
-    monkeypatch.setattr("mycel.step.start_workers", lambda: None)  # as if it were compiled
+    monkeypatch.setattr("mycel.step.compiler.start_workers", lambda: None)  # as if it were compiled
     monkeypatch.setattr(sys.modules["mycel.run.emit"], "compile_function", lambda fn: fn)
     torch.manual_seed(0)
     model = Normed().double()

@@ -197,7 +197,7 @@ def test_the_order_of_inputs_means_nothing(monkeypatch, settings_):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.1), nn.Linear(8, 5))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, dampening=0.1)
-        monkeypatch.setattr("mycel.step.transform.fuse", change)
+        monkeypatch.setattr("mycel.transform.fuse", change)
         step = mycel.train_step(
             model, optimizer, lambda out, target, unused: nn.functional.cross_entropy(out, target), **settings_
         )

@@ -8,11 +8,15 @@ from dataclasses import replace
 import pytest
 import torch
 from test_search import SLOW, TWO, of
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from mycel import search_text
 from mycel.errors import PlanError
+from mycel.ir import call
+from mycel.plan.cluster import Cluster
 from mycel.plan.compression import CANDIDATES
 from mycel.search_given import Given
+from mycel.train.planner import search
 
 CRAWLING = {**SLOW, "levels": [SLOW["levels"][0], {"bytes_s": 1e6, "start_s": 1e-6, "name": "network"}]}
 
@@ -96,6 +100,19 @@ class Deep(torch.nn.Module):
         return torch.nn.functional.cross_entropy(x.flatten(0, 1), labels.flatten())
 
 
+def test_where_all_is_computed_again_a_layer_hands_on_its_result_alone():
+    """Also what backward reads in another layout than forward made it in."""
+    sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_attention_heads": 8, "vocab_size": 512}
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=2, num_key_value_heads=8, use_cache=False))
+    ids = torch.empty(16, 256, dtype=torch.int64, device="meta")
+    given = {"mesh": {"dp": 2, "tp": 2}, "zero": 3, "microbatches": 1, "recompute": "full"}
+    optimizer, batch = torch.optim.AdamW(model.parameters()), {"input_ids": ids, "labels": ids}
+    best = search(model, optimizer, batch, Cluster.read("h100x4"), given, precision="bf16").run().best
+    layers = [e for e in best.outcome.lowered.program.main.eqns if e.op is call and e.phase == "forward"]
+    assert [len(e.outputs) for e in layers] == [1, 1]
+
+
 def test_stages_that_are_given():
     answer = of(Deep(), tokens(), SLOW, given={"stages": 2}).run()
     assert all(c.shape.pp == 2 for c in answer.candidates) and answer.best.plan.stage_count == 2
@@ -144,3 +161,15 @@ def test_stages_that_do_not_divide():
         of(Deep(), tokens(), SLOW, given={"stages": 3}).run()
     with pytest.raises(PlanError, match="in each of 2 stages"):
         of(Deep(), tokens(), SLOW, given={"stages": 2, "mesh": {"dp": 4}}).run()
+
+
+def test_one_host_is_remarked_on_where_others_only_make_it_wait():
+    """What one host takes is what a search of its devices says; a mesh that is given has as many devices as it has."""
+    found = of(Two(), batch(), CRAWLING)
+    answer = found.remarked(found.run())
+    alone = of(Two(), batch(), {**CRAWLING, "hosts": 1, "levels": CRAWLING["levels"][:1]}).run().best
+    assert alone.seconds < answer.best.seconds
+    (text,) = [text for text in answer.remarks if "one host" in text]
+    assert f"{alone.seconds * 1e3:,.1f} ms" in text and f"the {CRAWLING['devices']} devices" in text
+    quick = of(Two(), batch(), {**CRAWLING, "levels": [{"bytes_s": 1e12, "start_s": 1e-9}] * 2})
+    assert not any("one host" in text for text in quick.remarked(quick.run()).remarks)

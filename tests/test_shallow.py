@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import transformers as hf
@@ -9,6 +11,10 @@ from models import VOCAB, gpt2, llama
 from test_search import SLOW, of
 from torch import nn
 
+from mycel.ir import DEVICE
+from mycel.plan import clock
+from mycel.plan.clock import WORKSPACE
+from mycel.search import Search
 from mycel.search_space import Shape
 from mycel.shallow import FEW, layer_lists, shortened
 
@@ -40,6 +46,28 @@ def test_what_is_said_of_the_whole_is_what_it_says_itself(make, shape):
     assert few.peak == pytest.approx(whole.peak, rel=0.01)
     assert few.times.held == whole.times.held
     assert few.sent == pytest.approx(whole.sent, rel=0.01)
+
+
+def test_a_plan_that_need_not_move_values_is_priced_without_all_layers(monkeypatch):
+    found = of(llama(num_hidden_layers=DEEP), cluster=SLOW)
+    monkeypatch.setattr(Search, "_timed_whole", None)
+    here = Shape(4, 1, 1, 3, 1)
+    resting, moving = found.price(here), found.price(replace(here, offload=True))
+    assert moving.seconds == resting.seconds and moving.peak == resting.peak
+    assert resting.plan.offload.is_none and not moving.plan.offload.is_none
+
+
+def test_a_deep_model_that_must_move_values_fits_as_it_is_lowered():
+    alone = {**SLOW, "devices": 1, "hosts": 1, "levels": SLOW["levels"][:1]}
+    free = of(llama(num_hidden_layers=DEEP), cluster=alone)
+    held = int(free.held(Shape()))
+    found = of(llama(num_hidden_layers=DEEP), cluster=alone, memory=WORKSPACE + held)
+    best = found.run().best
+    assert found.shallow is not None and best.shape.offload
+    program = best.outcome.lowered.program
+    times = clock(program, found.cluster.hardware, compiled=program.blocks)
+    assert times.peak[DEVICE] == best.peak <= WORKSPACE + held
+    assert times.seconds == pytest.approx(best.seconds)
 
 
 class Layer(nn.Module):

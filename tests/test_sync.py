@@ -215,7 +215,7 @@ def late(plan: dict, steps: int = 4) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     model, given = Small(), Plan.read({"batch": ["dp"], **plan})
     step = mycel.train_step(model, torch.optim.SGD(model.parameters(), lr=0.5), plan=given, compile=False)
-    made = step._unsharded((), batch(0))
+    made = step.unsharded(**batch(0))
     program, (_, lowered) = made.program, planned(step._task(made), given)
     held, state = dict(model.named_parameters()), {}
     for v, layout in zip(program.inputs, lowered.spread.inputs, strict=True):

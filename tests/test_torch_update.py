@@ -60,7 +60,7 @@ QUIET = pytest.mark.filterwarnings("ignore:.*runs as it is")
 def test_any_optimiser_takes_the_steps_it_would_in_plain_torch(make, settings):
     pair = beside(lambda: small(""), lambda m: make(trained(m)), rows, steps=4, **settings)
     agree(pair, loss=1e-9, params=1e-9)
-    assert all(p.grad is None for p in pair.model.parameters()) and not pair.step.by_rule
+    assert all(p.grad is None for p in pair.model.parameters()) and not pair.step.updating.by_rule
 
 
 @QUIET
@@ -80,7 +80,7 @@ def test_in_16_bits_it_is_the_update_of_the_program(precision):
         )
         for kind in (torch.optim.SGD, Slowed)
     )
-    assert plain.step.by_rule and not own.step.by_rule
+    assert plain.step.updating.by_rule and not own.step.updating.by_rule
     assert own.found == pytest.approx(plain.found, rel=1e-5)
     for p, q in zip(own.model.parameters(), plain.model.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-6)
@@ -264,7 +264,7 @@ def test_several_optimisers_take_one_step():
         for schedule in schedules:
             schedule.step()
     torch.testing.assert_close(dict(model.state_dict()), dict(twin.state_dict()), rtol=1e-9, atol=1e-9)
-    assert mine[0].state[model.up.weight].keys() == {"momentum_buffer"} and step.by_rule
+    assert mine[0].state[model.up.weight].keys() == {"momentum_buffer"} and step.updating.by_rule
 
 
 @QUIET

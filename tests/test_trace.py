@@ -15,7 +15,7 @@ from mycel.plan import Plan, Predicted
 from mycel.plan.schedule import StageCosts, named, step_name, timeline
 from mycel.run.trace import STEP, Span, chrome_trace
 from mycel.schedule_page import schedule_page
-from mycel.step_trace import StepTrace
+from mycel.step.step_trace import StepTrace
 
 COSTS = StageCosts((1.0, 2.0), (1.5, 1.5), (0.5, 1.0), 0.1)
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from mycel.ir.program import Block, Program, Var
 from mycel.ir.types import DEVICE, HOST
-from mycel.ir.walk import lifetimes, order
+from mycel.ir.walk import order
 
 GRAIN = 512  # bytes: what memory is rounded up to
 
@@ -42,11 +42,11 @@ def _spans(program: Program, name: str) -> tuple[dict[int, tuple[int, int, int]]
     that are written over an input instead."""
     block = program.blocks[name]
     begun = {e.outputs[0]: i for i, e in enumerate(block.eqns) if e.op.transfers and e.op.effect}
-    ends = {v: last for v, (_, last) in lifetimes(block).items()}
+    ends = _ends_on_host(block)
     for eqn in reversed(block.eqns):
         if eqn.on_host:  # what it makes lies where its operands did
             pairs = zip(eqn.inputs, eqn.outputs, strict=False)
-            ends.update((x, max(ends[x], ends[y])) for x, y in pairs if isinstance(x, Var))
+            ends.update((x, max(ends[x], ends[y])) for x, y in pairs if isinstance(x, Var) and x in ends)
     replaced = _replaced(program, block) if name == program.entry else {}
     over: dict[int, Var] = {}
     spans: dict[int, tuple[int, int, int]] = {}
@@ -58,6 +58,17 @@ def _spans(program: Program, name: str) -> tuple[dict[int, tuple[int, int, int]]
             else:
                 spans[start] = (start, ends[host], rounded(host.type.bytes))
     return spans, over
+
+
+def _ends_on_host(block: Block) -> dict[Var, int]:
+    """The last equation at which each value on the host is alive; outputs live to the end."""
+    ends = {v: -1 for v in block.inputs if v.type.space == HOST}
+    for i, eqn in enumerate(block.eqns):
+        for v in (*eqn.vars, *eqn.outputs):
+            if v.type.space == HOST:
+                ends[v] = i
+    ends.update((v, len(block.eqns)) for v in block.outputs if isinstance(v, Var) and v.type.space == HOST)
+    return ends
 
 
 def arenas(program: Program) -> dict[str, Arena]:

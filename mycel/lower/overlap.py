@@ -54,9 +54,7 @@ def _overlapped(block: Block) -> Block:
         if _shrinks(block.eqns[i]):
             arrived[block.eqns[i].outputs[0]] = min(i + 1, _next_call(calls, begin[i], len(block.eqns)) + 1)
     sent = [Sent(i, begin[i], _end(block, i, uses, calls, begin)) for i in collectives]
-    buckets = [
-        b for b in _buckets(block, sent, uses) if len(b) > 1 or b[0].begin < b[0].use - 1 and _works(block, b[0])
-    ]
+    buckets = [b for b in _buckets(block, sent, uses) if len(b) > 1 or _works(block, b[0])]
     gone = {s.at for b in buckets for s in b}
     begins: dict[int, list[int]] = {}
     ends: dict[int, list[int]] = {}
@@ -88,9 +86,9 @@ def _ready(block: Block, i: int, uses: Mapping[Var, Chain], calls: Sequence[int]
     """Where a collective can begin: right behind what it sends; one call ahead of its use, if it grows."""
     eqn = block.eqns[i]
     ready = max((arrived.get(v, uses[v].defined + 1) for v in eqn.vars), default=0)
-    before = [c for c in calls if c < min(uses[eqn.outputs[0]].uses, default=len(block.eqns))]
+    before = bisect.bisect_left(calls, min(uses[eqn.outputs[0]].uses, default=len(block.eqns)))
     if before and eqn.op.grows:
-        ready = max(ready, before[-1])
+        ready = max(ready, calls[before - 1])
     return min(ready, i)
 
 

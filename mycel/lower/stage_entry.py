@@ -12,7 +12,7 @@ from functools import cached_property
 
 from mycel.ir import Atom, Block, Eqn, Role, Var
 from mycel.lower.stage_blocks import StageParts
-from mycel.ops import o
+from mycel.ops.gradient_norm import OVER_STAGES
 from mycel.ops.optimisers import is_group_update
 from mycel.plan.schedule import PipelineSchedule, StageStep
 
@@ -188,7 +188,7 @@ class PipelineEntry:
         reached |= {v: set(self.owners(v)) for v in self.program.inputs_of("delayed")}  # gradients of the step before
         for eqn in self.main.eqns[self.body.at + 1 :]:
             ranks = set().union(*(reached.get(v, set()) for v in eqn.vars))
-            if is_group_update(eqn.op) or eqn.op is o.global_norm:
+            if is_group_update(eqn.op) or eqn.op in OVER_STAGES:
                 ranks = set()
             reached.update(dict.fromkeys(eqn.outputs, ranks))
         return {v: min(ranks) for v, ranks in reached.items() if ranks}
@@ -211,7 +211,7 @@ class PipelineEntry:
             if not any(v in need for v in eqn.outputs) and not acts:
                 continue
             kept.eqns.add(i)
-            if norm and eqn.op is o.global_norm:
+            if norm and eqn.op in OVER_STAGES:
                 need |= {v for v in eqn.vars if self.norm_of.get(v, 0) == rank}
             elif is_group_update(eqn.op):
                 kept.groups[i] = [k for k in range(eqn.params["count"]) if _column(eqn, k) & need]

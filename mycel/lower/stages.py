@@ -16,7 +16,8 @@ ahead.  What is sent is given back where the schedule proves that it has arrived
 
 Around the scan each rank keeps what its own results need.  Everything else of another rank comes by message: the loss,
 sums of parameters that several stages use (`apart` sums up each stage's share by itself, and adds these once).  The
-global norm is one sum over all ranks; an optimiser's group is updated by each rank for its own parameters.
+global norm is one sum over all ranks, and so is what is measured of gradients; an optimiser's group is updated by each
+rank for its own parameters.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from mycel.lower.stage_blocks import StagePart, StageParts
 from mycel.lower.stage_entry import EntrySlice, PipelineEntry, PipelineLoop, TaggedMessage, of_group
 from mycel.lower.stage_sums import apart, behind_loop, cut_at
 from mycel.ops import o
+from mycel.ops.gradient_norm import OVER_STAGES
 from mycel.plan.schedule import FORWARD, PipelineSchedule, StageStep
 
 TURN = "next_part"  # what is carried from microbatch to microbatch by every rank: the key
@@ -127,8 +129,8 @@ class RankWriter:
         """An equation of the entry: as it is, for this rank's parameters, or as a sum over ranks."""
         eqn = self.main.eqns[i]
         self.b.at(eqn)
-        if eqn.op is o.global_norm and i > self.body.at:
-            self.norm(eqn)
+        if eqn.op in OVER_STAGES and i > self.body.at:
+            self.over_stages(eqn)
             return
         operands, results, params = eqn.inputs, eqn.outputs, eqn.params
         if i in kept.groups:
@@ -140,13 +142,16 @@ class RankWriter:
         self.b.eqns.append(replace(eqn, inputs=tuple(map(self.value, operands)), params=params, outputs=outs))
         self.values.update(zip(results, outs, strict=True))
 
-    def norm(self, eqn: Eqn) -> None:
-        """Of all gradients: each rank the squares of those that it counts."""
+    def over_stages(self, eqn: Eqn) -> None:
+        """A norm or sum of what belongs to all gradients: each rank's are those that it counts."""
         own = [self.value(v) for v in eqn.vars if self.entry.norm_of.get(v, 0) == self.rank]
         dtype = eqn.outputs[0].dtype
         with self.b:
-            norm = o.global_norm(*own) if own else o.full(0.0, shape=(), dtype=dtype)
-            squares = o.square(o.cast(norm, dtype=torch.float64))  # which 32 bits might not hold
+            part = eqn.op(*own) if own else o.full(0.0, shape=(), dtype=dtype)
+            if eqn.op is o.total:
+                self.values[eqn.outputs[0]] = self.summed(part)
+                return
+            squares = o.square(o.cast(part, dtype=torch.float64))  # which 32 bits might not hold
             self.values[eqn.outputs[0]] = o.cast(o.sqrt(self.summed(squares)), dtype=dtype)
 
     def exchange(self, kept: EntrySlice) -> None:

@@ -5,95 +5,96 @@
    and element i + block / 2 in the high half of byte i, plus 8.  Bits are those of the torch kernels (codec_kernels.py):
    compile with -ffp-contract=off.
 
-   A block is read once, sixteen floats at a time, and lies in registers or the nearest cache until it is written. */
+   A block is read once, and lies in the nearest cache until it is written.  Loops are such as compilers make vectors of
+   for any processor. */
 
 #include <stdint.h>
 #include <string.h>
 
 #define MOST 4096 /* floats in the largest block */
-#define WIDE 16   /* floats at a time: blocks are multiples of it */
-#define AHEAD 512 /* floats that are fetched before they are needed: the next blocks, while this one is written */
+#define LINE 16   /* floats in a line of a cache */
+#define AHEAD 512 /* floats that are fetched before they are needed */
 #define INLINE static inline __attribute__((always_inline))
 
-/* vectors of any compiler for any processor; in memory they lie anywhere */
-typedef float floats __attribute__((vector_size(4 * WIDE)));
-typedef int32_t whole __attribute__((vector_size(4 * WIDE)));
-typedef uint32_t bits32 __attribute__((vector_size(4 * WIDE)));
-typedef int8_t bytes __attribute__((vector_size(WIDE)));
-
-INLINE floats load(const float *x) { floats v; memcpy(&v, x, sizeof v); return v; }
-INLINE void store(float *x, floats v) { memcpy(x, &v, sizeof v); }
-INLINE whole larger(whole a, whole b) { whole m = a > b; return (a & m) | (b & ~m); }
 INLINE float of_bits(uint32_t b) { float f; memcpy(&f, &b, 4); return f; }
+INLINE int32_t bits_of(float f) { int32_t b; memcpy(&b, &f, 4); return b; }
 
-/* [0, 1) for the elements `i`: murmur3's end */
-INLINE floats unit(uint32_t key, bits32 i) {
-  bits32 h = (i * 0x9E3779B1u) ^ key;
+/* [0, 1) for the element `i`: murmur3's end */
+INLINE float unit(uint32_t key, uint32_t i) {
+  uint32_t h = (i * 0x9E3779B1u) ^ key;
   h ^= h >> 16; h *= 0x85EBCA6Bu;
   h ^= h >> 13; h *= 0xC2B2AE35u;
   h ^= h >> 16;
-  return __builtin_convertvector((whole)(h >> 8), floats) * 0x1p-24f;
+  return (float)(int32_t)(h >> 8) * 0x1p-24f;
 }
 
 /* |y| < 2^22 to the nearest whole number, halves to even: added to this, a float has no bits behind the point */
 #define NEAREST 0x1.8p23f
 
-INLINE whole rounded(floats y, float levels, int stochastic, uint32_t key, uint32_t first) {
-  if (!stochastic) {
-    floats shifted = y + NEAREST, zero = (floats){0} + NEAREST;
-    return (whole)shifted - (whole)zero;
-  }
-  const bits32 places = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  y += unit(key, places + first);
-  whole down = __builtin_convertvector(y, whole);
-  down += __builtin_convertvector(down, floats) > y; /* -1 where that was rounded up: towards zero */
-  whole most = (whole){0} + (int32_t)levels;
-  return larger(-larger(-down, -most), -most);
+/* y as a whole number, added to NEAREST */
+INLINE float rounded(float y, float levels, int stochastic, uint32_t key, uint32_t i) {
+  if (!stochastic) return y + NEAREST;
+  y += unit(key, i);
+  float whole = (float)(int32_t)y;
+  whole = whole > y ? whole - 1.0f : whole; /* that was rounded up: towards zero */
+  whole = whole > levels ? levels : whole;
+  return (whole < -levels ? -levels : whole) + NEAREST;
 }
 
-/* One whole block, x + e (e may be NULL) -> its scale and codes; `left` (may be NULL): what the codes leave over.  All
-   but the pointers and the place is known where this is called, so that no choice is left in the loops. */
+/* codes of a block's values; `left` (may be NULL): what they leave over */
+INLINE void write_codes(const float *restrict v, int8_t *restrict codes, float *restrict left, int64_t block,
+                        float scale, float inverse, float levels, int stochastic, uint32_t key, uint32_t first) {
+  for (int64_t i = 0; i < block; i++) {
+    float shifted = rounded(v[i] * inverse, levels, stochastic, key, first + (uint32_t)i);
+    codes[i] = (int8_t)bits_of(shifted); /* the last byte of NEAREST is zero */
+    if (left) left[i] = v[i] - (shifted - NEAREST) * scale;
+  }
+}
+
+/* Next blocks come nearer while this one is written.  Only x86 asks for it: on ARM (Neoverse) it takes a third away. */
+INLINE void fetch(const float *x, const float *e, const float *left, int64_t block) {
+#ifdef __x86_64__
+  for (int64_t i = 0; i < block; i += LINE) {
+    __builtin_prefetch(x + i + AHEAD);
+    if (e) __builtin_prefetch(e + i + AHEAD);
+    if (left) __builtin_prefetch(left + i + AHEAD, 1);
+  }
+#else
+  (void)x, (void)e, (void)left, (void)block;
+#endif
+}
+
+/* One whole block, x + e (e may be NULL) -> its scale and codes; `left` (may be NULL, x or e): what the codes leave
+   over.  All but the pointers and the place is known where this is called, so that no choice is left in the loops. */
 INLINE void encode_block(const float *x, const float *e, uint8_t *out, float *left, int64_t block, int bits,
                          int stochastic, uint32_t key, uint32_t first) {
-  floats v[MOST / WIDE];
-  whole top = {0}; /* of the bits of |v|: as integers NaN is above infinity, and infinity above all numbers */
-  int64_t count = block / WIDE;
-  for (int64_t k = 0; k < count; k++) {
-    __builtin_prefetch(x + k * WIDE + AHEAD);
-    v[k] = load(x + k * WIDE);
-    if (e) __builtin_prefetch(e + k * WIDE + AHEAD);
-    if (e) v[k] += load(e + k * WIDE);
-    if (left) __builtin_prefetch(left + k * WIDE + AHEAD, 1);
-    whole size = (whole)v[k] & 0x7FFFFFFF;
-    top = larger(size, top);
+  float v[MOST];
+  fetch(x, e, left, block);
+  int32_t top = 0; /* of the bits of |v|: as integers NaN is above infinity, and infinity above all numbers */
+  for (int64_t i = 0; i < block; i++) {
+    v[i] = e ? x[i] + e[i] : x[i];
+    int32_t size = bits_of(__builtin_fabsf(v[i]));
+    top = size > top ? size : top;
   }
-  int32_t largest_bits = 0;
-  for (int i = 0; i < WIDE; i++) largest_bits = top[i] > largest_bits ? top[i] : largest_bits;
-  float levels = bits == 8 ? 127.0f : 7.0f, largest = of_bits((uint32_t)largest_bits), scale = 0.0f, inverse = 0.0f;
-  int finite = largest_bits < 0x7F800000;
-  if (finite && largest >= 1e-35f) { scale = largest / levels; inverse = levels / largest; }
-  if (!finite) { /* NaN for the whole block */
+  float levels = bits == 8 ? 127.0f : 7.0f, largest = of_bits((uint32_t)top), scale = 0.0f, inverse = 0.0f;
+  if (top >= 0x7F800000) { /* NaN for the whole block */
     scale = of_bits(0x7FC00000u);
+    memcpy(out, &scale, 4);
     memset(out + 4, bits == 8 ? 0 : 0x88, (size_t)(bits == 8 ? block : block / 2));
-    for (int64_t k = 0; left && k < count; k++) store(left + k * WIDE, (floats){0} + scale);
+    for (int64_t i = 0; left && i < block; i++) left[i] = scale;
+    return;
   }
-  bytes codes[MOST / WIDE];
-  for (int64_t k = 0; finite && k < count; k++) {
-    whole q = rounded(v[k] * inverse, levels, stochastic, key, first + (uint32_t)(k * WIDE));
-    bytes narrow = __builtin_convertvector(q, bytes);
-    if (bits == 8) memcpy(out + 4 + k * WIDE, &narrow, WIDE);
-    else codes[k] = narrow + 8;
-    if (left) store(left + k * WIDE, v[k] - __builtin_convertvector(q, floats) * scale);
-  }
-  int64_t half = block / 2, pairs = count % 2 ? 0 : count / 2;
-  for (int64_t k = 0; bits == 4 && finite && k < pairs; k++) {
-    bytes both = codes[k] | codes[k + pairs] << 4;
-    memcpy(out + 4 + k * WIDE, &both, WIDE);
-  }
-  const uint8_t *each = (const uint8_t *)codes;
-  for (int64_t i = pairs * WIDE; bits == 4 && finite && i < half; i++)
-    out[4 + i] = (uint8_t)(each[i] | each[i + half] << 4);
+  if (largest >= 1e-35f) { scale = largest / levels; inverse = levels / largest; }
   memcpy(out, &scale, 4);
+  if (bits == 8) {
+    write_codes(v, (int8_t *)out + 4, left, block, scale, inverse, levels, stochastic, key, first);
+    return;
+  }
+  int8_t codes[MOST];
+  write_codes(v, codes, left, block, scale, inverse, levels, stochastic, key, first);
+  int64_t half = block / 2;
+  for (int64_t i = 0; i < half; i++)
+    out[4 + i] = (uint8_t)((uint8_t)(codes[i] + 8) | (uint8_t)(codes[i + half] + 8) << 4);
 }
 
 typedef void encoder(const float *, const float *, uint8_t *, float *, int64_t, uint32_t, uint32_t);

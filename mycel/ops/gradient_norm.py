@@ -59,6 +59,20 @@ def rank_squares(x, *, axes):
     return x.to(wide).square().sum()
 
 
+@op(
+    lambda *types: f"{', '.join('...' for _ in types)} -> ...",
+    linear="all",
+    examples=["f[], f[], f[]", "f[3]", "f[2,3], f[2,3]"],
+    compiles=False,
+)
+def total(*xs):
+    """The sum of what was measured of different gradients; stages of a pipeline each add up that of theirs."""
+    sum_ = xs[0]
+    for x in xs[1:]:
+        sum_ = sum_ + x
+    return sum_
+
+
 def square_sum(x, dtype):
     """As a dot product, the fastest way on a CPU; 16 bits are widened."""
     return (
@@ -104,3 +118,6 @@ def global_norm(*xs):
     if bool(norm.isfinite()):
         return norm
     return torch.stack([torch.linalg.vector_norm(x, dtype=torch.float64) for x in xs]).norm().to(wide)
+
+
+OVER_STAGES = (global_norm, total)  # each stage takes what is its own, and all get the whole

@@ -10,7 +10,7 @@ import torch
 from mycel.ops.native_library import native_library
 
 # as torch computes: no product and sum in one, no reordering
-EXACT = ("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
+EXACT = ("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-funroll-loops")
 BITS = {"int8": 8, "int4": 4}
 
 

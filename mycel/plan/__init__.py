@@ -5,7 +5,7 @@ from mycel.plan.clock import COMPUTE, Clock, StreamShare, Times, clock
 from mycel.plan.compression import CANDIDATES
 from mycel.plan.cost import Costs
 from mycel.plan.cuts import StageCutter, block_memory, cut_blocks
-from mycel.plan.decide import decide, ladder, less, of_stages
+from mycel.plan.decide import decide, ladder, last_that_fits, less, of_stages
 from mycel.plan.decided import BlockLayouts, Decided, Predicted, digest
 from mycel.plan.fp8_products import Fp8Products, fp8_products, refuse_without_fp8
 from mycel.plan.hardware import CPU, Hardware, hardware_of, probe_path, probe_text, with_link
@@ -35,7 +35,8 @@ from mycel.plan.offload import (
     visits,
 )
 from mycel.plan.places import PLACE_AXIS, Place
-from mycel.plan.plan import STAGE_AXIS, Plan, ready_plans
+from mycel.plan.plan import STAGE_AXIS, Plan
+from mycel.plan.plan_file import ready_plans
 from mycel.plan.residuals import (
     Decision,
     Residuals,
@@ -69,9 +70,9 @@ __all__ = [
     "StepBody", "StepFlow", "StreamShare", "StreamedInput", "SyncPolicy", "Times", "Visit", "absences",
     "backward_inputs", "backward_part", "beside_each_other", "block_memory", "chunk_bytes", "clock", "close_names",
     "cut_blocks", "decide", "digest", "equation_key", "error_bars", "expressions", "fp8_products", "handed_to",
-    "hardware_of", "host_updates", "ladder", "leaving_gradients", "less", "message_bytes", "modules_around",
-    "of_stages", "orders_text", "paired", "parameter_inputs", "parameter_layouts", "probe_path", "probe_text",
-    "ready_plans", "refuse_idle", "refuse_without_fp8", "residuals", "searched", "solve", "splits", "stage_costs",
-    "starts_of", "state_inputs", "step_names", "step_seconds", "timeline", "travels", "twins", "visits",
-    "with_link", "write_down",
+    "hardware_of", "host_updates", "ladder", "last_that_fits", "leaving_gradients", "less", "message_bytes",
+    "modules_around", "of_stages", "orders_text", "paired", "parameter_inputs", "parameter_layouts", "probe_path",
+    "probe_text", "ready_plans", "refuse_idle", "refuse_without_fp8", "residuals", "searched", "solve", "splits",
+    "stage_costs", "starts_of", "state_inputs", "step_names", "step_seconds", "timeline", "travels", "twins",
+    "visits", "with_link", "write_down",
 ]  # fmt: skip

@@ -258,20 +258,21 @@ class Clock:
 
     def _made(self, program: Program, block: Block, compiled: bool) -> list[Line]:
         costs = Costs(program, self.hardware, compiled, self.links)
+        begin, finish, begin_move, finish_move = o.begin, o.finish, o.begin_move, o.finish_move
         begun: dict[Var, int] = {}
         brought: dict[Var, int] = {}  # values on the host -> the lines that begin to bring them
         lines = []
         for i, (eqn, seconds) in enumerate(zip(block.eqns, costs.computing(block, compiled), strict=True)):
             name, axes, _ = message(eqn)
-            if eqn.op in (o.begin, o.begin_move):
+            if eqn.op is begin or eqn.op is begin_move:
                 begun[eqn.outputs[0]] = i
             if eqn.op in CONTROL:
                 lines.append(Line(eqn, "hold"))
-            elif eqn.op in (o.finish, o.finish_move):
+            elif eqn.op is finish or eqn.op is finish_move:
                 kind = "finish" if eqn.params.get("wait", True) else "leave"
                 lines.append(Line(eqn, kind, token=begun[next(eqn.vars)]))
                 brought[eqn.outputs[0]] = lines[-1].token
-            elif eqn.op is o.begin_move:
+            elif eqn.op is begin_move:
                 way = self.streams.index(TO_HOST if eqn.params["to"] == HOST else TO_DEVICE)
                 lines.append(Line(eqn, "begin", self.hardware.move_s(next(eqn.vars).type.bytes), way))
             elif eqn.on_host:
@@ -282,7 +283,7 @@ class Clock:
             elif name:
                 link = self.links.of(axes) if self.links is not None else FREE
                 stream = self.streams.index(link.name) if self.links is not None else 0
-                lines.append(Line(eqn, "begin" if eqn.op is o.begin else "wait", costs.message(eqn), stream, link.busy))
+                lines.append(Line(eqn, "begin" if eqn.op is begin else "wait", costs.message(eqn), stream, link.busy))
             else:
                 lines.append(Line(eqn, "work", seconds))
         if self.moves and block is program.main:
@@ -456,15 +457,18 @@ class _BlockWalk:
     def peak_behind_another(self) -> int:
         """The most memory besides the inputs while values still leave that the run before did not wait for."""
         name = self.program.entry
-        lines, spans = self._lines(name, False), self.spans(name, [0.0] * len(self.clock.streams))
+        compiled = name in self.compiled
+        lines, spans = self._lines(name, compiled), self.spans(name, [0.0] * len(self.clock.streams))
         end = spans[-1][0]
         late = [(spans[x.token][1] - end, size(list(x.eqn.vars)[1])) for x in lines if x.kind == "leave"]
-        alive, most = 0, 0
+        late.sort(reverse=True)  # the first to have left is the last
+        behind, alive, most = sum(bytes_ for _, bytes_ in late), 0, 0
         for line, (start, _) in zip(lines, spans, strict=False):
-            behind = sum(bytes_ for until, bytes_ in late if until > start)
+            while late and late[-1][0] <= start:
+                behind -= late.pop()[1]
             if not behind:
                 break
-            inner = self.held(line.eqn, False).peak + _stacked(line.eqn) if line.kind == "hold" else line.inner
+            inner = self.held(line.eqn, compiled).peak + _stacked(line.eqn) if line.kind == "hold" else line.inner
             alive += line.new
             most = max(most, behind + alive + max(inner - line.new, 0))
             alive -= line.freed
@@ -581,18 +585,21 @@ def _remember(lines: Sequence[Line], block: Block, there: Collection[Var] | None
         for v in (*eqn.vars, *eqn.outputs):
             if v in owner:
                 end[owner[v]] = max(end.get(owner[v], -1), when[i])
+    begin_move = o.begin_move
     for i, line in enumerate(lines):
-        own = [v for v in line.eqn.outputs if owner.get(v) is v and (there is None or v in there)]
-        own = [v for v in own if v.type.space == DEVICE and line.eqn.op is not o.begin_move]  # it stands for a copy
-        at = lines[line.token if line.kind == "finish" else when[i]]
-        at.new += sum(map(size, own))
-        for v in own:
-            if end[v] < len(lines):
-                lines[end[v]].freed += size(v)
-        scratch = line.eqn.op.scratch
-        needed = scratch(*line.eqn.input_types, **line.eqn.params) if scratch is not None else 0
+        eqn = line.eqn
+        if eqn.op is not begin_move:  # its result stands for a copy
+            at = lines[line.token if line.kind == "finish" else when[i]]
+            for v in eqn.outputs:
+                if v.type.space == DEVICE and owner.get(v) is v and (there is None or v in there):
+                    bytes_ = size(v)
+                    at.new += bytes_
+                    if end[v] < len(lines):
+                        lines[end[v]].freed += bytes_
+        scratch = eqn.op.scratch
+        needed = scratch(*eqn.input_types, **eqn.params) if scratch is not None else 0
         if needed:
-            line.inner = needed + sum(map(size, line.eqn.outputs))
+            line.inner = needed + sum(map(size, eqn.outputs))
 
 
 def owners(block: Block) -> dict[Var, Var]:

@@ -103,6 +103,13 @@ class Cluster:
     def memory(self) -> int | None:
         return self.hardware.memory
 
+    @property
+    def one_host(self) -> Cluster:
+        """The devices of a single one."""
+        inside = tuple(level for level in self.hardware.levels if level.ranks <= self.devices)
+        levels = inside or self.hardware.levels[:1]
+        return replace(self, name=f"one host of {self.name}", hosts=1, hardware=replace(self.hardware, levels=levels))
+
     def __str__(self) -> str:
         hosts = f"{self.hosts} hosts of {self.devices}" if self.hosts > 1 else f"{self.devices} in one host"
         memory = f", {shown(self.memory)} each" if self.memory else ""

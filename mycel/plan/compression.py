@@ -48,6 +48,7 @@ ROW_CODECS = ("int8", "fp8", "bf16", "fp16", "int4", "fp32")  # that lose little
 NOTHING: Mapping[str, torch.dtype] = {}
 ONE_BIT_ADAM = re.compile(r"\s*1bit-adam\(\s*(?:warmup\s*=\s*)?([1-9]\d*)\s*\)\s*")
 CANDIDATES = (EXACT, "int8+ef", "int4+ef")  # of auto, the least lossy first
+WORTH = 0.05  # the share of a step that losing something of gradients must save: a clock is hardly more exact
 _AUTO = re.compile(r"\s*auto\s*(?:\(([^()]*)\))?\s*")
 
 
@@ -342,18 +343,28 @@ def read_codec(text: Any, where: str) -> Compression | None:
         raise PlanError(f"{where}: {e}\n  try       {hint}") from e
 
 
+def least_lossy(seconds: Mapping[str, float]) -> str:
+    """What `auto` chooses, by the seconds of a step with each choice, the least lossy first: the first that is about as
+    quick as the quickest."""
+    quickest = min(seconds.values())
+    return next(text for text, s in seconds.items() if (1 - WORTH) * s <= quickest)
+
+
 def choice_text(seconds: Mapping[str, float], chosen: str) -> str:
     """Why `auto` chose as it did: the seconds of a step by each choice, and what loses too much."""
     ms = {text: f"{s * 1e3:.3g} ms" for text, s in seconds.items()}
     lossy = [f"; {text} would lose {usual_loss(text):.2g} of a gradient" for text in CANDIDATES if text not in seconds]
+    others = {text: s for text, s in seconds.items() if text not in (EXACT, chosen)}
+    text = min(others, key=others.__getitem__, default="")
+    saved = 1 - others[text] / seconds[chosen] if text else 0.0
+    more = f"{text} would save {saved:.1%} more, {WORTH:.0%} are asked for what it loses" if saved > 0 else ""
     if chosen != EXACT:
-        return f"{chosen}: {ms[chosen]} a step, exact {ms[EXACT]}{''.join(lossy)}"
-    if len(seconds) == 1:
+        return f"{chosen}: {ms[chosen]} a step, exact {ms[EXACT]}{more and f'; {more}'}{''.join(lossy)}"
+    if not others:
         return f"exact: {ms[EXACT]} a step{''.join(lossy)}"
-    text, best = min(((t, s) for t, s in seconds.items() if t != EXACT), key=lambda x: x[1])
-    more = (best - seconds[EXACT]) * 1e3
-    cost = f"compression would cost {more:.3g} ms a step ({text} {ms[text]}, exact {ms[EXACT]})"
-    return f"exact: links are fast: {cost}{''.join(lossy)}"
+    cost = f"compression would cost {(others[text] - seconds[EXACT]) * 1e3:.3g} ms a step"
+    why = more.replace(" more,", ",") or f"links are fast: {cost}"
+    return f"exact: {why} ({text} {ms[text]}, exact {ms[EXACT]}){''.join(lossy)}"
 
 
 def _hint(axes: Sequence[str]) -> str:

@@ -295,14 +295,18 @@ def departures(
     ends = list[int]()
     flying: dict[str, list[int]] = {}
     for k, each in enumerate(wanted):
-        mine = flying.setdefault(each.kind, [])
-        while mine and sum(wanted[i].bytes for i in mine) + each.bytes > windows.get(each.kind, ENDLESS):
-            oldest = mine.pop(0)  # it is waited for
-            ends[oldest] = max(wanted[oldest].earliest, min(ends[oldest], each.ready))
+        mine, window = flying.setdefault(each.kind, []), windows.get(each.kind, ENDLESS)
+        if window < ENDLESS:
+            on_the_way = sum(wanted[i].bytes for i in mine)
+            while mine and on_the_way + each.bytes > window:
+                oldest = mine.pop(0)  # it is waited for
+                on_the_way -= wanted[oldest].bytes
+                ends[oldest] = max(wanted[oldest].earliest, min(ends[oldest], each.ready))
         free = max(free, times[each.ready]) + hardware.move_s(each.bytes)
         at = bisect.bisect_left(times, free, each.ready)
         ends.append(max(min(at, len(times) - 1), each.earliest))
-        flying[each.kind] = [i for i in (*mine, k) if ends[i] > each.ready]
+        if window < ENDLESS:
+            flying[each.kind] = [i for i in (*mine, k) if ends[i] > each.ready]
     return ends, free
 
 

@@ -34,6 +34,12 @@ from mycel.plan.stages import StageMap, StepFlow, assigned, names_of_inputs
 
 PLACE_AXIS = "place"  # of the mesh of all ranks: along it no tensor lies in parts
 REST = "*"
+BESIDE_PLACES = {  # what is not for sub-models on meshes of their own, and why
+    "stages": "a pipeline of all would cut across the meshes of sub-models",
+    "gather": "parameters are gathered on the mesh of each sub-model, exactly",
+    "send": "sub-models send each other pieces of tensors, exactly",
+    "sync": "a replica is all of a model, and ranks along an axis of a place have a part of it",
+}
 
 
 @dataclass(frozen=True)
@@ -176,6 +182,16 @@ def _with_all_axes(places: Sequence[Place]) -> tuple[Place, ...]:
     there is something to split over."""
     axes = dict.fromkeys(axis for place in places for axis in place.mesh.axes)
     return tuple(replace(p, mesh=Mesh({**p.mesh.sizes(), **{a: 1 for a in axes if a not in p.mesh}})) for p in places)
+
+
+def refuse_beside_places(given: Mapping[str, Any]) -> None:
+    """PlanError for what a plan with places also says, and cannot."""
+    refused = next((name for name in BESIDE_PLACES if given[name]), None)
+    if refused is not None:
+        hint = f"a plan without place, or without {refused}"
+        if refused == "stages":
+            hint = 'the stages of a place: "*": {ranks: 2..5, stages: [embed, layers.8]}'
+        raise PlanError(f"place: {refused}: {BESIDE_PLACES[refused]}\n  try       {hint}")
 
 
 def places_mesh(places: Sequence[Place]) -> Mesh:

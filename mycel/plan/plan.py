@@ -47,10 +47,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import Any
-
-import yaml
 
 from mycel.errors import PlanError
 from mycel.ir import Axes, Layout, Mesh, part, read_layout
@@ -69,16 +66,14 @@ from mycel.plan.compression import (
 from mycel.plan.decided import Decided, Predicted
 from mycel.plan.names import unmatched
 from mycel.plan.offload import UNSAID, Offload
-from mycel.plan.places import Place, place_of, places_data, places_mesh, read_places
+from mycel.plan.places import Place, place_of, places_data, places_mesh, read_places, refuse_beside_places
+from mycel.plan.plan_file import plan_data, plan_yaml
 from mycel.plan.residuals import Residuals
 from mycel.plan.schedule import PLACE_SCHEDULES, PipelineSchedule, named, read_orders, splits, stages_a_rank
 from mycel.plan.synchronising import SyncPolicy, read_sync, refuse_codec, refuse_layouts, sync_text
 from mycel.plan.zero import read_zero, zero_data
 from mycel.sizes import shown
 
-_Dumper: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)  # the C ones are ten times as fast
-_Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-READY = Path(__file__).parent.parent / "plans"
 KEYS = (
     "mesh", "parameters", "batch", "activations", "zero", "microbatches", "at_once", "stages", "schedule", "place",
     "sums", "compress", "gather", "send", "monitor", "sync", "recompute", "offload", "loose", "decided", "predicted",
@@ -86,13 +81,6 @@ KEYS = (
 ALONE = frozenset({"microbatches", "recompute", "offload"})  # what may be said of one device, without a mesh
 STAGE_AXIS = "pp"  # of the mesh of a pipeline: the slowest, ranks of one stage lie together
 RECOMPUTE = ("auto", "full", "none")
-BESIDE_PLACES = {  # what is not for sub-models on meshes of their own, and why
-    "stages": "a pipeline of all would cut across the meshes of sub-models",
-    "gather": "parameters are gathered on the mesh of each sub-model, exactly",
-    "send": "sub-models send each other pieces of tensors, exactly",
-    "monitor": "gradients are compared along an axis of all ranks, and each sub-model has axes of its own",
-    "sync": "a replica is all of a model, and ranks along an axis of a place have a part of it",
-}
 SUMS = ("as computed", "fp32")
 
 
@@ -237,18 +225,8 @@ class Plan:
         """The mesh is that of the ranks of all places."""
         if not self.place:
             return
-        refused = next((name for name in BESIDE_PLACES if getattr(self, name) not in (1, {}, ())), None)
-        refused = refused or ("monitor" if "when" in self.compress else None)
-        if refused is not None:
-            hint = f"a plan without place, or without {refused}"
-            if refused == "stages":
-                hint = 'the stages of a place: "*": {ranks: 2..5, stages: [embed, layers.8]}'
-            raise PlanError(f"place: {refused}: {BESIDE_PLACES[refused]}\n  try       {hint}")
-        if any(isinstance(how, str) and how.startswith("auto") for how in self.compress.values()):
-            raise PlanError(
-                "place: compress: auto measures one link for all ranks, and each sub-model has links of its own\n"
-                "  try       compress: {dp: int8+ef}"
-            )
+        given = {"stages": self.is_pipeline, "gather": self.gather, "send": self.send, "sync": self.sync}
+        refuse_beside_places(given)
         if self.schedule not in PLACE_SCHEDULES:
             raise PlanError(f"place: schedule {self.schedule}\n  known     {', '.join(PLACE_SCHEDULES)}")
         mesh = places_mesh(self.places)
@@ -353,18 +331,8 @@ class Plan:
         """From a file, the names of ready plans, a mapping or a Plan; `mesh` takes the place of the one written."""
         if isinstance(source, Plan):
             return source._on(mesh, "the plan")
-        if isinstance(source, (str, Path)) and Path(source).suffix in (".yaml", ".yml"):
-            return Plan._of(_file(Path(source)), mesh, str(source))
-        if isinstance(source, str):
-            found: dict[str, Any] = {}
-            for name in source.split("+"):
-                _over(found, _ready(name.strip()))
-            return Plan._of(found, mesh, f"plan {source}")
-        if isinstance(source, Mapping):
-            return Plan._of(dict(source), mesh, "the plan")
-        raise PlanError(
-            f"{source!r} is no plan\n  try       a Plan, a mapping, a .yaml file, or one of {', '.join(ready_plans())}"
-        )
+        data, where = plan_data(source)
+        return Plan._of(data, mesh, where)
 
     @staticmethod
     def _of(data: dict[str, Any], mesh: Mesh | None, where: str) -> Plan:
@@ -448,7 +416,7 @@ class Plan:
         return found
 
     def __str__(self) -> str:
-        return yaml.dump(self.data(), Dumper=_Dumper, sort_keys=False, default_flow_style=None, width=120)
+        return plan_yaml(self.data())
 
     # -- what was decided --------------------------------------------------------------------------------------------
 
@@ -550,17 +518,17 @@ class Plan:
         found = read_compress(self.compress, self.mesh, self.batch_axes())
         if found is not None and found.auto and self.decided is not None and self.decided.compress:
             found = read_compress({found.axis: self.decided.compress}, self.mesh, self.batch_axes())
-        if found is None or max(mesh[found.axis] for mesh in self._meshes()) == 1:
+        if found is None or max(mesh[found.axis] for mesh in self.meshes()) == 1:
             return None
         return found if found.auto or any(how is not None for _, how in found.patterns) else None
 
-    def _meshes(self) -> list[Mesh]:
+    def meshes(self) -> list[Mesh]:
         """On which gradients are summed: of all ranks, or of each place."""
         return [place.mesh for place in self.places] if self.place else [self.mesh]
 
-    def sums_over(self, axis: str, parameter: str) -> bool:
-        """Has the gradient of a parameter summands of several ranks along an axis?  In its place it may have none."""
-        return self._meshes()[place_of(self.places, parameter) if self.place else 0][axis] > 1
+    def ranks_along(self, axis: str, parameter: str) -> int:
+        """Of how many ranks along an axis the gradient of a parameter is a sum: of those of its place."""
+        return self.meshes()[place_of(self.places, parameter) if self.place else 0][axis]
 
     def phases(self) -> tuple[list[tuple[int | None, Plan]], Condition | None]:
         """The plans of a run one after the other, each with the step before which it holds; or two, exact and encoded,
@@ -636,59 +604,6 @@ class Plan:
                 for n, axes in zip(shape, (*dims, *((),) * (len(shape) - len(dims))), strict=True)
             )
         )
-
-
-def ready_plans() -> list[str]:
-    """Names of the plans that ship."""
-    return sorted(p.stem for p in READY.glob("*.yaml"))
-
-
-def _ready(name: str) -> dict[str, Any]:
-    path = READY / f"{name}.yaml"
-    if name not in ready_plans():
-        close = get_close_matches(name, ready_plans(), 1)
-        raise PlanError(
-            f"there is no plan {name!r}\n  ready     {', '.join(ready_plans())}\n"
-            f"  try       {close[0] if close else 'one of these, or a .yaml file'}"
-        )
-    return _file(path)
-
-
-def _file(path: Path) -> dict[str, Any]:
-    try:
-        data = yaml.load(path.read_text(), Loader=_Loader)
-    except (OSError, yaml.YAMLError) as e:
-        raise PlanError(f"cannot read the plan\n  at        {path}\n  because   {' '.join(str(e).split())}") from e
-    if not isinstance(data, dict):
-        raise PlanError(f"a plan is a mapping\n  at        {path}\n  try       mesh: {{dp: 2}}")
-    return data
-
-
-def _over(under: dict[str, Any], more: dict[str, Any]) -> None:
-    """Lay one plan over another: names are added, batch dims joined, the rest replaced."""
-    for key, value in more.items():
-        if key in ("parameters", "activations"):
-            under[key] = _both(under.get(key) or {}, value or {})
-        elif key == "batch" and under.get("batch"):
-            under["batch"] = _joined(under["batch"], value)
-        else:
-            under[key] = value
-
-
-def _both(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        k: _joined(a[k], b[k]) if k in a and k in b else a.get(k, b.get(k)) for k in (*a, *(k for k in b if k not in a))
-    }
-
-
-def _joined(a: Sequence[Any], b: Sequence[Any]) -> list[Any]:
-    """Dim by dim, the axes of both."""
-    longer = [*a, *["-"] * (len(b) - len(a))]
-    other = [*b, *["-"] * (len(a) - len(b))]
-    return [
-        ".".join(dict.fromkeys(w for e in pair if e not in (None, "-") for w in str(e).split("."))) or "-"
-        for pair in zip(longer, other, strict=True)
-    ]
 
 
 def _without(axis: str, entry: Any) -> Any:

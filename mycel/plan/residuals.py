@@ -9,10 +9,10 @@ For a block f and its backward b, with N the values of f that b reads.  For each
     keep(v) = price · bytes(v)  +  the seconds of writing v to memory, where a compiler would never have written it
 
 which is a minimum cut: an arc source -> e of seconds(e), e -> v of keep(v), u -> e and v -> sink (v in N) without end.
-Inputs of the whole step are there anyway and cost nothing.  `price` is what a byte of memory costs in seconds: 0 gives
-the fastest program; the larger it is, the less is kept.  Up to the price that holds without a budget no product is
-computed again.  Calls in a block count as one equation; between the calls of the outermost block they are not computed
-again.
+Inputs of the whole step are there anyway and cost nothing, nor do results of calls that equations between the calls
+read in backward.  `price` is what a byte of memory costs in seconds: 0 gives the fastest program; the larger it is, the
+less is kept.  Up to the price that holds without a budget no product is computed again.  Calls in a block count as one
+equation; between the calls of the outermost block they are not computed again.
 """
 
 from __future__ import annotations
@@ -109,6 +109,7 @@ def residuals(program: Program, body: str, costs: Costs, prices: Sequence[float]
     decisions = []
     free = set(block.inputs)
     readers = Counter(v for eqn in block.eqns if eqn.op is call and is_backward(eqn) for v in set(eqn.vars))
+    kept_anyway = _kept_anyway(block)
     memo: dict[object, tuple[tuple[str, ...], float, int]] = {}
     made = expressions(block)
     for k, (i, j) in enumerate(paired(block)):
@@ -119,9 +120,10 @@ def residuals(program: Program, body: str, costs: Costs, prices: Sequence[float]
         share: dict[Var, float] = {}
         again = twins(made, f, b)
         for x, v in zip(f.inputs, inner.inputs, strict=True):
-            share[v] = 0.0 if not isinstance(x, Var) or x in free or x in again else 1 / max(readers[x], 1)
+            costs_nothing = not isinstance(x, Var) or x in free or x in again or x in kept_anyway
+            share[v] = 0.0 if costs_nothing else 1 / max(readers[x], 1)
         for x, out in zip(f.outputs, inner.outputs, strict=True):
-            if isinstance(out, Var) and out not in share and readers[x] > (x in b.inputs):
+            if isinstance(out, Var) and out not in share and (readers[x] > (x in b.inputs) or x in kept_anyway):
                 share[out] = 0.0
         key = (f.params["block"], needed, tuple(share.items()), price)
         if key not in memo:
@@ -129,6 +131,12 @@ def residuals(program: Program, body: str, costs: Costs, prices: Sequence[float]
         keep, seconds, size = memo[key]
         decisions.append(Decision(str(f.params["block"]), keep, seconds, size))
     return Residuals(body, tuple(decisions), _loose(block, costs, prices[-1]))
+
+
+def _kept_anyway(block: Block) -> set[Var]:
+    """Results of calls that equations between the calls read in backward: no call is made again for these."""
+    of_calls = {v for eqn in block.eqns if eqn.op is call and not is_backward(eqn) for v in eqn.outputs}
+    return {v for eqn in backward_part(block) if eqn.op is not call for v in eqn.vars if v in of_calls}
 
 
 def _loose(block: Block, costs: Costs, price: float) -> tuple[str, ...]:

@@ -23,6 +23,7 @@ from functools import cached_property
 from mycel.errors import PlanError
 from mycel.ir import CONTROL, Atom, Block, Eqn, Program, Var, chains, cond, loop, scan
 from mycel.ops import o
+from mycel.ops.gradient_norm import OVER_STAGES
 from mycel.ops.optimisers import is_group_update
 from mycel.plan.residuals import backward_part
 
@@ -212,14 +213,14 @@ class StepFlow:
 
 
 def _sources(x: Atom, makers: Mapping[Var, Eqn]) -> set[Var]:
-    """The values of the entry that one comes from, not by way of a global norm: inputs, and results of the scan."""
+    """The values of the entry that one comes from, not by way of a sum over stages: inputs, and results of the scan."""
     open_, seen = [x] if isinstance(x, Var) else [], set[Var]()
     while open_:
         v = open_.pop()
         if v not in seen:
             seen.add(v)
             eqn = makers.get(v)
-            open_ += eqn.vars if eqn is not None and eqn.op is not o.global_norm else ()
+            open_ += eqn.vars if eqn is not None and eqn.op not in OVER_STAGES else ()
     return {v for v in seen if v not in makers}
 
 

@@ -18,6 +18,7 @@ from mycel.ir import Op, type_of
 from mycel.ops import o
 from mycel.run.processes import Processes
 
+SUMS = ("all_reduce", "exchange_chunks", "gather_chunks")  # what sums of gradients are made of
 SIZES = (1 << 14, 1 << 20)  # bytes
 CODED = (1 << 14, 1 << 18)  # elements of a gradient
 REPEATS = 3
@@ -26,23 +27,36 @@ SLOW = 0.8  # of the speed that a plan was priced by
 
 
 def timed_messages(ranks: Processes, axis: str) -> dict[str, list[tuple[float, float, float]]]:
-    """By collective, those that sums of gradients are made of: (ranks, bytes each puts in, seconds)."""
-    count = ranks.mesh[axis]
-    messages: dict[str, list[tuple[float, float, float]]] = {}
-    for name in ("all_reduce", "exchange_chunks", "gather_chunks"):
+    """By collective of SUMS: (ranks, bytes each puts in, seconds).  Where sub-models are on meshes of their own, those
+    of all: each measures its own at the same time, if it has several ranks there."""
+    count, device = ranks.mesh[axis], ranks.device
+    rows = []
+    for name in SUMS:
         for size in SIZES:
-            rows = 1 if name == "gather_chunks" else count
-            x = torch.zeros(rows, size // rows, dtype=torch.uint8, device=ranks.device)
-            x = torch.zeros(size // 4, device=ranks.device) if name == "all_reduce" else x
-            messages.setdefault(name, []).append((count, float(x.nbytes), _seconds(ranks, name, x, axis)))
-    return messages
+            parts = 1 if name == "gather_chunks" else count
+            x = torch.zeros(parts, size // parts, dtype=torch.uint8, device=device)
+            x = torch.zeros(size // 4, device=device) if name == "all_reduce" else x
+            rows.append([float(count), float(x.nbytes), _seconds(ranks, name, x, axis) if count > 1 else 0.0])
+    everyone = ranks.world
+    told = everyone.all_gather(torch.tensor([rows], dtype=torch.float64, device=device), everyone.mesh.axes, 0)
+    slowest: dict[tuple[str, float, float], float] = {}
+    for own in told.tolist():
+        for name, (k, sent_bytes, seconds) in zip((name for name in SUMS for _ in SIZES), own, strict=True):
+            if k > 1:
+                slowest[name, k, sent_bytes] = max(seconds, slowest.get((name, k, sent_bytes), 0.0))
+    return {name: [(k, size, s) for (of, k, size), s in slowest.items() if of == name] for name in SUMS}
 
 
 def timed_codecs(ranks: Processes, codecs: Sequence[str]) -> dict[str, tuple[tuple[float, float], ...]]:
-    """By kind of work (`Op.rate_of`), how many elements the kernels of codecs make, and how many of them a second."""
+    """By kind of work (`Op.rate_of`), how many elements the kernels of codecs make, and how many of them a second: on
+    all ranks at once, as in a step, in which those of a host may share its cores."""
     runs = [run for codec in codecs for n in CODED for run in _codec_runs(codec, n, ranks.device)]
-    taken = [min(_timed(op, inputs, params) for _ in range(REPEATS + 1)) for op, inputs, params in runs]
-    slowest = ranks.all_reduce(torch.tensor(taken, device=ranks.device), ranks.mesh.axes, ">").tolist()
+    everyone, taken = ranks.world, []
+    for op, inputs, params in runs:
+        everyone.all_reduce(torch.zeros(1, device=ranks.device), everyone.mesh.axes)  # all begin now
+        seconds = [_timed(op, inputs, params) for _ in range(REPEATS + 1)]
+        taken.append(statistics.median(seconds[1:]))
+    slowest = everyone.all_reduce(torch.tensor(taken, device=ranks.device), everyone.mesh.axes, ">").tolist()
     curves: dict[str, list[tuple[float, float]]] = {}
     for (op, inputs, params), seconds in zip(runs, slowest, strict=True):
         types = [type_of(x) if isinstance(x, torch.Tensor) else x for x in inputs]
@@ -81,12 +95,13 @@ def _seconds(ranks: Processes, name: str, x: torch.Tensor, axis: str) -> float:
         if x.is_cuda:
             torch.cuda.synchronize(x.device)
         taken.append(time.perf_counter() - begun)
-    mine = torch.tensor([statistics.median(taken[1:])], device=ranks.device)
-    return float(ranks.all_reduce(mine, ranks.mesh.axes, ">"))
+    return statistics.median(taken[1:])
 
 
 def own_seconds(ranks: Processes, axis: str) -> float:
-    """Of a small message along an axis, as this rank sees it."""
+    """Of a small message along an axis, as this rank sees it; nothing where it is the only one there."""
+    if ranks.mesh[axis] == 1:
+        return 0.0
     x, taken = torch.zeros(GLANCE // 4, device=ranks.device), []
     for _ in range(REPEATS):
         begun = time.perf_counter()
@@ -108,4 +123,5 @@ class LinkWatch:
         """Do most ranks see less than SLOW of its speed?"""
         is_slower = own_seconds(self.ranks, self.axis) * SLOW > self.reference_s
         votes = torch.tensor([float(is_slower)], device=self.ranks.device)
-        return 2 * float(self.ranks.all_reduce(votes, self.ranks.mesh.axes)) > self.ranks.mesh.world
+        everyone = self.ranks.world
+        return 2 * float(everyone.all_reduce(votes, everyone.mesh.axes)) > everyone.mesh.world

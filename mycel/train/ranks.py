@@ -29,7 +29,7 @@ import yaml
 from mycel.errors import PlanError
 from mycel.ir import Mesh
 from mycel.plan import Plan, probe_text
-from mycel.plan.plan import ready_plans
+from mycel.plan.plan_file import ready_plans
 from mycel.run.checkpoint import ALONE, MeshProcess
 from mycel.run.processes import Processes, code_version, world
 from mycel.run.rendezvous import seat
@@ -145,7 +145,7 @@ def _is_searched(parallel: Parallel, count: int) -> bool:
 
 def _searched(config: Config, count: int) -> tuple[Plan, str]:
     """The fastest plan for so many ranks, which each of them finds; its name for people."""
-    from mycel.step_search import ranks_of
+    from mycel.step.auto_plan import ranks_of
     from mycel.train import planner
 
     answer = planner.question(config, ranks_of(config.train.device, count)).run()

@@ -24,13 +24,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from mycel import step_state
 from mycel.errors import CheckpointError
 from mycel.run.checkpoint import Loaded, MeshProcess
 from mycel.run.reading import Wanted
 from mycel.run.shards import Manifest
 from mycel.run.snapshot import Layouts
-from mycel.step_state import SharedOut
+from mycel.step import step_state
+from mycel.step.step_state import SharedOut
 from mycel.train.assemble import Assembly
 from mycel.train.device import describe
 

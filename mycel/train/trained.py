@@ -19,7 +19,7 @@ from mycel.errors import TrainError
 from mycel.run.checkpoint import best, latest
 from mycel.run.checkpoint import load as load_checkpoint
 from mycel.run.shards import read_manifest
-from mycel.step_state import model_tensors
+from mycel.step.step_state import model_tensors
 from mycel.train import config as settings
 from mycel.train import models
 from mycel.train.assemble import adapt, tokenizer_of, tokenizer_source

@@ -1,14 +1,15 @@
 """What a plan watches of gradients (`monitor`), as counters of the step; each is a moving average over about ten steps.
 
-    small = k Σ |g_i|²           over the k ranks of an axis, whose shares g_i add up to the gradient: the mean square
+    small_k = k Σ |g_i|²         over the k ranks of an axis, whose shares g_i add up to the gradient: the mean square
                                  of a rank's own gradient
-    large = |Σ g_i|²             of the gradient
-    error = Σ |e_i|²             of each optimiser's group: what compressing has left behind
+    large_k = |Σ g_i|²           of the gradient
+    error   = Σ |e_i|²           of each optimiser's group: what compressing has left behind
 
-All of it is of matrices, if there are any: sums of small gradients may be shared before they are measured.  From the
-first two come the variance of gradients and the noise scale (McCandlish et al. 2018), in units of the batch:
+All of it is of matrices, if there are any: sums of small gradients may be shared before they are measured.  As a rule
+there is one k; sub-models on meshes of their own may have several.  From these come the variance of gradients and the
+noise scale (McCandlish et al. 2018), in units of the batch, with large the sum of all large_k:
 
-    variance = (small - large) / (k - 1)        what the whole batch leaves of it
+    variance = Σ (small_k - large_k) / (k - 1)  what the whole batch leaves of it
     noise    = variance / (large - variance)    so many batches as large as this one would still pay
 """
 
@@ -28,23 +29,27 @@ SMALL, LARGE, ERROR = "gradient_squares", "mean_gradient_squares", "error_square
 SHARE = 0.1  # of a new value in an average
 
 
-def monitor_ranks(program: Program, count: int, results: int, axis: str, ranks: int) -> Program:
-    """results[results:] are so many gradients, before they are compressed: their squares on the ranks of an axis."""
+def monitor_ranks(program: Program, ranks: Sequence[int], results: int, axis: str) -> Program:
+    """results[results:] are gradients, before they are compressed, each the sum over so many ranks of an axis: their
+    squares on these."""
     watch = _Watching(program)
     with watch.b:
-        gradients = _matrices(program.main.outputs[results : results + count])
-        squares = watch.total([o.rank_squares(g, axes=(axis,)) for g in gradients])
-        watch.average(SMALL, watch.unscaled(o.mul(squares, float(ranks))))
+        for k, gradients in _by_ranks(program.main.outputs[results:], ranks).items():
+            squares = watch.total([o.rank_squares(g, axes=(axis,)) for g in gradients])
+            watch.average(f"{SMALL}_{k}", watch.unscaled(o.mul(squares, float(k))))
     return watch.program()
 
 
-def monitor_sums(program: Program, names: Sequence[Sequence[str]], results: int, axis: str, errors: bool) -> Program:
+def monitor_sums(
+    program: Program, ranks: Sequence[int], names: Sequence[Sequence[str]], results: int, axis: str, errors: bool
+) -> Program:
     """What has come of them, and with `errors`, of each group what compressing has left behind."""
     watch, inputs = _Watching(program), program.by_role()
     new = dict(zip(program.updates, program.main.outputs[len(program.results) :], strict=True))
     with watch.b:
-        sums = _matrices(program.main.outputs[results : results + sum(map(len, names))])
-        watch.average(LARGE, watch.unscaled(o.square(o.cast(o.global_norm(*sums), dtype=torch.float32))))
+        for k, sums in _by_ranks(program.main.outputs[results:], ranks).items():
+            norm = o.cast(o.global_norm(*sums), dtype=torch.float32)
+            watch.average(f"{LARGE}_{k}", watch.unscaled(o.square(norm)))
         for i, group in enumerate(names if errors else ()):
             left = [new[inputs[role].name] for name in group if (role := Role("error", of=name, over=axis)) in inputs]
             if left:
@@ -52,10 +57,14 @@ def monitor_sums(program: Program, names: Sequence[Sequence[str]], results: int,
     return watch.program()
 
 
-def _matrices(gradients: Sequence[Any]) -> list[Var]:
-    """Those that count; all, if none is one."""
-    there = [g for g in gradients if isinstance(g, Var)]
-    return [g for g in there if g.type.ndim > 1] or there
+def _by_ranks(gradients: Sequence[Any], ranks: Sequence[int]) -> dict[int, list[Var]]:
+    """Those that count, by the number of ranks they are summed over: matrices, or all, if none is one."""
+    there = [(g, k) for g, k in zip(gradients[: len(ranks)], ranks, strict=True) if isinstance(g, Var) and k > 1]
+    there = [(g, k) for g, k in there if g.type.ndim > 1] or there
+    by_ranks: dict[int, list[Var]] = {}
+    for g, k in there:
+        by_ranks.setdefault(k, []).append(g)
+    return by_ranks
 
 
 class _Watching:
@@ -67,10 +76,7 @@ class _Watching:
         self.updates: dict[str, Any] = {}
 
     def total(self, squares: Sequence[Any]) -> Any:
-        total = o.cast(squares[0], dtype=torch.float32)
-        for s in squares[1:]:
-            total = o.add(total, o.cast(s, dtype=torch.float32))
-        return total
+        return o.total(*(o.cast(s, dtype=torch.float32) for s in squares))
 
     def unscaled(self, x: Any) -> Any:
         scale = self.before.by_role().get(LOSS_SCALE)

@@ -9,8 +9,9 @@ from mycel.islands import islands_text
 from mycel.parts import ShardedModel
 from mycel.run import moves
 from mycel.sizes import shown
-from mycel.step_records import CompiledStep, Settings
-from mycel.step_trace import StepTrace
+from mycel.step.compiled_step import CompiledStep
+from mycel.step.settings import Settings
+from mycel.step.step_trace import StepTrace
 
 
 def explained(

@@ -1,4 +1,4 @@
-"""What a step was asked to be, and what it became for one signature of the batch."""
+"""What a step became for one signature of the batch."""
 
 from __future__ import annotations
 
@@ -6,10 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from mycel import lower, plan
-from mycel.buckets import Buckets
 from mycel.capture import Facts, PythonCall
 from mycel.capture.bind import Call
 from mycel.feed import Feed
@@ -17,26 +14,6 @@ from mycel.ir import Program
 from mycel.islands import TimedCode
 from mycel.plan import Fp8Products
 from mycel.run import Replayed
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What the caller chose."""
-
-    precision: str
-    accumulate: int
-    clip_norm: float | None
-    budget: int | None
-    compile: str | bool
-    clip_value: float | None = None
-    grads: bool = False
-    outputs: bool | str = False  # "local": of rows of the batch, this rank's
-    strict: bool = False
-    expert_load: bool = False
-    buckets: Buckets | None = None  # sizes that batches are padded to
-
-    def compiles(self, device: torch.device) -> bool:
-        return self.compile is True or (self.compile == "auto" and device.type == "cuda")
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,94 @@
+"""What a step does with its gradients beside its program.
+
+by rule         the program updates parameters; p.grad is what it leaves, where that was asked for
+torch's own     the program leaves gradients, the optimiser runs as it is (`torch_update.py`)
+added up        they are kept for `step.apply()` (`accumulation.py`)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from mycel import optimizers, torch_update
+from mycel.accumulation import Accumulation
+from mycel.errors import PlanError
+from mycel.parts import ShardedModel, UnshardedStep
+from mycel.step.settings import Settings
+
+
+class Updating:
+    """Of one step; `by_rule`: is the update part of the program?"""
+
+    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, settings: Settings) -> None:
+        self.model, self.optimizer, self.settings = model, optimizer, settings
+        self.by_rule = not optimizers.without_rule(optimizer)
+        self._told = False  # that it is not
+        self._gradients: dict[str, torch.Tensor] = {}
+
+    def choose(self) -> None:
+        """Is the update part of the program, or torch's?  The latter is said once."""
+        why = optimizers.without_rule(self.optimizer) or optimizers.left_to_torch(self.model, self.optimizer)
+        self.by_rule = not why
+        if why and not self._told:
+            self._told = True
+            torch_update.told(self.optimizer, why)
+
+    def refuse_split(self, parts: ShardedModel) -> None:
+        """PlanError where torch would take the update of parts."""
+        if not self.by_rule:
+            torch_update.refuse_split(self.optimizer, parts.plan, _split(parts))
+
+    def gradient(self, p: torch.nn.Parameter, name: str) -> torch.Tensor:
+        """Where the program puts the gradient of a parameter."""
+        held = self._gradients.get(name)
+        if held is None or held.shape != p.shape or held.dtype != p.dtype or held.device != p.device:
+            held = self._gradients[name] = torch.zeros_like(p, memory_format=torch.preserve_format).detach()
+        return held
+
+    def gradients_of(self, made: UnshardedStep) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
+        named = [(p, name) for g in made.groups for p, name in zip(g.params, g.group.params, strict=True)]
+        return [(p, self._gradients[name]) for p, name in named]
+
+    def finish(self, made: UnshardedStep, outs: Sequence[Any]) -> None:
+        """What is left to do with gradients after the program: parameters get them, and the optimiser, where its update
+        is no part of the program."""
+        pairs = self.gradients_of(made)
+        finite = self.by_rule or bool(torch.isfinite(outs[made.results]) & torch.isfinite(outs[0]))
+        if not self.by_rule and finite:
+            torch_update.update(self.optimizer, pairs, self.settings.clip_norm, self.settings.clip_value)
+        if self.by_rule or not finite or not self.settings.grads:
+            for p, g in pairs:
+                p.grad = g if self.settings.grads else None
+
+
+class AddingUp(Updating):
+    """The update is left to another step, for which gradients are added up with the `weights` of each call."""
+
+    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, settings: Settings) -> None:
+        super().__init__(model, optimizer, settings)
+        self.by_rule = False
+        self.sums = Accumulation()
+        self.weights: list[float] = []  # of the call that is under way
+
+    def choose(self) -> None:
+        """Not here."""
+
+    def refuse_split(self, parts: ShardedModel) -> None:
+        name = next(iter(_split(parts)), None)
+        if name is not None or parts.plan.zero:
+            what = f"the plan splits {name}" if name is not None else f"zero {parts.plan.zero} splits its state"
+            raise PlanError(
+                f"step.apply() takes the update of whole parameters, but {what}\n"
+                "  try       train_step(…, accumulate=k): parts of one large batch, under any plan"
+            )
+
+    def finish(self, made: UnshardedStep, outs: Sequence[Any]) -> None:
+        self.sums.add(self.gradients_of(made), self.weights)
+
+
+def _split(parts: ShardedModel) -> list[str]:
+    """Trained parameters that ranks hold parts of."""
+    return [name for name in parts.stored if not parts.layouts[name].is_whole]
