@@ -97,7 +97,7 @@ class Logs(nn.Module):
 
 
 def test_numbers_that_are_kept_are_python_numbers():
-    """Whoever reads them later wants floats, one more at every call: code that keeps some is an island."""
+    """Whoever reads them later wants floats: code that adds one to a list at every call is an island."""
     torch.manual_seed(0)
     model = Logs()
     twin = copy.deepcopy(model)
@@ -107,7 +107,7 @@ def test_numbers_that_are_kept_are_python_numbers():
         for i in range(3):
             same(fast(X * i), twin(X * i))
     assert (model.losses, model.average, model.last) == (twin.losses, twin.average, twin.last)
-    assert len(fast.entries) == 1
+    assert len(fast.entries) == 2  # the first call makes the list
 
 
 def test_a_set_of_numbers_is_not_taken_for_one_of_tensors():

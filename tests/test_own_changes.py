@@ -189,6 +189,20 @@ def test_what_counts_is_captured_twice_at_most(forward):
     assert (model.count, model.mean) == pytest.approx((twin.count, twin.mean))
 
 
+def test_parts_of_a_batch_are_calls():
+    model, x = Net(warm_up).double(), X[:4]
+    twin = copy.deepcopy(model)
+    step = mycel.train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), compile=False, accumulate=2)
+    plain = torch.optim.SGD(twin.parameters(), lr=0.1)
+    for _ in range(3):
+        plain.zero_grad()
+        want = (twin(x[:2]) + twin(x[2:])) / 2
+        want.backward()
+        plain.step()
+        torch.testing.assert_close(step(x), want.detach())
+        assert model.count == twin.count
+
+
 def test_an_island_does_not_train_what_it_does_not_use():
     """A parameter that torch gives no gradient keeps its value, whatever the weight decay."""
     model = Net(growing_list).double()

@@ -119,10 +119,14 @@ class Recipe:
         """The loss of the first part of the batch, and of all of it: the same, where that is one part."""
         known, strict = roles_of(self.model, self.optimizer), self.settings.strict
         first = Batch(*data, self.settings.accumulate).part()
-        captured = whole = capture_call(
-            self.fn, *batch.part(), known=known, differentiated=True, data=first, strict=strict
-        )
+
+        def of_part() -> Captured:
+            return capture_call(self.fn, *batch.part(), known=known, differentiated=True, data=first, strict=strict)
+
+        captured = whole = of_part()
         if batch.parts > 1:
+            if captured.effects:  # the next part goes on with what this one changed: numbers of the program
+                captured = of_part()
             whole = capture_call(
                 self.fn, batch.args, batch.kwargs, known=known, differentiated=True, data=data, strict=strict
             )
