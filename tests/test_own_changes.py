@@ -237,3 +237,27 @@ def test_annotated_names_in_branches():
     fast = mycel.jit(fn, strict=True)
     for x in (X, X.abs(), -X.abs()):
         torch.testing.assert_close(fast(x), fn(x))
+
+
+def test_what_is_set_once_and_changes_nothing_is_not_captured_again():
+    """A setting that was None, as transformers' problem_type is; a flag that decides is another program."""
+
+    class Setting(nn.Linear):
+        def __init__(self):
+            super().__init__(3, 2, dtype=torch.float64)
+            self.kind = self.branch = None
+
+        def forward(self, x):
+            self.kind = self.kind or "one"
+            return super().forward(x).square().mean()
+
+    class Branch(Setting):
+        def forward(self, x):
+            first, self.branch = self.branch is None, "taken"
+            return super().forward(x) * (3.0 if first else 1.0)
+
+    for model, entries in ((Setting(), 1), (Branch(), 2)):
+        step = mycel.train_step(model, torch.optim.SGD(model.parameters(), lr=0.0), compile=False)
+        losses = [float(step(X)) for _ in range(3)]
+        assert len(step.entries) == entries and model.kind == "one"
+        assert losses[0] == pytest.approx(losses[2] * (1 if entries == 1 else 3)) and losses[1] == losses[2]

@@ -24,6 +24,7 @@ from mycel.capture.counters import (
     CountedSlot,
     Slot,
     changed_values,
+    is_counter,
     lift_counters,
     note_changes,
     place_of,
@@ -127,10 +128,11 @@ def capture(
             opened = len(OPENED)
             try:
                 given = data or (args, kwargs)
-                return _capture(
-                    fn, args, kwargs, apart, known or {}, differentiated, given, islands, selects, changing,
+                once = functools.partial(
+                    _capture, fn, args, kwargs, apart, known or {}, differentiated, given, islands, selects, changing,
                     counters if lifts else None,
                 )  # fmt: skip
+                return _settled(once) if not TRACING else once()
             except CaptureError as e:
                 error: Exception = e
                 if e.counters:  # once more with these as numbers of the program
@@ -156,6 +158,32 @@ def capture(
                     raise refusal(error) from error.__cause__
                 changing = frozenset()  # then for each of the values
                 islands.clear()
+
+
+def _settled(capture: Callable[[], Captured]) -> Captured:
+    """What code sets once, such as a setting that was None, is set now where its program stays the same: the next call
+    would find it so, and be captured again for nothing."""
+    captured = capture()
+    before: list[tuple[Location, Any]] = []
+    for place, tree in captured.effects:
+        try:
+            old = place.read()
+        except LookupError:  # it was not there
+            return captured
+        if tree.kind != "static" or is_counter(old, tree.key):
+            return captured
+        before.append((place, old))
+    if not before:
+        return captured
+    for place, tree in captured.effects:
+        place.write(tree.key)
+    with contextlib.suppress(Exception):  # it is said when it is called
+        again = capture()
+        if not again.effects and again.program == captured.program and again.out == captured.out:
+            return again
+    for place, old in before:
+        place.write(old)
+    return captured
 
 
 @contextlib.contextmanager
