@@ -306,7 +306,8 @@ def test_torchs_transformer():
         layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
         return nn.Sequential(nn.Embedding(20, 8), nn.TransformerEncoder(layer, 2), nn.Linear(8, 20), nn.Flatten(0, 1))
 
-    agree(beside(make, adamw(lr=1e-3), words, cross_entropy))
+    # the gradient of the keys' bias is nothing but rounding, which a smaller eps would make steps of
+    agree(beside(make, adamw(lr=1e-3, eps=1e-4), words, cross_entropy))
 
 
 class Averaged(nn.Module):
