@@ -336,3 +336,15 @@ def test_replicas_do_what_torch_does_and_go_on_to_the_bit_after_a_kill(tmp_path)
     assert run("again", tmp_path) == 0
     loaded, _ = load_latest(tmp_path / "streaming")  # in one process it is the mean of the replicas
     assert loaded.tensors["model.up.weight"].shape == (67, 40)
+
+
+@pytest.mark.parametrize("codec", ["int4+ef", "powersgd(4)+ef"])
+def test_late_gradients_that_came_compressed_do_not_travel_again(codec):
+    """Their correction is computed where they have come: gathering it would send weights exactly."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    plan = {"mesh": {"dp": 2}, "batch": ["dp"], "compress": {"dp": {"*.weight": codec}}, "sync": {"dp": "delayed"}}
+    optimizer, batch = torch.optim.SGD(model.parameters(), lr=0.1), (torch.randn(8, 64), torch.randn(8, 64))
+    step = mycel.train_step(model, optimizer, nn.functional.mse_loss, plan=Plan.read(plan), compile=False)
+    program = step._planned(batch, {}, (batch, {}))[2].program
+    sent = [v.type for e in program.main.eqns if e.op.collective is not None or e.op.name == "begin" for v in e.vars]
+    assert sent and not [t for t in sent if t.dtype == torch.float32 and t.bytes > 64 * 64]

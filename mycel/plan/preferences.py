@@ -72,12 +72,27 @@ def weights(
     used_as_given = made_of(g, [*(i for i, layout in given.items() if place(layout, axis) >= 0), *free]) - derived
     wanted = {source.node for source, node, _, _ in g.edges if source.node[0] == "hub" and node not in late}
     late |= {node for node in g.ports if node[0] == "hub" and node not in wanted}  # on its way to updates alone
-    found = {}
+    found, come = {}, _come(g)
     for source, node, _, _ in g.edges:
         if source in used_as_given or (wide and node in g.eqns and _widens(g.eqns[node])):
             found[source, node] = by.as_given
-        elif node in late or source in derived:
+        elif source in derived or (node in late and source.node not in come):
             found[source, node] = by.hidden
+    return found
+
+
+def _come(g: Graph) -> set[Node]:
+    """Sums that came compressed, and what is made of them before an update: to be gathered there they would travel once
+    more, as they are."""
+    uses: dict[Node, list[Node]] = {}
+    for source, node, _, _ in g.edges:
+        uses.setdefault(source.node, []).append(node)
+    todo = [node for node, eqn in g.eqns.items() if eqn.op.name == "summed"]
+    found = set(todo)
+    while todo:
+        more = [n for n in uses.get(todo.pop(), ()) if n not in found and not (n in g.eqns and updates(g.eqns[n]))]
+        found.update(more)
+        todo += more
     return found
 
 
