@@ -97,7 +97,7 @@ class StepOutcome:
     steps: plan.StageCosts | None = None
 
 
-class Least(NamedTuple):
+class LeastOfMoves(NamedTuple):
     """Bytes on device and host, and seconds, below which a way to move never is."""
 
     device: int
@@ -132,7 +132,7 @@ class Mover:
     compiled: Collection[str] = ()
     steps: frozenset[str] = frozenset()  # of a pipeline: the blocks that its entry calls, microbatch by microbatch
 
-    def least(self) -> Least:
+    def least(self) -> LeastOfMoves:
         """The bytes that inputs take on device and host, and seconds, below which this way never is: what lives on the
         host comes once a step at least."""
         lives = [v for v in self.done.program.inputs if v.name in self._homes]
@@ -141,7 +141,7 @@ class Mover:
         hosted = {v for update in self._updates for v in update.state}
         moved_s = sum(self.clock.hardware.move_s(v.type.bytes) for v in lives if v not in hosted)
         host_s = self.clock.hardware.update_s(sum(update.bytes for update in self._updates)) if self._updates else 0.0
-        return Least(held, away, max(moved_s, host_s))
+        return LeastOfMoves(held, away, max(moved_s, host_s))
 
     @property
     def updates(self) -> bool:
@@ -362,10 +362,10 @@ class PipelineMover:
     def updates(self) -> bool:
         return any(mover.updates for mover in self.movers)
 
-    def least(self) -> Least:
+    def least(self) -> LeastOfMoves:
         """As a mover's: of the rank that needs most."""
         device, host, seconds = zip(*(mover.least() for mover in self.movers), strict=True)
-        return Least(max(device), max(host), max(seconds))
+        return LeastOfMoves(max(device), max(host), max(seconds))
 
     @cached_property
     def most(self) -> PipelineMoveChoice:

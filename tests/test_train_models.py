@@ -31,6 +31,8 @@ def test_saved_by_transformers_loads_bitwise(name, shard, tmp_path):
     model = build(tmp_path, None, weights="load")
     assert type(model.module) is type(there) and model.notes == ()
     assert equal(bits(model.module), bits(there)) and ties(model.module) == ties(there)
+    if name == "mixtral":  # it is not saved how experts are computed
+        model.module.set_experts_implementation(there.config._experts_implementation)
     # buffers that are not saved, too
     assert torch.equal(logits(model.module.eval(), batch(name)), logits(there, batch(name)))
 
