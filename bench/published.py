@@ -3,13 +3,13 @@
     python bench/published.py [name ...]      of all rows those whose name has one of these in it
 
 torchtitan (its repository: benchmarks/llama3_h100_202412_torchtitan.md, asyncTP_llama3_h100_2025-06_torchtitan.md,
-llama3_8b_h200_2025-06_torchtitan.md; docs/performance.md for 405B and A100): Llama 3 and 3.1, 8,192 tokens, FSDP (ZeRO-3
-here) with torch.compile, with tensor parallelism where it says tp, parameters and AdamW's state in f32.  Their H100 are
+llama3_8b_h200_2025-06_torchtitan.md; docs/performance.md for 405B and A100): Llama 3 and 3.1, 8,192 tokens, FSDP (ZeRO
+3 here) with torch.compile, tensor parallelism where it says tp, parameters and AdamW's state in f32.  Their H100 are
 limited to 500 W, with 96 GB of HBM2e at 2.4 TB/s and 400 Gbit/s of network each; they write that the device's peak lies
 between those of the SXM and the NVL card; here it is the NVL card's.  Predicted twice: as they ran it (they compute
 products of a layer again, we what the memory asks for, or all where they do), and as the search would.
 
-Rows with tp 8 and without `async` are of a program that waits for every message of a layer; ours sends those of backward
+Rows with tp 8 are of a program that waits for every message of a layer; ours sends those of backward
 while gradients of weights are computed, as theirs with async TP does (652 tokens/s instead of 597 for 70B).
 
 Megatron-LM, GPT on A100-80: seconds a step of "Reducing Activation Recomputation in Large Transformer Models" (2022,
