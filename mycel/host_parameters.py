@@ -40,6 +40,7 @@ class HostParameters:
 
     @contextlib.contextmanager
     def shown(self) -> Iterator[None]:
+        settle_hosts()  # updates on their way write into the very tensors that are shown
         homes = {role: p.data for role, p in self.held.items()}
         try:
             for p in self.held.values():
