@@ -409,7 +409,8 @@ def test_products_in_eight_bits(rows, left):
 @pytest.mark.skipif(not HAS_FP8, reason="no products in 8 bits")
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_step_in_eight_bits(compiled):
-    """Falls as the emulation does, and multiplies in 8 bits."""
+    """Falls as the emulation does, and multiplies in 8 bits.  Over four steps: what one rounding to 8 bits changes has
+    grown to a percent after six, with the compiler and without."""
 
     def losses(device):
         torch.manual_seed(0)
@@ -423,8 +424,8 @@ def test_a_step_in_eight_bits(compiled):
         )
         step.planned_for = CPU  # at this size nothing would pay
         ids = torch.randint(3, 500, (4, 64), generator=torch.Generator().manual_seed(1)).to(device)
-        return torch.stack([step(input_ids=ids, labels=ids).cpu() for _ in range(6)]), step.explain()
+        return torch.stack([step(input_ids=ids, labels=ids).cpu() for _ in range(4)]), step.explain()
 
     (got, said), (want, _) = losses("cuda"), losses("cpu")
     assert "14 of 15 products" in said
-    assert torch.allclose(got, want, rtol=1e-2)
+    assert torch.allclose(got, want, rtol=5e-3)
