@@ -1,5 +1,5 @@
-"""Calls of jitted functions that are recorded: what they are given and return is the caller's, and what is no recording's
-runs as it is.  Recordings are stand-ins (test_replay.py) that run the code on the memory they were recorded with."""
+"""Calls of jitted functions that are recorded: what they are given and return is the caller's, and what cannot be
+recorded runs as it is.  Recordings are stand-ins (test_replay.py): they run the code on the memory it had then."""
 
 from __future__ import annotations
 
@@ -189,7 +189,8 @@ REFUSED = {
     "decides what runs next": decides,
     "may wait for the device": lambda x: torch.linalg.matrix_exp(x) + 1,
     "in the memory of an argument": lambda x: (x + 1, x.reshape(-1)),
-    "makes": lambda x: x.expand(1000, 4, 4) + 1,
+    "makes": lambda x: torch.outer(x.flatten(), x.flatten()).sin().sum(0),
+    "a call makes": lambda x: x.expand(1000, 4, 4) + 1,
 }
 
 

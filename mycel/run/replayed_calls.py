@@ -1,4 +1,4 @@
-"""Calls of jitted functions as CUDA graphs (`replay.py`), where that is safe and the device has little to do for a call,
+"""Calls of jitted functions as CUDA graphs (`replay.py`), where that is safe and a call is little work for the device,
 so that launching its kernels one by one would bound it.
 
     y = fast(x)     first call of a signature: the code as it is; second: recorded; from then on x is copied into the
@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from mycel.ir import Program, Var, runs, walk
+from mycel.ir import Program, Var, call, custom, runs, walk
 from mycel.run.memory_sharing import roots
 from mycel.run.replay import COPIED, MOST, CudaGraph, GraphPool, Recording, Replayed, obstacle
 
@@ -81,7 +81,7 @@ def made_bytes(program: Program) -> int:
     return sum(v.type.bytes for v in copied) + sum(
         counts[name] * v.type.bytes
         for name, eqn in walk(program)
-        if not eqn.refs and eqn.op.write is None and not (updates and eqn.op.inplace is not None)
+        if eqn.op not in (call, custom) and eqn.op.write is None and not (updates and eqn.op.inplace is not None)
         for v in eqn.outputs
     )
 
