@@ -419,12 +419,11 @@ def test_text_by_replayed_code_is_what_generate_writes(guess, replayed_calls, mo
     """Prompt after prompt, beyond the first cache; one recording for each size of it, with guesses and without."""
     monkeypatch.setattr(decode, "LEAST", 16)
     torch.manual_seed(0)
-    model = llama(num_attention_heads=4, num_key_value_heads=2, vocab_size=97, max_position_embeddings=256)
-    model = model.cuda().eval()
+    model = llama(max_position_embeddings=256, eos_token_id=None).cuda().eval()
     decoder = decode.Decoder(model, 256, guess=guess)
     for ids in ([5, 7, 11, 2, 5, 7], [3, 1, 4], [5, 7, 11, 2, 5, 7]):
         with torch.no_grad():
-            asked = {"max_new_tokens": 40, "min_new_tokens": 40, "do_sample": False, "pad_token_id": 0}
+            asked = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0}
             wanted = model.generate(torch.tensor([ids], device="cuda"), **asked)[0, len(ids) :].tolist()
         assert [*stream(model, ids, Sampling(40, 0.0), [], decoder)] == wanted
     assert all(len(recordings(call)) == 1 for call in replayed_calls) and len(replayed_calls) >= 3
