@@ -3,6 +3,7 @@ recorded runs as it is.  Recordings are stand-ins (test_replay.py): they run the
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 
@@ -15,7 +16,7 @@ import mycel
 from mycel import api
 from mycel.run import replayed_calls
 from mycel.run.replay import MOST, WORTH
-from mycel.run.replayed_calls import ReplayedCall, refusal
+from mycel.run.replayed_calls import ReplayedCall, is_transformed, refusal
 from mycel.train import decode
 from mycel.train.generate import Sampling, stream
 
@@ -31,7 +32,8 @@ class Calls:
         if self.refused[-1]:
             return code
         record = lambda context, *how: Rerun(*how)
-        self.all.append(ReplayedCall(code, program, device, record, lambda: self.context))
+        context = lambda: None if is_transformed() else self.context
+        self.all.append(ReplayedCall(code, program, device, record, context))
         return self.all[-1]
 
     @property
@@ -162,6 +164,40 @@ def test_each_context_has_its_own(calls):
         calls.context = i // 2
         assert torch.equal(fast(x), 2 * x.sin())
     assert len(calls.all[0].by_context) == MOST
+
+
+def test_what_stands_around_a_call_sees_its_operators(calls):
+    from torch.utils.flop_counter import FlopCounterMode
+
+    weight = torch.randn(4, 3)
+    fast, xs = mycel.jit(lambda x: x @ weight + 1), torch.randn(5, 2, 4)
+    for x in xs:
+        torch.testing.assert_close(fast(x), x @ weight + 1)
+    torch.testing.assert_close(torch.func.vmap(fast)(xs), xs @ weight + 1)
+    with FlopCounterMode(display=False) as counted:
+        fast(xs[0])
+    assert counted.get_total_flops() == 2 * 2 * 4 * 3 and Rerun.count == 1
+
+
+def test_so_many_are_recorded_at_once(monkeypatch):
+    class Pool:
+        recordings = []
+
+        def record(self, *how):
+            self.recordings.append(Rerun(*how))
+            return self.recordings[-1]
+
+    monkeypatch.setattr(replayed_calls, "_pool", lambda device, stream: Pool())
+    monkeypatch.setattr(replayed_calls, "AT_ONCE", 2)
+    made = []
+    for _ in range(4):
+        program = mycel.capture(lambda x: x + 1, torch.ones(3))
+        record = functools.partial(replayed_calls._recorded, torch.device("cpu"))
+        call = ReplayedCall(lambda x: (x + 1,), program, torch.device("cpu"), record, lambda: ("a stream",))
+        for i in range(3):
+            assert call(torch.full((3,), float(i)))[0].tolist() == [i + 1.0] * 3
+        made += call.by_context.values()
+    assert [replayed.why for replayed in made] == ["", "", "2 others are recorded", "2 others are recorded"]
 
 
 def test_one_thread_at_a_time(calls, monkeypatch):

@@ -21,6 +21,8 @@ between calls.  Code that is recorded again and again, and hardly replayed in be
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -32,6 +34,7 @@ COPIED = ("batch", "key", "count")
 MOVING = ("lr",)
 MOST = 4  # recordings in a row that were not worth it, before it is given up
 WORTH = 16  # replays that pay for a recording: its code runs once, the device is waited for, free memory is let go
+RECORDING = threading.Lock()  # one at a time in a process
 
 
 class Recording(Protocol):
@@ -50,7 +53,7 @@ class CudaGraph:
         self.graph = torch.cuda.CUDAGraph()
         # other threads may go on with what they do; where it fails, the stream is what it was
         recording = torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local")
-        with torch.cuda.device(device), torch.cuda.stream(torch.cuda.current_stream(device)), recording:
+        with RECORDING, torch.cuda.device(device), torch.cuda.stream(torch.cuda.current_stream(device)), recording:
             self.results = code(*values)
 
     def replay(self) -> Sequence[Any]:
@@ -64,7 +67,14 @@ class GraphPool:
 
     def __init__(self, device: torch.device) -> None:
         self.handle = torch.cuda.graph_pool_handle()
+        self.recordings: weakref.WeakSet[CudaGraph] = weakref.WeakSet()
         self.first = CudaGraph(lambda: (torch.zeros((), device=device),), (), device, self.handle)
+
+    def record(self, code: Callable[..., Sequence[Any]], values: Sequence[Any], device: torch.device) -> CudaGraph:
+        """The code as a graph with memory of the pool."""
+        recording = CudaGraph(code, values, device, self.handle)
+        self.recordings.add(recording)
+        return recording
 
 
 class Strides:

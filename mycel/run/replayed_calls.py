@@ -5,13 +5,14 @@ so that launching its kernels one by one would bound it.
                     graph's memory, the graph is replayed, y is copied out
 
 A graph belongs to a stream and to torch's settings for kernels: a call under others has a graph of its own, up to
-MOST.  One thread at a time gives arguments and takes results.  While somebody else records, the code runs as it is; so
-does code in which
+MOST.  One thread at a time gives arguments and takes results.  While somebody else records, or torch.func or a mode
+stands around the call, the code runs as it is; so does code in which
     a value decides what runs next, ranks speak to each other, or the host takes part (`replay.obstacle`)
     torch's own operators are called of which nothing is known: some wait for the device
     a result lies in the memory of an argument, which it would leave
     an argument lies on another device
     more than SMALL bytes are made, or copied in: a graph keeps its memory between calls
+and that of calls beyond AT_ONCE others.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ import torch
 
 from mycel.ir import Program, Var, call, custom, runs, walk
 from mycel.run.memory_sharing import roots
-from mycel.run.replay import COPIED, MOST, CudaGraph, GraphPool, Recording, Replayed, obstacle
+from mycel.run.replay import COPIED, MOST, GraphPool, Recording, Replayed, obstacle
 
+AT_ONCE = 64  # recordings on a stream: each holds its results, and a few megabytes of the device for its kernels
 SMALL = 1 << 28  # bytes made in a call: at 4 TB/s a hundred microseconds, which twenty launches take as well
 
 _precision: Any = torch._C._get_fp32_precision_getter  # asks nobody to have used the older settings alone
@@ -121,16 +123,26 @@ class ReplayedCall:
 
 
 def _context(device: torch.device) -> tuple[Any, ...] | None:
-    """The stream and the settings of now; None while a graph is recorded."""
-    if torch.cuda.is_current_stream_capturing():
+    """The stream and the settings of now; None while a graph is recorded, or what is called is changed."""
+    if torch.cuda.is_current_stream_capturing() or is_transformed():
         return None
     return torch.cuda.current_stream(device).cuda_stream, *(setting() for setting in SETTINGS)
+
+
+def is_transformed() -> bool:
+    """Does torch.func (vmap, grad) or a mode (fake tensors, a count of operations) stand around the call?  Then tensors
+    are not what they seem, or somebody wants to see each operator."""
+    bindings: Any = torch._C
+    return bindings._functorch.peek_interpreter_stack() is not None or bindings._len_torch_dispatch_stack() > 0
 
 
 def _recorded(
     device: torch.device, context: tuple[Any, ...], code: Callable[..., Sequence[Any]], values: Sequence[Any], _: Any
 ) -> Recording:
-    return CudaGraph(code, values, device, _pool(device, context[0]).handle)
+    pool = _pool(device, context[0])
+    if len(pool.recordings) >= AT_ONCE:
+        raise RuntimeError(f"{AT_ONCE} others are recorded")
+    return pool.record(code, values, device)
 
 
 @functools.cache

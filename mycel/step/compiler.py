@@ -30,7 +30,6 @@ from mycel.placed_model import PlacedModel
 from mycel.plan.compression import least_lossy
 from mycel.planning import Task, planned
 from mycel.run import (
-    CudaGraph,
     GraphPool,
     HostSpace,
     Replayed,
@@ -349,7 +348,7 @@ class StepCompiler:
         if 2 * decided.peak - decided.held > memory:
             return None
         self._graphs = self._graphs or GraphPool(device)  # one for all batches: they take turns
-        return Replayed(code, program, device, partial(CudaGraph, pool=self._graphs.handle))
+        return Replayed(code, program, device, self._graphs.record)
 
     def _connected(
         self, run: Callable[..., Any], made: UnshardedStep, decided: plan.Plan, done: lower.Lowered, whole: Arguments
