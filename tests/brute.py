@@ -79,7 +79,7 @@ class Case:
     share: float = 1.0
 
     def solver(self, limit: float | None = None) -> Solver:
-        moves = Moves(Links(self.mesh, CPU_LINK), CPU.bytes_s)
+        moves = Moves(Links(self.mesh, CPU_LINK))
         costs = Costs(self.program, CPU, False)
         return Solver(
             Graph(self.program),

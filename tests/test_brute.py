@@ -48,7 +48,7 @@ def test_the_bound_of_layouts_solved_axis_by_axis(seed, monkeypatch):
 def test_tables_of_distances_are_lengths_of_chains(sizes):
     """What the solver adds up is what lowering will send, for every pair of layouts of even and uneven tensors."""
     mesh, rng = Mesh(dict(zip("abc", sizes, strict=False))), random.Random(sum(sizes))
-    moves = Moves(Links(mesh, CPU_LINK), CPU.bytes_s)
+    moves = Moves(Links(mesh, CPU_LINK))
     for shape in ((24,), (7,), (12, 8), (5, 6)) if len(sizes) < 3 else ((24,), (7, 4)):
         distances, t = Distances(moves, mesh, "+"), Type(torch.float32, shape)
         table, space = distances.table(t), distances.space(t.ndim)
