@@ -21,7 +21,7 @@ import brute
 
 
 def main() -> None:
-    programs, brute.MOST = (*map(int, sys.argv[1:3]), *(1000, 3000)[len(sys.argv) - 1 :])
+    programs, brute.MOST = (*map(int, sys.argv[1:3]), *(2000, 3000)[len(sys.argv) - 1 :])
     rng, start, axes = random.Random(0), time.perf_counter(), Counter[int]()
     for k in range(1, programs + 1):
         case, every = brute.random_case(rng)
