@@ -161,6 +161,7 @@ class LaidOut:
     costs: Costs
     clock: Clock
     _outcomes: dict[Residuals, Outcome] = field(default_factory=dict)
+    _residuals: dict[tuple[float, ...], Residuals] = field(default_factory=dict)  # by price
 
     @staticmethod
     def of(task: Task, given: Plan) -> LaidOut:
@@ -194,10 +195,17 @@ class LaidOut:
 
     def under(self, prices: Sequence[float]) -> Outcome:
         """Lowered, where keeping a byte costs so many seconds; several prices may mean the same."""
-        residuals = plan.residuals(self.local, self.task.body, self.costs, prices)
+        residuals = self.residuals(prices)
         if residuals not in self._outcomes:
             self._outcomes[residuals] = self._keeping(residuals)
         return self._outcomes[residuals]
+
+    def residuals(self, prices: Sequence[float]) -> Residuals:
+        """What is kept for backward at these prices."""
+        key = tuple(prices)
+        if key not in self._residuals:
+            self._residuals[key] = plan.residuals(self.local, self.task.body, self.costs, prices)
+        return self._residuals[key]
 
     def _keeping(self, residuals: Residuals) -> Outcome:
         """Lowered, with these values kept for backward."""

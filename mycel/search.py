@@ -21,7 +21,7 @@ import functools
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -53,7 +53,7 @@ from mycel.search_order import GAIN, SearchOrder
 from mycel.search_space import AXES, SearchSpace, Shape
 from mycel.shallow import Make, Shallow, layer_lists
 from mycel.sizes import shown
-from mycel.stage_price import StagePieces, layer_runs
+from mycel.stage_price import StagePricing, layer_runs
 
 NEAR = 0.01  # a plan this close to the bound ends the search
 RUNGS = 4  # of the ladder of prices, every so many are tried for a pipeline
@@ -94,6 +94,7 @@ class Search:
         self._written, self.given = given or {}, Given.read(given or {})
         self._make, self._steps = make, dict[tuple[int, bool, tuple[tuple[str, str], ...]], UnshardedStep]()
         self._parameters: dict[tuple[bool, int, int, int], dict[str, Any]] = {}
+        self._stage_pricings: dict[tuple[Hashable, ...], StagePricing] = {}
         self.candidates: dict[Shape, Candidate] = {}  # that were priced
 
     # -- the step and what it holds
@@ -112,7 +113,14 @@ class Search:
 
     def bytes_of(self, kind: str) -> int:
         """Of all inputs of the step with a role."""
-        return sum(v.type.bytes for v in self.program.inputs if self.program.role(v).kind == kind)
+        return self._bytes_by_kind[kind]
+
+    @functools.cached_property
+    def _bytes_by_kind(self) -> Counter[str]:
+        program, found = self.program, Counter[str]()
+        for v in program.inputs:
+            found[program.role(v).kind] += v.type.bytes
+        return found
 
     def held(self, shape: Shape) -> float:
         """Bytes that are there all the time, at the least."""
@@ -201,7 +209,7 @@ class Search:
             alone = replace(shape, zero=0, levels=(), microbatches=1, pp=1, offload=False, compress="", order=())
             found = None
             if self.shallow is not None:
-                found = patterns(self._parameter_layouts(alone, self.shallow.steps(1)[0]))
+                found = patterns(self._parameter_layouts(alone, self.shallow.base(1)))
                 if any(re.search(r"\d", name) for name in found):  # layers that differ: each has its say
                     found = None
             self._parameters[key] = patterns(self._parameter_layouts(alone, self.step())) if found is None else found
@@ -356,11 +364,11 @@ class Search:
     def _timed_stages(self, shape: Shape, written: Plan) -> Candidate:
         """A pipeline from the pieces of a step with few layers: with as much computed again as the memory asks for."""
         assert self.shallow is not None
-        laid_out = self._laid_out(self.shallow.steps(shape.microbatches, shape.codecs)[0], written.inside)
+        pricing = self._stage_pricing(shape, written)
         links = self.cluster.hardware.links(written.mesh)
         first, nearest = None, float("inf")
-        for price in plan.ladder(laid_out.costs, written.recompute)[::RUNGS]:
-            pieces = StagePieces.of(laid_out, layer_runs(self.model, self.shallow), price, plan.splits(shape.schedule))
+        for price in plan.ladder(pricing.laid_out.costs, written.recompute)[::RUNGS]:
+            pieces = pricing.pieces(price, plan.splits(shape.schedule))
             priced = pieces.priced(written.stage_count, shape.schedule, self.memory)
             times = priced.times
             first, nearest = first or times, min(nearest, times.peak["device"])
@@ -374,6 +382,15 @@ class Search:
                 cut = replace(written, stages=priced.begin)
                 return Candidate(shape, cut, times, sent, again, price, line=priced.line)
         return Candidate(shape, why=f"out of memory by {shown(nearest - (self.memory or 0))}")
+
+    def _stage_pricing(self, shape: Shape, written: Plan) -> StagePricing:
+        """Of the step inside a stage, which plans share whose schedules differ."""
+        assert self.shallow is not None
+        key = (shape.microbatches, *shape.codecs.items(), repr(written.inside))
+        if key not in self._stage_pricings:
+            laid_out = self._laid_out(self.shallow.base(shape.microbatches, shape.codecs), written.inside)
+            self._stage_pricings[key] = StagePricing(laid_out, layer_runs(self.model, self.shallow))
+        return self._stage_pricings[key]
 
     def choices(self, candidate: Candidate, pattern: str, ndim: int) -> Iterator[tuple[list[str], Candidate]]:
         """The layouts that parameters of a pattern could have over tp, with the plan each makes."""
@@ -393,7 +410,7 @@ class Search:
         written = self.written(shape)
         if outcome is None:
             assert self.shallow is not None
-            step, written = self.shallow.steps(shape.microbatches, shape.codecs)[0], written.inside
+            step, written = self.shallow.base(shape.microbatches, shape.codecs), written.inside
             with unchecked():
                 outcome = self._laid_out(step, written).under([candidate.price])
             kept = ", ".join(f"{x.kept} of {len(x.module)}" for x in self.shallow.lists)
