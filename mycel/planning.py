@@ -161,7 +161,6 @@ class LaidOut:
     costs: Costs
     clock: Clock
     _outcomes: dict[Residuals, Outcome] = field(default_factory=dict)
-    _residuals: dict[tuple[float, ...], Residuals] = field(default_factory=dict)  # by price
 
     @staticmethod
     def of(task: Task, given: Plan) -> LaidOut:
@@ -202,10 +201,11 @@ class LaidOut:
 
     def residuals(self, prices: Sequence[float]) -> Residuals:
         """What is kept for backward at these prices."""
-        key = tuple(prices)
-        if key not in self._residuals:
-            self._residuals[key] = plan.residuals(self.local, self.task.body, self.costs, prices)
-        return self._residuals[key]
+        return self._choices.at(prices)
+
+    @functools.cached_property
+    def _choices(self) -> plan.KeepChoices:
+        return plan.KeepChoices(self.local, self.task.body, self.costs)
 
     def _keeping(self, residuals: Residuals) -> Outcome:
         """Lowered, with these values kept for backward."""
