@@ -57,6 +57,7 @@ class Task:
     # of sub-models on meshes of their own: `inputs` and `gathered` of the program of a place
     at_place: Callable[[int, Program], Given] | None = None
     known: plan.KnownLayouts | None = None  # of the blocks of programs with fewer layers, under the same plan
+    bounds: bool = True  # is it asked how far layouts may be above the cheapest?
 
 
 def planned(task: Task, given: Plan) -> tuple[Plan, lower.Lowered]:
@@ -347,7 +348,8 @@ def with_layouts(task: Task, given: Plan) -> tuple[Plan, lower.Distributed | Non
     links = task.hardware.links(given.mesh)
     whole = lower.settled(task.program, given, given_inputs)
     costs = plan.Costs(whole, task.hardware, task.compiled)
-    solved = plan.solve(whole, given, given_inputs, task.gathered, costs, links, lower.Prices(links), task.known)
+    prices = lower.Prices(links)
+    solved = plan.solve(whole, given, given_inputs, task.gathered, costs, links, prices, task.known, task.bounds)
     laid = {**solved.layouts, whole.entry: _returned(solved.layouts[whole.entry], task.results or {})}
     laid = _gathered_by_backward(whole, task.body, laid, given.mesh)
     layouts = {name: plan.BlockLayouts.of(block, laid[name]) for name, block in whole.blocks.items()}

@@ -301,7 +301,7 @@ class Search:
             return self._timed(shape, written.given)
 
     def _timed_whole(self, shape: Shape, written: Plan) -> Candidate:
-        laid_out = self._laid_out(self.step(shape), written)
+        laid_out = self._laid_out(self.step(shape), written, bounds=True)
         outcome = laid_out.decided()
         again, sent = computed_again(outcome, shape), bytes_sent(outcome, laid_out)
         return Candidate(shape, laid_out.plan_of(outcome), outcome.times, sent, again, outcome=outcome)
@@ -348,7 +348,7 @@ class Search:
             share = (len(prices) - 1) / max(pairs, 1)
             return estimates[prices[-1]].mixed(estimates[prices[0]], share)
 
-        best = plan.decide(under, pairs, laid_out[0].costs, self.memory, written.recompute)
+        best = plan.decide(under, pairs, laid_out[0].costs, self.memory, written.recompute, upwards=True)
         return Candidate(shape, written, best.times, best.sent, best.again, best.price)
 
     def _timed_at_rest(self, shape: Shape, written: Plan) -> Candidate | None:
@@ -433,14 +433,19 @@ class Search:
             times = plan.Clock(hardware, hardware.links(shape.place[0].mesh))(program, compiled)
         return Detail(outcome.lowered.program, times, held, what, candidate.line)
 
-    def _laid_out(self, unsharded: UnshardedStep, written: Plan, known: plan.KnownLayouts | None = None) -> LaidOut:
+    def _laid_out(
+        self, unsharded: UnshardedStep, written: Plan, known: plan.KnownLayouts | None = None, bounds: bool = False
+    ) -> LaidOut:
         inputs, gathered = (
             ShardedModel(self.model, self.optimizer, written).given(unsharded)
             if written.mesh.world > 1
             else ({}, frozenset[int]())
         )
         program, body, hardware = unsharded.program, unsharded.body, self.cluster.hardware
-        task = Task(program, body, hardware, self.compiled, inputs, gathered, self.memory, outlines=False, known=known)
+        task = Task(
+            program, body, hardware, self.compiled, inputs, gathered, self.memory,
+            outlines=False, known=known, bounds=bounds,
+        )  # fmt: skip
         return LaidOut.of(task, written)
 
     def checked(self, written: Plan) -> str:

@@ -210,13 +210,16 @@ class StagePieces:
 
     def _fits(self, stages: int, schedule: str, memory: int) -> Fits:
         """Does a stage of some blocks, with the microbatches that its rank has in flight?"""
-        sums = np.cumsum([np.zeros_like(self.stage), *(x for x, _, _ in self.blocks)], axis=0)
+        columns = [FIGURES.index(x) for x in ("held", "flight", "loop", "update")]
+        figures = [np.zeros_like(self.stage), *(x for x, _, _ in self.blocks)]
+        sums = np.cumsum(figures, axis=0)[:, columns].tolist()
+        besides = self.stage[columns].tolist()
         in_flight = named(schedule, stages, self.microbatches).held()
 
         def fits(stage: int, first: int, last: int) -> bool:
-            own = sums[last] - sums[first] + self.stage
-            held, flight, loop, update = (own[FIGURES.index(x)] for x in ("held", "flight", "loop", "update"))
-            return bool(held + max(loop + in_flight[stage] * flight, update) <= memory)
+            own = zip(sums[last], sums[first], besides, strict=True)
+            held, flight, loop, update = (b - a + c for b, a, c in own)
+            return held + max(loop + in_flight[stage] * flight, update) <= memory
 
         return fits
 
