@@ -178,12 +178,13 @@ class LaidOut:
         """Calls of blocks with their backward."""
         return len(list(plan.paired(self.local.blocks[self.task.body])))
 
-    def decided(self) -> Outcome:
-        """The fastest that fits: what backward computes again, and what is on the host meanwhile."""
+    def decided(self, is_likely: Callable[[Way], bool] = lambda way: True) -> Outcome:
+        """The fastest that fits: what backward computes again, and what is on the host meanwhile; `is_likely`: may a
+        way to move fit?"""
         if self.plan.offload.is_none:
             return plan.decide(self.under, self.pairs, self.costs, self.task.budget, self.plan.recompute)
         spaces = Spaces.of(self.plan.offload, self.task.budget, self.task.hardware)
-        return with_moves(self, self.plan.offload, spaces, self.plan.recompute)
+        return with_moves(self, self.plan.offload, spaces, self.plan.recompute, is_likely)
 
     def mover(self, outcome: Outcome, way: Way, spaces: Spaces) -> Mover | PipelineMover:
         """What may be moved of a step in one way."""

@@ -39,7 +39,8 @@ from mycel.candidates import (
     computed_again,
 )
 from mycel.errors import PlanError
-from mycel.ir import Layout, Mesh, Program, Role, Var, runs, unchecked, walk
+from mycel.ir import DEVICE, Layout, Mesh, Program, Role, Var, runs, unchecked, walk
+from mycel.offloading import Spaces, Way
 from mycel.parts import ShardedModel, UnshardedStep
 from mycel.plan import STAGE_AXIS, Costs, Plan, Times
 from mycel.plan.cluster import Cluster
@@ -57,6 +58,7 @@ from mycel.stage_price import StagePricing, layer_runs
 
 NEAR = 0.01  # a plan this close to the bound ends the search
 RUNGS = 4  # of the ladder of prices, every so many are tried for a pipeline
+CLOSE = 0.02  # of the memory: what figures from fewer layers may be off by
 WAITING = 0.2  # the share of a step above which encoded gradients are remarked on
 
 
@@ -302,9 +304,33 @@ class Search:
 
     def _timed_whole(self, shape: Shape, written: Plan) -> Candidate:
         laid_out = self._laid_out(self.step(shape), written, bounds=True)
-        outcome = laid_out.decided()
+        outcome = laid_out.decided(self._may_fit(shape, written))
         again, sent = computed_again(outcome, shape), bytes_sent(outcome, laid_out)
         return Candidate(shape, laid_out.plan_of(outcome), outcome.times, sent, again, outcome=outcome)
+
+    def _may_fit(self, shape: Shape, written: Plan) -> Callable[[Way], bool]:
+        """Of a deep model: may a step that moves all it can in a way fit the device?  By steps with fewer layers, at
+        some prices of keeping a byte."""
+        if self.shallow is None or self.memory is None or written.is_pipeline or written.offload.is_none:
+            return lambda way: True
+        shallow, most = self.shallow, self.memory * (1 + CLOSE)
+        known = plan.KnownLayouts()
+        laid_out = [self._laid_out(step, written, known) for step in shallow.steps(shape.microbatches, shape.codecs)]
+        prices = plan.ladder(laid_out[0].costs, written.recompute)[::RUNGS]
+        peaks: dict[tuple[Hashable, ...], int] = {}  # several prices may mean the same
+
+        def fits(way: Way) -> bool:
+            for price in reversed(prices):
+                outcomes = [x.under([price]) for x in laid_out]
+                key = way, *map(id, outcomes)
+                if key not in peaks:
+                    movers = [x.mover(y, way, Spaces(None, None)) for x, y in zip(laid_out, outcomes, strict=True)]
+                    peaks[key] = shallow.times([mover.most.times for mover in movers]).peak[DEVICE]
+                if peaks[key] <= most:
+                    return True
+            return False
+
+        return fits
 
     def _timed_places(self, shape: Shape, written: Plan) -> Candidate:
         """Sub-models on meshes of their own, beside each other."""
