@@ -21,6 +21,7 @@ from mycel.plan import (
     Costs,
     Decided,
     Hardware,
+    KeepChoices,
     Plan,
     Predicted,
     Residuals,
@@ -206,8 +207,8 @@ class LaidOut:
         return self._choices.at(prices)
 
     @functools.cached_property
-    def _choices(self) -> plan.KeepChoices:
-        return plan.KeepChoices(self.local, self.task.body, self.costs)
+    def _choices(self) -> KeepChoices:
+        return KeepChoices(self.local, self.task.body, self.costs)
 
     def _keeping(self, residuals: Residuals) -> Outcome:
         """Lowered, with these values kept for backward."""
