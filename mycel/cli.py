@@ -27,7 +27,7 @@ import typer
 
 from mycel.errors import MycelError, PlanError, TrainError
 from mycel.launch import launch
-from mycel.train.config import Config, dump, load, names_model
+from mycel.train.config import Config, PlannedConfig, dump, load, names_model
 
 FAILED, MISUSED = 1, 2
 
@@ -222,7 +222,7 @@ def _plan(
         search = (
             planner.question_of(functions[0], where, say)
             if functions
-            else planner.question(load(*_split(rest)), where, say)
+            else planner.question(load(*_split(rest), PlannedConfig), where, say)
         )
         if checked:
             typer.echo(search.checked(Plan.read(Path(checked))))

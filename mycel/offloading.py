@@ -398,10 +398,18 @@ class MovableStep(Protocol[S]):
     def mover(self, outcome: S, way: Way, spaces: Spaces) -> Mover | PipelineMover: ...
 
 
-def with_moves(step: MovableStep[S], offload: Offload, spaces: Spaces, recompute: str) -> S:
+def with_moves(
+    step: MovableStep[S],
+    offload: Offload,
+    spaces: Spaces,
+    recompute: str,
+    is_likely: Callable[[Way], bool] = lambda way: True,
+) -> S:
     """What backward computes again and what is moved: the fastest that fits both memory spaces.  For each way to move,
     the least is computed again with which that fits when all that can be is moved; then no more is moved than it
-    takes.  Bounded from below: no way is faster than the step without any budget, nor than what it must move."""
+    takes.  Bounded from below: no way is faster than the step without any budget, nor than what it must move.
+    `is_likely`: may a way fit the device, by what is known of the step?  The others are tried where none of these
+    does."""
     lowered = cache(step.under)
     free = lowered(tuple(plan.ladder(step.costs, recompute)[:1]))
     fitting: list[S] = []
@@ -457,11 +465,15 @@ def with_moves(step: MovableStep[S], offload: Offload, spaces: Spaces, recompute
     if could_stay and not any(getattr(offload, kind) == "host" for kind in plan.KINDS):
         attempt(None)
     every = list(ways(offload, step.costs.hardware.update_bytes_s is not None))
+    unlikely: list[Way] = []
     for each in every:
         if not fitting or not each[0].windows:
             for way in each:
                 if could_win(way):
-                    attempt(way)
+                    attempt(way) if is_likely(way) else unlikely.append(way)
+    for way in unlikely if not fitting else ():
+        if could_win(way):
+            attempt(way)
     if not fitting:
         if not nearest:  # no way could have fit
             dearest = lowered(tuple(plan.ladder(step.costs, recompute)[-1:]))

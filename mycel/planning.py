@@ -22,6 +22,7 @@ from mycel.plan import (
     Costs,
     Decided,
     Hardware,
+    KeepChoices,
     Plan,
     Predicted,
     Residuals,
@@ -58,6 +59,7 @@ class Task:
     # of sub-models on meshes of their own: `inputs` and `gathered` of the program of a place
     at_place: Callable[[int, Program], Given] | None = None
     known: plan.KnownLayouts | None = None  # of the blocks of programs with fewer layers, under the same plan
+    bounds: bool = True  # is it asked how far layouts may be above the cheapest?
 
 
 def planned(task: Task, given: Plan) -> tuple[Plan, lower.Lowered]:
@@ -178,12 +180,13 @@ class LaidOut:
         """Calls of blocks with their backward."""
         return len(list(plan.paired(self.local.blocks[self.task.body])))
 
-    def decided(self) -> Outcome:
-        """The fastest that fits: what backward computes again, and what is on the host meanwhile."""
+    def decided(self, is_likely: Callable[[Way], bool] = lambda way: True) -> Outcome:
+        """The fastest that fits: what backward computes again, and what is on the host meanwhile; `is_likely`: may a
+        way to move fit?"""
         if self.plan.offload.is_none:
             return plan.decide(self.under, self.pairs, self.costs, self.task.budget, self.plan.recompute)
         spaces = Spaces.of(self.plan.offload, self.task.budget, self.task.hardware)
-        return with_moves(self, self.plan.offload, spaces, self.plan.recompute)
+        return with_moves(self, self.plan.offload, spaces, self.plan.recompute, is_likely)
 
     def mover(self, outcome: Outcome, way: Way, spaces: Spaces) -> Mover | PipelineMover:
         """What may be moved of a step in one way."""
@@ -195,10 +198,18 @@ class LaidOut:
 
     def under(self, prices: Sequence[float]) -> Outcome:
         """Lowered, where keeping a byte costs so many seconds; several prices may mean the same."""
-        residuals = plan.residuals(self.local, self.task.body, self.costs, prices)
+        residuals = self.residuals(prices)
         if residuals not in self._outcomes:
             self._outcomes[residuals] = self._keeping(residuals)
         return self._outcomes[residuals]
+
+    def residuals(self, prices: Sequence[float]) -> Residuals:
+        """What is kept for backward at these prices."""
+        return self._choices.at(prices)
+
+    @functools.cached_property
+    def _choices(self) -> KeepChoices:
+        return KeepChoices(self.local, self.task.body, self.costs)
 
     def _keeping(self, residuals: Residuals) -> Outcome:
         """Lowered, with these values kept for backward."""
@@ -340,7 +351,8 @@ def with_layouts(task: Task, given: Plan) -> tuple[Plan, lower.Distributed | Non
     links = task.hardware.links(given.mesh)
     whole = lower.settled(task.program, given, given_inputs)
     costs = plan.Costs(whole, task.hardware, task.compiled)
-    solved = plan.solve(whole, given, given_inputs, task.gathered, costs, links, lower.Prices(links), task.known)
+    prices = lower.Prices(links)
+    solved = plan.solve(whole, given, given_inputs, task.gathered, costs, links, prices, task.known, task.bounds)
     laid = {**solved.layouts, whole.entry: _returned(solved.layouts[whole.entry], task.results or {})}
     laid = _gathered_by_backward(whole, task.body, laid, given.mesh)
     layouts = {name: plan.BlockLayouts.of(block, laid[name]) for name, block in whole.blocks.items()}

@@ -21,7 +21,7 @@ import functools
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -39,7 +39,8 @@ from mycel.candidates import (
     computed_again,
 )
 from mycel.errors import PlanError
-from mycel.ir import Layout, Mesh, Program, Role, Var, runs, unchecked, walk
+from mycel.ir import DEVICE, Layout, Mesh, Program, Role, Var, runs, unchecked, walk
+from mycel.offloading import Spaces, Way
 from mycel.parts import ShardedModel, UnshardedStep
 from mycel.plan import STAGE_AXIS, Costs, Plan, Times
 from mycel.plan.cluster import Cluster
@@ -53,10 +54,11 @@ from mycel.search_order import GAIN, SearchOrder
 from mycel.search_space import AXES, SearchSpace, Shape
 from mycel.shallow import Make, Shallow, layer_lists
 from mycel.sizes import shown
-from mycel.stage_price import StagePieces, layer_runs
+from mycel.stage_price import StagePricing, layer_runs
 
 NEAR = 0.01  # a plan this close to the bound ends the search
 RUNGS = 4  # of the ladder of prices, every so many are tried for a pipeline
+CLOSE = 0.02  # of the memory: what figures from fewer layers may be off by
 WAITING = 0.2  # the share of a step above which encoded gradients are remarked on
 
 
@@ -94,6 +96,7 @@ class Search:
         self._written, self.given = given or {}, Given.read(given or {})
         self._make, self._steps = make, dict[tuple[int, bool, tuple[tuple[str, str], ...]], UnshardedStep]()
         self._parameters: dict[tuple[bool, int, int, int], dict[str, Any]] = {}
+        self._stage_pricings: dict[tuple[Hashable, ...], StagePricing] = {}
         self.candidates: dict[Shape, Candidate] = {}  # that were priced
 
     # -- the step and what it holds
@@ -112,7 +115,14 @@ class Search:
 
     def bytes_of(self, kind: str) -> int:
         """Of all inputs of the step with a role."""
-        return sum(v.type.bytes for v in self.program.inputs if self.program.role(v).kind == kind)
+        return self._bytes_by_kind[kind]
+
+    @functools.cached_property
+    def _bytes_by_kind(self) -> Counter[str]:
+        program, found = self.program, Counter[str]()
+        for v in program.inputs:
+            found[program.role(v).kind] += v.type.bytes
+        return found
 
     def held(self, shape: Shape) -> float:
         """Bytes that are there all the time, at the least."""
@@ -201,7 +211,7 @@ class Search:
             alone = replace(shape, zero=0, levels=(), microbatches=1, pp=1, offload=False, compress="", order=())
             found = None
             if self.shallow is not None:
-                found = patterns(self._parameter_layouts(alone, self.shallow.steps(1)[0]))
+                found = patterns(self._parameter_layouts(alone, self.shallow.base(1)))
                 if any(re.search(r"\d", name) for name in found):  # layers that differ: each has its say
                     found = None
             self._parameters[key] = patterns(self._parameter_layouts(alone, self.step())) if found is None else found
@@ -293,10 +303,34 @@ class Search:
             return self._timed(shape, written.given)
 
     def _timed_whole(self, shape: Shape, written: Plan) -> Candidate:
-        laid_out = self._laid_out(self.step(shape), written)
-        outcome = laid_out.decided()
+        laid_out = self._laid_out(self.step(shape), written, bounds=True)
+        outcome = laid_out.decided(self._may_fit(shape, written))
         again, sent = computed_again(outcome, shape), bytes_sent(outcome, laid_out)
         return Candidate(shape, laid_out.plan_of(outcome), outcome.times, sent, again, outcome=outcome)
+
+    def _may_fit(self, shape: Shape, written: Plan) -> Callable[[Way], bool]:
+        """Of a deep model: may a step that moves all it can in a way fit the device?  By steps with fewer layers, at
+        some prices of keeping a byte."""
+        if self.shallow is None or self.memory is None or written.is_pipeline or written.offload.is_none:
+            return lambda way: True
+        shallow, most = self.shallow, self.memory * (1 + CLOSE)
+        known = plan.KnownLayouts()
+        laid_out = [self._laid_out(step, written, known) for step in shallow.steps(shape.microbatches, shape.codecs)]
+        prices = plan.ladder(laid_out[0].costs, written.recompute)[::RUNGS]
+        peaks: dict[tuple[Hashable, ...], int] = {}  # several prices may mean the same
+
+        def fits(way: Way) -> bool:
+            for price in reversed(prices):
+                outcomes = [x.under([price]) for x in laid_out]
+                key = way, *map(id, outcomes)
+                if key not in peaks:
+                    movers = [x.mover(y, way, Spaces(None, None)) for x, y in zip(laid_out, outcomes, strict=True)]
+                    peaks[key] = shallow.times([mover.most.times for mover in movers]).peak[DEVICE]
+                if peaks[key] <= most:
+                    return True
+            return False
+
+        return fits
 
     def _timed_places(self, shape: Shape, written: Plan) -> Candidate:
         """Sub-models on meshes of their own, beside each other."""
@@ -340,7 +374,7 @@ class Search:
             share = (len(prices) - 1) / max(pairs, 1)
             return estimates[prices[-1]].mixed(estimates[prices[0]], share)
 
-        best = plan.decide(under, pairs, laid_out[0].costs, self.memory, written.recompute)
+        best = plan.decide(under, pairs, laid_out[0].costs, self.memory, written.recompute, upwards=True)
         return Candidate(shape, written, best.times, best.sent, best.again, best.price)
 
     def _timed_at_rest(self, shape: Shape, written: Plan) -> Candidate | None:
@@ -356,11 +390,11 @@ class Search:
     def _timed_stages(self, shape: Shape, written: Plan) -> Candidate:
         """A pipeline from the pieces of a step with few layers: with as much computed again as the memory asks for."""
         assert self.shallow is not None
-        laid_out = self._laid_out(self.shallow.steps(shape.microbatches, shape.codecs)[0], written.inside)
+        pricing = self._stage_pricing(shape, written)
         links = self.cluster.hardware.links(written.mesh)
         first, nearest = None, float("inf")
-        for price in plan.ladder(laid_out.costs, written.recompute)[::RUNGS]:
-            pieces = StagePieces.of(laid_out, layer_runs(self.model, self.shallow), price, plan.splits(shape.schedule))
+        for price in plan.ladder(pricing.laid_out.costs, written.recompute)[::RUNGS]:
+            pieces = pricing.pieces(price, plan.splits(shape.schedule))
             priced = pieces.priced(written.stage_count, shape.schedule, self.memory)
             times = priced.times
             first, nearest = first or times, min(nearest, times.peak["device"])
@@ -374,6 +408,15 @@ class Search:
                 cut = replace(written, stages=priced.begin)
                 return Candidate(shape, cut, times, sent, again, price, line=priced.line)
         return Candidate(shape, why=f"out of memory by {shown(nearest - (self.memory or 0))}")
+
+    def _stage_pricing(self, shape: Shape, written: Plan) -> StagePricing:
+        """Of the step inside a stage, which plans share whose schedules differ."""
+        assert self.shallow is not None
+        key = (shape.microbatches, *shape.codecs.items(), repr(written.inside))
+        if key not in self._stage_pricings:
+            laid_out = self._laid_out(self.shallow.base(shape.microbatches, shape.codecs), written.inside)
+            self._stage_pricings[key] = StagePricing(laid_out, layer_runs(self.model, self.shallow))
+        return self._stage_pricings[key]
 
     def choices(self, candidate: Candidate, pattern: str, ndim: int) -> Iterator[tuple[list[str], Candidate]]:
         """The layouts that parameters of a pattern could have over tp, with the plan each makes."""
@@ -393,7 +436,7 @@ class Search:
         written = self.written(shape)
         if outcome is None:
             assert self.shallow is not None
-            step, written = self.shallow.steps(shape.microbatches, shape.codecs)[0], written.inside
+            step, written = self.shallow.base(shape.microbatches, shape.codecs), written.inside
             with unchecked():
                 outcome = self._laid_out(step, written).under([candidate.price])
             kept = ", ".join(f"{x.kept} of {len(x.module)}" for x in self.shallow.lists)
@@ -416,14 +459,19 @@ class Search:
             times = plan.Clock(hardware, hardware.links(shape.place[0].mesh))(program, compiled)
         return Detail(outcome.lowered.program, times, held, what, candidate.line)
 
-    def _laid_out(self, unsharded: UnshardedStep, written: Plan, known: plan.KnownLayouts | None = None) -> LaidOut:
+    def _laid_out(
+        self, unsharded: UnshardedStep, written: Plan, known: plan.KnownLayouts | None = None, bounds: bool = False
+    ) -> LaidOut:
         inputs, gathered = (
             ShardedModel(self.model, self.optimizer, written).given(unsharded)
             if written.mesh.world > 1
             else ({}, frozenset[int]())
         )
         program, body, hardware = unsharded.program, unsharded.body, self.cluster.hardware
-        task = Task(program, body, hardware, self.compiled, inputs, gathered, self.memory, outlines=False, known=known)
+        task = Task(
+            program, body, hardware, self.compiled, inputs, gathered, self.memory,
+            outlines=False, known=known, bounds=bounds,
+        )  # fmt: skip
         return LaidOut.of(task, written)
 
     def checked(self, written: Plan) -> str:

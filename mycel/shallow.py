@@ -60,7 +60,7 @@ class Shallow:
 
     lists: tuple[LayerList, ...]
     make: Make
-    _steps: dict[tuple[Hashable, ...], list[UnshardedStep]] = field(default_factory=dict)
+    _steps: dict[tuple[Hashable, ...], UnshardedStep] = field(default_factory=dict)
 
     @staticmethod
     def of(model: nn.Module, make: Make, whole: UnshardedStep) -> Shallow | None:
@@ -89,15 +89,18 @@ class Shallow:
 
     def steps(self, microbatches: int, compress: Mapping[str, str] = EXACTLY) -> list[UnshardedStep]:
         """The base, and for each list the step with one period more of it."""
-        key = (microbatches, *compress.items())
+        return [self.base(microbatches, compress), *(self._step(microbatches, compress, x) for x in self.lists)]
+
+    def base(self, microbatches: int, compress: Mapping[str, str] = EXACTLY) -> UnshardedStep:
+        """The step with `FEW` entries left of each list."""
+        return self._step(microbatches, compress)
+
+    def _step(self, microbatches: int, compress: Mapping[str, str], longer: LayerList | None = None) -> UnshardedStep:
+        """With one period more of a list, or of none."""
+        key = (longer and id(longer.module), microbatches, *compress.items())
         if key not in self._steps:
-            kept = {x.module: x.kept for x in self.lists}
-            lengths = [kept, *({**kept, x.module: x.kept + x.period} for x in self.lists)]
-            steps = []
-            for each in lengths:
-                with shortened(each):
-                    steps.append(self.make(microbatches, compress))
-            self._steps[key] = steps
+            with shortened({x.module: x.kept + x.period * (x is longer) for x in self.lists}):
+                self._steps[key] = self.make(microbatches, compress)
         return self._steps[key]
 
     def stands_for(self, programs: Sequence[Program], whole: Program) -> bool:

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -25,8 +25,9 @@ from torch import nn
 
 from mycel import lower, plan
 from mycel.errors import PlanError
-from mycel.ir import DEVICE, Mesh, Program
-from mycel.plan import STAGE_AXIS, Clock, PipelineSchedule, StageCosts, StepFlow, StreamShare, Times
+from mycel.ir import DEVICE, Block, Mesh, Program
+from mycel.lower.stage_blocks import StageParts
+from mycel.plan import STAGE_AXIS, Clock, PipelineSchedule, Residuals, StageCosts, StepFlow, StreamShare, Times
 from mycel.plan.cuts import CutBlock, Fits, best_cut
 from mycel.plan.schedule import BACKWARD, FORWARD, KINDS, WEIGHT, PipelineTimes, StageStep, named, stages_a_rank
 from mycel.planning import LaidOut
@@ -100,6 +101,23 @@ def price_stages(laid_out: LaidOut, runs: Sequence[LayerRun], price: float, stag
     return StagePieces.of(laid_out, runs, price, plan.splits(schedule)).priced(stages, schedule)
 
 
+@dataclass
+class StagePricing:
+    """Pieces of one step, laid out inside a stage, under any price of keeping a byte and with any schedule; `runs`: the
+    lists of the model."""
+
+    laid_out: LaidOut
+    runs: Sequence[LayerRun]
+    _pieces: dict[tuple[Residuals, bool], StagePieces] = field(default_factory=dict)
+
+    def pieces(self, price: float, splits: bool) -> StagePieces:
+        """Several prices may mean the same."""
+        key = self.laid_out.residuals([price]), splits
+        if key not in self._pieces:
+            self._pieces[key] = StagePieces.of(self.laid_out, self.runs, price, splits)
+        return self._pieces[key]
+
+
 @dataclass(frozen=True)
 class StagePieces:
     """The figures of which those of stages are made; `ends`: of what is before, between and behind the lists, `layer`:
@@ -124,9 +142,9 @@ class StagePieces:
         figures, message_bytes = pieces.cut(names)
         layer, middles = [], []
         for k, run in enumerate(runs):
-            joined, _ = pieces.cut([name for name in names if name != run.middle[1]])
+            (joined,), _ = pieces.cut([name for name in names if name != run.middle[1]], [2 * k + 1])
             count = run.kept - 2 * run.period  # in the middle
-            layer.append((joined[2 * k + 1] - figures[2 * k + 2]) / count)
+            layer.append((joined - figures[2 * k + 2]) / count)
             middles.append(figures[2 * k + 1] - count * layer[-1])
         stage = np.mean(middles, axis=0)
         ends = []
@@ -192,13 +210,16 @@ class StagePieces:
 
     def _fits(self, stages: int, schedule: str, memory: int) -> Fits:
         """Does a stage of some blocks, with the microbatches that its rank has in flight?"""
-        sums = np.cumsum([np.zeros_like(self.stage), *(x for x, _, _ in self.blocks)], axis=0)
+        columns = [FIGURES.index(x) for x in ("held", "flight", "loop", "update")]
+        figures = [np.zeros_like(self.stage), *(x for x, _, _ in self.blocks)]
+        sums = np.cumsum(figures, axis=0)[:, columns].tolist()
+        besides = self.stage[columns].tolist()
         in_flight = named(schedule, stages, self.microbatches).held()
 
         def fits(stage: int, first: int, last: int) -> bool:
-            own = sums[last] - sums[first] + self.stage
-            held, flight, loop, update = (own[FIGURES.index(x)] for x in ("held", "flight", "loop", "update"))
-            return bool(held + max(loop + in_flight[stage] * flight, update) <= memory)
+            own = zip(sums[last], sums[first], besides, strict=True)
+            held, flight, loop, update = (b - a + c for b, a, c in own)
+            return held + max(loop + in_flight[stage] * flight, update) <= memory
 
         return fits
 
@@ -251,6 +272,7 @@ class _Pieces:
     laid_out: LaidOut
     price: float
     splits: bool
+    overlapped: dict[int, tuple[Block, Block]] = field(default_factory=dict)  # of blocks that pieces share
 
     @cached_property
     def clock(self) -> Clock:
@@ -260,7 +282,7 @@ class _Pieces:
     @cached_property
     def flow(self) -> StepFlow:
         laid_out, body = self.laid_out, self.laid_out.task.body
-        residuals = plan.residuals(laid_out.local, body, laid_out.costs, [self.price])
+        residuals = laid_out.residuals([self.price])
         resident = lower.with_residuals(laid_out.local, residuals, laid_out.spread, is_woven=True)
         return StepFlow(lower.plain_sums(resident, body), body)
 
@@ -268,21 +290,23 @@ class _Pieces:
         """As the step calls them, which need not be the order of the model's modules."""
         return sorted(runs, key=lambda run: plan.starts_of(self.flow, ["", run.middle[0]])[0])
 
-    def cut(self, names: Sequence[str]) -> tuple[Figures, int]:
-        """The figures of the pieces that begin at these modules and of the first, and the bytes of the longest message
-        between them."""
+    def cut(self, names: Sequence[str], wanted: Sequence[int] | None = None) -> tuple[Figures, int]:
+        """The figures of the pieces that begin at these modules and of the first, or of those that are wanted; and the
+        bytes of the longest message between them."""
         starts = [self.flow.block.eqns[i].outputs[0].name for i in plan.starts_of(self.flow, ["", *names])]
-        programs = {
-            orders: [lower.overlap(p) for p in self._programs(starts, orders)] for orders in (ONCE, TWICE, PENDING)
-        }
-        compiled, clock = self.laid_out.task.compiled, self.clock
-        ranks = range(len(starts) + 1)
-        figures = [_figures(*(_RankFigures.of(clock, x[s], s, compiled) for x in programs.values())) for s in ranks]
-        return np.array(figures), plan.message_bytes(programs[ONCE])
+        parts = lower.stage_parts(self.flow.program, self.flow.body.name, starts, self.splits)
+        stages = range(len(starts) + 1) if wanted is None else wanted
+        compiled, figures = self.laid_out.task.compiled, []
+        orders = [self._programs(parts, order, stages) for order in (ONCE, TWICE, PENDING)[: 2 + self.splits]]
+        for stage, *programs in zip(stages, *orders, strict=True):
+            figures.append(_figures(*(_RankFigures(self.clock, p, stage, compiled) for p in programs)))
+        return np.array(figures), plan.message_bytes(orders[0])
 
-    def _programs(self, starts: Sequence[str], orders: str) -> tuple[Program, ...]:
-        schedule = _in_turn(len(starts) + 1, orders, self.splits)
-        return lower.pipelined(self.flow.program, self.flow.body.name, starts, schedule, STAGE_AXIS).programs
+    def _programs(self, parts: StageParts, order: str, stages: Sequence[int]) -> list[Program]:
+        """Of the ranks with these stages."""
+        schedule = _in_turn(parts.stages.stages, order, self.splits)
+        written = lower.rank_programs(parts, schedule, STAGE_AXIS, stages)
+        return [lower.overlap(program, self.overlapped) for program in written]
 
 
 # orders of steps: one microbatch; two of which both are forward before one is backward; two, the weights of both last
@@ -296,15 +320,15 @@ def _in_turn(stages: int, order: str, splits: bool) -> PipelineSchedule:
     return PipelineSchedule("in turn", 1 + max(m for _, m in steps), tuple(range(stages)), splits, tuple(orders))
 
 
-def _figures(once: _RankFigures, twice: _RankFigures, pending: _RankFigures) -> Figures:
-    """Of a rank."""
+def _figures(once: _RankFigures, twice: _RankFigures, pending: _RankFigures | None = None) -> Figures:
+    """Of a rank; `pending`: where weights have a step of their own."""
     flight = twice.loop - once.loop
     figures = {
         **twice.steps,
-        "around": twice.seconds - 2 * sum(twice.steps.values()),
-        "held": once.held,
+        "around": twice.times.seconds - 2 * sum(twice.steps.values()),
+        "held": once.times.held,
         "flight": flight,
-        "pending": pending.loop - once.loop,
+        "pending": pending.loop - once.loop if pending is not None else 0,
         "loop": once.loop - flight,
         "update": once.update,
     }
@@ -314,23 +338,43 @@ def _figures(once: _RankFigures, twice: _RankFigures, pending: _RankFigures) -> 
 
 @dataclass(frozen=True)
 class _RankFigures:
-    """The program of a rank: seconds of all and of its steps for a microbatch, bytes that it holds between steps and
-    besides these, in the loop over microbatches and in the update."""
+    """The program of a rank: what the clock says of it; `compiled`: as if stretches between calls were, too."""
 
-    seconds: float
-    steps: Mapping[str, float]
-    held: int
-    loop: int
-    update: int
-    streams: Mapping[str, Figures]  # in all and exposed
+    clock: Clock
+    program: Program
+    stage: int
+    compiled: bool
 
-    @staticmethod
-    def of(clock: Clock, program: Program, stage: int, compiled: bool) -> _RankFigures:
-        blocks = program.blocks if compiled else ()  # as if stretches between calls were compiled too
-        times = clock(program, blocks)
-        alive: dict[bool, int] = {True: 0, False: 0}
-        for (*_, phase, _which), size in times.points().items():
-            alive[phase == "update"] = max(alive[phase == "update"], size)
-        steps = {kind: plan.step_seconds(clock, program, kind, stage, blocks) for kind in KINDS}
-        streams = {name: np.array([part.total, part.exposed]) for name, part in times.parts.items()}
-        return _RankFigures(times.seconds, steps, times.held, alive[False], alive[True], streams)
+    @property
+    def blocks(self) -> Collection[str]:
+        return self.program.blocks if self.compiled else ()
+
+    @cached_property
+    def times(self) -> Times:
+        return self.clock(self.program, self.blocks)
+
+    @cached_property
+    def alive(self) -> dict[bool, int]:
+        """Bytes besides those that are held between steps, in the update (True) and in the loop over microbatches."""
+        most: dict[bool, int] = {True: 0, False: 0}
+        for (*_, phase, _which), size in self.times.points().items():
+            most[phase == "update"] = max(most[phase == "update"], size)
+        return most
+
+    @property
+    def loop(self) -> int:
+        return self.alive[False]
+
+    @property
+    def update(self) -> int:
+        return self.alive[True]
+
+    @cached_property
+    def steps(self) -> dict[str, float]:
+        """Seconds of those for a microbatch."""
+        return {kind: plan.step_seconds(self.clock, self.program, kind, self.stage, self.blocks) for kind in KINDS}
+
+    @cached_property
+    def streams(self) -> dict[str, Figures]:
+        """In all and exposed."""
+        return {name: np.array([part.total, part.exposed]) for name, part in self.times.parts.items()}

@@ -16,11 +16,13 @@ from torch import nn
 
 import mycel
 from mycel.capture import versions
+from mycel.capture.state import global_names
 
 X = torch.linspace(-1, 1, 12).reshape(3, 4)
 POWER = 1.0
 TABLE = {"shift": 0.5, "deep": [1.0, {"scale": 2.0}]}
 SHIFT = torch.tensor(0.25)
+gain: list[float] = []  # a log of the script, by the name of an attribute that Layer reads
 
 
 @dataclass(slots=True)
@@ -239,6 +241,26 @@ def test_dicts_are_looked_at_where_one_changed():
     agrees(net, fast)
     assert seen[0] is not remembered
     assert len(fast.entries) == 1
+
+
+def test_a_global_that_only_shares_a_name_with_an_attribute_is_no_guard():
+    fast = mycel.jit(Net().eval())
+    for _ in range(3):
+        gain.append(float(fast(X).detach().sum()))
+    assert len(fast.entries) == 1
+
+
+def test_globals_are_those_that_are_looked_up():
+    def fn(x):
+        global written
+
+        class Inner:
+            kept = SHIFT
+
+        written = 1
+        return [x.sum() + POWER for _ in TABLE] + [Inner.kept, x.gain]
+
+    assert set(global_names(fn.__code__)) == {"written", "SHIFT", "POWER", "TABLE", "__name__"}
 
 
 def test_a_step_notices_what_is_frozen_and_hooked():

@@ -101,6 +101,7 @@ MAY_IMPORT = {
         "ir",
         "plan",
         "lower",
+        "offloading",
         "parts",
         "planning",
         "run",

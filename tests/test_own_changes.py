@@ -261,3 +261,113 @@ def test_what_is_set_once_and_changes_nothing_is_not_captured_again():
         losses = [float(step(X)) for _ in range(3)]
         assert len(step.entries) == entries and model.kind == "one"
         assert losses[0] == pytest.approx(losses[2] * (1 if entries == 1 else 3)) and losses[1] == losses[2]
+
+
+class OfClass(nn.Linear):
+    """What is set on the class, by its name or by that of the object's type."""
+
+    kind, gain, calls, kept = None, None, 0, None
+
+    def __init__(self):
+        super().__init__(3, 2, dtype=torch.float64)
+
+
+class SetOnce(OfClass):
+    kind = None
+
+    def forward(self, x):
+        SetOnce.kind = SetOnce.kind or "one"
+        return super().forward(x) * (3.0 if SetOnce.kind == "other" else 1.0)
+
+
+class Scaled(OfClass):
+    gain = None
+
+    def forward(self, x):
+        if self.gain is None:
+            type(self).gain = 2.0
+            return super().forward(x)
+        return super().forward(x) * self.gain
+
+
+class Counted(OfClass):
+    calls = 0
+
+    def forward(self, x):
+        Counted.calls += 1
+        return super().forward(x) * Counted.calls
+
+
+class Inherited(OfClass):
+    def forward(self, x):
+        type(self).calls += 1
+        return super().forward(x) * self.calls
+
+
+class Kept(OfClass):
+    kept = None
+
+    def forward(self, x):
+        y = super().forward(x)
+        if Kept.kept is not None:
+            y = y + Kept.kept
+        Kept.kept = y.detach().mean(0)
+        return y
+
+
+def held_by(cls):
+    return cls.kind, cls.gain, cls.calls, cls.kept
+
+
+def same(these, those):
+    """Equal values of equal types."""
+    return all(
+        torch.allclose(x, y) if isinstance(x, torch.Tensor) else (type(x), x) == (type(y), y)
+        for x, y in zip(these, those, strict=True)
+    )
+
+
+@pytest.fixture
+def fresh_classes():
+    """The classes are as they were written again after the test."""
+    written = {cls: dict(vars(cls)) for cls in (OfClass, *OfClass.__subclasses__())}
+
+    def renew():
+        for cls, attributes in written.items():
+            for name in vars(cls).keys() - attributes.keys():
+                delattr(cls, name)
+            for name in ("kind", "gain", "calls", "kept"):
+                if name in attributes:
+                    setattr(cls, name, attributes[name])
+
+    yield renew
+    renew()
+
+
+@pytest.mark.parametrize("kind, entries", [(SetOnce, 1), (Scaled, 2), (Counted, 2), (Inherited, 3), (Kept, 2)])
+def test_attributes_of_classes_are_as_in_torch(fresh_classes, kind, entries):
+    model = kind()
+    plain = [(model(X), *held_by(kind)) for _ in range(5)]
+    fresh_classes()
+    fast = mycel.jit(model, strict=True)
+    assert all(same((fast(X), *held_by(kind)), call) for call in plain)
+    assert len(fast.entries) <= entries
+
+
+def test_a_setting_of_a_class_is_guarded_once_it_is_set(fresh_classes):
+    model = SetOnce()
+    fast = mycel.jit(model, strict=True)
+    first = fast(X)
+    SetOnce.kind = "other"
+    torch.testing.assert_close(fast(X), first * 3)
+
+
+def test_a_failed_capture_leaves_classes_as_they_were(fresh_classes):
+    class Broken(OfClass):
+        def forward(self, x):
+            OfClass.calls, Broken.calls = 5, 6
+            raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        mycel.jit(Broken())(X)
+    assert OfClass.calls == 0 and "calls" not in vars(Broken)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import mycel
 from mycel import lower, plan, transform
 from mycel.ir import Program, call, check
-from mycel.plan.residuals import cut
+from mycel.plan.residuals import BlockCut
 from mycel.run import load
 
 UNARY = ("tanh", "sin", "exp", "square", "neg", "sigmoid")
@@ -125,7 +125,7 @@ def test_the_cut_is_the_cheapest_of_all(layer, compiled, price, data):
         for n in range(len(block.eqns) + 1)
         for chosen in itertools.combinations(block.eqns, n)
     )
-    keep, seconds, _ = cut(block, needed, share, costs, price)
+    keep, seconds, _ = BlockCut(block, tuple(needed), share, costs).at(price)
     redone, read = [], list(needed)
     while read:
         v = read.pop()
@@ -183,7 +183,7 @@ def test_an_operand_that_stands_twice():
     block = program.blocks["layer"]
     costs = plan.Costs(program, plan.CPU, True)
     b = block.eqns[1].outputs[0]
-    assert cut(block, [b], dict.fromkeys(block.inputs, 0.0), costs, 0.0)[0] == ()
+    assert BlockCut(block, (b,), dict.fromkeys(block.inputs, 0.0), costs).at(0.0)[0] == ()
 
 
 def test_random_numbers_are_drawn_again_as_they_were():

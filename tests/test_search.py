@@ -165,7 +165,7 @@ def test_the_command(tmp_path, monkeypatch):
     run = CliRunner().invoke
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = {"model_type": "llama", "vocab_size": 260, **sizes}
-    tiny = ["train.batch=8", "data.length=32", "data.tokenizer=bytes", f"model.config={json.dumps(config)}"]
+    tiny = ["train.batch=8", "data.length=32", f"model.config={json.dumps(config)}"]
     done = run(app, ["plan", *tiny, "--cluster", str(cluster), "--top", "3", "-o", "plan.yaml"])
     assert done.exit_code == 0, done.output
     assert "tokens/s" in done.output and "bound" in done.output and "written    plan.yaml" in done.output
@@ -178,6 +178,8 @@ def test_the_command(tmp_path, monkeypatch):
     assert done.exit_code == 2 and "there is no device 'h10'" in done.output
     done = run(app, ["plan", *tiny, "--cluster", str(cluster), "-o", "nowhere/plan.yaml"])
     assert done.exit_code == 2 and "there is no folder for nowhere/plan.yaml" in done.output
+    done = run(app, ["train", *tiny, "--dry-run"])  # text has to become tokens there, which planning does not ask for
+    assert done.exit_code == 2 and "data.tokenizer is null" in done.output
 
 
 def test_what_a_function_makes_needs_no_memory(tmp_path, monkeypatch):

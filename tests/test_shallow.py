@@ -57,6 +57,20 @@ def test_a_plan_that_need_not_move_values_is_priced_without_all_layers(monkeypat
     assert resting.plan.offload.is_none and not moving.plan.offload.is_none
 
 
+def test_ways_to_move_that_do_not_look_likely_are_tried_where_no_other_fits(monkeypatch):
+    """What few layers say leaves out work, and no plan."""
+    alone = {**SLOW, "devices": 1, "hosts": 1, "levels": SLOW["levels"][:1]}
+    held = int(of(llama(num_hidden_layers=DEEP), cluster=alone).held(Shape()))
+
+    def priced():
+        found = of(llama(num_hidden_layers=DEEP), cluster=alone, memory=WORKSPACE + held)
+        return found.price(Shape(offload=True))
+
+    guided = priced()
+    monkeypatch.setattr(Search, "_may_fit", lambda self, shape, written: lambda way: False)
+    assert guided.fits and guided.seconds == priced().seconds
+
+
 def test_a_deep_model_that_must_move_values_fits_as_it_is_lowered():
     alone = {**SLOW, "devices": 1, "hosts": 1, "levels": SLOW["levels"][:1]}
     free = of(llama(num_hidden_layers=DEEP), cluster=alone)

@@ -21,7 +21,7 @@ import torch
 from mycel.capture.alias import Cell
 from mycel.capture.fence import refuse
 from mycel.capture.record import Traced
-from mycel.capture.state import Container, Location, Reachable, contents, is_static, owner
+from mycel.capture.state import ClassAttributes, Container, Location, Reachable, contents, is_static, owner
 from mycel.capture.trace import Tracer
 from mycel.ir import Var
 from mycel.ops import o
@@ -60,7 +60,8 @@ def slot_of(box: Container, key: Any) -> Slot:
 def place_of(box: Container, key: Any) -> Location:
     """Where the value of a slot is read and written."""
     name = f"{box.name}.{key}" if box.name and not isinstance(box.slots, types.CellType) else box.name or str(key)
-    return Location(name, box.kind, owner(box.slots), key, box.inside)
+    container = box.slots if isinstance(box.slots, ClassAttributes) else owner(box.slots)
+    return Location(name, box.kind, container, key, box.inside)
 
 
 def is_counter(old: Any, new: Any) -> bool:
@@ -121,10 +122,9 @@ def lift_counters(tracer: Tracer, places: Reachable, counters: frozenset[Slot]) 
                 continue
             place = place_of(box, key)
             numbers = NumberSlots(place.container, device)
-            place = Location(place.name, "attribute", numbers, key, place.inside)
-            number = tracer.lift_at(numbers[key], [place])
+            number = tracer.lift_at(numbers[key], [Location(place.name, "attribute", numbers, key, place.inside)])
             number.weak = tracer.numbers = True
-            Location("", "", owner(box.slots), key).write(number)
+            place.write(number)
             lifted[slot] = CountedSlot(box, key, number.cell)
     places.statics[:] = [s for s in places.statics if (id(owner(s.place.container)), s.place.key) not in lifted]
     return lifted

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from mycel.capture.fence import is_library
+from mycel.capture.state import global_names
 
 DEEPEST = 8
 _ATOMS = (
@@ -88,7 +89,7 @@ def variables(fns: Iterable[Callable[..., Any]], names: Iterable[str]) -> dict[s
         for name in names:
             if name in cells:
                 slots.setdefault(name, Slot(cells[name], None, shown(name)))
-            elif name in fn.__code__.co_names:
+            elif name in global_names(fn.__code__):
                 slots.setdefault(name, Slot(fn.__globals__, name, name))
     return slots
 
@@ -244,17 +245,9 @@ class Objects:
                 self._seen[id(cell)] = cell
                 self.boxes[id(cell)] = Watched(name, cell)
                 self.visit(name, Slot(cell, None, name).get(), depth + 1)
-        for name in _names(fn.__code__):
+        for name in global_names(fn.__code__):
             if name in fn.__globals__:
                 self.visit(name, fn.__globals__[name], depth + 1)
-
-
-def _names(code: types.CodeType) -> Iterable[str]:
-    """Names a function and the functions written inside it may look up."""
-    yield from code.co_names
-    for const in code.co_consts:
-        if isinstance(const, types.CodeType):
-            yield from _names(const)
 
 
 @functools.cache

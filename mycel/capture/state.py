@@ -10,7 +10,7 @@ names.
     links      objects on the way to tensors and modules: must be the same objects at every call
     statics    plain Python values: must be equal at every call, else the code is captured again
     sizes      lists, dicts and objects: must hold as much at every call
-    boxes      dicts, lists, cells and globals whose slots the code may rebind
+    boxes      dicts, lists, cells, globals and classes whose slots the code may rebind
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import copy
 import dis
 import enum
 import functools
+import gc
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator
@@ -70,7 +71,7 @@ class Guarded:
 
 @dataclass(frozen=True, eq=False)
 class Container:
-    """A dict, list, cell or global whose slots the code may rebind, and what was in it."""
+    """A dict, list, cell, global or class whose slots the code may rebind, and what was in it."""
 
     name: str
     kind: str
@@ -182,12 +183,12 @@ class Reachable:
                 continue
             self._box(name, "variable", cell, inside)
             self._entry(name, cell, CELL, "variable", inside)
-        names = dict.fromkeys(_global_names(fn.__code__))
-        for name in names:
+        for name in global_names(fn.__code__):
             value = fn.__globals__.get(name)
             if isinstance(value, types.ModuleType):
                 if _is_open_module(value.__name__):
-                    self._entries(name, vars(value), [n for n in names if n in vars(value)], "variable", inside)
+                    named = [n for n in dict.fromkeys(_all_names(fn.__code__)) if n in vars(value)]
+                    self._entries(name, vars(value), named, "variable", inside)
             elif name in fn.__globals__:
                 self._box(name, "variable", _Slot(fn.__globals__, name), inside)
                 self._entry(name, fn.__globals__, name, "variable", inside)
@@ -206,6 +207,8 @@ class Reachable:
             if (id(base) in self._seen and base is not cls) or not _is_open_module(base.__module__):
                 continue
             self._seen.add(id(base))
+            attributes = ClassAttributes(base)
+            self._box(base.__name__, "attribute", attributes, None)
             for key, value in list(vars(base).items()):
                 method = getattr(value, "__func__", getattr(value, "fget", value))
                 if isinstance(method, types.FunctionType):
@@ -214,7 +217,7 @@ class Reachable:
                         self.links.append(Guarded(place, value))
                     self._visit(key, method, None)
                 elif not key.startswith("__"):
-                    self._entry(f"{base.__name__}.{key}", vars(base), key, "variable", None)
+                    self._entry(f"{base.__name__}.{key}", attributes, key, "variable", None)
 
     def _entries(
         self, name: str, container: Any, keys: Iterable[Any], kind: str, inside: Guarded | None, *, depth: int = DEEPEST
@@ -314,6 +317,23 @@ def _slots_of(value: Any) -> Attributes:
     return Attributes(value, [n for n in names if not n.startswith("__") and hasattr(value, n)])
 
 
+class ClassAttributes:
+    """The dict of a class, which the class alone writes to."""
+
+    def __init__(self, cls: type) -> None:
+        self.cls = cls
+        (self.names,) = gc.get_referents(vars(cls))
+
+    def __getitem__(self, key: str) -> Any:
+        return self.names[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        type.__setattr__(self.cls, key, value)
+
+    def __delitem__(self, key: str) -> None:
+        type.__delattr__(self.cls, key)
+
+
 class _Slot:
     """One name of a globals dict: functions may rebind the globals they name."""
 
@@ -323,11 +343,15 @@ class _Slot:
 
 def owner(slots: Any) -> Any:
     """What holds the slots of a box, or of a location."""
-    return slots.names if isinstance(slots, _Slot) else slots.mapping if isinstance(slots, _Held) else slots
+    if isinstance(slots, (_Slot, ClassAttributes)):
+        return slots.names
+    return slots.mapping if isinstance(slots, _Held) else slots
 
 
 def contents(slots: Any) -> dict[Any, Any]:
     """key -> value of a box's slots."""
+    if isinstance(slots, ClassAttributes):
+        return dict(slots.names)
     if isinstance(slots, types.CellType):
         return {CELL: slots.cell_contents}
     if isinstance(slots, _Slot):
@@ -424,12 +448,24 @@ def _join(prefix: str, key: Any) -> str:
     return f"{prefix}.{key}" if prefix else str(key)
 
 
-def _global_names(code: types.CodeType) -> Iterator[str]:
-    """Names a function and the functions written inside it may look up."""
+@functools.lru_cache(maxsize=4096)
+def global_names(code: types.CodeType) -> tuple[str, ...]:
+    """Globals that a function and the functions written inside it look up or bind, each once; attributes may have the
+    names of others."""
+    names = [step.argval for step in dis.get_instructions(code) if step.opname in _OF_GLOBALS]
+    inner = [name for const in code.co_consts if isinstance(const, types.CodeType) for name in global_names(const)]
+    return tuple(dict.fromkeys(names + inner))
+
+
+_OF_GLOBALS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS", "STORE_GLOBAL", "DELETE_GLOBAL"})
+
+
+def _all_names(code: types.CodeType) -> Iterator[str]:
+    """Names of globals and of attributes in a function and the functions written inside it."""
     yield from code.co_names
     for const in code.co_consts:
         if isinstance(const, types.CodeType):
-            yield from _global_names(const)
+            yield from _all_names(const)
 
 
 def _read_names(code: types.CodeType) -> Iterator[str]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from mycel.errors import IRError
-from mycel.ir.program import Atom, Block, Eqn, Program, Var
+from mycel.ir.program import Atom, Block, Eqn, Program, Ref, Var
 
 REMEMBERED = 8  # blocks whose chains are kept: who decides asks for those of one again and again
 _CHAINS: dict[int, tuple[Block, dict[Var, Chain]]] = {}  # by id, with the block
@@ -27,8 +27,9 @@ def order(program: Program) -> list[str]:
             raise IRError(f"no block named {name}")
         open_.append(name)
         for eqn in program.blocks[name].eqns:
-            for ref in eqn.refs:
-                visit(ref)
+            for value in eqn.params.values():
+                if isinstance(value, Ref):
+                    visit(value)
         open_.pop()
         done[name] = None
 

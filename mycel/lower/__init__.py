@@ -24,7 +24,7 @@ from mycel.lower.places import connect, crossings, in_places
 from mycel.lower.price import Prices
 from mycel.lower.residency import reside
 from mycel.lower.stage_sums import plain_sums
-from mycel.lower.stages import Pipeline, pipelined
+from mycel.lower.stages import Pipeline, pipelined, rank_programs, stage_parts
 
 __all__ = [
     "SENT_AT",
@@ -54,6 +54,7 @@ __all__ = [
     "pipelined",
     "plain_sums",
     "proved",
+    "rank_programs",
     "reside",
     "rounds",
     "schedule_text",
@@ -61,6 +62,7 @@ __all__ = [
     "sent_text",
     "settled",
     "split_updates",
+    "stage_parts",
     "staged",
     "summed_for_stages",
     "with_copies",

@@ -36,9 +36,20 @@ class Sent:
     use: int
 
 
-def overlap(program: Program) -> Program:
-    """Every block with its collectives begun early, finished late, and in buckets."""
-    return rewrite(program, _overlapped)
+Known = dict[int, tuple[Block, Block]]  # by id, with the block: what it becomes
+
+
+def overlap(program: Program, known: Known | None = None) -> Program:
+    """Every block with its collectives begun early, finished late, and in buckets; `known`: of programs that share
+    blocks (the same objects)."""
+    done: Known = {} if known is None else known
+
+    def change(block: Block) -> Block:
+        if id(block) not in done:
+            done[id(block)] = block, _overlapped(block)
+        return done[id(block)][1]
+
+    return rewrite(program, change)
 
 
 def _overlapped(block: Block) -> Block:
@@ -162,8 +173,10 @@ def _bytes(block: Block, bucket: Sequence[Sent]) -> int:
 def _fit_together(block: Block, a: Sequence[Sent], b: Sequence[Sent]) -> bool:
     """Can both begin before one of them is needed, and be one message?"""
     both = [*a, *b]
-    needs = any(block.eqns[x.at].outputs[0] in block.eqns[y.at].vars for x in both for y in both)
-    return not needs and max(s.begin for s in both) <= _use(both) and _bytes(block, both) <= BUCKET
+    if max(s.begin for s in both) > _use(both) or _bytes(block, both) > BUCKET:
+        return False
+    brought = {block.eqns[s.at].outputs[0] for s in both}
+    return not any(v in brought for s in both for v in block.eqns[s.at].vars)
 
 
 def _phase(block: Block, bucket: Sequence[Sent], uses: Mapping[Var, Chain]) -> str:

@@ -52,11 +52,22 @@ class Pipeline:
 def pipelined(program: Program, body: str, starts: Sequence[str], schedule: PipelineSchedule, axis: str) -> Pipeline:
     """The programs of all ranks, of a step with `plain_sums`; `starts`: the values whose equations begin the second and
     later stages."""
-    stages = apart(cut_at(program, body, starts), lambda changed: cut_at(changed, body, starts))
-    parts = StageParts(stages, schedule.splits)
+    parts = stage_parts(program, body, starts, schedule.splits)
+    return pipeline_of(program, rank_programs(parts, schedule, axis), parts, schedule)
+
+
+def stage_parts(program: Program, body: str, starts: Sequence[str], splits: bool) -> StageParts:
+    """The steps of all stages, which any schedule may order; `splits`: those of weights are apart."""
+    return StageParts(apart(cut_at(program, body, starts), lambda changed: cut_at(changed, body, starts)), splits)
+
+
+def rank_programs(
+    parts: StageParts, schedule: PipelineSchedule, axis: str, ranks: Sequence[int] | None = None
+) -> tuple[Program, ...]:
+    """Of all ranks, or of some."""
     entry = PipelineEntry(PipelineLoop(parts, schedule))
-    programs = tuple(check(prune(RankWriter(entry, rank, axis).program())) for rank in range(schedule.ranks))
-    return pipeline_of(program, programs, parts, schedule)
+    written = range(schedule.ranks) if ranks is None else ranks
+    return tuple(check(prune(RankWriter(entry, rank, axis).program())) for rank in written)
 
 
 def pipeline_of(

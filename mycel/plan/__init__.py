@@ -39,6 +39,7 @@ from mycel.plan.plan import STAGE_AXIS, Plan
 from mycel.plan.plan_file import ready_plans
 from mycel.plan.residuals import (
     Decision,
+    KeepChoices,
     Residuals,
     backward_inputs,
     backward_part,
@@ -65,7 +66,7 @@ from mycel.plan.travels import travels
 __all__ = [
     "AUTO", "CANDIDATES", "COMPUTE", "CPU", "KINDS", "PLACE_AXIS", "STAGE_AXIS", "UPDATE", "Absence",
     "BlockLayouts", "Clock", "Copies", "Costs", "Decided", "Decision", "ErrorBars", "Fp8Products", "Hardware",
-    "HostUpdate", "KnownLayouts", "Layouts", "Links", "Measured", "MovedValue", "Offload", "Offloaded",
+    "HostUpdate", "KeepChoices", "KnownLayouts", "Layouts", "Links", "Measured", "MovedValue", "Offload", "Offloaded",
     "PipelineSchedule", "Place", "Plan", "Predicted", "Residuals", "Solved", "StageCosts", "StageCutter",
     "StepBody", "StepFlow", "StreamShare", "StreamedInput", "SyncPolicy", "Times", "Visit", "absences",
     "backward_inputs", "backward_part", "beside_each_other", "block_memory", "chunk_bytes", "clock", "close_names",

@@ -258,11 +258,14 @@ class Clock:
 
     def _made(self, program: Program, block: Block, compiled: bool) -> list[Line]:
         costs = Costs(program, self.hardware, compiled, self.links)
+        there = costs.in_memory(block, compiled) if compiled else set[Var]()
+        groups = costs.groups(block, there) if compiled else {}
+        computing = costs.merged(block, there, groups) if compiled else costs.computing(block)
         begin, finish, begin_move, finish_move = o.begin, o.finish, o.begin_move, o.finish_move
         begun: dict[Var, int] = {}
         brought: dict[Var, int] = {}  # values on the host -> the lines that begin to bring them
         lines = []
-        for i, (eqn, seconds) in enumerate(zip(block.eqns, costs.computing(block, compiled), strict=True)):
+        for i, (eqn, seconds) in enumerate(zip(block.eqns, computing, strict=True)):
             name, axes, _ = message(eqn)
             if eqn.op is begin or eqn.op is begin_move:
                 begun[eqn.outputs[0]] = i
@@ -289,8 +292,7 @@ class Clock:
         if self.moves and block is program.main:
             _wait_for_host(lines, program)
         if compiled:
-            there = costs.in_memory(block, compiled)
-            _remember(lines, block, there, moments(block, costs.groups(block, there), there))
+            _remember(lines, block, there, moments(block, groups, there))
         else:
             _remember(lines, block, None, range(len(lines)))
         return lines

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mycel.ir import CONTROL, Block, Eqn, Program, Var, call, cond, loop, scan
@@ -101,15 +101,14 @@ class Costs:
         moved = eqn.op.converts(*eqn.input_types, **eqn.params)
         return seconds + moved / self.hardware.bandwidth(moved) + len(eqn.inputs) * self.hardware.launch_s
 
-    def computing(self, block: Block, compiled: bool) -> list[float]:
-        """Seconds of each equation of a block, beside each other; messages and the blocks it holds are not among them.
-        What a group reads is counted where it first reads it."""
-        if not compiled:
-            return [
-                0.0 if e.op in CONTROL or is_free(e) or message(e)[0] else self.kernel(e, False) for e in block.eqns
-            ]
-        there = self.in_memory(block, compiled)
-        group_of = self.groups(block, there)
+    def computing(self, block: Block) -> list[float]:
+        """Seconds of each equation of a block that no compiler takes; messages and the blocks it holds are not among
+        them."""
+        return [0.0 if e.op in CONTROL or is_free(e) or message(e)[0] else self.kernel(e, False) for e in block.eqns]
+
+    def merged(self, block: Block, there: Collection[Var], group_of: Mapping[int, int]) -> list[float]:
+        """The same of a compiled block, beside each other; `there`: values that lie in memory, `group_of`: as `groups`
+        has it.  What a group reads is counted where it first reads it."""
         shown = _shown(block)
         read: set[tuple[int, Var]] = set()
         started: set[int] = set()
@@ -117,8 +116,8 @@ class Costs:
         for i, eqn in enumerate(block.eqns):
             if eqn.op in CONTROL or is_free(eqn) or message(eqn)[0]:
                 seconds.append(0.0)
-            elif self.is_apart(eqn, compiled):
-                seconds.append(self.kernel(eqn, compiled))
+            elif self.is_apart(eqn, True):
+                seconds.append(self.kernel(eqn, True))
             else:
                 group = group_of[i]
                 new = {(group, v) for v in eqn.vars if v in there} - read

@@ -44,6 +44,7 @@ class Solver(Setting):
     bound: float = -math.inf  # what no layouts go below
     gap: float = math.inf  # how far above the least the seconds may be, as a share of them
     known: KnownLayouts | None = None  # of the blocks of programs like this one
+    bounds: bool = True  # is the gap asked for?
 
     def solve(self) -> Layouts:
         axes = self.order or slowest_first(self.mesh.axes, self.given.values())
@@ -62,7 +63,8 @@ class Solver(Setting):
             return self._laid()
         if self.known is not None:
             self.known.learn(self.graph.program, by_axis.labels, by_axis.places)
-        self.value, self.bound, self.gap = gap(small, axes, by_axis.labels, self.solution)
+        if self.bounds:
+            self.value, self.bound, self.gap = gap(small, axes, by_axis.labels, self.solution)
         return self._laid()
 
     def _together(self, small: Setting, axes: Sequence[str]) -> Solution | None:

@@ -86,11 +86,14 @@ class Links:
     mesh: Mesh
     other: Link = GPU_LINK
     named: Mapping[str, Link] = field(default_factory=dict)
+    _of: dict[Axes, Link] = field(default_factory=dict, repr=False, compare=False)
 
     def of(self, axes: Axes) -> Link:
         """The slowest link among some axes; each message starts as late as on the latest."""
-        links = [self.named.get(a, self.other) for a in axes]
-        return replace(min(links, key=lambda x: x.bytes_s), start_s=max(x.start_s for x in links))
+        if axes not in self._of:
+            links = [self.named.get(a, self.other) for a in axes]
+            self._of[axes] = replace(min(links, key=lambda x: x.bytes_s), start_s=max(x.start_s for x in links))
+        return self._of[axes]
 
     def seconds(self, name: str, axes: Axes, local_bytes: float) -> float:
         """One collective; `local_bytes` is what a rank puts in."""

@@ -20,7 +20,8 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 
 from mycel.ir import CONTROL, Atom, Block, Eqn, Program, Var, call, chains, lifetimes
 from mycel.plan.cost import Costs
@@ -105,49 +106,80 @@ def twins(made: Mapping[Var, object], forward: Eqn, backward: Eqn) -> dict[Var, 
 def residuals(program: Program, body: str, costs: Costs, prices: Sequence[float]) -> Residuals:
     """The cheapest decisions where a byte costs `prices[i]` seconds for the i-th pair (the last one for all further
     pairs)."""
-    block = program.blocks[body]
-    decisions = []
-    free = {*block.inputs, *_kept_anyway(block)}
-    readers = Counter(v for eqn in block.eqns if eqn.op is call and is_backward(eqn) for v in set(eqn.vars))
-    memo: dict[object, tuple[tuple[str, ...], float, int]] = {}
-    made = expressions(block)
-    for k, (i, j) in enumerate(paired(block)):
-        price = prices[min(k, len(prices) - 1)]
-        f, b = block.eqns[i], block.eqns[j]
-        inner = program.blocks[f.params["block"]]
-        needed = tuple(dict.fromkeys(backward_inputs(program, block, i, j).values()))
-        share: dict[Var, float] = {}
-        again = twins(made, f, b)
-        for x, v in zip(f.inputs, inner.inputs, strict=True):
-            share[v] = 0.0 if not isinstance(x, Var) or x in free or x in again else 1 / max(readers[x], 1)
-        for x, out in zip(f.outputs, inner.outputs, strict=True):
-            if isinstance(out, Var) and out not in share and (x in free or readers[x] > (x in b.inputs)):
-                share[out] = 0.0
-        key = (f.params["block"], needed, tuple(share.items()), price)
-        if key not in memo:
-            memo[key] = cut(inner, needed, share, costs, price)
-        keep, seconds, size = memo[key]
-        decisions.append(Decision(str(f.params["block"]), keep, seconds, size))
-    return Residuals(body, tuple(decisions), _loose(block, costs, prices[-1]))
+    return KeepChoices(program, body, costs).at(prices)
+
+
+@dataclass
+class KeepChoices:
+    """What of a step may be kept or computed again; whoever asks about many prices keeps it."""
+
+    program: Program
+    body: str
+    costs: Costs
+    _decided: dict[tuple[float, ...], Residuals] = field(default_factory=dict)
+    _cuts: dict[tuple[str, tuple[Var, ...], tuple[tuple[Var, float], ...]], BlockCut] = field(default_factory=dict)
+
+    def at(self, prices: Sequence[float]) -> Residuals:
+        """The cheapest decisions at these prices."""
+        key = tuple(prices)
+        if key not in self._decided:
+            decisions = []
+            for k, (name, cut) in enumerate(self._pairs):
+                keep, seconds, size = cut.at(key[min(k, len(key) - 1)])
+                decisions.append(Decision(name, keep, seconds, size))
+            self._decided[key] = Residuals(self.body, tuple(decisions), self._again(key[-1]))
+        return self._decided[key]
+
+    @cached_property
+    def _pairs(self) -> list[tuple[str, BlockCut]]:
+        """Pairs of calls: the name of the block, and what of it is chosen from."""
+        program, block = self.program, self.program.blocks[self.body]
+        free = {*block.inputs, *_kept_anyway(block)}
+        readers = Counter(v for eqn in block.eqns if eqn.op is call and is_backward(eqn) for v in set(eqn.vars))
+        made, pairs = expressions(block), []
+        for i, j in paired(block):
+            f, b = block.eqns[i], block.eqns[j]
+            inner = program.blocks[f.params["block"]]
+            needed = tuple(dict.fromkeys(backward_inputs(program, block, i, j).values()))
+            share: dict[Var, float] = {}
+            again = twins(made, f, b)
+            for x, v in zip(f.inputs, inner.inputs, strict=True):
+                share[v] = 0.0 if not isinstance(x, Var) or x in free or x in again else 1 / max(readers[x], 1)
+            for x, out in zip(f.outputs, inner.outputs, strict=True):
+                if isinstance(out, Var) and out not in share and (x in free or readers[x] > (x in b.inputs)):
+                    share[out] = 0.0
+            key = (str(f.params["block"]), needed, tuple(share.items()))
+            if key not in self._cuts:
+                self._cuts[key] = BlockCut(inner, needed, share, self.costs)
+            pairs.append((key[0], self._cuts[key]))
+        return pairs
+
+    @cached_property
+    def _loose(self) -> BlockCut | None:
+        """What lies between the calls of the body."""
+        block = self.program.blocks[self.body]
+        late = backward_part(block)
+        is_late = [e in late for e in block.eqns]
+        early = tuple(e for e, x in zip(block.eqns, is_late, strict=True) if not x)
+        made = {v for e in early for v in e.outputs}
+        needed = dict.fromkeys(v for e, x in zip(block.eqns, is_late, strict=True) if x for v in e.vars if v in made)
+        if not needed:
+            return None
+        share = {**_lifetimes(block, self.costs), **dict.fromkeys(block.inputs, 0.0)}
+        return BlockCut(Block(block.inputs, early, ()), tuple(needed), share, self.costs, calls=False)
+
+    def _again(self, price: float) -> tuple[str, ...]:
+        """Values between the calls of the body that backward had better compute again."""
+        if self._loose is None:
+            return ()
+        kept, _, _ = self._loose.at(price)
+        return tuple(v.name for v in self._loose.needed if v.name not in kept)
 
 
 def _kept_anyway(block: Block) -> set[Var]:
     """Results of calls that equations between the calls read in backward: no call is made again for these."""
     of_calls = {v for eqn in block.eqns if eqn.op is call and not is_backward(eqn) for v in eqn.outputs}
     return {v for eqn in backward_part(block) if eqn.op is not call for v in eqn.vars if v in of_calls}
-
-
-def _loose(block: Block, costs: Costs, price: float) -> tuple[str, ...]:
-    """Values between the calls of the body that backward had better compute again."""
-    late = backward_part(block)
-    early = Block(block.inputs, tuple(e for e in block.eqns if e not in late), ())
-    early_values = {v for e in early.eqns for v in e.outputs}
-    needed = tuple(dict.fromkeys(v for e in block.eqns if e in late for v in e.vars if v in early_values))
-    if not needed:
-        return ()
-    share = {**_lifetimes(block, costs), **dict.fromkeys(block.inputs, 0.0)}
-    kept, _, _ = cut(early, needed, share, costs, price, calls=False)
-    return tuple(v.name for v in needed if v.name not in kept)
 
 
 def _lifetimes(block: Block, costs: Costs) -> dict[Var, float]:
@@ -170,48 +202,70 @@ def backward_part(block: Block) -> set[Eqn]:
     return eqns
 
 
-def cut(
-    block: Block, needed: Sequence[Var], share: dict[Var, float], costs: Costs, price: float, calls: bool = True
-) -> tuple[tuple[str, ...], float, int]:
-    """The values to keep, the seconds of computing the others again, and the bytes kept.
+@dataclass
+class BlockCut:
+    """A block, of which some values are `needed` in backward; `share`: which part of a value's bytes counts.  not
+    `calls`: calls and other control flow are not computed again."""
 
-    `share`: which part of a value's bytes counts.  not `calls`: calls and other control flow are not computed again."""
-    graph = _Graph()
-    there = costs.in_memory(block)
+    block: Block
+    needed: tuple[Var, ...]
+    share: Mapping[Var, float]
+    costs: Costs
+    calls: bool = True
+    _found: dict[float, tuple[tuple[str, ...], float, int]] = field(default_factory=dict)
 
-    def keep(v: Var) -> float:
-        part = share.get(v, 1.0)
-        return part * v.type.bytes * price + (0.0 if v in there else v.type.bytes / costs.hardware.bytes_s)
+    def at(self, price: float) -> tuple[tuple[str, ...], float, int]:
+        """The values to keep, the seconds of computing the others again, and the bytes kept."""
+        if price not in self._found:
+            self._found[price] = self._cut(price)
+        return self._found[price]
 
-    def never(eqn: Eqn) -> bool:
-        """Is it not to be computed again?"""
-        is_dear = eqn.op.product and costs.compiled and price <= KEEPING / costs.hardware.bytes_s
-        return eqn.op.effect or is_dear or (eqn.op in CONTROL and not calls)
+    @cached_property
+    def _there(self) -> set[Var]:
+        return self.costs.in_memory(self.block)
 
-    for v in block.inputs:
-        graph.arc("source", v.name, keep(v))
-    for i, eqn in enumerate(block.eqns):
-        node = f"= {i}"
-        graph.arc("source", node, None if never(eqn) else costs.seconds(eqn, there))
-        for u in eqn.vars:
-            graph.arc(u.name, node, None)
-        for v in eqn.outputs:
-            graph.arc(node, v.name, keep(v))
-    for v in needed:
-        graph.arc(v.name, "sink", None)
-    near = graph.near()
-    again = {v: e for i, e in enumerate(block.eqns) if f"= {i}" not in near for v in e.outputs}
-    read, kept, redone = list(needed), set[Var](), set[Eqn]()
-    while read:  # from what backward needs down to what it is handed
-        v = read.pop()
-        if v not in again:
-            kept.add(v)
-        elif again[v] not in redone:
-            redone.add(again[v])
-            read += again[v].vars
-    size = sum(round(share.get(v, 1.0) * v.type.bytes) for v in kept)
-    names = [v.name for e in block.eqns for v in e.outputs if v in kept]
-    return tuple(names), sum(costs.seconds(e, there) for e in redone), size
+    @cached_property
+    def _seconds(self) -> list[float]:
+        """Of computing each equation again."""
+        return [self.costs.seconds(eqn, self._there) for eqn in self.block.eqns]
+
+    def _cut(self, price: float) -> tuple[tuple[str, ...], float, int]:
+        block, costs, share, there = self.block, self.costs, self.share, self._there
+        graph = _Graph()
+
+        def keep(v: Var) -> float:
+            part = share.get(v, 1.0)
+            return part * v.type.bytes * price + (0.0 if v in there else v.type.bytes / costs.hardware.bytes_s)
+
+        def never(eqn: Eqn) -> bool:
+            """Is it not to be computed again?"""
+            is_dear = eqn.op.product and costs.compiled and price <= KEEPING / costs.hardware.bytes_s
+            return eqn.op.effect or is_dear or (eqn.op in CONTROL and not self.calls)
+
+        for v in block.inputs:
+            graph.arc("source", v.name, keep(v))
+        for i, eqn in enumerate(block.eqns):
+            node = f"= {i}"
+            graph.arc("source", node, None if never(eqn) else self._seconds[i])
+            for u in eqn.vars:
+                graph.arc(u.name, node, None)
+            for v in eqn.outputs:
+                graph.arc(node, v.name, keep(v))
+        for v in self.needed:
+            graph.arc(v.name, "sink", None)
+        near = graph.near()
+        again = {v: i for i, e in enumerate(block.eqns) if f"= {i}" not in near for v in e.outputs}
+        read, kept, redone = list(self.needed), set[Var](), set[int]()
+        while read:  # from what backward needs down to what it is handed
+            v = read.pop()
+            if v not in again:
+                kept.add(v)
+            elif again[v] not in redone:
+                redone.add(again[v])
+                read += block.eqns[again[v]].vars
+        size = sum(round(share.get(v, 1.0) * v.type.bytes) for v in kept)
+        names = [v.name for e in block.eqns for v in e.outputs if v in kept]
+        return tuple(names), sum(self._seconds[i] for i in sorted(redone)), size
 
 
 class _Graph:

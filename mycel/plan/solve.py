@@ -57,9 +57,11 @@ def solve(
     links: Links,
     price: Price,
     known: KnownLayouts | None = None,
+    bounds: bool = True,
 ) -> Solved:
     """`inputs`: layouts of inputs of the entry; `gathered`: those that are used whole along ZeRO's axes; `price`: of
-    messages inside an operator; `known`: of the blocks of other programs under this plan."""
+    messages inside an operator; `known`: of the blocks of other programs under this plan; not `bounds`: the gap of
+    large programs is not asked for, and endless."""
     along = dict.fromkeys(plan.over, gathered) if plan.zero == 3 else {}
     compressed = plan.compressed()
     at_the_end = frozenset({compressed.axis}) if compressed is not None else frozenset[str]()  # what is encoded once
@@ -69,5 +71,8 @@ def solve(
     first = [a for a in plan.batch_axes() if a in plan.mesh]
     order = [*first, *(a for a in plan.mesh.axes if a not in first)]
     wide = plan.sums == "fp32"
-    solver = Solver(Graph(whole), Moves(links), costs, price, inputs, along, reduced, order, wide=wide, known=known)
+    graph, moves = Graph(whole), Moves(links)
+    solver = Solver(
+        graph, moves, costs, price, inputs, along, reduced, order, wide=wide, known=known, bounds=bounds
+    )  # fmt: skip
     return Solved(solver.solve(), solver.gap)

@@ -13,7 +13,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -240,6 +240,8 @@ EMBEDDED: dict[str, dict[str, Any]] = {
 class Config(Section):
     """Everything about a training run."""
 
+    reads_data: ClassVar[bool] = True
+
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     optimizer: Optimizer = Optimizer()
@@ -301,7 +303,8 @@ class Config(Section):
             what = "parallel.rebalance moves experts, but with model.lora frozen weights are not saved"
             yield what, "parallel.rebalance=0"
         if (
-            self.model.config
+            self.reads_data
+            and self.model.config
             and not self.data.tokenizer
             and (self.data.format not in ("auto", "tokens") or self.data.uses_stdlib)
         ):
@@ -309,12 +312,18 @@ class Config(Section):
             yield what, "data.tokenizer=FOLDER, or bytes"
 
 
-def load(path: Path | None, overrides: Sequence[str] = ()) -> Config:
+class PlannedConfig(Config):
+    """The same for planning, which reads no data: no text has to become tokens."""
+
+    reads_data = False
+
+
+def load(path: Path | None, overrides: Sequence[str] = (), kind: type[Config] = Config) -> Config:
     """A YAML file (None: nothing but defaults) and `a.b=c` arguments over it -> the checked configuration."""
     written = read_file(path) if path else WrittenSettings()
     for number, argument in enumerate(overrides):
-        override(Config, written, argument, number)
-    return checked(Config, written)
+        override(kind, written, argument, number)
+    return checked(kind, written)
 
 
 def names_model(path: Path | None, overrides: Sequence[str] = ()) -> bool:
