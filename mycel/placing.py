@@ -161,7 +161,7 @@ class PlacedStep:
             next(e.vars).type.bytes
             for p in pipeline.programs
             for e in p.main.eqns
-            if e.op is o.begin_send_across and e.source  # of a step
+            if e.op is o.begin_send_across and e.phase != "update"
         ]
         costs = StageCosts(forward, backward, weight, link.start_s + max(sent, default=0) / link.bytes_s)
         alone = [clock(program, names) for clock, program, names in zip(clocks, programs, compiled, strict=True)]

@@ -357,7 +357,7 @@ def with_layouts(task: Task, given: Plan) -> tuple[Plan, lower.Distributed | Non
     laid = _gathered_by_backward(whole, task.body, laid, given.mesh)
     layouts = {name: plan.BlockLayouts.of(block, laid[name]) for name, block in whole.blocks.items()}
     gathered = tuple(v.name for i, v in enumerate(whole.inputs) if i in task.gathered)
-    decided = Decided(plan.digest(whole), nothing, task.compiled, links.named, gathered, layouts)
+    decided = Decided(plan.digest(whole), nothing, task.compiled, links.named, gathered, layouts, mesh=str(given.mesh))
     laid_out = replace(given, decided=decided, predicted=Predicted(0, 0, gap=solved.gap))
     return laid_out, lower.distribute(task.program, laid_out)
 
@@ -434,6 +434,12 @@ def _applied(task: Task, decided_plan: Plan) -> tuple[Plan, lower.Lowered]:
     decided = decided_plan.decided
     assert decided is not None
     _refuse_compiled(task, decided)
+    if decided.mesh and decided.mesh != str(decided_plan.inside.mesh):
+        raise PlanError(
+            "the plan was decided for another mesh\n"
+            f"  differs   the mesh is {decided_plan.inside.mesh}, that of the decisions {decided.mesh}\n"
+            "  try       plan.given, to decide anew"
+        )
     budget = task.budget
     if budget is not None and decided_plan.predicted is not None and decided_plan.peak > budget:
         raise PlanError(

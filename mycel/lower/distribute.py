@@ -15,9 +15,11 @@ from mycel.errors import PlanError
 from mycel.ir import Block, Eqn, Layout, Mesh, Params, Program, Var, check, substitute, walk
 from mycel.lower.settle import settle
 from mycel.lower.spmd import spmd
+from mycel.lower.wide_sums import add_wide
 from mycel.ops import o
 from mycel.plan import Layouts, Plan
 from mycel.plan.moves import Moves
+from mycel.plan.plan import ADDED_WIDE
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,8 @@ def distribute(program: Program, plan: Plan) -> Distributed:
     whole = settled(program, plan, input_layouts)
     layouts, moves = plan.decided.laid(whole), Moves(plan.decided.links_of(plan.mesh))
     gathered = frozenset(i for i, v in enumerate(whole.inputs) if v.name in plan.decided.gathered)
-    return Distributed(check(spmd(whole, layouts, moves, gathered)), whole, layouts, moves, gathered)
+    local = spmd(whole, layouts, moves, gathered)
+    return Distributed(check(add_wide(local) if plan.sums == ADDED_WIDE else local), whole, layouts, moves, gathered)
 
 
 def settled(program: Program, plan: Plan, inputs: Mapping[int, Layout]) -> Program:

@@ -44,7 +44,7 @@ from mycel.plan.schedule import StageCosts
 
 KEYS = (
     "program", "compiled", "links", "gathered", "layouts", "residuals", "regions", "moved", "stages", "orders",
-    "compress", "places", "moved_by_rank",
+    "compress", "places", "moved_by_rank", "mesh",
 )  # fmt: skip
 SHOWN = 3  # differences that a refusal names
 _SPLIT = re.compile(r"(\S+)@(\w+(?:\.\w+)*)")
@@ -194,6 +194,7 @@ class Decided:
     compress    the codec that `compress: auto` has come to
     places      of sub-models on meshes of their own: what was decided for the program of each
     moved_by_rank  of a pipeline: `moved` of the program of each rank along its axis
+    mesh        of the ranks it was decided for
     """
 
     program: str
@@ -209,6 +210,7 @@ class Decided:
     compress: str = ""
     places: tuple[Decided, ...] = ()
     moved_by_rank: tuple[Offloaded, ...] = ()
+    mesh: str = ""
 
     def links_of(self, mesh: Mesh) -> Links:
         return Links(mesh, named=self.links)
@@ -249,6 +251,7 @@ class Decided:
         data |= {"compress": self.compress} if self.compress else {}
         data |= {"places": [x.data() for x in self.places]} if self.places else {}
         data |= {"moved_by_rank": [x.data() for x in self.moved_by_rank]} if self.moved_by_rank else {}
+        data |= {"mesh": self.mesh} if self.mesh else {}
         return data
 
     @staticmethod
@@ -271,6 +274,7 @@ class Decided:
                 str(data.get("compress", "")),
                 tuple(Decided.read(x, where) for x in data.get("places", ())),
                 tuple(map(Offloaded.read, data.get("moved_by_rank", ()))),
+                str(data.get("mesh", "")),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as e:
             what = f"{e} is missing" if isinstance(e, KeyError) else str(e)

@@ -18,7 +18,7 @@
                                        # each: {ranks: 2..7, mesh: {dp: 3, tp: 2}}.  Layouts are of these (places.py)
                                        # in stages: {ranks: 2..7, stages: [embed, layers.8]}, the mesh of one stage
     sums: fp32                         # partial sums travel in 32 bits; as computed (default): in the precision of the
-                                       # product that leaves them
+                                       # product that leaves them; added in fp32: travel so, and are added in 32 bits
     compress: {dp: int8+ef}            # gradients travel along dp in fewer bytes; by pattern; auto (compression.py)
     gather: {dp: int8}                 # parameters of ZeRO-3 travel so when they are gathered for use; by pattern.
                                        # Of ZeRO-1 and 2, int4+ef: by how much they have changed
@@ -81,7 +81,8 @@ KEYS = (
 ALONE = frozenset({"microbatches", "recompute", "offload"})  # what may be said of one device, without a mesh
 STAGE_AXIS = "pp"  # of the mesh of a pipeline: the slowest, ranks of one stage lie together
 RECOMPUTE = ("auto", "full", "none")
-SUMS = ("as computed", "fp32")
+ADDED_WIDE = "added in fp32"
+SUMS = ("as computed", "fp32", ADDED_WIDE)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ def step_seconds(clock: Clock, program: Program, kind: str, stage: int, compiled
         return 0.0
     lines = clock.lines(program, program.main, program.entry in compiled)
     until_next = itertools.takewhile(lambda line: line.eqn.op is not call, lines[at + 1 :])
-    sums = sum(x.seconds for x in until_next if x.eqn.op is o.add and x.eqn.source == eqns[at].source)
+    sums = sum(x.seconds for x in until_next if x.eqn.op is o.add and x.eqn.phase == eqns[at].phase)
     return clock(replace(program, entry=name, updates=(), roles={}), compiled).seconds + sums
 
 
