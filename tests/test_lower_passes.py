@@ -283,7 +283,7 @@ def test_scaling():
 
 
 def test_lowered():
-    """All passes, as a plan has decided: no solver and no prices."""
+    """All passes, as a plan has decided: no solver and no clock."""
     program = Program.parse(MLP)
     plan = decided(program, Plan(MESH), MEGATRON)
     done = lower.lowered(program, plan)

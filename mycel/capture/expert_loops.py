@@ -152,7 +152,8 @@ class Loops:
         if eqn.op is cond:
             orelse = blocks[eqn.params["orelse"]]
             old = given[orelse.inputs.index(orelse.outputs[0])]  # type: ignore[arg-type]
-            self.branches[self.same[eqn.outputs[0]]] = self._value(eqn.inputs[0]), self._value(old)  # type: ignore[index]
+            chosen = self.same[eqn.outputs[0]]
+            self.branches[chosen] = self._value(eqn.inputs[0]), self._value(old)  # type: ignore[index]
 
     def _value(self, x: Atom) -> Atom:
         return self.same.get(x, x) if isinstance(x, Var) else x

@@ -216,7 +216,8 @@ class _Moves:
                 eqns += self.behind.get(i, ())
         eqns += self.last
         inputs = tuple(lookup(v, self.inputs) for v in self.old.inputs)
-        return Block(inputs, tuple(eqns), tuple(lookup(x, self.outputs) for x in self.old.outputs))  # type: ignore[arg-type]
+        outputs = tuple(lookup(x, self.outputs) for x in self.old.outputs)
+        return Block(inputs, tuple(eqns), outputs)  # type: ignore[arg-type]
 
     def _var(self, name: str) -> Var:
         if name not in self.vars:

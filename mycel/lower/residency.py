@@ -132,10 +132,10 @@ class _Again:
             eqn = self.makers[old]
             for u in eqn.vars:
                 self.value(u)
-            self.new.update((v, Var(self.builder.name(v.name), v.type)) for v in eqn.outputs)
-            outputs = tuple(self.new[v] for v in eqn.outputs)
+            outputs = tuple(Var(self.builder.name(v.name), v.type) for v in eqn.outputs)
+            self.new.update(zip(eqn.outputs, outputs, strict=True))
             phase = "backward" if eqn.phase == "forward" else eqn.phase
-            self.builder.eqns.append(replace(substitute(eqn, self.new), outputs=outputs, phase=phase))  # type: ignore[arg-type]
+            self.builder.eqns.append(replace(substitute(eqn, self.new), outputs=outputs, phase=phase))
         return self.new[old]
 
 
