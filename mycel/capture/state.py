@@ -189,7 +189,7 @@ class Reachable:
                 if _is_open_module(value.__name__):
                     self._entries(name, vars(value), [n for n in names if n in vars(value)], "variable", inside)
             elif name in fn.__globals__:
-                self._box(name, "variable", _Slot(fn.__globals__, name), inside)
+                self._box(name, "variable", _GlobalName(fn.__globals__, name), inside)
                 self._entry(name, fn.__globals__, name, "variable", inside)
         self._entries("default", fn.__defaults__ or (), range(len(fn.__defaults__ or ())), "variable", inside)
         self._entries("default", fn.__kwdefaults__ or {}, fn.__kwdefaults__ or {}, "variable", inside)
@@ -314,7 +314,7 @@ def _slots_of(value: Any) -> Attributes:
     return Attributes(value, [n for n in names if not n.startswith("__") and hasattr(value, n)])
 
 
-class _Slot:
+class _GlobalName:
     """One name of a globals dict: functions may rebind the globals they name."""
 
     def __init__(self, names: dict[str, Any], key: str) -> None:
@@ -323,14 +323,14 @@ class _Slot:
 
 def owner(slots: Any) -> Any:
     """What holds the slots of a box, or of a location."""
-    return slots.names if isinstance(slots, _Slot) else slots.mapping if isinstance(slots, _Held) else slots
+    return slots.names if isinstance(slots, _GlobalName) else slots.mapping if isinstance(slots, _Held) else slots
 
 
 def contents(slots: Any) -> dict[Any, Any]:
     """key -> value of a box's slots."""
     if isinstance(slots, types.CellType):
         return {CELL: slots.cell_contents}
-    if isinstance(slots, _Slot):
+    if isinstance(slots, _GlobalName):
         return {slots.key: slots.names.get(slots.key)}
     if isinstance(slots, Attributes):
         return {name: slots[name] for name in slots.names}
@@ -345,7 +345,7 @@ def put_back(slots: Any, old: dict[Any, Any]) -> None:
     """Make the slots of a box what they were."""
     if isinstance(slots, types.CellType):
         slots.cell_contents = old[CELL]
-    elif isinstance(slots, _Slot):
+    elif isinstance(slots, _GlobalName):
         slots.names[slots.key] = old[slots.key]
     elif isinstance(slots, Attributes):
         for name, value in old.items():

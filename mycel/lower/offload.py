@@ -58,7 +58,7 @@ def with_copies(program: Program, plan: Offloaded) -> Program:
     for name in dict.fromkeys((plan.body, *plan.inside, program.entry)):
         is_entry = name == program.entry
         hosted = hosted_updates(program, plan.updated) if is_entry else ()
-        moves = _Moves(blocks[name], handed.keys() if is_entry else (), hosted)
+        moves = _HostCopies(blocks[name], handed.keys() if is_entry else (), hosted)
         for moved in plan.moved if name == plan.body else ():
             moves.away(moved)
         for inside in plan.inside.get(name, ()):
@@ -72,7 +72,7 @@ def with_copies(program: Program, plan: Offloaded) -> Program:
 
 
 @dataclass
-class _Moves:
+class _HostCopies:
     """A block, and what is to be written before each of its equations: copies that have ended, copies that begin,
     copies that are waited for; and behind it."""
 

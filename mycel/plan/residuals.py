@@ -176,7 +176,7 @@ def cut(
     """The values to keep, the seconds of computing the others again, and the bytes kept.
 
     `share`: which part of a value's bytes counts.  not `calls`: calls and other control flow are not computed again."""
-    graph = _Graph()
+    graph = _FlowNetwork()
     there = costs.in_memory(block)
 
     def keep(v: Var) -> float:
@@ -214,7 +214,7 @@ def cut(
     return tuple(names), sum(costs.seconds(e, there) for e in redone), size
 
 
-class _Graph:
+class _FlowNetwork:
     """Named nodes and arcs with capacities; None is without end."""
 
     def __init__(self) -> None:
