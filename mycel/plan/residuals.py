@@ -84,22 +84,22 @@ def backward_inputs(program: Program, block: Block, forward: int, backward: int)
 def expressions(block: Block) -> dict[Var, object]:
     """What each value between calls is made of: two that are equal here are the same tensor.  A weight that is gathered
     for forward and gathered again for backward is one of these."""
-    made: dict[Var, object] = {}
+    hashes: dict[Var, object] = {}
     for eqn in block.eqns:
         if eqn.op in CONTROL or eqn.op.effect or len(eqn.outputs) != 1:
             continue
-        made[eqn.outputs[0]] = hash((eqn.op.name, eqn.params, tuple(_made_of(x, made) for x in eqn.inputs)))
-    return made
+        hashes[eqn.outputs[0]] = hash((eqn.op.name, eqn.params, tuple(_made_of(x, hashes) for x in eqn.inputs)))
+    return hashes
 
 
-def _made_of(x: object, made: Mapping[Var, object]) -> object:
-    return made.get(x, x) if isinstance(x, Var) else x
+def _made_of(x: object, hashes: Mapping[Var, object]) -> object:
+    return hashes.get(x, x) if isinstance(x, Var) else x
 
 
-def twins(made: Mapping[Var, object], forward: Eqn, backward: Eqn) -> dict[Var, Atom]:
+def twins(hashes: Mapping[Var, object], forward: Eqn, backward: Eqn) -> dict[Var, Atom]:
     """Operands of a call -> those of the call of its backward that are the same tensor made once more."""
-    there = {made[y]: y for y in backward.vars if y in made}
-    return {x: there[made[x]] for x in forward.vars if x in made and made[x] in there}
+    there = {hashes[y]: y for y in backward.vars if y in hashes}
+    return {x: there[hashes[x]] for x in forward.vars if x in hashes and hashes[x] in there}
 
 
 def residuals(program: Program, body: str, costs: Costs, prices: Sequence[float]) -> Residuals:
@@ -110,14 +110,14 @@ def residuals(program: Program, body: str, costs: Costs, prices: Sequence[float]
     free = {*block.inputs, *_kept_anyway(block)}
     readers = Counter(v for eqn in block.eqns if eqn.op is call and is_backward(eqn) for v in set(eqn.vars))
     memo: dict[object, tuple[tuple[str, ...], float, int]] = {}
-    made = expressions(block)
+    hashes = expressions(block)
     for k, (i, j) in enumerate(paired(block)):
         price = prices[min(k, len(prices) - 1)]
         f, b = block.eqns[i], block.eqns[j]
         inner = program.blocks[f.params["block"]]
         needed = tuple(dict.fromkeys(backward_inputs(program, block, i, j).values()))
         share: dict[Var, float] = {}
-        again = twins(made, f, b)
+        again = twins(hashes, f, b)
         for x, v in zip(f.inputs, inner.inputs, strict=True):
             share[v] = 0.0 if not isinstance(x, Var) or x in free or x in again else 1 / max(readers[x], 1)
         for x, out in zip(f.outputs, inner.outputs, strict=True):

@@ -489,8 +489,8 @@ def read_orders(
     splits = any(s.kind == WEIGHT for order in orders for s in order)
     schedule = PipelineSchedule("searched", microbatches, tuple(place), splits, tuple(orders), after)
     wanted = set(itertools.product(KINDS if splits else KINDS[:2], range(len(place)), range(microbatches)))
-    found = [(s.kind, s.stage, s.microbatch) for order in orders for s in order]
-    if set(found) != wanted or len(found) != len(wanted):
+    listed = [(s.kind, s.stage, s.microbatch) for order in orders for s in order]
+    if set(listed) != wanted or len(listed) != len(wanted):
         raise PlanError("the order of a searched schedule is not that of this step\n  try       plan.given")
     list(schedule.in_time())
     return schedule

@@ -63,20 +63,20 @@ class _Change:
     program: Program
     dtype: torch.dtype
     blocks: dict[str, Block] = field(default_factory=dict)
-    made: dict[object, str] = field(default_factory=dict)
+    renamed: dict[object, str] = field(default_factory=dict)
 
     def named(self, name: str, types: list[Type], state: list[bool], outs: tuple[Type, ...] | None) -> str:
         """A block for these types of inputs, and of outputs if they are fixed."""
         key = (name, tuple(types), tuple(state), outs)
-        if key not in self.made:
+        if key not in self.renamed:
             block = self.block(self.program.blocks[name], types, state, outs)
             new, i = name, 1
             while new in self.blocks or new == self.program.entry:
                 i += 1
                 new = f"{name}_{i}"
             self.blocks[new] = block
-            self.made[key] = new
-        return self.made[key]
+            self.renamed[key] = new
+        return self.renamed[key]
 
     def block(self, old: Block, types: list[Type], state: list[bool], outs: tuple[Type, ...] | None) -> Block:
         b = Builder()
