@@ -3,8 +3,9 @@ query on programs.
 
     python bench/bytes.py
 
-What a layer sends is the difference between a model of three layers and one of two: ends of the model do not count.  b,
-s, h, e are batch, length, width and inner width; P is what a layer's parameters take, N, x, y are ranks.
+A Llama is counted whole, with its ends; of the others, what a layer sends is the difference between a model of three
+layers and one of two.  b, s, h, e are batch, length, width and inner width; P is what a layer's parameters take, N, x,
+y are ranks.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from mycel.plan import Plan
 from mycel.plan.hardware import KNOWN
 
 B, S, H = 8, 16, 96
+LAYERS = 8
 
 
 class Layers(nn.Module):
@@ -79,23 +81,27 @@ def forward_bytes(mesh: Mesh, inner: int, up: list[str], down: list[str], featur
 
 
 def llama_bytes(ranks: int, length: int, width: int, precision: str = "fp32", sums: str = "as computed") -> float:
-    """What a layer of a Llama sends in a training step under Megatron's plan; gradients of its norms are small
-    beside."""
+    """What a Llama of LAYERS layers sends in a training step under Megatron's plan."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sent = []
-    for count in (2, 3):
-        config = LlamaConfig(
-            hidden_size=width,
-            intermediate_size=3 * width,
-            num_hidden_layers=count,
-            num_attention_heads=4,
-            vocab_size=256,
-        )
-        ids = torch.randint(0, 256, (B, length))
-        one = OneDevice.of(LlamaForCausalLM(config), {"input_ids": ids, "labels": ids}, precision=precision)
-        sent.append(total(one.under(replace(Plan.read("tp", Mesh(tp=ranks)), sums=sums), KNOWN["H100"], compiled=True)))
-    return sent[1] - sent[0]
+    config = LlamaConfig(
+        hidden_size=width,
+        intermediate_size=3 * width,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        vocab_size=256,
+    )
+    ids = torch.randint(0, 256, (B, length))
+    one = OneDevice.of(LlamaForCausalLM(config), {"input_ids": ids, "labels": ids}, precision=precision)
+    plan = replace(Plan.read("tp", Mesh(tp=ranks)), sums=sums)
+    return total(one.under(plan, KNOWN["H100"], compiled=True))
+
+
+def megatron(ranks: int, length: int, width: int, itemsize: int) -> tuple[float, float]:
+    """Megatron's bytes for it: four all-reduces of bsh a layer; and those of one, of which the ends of the model send a
+    few (the embedding's result, what the head's input and weight have of a gradient)."""
+    one = 2 * (ranks - 1) / ranks * B * length * width * itemsize
+    return 4 * LAYERS * one, one
 
 
 def _layers(x: torch.Tensor, ws: tuple[torch.Tensor, ...], n: int) -> torch.Tensor:
@@ -116,16 +122,17 @@ def main() -> None:
         row(f"dp {n}: all-reduce 2(N-1)/N P", step_bytes("dp", n), 2 * ring)
         row(f"zero1 {n}: 2(N-1)/N P", step_bytes("zero1", n), 2 * ring)
         row(f"zero3 {n}: 3(N-1)/N P, 1.5x of dp", step_bytes("zero3", n), 3 * ring)
-    for n in (2, 4):
-        length, width = 128, 128
+    print(f"\n{f'what a Llama of {LAYERS} layers sends':44} {'counted':>14} {'formula':>14}")
+    for n, width in ((2, 128), (4, 128), (4, 512)):
+        length = 128
         row(
-            f"Llama, tp {n}: 4 all-reduces of bsh",
+            f"Llama, tp {n}, h {width}: 4 all-reduces of bsh",
             llama_bytes(n, length, width),
-            4 * 2 * (n - 1) / n * B * length * width * 4,
+            megatron(n, length, width, 4)[0],
         )
-        half = 4 * 2 * (n - 1) / n * B * length * width * 2
         for sums in ("as computed", "fp32"):
-            row(f"Llama in bf16, tp {n}, sums: {sums}", llama_bytes(n, length, width, "bf16", sums), half)
+            sent = llama_bytes(n, length, width, "bf16", sums)
+            row(f"Llama in bf16, tp {n}, h {width}, sums: {sums}", sent, megatron(n, length, width, 2)[0])
     print()
     for ratio in (1, 8 / 3, 4):
         e = round(ratio * H)

@@ -29,7 +29,7 @@ from mycel.capture import (
 from mycel.capture import capture as capture_call
 from mycel.errors import RunError
 from mycel.ir import Program, Var, check, type_of
-from mycel.run import interpret, load, not_finite
+from mycel.run import interpret, load, not_finite, replayed_call
 
 MODES = ("graph", "eager")
 differentiate_with(transform.value_and_grad)
@@ -193,9 +193,13 @@ def compile_captured(
 
 
 def graph_run(program: Program, device: torch.device, plain: Callable[..., Any]) -> Callable[..., Any]:
-    """The program's code for when torch's autograd records, and for when it does not: then memory is used again."""
+    """The program's code for when torch's autograd records, and for when it does not: then memory is used again, and on
+    a GPU it is replayed."""
     unrecorded = check(transform.few_rows(program)) if device.type == "cpu" else program
-    lean = _donating(unrecorded, device) if program.updates else load(unrecorded, device, reuse=True)[0]
+    if program.updates:
+        lean = _donating(unrecorded, device)
+    else:
+        lean = replayed_call(load(unrecorded, device, reuse=True)[0], unrecorded, device)
 
     def run(*inputs: Any) -> Any:
         return plain(*inputs) if torch.is_grad_enabled() else lean(*inputs)
@@ -218,7 +222,8 @@ def _donating(program: Program, device: torch.device) -> Callable[..., Any]:
     kept = [i for i, x in enumerate(results) if not (isinstance(x, Var) and x in new)]
     outputs = (*(results[i] for i in kept), *program.main.outputs[len(results) :])
     block = replace(program.main, outputs=outputs)
-    code, _ = load(replace(program, blocks={**program.blocks, program.entry: block}), device, reuse=True, donate=True)
+    program = replace(program, blocks={**program.blocks, program.entry: block})
+    code = replayed_call(load(program, device, reuse=True, donate=True)[0], program, device)
     if len(kept) == len(results):
         return lambda *inputs: (*code(*inputs), *(inputs[i] for i in at))
     replaced = {i: new[x] for i, x in enumerate(results) if isinstance(x, Var) and x in new}

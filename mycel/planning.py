@@ -8,12 +8,13 @@ and `lower.lowered` of that Plan is the program that runs.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from mycel import lower, plan
 from mycel.errors import PlanError
-from mycel.ir import DEVICE, Layout, Mesh, Program, Var, call
+from mycel.ir import DEVICE, Atom, Block, Layout, Mesh, Program, Var, call
 from mycel.offloading import Mover, PipelineMover, Spaces, StepOutcome, Way, with_moves
 from mycel.placing import Given, PlacedStep, outlined
 from mycel.plan import (
@@ -355,29 +356,56 @@ def _returned(entry: Laid, results: Mapping[int, Layout]) -> Laid:
 
 
 def _gathered_by_backward(program: Program, body: str, laid: Mapping[str, Laid], mesh: Mesh) -> dict[str, Laid]:
-    """What forward leaves in parts and backward reads whole is handed over in parts: who gathers a value itself can
-    compute it again instead.  (The programs of places have their steps behind them, and no such block.)"""
+    """What forward leaves in parts and backward reads whole is handed over whole where forward gathers it for itself,
+    and in parts elsewhere: it is gathered once, in a block that can be computed again.  (The programs of places have
+    their steps behind them, and no such block.)"""
     if body not in program.blocks:
         return dict(laid)
-    block = program.blocks[body]
-    pairs = {j: block.eqns[i] for i, j in plan.paired(block)}
-    handed: dict[tuple[str, int], set[Layout]] = {}  # to the inputs of blocks, in all calls
-    for j, eqn in enumerate(block.eqns):
-        if eqn.op is not call:
-            continue
-        forward, name = pairs.get(j), str(eqn.params["block"])
-        made: dict[Var, Layout] = {}
-        if forward is not None:
-            made = dict(zip(forward.outputs, laid[str(forward.params["block"])].outputs, strict=True))
-        for n, (x, layout) in enumerate(zip(eqn.inputs, laid[name].inputs, strict=True)):
-            handed.setdefault((name, n), set()).add(made.get(x, layout) if isinstance(x, Var) else layout)
-    parts = dict(laid)
-    for (name, n), layouts in handed.items():
-        layout, v, inputs = next(iter(layouts)), program.blocks[name].inputs[n], parts[name].inputs
-        is_less = layout.local(v.type, mesh).bytes < inputs[n].local(v.type, mesh).bytes
+    block, changed = program.blocks[body], dict(laid)
+    uses = Counter(x for eqn in block.eqns for x in eqn.inputs if isinstance(x, Var))
+    calls = Counter(str(eqn.params["block"]) for eqn in block.eqns if eqn.op is call)
+    inputs = list(_inputs_of_calls(block))
+    whole: dict[tuple[str, int], list[Layout]] = {}  # results of blocks, as one backward alone reads them
+    for name, n, x, result in inputs:
+        layout = laid[name].inputs[n]
+        if result and uses[x] == 1 and _reads(program.blocks[result[0]], laid[result[0]], result[1], layout):
+            whole.setdefault(result, []).append(layout)
+    for (name, n), layouts in whole.items():
+        if len(layouts) == calls[name] and len(set(layouts)) == 1:
+            changed[name] = replace(changed[name], outputs=_with(changed[name].outputs, n, layouts[0]))
+    left: dict[tuple[str, int], set[Layout]] = {}  # by forward, for the inputs of blocks, in all calls
+    for name, n, _, result in inputs:
+        layout = changed[result[0]].outputs[result[1]] if result else changed[name].inputs[n]
+        left.setdefault((name, n), set()).add(layout)
+    for (name, n), layouts in left.items():
+        layout, v, wanted = next(iter(layouts)), program.blocks[name].inputs[n], changed[name].inputs
+        is_less = layout.local(v.type, mesh).bytes < wanted[n].local(v.type, mesh).bytes
         if len(layouts) == 1 and is_less and not layout.partial:
-            parts[name] = replace(parts[name], inputs=(*inputs[:n], layout, *inputs[n + 1 :]))
-    return parts
+            changed[name] = replace(changed[name], inputs=_with(wanted, n, layout))
+    return changed
+
+
+def _inputs_of_calls(block: Block) -> Iterator[tuple[str, int, Atom, tuple[str, int] | None]]:
+    """A block that is called and which of its inputs, what it is given, and which result of which block that is, if it
+    is one of the forward that the called block is the backward of."""
+    pairs = {j: block.eqns[i] for i, j in plan.paired(block)}
+    for j, eqn in enumerate(block.eqns):
+        if eqn.op is call:
+            forward = pairs.get(j)
+            results = {v: (str(forward.params["block"]), n) for n, v in enumerate(forward.outputs)} if forward else {}
+            for n, x in enumerate(eqn.inputs):
+                yield str(eqn.params["block"]), n, x, results.get(x) if isinstance(x, Var) else None
+
+
+def _with(layouts: tuple[Layout, ...], at: int, layout: Layout) -> tuple[Layout, ...]:
+    return (*layouts[:at], layout, *layouts[at + 1 :])
+
+
+def _reads(block: Block, laid: Laid, result: int, layout: Layout) -> bool:
+    """Does an equation of a block read one of its results in this layout?"""
+    x = block.outputs[result]
+    chosen = zip(block.eqns, laid.choices, strict=True)
+    return any(y == x and used == layout for eqn, c in chosen if c for y, used in zip(eqn.inputs, c.ins, strict=True))
 
 
 def _refuse_compiled(task: Task, decided: Decided) -> None:

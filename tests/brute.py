@@ -17,9 +17,11 @@ import torch
 
 from mycel.ir import Builder, Layout, Mesh, Program, Type, check, part
 from mycel.lower.price import Prices
+from mycel.lower.spmd import spmd
 from mycel.ops import o
 from mycel.plan import CPU
-from mycel.plan.choices import Options
+from mycel.plan.choices import Laid, Options
+from mycel.plan.clock import clock
 from mycel.plan.cost import Costs
 from mycel.plan.graph import Graph, Source
 from mycel.plan.layouts import Solver
@@ -79,7 +81,7 @@ class Case:
     share: float = 1.0
 
     def solver(self, limit: float | None = None) -> Solver:
-        moves = Moves(Links(self.mesh, CPU_LINK), CPU.bytes_s)
+        moves = Moves(Links(self.mesh, CPU_LINK))
         costs = Costs(self.program, CPU, False)
         return Solver(
             Graph(self.program),
@@ -147,6 +149,26 @@ class Case:
         return seconds, float(sum(x.local(t, self.mesh).bytes for x, t in zip(laid.outs, options.outputs, strict=True)))
 
 
+def least_by_the_clock(case: Case) -> tuple[float, float]:
+    """Seconds by the clock of what the solver chooses, and the least of all combinations of labels, each lowered."""
+    solver = case.solver()
+    every = {
+        node: [choice for choice, _ in every_choice(options, case.mesh)]
+        for node, options in solver.graph.options.items()
+    }
+    main = case.program.main
+    inputs = tuple(case.given.get(i, Layout.whole(v.ndim)) for i, v in enumerate(main.inputs))
+    outputs = tuple(Layout.whole(x.type.ndim) for x in main.outputs)
+
+    def seconds(layouts: Mapping[str, Laid]) -> float:
+        return clock(check(spmd(case.program, layouts, solver.moves)), CPU, solver.moves.links).seconds
+
+    chosen = seconds(solver.solve())
+    return chosen, min(
+        seconds({"main": Laid(inputs, choices, outputs)}) for choices in itertools.product(*every.values())
+    )
+
+
 def every_choice(options: Options, mesh: Mesh) -> Iterator[tuple]:
     """Labels for all axes, one after another in every order, each set of layouts once."""
     seen = set()
@@ -186,10 +208,12 @@ def every_layout(t: Type, mesh: Mesh) -> Iterator[Layout]:
                 yield layout
 
 
-def random_case(rng: random.Random) -> tuple[Case, list[tuple[float, float]]]:
-    """One that can be tried in full."""
+def random_case(rng: random.Random, even: bool = False) -> tuple[Case, list[tuple[float, float]]]:
+    """One that can be tried in full; `even`: on a mesh that divides all sizes."""
     while True:
         program, mesh = random_program(rng), random_mesh(rng)
+        if even and mesh.world & (mesh.world - 1):
+            continue
         case = Case(program, mesh, random_given(program, mesh, rng), rng.choice([1.0, 1e4]))
         every = case.every()
         if every is not None:

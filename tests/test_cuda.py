@@ -11,10 +11,13 @@ from models import MODELS, llama
 import mycel
 import mycel.ops
 from examples import parse_example
+from mycel import api
 from mycel.ir import CONTROL, OPS, type_of
 from mycel.ops import o
 from mycel.ops.sdpa import counted
 from mycel.plan import CPU
+from mycel.train import decode
+from mycel.train.generate import Sampling, stream
 
 if not torch.cuda.is_available():
     pytest.skip("no GPU", allow_module_level=True)
@@ -301,6 +304,129 @@ def test_a_recorded_step_is_the_step(accumulate):
     assert torch.allclose(a, b, rtol=1e-3) and len(set(a.tolist())) == len(a)
     for x, y in zip(mine, others, strict=True):
         assert (x - y).norm() <= 1e-2 * y.norm()
+
+
+@pytest.fixture
+def replayed_calls(monkeypatch):
+    """The calls of jitted functions that may be recorded, as they are made."""
+    made, plain = [], api.replayed_call
+
+    def seen(*how):
+        made.append(plain(*how))
+        return made[-1]
+
+    monkeypatch.setattr(api, "replayed_call", seen)
+    return made
+
+
+def recordings(call):
+    """Those of a jitted call; that it has some, and that nothing spoke against any."""
+    of_contexts = [*call.by_context.values()]
+    assert of_contexts and not any(replayed.why for replayed in of_contexts), [r.why for r in of_contexts]
+    return [replayed.recording for replayed in of_contexts]
+
+
+def same_results(found, wanted):
+    if isinstance(wanted, torch.Tensor):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    elif isinstance(wanted, (dict, tuple, list)):
+        values = (x.values() if isinstance(x, dict) else x for x in (found, wanted))
+        for a, b in zip(*values, strict=True):
+            same_results(a, b)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_jitted_models_are_replayed(name, replayed_calls):
+    """Or run as they are; what a call returned stays what it was."""
+    model, batch = MODELS[name]().cuda().eval(), to_cuda(MODELS[name].inputs())
+    fast = mycel.jit(model)
+    with torch.no_grad():
+        wanted = model(**batch)
+        found = [fast(**batch) for _ in range(4)]
+    for each in found:
+        same_results(each, wanted)
+    if name in ("llama", "gpt2", "bert", "vit"):
+        (call,) = replayed_calls
+        assert all(recordings(call))
+
+
+def test_a_jitted_call_is_recorded_anew_for_weights_that_moved(replayed_calls):
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 8)).cuda()
+    fast, kept = mycel.jit(model), []
+    with torch.no_grad():
+        for turn in range(3):
+            for p in model.parameters():
+                kept.append(p.data)
+                p.data = p.data + 0.1
+            for _ in range(20):
+                x = torch.randn(4, 64, device="cuda")
+                same_results(fast(x), model(x))
+            if turn == 1:
+                model[0].weight.data = model[0].weight.data.t()
+                same_results(fast(x), model(x))
+    assert len(recordings(replayed_calls[0])) == 1
+
+
+def test_a_jitted_call_on_other_streams_and_in_other_graphs(replayed_calls):
+    weight = torch.randn(64, 64, device="cuda")
+    fast = mycel.jit(lambda x: torch.tanh(x @ weight) * 2)
+    wanted = lambda x: torch.tanh(x @ weight) * 2
+    x = torch.randn(4, 64, device="cuda")
+    side = torch.cuda.Stream()
+    with torch.no_grad():
+        for stream in (torch.cuda.current_stream(), side, torch.cuda.current_stream(), side, side):
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                same_results(fast(x), wanted(x))
+            torch.cuda.current_stream().wait_stream(stream)
+        with torch.inference_mode():
+            same_results(fast(x), wanted(x))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = fast(x)
+        x.normal_()
+        graph.replay()
+        same_results(y, wanted(x))
+        torch.set_float32_matmul_precision("high")
+        try:
+            exact = fast(x), fast(x)
+        finally:
+            torch.set_float32_matmul_precision("highest")
+        assert all(torch.allclose(z, wanted(x), rtol=1e-2, atol=1e-1) for z in exact)
+        same_results(fast(x), wanted(x))
+    assert len(recordings(replayed_calls[0])) == 3
+
+
+def test_the_memory_of_a_recorded_call_goes_with_it():
+    """Most of it: libraries keep workspaces."""
+    weight = torch.randn(1024, 1024, device="cuda")
+    held = []
+    with torch.no_grad():
+        for _ in range(3):
+            fast = mycel.jit(lambda x: (x @ weight).relu() + 1)
+            for _ in range(3):
+                fast(torch.randn(1024, 1024, device="cuda"))
+            del fast
+            gc.collect()
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+            held.append(torch.cuda.memory_reserved())
+    assert held[2] <= held[0]
+
+
+@pytest.mark.parametrize("guess", [False, True])
+def test_text_by_replayed_code_is_what_generate_writes(guess, replayed_calls, monkeypatch):
+    """Prompt after prompt, beyond the first cache; one recording for each size of it, with guesses and without."""
+    monkeypatch.setattr(decode, "LEAST", 16)
+    torch.manual_seed(0)
+    model = llama(max_position_embeddings=256, eos_token_id=None).cuda().eval()
+    decoder = decode.Decoder(model, 256, guess=guess)
+    for ids in ([5, 7, 11, 2, 5, 7], [3, 1, 4], [5, 7, 11, 2, 5, 7]):
+        with torch.no_grad():
+            asked = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0}
+            wanted = model.generate(torch.tensor([ids], device="cuda"), **asked)[0, len(ids) :].tolist()
+        assert [*stream(model, ids, Sampling(40, 0.0), [], decoder)] == wanted
+    assert all(len(recordings(call)) == 1 for call in replayed_calls) and len(replayed_calls) >= 3
 
 
 EVERYTHING = {**dict.fromkeys(("activations", "gradients", "parameters", "optimizer"), "host"), "update": "device"}

@@ -11,8 +11,8 @@ import transformers
 from golden import golden
 
 import mycel
-from mycel.errors import CaptureError
-from mycel.train import decode
+from mycel.errors import CaptureError, TrainError
+from mycel.train import decode, sample
 from mycel.train.generate import Sampling, stream
 from mycel.train.guess import Guesses
 
@@ -133,3 +133,13 @@ def test_an_update_reads_what_was_there_before():
             got, wanted = fast(x, new), swap(y, other)
             torch.testing.assert_close((*got, x), (*wanted, y))
             assert got[1] is x or not grad
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_logits_that_are_not_finite_are_refused(temperature):
+    draw = lambda logits: sample.draw(torch.tensor(logits), temperature, torch.Generator().manual_seed(0))
+    for logits in ([1.0, float("nan"), 2.0], [float("inf"), 1.0, 2.0], [-float("inf")] * 3):
+        with pytest.raises(TrainError, match="not finite"):
+            draw(logits)
+    assert draw([-float("inf"), 3.0, -float("inf")]) == 1
+    assert temperature or draw([2.0, 3.0, 3.0]) == 1  # the first of those that tie

@@ -397,7 +397,8 @@ class _GuardWriter:
             self.lines.append("with no_grad():")
             self.env["no_grad"] = torch.no_grad
             self.lines += [
-                f"    {by_name[k]}.copy_({y})" for k, y in zip(program.updates, outs[n - n_updates :], strict=True)
+                f"    if {y} is not {by_name[k]}: {by_name[k]}.copy_({y})"
+                for k, y in zip(program.updates, outs[n - n_updates :], strict=True)
             ]
             # a result that is the new value of an input is that input
             new = dict(zip(program.main.outputs[n - n_updates :], (by_name[k] for k in program.updates), strict=True))

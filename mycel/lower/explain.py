@@ -42,10 +42,13 @@ def sent_text(by_axes: Mapping[Axes, float]) -> str:
 
 
 def proved(gap: float) -> str:
-    """What is known of layouts that may be so far above the cheapest ones."""
+    """What is known of layouts that may be so far above the cheapest ones: of those that divide the products over the
+    mesh and use parameters as they are given (`plan/preferences.py`)."""
     if gap == 0:
-        return "at the least cost"
-    return f"at most {100 * gap:.2g} % above the least cost" if gap < 1 else "not proved to be the cheapest"
+        return "the cheapest that divide the work so"
+    if gap < 1:
+        return f"at most {100 * gap:.3g} % above the cheapest that divide the work so"
+    return "not proved to be the cheapest that divide the work so"
 
 
 def explain(distributed: Distributed) -> str:

@@ -15,7 +15,7 @@ depends on the rank is an operator (`place`), so the text is the same on all ran
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -174,12 +174,16 @@ class _LocalBlock:
         self.b = Builder()
         self.at_hand: dict[Var, dict[Layout, Atom]] = {}
         self.moved: dict[Var, tuple[Var, Layout]] = {}  # what moves have made: of which value, in which layout
+        self.wanted: dict[Var, list[Layout]] = {}  # of each value, by the equations of the block and its results
         self.by_equation: list[list[Eqn]] = []  # of each equation of the block, and last of its outputs
 
     def lowered(self, again: Collection[int] = ()) -> Block:
         for v, layout in zip(self.block.inputs, self.laid.inputs, strict=True):
             self.at_hand[v] = {layout: self.b.input(v.name, layout.local(v.type, self.mesh))}
         as_given = {self.block.inputs[i]: dict(self.at_hand[self.block.inputs[i]]) for i in again}
+        for x, layout in self._uses():
+            if isinstance(x, Var) and layout is not None and x not in as_given:
+                self.wanted.setdefault(x, []).append(layout)
         with self.b:
             for eqn, choice in zip(self.block.eqns, self.laid.choices, strict=True):
                 self.b.at(eqn)
@@ -194,10 +198,35 @@ class _LocalBlock:
             self.by_equation.append(self.b.eqns[before:])
         return self.b.block(outs)
 
+    def _uses(self) -> Iterator[tuple[Atom, Layout | None]]:
+        for eqn, choice in zip(self.block.eqns, self.laid.choices, strict=True):
+            ins = choice.ins if choice is not None else interface(eqn, self.layouts)[0]
+            yield from zip(eqn.inputs, ins, strict=True)
+        yield from zip(self.block.outputs, self.laid.outputs, strict=True)
+
     def get(self, x: Atom, layout: Layout | None) -> Atom:
-        """A value in a layout, moved from the nearest one at hand."""
+        """A value in a layout, moved from the nearest one at hand; or by way of one that another equation wants, where
+        both together cost less."""
         if not isinstance(x, Var) or layout is None:
             return x
+        if layout not in self.at_hand[x]:
+            way, direct = self._first(x, layout), self._seconds(x, layout)
+            if way is not None and self._seconds(x, way) + self.moves.seconds(x.type, way, layout) < direct + min(
+                self._seconds(x, way), self.moves.seconds(x.type, layout, way)
+            ):
+                self._move(x, way)
+            self._move(x, layout)
+        return self.at_hand[x][layout]
+
+    def _first(self, x: Var, layout: Layout) -> Layout | None:
+        """Of what else is wanted of a value and not at hand: what this layout is nearest to."""
+        others = [y for y in self.wanted.get(x, ()) if y != layout and y not in self.at_hand[x]]
+        return min(others, key=lambda y: self.moves.seconds(x.type, y, layout), default=None)
+
+    def _seconds(self, x: Var, layout: Layout) -> float:
+        return min(self.moves.seconds(x.type, y, layout) for y in self.at_hand[x])
+
+    def _move(self, x: Var, layout: Layout) -> None:
         have = self.at_hand[x]
         if layout not in have:
             source = min(have, key=lambda s: self.moves.seconds(x.type, s, layout))
@@ -207,7 +236,6 @@ class _LocalBlock:
                     value = OPS[move.op](value, **move.params)
                     self.moved[value] = x, move.layout
                 have.setdefault(move.layout, value)
-        return have[layout]
 
     def equation(self, eqn: Eqn, choice: Choice | None) -> None:
         ins, outs = (choice.ins, choice.outs) if choice is not None else interface(eqn, self.layouts)

@@ -188,12 +188,7 @@ class Distances:
         target = np.array([arc.target for arc in s.arcs], np.int64)
         start = np.array([links.seconds(arc.op, arc.axes, 0) for arc in s.arcs])
         rate = np.array([links.seconds(arc.op, arc.axes, 1) for arc in s.arcs]) - start
-        cost = (
-            COPY_S
-            + (size[source] + size[target]) / self.moves.copy_bytes_s
-            + start[:, None]
-            + rate[:, None] * size[source]
-        )
+        cost = COPY_S + start[:, None] + rate[:, None] * size[source]
         for k, arc in enumerate(s.arcs):
             if arc.even is not None or arc.same:
                 cost[k, [j for j, t in enumerate(types) if not _holds(arc, t, s.mesh)]] = np.inf

@@ -41,7 +41,6 @@ class Moves:
     """Chains between layouts on one mesh."""
 
     links: Links
-    copy_bytes_s: float = 10e9
     _found: dict[Any, tuple[float, tuple[Move, ...]]] = field(default_factory=dict)
 
     @property
@@ -78,11 +77,9 @@ class Moves:
         raise IRError(f"no way from {source} to {target} for {type}")
 
     def _cost(self, move: Move, given: Type) -> float:
-        return (
-            COPY_S
-            + (given.bytes + move.type.bytes) / self.copy_bytes_s
-            + self.links.seconds(move.op, move.params.get("axes", ()), given.bytes)
-        )
+        """What the clock says of it: seconds on the wire.  A part of what is there is a view; of what is not the
+        first, zeros, merged with whoever reads them."""
+        return COPY_S + self.links.seconds(move.op, move.params.get("axes", ()), given.bytes)
 
     # -- what can be done from a layout ------------------------------------------------------------------------------
 

@@ -8,12 +8,14 @@ from mycel.run.host_space import HostSpace, available, moves
 from mycel.run.interpret import interpret, not_finite
 from mycel.run.link_probe import LinkWatch, timed_codecs, timed_messages
 from mycel.run.processes import world
-from mycel.run.replay import CudaGraph, Replayed
+from mycel.run.replay import CudaGraph, GraphPool, Replayed
+from mycel.run.replayed_calls import replayed_call
 from mycel.run.simulate import part_of, simulate, simulate_places, simulate_stages
 from mycel.run.trace import Span, recording
 
 __all__ = [
     "CudaGraph",
+    "GraphPool",
     "HostSpace",
     "LinkWatch",
     "Replayed",
@@ -27,6 +29,7 @@ __all__ = [
     "not_finite",
     "part_of",
     "recording",
+    "replayed_call",
     "settle_hosts",
     "simulate",
     "simulate_places",

@@ -30,7 +30,7 @@ from mycel.placed_model import PlacedModel
 from mycel.plan.compression import least_lossy
 from mycel.planning import Task, planned
 from mycel.run import (
-    CudaGraph,
+    GraphPool,
     HostSpace,
     Replayed,
     available,
@@ -84,7 +84,7 @@ class StepCompiler:
         self.loads = ExpertLoads(model, self._counters)
         self.host = HostParameters()
         self._captured_program: Program | None = None
-        self._graphs: Any = None  # the memory of recorded steps
+        self._graphs: GraphPool | None = None  # the memory of recorded steps
 
     def _spread(self, written: plan.Plan | None) -> None:
         """Over the ranks of a plan."""
@@ -351,8 +351,8 @@ class StepCompiler:
         memory = torch.cuda.get_device_properties(device).total_memory
         if 2 * decided.peak - decided.held > memory:
             return None
-        self._graphs = self._graphs or torch.cuda.graph_pool_handle()  # one for all batches: they take turns
-        return Replayed(code, program, device, partial(CudaGraph, pool=self._graphs))
+        self._graphs = self._graphs or GraphPool(device)  # one for all batches: they take turns
+        return Replayed(code, program, device, self._graphs.record)
 
     def _connected(
         self,

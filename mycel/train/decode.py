@@ -1,7 +1,8 @@
 """The next token's logits, one token after another: by generated code over a static cache of keys and values.
 
     prompt ──▶ the model as it is, fills the cache ──▶ token ──▶ code for one token, writes one place ──▶ logits ──▶ …
-    cache      places 64, 128, 256 …: when it is full, one of twice the size takes over what it holds
+    cache      places 64, 128, 256 …: when it is full, one of twice the size takes over what it holds; each is kept for
+               the next prompt, so that on a GPU the code is a CUDA graph that finds it where it was (`run/replay.py`)
     guesses    tokens that may follow (`guess.py`) go along with a token, each at its place; as long as the text turns
                out that way, its logits are there already, and what was written behind it is written over
 
@@ -32,6 +33,7 @@ class Decoder:
         self.module, self.places, self.guess = module, places, guess
         self.device = next(module.parameters()).device
         self.cache: Any = None
+        self.caches: dict[int, Any] = {}  # by their places
         self.guesses = Guesses(())
         self.ahead: list[int] = []  # tokens guessed for the places that follow …
         self.rows: torch.Tensor | None = None  # … and the logits behind the last token and each of these
@@ -87,14 +89,21 @@ class Decoder:
         places = LEAST
         while places < least:
             places *= 2
-        module: Any = self.module
-        return StaticCache(module.config, max_cache_len=places if self.places is None else min(places, self.places))
+        places = places if self.places is None else min(places, self.places)
+        cache = self.caches.get(places)
+        if cache is None or not is_static_cache(cache):
+            module: Any = self.module
+            cache = self.caches[places] = StaticCache(module.config, max_cache_len=places)
+        else:
+            cache.reset()
+        return cache
 
     def _grown(self, seen: int) -> Any:
         """A larger cache that holds what the last one does, of `seen` tokens."""
         larger = self._static(2 * self.cache.layers[0].max_cache_len)
         for new, old in zip(larger.layers, self.cache.layers, strict=True):
-            new.lazy_initialization(old.keys, old.values)
+            if not new.is_initialized:
+                new.lazy_initialization(old.keys, old.values)
             new.keys[:, :, :seen] = old.keys[:, :, :seen]
             new.values[:, :, :seen] = old.values[:, :, :seen]
             new.cumulative_length.fill_(seen)

@@ -84,7 +84,7 @@ def stream(
     with evaluating(module), torch.no_grad():
         logits = decoder.start(ids)
         for last in reversed(range(how.tokens if room is None else min(how.tokens, room - len(ids)))):
-            following = sample.draw(logits.double().cpu(), how.temperature, generator, how.top_p)
+            following = sample.draw(logits, how.temperature, generator, how.top_p)
             if following in ends:
                 return
             yield following

@@ -8,6 +8,7 @@ put back.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -48,7 +49,7 @@ def generate(
                 )
             else:
                 logits = module(input_ids=torch.tensor([seen], device=device), use_cache=False).logits[0, -1]
-            following = draw(logits.double().cpu(), temperature, generator)
+            following = draw(logits, temperature, generator)
             if following == eos:
                 break
             ids.append(following)
@@ -57,11 +58,13 @@ def generate(
 
 def draw(logits: torch.Tensor, temperature: float, generator: torch.Generator, top_p: float = 1.0) -> int:
     """One id from the logits of the last position; of the likeliest ones that together have the chance `top_p`."""
-    if not torch.isfinite(logits).any() or logits.isnan().any() or (logits == torch.inf).any():
+    largest, at = logits.max(-1)  # not a number where one is not
+    if not math.isfinite(largest):
         hint = "a lower learning rate, or an earlier checkpoint: training has diverged"
         raise refusal("the model's logits are not finite: nothing to sample from", "sample", hint)
     if temperature == 0:
-        return int(logits.argmax())
+        return int(at)
+    logits = logits.double().cpu()
     # the largest logit is taken off first: a tiny temperature must not overflow
     chances = torch.softmax((logits - logits.max()) / temperature, -1)
     if top_p < 1:

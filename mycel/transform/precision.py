@@ -10,8 +10,9 @@ and losses in 32.
     high    reductions, norms, exponentials, logarithms, powers, losses: operands in 32 bits
     others  as wide as their widest operand
 
-Weights stay what they are and are cast where they are used; so their gradients come out in 32 bits.  Blocks are made
-anew for the types they are called with; what branches and loops hand over keeps its type.  The first result, the loss,
+Weights stay what they are and are cast where they are used; so their gradients come out in 32 bits.  What several
+products of a block read is cast once for up to four of them: their parts of its gradient add up in 16 bits, as those of
+a model in 16 bits do, and ranks that hold a part each send it so.  Blocks are made anew for the types they are called with; what branches and loops hand over keeps its type.  The first result, the loss,
 keeps its type too.
 """
 
@@ -24,6 +25,8 @@ import torch
 
 from mycel.ir import CONTROL, HELD, Atom, Block, Builder, Eqn, Params, Program, Ref, Type, Var, call, lookup, prune
 from mycel.ops import o
+
+READERS = 4  # products that share a cast: a sum of more parts is made in 32 bits
 
 
 def precision(program: Program, dtype: torch.dtype) -> Program:
@@ -85,6 +88,7 @@ class _Change:
         values: dict[Var, Atom] = dict(zip(old.inputs, inputs, strict=True))
         weights = {v for v, s in zip(inputs, state, strict=True) if s and v.dtype == torch.float32}
         products: set[Var] = set()
+        casts: dict[Var, list[Var]] = {}
         with b:
             for eqn in old.eqns:
                 b.at(eqn)
@@ -92,7 +96,7 @@ class _Change:
                 new = (
                     self.control(b, eqn, args, weights)
                     if eqn.op in CONTROL
-                    else self.equation(b, eqn, args, weights, products)
+                    else self.equation(b, eqn, args, weights, products, casts)
                 )
                 renamed = tuple(replace(v, name=w.name) for v, w in zip(new, eqn.outputs, strict=True))
                 b.eqns[-1] = replace(b.eqns[-1], outputs=renamed)
@@ -110,9 +114,23 @@ class _Change:
         return Block(tuple(inputs), tuple(b.eqns), tuple(results))
 
     def equation(
-        self, b: Builder, eqn: Eqn, args: list[Atom], weights: set[Var], products: set[Var]
+        self,
+        b: Builder,
+        eqn: Eqn,
+        args: list[Atom],
+        weights: set[Var],
+        products: set[Var],
+        casts: dict[Var, list[Var]],
     ) -> tuple[Var, ...]:
-        """One equation, its operands cast as its kind wants them."""
+        """One equation, its operands cast as its kind wants them; `casts`: those for products so far, once for each."""
+
+        def cast(x: Var, to: torch.dtype) -> Var:
+            if kind != "low" or x in weights:
+                return o.cast(x, dtype=to)
+            before = casts.setdefault(x, [])
+            before.append(before[-1] if len(before) % READERS else o.cast(x, dtype=to))
+            return before[-1]
+
         kind = eqn.op.precision
         floats = [x for x in args if isinstance(x, Var) and x.dtype in (torch.float32, self.dtype)]
         if kind == "kept" or not floats:
@@ -128,7 +146,7 @@ class _Change:
             target = torch.float32 if any(x.dtype == torch.float32 for x in moving) or not moving else self.dtype
         if target is not None:
             args = [
-                o.cast(x, dtype=target)
+                cast(x, target)
                 if isinstance(x, Var) and x in floats and x.dtype != target and i not in eqn.op.kept
                 else x
                 for i, x in enumerate(args)
