@@ -181,9 +181,9 @@ class _LocalBlock:
         for v, layout in zip(self.block.inputs, self.laid.inputs, strict=True):
             self.at_hand[v] = {layout: self.b.input(v.name, layout.local(v.type, self.mesh))}
         as_given = {self.block.inputs[i]: dict(self.at_hand[self.block.inputs[i]]) for i in again}
-        for x, layout in self._uses():
-            if isinstance(x, Var) and layout is not None and x not in as_given:
-                self.wanted.setdefault(x, []).append(layout)
+        for x, wanted in self._uses():
+            if isinstance(x, Var) and wanted is not None and x not in as_given:
+                self.wanted.setdefault(x, []).append(wanted)
         with self.b:
             for eqn, choice in zip(self.block.eqns, self.laid.choices, strict=True):
                 self.b.at(eqn)

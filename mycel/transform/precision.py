@@ -12,8 +12,8 @@ and losses in 32.
 
 Weights stay what they are and are cast where they are used; so their gradients come out in 32 bits.  What several
 products of a block read is cast once for up to four of them: their parts of its gradient add up in 16 bits, as those of
-a model in 16 bits do, and ranks that hold a part each send it so.  Blocks are made anew for the types they are called with; what branches and loops hand over keeps its type.  The first result, the loss,
-keeps its type too.
+a model in 16 bits do, and ranks that hold a part each send it so.  Blocks are made anew for the types they are called
+with; what branches and loops hand over keeps its type.  The first result, the loss, keeps its type too.
 """
 
 from __future__ import annotations
