@@ -32,7 +32,7 @@ check: setup           ## lint, types, fast tests
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
 
 accept: setup          ## rewrite golden texts; read the diff before committing
-	MYCEL_ACCEPT=1 $(BIN)/python -m pytest tests/test_passes.py tests/test_step_passes.py tests/test_lower_passes.py tests/test_golden.py tests/test_explain.py
+	MYCEL_ACCEPT=1 $(BIN)/python -m pytest -n 2 --dist worksteal $$(grep -l "^from golden import" tests/test_*.py)
 
 docs: setup            ## the site from docs/ in site/: every link checked, nothing fetched when it is read
 	$(BIN)/python -m pip install -q -e ".[docs]"

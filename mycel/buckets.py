@@ -126,13 +126,13 @@ class Buckets:
         short = self._short(args, kwargs)
         padded = self(*short)
         try:
-            taken, losses = _compared(model, of, short, padded)
+            differences, losses = _compared(model, of, short, padded)
         except (RuntimeError, ValueError, IndexError, TypeError) as e:
             raise TrainError(f"pad: the padded batch could not be tried: {e}\n{self._advice()}") from e
-        if taken:
+        if differences:
             raise TrainError(
                 f"pad: padding changes what is learnt: loss {losses[0]:.6g} becomes {losses[1]:.6g}"
-                f"\n  differs   {'; '.join(taken[:3])}\n{self._advice()}"
+                f"\n  differs   {'; '.join(differences[:3])}\n{self._advice()}"
             )
         self.shown = True
 

@@ -137,13 +137,13 @@ def bytes_sent_in_places(outcome: PlacedOutcome, shape: Shape, hardware: Hardwar
     """The same, of a rank of the place that sends most; to other places, what goes from all ranks of its own."""
     assert outcome.lowered.pipeline is not None
     between = hardware.links(shape.mesh).of((PLACE_AXIS,)).name
-    found = []
+    by_place = []
     for place, program in zip(shape.place, outcome.lowered.pipeline.programs, strict=True):
         by_level = _sent(program, hardware.links(place.mesh))
         across = sum(next(e.vars).type.bytes for e in program.main.eqns if e.op is o.begin_send_across)
         by_level[between] = by_level.get(between, 0.0) + across
-        found.append(by_level)
-    return max(found, key=lambda by_level: sum(by_level.values()))
+        by_place.append(by_level)
+    return max(by_place, key=lambda by_level: sum(by_level.values()))
 
 
 def _sent(program: Program, links: Links | None) -> dict[str, float]:

@@ -125,9 +125,9 @@ class _RowsOfExperts:
             return self._expanded(eqn, i, dim)
         operands = []
         for x, item in zip(eqn.inputs, fit.ins, strict=True):
-            for d, joined in enumerate(item or ()):
-                if letter in joined:
-                    if any(fit.sizes[c] > 1 for c in joined if c != letter):
+            for d, dim_letters in enumerate(item or ()):
+                if letter in dim_letters:
+                    if any(fit.sizes[c] > 1 for c in dim_letters if c != letter):
                         raise UnevenExperts(f"{eqn.op.name} takes them in groups, {eqn.source}")
                     operands += [(x, d)] if isinstance(x, Var) else []
         if not operands and eqn.op not in ALIKE:

@@ -71,13 +71,13 @@ class MessageState:
 
     def gathered(self) -> Tensors:
         """Whole, on every rank; all of them call this."""
-        found = {}
+        tensors = {}
         for role, x in self.held.items():
             known = self.parts.slots.get(role) if self.parts is not None and role not in self.whole else None
-            found[name_of(role)] = (
+            tensors[name_of(role)] = (
                 x if known is None or self.parts is None else self.parts.gather(x, known[0], known[1].shape)
             )
-        return found
+        return tensors
 
     def take(
         self, tensors: Mapping[str, torch.Tensor], whole: bool, tell: Callable[[Any], list[Any]] = lambda own: [own]

@@ -72,9 +72,9 @@ def _check(x: Tensor, ids: Tensor, weights: Tensor, up: Tensor, down: Tensor, tr
     if wrong is None and down.shape[2 if transposed else 1] != x.shape[1]:
         wrong = "down"
     if wrong is not None:
-        told = ", ".join(f"{name}{list(t.shape)}" for name, t in shapes.items())
+        listed = ", ".join(f"{name}{list(t.shape)}" for name, t in shapes.items())
         raise CaptureError(
-            f"mycel.experts: {wrong} does not fit: {told}",
+            f"mycel.experts: {wrong} does not fit: {listed}",
             hint="x [tokens, width], ids and weights [tokens, chosen], up [experts, hidden, width], "
             "down [experts, width, hidden]",
         )

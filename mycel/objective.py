@@ -177,12 +177,12 @@ class Batch:
                 "  try       a batch with rows"
             )
         if self.rows and self.parts > MORE * parts:
-            told = (
+            message = (
                 f"accumulate={parts} of a batch of {self.rows} rows: parts are of one size, so these are {self.parts} "
                 f"of {self.rows // self.parts}\n"
                 f"  try       a batch of {self.rows - self.rows % parts} rows: it is faster"
             )
-            warnings.warn(told, stacklevel=6)
+            warnings.warn(message, stacklevel=6)
 
     def is_split(self, x: torch.Tensor) -> bool:
         return self.parts > 1 and x.ndim > 0 and x.shape[0] == self.rows

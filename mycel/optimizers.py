@@ -85,8 +85,8 @@ def refuse_unusable(optimizer: Any) -> None:
 def without_rule(optimizer: torch.optim.Optimizer) -> str:
     """Why the update of an optimiser cannot be made part of the program; empty: it can."""
     if isinstance(optimizer, SeveralOptimizers):
-        found = ((each, without_rule(each)) for each in optimizer.optimizers)
-        return next((f"of {type(each).__qualname__}, {why}" for each, why in found if why), "")
+        reasons = ((each, without_rule(each)) for each in optimizer.optimizers)
+        return next((f"of {type(each).__qualname__}, {why}" for each, why in reasons if why), "")
     known = paragraph(optimizer)
     if known is None:
         return "Mycel has no rule for it"
@@ -167,7 +167,7 @@ class Bound:
         if not self.group.slots:
             return []
         options, states = optimizer.param_groups[self.index], self._states(optimizer)
-        found: list[torch.Tensor] = []
+        tensors: list[torch.Tensor] = []
         for slot in map(self.group.slot, self.group.slots):
             held: list[Any] = [state.get(slot.name) for state in states]
             if homes or slot.scalar or not _at_hand(held, device):
@@ -177,8 +177,8 @@ class Bound:
                     _slot(state, slot, p, options, make, homes.get(Role("state", slot.name, of=name)), device)
                     for state, p, name in of
                 ]
-            found += held
-        return found
+            tensors += held
+        return tensors
 
     def _states(self, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
         """What the optimiser keeps of each parameter.  Asked for at every step, so looked up anew only where one of

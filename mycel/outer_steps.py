@@ -49,16 +49,16 @@ class OuterSteps:
         self.pending: dict[int, Sequence[Any]] = {}  # by fragment: what was begun
         self.device = torch.device("cpu")
 
-    def prepare(self, made: UnshardedStep, layouts: Mapping[int, Any]) -> None:
+    def prepare(self, unsharded: UnshardedStep, layouts: Mapping[int, Any]) -> None:
         """Make the messages, once: a model has the same parameters whatever the batch.  A rank of a pipeline says
         something about those that it holds, and knows of all how they lie."""
         if self.fragments:
             return
-        self.device = made.captured.device
-        shapes = {made.program.role(v): v.type for v in made.program.inputs}
-        for each in outer_messages(made.program, layouts, self.parts.plan, self.parts.is_own):
+        self.device = unsharded.captured.device
+        shapes = {unsharded.program.role(v): v.type for v in unsharded.program.inputs}
+        for each in outer_messages(unsharded.program, layouts, self.parts.plan, self.parts.is_own):
             self.fragments.append([self._loaded(message) for message in each])
-        for each in outer_messages(made.program, layouts, self.parts.plan):
+        for each in outer_messages(unsharded.program, layouts, self.parts.plan):
             for v in each[0].whole.inputs:
                 role = each[0].whole.role(v)
                 if role.kind in KINDS:
@@ -110,7 +110,7 @@ class OuterSteps:
                 if message.ends is not None:
                     self.pending[i] = results
 
-    def go_on(self, taken: int) -> None:
+    def go_on(self, steps: int) -> None:
         """From another state, after so many steps: what is under way is of the one that was left."""
         for passed in self.pending.values():
             for token in passed:
@@ -118,7 +118,7 @@ class OuterSteps:
                     self.parts.ranks.wait(token)
         self.pending.clear()
         self.parts.moved()
-        self.taken = taken
+        self.taken = steps
 
     def _round(self, each: Sequence[LoadedMessage], steps: int) -> LoadedMessage:
         return each[steps // self.policy.every % len(each)]

@@ -142,9 +142,9 @@ class StagePieces:
         figures, message_bytes = pieces.cut(names)
         layer, middles = [], []
         for k, run in enumerate(runs):
-            (joined,), _ = pieces.cut([name for name in names if name != run.middle[1]], [2 * k + 1])
+            (merged,), _ = pieces.cut([name for name in names if name != run.middle[1]], [2 * k + 1])
             count = run.kept - 2 * run.period  # in the middle
-            layer.append((joined - figures[2 * k + 2]) / count)
+            layer.append((merged - figures[2 * k + 2]) / count)
             middles.append(figures[2 * k + 1] - count * layer[-1])
         stage = np.mean(middles, axis=0)
         ends = []

@@ -12,27 +12,25 @@ from dataclasses import replace
 import pytest
 import torch
 import yaml
-from golden import golden
+from golden import change, golden
 
 import mycel
 from mycel import lower, transform
 from mycel.errors import PlanError
-from mycel.ir import Layout, Mesh, Program, check, type_of
+from mycel.ir import Layout, Mesh, Program, check, prune, type_of
 from mycel.lower.distribute import pin
+from mycel.lower.offload import norms_of_each
 from mycel.lower.settle import settle
+from mycel.lower.split_calls import CallSplitter
 from mycel.ops import o
 from mycel.parts import ShardedModel
-from mycel.plan import CPU, Decided, MovedValue, Offloaded, Plan, Residuals
+from mycel.plan import CPU, Decided, MovedValue, Offloaded, Plan, Residuals, StreamedInput
 from mycel.plan.decided import BlockLayouts, digest
 from mycel.planning import Task, with_layouts
 from mycel.run import interpret, simulate
 from mycel.run.simulate import put_together, spread_out
 
 MESH = Mesh(dp=2, tp=2)
-
-
-def changed(name: str, before: Program, after: Program) -> None:
-    golden(name, f"# before\n\n{check(before)}\n# after\n\n{check(after)}")
 
 
 def decided(program: Program, plan: Plan, blocks: str) -> Plan:
@@ -71,7 +69,7 @@ def main(x: f64[8,4], up: f64[6,4], down: f64[4,6]):
 
 def test_pin():
     program, plan = Program.parse(MLP), Plan(MESH, activations={"h": ["dp", "tp"]})
-    changed("pin", program, pin(program, plan))
+    change("pin", program, pin(program, plan))
     assert pin(program, Plan(MESH)) is program
     for want, got in zip(
         interpret(program, values(program)), interpret(pin(program, plan), values(program)), strict=True
@@ -97,7 +95,7 @@ def test_settle():
     program = Program.parse(LAYERS)
     split, other = Layout((("tp",), ())), Layout(((), ("tp",)))
     settled = settle(program, {1: split, 2: other, 3: split})
-    changed("settle", program, settled)
+    change("settle", program, settled)
     assert len(settled.blocks) == 3 and len(settle(program, {}).blocks) == 2
     assert torch.equal(interpret(settled, values(program))[0], interpret(program, values(program))[0])
 
@@ -117,7 +115,7 @@ main:
 def test_spmd():
     program = Program.parse(MLP)
     spread = lower.distribute(program, decided(program, Plan(MESH), MEGATRON))
-    changed("spmd", program, spread.local)
+    change("spmd", program, spread.local)
     equals(program, spread.local, spread, MESH)
 
 
@@ -125,7 +123,7 @@ def test_spmd_with_padding():
     """Six columns over four ranks: the last part holds none, and what pads it does not reach the sum."""
     program, mesh = Program.parse(MLP), Mesh(dp=2, tp=4)
     spread = lower.distribute(program, decided(program, Plan(mesh), MEGATRON))
-    changed("spmd_padding", program, spread.local)
+    change("spmd_padding", program, spread.local)
     equals(program, spread.local, spread, mesh)
 
 
@@ -189,7 +187,7 @@ def same_on_ranks(before: Program, after: Program, mesh: Mesh) -> None:
 def test_hoist():
     program, mesh = Program.parse(GATHERED), Mesh(dp=2)
     hoisted = lower.hoist(program)
-    changed("hoist", program, hoisted)
+    change("hoist", program, hoisted)
     same_on_ranks(program, hoisted, mesh)
     assert not any(e.op.name == "all_gather" for e in hoisted.blocks["layer"].eqns)
 
@@ -218,7 +216,7 @@ def main(dy: f64[4,4], w0: f64[4,4], w1: f64[4,4]):
 def test_overlap():
     program, mesh = Program.parse(BACKWARD), Mesh(dp=2)
     overlapped = lower.overlap(program)
-    changed("overlap", program, overlapped)
+    change("overlap", program, overlapped)
     same_on_ranks(program, overlapped, mesh)
     names = [e.op.name for e in overlapped.main.eqns]
     assert names.index("begin") < names.index("call", 1), "gradients are sent while the layer before is at work"
@@ -280,16 +278,16 @@ def main(x: f32[4], w: f32[4] = parameter w):
 
 def test_scaling():
     program = Program.parse(LOSS)
-    changed("scaling", program, transform.scaled(transform.with_scale(program)))
+    change("scaling", program, transform.scaled(transform.with_scale(program)))
     assert transform.scaled(program) is program
 
 
 def test_lowered():
-    """All passes, as a plan has decided: no solver and no prices."""
+    """All passes, as a plan has decided: no solver and no clock."""
     program = Program.parse(MLP)
     plan = decided(program, Plan(MESH), MEGATRON)
     done = lower.lowered(program, plan)
-    changed("lowered", program, done.program)
+    change("lowered", program, done.program)
     assert done.spread is not None and not done.regions
     equals(program, done.program, done.spread, MESH)
 
@@ -310,9 +308,107 @@ def main(x: f64[8,4], w: f64[6,4], v: f64[4,6]):
 def test_offload():
     program = Program.parse(MOVING)
     moved = lower.offload(program, Offloaded("main", (MovedValue("h", "z", "dh"),)))
-    changed("offload", program, moved)
+    change("offload", program, moved)
     inputs = values(program)
     assert all(map(torch.equal, interpret(program, inputs), interpret(moved, inputs)))
+
+
+UPDATE = """
+def main(dy: f64[8,4], x: f64[8,4], a: f64[4,4] = parameter a, b: f64[4,4] = parameter b,
+         a.m: f64[4,4] = state exp_avg of a, b.m: f64[4,4] = state exp_avg of b, lr: f64[] = hyper lr of group 0,
+         beta1: f64[] = hyper beta1 of group 0, beta2: f64[] = hyper beta2 of group 0,
+         decay: f64[] = hyper weight_decay of group 0, skip: f32[]):
+  gb: f64[4,4] = linear_weight(dy, x) [backward]
+  dx: f64[8,4] = matmul(dy, b) [backward]
+  ga: f64[4,4] = linear_weight(dx, x) [backward]
+  norm: f64[] = global_norm(ga, gb) [update]
+  p: f64[4,4], q: f64[4,4], m: f64[4,4], n: f64[4,4] = lion(UPDATED) [update]
+  return norm, a=p, b=q, a.m=m, b.m=n
+""".replace("UPDATED", "a, b, a.m, b.m, ga, gb, lr, beta1, beta2, decay, None, skip, count=2")
+
+
+def same(before: Program, after: Program) -> None:
+    inputs = values(before)
+    assert all(map(torch.equal, interpret(before, inputs), interpret(after, inputs)))
+
+
+def test_norms_of_each():
+    """The norm of each gradient is taken where it is made, so that it may leave."""
+    program = Program.parse(UPDATE)
+    change("norms_of_each", program, norms_of_each(program))
+    same(program, norms_of_each(program))
+
+
+def test_split_updates():
+    """The state of a is on the host, and 200 bytes of it come at a time: an update of each parameter."""
+    program = Program.parse(UPDATE)
+    split = lower.split_updates(program, {"a.m", "b.m"}, chunk=200)
+    change("split_updates", program, split)
+    same(program, split)
+    assert str(lower.split_updates(program, {"a.m", "b.m"}, chunk=1000)) == str(program)
+
+
+def test_hosted_updates():
+    """a and its state live on the host, which updates them: gradient and `skip` leave, and nothing comes back."""
+    program = Program.parse(UPDATE)
+    streamed = tuple(StreamedInput(name, (), "") for name in ("a", "a.m"))
+    plan = Offloaded("main", (), streamed, updated={"a": ""})
+    hosted = lower.offload(program, plan)
+    change("hosted_updates", program, hosted)
+    same(program, hosted)
+    split = lower.split_updates(program, {"a", "a.m"}, plan.chunk, {"a"})
+    (at,) = lower.hosted_updates(split, {"a"})
+    assert split.main.eqns[at].inputs[0].name == "a" and lower.hosted_updates(split, ()) == ()
+
+
+SUMMED = """
+def part(w: f64[4], total: f64[4], x: f64[4]):
+  d: f64[4] = mul(x, w)
+  s: f64[4] = only_first(total, axes=("dp",), count=2)
+  t: f64[4] = add(s, d)
+  new: f64[4] = all_reduce(t, axes=("dp",), count=2)
+  return new
+
+def main(w: f64[4] = parameter w, x: f64[3,4]):
+  zero: f64[4] = full(0.0, dtype=f64, shape=(4,))
+  total: f64[4] = scan(w, zero, x, body=@part, carry=1, consts=1, length=3)
+  return total
+"""
+
+
+def test_plain_sums():
+    """A sum that is made partial and whole again in each microbatch: what is added is summed over ranks instead."""
+    program = Program.parse(SUMMED)
+    plain = lower.plain_sums(program, "part")
+    change("plain_sums", program, plain)
+    inputs = rows(program, 2)
+    (want,), (got,) = simulate(program, Mesh(dp=2), inputs), simulate(plain, Mesh(dp=2), inputs)
+    assert all(torch.allclose(a, b) for a, b in zip(want, got, strict=True))
+
+
+CALLED = """
+def layer(dy: f64[8,4], w: f64[4,4], x: f64[8,4]):
+  d: f64[8,4] = tanh_grad(dy, x) [backward]
+  dx: f64[8,4] = matmul(d, w) [backward]
+  dw: f64[4,4] = linear_weight(d, x) [backward]
+  return dx, dw
+
+def main(dy: f64[8,4], w: f64[4,4], x: f64[8,4]):
+  dx: f64[8,4], dw: f64[4,4] = call(dy, w, x, block=@layer) [backward]
+  return dx, dw
+"""
+
+
+def test_split_calls():
+    """The stage before waits for dx alone: dw, and what it needs, can be computed later."""
+    program = Program.parse(CALLED)
+    splitter = CallSplitter(dict(program.blocks), program.main)
+    first, second = splitter.split(list(enumerate(program.main.eqns)), program.main.outputs[:1])
+    main = replace(program.main, eqns=tuple(eqn for _, eqn in (*first, *second)))
+    split = prune(replace(program, blocks={**splitter.blocks, "main": main}))
+    change("split_calls", program, split)
+    same(program, split)
+    assert len(first) == len(second) == 1 and set(splitter.derived.values()) == {"layer"}
 
 
 def test_compress():

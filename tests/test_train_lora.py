@@ -89,7 +89,8 @@ def test_adapter_files_have_peft_form(name, tmp_path):
     assert config["task_type"] == {"llama": "CAUSAL_LM", "gpt2": "CAUSAL_LM", "t5": "SEQ_2_SEQ_LM"}.get(name)
     plain = make(name)
     with safe_open(tmp_path / "out" / "adapter_model.safetensors", "pt") as tensors:
-        names = {key.removeprefix("base_model.model.").rpartition(".lora_")[0] for key in tensors.keys()}  # noqa: SIM118
+        keys = list(tensors.keys())
+        names = {key.removeprefix("base_model.model.").rpartition(".lora_")[0] for key in keys}
         assert names == set(config["target_modules"]) == set(lora.adapters(module))
         for target in names:
             a, b = (tensors.get_tensor(f"base_model.model.{target}.lora_{letter}.weight") for letter in "AB")

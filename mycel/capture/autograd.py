@@ -230,7 +230,8 @@ def _gradients(
         for v, s, g in zip(values, seeds, apart, strict=True):
             term = o.reshape(known[v], shape=()) if s is None else None
             if term is None:
-                term = o.sum(o.mul(known[v], g if g is not None else known[s]), dims=tuple(range(v.ndim)))  # type: ignore[index]
+                seed = g if g is not None else known[s]  # type: ignore[index]
+                term = o.sum(o.mul(known[v], seed), dims=tuple(range(v.ndim)))
             total = term if total is None else o.add(total, term)
     main = Block(tuple(b.inputs), tuple(b.eqns), (total,))
     if not _DERIVE:

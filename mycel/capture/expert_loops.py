@@ -116,11 +116,11 @@ class Loops:
         """The block with its loops as operators; `if mask.any():` around what an expert adds is a branch that says
         nothing, where all such branches become parts of operators."""
         if any(eqn.op is cond for eqn in block.eqns):
-            loops, told = cls(block, blocks, True), set[str]()
-            merged = loops.merged(told)
+            loops, merged_lines = cls(block, blocks, True), set[str]()
+            merged = loops.merged(merged_lines)
             alive = {loops._final(v) for eqn in merged.eqns for v in eqn.vars} | set(merged.outputs)
-            if told and not alive & set(loops.branches):
-                lines |= told
+            if merged_lines and not alive & set(loops.branches):
+                lines |= merged_lines
                 return merged
         return cls(block, blocks, False).merged(lines)
 
@@ -152,7 +152,8 @@ class Loops:
         if eqn.op is cond:
             orelse = blocks[eqn.params["orelse"]]
             old = given[orelse.inputs.index(orelse.outputs[0])]  # type: ignore[arg-type]
-            self.branches[self.same[eqn.outputs[0]]] = self._value(eqn.inputs[0]), self._value(old)  # type: ignore[index]
+            chosen = self.same[eqn.outputs[0]]
+            self.branches[chosen] = self._value(eqn.inputs[0]), self._value(old)  # type: ignore[index]
 
     def _value(self, x: Atom) -> Atom:
         return self.same.get(x, x) if isinstance(x, Var) else x
@@ -268,20 +269,20 @@ class Loops:
     def _used(self) -> Iterator[Eqn]:
         """The equations that outputs and effects need, each behind what it reads, else in the order they had."""
         eqns = [replace(e, inputs=tuple(map(self._final, e.inputs))) for e in self.eqns]
-        made = {v: eqn for eqn in eqns for v in eqn.outputs}
+        makers = {v: eqn for eqn in eqns for v in eqn.outputs}
         needed = [v for v in self.outputs if isinstance(v, Var)] + [v for e in eqns if e.op.effect for v in e.outputs]
         alive: set[Var] = set()
         while needed:
             v = needed.pop()
-            if v in alive or v not in made:
+            if v in alive or v not in makers:
                 continue
-            alive.update(made[v].outputs)
-            needed += made[v].vars
+            alive.update(makers[v].outputs)
+            needed += makers[v].vars
         done: set[Var] = set()
         for eqn in eqns:
             waiting = [eqn] if eqn.op.effect or any(v in alive for v in eqn.outputs) else []
             while waiting:
-                missing = [made[v] for v in waiting[-1].vars if v in made and v not in done]
+                missing = [makers[v] for v in waiting[-1].vars if v in makers and v not in done]
                 if missing:
                     waiting.append(missing[0])
                     continue

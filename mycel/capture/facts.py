@@ -104,16 +104,16 @@ def _equal(x: torch.Tensor, y: torch.Tensor) -> bool:
     return x.shape == y.shape and (torch.equal(x, y) or bool(((x == y) | (x.isnan() & y.isnan())).all()))
 
 
-def dependence(eqn: Eqn, kinds: Mapping[Var, int], made: Mapping[Var, Eqn], computable: bool) -> int:
+def dependence(eqn: Eqn, kinds: Mapping[Var, int], makers: Mapping[Var, Eqn], computable: bool) -> int:
     """What the results of an equation depend on."""
     if not computable:
         return UNKNOWN
-    if decide(eqn, made) is not None:
+    if decide(eqn, makers) is not None:
         return CONSTANT
     return max((kinds.get(v, UNKNOWN) for v in eqn.vars), default=CONSTANT)
 
 
-def needed(var: Var, made: Mapping[Var, Eqn], known: Container[Var]) -> list[Eqn]:
+def needed(var: Var, makers: Mapping[Var, Eqn], known: Container[Var]) -> list[Eqn]:
     """The equations that lead from known values to this one, in order."""
     eqns: list[Eqn] = []
     done: set[int] = set()
@@ -122,21 +122,21 @@ def needed(var: Var, made: Mapping[Var, Eqn], known: Container[Var]) -> list[Eqn
         v, ready = stack.pop()
         if v in known:
             continue
-        eqn = made[v]
+        eqn = makers[v]
         if id(eqn) in done:
             continue
-        if ready or decide(eqn, made) is not None:
+        if ready or decide(eqn, makers) is not None:
             done.add(id(eqn))
-            eqns.append(_decided(eqn, made))
+            eqns.append(_decided(eqn, makers))
         else:
             stack.append((v, True))
             stack += [(x, False) for x in eqn.vars]
     return eqns
 
 
-def _decided(eqn: Eqn, made: Mapping[Var, Eqn]) -> Eqn:
+def _decided(eqn: Eqn, makers: Mapping[Var, Eqn]) -> Eqn:
     """An equation whose answer is known whatever its operands are, as that answer."""
-    answer = decide(eqn, made)
+    answer = decide(eqn, makers)
     if answer is None:
         return eqn
     (out,) = eqn.outputs

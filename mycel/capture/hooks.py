@@ -151,12 +151,12 @@ class ModuleHooks:
             with tracer:
                 tokens = [tracer.wrap(zeros(y.type)) for y in ys]
             outs = trace_custom(tracer, _same, backward, (*self.outer, *tokens))
-            made = [tracer.cell(x).read() for x in outs]
+            outputs = [tracer.cell(x).read() for x in outs]
         tracer.closed -= front.defined
-        front.eqns[-1] = replace(front.eqns[-1], outputs=(*self.inner, *made[n:]))
+        front.eqns[-1] = replace(front.eqns[-1], outputs=(*self.inner, *outputs[n:]))
         tracer.made.update((v, front.eqns[-1]) for v in front.eqns[-1].outputs)
         _insert(tracer, self.start, front)
-        return [tracer.wrap(v) for v in made[n:]]
+        return [tracer.wrap(v) for v in outputs[n:]]
 
 
 def _packed(at: Sequence[int], values: Sequence[Any], count: int) -> tuple[Any, ...]:

@@ -182,7 +182,8 @@ class Turns:
                 raise self.unstable(name, start, end)
             return start if want == own(start) else self._promoted(start, want)
         if is_number(start) and is_number(end):
-            return start if type(start) is type(end) and start == end else self._promoted(start, meet(start, end))  # type: ignore[arg-type]
+            is_same = type(start) is type(end) and start == end
+            return start if is_same else self._promoted(start, meet(start, end))  # type: ignore[arg-type]
         if is_number(start) and isinstance(end, torch.Tensor):
             want = meet(start, end)
             if want is None or want != own(end) and not is_weak(end) or end.ndim:

@@ -50,7 +50,7 @@ class Traced(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(cls, func: Any, *rest: Any) -> Any:  # type: ignore[override]
         raise CaptureError(
             f"{func} met a tensor of a capture that is over",
             hint="do not keep tensors in globals or lists across calls of a captured function; return them",

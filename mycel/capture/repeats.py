@@ -26,7 +26,7 @@ SMALLEST = 3  # equations a module must have to be worth a block
 
 
 @dataclass
-class _Shape:
+class _RegionShape:
     """A region up to names: the values it takes in and defines, in order of appearance."""
 
     region: ModuleCall
@@ -36,7 +36,10 @@ class _Shape:
 
 def assemble(tracer: Tracer, outputs: list[Any]) -> dict[str, Block]:
     """The blocks of a finished trace; the entry is `main`."""
-    return {**tracer.blocks, **_Assembly(tracer, outputs, tracer.hints, {"main", *tracer.blocks}).blocks("main", "")}
+    return {
+        **tracer.blocks,
+        **_RegionBlocks(tracer, outputs, tracer.hints, {"main", *tracer.blocks}).blocks("main", ""),
+    }
 
 
 def assemble_inner(
@@ -44,12 +47,12 @@ def assemble_inner(
 ) -> tuple[dict[str, Block], Block]:
     """(blocks of modules that repeat inside, the block itself) of a finished part of a trace; names of outer values are
     known."""
-    blocks = _Assembly(section, outputs, names, {"", *used}).blocks("", path)
+    blocks = _RegionBlocks(section, outputs, names, {"", *used}).blocks("", path)
     block = blocks.pop("")
     return blocks, block
 
 
-class _Assembly:
+class _RegionBlocks:
     def __init__(self, tracer: Any, outputs: list[Any], names: dict[str, str], used: set[str]) -> None:
         self.tracer, self.root = tracer, tracer.regions[0]
         self.root.end = len(tracer.eqns)
@@ -59,7 +62,7 @@ class _Assembly:
         self.last.update({v: math.inf for v in outputs if isinstance(v, Var)})
         self.drawing = [i for i, e in enumerate(self.eqns) if KEY in e.inputs]
         self.sizes = Counter((r.name, r.end - r.start) for r in _all_regions(self.root))
-        self.groups: dict[Any, list[_Shape]] = {}
+        self.groups: dict[Any, list[_RegionShape]] = {}
         self.key_of: dict[int, Any] = {}
         self.kept: dict[Any, list[int]] = {}  # group -> which of the defined values the block returns
         self.names: dict[Any, str] = {}
@@ -105,7 +108,7 @@ class _Assembly:
                     continue
             self._group(child, inside)
 
-    def _shape(self, region: ModuleCall) -> tuple[Any, _Shape]:
+    def _shape(self, region: ModuleCall) -> tuple[Any, _RegionShape]:
         number: dict[Var, int] = {}
         externals: list[Var] = []
         defined: list[Var] = []
@@ -126,7 +129,7 @@ class _Assembly:
                 number[v] = len(number)
                 defined.append(v)
                 key.append(v.type)
-        return tuple(key), _Shape(region, externals, defined)
+        return tuple(key), _RegionShape(region, externals, defined)
 
     def _choose_outputs(self) -> None:
         """A block returns what any of its calls needs; outer blocks first, since they ask values of inner ones."""

@@ -232,9 +232,9 @@ def write_rows(record: Record, op: Op, inputs: tuple[Any, ...], params: dict[str
         raise refuse_rows(rows.source, f"{op.name} mixes them")
     for out, item in zip(outs if isinstance(outs, tuple) else (outs,), fit.outs, strict=True):
         record.rows.pop(out, None)
-        for d, joined in enumerate(item):
-            if letter in joined:
-                record.rows[out] = _joined(record, rows, d, joined, letter, fit.sizes)
+        for d, dim_letters in enumerate(item):
+            if letter in dim_letters:
+                record.rows[out] = _joined(record, rows, d, dim_letters, letter, fit.sizes)
     return outs
 
 
@@ -252,10 +252,12 @@ def _last(dtype: torch.dtype, flag: str) -> Any:
     return info.min if flag == ">" else info.max
 
 
-def _joined(record: Record, rows: ChosenRows, d: int, joined: Any, letter: str, sizes: dict[str, int]) -> ChosenRows:
+def _joined(
+    record: Record, rows: ChosenRows, d: int, dim_letters: Any, letter: str, sizes: dict[str, int]
+) -> ChosenRows:
     """Rows whose dim became dim `d`, perhaps joined with others to a longer one."""
-    at = joined.index(letter)
-    before, behind = (math.prod(sizes[c] for c in part) for part in (joined[:at], joined[at + 1 :]))
+    at = dim_letters.index(letter)
+    before, behind = (math.prod(sizes[c] for c in part) for part in (dim_letters[:at], dim_letters[at + 1 :]))
     if before == behind == 1:
         return ChosenRows(rows.keep, d, rows.mask, rows.spread, rows.source)
     n = rows.keep.shape[0]

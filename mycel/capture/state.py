@@ -190,7 +190,7 @@ class Reachable:
                     named = [n for n in dict.fromkeys(_all_names(fn.__code__)) if n in vars(value)]
                     self._entries(name, vars(value), named, "variable", inside)
             elif name in fn.__globals__:
-                self._box(name, "variable", _Slot(fn.__globals__, name), inside)
+                self._box(name, "variable", _GlobalName(fn.__globals__, name), inside)
                 self._entry(name, fn.__globals__, name, "variable", inside)
         self._entries("default", fn.__defaults__ or (), range(len(fn.__defaults__ or ())), "variable", inside)
         self._entries("default", fn.__kwdefaults__ or {}, fn.__kwdefaults__ or {}, "variable", inside)
@@ -334,7 +334,7 @@ class ClassAttributes:
         type.__delattr__(self.cls, key)
 
 
-class _Slot:
+class _GlobalName:
     """One name of a globals dict: functions may rebind the globals they name."""
 
     def __init__(self, names: dict[str, Any], key: str) -> None:
@@ -343,7 +343,7 @@ class _Slot:
 
 def owner(slots: Any) -> Any:
     """What holds the slots of a box, or of a location."""
-    if isinstance(slots, (_Slot, ClassAttributes)):
+    if isinstance(slots, (_GlobalName, ClassAttributes)):
         return slots.names
     return slots.mapping if isinstance(slots, _Held) else slots
 
@@ -354,7 +354,7 @@ def contents(slots: Any) -> dict[Any, Any]:
         return dict(slots.names)
     if isinstance(slots, types.CellType):
         return {CELL: slots.cell_contents}
-    if isinstance(slots, _Slot):
+    if isinstance(slots, _GlobalName):
         return {slots.key: slots.names.get(slots.key)}
     if isinstance(slots, Attributes):
         return {name: slots[name] for name in slots.names}
@@ -369,7 +369,7 @@ def put_back(slots: Any, old: dict[Any, Any]) -> None:
     """Make the slots of a box what they were."""
     if isinstance(slots, types.CellType):
         slots.cell_contents = old[CELL]
-    elif isinstance(slots, _Slot):
+    elif isinstance(slots, _GlobalName):
         slots.names[slots.key] = old[slots.key]
     elif isinstance(slots, Attributes):
         for name, value in old.items():

@@ -58,15 +58,15 @@ class Trial:
                 if _is_differentiable(x) or type(x) is Traced:
                     raise NoIslandError(f"{call_name(fn, '')} reaches a tensor of a class, {places[0].name}")
                 del reached.tensors[id(x)]
-        found = [places[0].read() for places in reached.tensors.values()]
-        for x in (*leaves, *(x for x in found if _fits(tracer, x))):
+        tensors = [places[0].read() for places in reached.tensors.values()]
+        for x in (*leaves, *(x for x in tensors if _fits(tracer, x))):
             if id(x) not in at:
                 at[id(x)] = len(self.operands)
                 self.operands.append(x)
         self.leaves = [at[id(x)] for x in leaves]
         everywhere = [
             (at[id(x)], place)
-            for x, places in zip(found, reached.tensors.values(), strict=True)
+            for x, places in zip(tensors, reached.tensors.values(), strict=True)
             if id(x) in at
             for place in places
         ]

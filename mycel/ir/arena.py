@@ -78,11 +78,11 @@ def arenas(program: Program) -> dict[str, Arena]:
         for name in order(program)
         if any(e.op.transfers and e.params["to"] == HOST for e in program.blocks[name].eqns)
     ]
-    found, base = dict[str, Arena](), 0
+    by_block, base = dict[str, Arena](), 0
     for name in moving:
-        own = found[name] = arena_of(program, name, base)
+        own = by_block[name] = arena_of(program, name, base)
         base += own.size
-    return found
+    return by_block
 
 
 def host_bytes(program: Program) -> int:
@@ -131,9 +131,9 @@ def packed(spans: Mapping[int, tuple[int, int, int]]) -> tuple[dict[int, int], i
     return offsets, size
 
 
-def _lowest(taken: Iterable[tuple[int, int]], need: int) -> int:
+def _lowest(occupied: Iterable[tuple[int, int]], need: int) -> int:
     at = 0
-    for start, end in taken:
+    for start, end in occupied:
         if start - at >= need:
             break
         at = max(at, end)

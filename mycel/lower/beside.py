@@ -35,7 +35,7 @@ def _beside(block: Block) -> Block:
     free = [g for g in _groups(block) if any(block.eqns[i].op.product for i in g.free)]
     if not free:
         return block
-    order = _Order(block, [[block.eqns[i] for i in g.free] for g in free])
+    order = _RunOrder(block, [[block.eqns[i] for i in g.free] for g in free])
     moved = {i for g in free for i in g.free}
     rest = [(i, e) for i, e in enumerate(block.eqns) if i not in moved]
     group_of = {block.eqns[i].outputs[0]: k for k, g in enumerate(free) for i in g.messages}
@@ -60,14 +60,14 @@ def _is_message(eqn: Eqn) -> bool:
 
 
 @dataclass(frozen=True)
-class _Group:
+class _ExchangeGroup:
     """Equations by number: messages there and back, and what is free of them."""
 
     messages: tuple[int, ...]
     free: tuple[int, ...]
 
 
-def _groups(block: Block) -> list[_Group]:
+def _groups(block: Block) -> list[_ExchangeGroup]:
     """A message that waits for none is one there, one that waits for such a one is one back, what waits for that
     belongs to the next group."""
     depth: dict[Var, tuple[str, int]] = {}  # of values: how many messages of a phase they have waited for, in a row
@@ -92,7 +92,7 @@ def _groups(block: Block) -> list[_Group]:
             if start < i < end and i not in claimed and block.eqns[i].phase == phase
         ]
         claimed.update(free)
-        groups.append(_Group(tuple(own), tuple(free)))
+        groups.append(_ExchangeGroup(tuple(own), tuple(free)))
     return groups
 
 
@@ -119,7 +119,7 @@ def _speaks(eqn: Eqn) -> bool:
     return eqn.op.collective is not None or eqn.op.by_rank or eqn.op.effect or eqn.op.stacks or eqn.op in CONTROL
 
 
-def _waits(rest: Iterable[tuple[int, Eqn]], group: _Group) -> int:
+def _waits(rest: Iterable[tuple[int, Eqn]], group: _ExchangeGroup) -> int:
     """How often a message of a group is waited for."""
     count, under_way = 0, set[Var]()
     for i, eqn in rest:
@@ -140,7 +140,7 @@ def _shares(free: Sequence[Eqn], count: int) -> list[int]:
     return shares
 
 
-class _Order:
+class _RunOrder:
     """Equations as they are to run; `waiting`: free ones of each group that have not run yet, in their order."""
 
     def __init__(self, block: Block, free: list[list[Eqn]]) -> None:

@@ -103,14 +103,14 @@ class _Weaver:
         rows = step.eqn.outputs[step.carry :]
         raw = [Var(names.name(v.name), Type(v.dtype, (step.length // 2, 2, *v.shape[1:]))) for v in rows]
         with after:
-            joined = [o.reshape(x, shape=v.shape) for x, v in zip(raw, rows, strict=True)]
+            reshaped = [o.reshape(x, shape=v.shape) for x, v in zip(raw, rows, strict=True)]
         again = replace(
             step.eqn,
             inputs=(*step.eqn.inputs[: step.consts + step.carry], *pieces),
             params=Params({**step.eqn.params, "length": step.length // AT_ONCE}),
             outputs=(*step.eqn.outputs[: step.carry], *raw),
         )
-        values = dict(zip(rows, joined, strict=True))
+        values = dict(zip(rows, reshaped, strict=True))
         later = [substitute(e, values) for e in main.eqns[step.at + 1 :]]
         eqns = (*main.eqns[: step.at], *before.eqns, again, *after.eqns, *later)
         outputs = tuple(values.get(x, x) if isinstance(x, Var) else x for x in main.outputs)

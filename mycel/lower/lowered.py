@@ -1,4 +1,4 @@
-"""The whole way from a step's program to the one that every rank runs, as its plan has decided: no solver, no prices.
+"""The whole way from a step's program to the one that every rank runs, as its plan has decided: no solver, no clock.
 
 distribute   local types, explicit collectives (on one device nothing to do)
 compress     sums of gradients on encoded bytes, rows of experts likewise

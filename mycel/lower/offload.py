@@ -51,14 +51,14 @@ def offload(program: Program, plan: Offloaded) -> Program:
 
 def with_copies(program: Program, plan: Offloaded) -> Program:
     """The same of a program whose updates and norms are taken in parts already."""
-    handed = handed_to(program, plan.inside.keys(), {s.input for s in plan.streamed})
+    passed_on = handed_to(program, plan.inside.keys(), {s.input for s in plan.streamed})
     outputs = program.main.outputs
     new = dict(zip(program.updates, outputs[len(outputs) - len(program.updates) :], strict=True))
     blocks = dict(program.blocks)
     for name in dict.fromkeys((plan.body, *plan.inside, program.entry)):
         is_entry = name == program.entry
         hosted = hosted_updates(program, plan.updated) if is_entry else ()
-        moves = _Moves(blocks[name], handed.keys() if is_entry else (), hosted)
+        moves = _HostCopies(blocks[name], passed_on.keys() if is_entry else (), hosted)
         for moved in plan.moved if name == plan.body else ():
             moves.away(moved)
         for inside in plan.inside.get(name, ()):
@@ -72,12 +72,12 @@ def with_copies(program: Program, plan: Offloaded) -> Program:
 
 
 @dataclass
-class _Moves:
+class _HostCopies:
     """A block, and what is to be written before each of its equations: copies that have ended, copies that begin,
     copies that are waited for; and behind it."""
 
     old: Block
-    handed: Collection[tuple[int, Var]] = ()  # equations that take an input as it lies
+    passed_on: Collection[tuple[int, Var]] = ()  # equations that take an input as it lies
     hosted: Collection[int] = ()  # equations that run on the host
     ended: dict[int, list[Eqn]] = field(default_factory=dict)
     begun: dict[int, list[tuple[int, Eqn]]] = field(default_factory=dict)  # with who reads it first
@@ -115,8 +115,8 @@ class _Moves:
         v = self._var(streamed.input)
         host = self.inputs[v] = Var(v.name, v.type.on(HOST))
         places = sorted(map(self._place, streamed.fetched))
-        readers = [i for i in self.uses[v].uses if (i, v) not in self.handed and i not in self.hosted]
-        self.read.update(((i, v), host) for i in self.uses[v].uses if (i, v) in self.handed)
+        readers = [i for i in self.uses[v].uses if (i, v) not in self.passed_on and i not in self.hosted]
+        self.read.update(((i, v), host) for i in self.uses[v].uses if (i, v) in self.passed_on)
         for place, end in zip(places, [*places[1:], len(self.old.eqns) + 1], strict=False):
             self._come(v, host, place, [i for i in readers if place <= i < end])
         if any(i < min(places, default=0) for i in readers) or (readers and not places):
@@ -180,11 +180,11 @@ class _Moves:
 
     def _leave(self, v: Var, freed: int) -> Var:
         """Begins where the value is made, has ended before `freed`."""
-        made = self.uses[v].defined
-        maker = self.old.eqns[made]
+        defined = self.uses[v].defined
+        maker = self.old.eqns[defined]
         token, host = self._token(), Var(self.names.name(f"{v.name}.host"), v.type.on(HOST))
-        self.behind.setdefault(made, []).append(_half(o.begin_move, (v,), token, HOST, maker))
-        place = max(freed, made + 1)
+        self.behind.setdefault(defined, []).append(_half(o.begin_move, (v,), token, HOST, maker))
+        place = max(freed, defined + 1)
         later = {"wait": False} if place == len(self.old.eqns) else {}  # the step ends: the next one goes on
         self.ended.setdefault(place, []).append(_half(o.finish_move, (token, v), host, HOST, maker, **later))
         return host
@@ -216,7 +216,8 @@ class _Moves:
                 eqns += self.behind.get(i, ())
         eqns += self.last
         inputs = tuple(lookup(v, self.inputs) for v in self.old.inputs)
-        return Block(inputs, tuple(eqns), tuple(lookup(x, self.outputs) for x in self.old.outputs))  # type: ignore[arg-type]
+        outputs = tuple(lookup(x, self.outputs) for x in self.old.outputs)
+        return Block(inputs, tuple(eqns), outputs)  # type: ignore[arg-type]
 
     def _var(self, name: str) -> Var:
         if name not in self.vars:
@@ -270,11 +271,11 @@ def norms_of_each(program: Program) -> Program:
     norms: dict[tuple[int, Var], Var] = {}
     for i, eqn in enumerate(block.eqns):
         for v in eqn.vars if eqn.op is o.global_norm and len(eqn.inputs) > 1 else ():
-            made = uses[v].defined
-            if made >= 0 and v.type.ndim and block.eqns[made].phase == "backward":
+            defined = uses[v].defined
+            if defined >= 0 and v.type.ndim and block.eqns[defined].phase == "backward":
                 norm = norms[i, v] = Var(names.name(f"{v.name}.norm"), eqn.outputs[0].type)
                 own = Eqn(o.global_norm, (v,), Params(), (norm,), eqn.source, "backward")
-                behind.setdefault(made, []).append(own)
+                behind.setdefault(defined, []).append(own)
     eqns: list[Eqn] = []
     for i, eqn in enumerate(block.eqns):
         values = tuple(norms.get((i, x), x) if isinstance(x, Var) else x for x in eqn.inputs)

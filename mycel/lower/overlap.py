@@ -186,9 +186,9 @@ def _phase(block: Block, bucket: Sequence[Sent], uses: Mapping[Var, Chain]) -> s
     if len({e.phase for e in eqns}) == 1:
         return eqns[0].phase
     order = lambda i: PHASES.index(block.eqns[i].phase)
-    made = max((order(uses[v].defined) for e in eqns for v in e.vars if uses[v].defined >= 0), default=0)
-    read = min((order(i) for e in eqns for i in uses[e.outputs[0]].uses), default=made)
-    return PHASES[made] if made <= read else ""
+    last_made = max((order(uses[v].defined) for e in eqns for v in e.vars if uses[v].defined >= 0), default=0)
+    read = min((order(i) for e in eqns for i in uses[e.outputs[0]].uses), default=last_made)
+    return PHASES[last_made] if last_made <= read else ""
 
 
 def _params(block: Block, bucket: Sequence[Sent]) -> tuple[tuple[Var, ...], dict[str, object]]:

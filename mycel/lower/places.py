@@ -123,7 +123,7 @@ class Crossing:
 
 def crossings(whole: Program, spread: Distributed | None) -> dict[tuple[int, bool], Crossing]:
     """By tag: what a place sends (True), and what it receives, as it lies there."""
-    found: dict[tuple[int, bool], Crossing] = {}
+    by_tag: dict[tuple[int, bool], Crossing] = {}
     main = whole.main if spread is None else spread.whole.main
     choices = [None] * len(main.eqns) if spread is None else spread.layouts[spread.whole.entry].choices
     for eqn, choice in zip(main.eqns, choices, strict=True):
@@ -132,8 +132,8 @@ def crossings(whole: Program, spread: Distributed | None) -> dict[tuple[int, boo
         sends = eqn.op is o.begin_send_across
         type_ = next(iter(eqn.vars)).type if sends else eqn.outputs[0].type
         laid = None if choice is None else choice.ins[0] if sends else choice.outs[0]
-        found[eqn.params["tag"], sends] = Crossing(type_, laid or Layout.whole(type_.ndim))
-    return found
+        by_tag[eqn.params["tag"], sends] = Crossing(type_, laid or Layout.whole(type_.ndim))
+    return by_tag
 
 
 def connect(

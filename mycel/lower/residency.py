@@ -38,7 +38,7 @@ def reside(program: Program, plan: Residuals) -> Program:
     """The program in which each pair of calls hands over what its decision keeps."""
     program = replace(program, blocks={**program.blocks, plan.body: _loose(program.blocks[plan.body], set(plan.again))})
     body = program.blocks[plan.body]
-    uses, made = chains(body), expressions(body)
+    uses, hashes = chains(body), expressions(body)
     blocks, eqns = dict(program.blocks), list(body.eqns)
     names = Builder()
     names.reserve(v.name for v in (*body.inputs, *(v for e in body.eqns for v in e.outputs)))
@@ -64,7 +64,7 @@ def reside(program: Program, plan: Residuals) -> Program:
             params=Params(block=Ref(h.forward)),
             outputs=(*(f.outputs[k] for k in h.outs), *(known[v] for v in h.extra)),
         )
-        again = twins(made, f, b)
+        again = twins(hashes, f, b)
         inputs = (
             *(lookup(f.inputs[k], again) for k in h.reused),
             *(known[v] for v in h.kept),
@@ -132,10 +132,10 @@ class _Again:
             eqn = self.makers[old]
             for u in eqn.vars:
                 self.value(u)
-            self.new.update((v, Var(self.builder.name(v.name), v.type)) for v in eqn.outputs)
-            outputs = tuple(self.new[v] for v in eqn.outputs)
+            outputs = tuple(Var(self.builder.name(v.name), v.type) for v in eqn.outputs)
+            self.new.update(zip(eqn.outputs, outputs, strict=True))
             phase = "backward" if eqn.phase == "forward" else eqn.phase
-            self.builder.eqns.append(replace(substitute(eqn, self.new), outputs=outputs, phase=phase))  # type: ignore[arg-type]
+            self.builder.eqns.append(replace(substitute(eqn, self.new), outputs=outputs, phase=phase))
         return self.new[old]
 
 

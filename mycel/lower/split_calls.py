@@ -84,9 +84,9 @@ class CallSplitter:
         first, second = self._split(list(enumerate(block.eqns)), wanted, names)
         if not second:
             return None
-        made = {v for _, e in second for v in e.outputs}
-        at_once = tuple(i for i, x in enumerate(block.outputs) if x not in made)
-        late = tuple(i for i, x in enumerate(block.outputs) if x in made)
+        late_values = {v for _, e in second for v in e.outputs}
+        at_once = tuple(i for i, x in enumerate(block.outputs) if x not in late_values)
+        late = tuple(i for i, x in enumerate(block.outputs) if x in late_values)
         if not late:
             return None
         in_first = {v for _, e in first for v in e.outputs}

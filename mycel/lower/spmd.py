@@ -51,7 +51,7 @@ def spmd(program: Program, layouts: Layouts, moves: Moves, again: Collection[int
     """Every block on local types, with the collectives its layouts ask for.  `again`: inputs of the entry that are
     moved anew for each use."""
     blocks = {
-        name: _Block(program, name, layouts, moves).lowered(again if name == program.entry else ())
+        name: _LocalBlock(program, name, layouts, moves).lowered(again if name == program.entry else ())
         for name in program.blocks
     }
     return replace(program, blocks=blocks)
@@ -70,7 +70,7 @@ def lowered_block(
     program: Program, name: str, layouts: Layouts, moves: Moves, again: Collection[int] = ()
 ) -> LoweredBlock:
     """What a block becomes, equation by equation."""
-    block = _Block(program, name, layouts, moves)
+    block = _LocalBlock(program, name, layouts, moves)
     block.lowered(again if name == program.entry else ())
     return LoweredBlock(block.by_equation, block.moved)
 
@@ -159,7 +159,7 @@ def highest(dtype: torch.dtype) -> Any:
     return math.inf if dtype.is_floating_point else True if dtype == torch.bool else torch.iinfo(dtype).max
 
 
-class _Block:
+class _LocalBlock:
     """Writes one block on local types."""
 
     def __init__(self, program: Program, name: str, layouts: Layouts, moves: Moves) -> None:
@@ -181,9 +181,9 @@ class _Block:
         for v, layout in zip(self.block.inputs, self.laid.inputs, strict=True):
             self.at_hand[v] = {layout: self.b.input(v.name, layout.local(v.type, self.mesh))}
         as_given = {self.block.inputs[i]: dict(self.at_hand[self.block.inputs[i]]) for i in again}
-        for x, layout in self._uses():
-            if isinstance(x, Var) and layout is not None and x not in as_given:
-                self.wanted.setdefault(x, []).append(layout)
+        for x, wanted in self._uses():
+            if isinstance(x, Var) and wanted is not None and x not in as_given:
+                self.wanted.setdefault(x, []).append(wanted)
         with self.b:
             for eqn, choice in zip(self.block.eqns, self.laid.choices, strict=True):
                 self.b.at(eqn)
@@ -328,7 +328,7 @@ class _Block:
         layouts = [layout for layout in choice.ins if layout is not None]
         inner = Program({"main": block})
         laid = follow(inner, "main", layouts, choice.outs, self.moves)
-        inner_block = _Block(inner, "main", {"main": laid}, self.moves)
+        inner_block = _LocalBlock(inner, "main", {"main": laid}, self.moves)
         operands = [x for x in values if isinstance(x, Var)]
         inner_block.b = self.b
         for v, layout, x in zip(block.inputs, layouts, operands, strict=True):

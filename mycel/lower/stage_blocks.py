@@ -137,11 +137,11 @@ class StageParts:
 
     def _part(self, kind: str, s: int) -> StagePart:
         eqns = tuple(e for _, e in self.eqns[kind, s])
-        made = dict.fromkeys(v for e in eqns for v in e.outputs)
+        own_values = dict.fromkeys(v for e in eqns for v in e.outputs)
         later = KINDS[KINDS.index(kind) + 1 :]
         read = {v for k in later for _, e in self.eqns[k, s] for v in e.vars}
         read |= {v for m in self.messages if m.source == (kind, s) for v in m.values}
         read |= set(self.wanted(kind, s))
-        takes = tuple(dict.fromkeys(v for e in eqns for v in e.vars if v not in made))
-        gives = tuple(v for v in made if v in read)
+        takes = tuple(dict.fromkeys(v for e in eqns for v in e.vars if v not in own_values))
+        gives = tuple(v for v in own_values if v in read)
         return StagePart(step_name(kind, s), Block(takes, eqns, gives), takes, gives)

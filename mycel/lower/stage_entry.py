@@ -103,7 +103,7 @@ class PipelineEntry:
         self.main, self.by_role = self.program.main, self.program.by_role()
         self.homes = self._homes()
         self.taken = [self._taken(r) for r in range(self.schedule.ranks)]
-        self.reads = [self._slice(r, list(taken), norm=False).inputs for r, taken in enumerate(self.taken)]
+        self.reads = [self._slice(r, list(indices), norm=False).inputs for r, indices in enumerate(self.taken)]
         self.norm_of = self._made_by()
         self.slices = [self._slice(r, [*self.taken[r], *self.wanted(r)]) for r in range(self.schedule.ranks)]
 
@@ -145,8 +145,8 @@ class PipelineEntry:
             if any(v in need for v in eqn.outputs):
                 eqns.append(replace(eqn, phase="forward"))
                 need.update(eqn.vars)
-        made = {v for e in eqns for v in e.outputs}
-        inputs = dict.fromkeys([*turned, *(v for e in reversed(eqns) for v in e.vars if v not in made)])
+        defined = {v for e in eqns for v in e.outputs}
+        inputs = dict.fromkeys([*turned, *(v for e in reversed(eqns) for v in e.vars if v not in defined)])
         return Block(tuple(inputs), tuple(reversed(eqns)), tuple(outs))
 
     @property

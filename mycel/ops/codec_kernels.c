@@ -2,8 +2,8 @@
 
    A row of `row` floats is ceil(row / block) blocks, the last one filled up with zeros; of n floats the rows are cut
    one behind the other.  A block is its scale (a float), then its codes: int8 one a byte, int4 element i in the low
-   and element i + block / 2 in the high half of byte i, plus 8.  Bits are those of the torch kernels (codec_kernels.py):
-   compile with -ffp-contract=off.
+   and element i + block / 2 in the high half of byte i, plus 8.  Bits are those of the torch kernels
+   (codec_kernels.py): compile with -ffp-contract=off.
 
    A block is read once, and lies in the nearest cache until it is written.  Loops are such as compilers make vectors of
    for any processor. */
@@ -120,8 +120,8 @@ ENCODER(int4_by_chance, any, 4, 1)
 
 static encoder *encoder_of(int64_t block, int bits, int stochastic) {
   if (stochastic) return bits == 8 ? int8_by_chance : int4_by_chance;
-  if (bits == 8) return block == 128 ? int8_of_128 : block == 256 ? int8_of_256 : block == 512 ? int8_of_512 : int8_of_any;
-  return block == 128 ? int4_of_128 : block == 256 ? int4_of_256 : int4_of_any;
+  if (bits == 4) return block == 128 ? int4_of_128 : block == 256 ? int4_of_256 : int4_of_any;
+  return block == 128 ? int8_of_128 : block == 256 ? int8_of_256 : block == 512 ? int8_of_512 : int8_of_any;
 }
 
 /* x + e (e may be NULL) -> codes of all rows; `left` (may be NULL, x or e): what the codes leave over */

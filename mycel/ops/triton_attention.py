@@ -281,7 +281,7 @@ def forward_kernel(
 
 @triton.jit
 def cotangents(
-    qs, gs, ks, vs, row, column, drawn, level, taken, mask, mn, mk, bound, factor, scale, cap, before, behind,
+    qs, gs, ks, vs, row, column, drawn, level, shares, mask, mn, mk, bound, factor, scale, cap, before, behind,
     rows, columns, MASK: tl.constexpr, DROP: tl.constexpr, CAP: tl.constexpr, INSIDE: tl.constexpr,
 ):  # fmt: skip
     """(dropped weights, cotangents of scores) of a tile, from its scores computed anew."""
@@ -296,7 +296,7 @@ def cotangents(
         keep = kept(drawn, column, bound)
         d = tl.where(keep, p * factor, 0.0)
         dp = tl.where(keep, dp * factor, 0.0)
-    ds = p * (dp - taken[:, None])
+    ds = p * (dp - shares[:, None])
     if CAP:
         ds = ds * slope
     return d, ds
@@ -307,11 +307,11 @@ def rows_told(lse, share, draws, at, row, rows, DROP: tl.constexpr):
     """(log-sum-exp in base 2, share, counts) of rows; a row that sees nothing, or is none, has weights 0."""
     level = tl.load(lse + at * rows + row, mask=row < rows, other=float("inf")) * LOG2E
     level = tl.where(level == float("-inf"), 0.0, level)
-    taken = tl.load(share + at * rows + row, mask=row < rows, other=0.0)
+    shares = tl.load(share + at * rows + row, mask=row < rows, other=0.0)
     drawn = row.to(tl.int64)
     if DROP:
         drawn = tl.load(draws + at * rows + row, mask=row < rows, other=0)
-    return level, taken, drawn
+    return level, shares, drawn
 
 
 @triton.jit
@@ -325,9 +325,9 @@ def columns_span(
         row = start + tl.arange(0, ROWS)
         qs = tile(q, row, feature, qn, qd, rows, width, INSIDE, EXACT)
         gs = tile(g, row, feature_v, gn, gd, rows, width_v, INSIDE, EXACT)
-        level, taken, drawn = rows_told(lse, share, draws, at, row, rows, DROP)
+        level, shares, drawn = rows_told(lse, share, draws, at, row, rows, DROP)
         d, ds = cotangents(
-            qs, gs, ks, vs, row, column, drawn, level, taken, mask, mn, mk, bound, factor, scale, cap, before, behind,
+            qs, gs, ks, vs, row, column, drawn, level, shares, mask, mn, mk, bound, factor, scale, cap, before, behind,
             rows, columns, MASK, DROP, CAP, INSIDE,
         )  # fmt: skip
         dv = tl.dot(tl.trans(d.to(gs.dtype)), gs, dv)
@@ -380,7 +380,7 @@ def columns_kernel(
 
 @triton.jit
 def rows_span(
-    dq, qs, gs, k, v, row, drawn, level, taken, mask, begin, end, feature, feature_v,
+    dq, qs, gs, k, v, row, drawn, level, shares, mask, begin, end, feature, feature_v,
     kn, kd, vn, vd, mn, mk, bound, factor, scale, cap, before, behind, rows, columns, width, width_v,
     COLUMNS: tl.constexpr, EXACT: tl.constexpr, MASK: tl.constexpr, DROP: tl.constexpr, CAP: tl.constexpr,
     INSIDE: tl.constexpr,
@@ -390,7 +390,7 @@ def rows_span(
         ks = tile(k, column, feature, kn, kd, columns, width, INSIDE, EXACT)
         vs = tile(v, column, feature_v, vn, vd, columns, width_v, INSIDE, EXACT)
         _, ds = cotangents(
-            qs, gs, ks, vs, row, column, drawn, level, taken, mask, mn, mk, bound, factor, scale, cap, before, behind,
+            qs, gs, ks, vs, row, column, drawn, level, shares, mask, mn, mk, bound, factor, scale, cap, before, behind,
             rows, columns, MASK, DROP, CAP, INSIDE,
         )  # fmt: skip
         dq = tl.dot(ds.to(ks.dtype), ks, dq)
@@ -414,21 +414,21 @@ def rows_kernel(
     mask += b * mb + h * mh
     qs = tile(q + b * qb + h * qh, row, feature, qn, qd, rows, width, False, EXACT)
     gs = tile(g + b * gb + h * gh, row, feature_v, gn, gd, rows, width_v, False, EXACT)
-    level, taken, drawn = rows_told(lse, share, draws, at, row, rows, DROP)
+    level, shares, drawn = rows_told(lse, share, draws, at, row, rows, DROP)
     total = tl.zeros((ROWS, WIDTH), tl.float32)
     begin, inner, outer, end = spans(first, ROWS, columns, before, behind, COLUMNS)
     total = rows_span(
-        total, qs, gs, k, v, row, drawn, level, taken, mask, begin, tl.minimum(inner, end), feature, feature_v,
+        total, qs, gs, k, v, row, drawn, level, shares, mask, begin, tl.minimum(inner, end), feature, feature_v,
         kn, kd, vn, vd, mn, mk, bound, factor, scale, cap, before, behind, rows, columns, width, width_v,
         COLUMNS, EXACT, MASK, DROP, CAP, False,
     )  # fmt: skip
     total = rows_span(
-        total, qs, gs, k, v, row, drawn, level, taken, mask, inner, outer, feature, feature_v,
+        total, qs, gs, k, v, row, drawn, level, shares, mask, inner, outer, feature, feature_v,
         kn, kd, vn, vd, mn, mk, bound, factor, scale, cap, before, behind, rows, columns, width, width_v,
         COLUMNS, EXACT, MASK, DROP, CAP, True,
     )  # fmt: skip
     total = rows_span(
-        total, qs, gs, k, v, row, drawn, level, taken, mask, outer, end, feature, feature_v,
+        total, qs, gs, k, v, row, drawn, level, shares, mask, outer, end, feature, feature_v,
         kn, kd, vn, vd, mn, mk, bound, factor, scale, cap, before, behind, rows, columns, width, width_v,
         COLUMNS, EXACT, MASK, DROP, CAP, False,
     )  # fmt: skip

@@ -308,11 +308,11 @@ def _wait_for_host(lines: Sequence[Line], program: Program) -> None:
         if line.eqn.on_host:
             behind.update((new[v], rest) for v in line.eqn.outputs if v in new)
             rest += line.seconds
-    made = {v for line in lines if line.eqn.on_host for v in line.eqn.outputs}
-    for line in lines if made else ():
+    hosted = {v for line in lines if line.eqn.on_host for v in line.eqn.outputs}
+    for line in lines if hosted else ():
         if not line.eqn.on_host:
             waits = [behind[v.name] for v in line.eqn.vars if v.name in behind and v.type.space == HOST]
-            now = [0.0] if any(v in made for v in line.eqn.vars) and line.kind == "begin" else []
+            now = [0.0] if any(v in hosted for v in line.eqn.vars) and line.kind == "begin" else []
             line.behind = min([*waits, *now], default=None)
 
 

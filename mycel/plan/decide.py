@@ -96,8 +96,8 @@ def _beside_least(peaks: Mapping[int, int]) -> list[int]:
     """Of numbers with what they need: those half way from the one that needs least to the next on each side."""
     least = min(peaks, key=lambda k: peaks[k])
     below, above = [k for k in peaks if k < least], [k for k in peaks if k > least]
-    found = ([(max(below) + least) // 2] if below else []) + ([(least + min(above)) // 2] if above else [])
-    return [k for k in found if k not in peaks]
+    candidates = ([(max(below) + least) // 2] if below else []) + ([(least + min(above)) // 2] if above else [])
+    return [k for k in candidates if k not in peaks]
 
 
 def _stages_line(times: Times) -> str:

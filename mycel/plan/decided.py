@@ -74,8 +74,10 @@ class EquationLayout:
             raise PlanError(f"decided: {self.op} has no dim {unknown[0]}\n  the plan  {self}\n  at        {eqn.source}")
         choice = options.laid(self.letters, self.through)
         if choice.outs != tuple(layout for _, layout in self.results):
-            made, said = str(EquationLayout.of(eqn, choice)).split(" -> "), str(self).split(" -> ")
-            raise PlanError(f"decided: {made[0]} gives {made[1]}, the plan says {said[1]}\n  at        {eqn.source}")
+            derived, said = str(EquationLayout.of(eqn, choice)).split(" -> "), str(self).split(" -> ")
+            raise PlanError(
+                f"decided: {derived[0]} gives {derived[1]}, the plan says {said[1]}\n  at        {eqn.source}"
+            )
         return choice
 
     def __str__(self) -> str:
@@ -155,9 +157,9 @@ class BlockLayouts:
             eqn, planned = values[name], self.values[name]
             results = tuple(v.type for v in eqn.outputs)
             if eqn.op.name != planned.op or results != tuple(t for t, _ in planned.results):
-                made = ", ".join(map(str, results))
+                types = ", ".join(map(str, results))
                 yield (
-                    f"{name} is {eqn.op.name} -> {made}, in the plan {planned.op} -> "
+                    f"{name} is {eqn.op.name} -> {types}, in the plan {planned.op} -> "
                     f"{', '.join(str(t) for t, _ in planned.results)}"
                 )
 
@@ -355,11 +357,11 @@ def digest(program: Program) -> str:
 
 def _refuse(differences: Iterable[str]) -> None:
     """PlanError with the first differences, if there are any."""
-    found = list(itertools.islice(differences, SHOWN + 1))
-    if found:
-        found[SHOWN:] = ["…"] * (len(found) > SHOWN)
+    shown = list(itertools.islice(differences, SHOWN + 1))
+    if shown:
+        shown[SHOWN:] = ["…"] * (len(shown) > SHOWN)
         raise PlanError(
-            "the plan was decided for another program\n  differs   " + "\n            ".join(found) + "\n"
+            "the plan was decided for another program\n  differs   " + "\n            ".join(shown) + "\n"
             "  try       the model, batch, optimiser and settings it was made with, or plan.given to decide anew"
         )
 

@@ -131,13 +131,13 @@ class Space:
     @functools.cached_property
     def ways(self) -> list[tuple[Indices, Indices, Indices]]:
         """For each target: the arcs allowed, where those of each state begin among them, and these states."""
-        found = []
+        by_target = []
         for target in self.targets:
             arcs = [k for k, arc in enumerate(self.arcs) if self.allowed(arc, target)]
             sources = np.array([self.arcs[k].source for k in arcs], np.int64)
             states, starts = np.unique(sources, return_index=True)
-            found.append((np.array(arcs, np.int64), starts, states))
-        return found
+            by_target.append((np.array(arcs, np.int64), starts, states))
+        return by_target
 
 
 @functools.lru_cache(maxsize=64)
@@ -192,7 +192,7 @@ class Distances:
         for k, arc in enumerate(s.arcs):
             if arc.even is not None or arc.same:
                 cost[k, [j for j, t in enumerate(types) if not _holds(arc, t, s.mesh)]] = np.inf
-        found = np.full((len(types), n, n), np.inf)
+        seconds = np.full((len(types), n, n), np.inf)
         for goal, (arcs, starts, states) in zip(s.targets, s.ways, strict=True):
             away = np.full((n, len(types)), np.inf)
             away[goal] = 0.0
@@ -201,8 +201,8 @@ class Distances:
                 shorter = np.minimum(np.minimum.reduceat(cost[arcs] + away[target[arcs]], starts, 0), away[states])
                 changed = bool((shorter < away[states]).any())
                 away[states] = shorter
-            found[:, :, goal] = away.T
-        return list(found)
+            seconds[:, :, goal] = away.T
+        return list(seconds)
 
 
 def laid_at(ndim: int, places: Iterable[tuple[str, int]]) -> Layout:

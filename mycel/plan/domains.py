@@ -71,16 +71,16 @@ class Domain:
             return [({k: (axis,) for axis, word in zip(axes, words, strict=True) for k in word}, 0)]
         if not self._possible(labels, fixed):
             return []
-        found: dict[tuple[Any, ...], tuple[dict[str, Axes], int]] = {}
+        by_split: dict[tuple[Any, ...], tuple[dict[str, Axes], int]] = {}
         for number, order in enumerate(itertools.permutations(range(len(axes)))):
             letters: dict[str, Axes] = {}
             for i in order:
                 letters.update((k, (*letters.get(k, ()), axes[i])) for k in words[i])
             if all(letters.get(k, over) == over for k, over in fixed.items()):
-                found.setdefault(
+                by_split.setdefault(
                     tuple(letters.items() if len(letters) == 1 else sorted(letters.items())), (letters, number)
                 )
-        return list(found.values())
+        return list(by_split.values())
 
     def _possible(self, labels: Sequence[Label], fixed: Mapping[str, Axes]) -> bool:
         before: dict[str, Axes] = {}
@@ -111,7 +111,7 @@ class Domain:
     def shares(self) -> Table:
         """The part of the work that is left to a rank under each value."""
         sizes = self.options.fit.sizes if self.options.fit is not None else {}
-        found = np.ones(len(self))
+        fractions = np.ones(len(self))
         for i, letters in enumerate(self.letters):
             seen: set[str] = set()
             for a in range(len(self.single)):
@@ -120,13 +120,13 @@ class Domain:
                 if word and word[0] not in seen:
                     seen.add(word[0])
                     n = sizes[word[0]]
-                    found[i] *= part(n, letters[word[0]], self.mesh) / n
-        return found
+                    fractions[i] *= part(n, letters[word[0]], self.mesh) / n
+        return fractions
 
     def messages(self, eqn: Eqn, price: Price) -> Table:
         """Seconds that messages inside the equation take under each value: what one label sends is less by what the
         others split."""
-        found = np.zeros(len(self))
+        seconds = np.zeros(len(self))
         shares = self.shares()
         for i in range(len(self)):
             over: dict[Label, Axes] = {}
@@ -138,8 +138,8 @@ class Domain:
                 start_s, wire_s = price(eqn, label, axes)
                 first = label.letter.split()[0]
                 n = self.options.fit.sizes[first]  # type: ignore[union-attr]
-                found[i] += start_s + wire_s * shares[i] * n / part(n, axes, self.mesh)
-        return found
+                seconds[i] += start_s + wire_s * shares[i] * n / part(n, axes, self.mesh)
+        return seconds
 
     def _is_plain(self, label: Label, axis: str) -> bool:
         letters = dict.fromkeys(label.letter.split(), (axis,))

@@ -39,7 +39,7 @@ def host_updates(program: Program, parameters: Collection[str]) -> list[HostUpda
     block, uses = program.main, chains(program.main)
     new = dict(zip(program.updates, block.outputs[len(block.outputs) - len(program.updates) :], strict=True))
     inputs = set(block.inputs)
-    found = []
+    updates = []
     for eqn in block.eqns:
         if not eqn.op.hosted or eqn.op.inplace is None or "count" not in eqn.params:
             continue
@@ -49,8 +49,8 @@ def host_updates(program: Program, parameters: Collection[str]) -> list[HostUpda
             read = any(uses[y].uses for y in results[1:]) or any(len(uses[x].uses) > 1 for x in own[1:])
             lives = replaced[0] and not uses[results[0]].uses and own[0].name in parameters
             if all(replaced[1:]) and not read and uses[gradient].defined >= 0 and own[1:]:
-                found += [HostUpdate(own[0], tuple(own[1:]), gradient)] if lives or own[0] not in inputs else []
-    return found
+                updates += [HostUpdate(own[0], tuple(own[1:]), gradient)] if lives or own[0] not in inputs else []
+    return updates
 
 
 def column(eqn: Eqn, i: int) -> tuple[list[Var], list[Var], Var]:

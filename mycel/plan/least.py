@@ -184,13 +184,13 @@ class Elimination:
 
     def _take(self, name: Name) -> list[tuple[tuple[Name, ...], Table]]:
         """The tables over a variable, removed."""
-        taken = []
+        tables = []
         for key in sorted(self.of[name]):
             names, t = self.tables.pop(key)
             for n in names:
                 self.of[n].discard(key)
-            taken.append((names, t))
-        return taken
+            tables.append((names, t))
+        return tables
 
     def _neighbours(self, name: Name) -> list[Name]:
         return list(dict.fromkeys(n for key in sorted(self.of[name]) for n in self.tables[key][0] if n != name))

@@ -43,19 +43,19 @@ def own_axes(eqns: Mapping[Node, Eqn], edges: Any) -> dict[Node, frozenset[str]]
     seeds = {node: frozenset(e.params["axes"]) for node, e in eqns.items() if e.op.by_rank and "axes" in e.params}
     if not seeds:
         return {}
-    found = {_whole(node): axes for node, axes in seeds.items() if eqns[node].op.name not in ("enter", "leave")}
+    axes_of = {_whole(node): axes for node, axes in seeds.items() if eqns[node].op.name not in ("enter", "leave")}
     arcs = {(source.node, node) for source, node, _, _ in edges}
     changed = True
     while changed:
         changed = False
         for start, end in arcs:
-            given = found.get(_whole(start), frozenset())
+            given = axes_of.get(_whole(start), frozenset())
             name = eqns[start].op.name if start in eqns else ""
             given = given | seeds[start] if name == "enter" else given - seeds[start] if name == "leave" else given
-            had = found.get(_whole(end), frozenset())
+            had = axes_of.get(_whole(end), frozenset())
             if not given <= had:
-                found[_whole(end)], changed = had | given, True
-    return {node: found[_whole(node)] for node in {*eqns, *(end for _, end in arcs)} if _whole(node) in found}
+                axes_of[_whole(end)], changed = had | given, True
+    return {node: axes_of[_whole(node)] for node in {*eqns, *(end for _, end in arcs)} if _whole(node) in axes_of}
 
 
 def _whole(node: Node) -> Node:

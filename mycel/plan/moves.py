@@ -130,12 +130,12 @@ class Moves:
 
     def _joint(self, at: Layout, target: Layout) -> list[Axes]:
         """Several axes with partial values of one kind, to be reduced at once."""
-        found = []
+        groups = []
         for kind in ("+", ">", "<"):
             axes = tuple(a for a, k in at.partial if k == kind and (a, k) not in target.partial)
             if len(axes) > 1:
-                found.append(axes)
-        return found
+                groups.append(axes)
+        return groups
 
     def _gathers_at_once(self, n: int, rest: Axes, gone: Axes) -> bool:
         """Parts over several axes join to a whole in one go where none but the last ones are short."""

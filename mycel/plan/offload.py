@@ -158,14 +158,14 @@ class Offloaded:
         return bool(self.moved or self.streamed or self.norms)
 
     def data(self) -> dict[str, Any]:
-        found: dict[str, Any] = {"body": self.body}
-        found |= {"values": {m.value: [m.freed, m.fetched] for m in self.moved}} if self.moved else {}
-        found |= {"inputs": {s.input: [list(s.fetched), s.freed] for s in self.streamed}} if self.streamed else {}
+        data: dict[str, Any] = {"body": self.body}
+        data |= {"values": {m.value: [m.freed, m.fetched] for m in self.moved}} if self.moved else {}
+        data |= {"inputs": {s.input: [list(s.fetched), s.freed] for s in self.streamed}} if self.streamed else {}
         inside = {block: {s.input: list(s.fetched) for s in each} for block, each in self.inside.items()}
-        found |= {"inside": inside} if inside else {}
-        found |= {"chunk": self.chunk} if self.chunk else {}
-        found |= {"updated": dict(self.updated)} if self.updated else {}
-        return found | ({"norms": True} if self.norms else {})
+        data |= {"inside": inside} if inside else {}
+        data |= {"chunk": self.chunk} if self.chunk else {}
+        data |= {"updated": dict(self.updated)} if self.updated else {}
+        return data | ({"norms": True} if self.norms else {})
 
     @staticmethod
     def read(data: Mapping[str, Any]) -> Offloaded:
@@ -224,7 +224,7 @@ def absences(
     lying: dict[Var, list[Var]] = {}
     for v, of in owner.items():
         lying.setdefault(of, []).append(v)
-    found = []
+    candidates = []
     for of, family in lying.items():
         at = uses[of].defined
         eqn = block.eqns[at]
@@ -240,9 +240,9 @@ def absences(
             continue
         late = [v for v in family if any(i >= use for i in uses[v].uses) and uses[v].defined <= before]
         if gap[0] > 2 * hardware.move_s(size(of)) and late == [of] and not any(uses[v].is_output for v in family):
-            found.append(Absence(of, at, before, use, kind))
-    least = sum(a.bytes for a in found) // SMALL
-    return sorted((a for a in found if a.bytes >= least), key=lambda a: (a.made, a.var.name))
+            candidates.append(Absence(of, at, before, use, kind))
+    least = sum(a.bytes for a in candidates) // SMALL
+    return sorted((a for a in candidates if a.bytes >= least), key=lambda a: (a.made, a.var.name))
 
 
 def _alone(program: Program, block: Block) -> set[Var]:
@@ -350,23 +350,23 @@ def visits(
     inputs: Collection[str],
     times: Sequence[float],
     hardware: Hardware,
-    handed: Collection[tuple[int, Var]] = (),
+    passed_on: Collection[tuple[int, Var]] = (),
 ) -> list[Visit]:
     """When inputs of a block are needed on the device, in the order of that: between two visits there is time to come
-    anew.  `handed`: equations that take an input as it lies."""
+    anew.  `passed_on`: equations that take an input as it lies."""
     block = program.blocks[name]
     uses = chains(block)
-    found = []
+    stays = []
     for v in block.inputs:
-        at = [i for i in uses[v].uses if (i, v) not in handed]
+        at = [i for i in uses[v].uses if (i, v) not in passed_on]
         if v.name not in inputs or not at:
             continue
         first, after = at[0], -1
         for a, b in zip(at, [*at[1:], None], strict=True):
             if b is None or times[b] - times[a + 1] > 2 * hardware.move_s(size(v)):
-                found.append(Visit(v, first, a, after))
+                stays.append(Visit(v, first, a, after))
                 first, after = b or 0, a
-    return sorted(found, key=lambda visit: visit.first)
+    return sorted(stays, key=lambda visit: visit.first)
 
 
 class PlacedCopies(NamedTuple):
@@ -418,8 +418,8 @@ class Copies:
         uses = chains(self.program.blocks[self.block])
         gone = (*self.away, *self.leaving)
         wanted = [(a.var, Departure(a.made + 1, a.before + 1, a.bytes, a.kind)) for a in gone]
-        made = {x: uses[x].defined for x in self._new().values()}
-        wanted += [(x, Departure(i + 1, i + 1, size(x), UPDATE)) for x, i in made.items()]
+        defined = {x: uses[x].defined for x in self._new().values()}
+        wanted += [(x, Departure(i + 1, i + 1, size(x), UPDATE)) for x, i in defined.items()]
         wanted.sort(key=lambda each: each[1].ready)
         order = [each for _, each in wanted]
         _, free = departures(order, self.times, self.hardware, windows)
@@ -446,9 +446,9 @@ class Copies:
         if self.block != program.entry or not program.updates:
             return {}
         new = dict(zip(program.updates, block.outputs[-len(program.updates) :], strict=True))
-        made = {v for e in block.eqns for v in e.outputs}
+        defined = {v for e in block.eqns for v in e.outputs}
         mine = dict.fromkeys(visit.input for visit in self.visiting if visit.input not in self.hosted)
-        return {v: x for v in mine if isinstance(x := new.get(v.name), Var) and x in made}
+        return {v: x for v in mine if isinstance(x := new.get(v.name), Var) and x in defined}
 
 
 def handed_to(
@@ -457,15 +457,15 @@ def handed_to(
     """Of blocks that the entry runs several times, each time with the same of these inputs: (equation, input of the
     entry) -> the block and the input of it that it is.  What a loop hands on to each turn is the same by itself, and
     steps of a pipeline are called with the parameters of their stage."""
-    found: dict[tuple[int, Var], tuple[str, Var]] = {}
+    operands: dict[tuple[int, Var], tuple[str, Var]] = {}
     for i, eqn in enumerate(program.main.eqns):
         block = next((str(ref) for ref in eqn.refs if ref in blocks), None)
         if block is None or not (eqn.op is call or "consts" in eqn.params):
             continue
         same = len(eqn.inputs) if eqn.op is call else eqn.params["consts"]
         pairs = zip(eqn.inputs[:same], program.blocks[block].inputs, strict=False)
-        found |= {(i, x): (block, v) for x, v in pairs if isinstance(x, Var) and x.name in inputs}
-    return found
+        operands |= {(i, x): (block, v) for x, v in pairs if isinstance(x, Var) and x.name in inputs}
+    return operands
 
 
 def state_inputs(program: Program) -> list[Var]:

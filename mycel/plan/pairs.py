@@ -41,12 +41,12 @@ def least(s: Sum) -> Least:
         pairs.diffuse(best)
         pairs.leave_out(best)
         pairs.shrink()
-        found, exact = pairs.answer(s)
-        best = min(best, found, key=lambda x: x.value)
+        answer, exact = pairs.answer(s)
+        best = min(best, answer, key=lambda x: x.value)
         if exact or best.value <= pairs.bound + CLOSE * abs(best.value):
             return Least(best.chosen, best.value, best.value)
-    found, exact = pairs.answer(s, WHOLE_TABLE)
-    chosen = min(best, found, key=lambda x: x.value).chosen
+    answer, exact = pairs.answer(s, WHOLE_TABLE)
+    chosen = min(best, answer, key=lambda x: x.value).chosen
     s.improve(chosen, by_variable(s.sizes, s.tables))
     value = s.value(chosen)
     return Least(chosen, value, value if exact else min(value, pairs.bound))

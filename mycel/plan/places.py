@@ -253,9 +253,9 @@ def placed_stages(flow: StepFlow, places: Sequence[Place]) -> PlacedStages:
 
 def _weights(flow: StepFlow, unit: int, names: Mapping[Var, set[str]], places: Sequence[Place]) -> dict[int, int]:
     """Of the parameters that an equation reads: elements, by place."""
-    found: dict[int, int] = {}
+    elements: dict[int, int] = {}
     for v in flow.behind(flow.block.eqns[unit]):
         for name in names.get(v, ()):
             at = place_of(places, name)
-            found[at] = found.get(at, 0) + v.type.numel
-    return found
+            elements[at] = elements.get(at, 0) + v.type.numel
+    return elements

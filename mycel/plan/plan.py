@@ -364,7 +364,7 @@ class Plan:
         predicted = Predicted.read(data["predicted"], where) if data.get("predicted") else None
         own = Mesh(written) if isinstance(written, Mapping) and (mesh is None or decided is not None) else mesh
         assert own is not None
-        found = Plan(
+        plan = Plan(
             own, dict(data.get("parameters") or {}), data.get("batch") or (), dict(data.get("activations") or {}),
             zero, over, str(data.get("recompute") or "auto"), bool(data.get("loose")), decided, predicted,
             str(data.get("sums") or "as computed"), data.get("microbatches") or 1,
@@ -372,7 +372,7 @@ class Plan:
             data.get("compress") or {}, data.get("sync") or {}, data.get("gather") or {}, data.get("monitor") or (),
             data.get("place") or {}, data.get("at_once") or 1, data.get("send") or {}, levels,
         )  # fmt: skip
-        return found._on(mesh, where)
+        return plan._on(mesh, where)
 
     def _on(self, mesh: Mesh | None, where: str) -> Plan:
         """The plan for a mesh: what was decided for another one is refused."""
@@ -387,34 +387,34 @@ class Plan:
 
     def data(self) -> dict[str, Any]:
         """Plain data that `read` takes back."""
-        found: dict[str, Any] = {"mesh": self.inside.mesh.sizes()} if not self.place else {}
-        found |= {"parameters": {k: _plain(v) for k, v in self.parameters.items()}} if self.parameters else {}
+        data: dict[str, Any] = {"mesh": self.inside.mesh.sizes()} if not self.place else {}
+        data |= {"parameters": {k: _plain(v) for k, v in self.parameters.items()}} if self.parameters else {}
         if self.batch:
-            found["batch"] = (
+            data["batch"] = (
                 {k: _plain(v) for k, v in self.batch.items()} if isinstance(self.batch, Mapping) else _plain(self.batch)
             )
-        found |= {"activations": {k: _plain(v) for k, v in self.activations.items()}} if self.activations else {}
-        found |= {"zero": zero_data(self.zero, self.over, self.levels)} if self.zero else {}
-        found |= {"microbatches": self.microbatches} if self.microbatches > 1 else {}
-        found |= {"at_once": self.at_once} if self.at_once > 1 else {}
+        data |= {"activations": {k: _plain(v) for k, v in self.activations.items()}} if self.activations else {}
+        data |= {"zero": zero_data(self.zero, self.over, self.levels)} if self.zero else {}
+        data |= {"microbatches": self.microbatches} if self.microbatches > 1 else {}
+        data |= {"at_once": self.at_once} if self.at_once > 1 else {}
         if self.is_pipeline:
-            found["stages"] = self.stages if isinstance(self.stages, int) else list(self.stages)
-            found["schedule"] = self.schedule
+            data["stages"] = self.stages if isinstance(self.stages, int) else list(self.stages)
+            data["schedule"] = self.schedule
         if self.place:
-            found["place"] = places_data(self.places)
-            found |= {"schedule": self.schedule} if self.schedule != "1f1b" else {}
-        found |= {"sums": self.sums} if self.sums != "as computed" else {}
-        found |= {"compress": _plain_mapping(self.compress)} if self.compress else {}
-        found |= {"gather": _plain_mapping(self.gather)} if self.gather else {}
-        found |= {"send": _plain_mapping(self.send)} if self.send else {}
-        found |= {"monitor": sorted(read_monitor(self.monitor))} if self.monitor else {}
-        found |= {"sync": dict(self.sync)} if self.sync else {}
-        found |= {"recompute": self.recompute} if self.recompute != "auto" else {}
-        found |= {"offload": self.offload.data()} if not self.offload.unsaid else {}
-        found |= {"loose": True} if self.loose else {}
-        found |= {"decided": self.decided.data()} if self.decided is not None else {}
-        found |= {"predicted": self.predicted.data()} if self.predicted is not None else {}
-        return found
+            data["place"] = places_data(self.places)
+            data |= {"schedule": self.schedule} if self.schedule != "1f1b" else {}
+        data |= {"sums": self.sums} if self.sums != "as computed" else {}
+        data |= {"compress": _plain_mapping(self.compress)} if self.compress else {}
+        data |= {"gather": _plain_mapping(self.gather)} if self.gather else {}
+        data |= {"send": _plain_mapping(self.send)} if self.send else {}
+        data |= {"monitor": sorted(read_monitor(self.monitor))} if self.monitor else {}
+        data |= {"sync": dict(self.sync)} if self.sync else {}
+        data |= {"recompute": self.recompute} if self.recompute != "auto" else {}
+        data |= {"offload": self.offload.data()} if not self.offload.unsaid else {}
+        data |= {"loose": True} if self.loose else {}
+        data |= {"decided": self.decided.data()} if self.decided is not None else {}
+        data |= {"predicted": self.predicted.data()} if self.predicted is not None else {}
+        return data
 
     def __str__(self) -> str:
         return plan_yaml(self.data())
@@ -473,11 +473,11 @@ class Plan:
     def parameter_layouts(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, Layout]:
         """Where each parameter is used in a step lies, by name: as given, else whole.  Stored parts of ZeRO-3 are split
         once more (`stored`)."""
-        found: dict[str, Layout] = {}
+        layouts: dict[str, Layout] = {}
         used: set[str] = set()
         for name, shape in shapes.items():
             pattern = next((p for p in self.parameters if fnmatchcase(name, p)), None)
-            found[name] = Layout.whole(len(shape))
+            layouts[name] = Layout.whole(len(shape))
             if pattern is not None:
                 used.add(pattern)
                 layout = read_layout(self.parameters[pattern], self.mesh, f"parameters: {pattern}")
@@ -486,12 +486,12 @@ class Plan:
                         f"parameters: {pattern}: {layout} has {len(layout.dims)} dims, {name} has {len(shape)}: "
                         f"{list(shape)}"
                     )
-                found[name] = layout
+                layouts[name] = layout
         for key, patterns in (("parameters", self.parameters), ("zero", self.levels)):
             unused = [p for p in patterns if p not in used and not any(fnmatchcase(n, p) for n in shapes)]
             if unused and not self.loose:
                 raise PlanError(f"{key}: {unmatched(unused[0], shapes)}")
-        return found
+        return layouts
 
     def level(self, name: str) -> int:
         """Of ZeRO, for a parameter."""
@@ -516,12 +516,12 @@ class Plan:
 
     def compressed(self) -> CompressedAxis | None:
         """How gradients are compressed; None where they are not, or along one rank alone."""
-        found = read_compress(self.compress, self.mesh, self.batch_axes())
-        if found is not None and found.auto and self.decided is not None and self.decided.compress:
-            found = read_compress({found.axis: self.decided.compress}, self.mesh, self.batch_axes())
-        if found is None or max(mesh[found.axis] for mesh in self.meshes()) == 1:
+        axis = read_compress(self.compress, self.mesh, self.batch_axes())
+        if axis is not None and axis.auto and self.decided is not None and self.decided.compress:
+            axis = read_compress({axis.axis: self.decided.compress}, self.mesh, self.batch_axes())
+        if axis is None or max(mesh[axis.axis] for mesh in self.meshes()) == 1:
             return None
-        return found if found.auto or any(how is not None for _, how in found.patterns) else None
+        return axis if axis.auto or any(how is not None for _, how in axis.patterns) else None
 
     def meshes(self) -> list[Mesh]:
         """On which gradients are summed: of all ranks, or of each place."""
@@ -568,10 +568,10 @@ class Plan:
 
     def compressions(self) -> list[Plan]:
         """The plans to choose from: itself, or where `compress` is auto, one for each choice."""
-        found = self.compressed()
-        if found is None or not found.auto:
+        axis = self.compressed()
+        if axis is None or not axis.auto:
             return [self]
-        return [replace(self, compress={found.axis: text}) for text in found.candidates()]
+        return [replace(self, compress={axis.axis: text}) for text in axis.candidates()]
 
     def with_compression(self, tried: Plan, seconds: Mapping[str, float]) -> Plan:
         """This plan, where `compress` is auto, decided as one of its choices was."""

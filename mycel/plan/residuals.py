@@ -231,7 +231,7 @@ class BlockCut:
 
     def _cut(self, price: float) -> tuple[tuple[str, ...], float, int]:
         block, costs, share, there = self.block, self.costs, self.share, self._there
-        graph = _Graph()
+        graph = _FlowNetwork()
 
         def keep(v: Var) -> float:
             part = share.get(v, 1.0)
@@ -268,7 +268,7 @@ class BlockCut:
         return tuple(names), sum(self._seconds[i] for i in sorted(redone)), size
 
 
-class _Graph:
+class _FlowNetwork:
     """Named nodes and arcs with capacities; None is without end."""
 
     def __init__(self) -> None:

@@ -350,7 +350,7 @@ def zbh1(ranks: int, microbatches: int) -> PipelineSchedule:
     return PipelineSchedule("zbh1", microbatches, tuple(range(ranks)), True, tuple(orders))
 
 
-class _Steps:
+class _TwoStageSteps:
     """The steps of a rank with two stages, each kind of each of them in the order of microbatches."""
 
     def __init__(self, stages: tuple[int, int]) -> None:
@@ -368,7 +368,7 @@ def zbv(ranks: int, microbatches: int) -> PipelineSchedule:
     full = max(2 * ranks - 1, microbatches)
     orders = []
     for rank in range(ranks):
-        steps = _Steps((rank, 2 * ranks - 1 - rank))
+        steps = _TwoStageSteps((rank, 2 * ranks - 1 - rank))
         add, count = steps.add, steps.count
         for _ in range(2 * (ranks - rank) - 1):
             add("F", 0)
@@ -402,10 +402,12 @@ def dualpipev(ranks: int, microbatches: int) -> PipelineSchedule:
     full = max(2 * ranks, microbatches)
     orders = []
     for rank in range(ranks):
-        steps, later = _Steps((rank, 2 * ranks - 1 - rank)), deque[int]()  # chunks whose weights are put off
+        steps, later = _TwoStageSteps((rank, 2 * ranks - 1 - rank)), deque[int]()  # chunks whose weights are put off
         behind = ranks - rank - 1
 
-        def backward(chunk: int, puts_off: bool = False, steps: _Steps = steps, later: deque[int] = later) -> None:
+        def backward(
+            chunk: int, puts_off: bool = False, steps: _TwoStageSteps = steps, later: deque[int] = later
+        ) -> None:
             steps.add("B" if puts_off else "BW", chunk)
             if puts_off:
                 later.append(chunk)
@@ -487,8 +489,8 @@ def read_orders(
     splits = any(s.kind == WEIGHT for order in orders for s in order)
     schedule = PipelineSchedule("searched", microbatches, tuple(place), splits, tuple(orders), after)
     wanted = set(itertools.product(KINDS if splits else KINDS[:2], range(len(place)), range(microbatches)))
-    found = [(s.kind, s.stage, s.microbatch) for order in orders for s in order]
-    if set(found) != wanted or len(found) != len(wanted):
+    listed = [(s.kind, s.stage, s.microbatch) for order in orders for s in order]
+    if set(listed) != wanted or len(listed) != len(wanted):
         raise PlanError("the order of a searched schedule is not that of this step\n  try       plan.given")
     list(schedule.in_time())
     return schedule

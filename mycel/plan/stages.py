@@ -174,12 +174,12 @@ class StepFlow:
     @cached_property
     def state(self) -> dict[Var, set[int]]:
         """Carries that are read and changed: the equations that do."""
-        found: dict[Var, set[int]] = {}
+        readers: dict[Var, set[int]] = {}
         for j, (v, new) in enumerate(zip(self.body.carried, self.block.outputs, strict=False)):
             if j not in self.sums and isinstance(new, Var) and self.flags[v] == STAGED:
                 ends = {self.makers[new]} if new in self.makers else set[int]()
-                found[v] = ends | {i for i in self.staged if v in self.behind(self.block.eqns[i])}
-        return {v: used for v, used in found.items() if used}
+                readers[v] = ends | {i for i in self.staged if v in self.behind(self.block.eqns[i])}
+        return {v: used for v, used in readers.items() if used}
 
     @cached_property
     def trained(self) -> dict[int, Var]:
@@ -187,7 +187,7 @@ class StepFlow:
         main, results = self.program.main, {v: j for j, v in enumerate(self.body.eqn.outputs[: self.body.carry])}
         makers = {v: e for e in main.eqns for v in e.outputs if e is not self.body.eqn}
         inside = {x: v for v, x in self.body.outer.items() if isinstance(x, Var)}
-        found: dict[int, Var] = {}
+        parameter_of: dict[int, Var] = {}
         for eqn in main.eqns[self.body.at + 1 :]:
             if not is_group_update(eqn.op):
                 continue
@@ -195,8 +195,8 @@ class StepFlow:
             for k in range(count):
                 at = [v for v in _sources(eqn.inputs[k], makers) if v in inside]
                 gradients = _sources(eqn.inputs[len(eqn.outputs) + k], makers)
-                found.update({results[v]: at[0] for v in gradients if v in results and at})
-        return {j: inside[v] for j, v in found.items()}
+                parameter_of.update({results[v]: at[0] for v in gradients if v in results and at})
+        return {j: inside[v] for j, v in parameter_of.items()}
 
     def behind(self, eqn: Eqn) -> set[Var]:
         """What an equation reads, free values opened: inputs of the body and staged values."""
@@ -225,10 +225,10 @@ def _sources(x: Atom, makers: Mapping[Var, Eqn]) -> set[Var]:
 
 
 def _all(flags: Mapping[Var, int], values: Iterable[Var]) -> int:
-    found = 0
+    union = 0
     for v in values:
-        found |= flags.get(v, 0)
-    return found
+        union |= flags.get(v, 0)
+    return union
 
 
 @dataclass(frozen=True)

@@ -37,11 +37,11 @@ def towers(program: Program) -> tuple[Tower, ...]:
     for v in program.inputs_of("parameter"):
         module = _module(program.role(v).name, depth)
         elements[module] = elements.get(module, 0) + v.type.numel
-    found = []
+    candidates = []
     for source in sources:
         modules = tuple(name for name in before if before[name] & sources == {source})
-        found.append(Tower(modules, sum(elements[name] for name in modules)))
-    return tuple(sorted(found, key=lambda t: (t.elements, t.modules)))
+        candidates.append(Tower(modules, sum(elements[name] for name in modules)))
+    return tuple(sorted(candidates, key=lambda t: (t.elements, t.modules)))
 
 
 def _module(parameter: str, depth: int) -> str:

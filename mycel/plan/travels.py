@@ -76,10 +76,10 @@ def _of_block(program: Program, name: str, clock: Clock, compiled: Collection[st
         by_name = {v.name: v for v in block.inputs}
         new = zip(program.updates, block.outputs[len(block.outputs) - len(program.updates) :], strict=True)
         updates = {x: by_name[k] for k, x in new if isinstance(x, Var) and by_name[k].type.space == HOST}
-    found: dict[Var, RoundTrip] = {}
+    trips: dict[Var, RoundTrip] = {}
     for eqn, (start, end) in zip(block.eqns, spans, strict=False):
         for p, text in _updated(eqn, end, clock) if eqn.on_host else ():
-            found.setdefault(p, RoundTrip(p, True)).updated = text
+            trips.setdefault(p, RoundTrip(p, True)).updated = text
         if not eqn.op.transfers:
             continue
         if eqn.op.effect:
@@ -89,12 +89,12 @@ def _of_block(program: Program, name: str, clock: Clock, compiled: Collection[st
         copy = Copy(arrived[token] - clock.hardware.move_s(x.type.bytes), arrived[token], end - start)
         if eqn.params["to"] == HOST:
             home = updates.get(result)
-            travel = found.setdefault(home or x, RoundTrip(home or x, home is not None))
+            travel = trips.setdefault(home or x, RoundTrip(home or x, home is not None))
             travel.leaves.append(copy)
-            found[result] = travel
+            trips[result] = travel
         else:
-            found.setdefault(x, RoundTrip(x, x in inputs)).comes.append(copy)
-    return iter({id(t): t for t in found.values()}.values())
+            trips.setdefault(x, RoundTrip(x, x in inputs)).comes.append(copy)
+    return iter({id(t): t for t in trips.values()}.values())
 
 
 def _updated(eqn: Eqn, end: float, clock: Clock) -> Iterator[tuple[Var, str]]:

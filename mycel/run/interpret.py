@@ -21,13 +21,13 @@ def interpret(program: Program, inputs: Sequence[torch.Tensor], hook: Hook | Non
     if len(inputs) != len(program.inputs):
         raise RunError(f"the program takes {len(program.inputs)} inputs, was given {len(inputs)}")
     device = next((x.device for x in inputs if isinstance(x, torch.Tensor)), torch.device("cpu"))
-    outs = _Run(program, device, hook).block(program.main, list(inputs))
+    outs = _Interpreter(program, device, hook).block(program.main, list(inputs))
     for i in shared_outputs(program):
         outs[i] = outs[i].clone()
     return outs
 
 
-class _Run:
+class _Interpreter:
     def __init__(self, program: Program, device: torch.device, hook: Hook | None) -> None:
         self.program, self.device, self.hook = program, device, hook
         self.consts = {name: c.to(device) for name, c in program.consts.items()}

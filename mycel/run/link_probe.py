@@ -38,9 +38,9 @@ def timed_messages(ranks: Processes, axis: str) -> dict[str, list[tuple[float, f
             x = torch.zeros(size // 4, device=device) if name == "all_reduce" else x
             rows.append([float(count), float(x.nbytes), _seconds(ranks, name, x, axis) if count > 1 else 0.0])
     everyone = ranks.world
-    told = everyone.all_gather(torch.tensor([rows], dtype=torch.float64, device=device), everyone.mesh.axes, 0)
+    gathered = everyone.all_gather(torch.tensor([rows], dtype=torch.float64, device=device), everyone.mesh.axes, 0)
     slowest: dict[tuple[str, float, float], float] = {}
-    for own in told.tolist():
+    for own in gathered.tolist():
         for name, (k, sent_bytes, seconds) in zip((name for name in SUMS for _ in SIZES), own, strict=True):
             if k > 1:
                 slowest[name, k, sent_bytes] = max(seconds, slowest.get((name, k, sent_bytes), 0.0))
@@ -51,12 +51,12 @@ def timed_codecs(ranks: Processes, codecs: Sequence[str]) -> dict[str, tuple[tup
     """By kind of work (`Op.rate_of`), how many elements the kernels of codecs make, and how many of them a second: on
     all ranks at once, as in a step, in which those of a host may share its cores."""
     runs = [run for codec in codecs for n in CODED for run in _codec_runs(codec, n, ranks.device)]
-    everyone, taken = ranks.world, []
+    everyone, medians = ranks.world, []
     for op, inputs, params in runs:
         everyone.all_reduce(torch.zeros(1, device=ranks.device), everyone.mesh.axes)  # all begin now
         seconds = [_timed(op, inputs, params) for _ in range(REPEATS + 1)]
-        taken.append(statistics.median(seconds[1:]))
-    slowest = everyone.all_reduce(torch.tensor(taken, device=ranks.device), everyone.mesh.axes, ">").tolist()
+        medians.append(statistics.median(seconds[1:]))
+    slowest = everyone.all_reduce(torch.tensor(medians, device=ranks.device), everyone.mesh.axes, ">").tolist()
     curves: dict[str, list[tuple[float, float]]] = {}
     for (op, inputs, params), seconds in zip(runs, slowest, strict=True):
         types = [type_of(x) if isinstance(x, torch.Tensor) else x for x in inputs]
@@ -88,28 +88,28 @@ def _timed(op: Op, inputs: Sequence[Any], params: Mapping[str, Any]) -> float:
 
 
 def _seconds(ranks: Processes, name: str, x: torch.Tensor, axis: str) -> float:
-    taken = []
+    times = []
     for _ in range(REPEATS + 1):  # the first connects
         begun = time.perf_counter()
         ranks.wait(ranks.start(name, [x], axes=(axis,), at="measuring the link"))
         if x.is_cuda:
             torch.cuda.synchronize(x.device)
-        taken.append(time.perf_counter() - begun)
-    return statistics.median(taken[1:])
+        times.append(time.perf_counter() - begun)
+    return statistics.median(times[1:])
 
 
 def own_seconds(ranks: Processes, axis: str) -> float:
     """Of a small message along an axis, as this rank sees it; nothing where it is the only one there."""
     if ranks.mesh[axis] == 1:
         return 0.0
-    x, taken = torch.zeros(GLANCE // 4, device=ranks.device), []
+    x, times = torch.zeros(GLANCE // 4, device=ranks.device), []
     for _ in range(REPEATS):
         begun = time.perf_counter()
         ranks.wait(ranks.start("all_reduce", [x], axes=(axis,), at="measuring the link"))
         if x.is_cuda:
             torch.cuda.synchronize(x.device)
-        taken.append(time.perf_counter() - begun)
-    return statistics.median(taken)
+        times.append(time.perf_counter() - begun)
+    return statistics.median(times)
 
 
 class LinkWatch:

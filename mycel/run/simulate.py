@@ -133,7 +133,7 @@ class _Queues:
         return self.messages.pop((source, target, tag))
 
 
-class _Rank:
+class _SimulatedRank:
     """What a kernel that knows its rank may ask; what needs the others is done by `_Ranks`."""
 
     def __init__(self, mesh: Mesh, rank: int) -> None:
@@ -146,7 +146,7 @@ class _Rank:
 class _Ranks:
     def __init__(self, program: Program, mesh: Mesh, device: torch.device) -> None:
         self.program, self.mesh, self.n, self.device = program, mesh, mesh.world, device
-        self.ranks = [_Rank(mesh, r) for r in range(self.n)]
+        self.ranks = [_SimulatedRank(mesh, r) for r in range(self.n)]
 
     def named(self, name: str, inputs: list[Values]) -> list[Values]:
         return self.block(self.program.blocks[name], inputs)

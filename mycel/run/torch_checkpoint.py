@@ -88,9 +88,9 @@ def optimizer_slots(folder: Path, names: Iterable[str]) -> dict[str, dict[str, t
 
 def _slot(key: str) -> tuple[str, str] | None:
     """optim.state.layers.0.weight.exp_avg => (layers.0.weight, exp_avg)"""
-    _, found, rest = f".{key}".partition(".state.")
+    _, separator, rest = f".{key}".partition(".state.")
     owner, _, slot = rest.rpartition(".")
-    return (owner, slot) if found and owner else None
+    return (owner, slot) if separator and owner else None
 
 
 def _distributed(folder: Path, names: list[str]) -> dict[str, torch.Tensor]:

@@ -107,8 +107,8 @@ class _Recorder:
         """In the order in which they began."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        found = [Span(block, n, self._seconds(start), self._seconds(end)) for block, n, start, end in self.marks]
-        return sorted(found, key=lambda s: (s.start_s, -s.end_s))
+        spans = [Span(block, n, self._seconds(start), self._seconds(end)) for block, n, start, end in self.marks]
+        return sorted(spans, key=lambda s: (s.start_s, -s.end_s))
 
 
 def chrome_trace(rows: Mapping[str, Iterable[Span]]) -> str:

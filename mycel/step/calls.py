@@ -34,8 +34,8 @@ Reader = tuple[list[Role], Callable[[], list[Any]]]  # roles, and what gives the
 
 @dataclass(frozen=True)
 class StepCalls:
-    """What calls of a step read and change besides their arguments; `owed`: parameters whose gradients are sent with
-    what was lost of them before; `finished` is told the gradient norm of a step that was taken."""
+    """What calls of a step read and change besides their arguments; `pending_errors`: parameters whose gradients are
+    sent with what was lost of them before; `finished` is told the gradient norm of a step that was taken."""
 
     optimizer: torch.optim.Optimizer
     updating: Updating
@@ -45,14 +45,16 @@ class StepCalls:
     counters: Counters
     loads: ExpertLoads
     host: HostParameters
-    owed: frozenset[str]
+    pending_errors: frozenset[str]
     finished: Callable[[torch.Tensor], None]
 
-    def bound(self, made: UnshardedStep, program: Program, code: Callable[..., Any], feed: Feed) -> tuple[Call, Call]:
+    def bound(
+        self, unsharded: UnshardedStep, program: Program, code: Callable[..., Any], feed: Feed
+    ) -> tuple[Call, Call]:
         """Of a whole batch and of a part: they read what the program's inputs are, each by its role, and run the
         code."""
-        captured = made.captured
-        run = self._run(made, program, code)
+        captured = unsharded.captured
+        run = self._run(unsharded, program, code)
 
         def bound(batch: Sequence[Var], fed: Fed) -> Call:
             call = bind(called(captured, batch, program), lambda *inputs: run(inputs, fed))[0]
@@ -64,20 +66,20 @@ class StepCalls:
         return whole, bound(feed.parts(), feed.pad)
 
     def _run(
-        self, made: UnshardedStep, program: Program, code: Callable[..., Any]
+        self, unsharded: UnshardedStep, program: Program, code: Callable[..., Any]
     ) -> Callable[[Sequence[Any], Fed], Any]:
         """Inputs of a call, and how they are fed -> results of a step."""
-        inputs_of_call, groups, results = made.captured.program.inputs, made.groups, made.results
-        optimizer, counters, messages, outer, owed = (
-            self.optimizer, self.counters, self.messages, self.outer, self.owed,
+        inputs_of_call, groups, results = unsharded.captured.program.inputs, unsharded.groups, unsharded.results
+        optimizer, counters, messages, outer, pending_errors = (
+            self.optimizer, self.counters, self.messages, self.outer, self.pending_errors,
         )  # fmt: skip
-        readers = self._readers(made, program)
-        given = [made.program.role(v) for v in inputs_of_call]
+        readers = self._readers(unsharded, program)
+        given = [unsharded.program.role(v) for v in inputs_of_call]
         arranged = _arranged(
             [*given, *(role for roles, _ in readers for role in roles)], [program.role(v) for v in program.inputs]
         )
         keys = [i for i, role in enumerate(given) if role.kind == "key"]
-        lossy = lossy_of({made.program.role(v) for v in made.program.inputs})
+        lossy = lossy_of({unsharded.program.role(v) for v in unsharded.program.inputs})
         leaves_gradients = bool(program.inputs_of("gradient"))
 
         def run(inputs: Sequence[Any], fed: Fed) -> Any:
@@ -85,7 +87,7 @@ class StepCalls:
                 outer.before_step()
             with torch.inference_mode(False), torch.no_grad():
                 first = [g for g in groups if g.is_first(optimizer)]
-                before = counters.skipped if first or owed else 0
+                before = counters.skipped if first or pending_errors else 0
                 values = fed(inputs)
                 if outer is not None:  # each replica draws its own
                     for i in keys:
@@ -98,19 +100,19 @@ class StepCalls:
                         g.forget(optimizer)
                 if lossy:
                     messages.note(lossy)
-                if owed and counters.skipped == before:
-                    messages.drop(owed)
+                if pending_errors and counters.skipped == before:
+                    messages.drop(pending_errors)
                 if leaves_gradients:
-                    self.updating.finish(made, outs)
+                    self.updating.finish(unsharded, outs)
             self.finished(outs[results])
             return outs[:results]
 
         return run
 
-    def _readers(self, made: UnshardedStep, program: Program) -> list[Reader]:
+    def _readers(self, unsharded: UnshardedStep, program: Program) -> list[Reader]:
         """What gives the program's inputs besides those of the call their values, and the roles of these: in the order
         in which the passes add inputs, so that values need no rearranging at each call."""
-        device = made.captured.device
+        device = unsharded.captured.device
 
         def counted(role: Role) -> Reader:
             return [role], lambda: [self.counters.on(device, role.name)]
@@ -119,8 +121,8 @@ class StepCalls:
         return [
             *(counted(role) for role in counters if role == transform.LOSS_SCALE),
             *self._of_messages(program, device),
-            *self._of_groups(made, program, device),
-            *self._of_gradients(made, program),
+            *self._of_groups(unsharded, program, device),
+            *self._of_gradients(unsharded, program),
             *(counted(role) for role in counters if role != transform.LOSS_SCALE),
         ]
 
@@ -133,7 +135,7 @@ class StepCalls:
 
         return [([role for role, _ in kept], read)] if kept else []
 
-    def _of_groups(self, made: UnshardedStep, program: Program, device: torch.device) -> list[Reader]:
+    def _of_groups(self, unsharded: UnshardedStep, program: Program, device: torch.device) -> list[Reader]:
         """State and hyper-parameters of the optimiser, group by group."""
         on_host = [program.role(v) for v in program.inputs if v.type.space != DEVICE]
         homes = {role: self.host.space.homes[role] for role in on_host} if self.host.space is not None else {}
@@ -149,11 +151,11 @@ class StepCalls:
                 return [*group.state(self.optimizer, homes, device), *hyper]
             return [*self.parts.state(group, homes, device), *hyper]
 
-        return [([*g.group.state_roles(), *g.group.hyper_roles()], partial(read, g)) for g in made.groups]
+        return [([*g.group.state_roles(), *g.group.hyper_roles()], partial(read, g)) for g in unsharded.groups]
 
-    def _of_gradients(self, made: UnshardedStep, program: Program) -> list[Reader]:
+    def _of_gradients(self, unsharded: UnshardedStep, program: Program) -> list[Reader]:
         """Places for the gradients that the program leaves."""
-        params = {name: p for g in made.groups for p, name in zip(g.params, g.group.params, strict=True)}
+        params = {name: p for g in unsharded.groups for p, name in zip(g.params, g.group.params, strict=True)}
         left = [program.role(v) for v in program.inputs_of("gradient")]
 
         def read() -> list[torch.Tensor]:

@@ -110,14 +110,14 @@ class StepCompiler:
             settings, ranks = replace(s, accumulate=count), any_plan(world, compress, placed)
             return StepCompiler(self.model, self.optimizer, self._loss, settings, ranks).unsharded(*args, **kwargs)
 
-        found = self.undecided.search(
+        chosen = self.undecided.search(
             self.model, self.optimizer, make, device, s.budget, s.accumulate, s.compiles(device),
             self.updating.by_rule, s.outputs != "local",
         )  # fmt: skip
         self.undecided, self._was_searched = None, True
-        self._spread(found)
-        counts = s.expert_load and not (found.is_pipeline or found.place)
-        self.settings = replace(s, accumulate=found.microbatches, expert_load=bool(counts))
+        self._spread(chosen)
+        counts = s.expert_load and not (chosen.is_pipeline or chosen.place)
+        self.settings = replace(s, accumulate=chosen.microbatches, expert_load=bool(counts))
 
     @property
     def device(self) -> torch.device:
@@ -141,26 +141,26 @@ class StepCompiler:
             self.link.measure(parts, self._given(), device)
         args, kwargs = without_host_data(args, kwargs, device)
         with self.host.shown(), parts.whole() if parts is not None else contextlib.nullcontext():
-            made, decided, done = self._planned(args, kwargs, data)
+            unsharded, decided, done = self._planned(args, kwargs, data)
         if parts is not None:
-            parts.split(made.captured.device)
+            parts.split(unsharded.captured.device)
             if done.pipeline is not None:
                 parts.hold(done.pipeline)
-                done, made = done.at(parts.place), parts.own(made)
-        program, device = done.program, made.captured.device
+                done, unsharded = done.at(parts.place), parts.own(unsharded)
+        program, device = done.program, unsharded.captured.device
         if done.regions:
             warm_up(program, device)
         code, source = load(program, device, reuse=True, donate=True, compiled=set(done.regions))
-        run = self._at_home(code, program, made)
+        run = self._at_home(code, program, unsharded)
         replayed = self._replayed(run, program, device, decided)
-        run, feed = self._connected(replayed or run, made, decided, done, whole)
-        islands = made.captured.islands
+        run, feed = self._connected(replayed or run, unsharded, decided, done, whole)
+        islands = unsharded.captured.islands
         timed = TimedCode(run, islands) if islands else None
-        call, local = self._calls().bound(made, program, timed or run, feed)
-        signature, facts = self._signature(), made.captured.facts
-        self._captured_program = made.captured.program
+        call, local = self._calls().bound(unsharded, program, timed or run, feed)
+        signature, facts = self._signature(), unsharded.captured.facts
+        self._captured_program = unsharded.captured.program
         return CompiledStep(
-            done, source, decided, call, local, feed, signature, facts, replayed, islands, timed, code, made.fp8
+            done, source, decided, call, local, feed, signature, facts, replayed, islands, timed, code, unsharded.fp8
         )
 
     def _planned(
@@ -174,25 +174,25 @@ class StepCompiler:
         choices = given.compressions()
         tried = []
         for choice in choices:
-            made = self._whole(body, choice.replica)
-            tried.append((made, *planned(self._task(made), choice)))
+            unsharded = self._whole(body, choice.replica)
+            tried.append((unsharded, *planned(self._task(unsharded), choice)))
         auto = given.compressed()
         names = auto.candidates() if auto is not None and auto.auto else [""]
         seconds = [decided.predicted.seconds if decided.predicted is not None else 0.0 for _, decided, _ in tried]
         by_name = dict(zip(names, seconds, strict=True))
         best = list(by_name).index(least_lossy(by_name))
-        made, decided, done = tried[best]
+        unsharded, decided, done = tried[best]
         self._fed[self._phase(), self.link.count] = frozenset(
-            role.of for v in made.program.inputs if (role := made.program.role(v)).kind == "error"
+            role.of for v in unsharded.program.inputs if (role := unsharded.program.role(v)).kind == "error"
         )
-        owed = {name: self.messages.lossy[name] for name in self._owed()}
-        if owed:
+        pending_errors = {name: self.messages.lossy[name] for name in self._pending_errors()}
+        if pending_errors:
             choice = choices[best].given
-            made = self._whole(body, choice.replica, owed)
-            decided, done = planned(self._task(made), choice)
+            unsharded = self._whole(body, choice.replica, pending_errors)
+            decided, done = planned(self._task(unsharded), choice)
         if auto is not None and auto.auto:
             decided = given.with_compression(decided, by_name)
-        return made, decided, done
+        return unsharded, decided, done
 
     # -- the step on one device ----------------------------------------------------------------------------------
 
@@ -214,10 +214,12 @@ class StepCompiler:
             whole_batch=self.parts is None, planned_for=self.planned_for,
         )  # fmt: skip
 
-    def _whole(self, body: UnshardedStep, given: plan.Plan, owed: Mapping[str, str] | None = None) -> UnshardedStep:
+    def _whole(
+        self, body: UnshardedStep, given: plan.Plan, pending_errors: Mapping[str, str] | None = None
+    ) -> UnshardedStep:
         """With the update, as a plan says."""
         by_rule, later = self.updating.by_rule, self._phase() > 0
-        return whole_step(body, given, self.written, self.settings, self.parts, by_rule, later, owed or {})
+        return whole_step(body, given, self.written, self.settings, self.parts, by_rule, later, pending_errors or {})
 
     def _prepared(self, captured: Captured) -> Program:
         """What was captured, simplified, in its precision, with its head."""
@@ -225,27 +227,27 @@ class StepCompiler:
 
     # -- what there is to plan -----------------------------------------------------------------------------------
 
-    def _task(self, made: UnshardedStep, device: torch.device | None = None) -> Task:
+    def _task(self, unsharded: UnshardedStep, device: torch.device | None = None) -> Task:
         """`device`: where it will run, if the model is not there yet."""
-        device, parts = device or made.captured.device, self.parts
+        device, parts = device or unsharded.captured.device, self.parts
         if device.type not in ("cuda", "cpu") and not self._given().offload.is_none:
             raise PlanError(
                 f"offload: a device of type {device.type} has no pinned memory that Mycel knows of\n"
                 "  try       offload: none"
             )
-        inputs, gathered = parts.given(made) if parts is not None else ({}, frozenset[int]())
+        inputs, gathered = parts.given(unsharded) if parts is not None else ({}, frozenset[int]())
         if parts is not None:
             self.updating.refuse_split(parts)
         return Task(
-            made.program,
-            made.body,
+            unsharded.program,
+            unsharded.body,
             self._hardware(device),
             self.settings.compiles(device),
             inputs,
             gathered,
             self.settings.budget,
-            parts.rows_of(made) if parts is not None and self.settings.outputs == "local" else None,
-            at_place=partial(parts.given_at, made) if isinstance(parts, PlacedModel) else None,
+            parts.rows_of(unsharded) if parts is not None and self.settings.outputs == "local" else None,
+            at_place=partial(parts.given_at, unsharded) if isinstance(parts, PlacedModel) else None,
         )
 
     def _hardware(self, device: torch.device) -> plan.Hardware:
@@ -300,8 +302,8 @@ class StepCompiler:
             return 0
         if self._condition is not None:
             return int(self._condition.holds(self.monitored()))
-        taken = self.outer.taken if self.outer is not None else self._taken
-        return next(i for i, (until, _) in enumerate(self._phases) if until is None or taken < until)
+        steps = self.outer.taken if self.outer is not None else self._taken
+        return next(i for i, (until, _) in enumerate(self._phases) if until is None or steps < until)
 
     def monitored(self) -> dict[str, float]:
         """What the plan has measured of gradients: noise scale, variance, errors of compression; see `monitors.py`."""
@@ -313,9 +315,9 @@ class StepCompiler:
     def _signature(self) -> tuple[Any, ...]:
         """What a compiled step is for besides the form of its batch: the optimiser's settings, and the plan of now."""
         settings = optimizers.signature(self.optimizer, self.updating.by_rule)
-        return (self._phase(), self.link.count, self._owed(), *settings)
+        return (self._phase(), self.link.count, self._pending_errors(), *settings)
 
-    def _owed(self) -> frozenset[str]:
+    def _pending_errors(self) -> frozenset[str]:
         """Parameters of which errors are kept that the plan of now does not feed back, as far as that is known: one
         step sends these as they are.  The same on all ranks, whoever holds the errors."""
         lossy = self.messages.lossy
@@ -326,13 +328,15 @@ class StepCompiler:
 
     # -- what runs -----------------------------------------------------------------------------------------------
 
-    def _at_home(self, code: Callable[..., Any], program: Program, made: UnshardedStep) -> Callable[..., Any]:
+    def _at_home(self, code: Callable[..., Any], program: Program, unsharded: UnshardedStep) -> Callable[..., Any]:
         """The code, which finds what lives on the host there."""
         if not moves(program):
             return code
-        roles = {v.name: made.program.role(v) for v in made.captured.program.inputs}
-        parameters = {roles[name]: places[0].read() for name, places in made.captured.state.items() if name in roles}
-        self.host.space = space = (self.host.space or HostSpace(made.captured.device)).prepare(program)
+        roles = {v.name: unsharded.program.role(v) for v in unsharded.captured.program.inputs}
+        parameters = {
+            roles[name]: places[0].read() for name, places in unsharded.captured.state.items() if name in roles
+        }
+        self.host.space = space = (self.host.space or HostSpace(unsharded.captured.device)).prepare(program)
         self.host.adopt(program, parameters)
         return space.connected(code)
 
@@ -351,40 +355,45 @@ class StepCompiler:
         return Replayed(code, program, device, self._graphs.record)
 
     def _connected(
-        self, run: Callable[..., Any], made: UnshardedStep, decided: plan.Plan, done: lower.Lowered, whole: Arguments
+        self,
+        run: Callable[..., Any],
+        unsharded: UnshardedStep,
+        decided: plan.Plan,
+        done: lower.Lowered,
+        whole: Arguments,
     ) -> tuple[Callable[..., Any], Feed]:
         """The code among the others' of its ranks, which agree on what they will say to each other; and how it is
         fed."""
         parts = self.parts
         if parts is None:
-            return run, feed_of(made.captured, made.program)
+            return run, feed_of(unsharded.captured, unsharded.program)
         if self._was_searched:
             parts.ranks.agree({"the plan that was found": str(self.written)})
         if decided.compress:
             parts.ranks.agree({"how gradients are compressed": str(decided.compressed())})
         if self.outer is not None:
-            self._prepare_replicas(self.outer, parts, made)
+            self._prepare_replicas(self.outer, parts, unsharded)
         parts.ranks.connect(done.program)
-        run, feed = parts.connected(run), parts.feed(made, done.spread, whole)
+        run, feed = parts.connected(run), parts.feed(unsharded, done.spread, whole)
         if self.settings.outputs == "local":
-            run = parts.without_padding(run, made, parts.rows_of(made))
+            run = parts.without_padding(run, unsharded, parts.rows_of(unsharded))
         return run, feed
 
-    def _prepare_replicas(self, outer: OuterSteps, parts: ShardedModel, made: UnshardedStep) -> None:
+    def _prepare_replicas(self, outer: OuterSteps, parts: ShardedModel, unsharded: UnshardedStep) -> None:
         """Replicas agree on how they become one model."""
-        if made.captured.facts:
+        if unsharded.captured.facts:
             raise PlanError(
                 "values of the batch decide what the program is, and replicas have parts of it\n"
-                f"  at        {'; '.join(str(f) for facts in made.captured.facts for f in facts.facts)}\n"
+                f"  at        {'; '.join(str(f) for facts in unsharded.captured.facts for f in facts.facts)}\n"
                 f"  try       sync: {{{outer.policy.axis}: every step}}, or keep it a tensor"
             )
         parts.ranks.agree({"how replicas become one model": str(outer.policy)})
-        outer.prepare(made, parts.given(made)[0])
+        outer.prepare(unsharded, parts.given(unsharded)[0])
 
     def _calls(self) -> StepCalls:
         return StepCalls(
             self.optimizer, self.updating, self.parts, self.outer, self.messages, self._counters, self.loads, self.host,
-            self._owed(), self._finished,
+            self._pending_errors(), self._finished,
         )  # fmt: skip
 
     def _finished(self, grad_norm: torch.Tensor) -> None:

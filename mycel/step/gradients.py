@@ -232,10 +232,10 @@ class Recipe:
         names = {id_: program.roles[v].name for id_, v in trained.items()}
         wrt, results = program.positions(trained.values()), len(program.results)
         scaled = transform.scaled(program)
-        made = transform.value_and_grad(
+        differentiated = transform.value_and_grad(
             scaled, wrt, len(scaled.results) - 1 if scaled is not program else 0, dense=False
         )
-        outs = list(made.main.outputs)
+        outs = list(differentiated.main.outputs)
         if scaled is not program:
             del outs[results]  # the scaled loss
         reached = {
@@ -246,9 +246,9 @@ class Recipe:
         bound = {id_: name for id_, name in names.items() if name in reached}
         groups = optimizers.bind_groups(self.optimizer, bound, self.by_rule)
         ordered = [reached[name] for g in groups for name in g.group.params]
-        block = replace(made.main, outputs=(*outs[:results], *ordered, *outs[results + len(wrt) :]))
-        made = replace(made, blocks={**made.blocks, made.entry: block})
-        return transform.simplify(made, ranks=self.for_ranks), tuple(groups)
+        block = replace(differentiated.main, outputs=(*outs[:results], *ordered, *outs[results + len(wrt) :]))
+        differentiated = replace(differentiated, blocks={**differentiated.blocks, differentiated.entry: block})
+        return transform.simplify(differentiated, ranks=self.for_ranks), tuple(groups)
 
 
 def _is_ones(x: torch.Tensor) -> bool:

@@ -247,8 +247,8 @@ class Step(StepCompiler):
     def counters(self) -> dict[str, torch.Tensor]:
         """What the step keeps besides the model and the optimiser: counters, and the loss scale of fp16."""
         number = self.outer.taken if self.outer is not None else self._taken
-        taken = {TAKEN: torch.tensor(number)} if self.outer is not None or len(self._phases) > 1 else {}
-        return {k: v.clone() for k, v in self._counters.items()} | taken
+        steps = {TAKEN: torch.tensor(number)} if self.outer is not None or len(self._phases) > 1 else {}
+        return {k: v.clone() for k, v in self._counters.items()} | steps
 
     def set_counters(self, counters: Mapping[str, torch.Tensor]) -> None:
         """Continue from what `counters` gave."""
@@ -314,8 +314,8 @@ class Step(StepCompiler):
         trace = StepTrace(entry.plan, pipeline.schedule if pipeline is not None else None)
         with recording(entry.code, entry.program, self.device) as spans:
             yield trace
-        told = self.state.process.tell([span.data() for span in spans])
-        trace.spans = [[Span(**data) for data in each] for each in told]
+        spans_by_rank = self.state.process.tell([span.data() for span in spans])
+        trace.spans = [[Span(**data) for data in each] for each in spans_by_rank]
         self.traced = trace
 
     @property

@@ -114,8 +114,8 @@ class SharedOut:
         texts = [[n, typed(Type(x.dtype, whole[n][1]), whole[n][0]), tied[id(x)]] for n, x in own.items()]
         tensors, layouts = dict[str, torch.Tensor](), dict[str, tuple[Layout, tuple[int, ...]]]()
         there: dict[str, set[int]] = {}
-        for rank, told in enumerate(tell(texts)):
-            for name, text, first in told:
+        for rank, held in enumerate(tell(texts)):
+            for name, text, first in held:
                 there.setdefault(name, set()).add(rank)
                 if name in layouts:
                     continue

@@ -48,15 +48,15 @@ class Updating:
             held = self._gradients[name] = torch.zeros_like(p, memory_format=torch.preserve_format).detach()
         return held
 
-    def gradients_of(self, made: UnshardedStep) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
-        named = [(p, name) for g in made.groups for p, name in zip(g.params, g.group.params, strict=True)]
+    def gradients_of(self, unsharded: UnshardedStep) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
+        named = [(p, name) for g in unsharded.groups for p, name in zip(g.params, g.group.params, strict=True)]
         return [(p, self._gradients[name]) for p, name in named]
 
-    def finish(self, made: UnshardedStep, outs: Sequence[Any]) -> None:
+    def finish(self, unsharded: UnshardedStep, outs: Sequence[Any]) -> None:
         """What is left to do with gradients after the program: parameters get them, and the optimiser, where its update
         is no part of the program."""
-        pairs = self.gradients_of(made)
-        finite = self.by_rule or bool(torch.isfinite(outs[made.results]) & torch.isfinite(outs[0]))
+        pairs = self.gradients_of(unsharded)
+        finite = self.by_rule or bool(torch.isfinite(outs[unsharded.results]) & torch.isfinite(outs[0]))
         if not self.by_rule and finite:
             torch_update.update(self.optimizer, pairs, self.settings.clip_norm, self.settings.clip_value)
         if self.by_rule or not finite or not self.settings.grads:
@@ -85,8 +85,8 @@ class AddingUp(Updating):
                 "  try       train_step(…, accumulate=k): parts of one large batch, under any plan"
             )
 
-    def finish(self, made: UnshardedStep, outs: Sequence[Any]) -> None:
-        self.sums.add(self.gradients_of(made), self.weights)
+    def finish(self, unsharded: UnshardedStep, outs: Sequence[Any]) -> None:
+        self.sums.add(self.gradients_of(unsharded), self.weights)
 
 
 def _split(parts: ShardedModel) -> list[str]:

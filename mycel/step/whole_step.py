@@ -33,10 +33,10 @@ def whole_step(
     parts: ShardedModel | None,
     by_rule: bool,
     later: bool,
-    owed: Mapping[str, str],
+    pending_errors: Mapping[str, str],
 ) -> UnshardedStep:
     """`given`: the plan of now, of all that is `written`, `later` than its first.  `by_rule`: is the update part of the
-    program?  `owed`: gradients that are sent with what was lost of them before, and along which axis."""
+    program?  `pending_errors`: gradients that are sent with what was lost of them before, and along which axis."""
     groups, watched = [g.group for g in body.groups], watched_axis(written)
     clipping = (settings.clip_norm, settings.clip_value) if by_rule else (None, None)
     names, late = [name for g in groups for name in g.params], given.delayed() if parts is not None else None
@@ -46,9 +46,11 @@ def whole_step(
     if watched:
         ranks = [given.ranks_along(watched, name) for name in names]
         program = check(transform.monitor_ranks(program, ranks, body.results, watched))
-    chosen = _codecs(groups, given, settings, parts, later) | dict.fromkeys(owed, Compression.parse("fp32+ef"))
+    chosen = _codecs(groups, given, settings, parts, later) | dict.fromkeys(
+        pending_errors, Compression.parse("fp32+ef")
+    )
     if chosen:
-        axis = next(iter(given.compress), None) or next(iter(owed.values()))
+        axis = next(iter(given.compress), None) or next(iter(pending_errors.values()))
         program = check(transform.compress_gradients(program, groups, body.results, chosen, axis))
     if watched:
         assert written is not None
@@ -59,9 +61,9 @@ def whole_step(
     program, groups = transform.frozen_groups(program, groups, body.results, chosen)
     program = check(transform.optimise(program, groups, body.results, *clipping, settings.grads))
     shapes = {n: parts.shapes[n] for n in names if n in parts.shapes} if parts is not None else {}
-    told = given.told_codecs(shapes) if by_rule else {}
-    if told:
-        program = check(transform.tell_differences(program, told, given.over[0]))
+    codecs = given.told_codecs(shapes) if by_rule else {}
+    if codecs:
+        program = check(transform.tell_differences(program, codecs, given.over[0]))
     return replace(body, program=program)
 
 

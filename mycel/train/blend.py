@@ -116,7 +116,7 @@ def blended(parts: Sequence[Data], names: Sequence[str], weights: Sequence[float
     train = Blend([data.train for data in parts])
     validation = parts[0].validation if held_apart else Blend([data.validation for data in parts])
     shares = BlendOrder(train.counts, tuple(weights)).shares()
-    told = ", ".join(f"{n / BLOCK:.1%} {name}" for n, name in zip(shares, names, strict=True))
+    listed = ", ".join(f"{n / BLOCK:.1%} {name}" for n, name in zip(shares, names, strict=True))
     sizes = [
         f"{name}: {split.tokens:,} tokens, {split.count:,} sequences of {split.length}"
         for name, split in (("train", train), ("validation", validation))
@@ -125,4 +125,4 @@ def blended(parts: Sequence[Data], names: Sequence[str], weights: Sequence[float
     identity = [[data.fingerprint for data in parts], list(weights)]
     fingerprint = hashlib.blake2b(json.dumps(identity).encode(), digest_size=16).hexdigest()
     stores = tuple(store for data in parts for store in data.stores)
-    return Data(train, validation, (f"{sizes[0]}: {told}", sizes[1], *notes), fingerprint, stores)
+    return Data(train, validation, (f"{sizes[0]}: {listed}", sizes[1], *notes), fingerprint, stores)

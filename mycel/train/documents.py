@@ -56,8 +56,8 @@ def segments(source: DataFile, fields: Mapping[str, str], tokenizer: Tokenizer) 
     """The documents of a text or JSONL file, in order."""
     if source.format == "text":
         return _text(source.path)
-    found = records(source.path, source.format)
-    return (s for record, where in found for s in _of_record(record, where, fields, tokenizer))
+    rows = records(source.path, source.format)
+    return (s for record, where in rows for s in _of_record(record, where, fields, tokenizer))
 
 
 def records(path: Path, format: str) -> Iterator[tuple[Mapping[str, Any], str]]:

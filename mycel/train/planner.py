@@ -65,16 +65,16 @@ def question_of(name: str, cluster: Cluster, say: Say = lambda text: None) -> Se
     except (ImportError, AttributeError) as e:
         hint = "module:function, from the folder it is in"
         raise PlanError(f"cannot find {name}\n  because   {e}\n  try       {hint}") from e
-    made = _made(make)
-    if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module):
-        made = (made[0], torch.optim.AdamW(made[0].parameters()), made[1])
-    is_fit = isinstance(made, tuple) and len(made) == 3 and isinstance(made[0], nn.Module)
-    if not is_fit or not isinstance(made[2], Mapping):
+    returned = _made(make)
+    if isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[0], nn.Module):
+        returned = (returned[0], torch.optim.AdamW(returned[0].parameters()), returned[1])
+    is_fit = isinstance(returned, tuple) and len(returned) == 3 and isinstance(returned[0], nn.Module)
+    if not is_fit or not isinstance(returned[2], Mapping):
         raise PlanError(
-            f"{name} returns {type(made).__name__}\n"
+            f"{name} returns {type(returned).__name__}\n"
             "  try       (model, batch) or (model, optimizer, batch), the batch by name: {'input_ids': …}"
         )
-    return search(made[0], made[1], dict(made[2]), cluster, say=say)
+    return search(returned[0], returned[1], dict(returned[2]), cluster, say=say)
 
 
 def _made(make: Callable[[], Any]) -> Any:

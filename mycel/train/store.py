@@ -59,7 +59,7 @@ def build(
     arrays = sources[len(texts) :]
     dtype = np.uint16 if tokenizer is None or tokenizer.vocab <= 2**16 else np.uint32
     total, done = sum(s.bytes for s in sources), sum(s.bytes for s in texts)
-    writer = _Writer(folder, np.dtype(dtype))
+    writer = _DocumentWriter(folder, np.dtype(dtype))
     try:
         if texts:
             if tokenizer is None:
@@ -78,7 +78,7 @@ def build(
 
 
 def _write_texts(
-    writer: _Writer,
+    writer: _DocumentWriter,
     sources: Sequence[DataFile],
     fields: Mapping[str, str],
     tokenizer: Tokenizer,
@@ -102,7 +102,7 @@ def _write_texts(
     writer.begin_source(len(sources))
 
 
-def _write_batch(writer: _Writer, batch: Sequence[tuple[int, Segment]], tokenizer: Tokenizer) -> None:
+def _write_batch(writer: _DocumentWriter, batch: Sequence[tuple[int, Segment]], tokenizer: Tokenizer) -> None:
     for (i, segment), ids in zip(
         batch, tokenizer.encode_batch([s.text for _, s in batch]) if batch else [], strict=True
     ):
@@ -116,7 +116,7 @@ def _write_batch(writer: _Writer, batch: Sequence[tuple[int, Segment]], tokenize
             writer.end_document()
 
 
-class _Writer:
+class _DocumentWriter:
     """Documents, token by token, into files."""
 
     def __init__(self, folder: Path, dtype: np.dtype[Any]) -> None:

@@ -116,8 +116,8 @@ class Stream:
         """The tokens of all documents once, with whether they carry loss."""
         at_start = True
         for together in _batches(chain.from_iterable(self._segments(path, kind) for path, kind in self.files)):
-            for segment, found in zip(together, self.tokenizer.encode_batch([s.text for s in together]), strict=True):
-                ids = found.astype(np.int64)
+            for segment, encoded in zip(together, self.tokenizer.encode_batch([s.text for s in together]), strict=True):
+                ids = encoded.astype(np.int64)
                 if len(ids):
                     if at_start and self.tokenizer.adds_bos and not segment.marked:
                         ids = np.concatenate([[self.tokenizer.bos], ids])

@@ -57,7 +57,7 @@ def task_data(config: settings.Config, tokenizer: Tokenizer | None, module: Any,
             "the model has no pad_token_id, by which it finds the end of a text\n  at        model\n"
             "  try       model.config.pad_token_id=0, or in the folder's config.json"
         )
-    made = labelled_data(
+    examples = labelled_data(
         task,
         data.train,
         data.validation,
@@ -70,7 +70,7 @@ def task_data(config: settings.Config, tokenizer: Tokenizer | None, module: Any,
         pad=pad or 0,
         image=image_settings(config.model.path, own) if takes_images else None,
     )
-    wanted = len(made.train.classes) if task == "classify" else 1
+    wanted = len(examples.train.classes) if task == "classify" else 1
     if task != "dpo" and own.num_labels != wanted:
         what = f"the data has {wanted} classes" if task == "classify" else "a reward is one number"
         raise TrainError(
@@ -79,9 +79,9 @@ def task_data(config: settings.Config, tokenizer: Tokenizer | None, module: Any,
         )
     if task == "classify":
         for kept in (own, saved):  # what an exported model calls its classes
-            kept.id2label = dict(enumerate(made.train.classes))
-            kept.label2id = {name: i for i, name in enumerate(made.train.classes)}
-    return made
+            kept.id2label = dict(enumerate(examples.train.classes))
+            kept.label2id = {name: i for i, name in enumerate(examples.train.classes)}
+    return examples
 
 
 def with_reference(data: Data, step: Step, rows: int) -> Data:
@@ -91,15 +91,15 @@ def with_reference(data: Data, step: Step, rows: int) -> Data:
     forward = step.forward(lambda **batch: log_likelihoods(model, **batch))
 
     def measured(pairs: Any) -> Any:
-        found = []
+        likelihoods = []
         with evaluating(model), torch.no_grad():
             for at in range(0, pairs.count, rows):
                 # the last rows come in a batch as large as all others: no program is made for them
                 chosen = np.arange(at, at + rows) % pairs.count
                 device = next(model.parameters()).device
                 batch = {name: torch.from_numpy(x).to(device) for name, x in pairs.batch(chosen).items()}
-                found.append(forward(**batch)[: pairs.count - at].float().cpu().numpy())
-        return pairs.with_array("reference", np.concatenate(found).astype(np.float32))
+                likelihoods.append(forward(**batch)[: pairs.count - at].float().cpu().numpy())
+        return pairs.with_array("reference", np.concatenate(likelihoods).astype(np.float32))
 
     return replace(data, train=measured(data.train), validation=measured(data.validation))
 

@@ -119,9 +119,9 @@ def _weighted(weights: Var, x: Var, y: Var, one: str, two: str, out: str) -> _Pr
     if x != weights or len(inner) != 1 or set(two) != {*lead, j, *inner} or set(out) != {*lead, i, *inner}:
         return None
     (d,) = inner
-    made = (*lead, i, d)
+    letters = (*lead, i, d)
     values = tuple(two.index(k) for k in (*lead, j, d))
-    return _Product(x, y, tuple(range(len(one))), values, tuple(made.index(k) for k in out))
+    return _Product(x, y, tuple(range(len(one))), values, tuple(letters.index(k) for k in out))
 
 
 def _weights(eqn: Eqn, producers: dict[Var, Eqn], uses: dict[Var, Chain]) -> tuple[Var, Eqn, Eqn | None] | None:

@@ -177,8 +177,8 @@ class _Statuses:
         fits = [e.op.fit(e.input_types, dict(e.params)) for e in (small, large)]
         fit = fits[1]
         differ = [k for k, n in fit.sizes.items() if fits[0].sizes.get(k) != n]
-        taken = {k for item in fit.ins for dim in item or () for k in dim}
-        if len(differ) != 1 or fit.flags.get(differ[0]) or (taken and differ[0] not in taken):
+        letters = {k for item in fit.ins for dim in item or () for k in dim}
+        if len(differ) != 1 or fit.flags.get(differ[0]) or (letters and differ[0] not in letters):
             return None
         (letter,) = differ
         if not draws and any(letter in key.split() or key == "*" for key in large.op.parts):
@@ -206,20 +206,20 @@ class _Statuses:
 
 def _cut(whole: Block, values: Mapping[Var, _Value]) -> tuple[list[int], list[Var]]:
     """The equations that are computed for the whole batch, and what they take from those that are not."""
-    made = {v: i for i, e in enumerate(whole.eqns) for v in e.outputs}
+    makers = {v: i for i, e in enumerate(whole.eqns) for v in e.outputs}
     late: set[int] = set()
     features: dict[Var, None] = {}
     ahead = [x for x in whole.outputs if isinstance(x, Var)]
     while ahead:
         x = ahead.pop()
-        if x not in made:
+        if x not in makers:
             continue
         if values[x].feature:
             features[x] = None
-        elif made[x] not in late:
-            late.add(made[x])
-            ahead += whole.eqns[made[x]].vars
-    order = [*made]
+        elif makers[x] not in late:
+            late.add(makers[x])
+            ahead += whole.eqns[makers[x]].vars
+    order = [*makers]
     return sorted(late), sorted(features, key=order.index)
 
 
@@ -234,8 +234,8 @@ def _written(
     parts: int,
 ) -> Program:
     """The scan over the parts, then the equations of the whole batch."""
-    made = [[v for e in block.eqns for v in e.outputs] for block in (whole.main, part.main)]
-    of_part = dict(zip(*made, strict=True))
+    results = [[v for e in block.eqns for v in e.outputs] for block in (whole.main, part.main)]
+    of_part = dict(zip(*results, strict=True))
     outs = [of_part[v] for v in features]
     small = dce(
         replace(
@@ -245,12 +245,12 @@ def _written(
         )
     )
     uses = {x for e in small.main.eqns for x in e.vars} | {x for x in small.main.outputs if isinstance(x, Var)}
-    taken = [v for v in small.main.inputs if v in uses]
+    used = [v for v in small.main.inputs if v in uses]
     keyed = {v.name for v in part.inputs_of("key")}
-    wrt = [v for v in taken if v.name in trained]
-    held = wrt + [v for v in taken if v.name not in {*trained, *split, *keyed}]
-    keys = [v for v in taken if v.name in keyed]
-    pieces = [v for v in taken if v.name in split]
+    wrt = [v for v in used if v.name in trained]
+    held = wrt + [v for v in used if v.name not in {*trained, *split, *keyed}]
+    keys = [v for v in used if v.name in keyed]
+    pieces = [v for v in used if v.name in split]
     operands = (*held, *keys, *pieces)
     forward = Block(operands, small.main.eqns, small.main.outputs)
     gradient = _gradient(small, forward, wrt)
@@ -294,13 +294,13 @@ def _entry(
         inputs = (*(by_name[v.name] for v in (*held, *keys)), *rows)
         params = {"body": Ref("part_turn"), "length": parts, "consts": len(held), "carry": len(keys)}
         types = [v.type for v in keys] + [Type(v.dtype, (parts, *v.shape)) for v in outs]
-        found = b.append(scan, inputs, params, types)
-        stacked = (list(found) if isinstance(found, tuple) else [found])[len(keys) :]
-        joined: dict[Var, Atom] = {
+        scanned = b.append(scan, inputs, params, types)
+        stacked = (list(scanned) if isinstance(scanned, tuple) else [scanned])[len(keys) :]
+        whole_values: dict[Var, Atom] = {
             v: _one_behind_the_other(x, v.shape, values[v]) for v, x in zip(features, stacked, strict=True)
         }
-    eqns = [substitute(main.eqns[i], joined) for i in late]
-    outputs = tuple(joined.get(x, x) if isinstance(x, Var) else x for x in main.outputs)
+    eqns = [substitute(main.eqns[i], whole_values) for i in late]
+    outputs = tuple(whole_values.get(x, x) if isinstance(x, Var) else x for x in main.outputs)
     blocks[whole.entry] = Block(tuple(b.inputs), (*b.eqns, *eqns), outputs)
     return prune(replace(whole, blocks=blocks, consts=consts))
 

@@ -110,13 +110,13 @@ class _Compressing:
         main, n = self.main, len(self.program.results)
         names = [name for group in groups for name in group.params]
         self.group_of = {name: group.name for group in groups for name in group.params}
-        made = {v: i for i, e in enumerate(main.eqns) for v in e.outputs}
+        makers = {v: i for i, e in enumerate(main.eqns) for v in e.outputs}
         outputs, behind, sent = list(main.outputs), dict[int, list[Eqn]](), dict[int, CompressedSum]()
         for at, name in enumerate(names, results):
             g = outputs[at]
             if name not in chosen or not isinstance(g, Var):
                 continue
-            place = made.get(g, -1)
+            place = makers.get(g, -1)
             if place >= 0:
                 self.b.at(main.eqns[place])
             sent[at] = self.begun(name, chosen[name], g, at)

@@ -161,6 +161,10 @@ class _Woven:
     def flags(self, xs: Sequence[Atom]) -> list[bool]:
         return [isinstance(x, Var) and x in self.tangents for x in xs]
 
+    def active_tangents(self, xs: Sequence[Atom]) -> list[Var]:
+        """The tangents of those that have one."""
+        return [self.tangents[x] for x in xs if isinstance(x, Var) and x in self.tangents]
+
     def finish(self, eqn: Eqn, inputs: tuple[Atom, ...], params: dict[str, Any], order: Sequence[Any]) -> None:
         """The control equation with more outputs; `order` lists its outputs as Vars, or the Var whose tangent stands
         there in a list."""
@@ -183,7 +187,7 @@ class _Woven:
         flags = self.flags(eqn.inputs)
         wanted = _true(self.jvp.vjp.active(eqn.params["block"], flags))
         name = self.jvp.named(eqn.params["block"], flags, wanted)
-        inputs = (*eqn.inputs, *(self.tangents[x] for x, f in zip(eqn.inputs, flags, strict=True) if f))  # type: ignore[index]
+        inputs = (*eqn.inputs, *self.active_tangents(eqn.inputs))
         self.finish(eqn, inputs, {"block": Ref(name)}, [*eqn.outputs, *([eqn.outputs[i]] for i in wanted)])
 
     def cond(self, eqn: Eqn) -> None:
@@ -192,7 +196,7 @@ class _Woven:
         both = [self.jvp.vjp.active(n, flags) for n in sides]
         wanted = [i for i, (a, b) in enumerate(zip(*both, strict=True)) if a or b]
         then, orelse = (self.jvp.named(n, flags, wanted) for n in sides)
-        inputs = (*eqn.inputs, *(self.tangents[x] for x, f in zip(eqn.inputs[1:], flags, strict=True) if f))  # type: ignore[index]
+        inputs = (*eqn.inputs, *self.active_tangents(eqn.inputs[1:]))
         self.finish(
             eqn, inputs, {"then": Ref(then), "orelse": Ref(orelse)}, [*eqn.outputs, *([eqn.outputs[i]] for i in wanted)]
         )
@@ -213,7 +217,8 @@ class _Woven:
             *range(k + len(consts), k + len(consts) + len(states)),
         ]
         body = _reordered(vjp, name, order)
-        test = _reordered(vjp, p["test"], order, [eqn.inputs[i].type for i in (*consts, *states)])  # type: ignore[union-attr]
+        types = [eqn.inputs[i].type for i in (*consts, *states)]  # type: ignore[union-attr]
+        test = _reordered(vjp, p["test"], order, types)
         with self.b:
             start = tuple(self.tangent(eqn.inputs[i]) for i in states)
         inputs = (*eqn.inputs[:n], *(self.tangent(eqn.inputs[i]) for i in consts), *eqn.inputs[n:], *start)

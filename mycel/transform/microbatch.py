@@ -164,7 +164,8 @@ def _share(t: Term, given: dict[Var, Var], parts: int) -> Any:
             count = eqn.op(count, *eqn.inputs[1:], **eqn.params)
         value = o.div(value, count)
     elif not t.sums:
-        value = o.div(value, parts) if isinstance(value, Var) else o.full(value / parts, shape=(), dtype=torch.float32)  # type: ignore[operator]
+        is_number = not isinstance(value, Var)
+        value = o.full(value / parts, shape=(), dtype=torch.float32) if is_number else o.div(value, parts)
     for eqn in t.outer:
         value = eqn.op(*(value if x is eqn.inputs[_linear_in(eqn)] else x for x in eqn.inputs), **eqn.params)
     return value
@@ -201,7 +202,8 @@ class _Loss:
             minus = replace(eqn, op=OPS["neg"], inputs=(b,))
             return self.terms(a, outer) + self.terms(b, outer if name == "add" else (minus, *outer))
         if name in ("neg", "cast") or (name in ("reshape", "sum", "mean") and isinstance(a, Var) and a.shape == ()):
-            return self.terms(a, (eqn, *outer)) if is_float(a.dtype) else [Term(x, outer=outer)]  # type: ignore[union-attr]
+            is_sum = is_float(a.dtype)  # type: ignore[union-attr]
+            return self.terms(a, (eqn, *outer)) if is_sum else [Term(x, outer=outer)]
         if name in ("mul", "div") and isinstance(a, Var) and self.is_factor(b):
             return self.terms(a, (eqn, *outer))
         if name == "mul" and isinstance(b, Var) and self.is_factor(a):
@@ -362,7 +364,8 @@ def _summed(
             for k in adds.get(i, ()):  # right after what is added was made, which is then freed
                 x = results[k]
                 b.at(eqn)
-                sums[k] = o.add(totals[k], x if x.dtype == totals[k].dtype else o.cast(x, dtype=totals[k].dtype))  # type: ignore[union-attr]
+                is_wide = x.dtype == totals[k].dtype  # type: ignore[union-attr]
+                sums[k] = o.add(totals[k], x if is_wide else o.cast(x, dtype=totals[k].dtype))
         folded = [] if key is None else [o.fold_in(key, data=NEXT)]
     carry = [*totals, *state, *([] if key is None else [key])]
     blocks[name] = Block(

@@ -12,8 +12,8 @@ and losses in 32.
 
 Weights stay what they are and are cast where they are used; so their gradients come out in 32 bits.  What several
 products of a block read is cast once for up to four of them: their parts of its gradient add up in 16 bits, as those of
-a model in 16 bits do, and ranks that hold a part each send it so.  Blocks are made anew for the types they are called with; what branches and loops hand over keeps its type.  The first result, the loss,
-keeps its type too.
+a model in 16 bits do, and ranks that hold a part each send it so.  Blocks are made anew for the types they are called
+with; what branches and loops hand over keeps its type.  The first result, the loss, keeps its type too.
 """
 
 from __future__ import annotations
@@ -66,20 +66,20 @@ class _Change:
     program: Program
     dtype: torch.dtype
     blocks: dict[str, Block] = field(default_factory=dict)
-    made: dict[object, str] = field(default_factory=dict)
+    renamed: dict[object, str] = field(default_factory=dict)
 
     def named(self, name: str, types: list[Type], state: list[bool], outs: tuple[Type, ...] | None) -> str:
         """A block for these types of inputs, and of outputs if they are fixed."""
         key = (name, tuple(types), tuple(state), outs)
-        if key not in self.made:
+        if key not in self.renamed:
             block = self.block(self.program.blocks[name], types, state, outs)
             new, i = name, 1
             while new in self.blocks or new == self.program.entry:
                 i += 1
                 new = f"{name}_{i}"
             self.blocks[new] = block
-            self.made[key] = new
-        return self.made[key]
+            self.renamed[key] = new
+        return self.renamed[key]
 
     def block(self, old: Block, types: list[Type], state: list[bool], outs: tuple[Type, ...] | None) -> Block:
         b = Builder()

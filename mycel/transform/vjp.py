@@ -311,7 +311,8 @@ def renamed(block: Block, names: dict[str, str]) -> Block:
                 used.add(wish)
                 new[v] = Var(wish, v.type)
         inputs = tuple(lookup(x, new) for x in eqn.inputs)
-        eqns.append(replace(eqn, inputs=inputs, outputs=tuple(new.get(v, v) for v in eqn.outputs)))  # type: ignore[misc]
+        outputs = tuple(new.get(v, v) for v in eqn.outputs)
+        eqns.append(replace(eqn, inputs=inputs, outputs=outputs))  # type: ignore[arg-type]
     return Block(block.inputs, tuple(eqns), tuple(lookup(x, new) for x in block.outputs))
 
 

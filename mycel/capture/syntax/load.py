@@ -59,7 +59,8 @@ def _is_closed(fn: types.FunctionType) -> bool:
 def _constructor(cls: type, runtime: dict[str, Any]) -> Any:
     """A user's class whose __init__ is an ordinary one: made by its twin."""
     init = cls.__init__  # type: ignore[misc]
-    if type(cls) is not type or cls.__new__ is not object.__new__ or not isinstance(init, types.FunctionType):  # type: ignore[comparison-overlap]
+    is_plain = type(cls) is type and cls.__new__ is object.__new__  # type: ignore[comparison-overlap]
+    if not is_plain or not isinstance(init, types.FunctionType):
         return cls
     rewritten: Any = twin(init, runtime)
     return cls if rewritten is init else functools.partial(_construct, cls, rewritten)

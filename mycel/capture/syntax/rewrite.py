@@ -159,7 +159,8 @@ class _Rewriter(ast.NodeTransformer):
         k = next(self.count)
         test = self.closure(f"test@{k}", [ast.copy_location(ast.Return(node.test), node.test)], node.test)
         body = self.closure(f"body@{k}", node.body, node)
-        call = _runtime("repeat", _name(f"test@{k}"), _name(f"body@{k}"), self.written(node.live, node.body))  # type: ignore[attr-defined]
+        names = self.written(node.live, node.body)  # type: ignore[attr-defined]
+        call = _runtime("repeat", _name(f"test@{k}"), _name(f"body@{k}"), names)
         return [test, body, placed(ast.Expr(call), node.test)]
 
     def visit_For(self, node: ast.For) -> Any:

@@ -20,13 +20,13 @@ _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
 def bound(nodes: ast.AST | Iterable[ast.AST]) -> set[str]:
     """Names bound in the function the nodes belong to."""
-    visitor = _Bound()
+    visitor = _BoundNames()
     for node in [nodes] if isinstance(nodes, ast.AST) else nodes:
         visitor.visit(node)
     return visitor.names
 
 
-class _Bound(ast.NodeVisitor):
+class _BoundNames(ast.NodeVisitor):
     def __init__(self) -> None:
         self.names: set[str] = set()
 

@@ -2,8 +2,8 @@
 rule for one parameter.
 
     @optimiser(
-        classes={"Lion": {}},
-        slots=[Slot("exp_avg")],
+        classes={"Lion": {"maximize": False}},
+        slots=[StateSlot("exp_avg")],
         hyper={"lr": "lr", "beta1": "betas.0", "beta2": "betas.1", "weight_decay": "weight_decay"},
         flags={"maximize": "maximize"},
         examples=[...],
