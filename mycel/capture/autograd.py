@@ -134,14 +134,15 @@ def set_recorded(tracer: Tracer, x: torch.Tensor, asks: bool) -> None:
         tracer.frozen_tensors[id(x)] = x
 
 
-def requires_grad(tracer: Tracer, x: Traced) -> bool:
+def requires_grad(tracer: Tracer, x: torch.Tensor, of_arguments: bool = False) -> bool:
     """x.requires_grad: would torch record a gradient of it?  That follows from the tensors it is made of, those the
-    code reaches, which is guarded; an argument asks for none."""
+    code reaches, which is guarded; an argument asks for none, unless told so."""
+    stack = [tracer.cell(x).read()]
     leaves, frozen = {tracer.cell(leaf).read() for leaf in tracer.leaves}, unrecorded(tracer)
     inputs = dict(zip(tracer.inputs, (t for t, _ in tracer.lifted.values()), strict=False))
     reached = {v for v, _ in tracer.state}
     held: dict[int, torch.Tensor] = {}
-    stack, seen = [tracer.cell(x).read()], set(frozen)
+    seen = set(frozen)
     if stack[0] in leaves:
         return True
     while stack:
@@ -155,6 +156,8 @@ def requires_grad(tracer: Tracer, x: Traced) -> bool:
         if eqn is not None:
             stack += () if eqn.op is o.stop_gradient else eqn.vars
         elif tensor is None:  # what a loop hands on from turn to turn
+            return tracer.grad_mode
+        elif v not in reached and of_arguments:
             return tracer.grad_mode
         elif v in reached and type(tensor) is not Traced:
             held[id(tensor)] = tensor

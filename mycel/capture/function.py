@@ -229,7 +229,7 @@ def _capture(
     counted = lift_counters(tracer, places, counters or frozenset())
     try:
         with _tracing(tracer):
-            tracer.differentiated = differentiated
+            tracer.differentiated, tracer.is_step = differentiated, differentiated and not apart
             tracer.grad_mode = tracer.grad_mode or differentiated
             if differentiated:
                 hook_parameters(tracer, places.parameters())

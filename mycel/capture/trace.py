@@ -18,7 +18,7 @@ from mycel.capture.alias import Cell, view_cells
 from mycel.capture.dynamic import FORMS, columns_of
 from mycel.capture.facts import GIVEN
 from mycel.capture.fence import here, refuse, refuse_dynamic, refuse_read
-from mycel.capture.record import ModuleCall, Record, Traced
+from mycel.capture.record import LARGEST_CONCRETE, ModuleCall, Record, Traced
 from mycel.capture.rows import choose, counts_rows, places, put
 from mycel.capture.schema import Schema, schema_of
 from mycel.capture.state import Reachable
@@ -401,6 +401,8 @@ class Tracer(Record):
             coded = tuple(encode(self.value(a), inputs) for a in args)
             named = tuple((k, encode(self.value(v), inputs)) for k, v in kwargs.items() if v is not None)
             params = {"target": str(func), "args": coded, "kwargs": named}
+            if not inputs and (known := self._of_no_tensor(func, args, kwargs)) is not None:
+                return self.constant(known)
             try:
                 if torch.Tag.nondeterministic_seeded in func.tags:
                     key, site = self.draw()
@@ -415,6 +417,14 @@ class Tracer(Record):
                     )
                 ) from e
         return _nest(func, out)
+
+    def _of_no_tensor(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor | None:
+        """What a function of plain numbers makes (torch.hann_window(n)), unless it draws or is large."""
+        if torch.Tag.nondeterministic_seeded in func.tags or len(func._schema.returns) != 1:
+            return None
+        with _disable_current_modes():
+            value = func(*args, **{k: v for k, v in kwargs.items() if k != "device"})
+        return value if isinstance(value, torch.Tensor) and value.numel() <= LARGEST_CONCRETE else None
 
     def _in_memory_order(
         self, x: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None
