@@ -392,6 +392,7 @@ SPECIAL.update(
         torch.ops.aten._is_all_true.default: _is_all_true,
         torch.ops.aten.lift_fresh.default: _lift_fresh,
         torch.ops.aten.is_nonzero.default: lambda tracer, x: _read(tracer, "__bool__", x),
+        torch.ops.aten._has_same_storage_numel.default: lambda tracer, x, y: x.numel() == y.numel(),
         torch.ops.aten.is_same_size.default: lambda tracer, x, y: x.shape == y.shape,
         torch.ops.aten._standard_gamma.default: _standard_gamma,
         torch.ops.aten._efficientzerotensor.default: _zero_tangent,

@@ -76,6 +76,7 @@ class Tracer(Record):
         self.made_up = False  # were some of these made up?
         self.remembered: dict[Any, Any] = {}  # what functions under functools.cache gave
         self.leaves: list[Traced] = []  # tensors that ask for a gradient of their own (`autograd.py`)
+        self.duals: dict[Var, Var | None] = {}  # values that code gave a tangent, or took it from (`autograd.py`)
         self.environment: dict[str, str | None] = {}  # variables of the process that the user's code read
         self.patches: list[Patch] = []  # what torch has other code for while this is traced
 
@@ -416,7 +417,7 @@ class Tracer(Record):
                         (f"{func}: {e}", "a different operator, or computing it outside of the captured function"),
                     )
                 ) from e
-        return _nest(func, out)
+        return _nest(func, args, out)
 
     def _of_no_tensor(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor | None:
         """What a function of plain numbers makes (torch.hann_window(n)), unless it draws or is large."""
@@ -497,11 +498,16 @@ def _is_refused_by_torch(func: Any, args: Sequence[Any], kwargs: dict[str, Any])
     return False
 
 
-def _nest(func: Any, out: Any) -> Any:
-    """Flat outputs of an opaque operator -> torch's result structure (one list return stays a list)."""
+def _nest(func: Any, args: Sequence[Any], out: Any) -> Any:
+    """Flat outputs of an opaque operator -> torch's result structure: one list return stays a list, and where
+    `output_mask` asks for no output there is None."""
     returns = func._schema.returns
     if len(returns) == 1 and "List" in str(returns[0].type):
         return list(out) if isinstance(out, tuple) else [out]
+    at = next((i for i, a in enumerate(func._schema.arguments) if a.name == "output_mask"), len(args))
+    if at < len(args) and not all(args[at]):
+        rest = iter(out if isinstance(out, tuple) else (out,))
+        return tuple(next(rest) if asked else None for asked in args[at])
     return out
 
 

@@ -52,7 +52,7 @@ def _run(inputs, target, args, kwargs):
         return outs
     flat = []
     for y in outs:
-        flat.extend(y if isinstance(y, (list, tuple)) else [y])
+        flat.extend(y if isinstance(y, (list, tuple)) else [y] if y is not None else [])
     return tuple(flat) if len(flat) != 1 else flat[0]
 
 
