@@ -26,7 +26,7 @@ from mycel.capture.subscript import open_key
 from mycel.errors import CaptureError, IRError, MisfitError
 from mycel.ir import OPS, Type, Var, is_float
 from mycel.ops import RULES, o
-from mycel.ops.opaque import encode
+from mycel.ops.opaque import encode, output_mask
 from mycel.ops.python_calls import PythonCall
 
 TRACING: list[Tracer] = []  # captures under way
@@ -504,10 +504,10 @@ def _nest(func: Any, args: Sequence[Any], out: Any) -> Any:
     returns = func._schema.returns
     if len(returns) == 1 and "List" in str(returns[0].type):
         return list(out) if isinstance(out, tuple) else [out]
-    at = next((i for i, a in enumerate(func._schema.arguments) if a.name == "output_mask"), len(args))
-    if at < len(args) and not all(args[at]):
+    mask = output_mask(func, args)
+    if mask is not None:
         rest = iter(out if isinstance(out, tuple) else (out,))
-        return tuple(next(rest) if asked else None for asked in args[at])
+        return tuple(next(rest) if asked else None for asked in mask)
     return out
 
 

@@ -56,6 +56,12 @@ def _run(inputs, target, args, kwargs):
     return tuple(flat) if len(flat) != 1 else flat[0]
 
 
+def output_mask(func, args):
+    """The argument that says which outputs an operator gives, where it asks for some alone."""
+    at = next((i for i, a in enumerate(func._schema.arguments) if a.name == "output_mask"), len(args))
+    return args[at] if at < len(args) and not all(args[at]) else None
+
+
 @functools.cache
 def _types(types, target, args, kwargs):
     """Output types by torch's meta kernel, or by its CPU kernel on zeros where torch has no meta kernel.
