@@ -32,7 +32,7 @@ from mycel.ir import Program, Var, check, type_of
 from mycel.run import interpret, load, not_finite, replayed_call
 
 MODES = ("graph", "eager")
-differentiate_with(transform.value_and_grad)
+differentiate_with(transform.value_and_grad, transform.jvp)
 
 
 def capture(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Program:

@@ -7,6 +7,7 @@ import torch
 from models import same
 from stepping import adam, agree, beside
 from torch import nn
+from torch.autograd import forward_ad
 
 import mycel
 from mycel.errors import CaptureError
@@ -168,3 +169,102 @@ def test_backward_to_parameters_is_refused():
     with pytest.raises(CaptureError, match=r"leaves gradients in \.grad of parameters"):
         mycel.jit(lambda x: layer(x).sum().backward())(X)
     assert layer.weight.grad is None
+
+
+# -- forward mode
+
+
+def smooth():
+    return nn.Sequential(nn.Linear(2, 8), nn.GELU(), nn.Linear(8, 2), nn.Tanh())
+
+
+class Convolved(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv1d(1, 3, 2)
+
+    def forward(self, x):
+        return self.conv(x[:, None]).tanh().flatten(1)
+
+
+def by_jvp(net, x):
+    return torch.func.jvp(net, (x,), (x.sin(),))[1]
+
+
+def by_dual(net, x):
+    with forward_ad.dual_level():
+        y, t = forward_ad.unpack_dual(net(forward_ad.make_dual(x, x.sin())))
+        again = forward_ad.make_dual(y, 2 * t)  # what y is made of has no part in it
+        return forward_ad.unpack_dual(again.tanh()).tangent + y
+
+
+def by_linearize(net, x):
+    y, push = torch.func.linearize(net, x)
+    return push(x.sin()) * y + push(x.cos())
+
+
+def by_functional(net, x):
+    return torch.autograd.functional.jvp(net, x, x.sin(), create_graph=True)[1]
+
+
+def of_gradients(net, x):
+    slope = torch.func.grad(lambda z: net(z).square().sum())
+    return torch.func.jvp(slope, (x,), (x.sin(),))[1]
+
+
+def of_weights(net, x):
+    weights = dict(net.named_parameters())
+    run = lambda weights: torch.func.functional_call(net, weights, (x,))
+    return torch.func.jvp(run, (weights,), ({k: torch.ones_like(p) for k, p in weights.items()},))[1]
+
+
+def of_tangents(net, x):
+    return torch.func.jvp(lambda z: by_jvp(net, z), (x,), (x.cos(),))[1]
+
+
+def under_no_grad(net, x):
+    with torch.no_grad(), forward_ad.dual_level():  # which forward mode does not heed
+        along = forward_ad.unpack_dual(net(forward_ad.make_dual(x, x.sin()))).tangent
+    return along * net(x)
+
+
+class Along(nn.Module):
+    def __init__(self, way, make):
+        super().__init__()
+        self.way, self.net = way, make()
+
+    def forward(self, x):
+        return self.way(self.net, x).square().mean()
+
+
+@pytest.mark.parametrize("make", [smooth, Convolved])
+@pytest.mark.parametrize(
+    "way",
+    [by_jvp, by_dual, by_linearize, by_functional, of_gradients, of_weights, of_tangents, under_no_grad],
+)
+def test_derivatives_along_a_direction(way, make):
+    torch.manual_seed(0)
+    model = Along(way, make).double()
+    twin = Along(way, make).double()
+    twin.load_state_dict(model.state_dict())
+    loss = mycel.train_step(model, torch.optim.SGD(model.parameters(), lr=0.0), grads=True, strict=True)(X)
+    want = twin(X)
+    want.backward()
+    assert torch.allclose(loss, want)
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        wanted = torch.zeros_like(q) if q.grad is None else q.grad
+        assert torch.allclose(torch.zeros_like(p) if p.grad is None else p.grad, wanted, atol=1e-10)
+
+
+def test_what_has_no_tangent_says_so():
+    def fn(x):
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(x, x.sin())
+            assert forward_ad.unpack_dual(x * 2).tangent is None
+            assert forward_ad.unpack_dual(dual.detach() * 2).tangent is None
+            assert forward_ad.unpack_dual(forward_ad.unpack_dual(dual).primal * 2).tangent is None
+            y = dual * x
+        assert forward_ad.unpack_dual(y).tangent is None
+        return y
+
+    assert torch.equal(mycel.jit(fn, strict=True)(X), fn(X))

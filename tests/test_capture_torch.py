@@ -721,3 +721,22 @@ def test_long_packed_sequences_are_refused_where_no_island_may_be():
 def test_nothing_is_scattered_where_a_mask_holds_nowhere():
     x, mask = rand(3, 4), torch.zeros(3, 4, dtype=torch.bool)
     agrees(lambda x: x.masked_scatter(mask, x[mask] * 2) + 1, x)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.hann_window(8),
+        lambda: torch.hamming_window(8, periodic=False, dtype=torch.float64),
+        lambda: torch.blackman_window(8),
+        lambda: torch.bartlett_window(8),
+        lambda: torch.kaiser_window(8, True, 5.0),
+        lambda: torch.signal.windows.gaussian(8, std=2.0),
+        lambda: torch.signal.windows.general_cosine(8, a=[0.5, 0.3]),
+        lambda: torch.fft.fftfreq(8) + torch.fft.rfftfreq(14),
+        lambda: torch.tril_indices(4, 4)[0, :8].double() + torch.triu_indices(4, 4)[1, :8],
+        lambda: torch.logspace(0, 2, 8),
+    ],
+)
+def test_what_is_made_of_numbers_alone(make):
+    agrees(lambda x: x[0, 0] * make(), X)

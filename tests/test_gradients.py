@@ -456,3 +456,56 @@ def test_check_finite_lets_masks_be():
     mask = torch.tensor([True, False, False])
     fn = lambda x: torch.zeros(3, dtype=torch.float64).masked_fill(mask, -float("inf")).add(x).softmax(0).pow(2).sum()
     assert torch.allclose(mycel.grad(fn, check_finite=True)(X), mycel.grad(fn)(X))
+
+
+class Surrogate(torch.autograd.Function):
+    """A step function whose backward looks at which arguments ask for a gradient."""
+
+    asked: list = []
+
+    @staticmethod
+    def forward(ctx, x, mask, places, slope, frozen):
+        ctx.save_for_backward(x)
+        ctx.slope = slope
+        return (x > 0).to(x.dtype) * mask + frozen + places
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, g):
+        Surrogate.asked.append(ctx.needs_input_grad)
+        (x,) = ctx.saved_tensors
+        mask = g * x if ctx.needs_input_grad[1] else None
+        return g * ctx.slope / (1 + x.abs()), mask, None, None, None
+
+
+class Spiking(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.threshold = nn.Parameter(torch.tensor(0.3, dtype=torch.float64))
+        self.rest = nn.Parameter(torch.zeros(3, dtype=torch.float64), requires_grad=False)
+
+    def forward(self, x):
+        membrane = torch.zeros_like(x)
+        for _ in range(3):
+            membrane = 0.5 * membrane + x - self.threshold
+            spike = Surrogate.apply(membrane, torch.sigmoid(x), torch.arange(3), 5.0, self.rest)
+            membrane = membrane - spike.detach()
+        return (spike * x).sum()
+
+
+def test_a_function_is_told_which_arguments_ask_for_a_gradient():
+    model, twin = Spiking(), Spiking()
+    Surrogate.asked.clear()
+    twin(X).backward()
+    wanted = set(Surrogate.asked)
+    Surrogate.asked.clear()
+    loss = mycel.train_step(model, torch.optim.SGD(model.parameters(), lr=0.0), grads=True, strict=True)(X)
+    assert wanted == {(True, False, False, False, False)} == set(Surrogate.asked)
+    assert torch.allclose(loss, twin(X)) and torch.allclose(model.threshold.grad, twin.threshold.grad)
+
+
+def test_an_argument_may_be_what_a_function_is_differentiated_by():
+    x = X.clone().requires_grad_()
+    fn = lambda m: (Surrogate.apply(X, m, torch.arange(3), 5.0, X) * X).sum()
+    (want,) = torch.autograd.grad(fn(x), x)
+    assert torch.allclose(mycel.grad(fn)(X), want)

@@ -1,16 +1,17 @@
-"""torch.autograd.grad and .backward() in captured code: the gradient of the trace so far.
+"""torch.autograd.grad, .backward() and forward mode in captured code: derivatives of the trace so far.
 
     u = net(x);  du, = torch.autograd.grad(u.sum(), x, create_graph=True)
     x.requires_grad_();  net(x).sum().backward();  du = x.grad
+    du = forward_ad.unpack_dual(net(forward_ad.make_dual(x, v))).tangent
 
-The equations that lead from `inputs` to `outputs` are a program; its gradient is written into the trace behind them.
+The equations that lead from `inputs` to `outputs` are a program; its derivative is written into the trace behind them.
 What it computes of the forward pass again is the same equations, which simplifying makes one.  How a program is
 differentiated is told from outside (`differentiate_with`): capture knows no transform.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,16 +21,18 @@ from mycel.capture.inline import splice_program
 from mycel.capture.nested import is_inside, unrecorded
 from mycel.capture.record import Traced
 from mycel.capture.trace import Tracer
+from mycel.capture.tree import flatten
 from mycel.ir import Block, Builder, Eqn, Program, Var, is_float, lookup
 from mycel.ops import o
 
-Derive = Callable[[Program, Sequence[int]], Program]  # -> value, gradient of each of these inputs
+Derive = Callable[[Program, Sequence[int]], Program]
 _DERIVE: list[Derive] = []
 
 
-def differentiate_with(derive: Derive) -> None:
-    """How a program of one scalar is differentiated."""
-    _DERIVE[:] = [derive]
+def differentiate_with(gradients: Derive, tangents: Derive) -> None:
+    """How a program is differentiated by some inputs: of one scalar -> value, gradients; with tangents of these as
+    further inputs -> results, their tangents."""
+    _DERIVE[:] = [gradients, tangents]
 
 
 def traced_grad(
@@ -134,14 +137,15 @@ def set_recorded(tracer: Tracer, x: torch.Tensor, asks: bool) -> None:
         tracer.frozen_tensors[id(x)] = x
 
 
-def requires_grad(tracer: Tracer, x: Traced) -> bool:
+def requires_grad(tracer: Tracer, x: torch.Tensor, of_arguments: bool = False) -> bool:
     """x.requires_grad: would torch record a gradient of it?  That follows from the tensors it is made of, those the
-    code reaches, which is guarded; an argument asks for none."""
+    code reaches, which is guarded; an argument asks for none, unless told so."""
+    stack = [tracer.cell(x).read()]
     leaves, frozen = {tracer.cell(leaf).read() for leaf in tracer.leaves}, unrecorded(tracer)
     inputs = dict(zip(tracer.inputs, (t for t, _ in tracer.lifted.values()), strict=False))
     reached = {v for v, _ in tracer.state}
     held: dict[int, torch.Tensor] = {}
-    stack, seen = [tracer.cell(x).read()], set(frozen)
+    seen = set(frozen)
     if stack[0] in leaves:
         return True
     while stack:
@@ -156,6 +160,8 @@ def requires_grad(tracer: Tracer, x: Traced) -> bool:
             stack += () if eqn.op is o.stop_gradient else eqn.vars
         elif tensor is None:  # what a loop hands on from turn to turn
             return tracer.grad_mode
+        elif v not in reached and of_arguments:
+            return tracer.grad_mode
         elif v in reached and type(tensor) is not Traced:
             held[id(tensor)] = tensor
     recorded = tracer.grad_mode and any(t.requires_grad for t in held.values())
@@ -169,12 +175,16 @@ def _tracer_of(x: Traced) -> Tracer:
     return x.tracer
 
 
-def _between(tracer: Tracer, wrt: Sequence[Var], values: Sequence[Var]) -> tuple[list[Eqn], set[Var]]:
-    """The equations on the way from some values to others, and all they use; what was made under no_grad is no way."""
+def _between(
+    tracer: Tracer, wrt: Sequence[Var], values: Sequence[Var], ahead: Collection[Var] | None = None
+) -> tuple[list[Eqn], set[Var]]:
+    """The equations on the way from some values to others, and all they use.  What was made under no_grad is no way,
+    but for tangents: there those end that are made `ahead`."""
     reached = set(wrt)
     ways = []
     for i, eqn in enumerate(tracer.eqns):
-        if i not in tracer.frozen and eqn.op is not o.stop_gradient and any(v in reached for v in eqn.vars):
+        ends = i in tracer.frozen if ahead is None else any(v in ahead for v in eqn.outputs)
+        if not ends and eqn.op is not o.stop_gradient and any(v in reached for v in eqn.vars):
             ways.append(eqn)
             reached.update(eqn.outputs)
     used = set(values)
@@ -211,14 +221,41 @@ def _gradients(
 ) -> dict[Var, Var]:
     """The gradients of sum(values * seeds), written into the trace."""
     made = {v for e in eqns for v in e.outputs}
-    outer = [v for e in eqns for v in e.vars] + [*values, *(s for s in seeds if s is not None)]
-    given = list(dict.fromkeys([*wrt, *(v for v in outer if v not in made)]))
-    own = [Var(f"a{i}", v.type) for i, v in enumerate(given)]
     # a seed that depends on the inputs is a number of its own here
     apart = [Var(f"g{i}", s.type) if s in made else None for i, s in enumerate(seeds)]  # type: ignore[union-attr]
+
+    def total(known: Mapping[Var, Any]) -> list[Var]:
+        sums: Any = None
+        for v, s, g in zip(values, seeds, apart, strict=True):
+            term = o.reshape(known[v], shape=()) if s is None else None
+            if term is None:
+                term = o.sum(o.mul(known[v], g if g is not None else known[s]), dims=tuple(range(v.ndim)))  # type: ignore[index]
+            sums = term if sums is None else o.add(sums, term)
+        return [sums]
+
+    outer = [*values, *(s for s in seeds if s is not None)]
+    program, given = _program_of(tracer, eqns, wrt, outer, [g for g in apart if g is not None], total)
+    inputs = [*given, *(s for s, g in zip(seeds, apart, strict=True) if g is not None)]
+    outs = splice_program(tracer, _DERIVE[0](program, range(len(wrt))), inputs)
+    return dict(zip(wrt, outs[1 : 1 + len(wrt)], strict=True))
+
+
+def _program_of(
+    tracer: Tracer,
+    eqns: Sequence[Eqn],
+    wrt: Sequence[Var],
+    used: Sequence[Var],
+    more: Sequence[Var],
+    finish: Callable[[Mapping[Var, Any]], list[Var]],
+) -> tuple[Program, list[Var]]:
+    """Equations of the trace as a program of `wrt`, of what else they use and of `more`, and the values it is of."""
+    made = {v for e in eqns for v in e.outputs}
+    outer = [v for e in eqns for v in e.vars] + [*used]
+    given = list(dict.fromkeys([*wrt, *(v for v in outer if v not in made)]))
+    own = [Var(f"a{i}", v.type) for i, v in enumerate(given)]
     known: dict[Var, Any] = dict(zip(given, own, strict=True))
     b = Builder()
-    b.inputs = [*own, *(g for g in apart if g is not None)]
+    b.inputs = [*own, *more]
     b.reserve(v.name for v in b.inputs)
     with b:
         for eqn in eqns:
@@ -226,18 +263,66 @@ def _gradients(
                 v.type for v in eqn.outputs
             ])  # fmt: skip
             known.update(zip(eqn.outputs, outs if len(eqn.outputs) != 1 else (outs,), strict=True))
-        total: Any = None
-        for v, s, g in zip(values, seeds, apart, strict=True):
-            term = o.reshape(known[v], shape=()) if s is None else None
-            if term is None:
-                seed = g if g is not None else known[s]  # type: ignore[index]
-                term = o.sum(o.mul(known[v], seed), dims=tuple(range(v.ndim)))
-            total = term if total is None else o.add(total, term)
-    main = Block(tuple(b.inputs), tuple(b.eqns), (total,))
+        results = finish(known)
     if not _DERIVE:
         raise refuse("torch's own autograd was asked for a gradient of traced tensors", "mycel.grad of a function")
-    blocks = {**tracer.blocks, "main": main}
-    derived = _DERIVE[0](Program(blocks, "main", (), tracer.consts, {}), range(len(wrt)))
-    inputs = [*given, *(s for s, g in zip(seeds, apart, strict=True) if g is not None)]
-    outs = splice_program(tracer, derived, inputs)
-    return dict(zip(wrt, outs[1 : 1 + len(wrt)], strict=True))
+    blocks = {**tracer.blocks, "main": Block(tuple(b.inputs), tuple(b.eqns), tuple(results))}
+    return Program(blocks, "main", (), tracer.consts, {}), given
+
+
+# -- forward mode
+
+
+def traced_dual(tracer: Tracer, x: torch.Tensor, tangent: torch.Tensor | None = None) -> Any:
+    """The value with this tangent, whatever tangents it is made of; with none."""
+    tracer.here()
+    with tracer:
+        dual = o.reshape(tracer.cell(x).read(), shape=tuple(x.shape))
+        tracer.duals[dual] = None if tangent is None else tracer.cell(tangent).read()
+        return tracer.wrap(dual)
+
+
+def traced_tangents(
+    tracer: Tracer, outputs: Sequence[torch.Tensor], duals: Mapping[Var, Var | None], fixed: bool = False
+) -> list[torch.Tensor | None]:
+    """The tangents of these tensors, None where they depend on nothing that has one; `fixed`: the point at which they
+    are taken has no gradient."""
+    tracer.here()
+    with tracer:
+        values = [tracer.cell(y).read() for y in outputs]
+        eqns, used = _between(tracer, [v for v, t in duals.items() if t is not None], values, ahead=duals.keys())
+        wrt = [v for v, t in duals.items() if t is not None and v in used]
+        reached = {*wrt, *(v for e in eqns for v in e.outputs)}
+        wanted = [v for v in dict.fromkeys(values) if v in reached and is_float(v.dtype)]
+        if not wanted:
+            return [None] * len(values)
+        program, given = _program_of(tracer, eqns, wrt, wanted, [], lambda known: [known[v] for v in wanted])
+        pushed = _DERIVE[1](program, range(len(wrt)))
+        point = [o.stop_gradient(v) if fixed and is_float(v.dtype) else v for v in given]
+        outs = splice_program(tracer, pushed, [*point, *(duals[v] for v in wrt)])  # type: ignore[list-item]
+        found = dict(zip(wanted, outs[len(wanted) :], strict=True))
+        return [tracer.wrap(found[v]) if v in found else None for v in values]
+
+
+def traced_linearize(tracer: Tracer, fn: Callable[..., Any], *primals: Any) -> tuple[Any, Callable[..., Any]]:
+    """torch.func.linearize: the value of fn, and its derivative as a function of tangents, by which alone torch
+    differentiates it."""
+    points: list[torch.Tensor] = []
+    tree = flatten(primals, points)
+    duals = [traced_dual(tracer, x) for x in points]
+    outs: list[torch.Tensor] = []
+    value = fn(*tree.unflatten(iter(duals)))
+    out_tree = flatten(value, outs)
+    at = [tracer.cell(x).read() for x in duals]
+
+    def push(*tangents: Any) -> Any:
+        along: list[torch.Tensor] = []
+        flatten(tangents, along)
+        with tracer:
+            known = dict(zip(at, (tracer.cell(t).read() for t in along), strict=True))
+        found = traced_tangents(tracer, outs, known, fixed=True)
+        return out_tree.unflatten(
+            iter([torch.zeros_like(y) if t is None else t for y, t in zip(outs, found, strict=True)])
+        )
+
+    return value, push

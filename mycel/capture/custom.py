@@ -10,7 +10,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
+from mycel.capture.autograd import requires_grad
 from mycel.capture.fence import refuse
 from mycel.capture.nested import OpenBlock, finish, free, opened
 from mycel.capture.record import Traced
@@ -114,9 +116,9 @@ def _cotangent(tracer: Tracer, x: Var, g: Any) -> Var:
 class Context:
     """What a Function's forward and backward share."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, needs_input_grad: tuple[bool, ...]) -> None:
         self.saved_tensors: Sequence[torch.Tensor | None] = ()
-        self.needs_input_grad = (True,) * count
+        self.needs_input_grad = needs_input_grad
         self.materialize_grads = True
 
     def save_for_backward(self, *tensors: torch.Tensor | None) -> None:
@@ -136,9 +138,28 @@ class Context:
         )
 
 
+def _needs_gradient(tracer: Tracer, x: Any) -> bool:
+    """ctx.needs_input_grad of an argument.  The batch of a training step asks for none; any other argument may be what
+    the caller differentiates by."""
+    if not isinstance(x, torch.Tensor) or not (x.is_floating_point() or x.is_complex()):
+        return False
+    if torch._C._functorch.is_functorch_wrapped_tensor(x):
+        return True
+    return requires_grad(tracer, x, of_arguments=not tracer.is_step)
+
+
+def _backward_of(cls: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """Its backward, without torch's @once_differentiable, which makes an error of a second derivative."""
+    backward: Any = cls.backward
+    return backward.__wrapped__ if getattr(backward, "__code__", None) is _ONCE else backward  # type: ignore[no-any-return]
+
+
+_ONCE = once_differentiable(lambda ctx: None).__code__
+
+
 def trace_function(tracer: Tracer, cls: type[torch.autograd.Function], args: tuple[Any, ...]) -> Any:
     """cls.apply(*args): its own forward and backward."""
-    ctx = Context(len(args))
+    ctx = Context(tuple(_needs_gradient(tracer, a) for a in args))
     tensors = [i for i, a in enumerate(args) if isinstance(a, Traced | torch.Tensor)]
 
     def forward(given: tuple[Any, ...]) -> tuple[Any, list[torch.Tensor]]:
@@ -152,7 +173,7 @@ def trace_function(tracer: Tracer, cls: type[torch.autograd.Function], args: tup
     def backward(given: tuple[Any, ...], result: Any, saved: list[torch.Tensor], cotangents: list[Any]) -> Any:
         rest = iter(saved)
         ctx.saved_tensors = tuple(None if t is None else next(rest) for t in ctx.saved_tensors)  # type: ignore[misc]
-        gradients = rewritten(cls.backward)(ctx, *cotangents)
+        gradients = rewritten(_backward_of(cls))(ctx, *cotangents)
         listed = gradients if isinstance(gradients, tuple) else (gradients,)
         return [listed[i] for i in tensors]
 

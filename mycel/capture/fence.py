@@ -16,6 +16,7 @@ import mycel
 from mycel.errors import CaptureError
 
 _OURS = tuple(os.path.dirname(os.path.abspath(m.__file__)) + os.sep for m in (torch, mycel) if m.__file__)
+_DISTRIBUTIONS = os.path.join(os.path.dirname(os.path.abspath(torch.__file__)), "distributions") + os.sep
 _STDLIB = sysconfig.get_paths()["stdlib"]
 _PACKAGES = sorted({sysconfig.get_paths()["purelib"], *site.getsitepackages()}, key=len, reverse=True)
 
@@ -40,10 +41,12 @@ OPENED: set[CodeType] = set()  # functions of libraries that are rewritten as th
 
 
 def _open_library() -> None:
-    """The functions of libraries that lead here (torch's own apart) are rewritten from now on."""
+    """The functions of libraries that lead here (of torch's own, its distributions' alone) are rewritten from now
+    on."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if _is_user(frame.f_code) and is_library(frame.f_code.co_filename):
+        path = frame.f_code.co_filename
+        if path.startswith(_DISTRIBUTIONS) or (_is_user(frame.f_code) and is_library(path)):
             OPENED.add(frame.f_code)
         frame = frame.f_back
 

@@ -14,10 +14,12 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch._functorch import predispatch
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import CheckpointFunction
 
+from mycel.capture.autograd import traced_dual, traced_tangents
 from mycel.capture.caches import is_cache
 from mycel.capture.counters import (
     CHANGES,
@@ -229,7 +231,7 @@ def _capture(
     counted = lift_counters(tracer, places, counters or frozenset())
     try:
         with _tracing(tracer):
-            tracer.differentiated = differentiated
+            tracer.differentiated, tracer.is_step = differentiated, differentiated and not apart
             tracer.grad_mode = tracer.grad_mode or differentiated
             if differentiated:
                 hook_parameters(tracer, places.parameters())
@@ -380,6 +382,9 @@ def _tracing(tracer: Tracer) -> Iterator[None]:
         Patch(_BatchNorm, "forward", cumulative_forward(_BatchNorm.forward)),
         Patch(torch.nn.modules.module, "BackwardHook", ModuleHooks),
         Patch(_Applied, "apply", classmethod(_traced_apply)),
+        Patch(predispatch, "_make_dual", _make_dual),
+        Patch(predispatch, "_unpack_dual", _unpack_dual),
+        Patch(predispatch, "_exit_dual_level", _exit_dual_level),
         Patch(os._Environ, "__getitem__", _noted_read(os._Environ.__getitem__)),
         Patch(_IMPORTS, "_find_and_load", _plain_import(_IMPORTS._find_and_load)),
         *(Patch(kind, "__call__", _unprofiled(kind.__call__)) for kind in _SCRIPTED),
@@ -478,6 +483,26 @@ def _traced_apply(cls: type[torch.autograd.Function], *args: Any) -> Any:
     if cls.__module__ == CheckpointFunction.__module__:
         return cls.forward(*args)
     return trace_function(TRACING[-1], cls, args)
+
+
+def _make_dual(x: torch.Tensor, tangent: torch.Tensor, level: int) -> Any:
+    """torch.autograd.forward_ad.make_dual; inside transforms of torch.func it is their business."""
+    plain = torch._C._functorch.maybe_current_level() is not None
+    return torch._VF._make_dual(x, tangent, level=level) if plain else traced_dual(TRACING[-1], x, tangent)
+
+
+def _unpack_dual(x: torch.Tensor, level: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    if torch._C._functorch.maybe_current_level() is not None:
+        primal, tangent = torch._VF._unpack_dual(x, level=level)
+        return primal, tangent
+    tracer = TRACING[-1]
+    (along,) = traced_tangents(tracer, [x], tracer.duals)
+    return traced_dual(tracer, x), along
+
+
+def _exit_dual_level(level: int) -> None:
+    TRACING[-1].duals.clear()
+    torch._C._exit_dual_level(level=level)
 
 
 def _check_arguments(tree: Tree) -> None:

@@ -25,6 +25,7 @@ from mycel.capture.autograd import (
     traced_grad,
 )
 from mycel.capture.bounds import bounds
+from mycel.capture.custom import trace_custom
 from mycel.capture.fence import READS, refuse, refuse_read
 from mycel.capture.hooks import hook_value
 from mycel.capture.packed import packed, packed_layers, padded
@@ -371,13 +372,29 @@ def _zero_tangent(tracer: Tracer, size: Any, *, dtype: torch.dtype | None = None
         return tracer.wrap(o.full(0.0, shape=tuple(size), dtype=dtype or torch.get_default_dtype()))
 
 
+def _standard_gamma(tracer: Tracer, x: torch.Tensor, generator: Any = None) -> Any:
+    """Draws through which gradients flow, by torch's own rule."""
+
+    def forward(given: tuple[Any, ...]) -> tuple[Any, list[torch.Tensor]]:
+        func = torch.ops.aten._standard_gamma.default
+        return tracer.wrap(tracer._opaque(func, (*given, generator) if generator is not None else given, {})), []
+
+    def backward(given: tuple[Any, ...], drawn: Any, _: list[torch.Tensor], cotangents: list[Any]) -> Any:
+        return cotangents[0] * torch._standard_gamma_grad(given[0], drawn)
+
+    with tracer.mode:
+        return trace_custom(tracer, forward, backward, (x,))
+
+
 SPECIAL.update(
     {
         torch.ops.aten.bincount.default: _bincount,
         torch.ops.aten._is_all_true.default: _is_all_true,
         torch.ops.aten.lift_fresh.default: _lift_fresh,
         torch.ops.aten.is_nonzero.default: lambda tracer, x: _read(tracer, "__bool__", x),
+        torch.ops.aten._has_same_storage_numel.default: lambda tracer, x, y: x.numel() == y.numel(),
         torch.ops.aten.is_same_size.default: lambda tracer, x, y: x.shape == y.shape,
+        torch.ops.aten._standard_gamma.default: _standard_gamma,
         torch.ops.aten._efficientzerotensor.default: _zero_tangent,
     }
 )

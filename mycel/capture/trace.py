@@ -18,7 +18,7 @@ from mycel.capture.alias import Cell, view_cells
 from mycel.capture.dynamic import FORMS, columns_of
 from mycel.capture.facts import GIVEN
 from mycel.capture.fence import here, refuse, refuse_dynamic, refuse_read
-from mycel.capture.record import ModuleCall, Record, Traced
+from mycel.capture.record import LARGEST_CONCRETE, ModuleCall, Record, Traced
 from mycel.capture.rows import choose, counts_rows, places, put
 from mycel.capture.schema import Schema, schema_of
 from mycel.capture.state import Reachable
@@ -26,7 +26,7 @@ from mycel.capture.subscript import open_key
 from mycel.errors import CaptureError, IRError, MisfitError
 from mycel.ir import OPS, Type, Var, is_float
 from mycel.ops import RULES, o
-from mycel.ops.opaque import encode
+from mycel.ops.opaque import encode, output_mask
 from mycel.ops.python_calls import PythonCall
 
 TRACING: list[Tracer] = []  # captures under way
@@ -76,6 +76,7 @@ class Tracer(Record):
         self.made_up = False  # were some of these made up?
         self.remembered: dict[Any, Any] = {}  # what functions under functools.cache gave
         self.leaves: list[Traced] = []  # tensors that ask for a gradient of their own (`autograd.py`)
+        self.duals: dict[Var, Var | None] = {}  # values that code gave a tangent, or took it from (`autograd.py`)
         self.environment: dict[str, str | None] = {}  # variables of the process that the user's code read
         self.patches: list[Patch] = []  # what torch has other code for while this is traced
 
@@ -401,6 +402,8 @@ class Tracer(Record):
             coded = tuple(encode(self.value(a), inputs) for a in args)
             named = tuple((k, encode(self.value(v), inputs)) for k, v in kwargs.items() if v is not None)
             params = {"target": str(func), "args": coded, "kwargs": named}
+            if not inputs and (known := self._of_no_tensor(func, args, kwargs)) is not None:
+                return self.constant(known)
             try:
                 if torch.Tag.nondeterministic_seeded in func.tags:
                     key, site = self.draw()
@@ -414,7 +417,15 @@ class Tracer(Record):
                         (f"{func}: {e}", "a different operator, or computing it outside of the captured function"),
                     )
                 ) from e
-        return _nest(func, out)
+        return _nest(func, args, out)
+
+    def _of_no_tensor(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor | None:
+        """What a function of plain numbers makes (torch.hann_window(n)), unless it draws or is large."""
+        if torch.Tag.nondeterministic_seeded in func.tags or len(func._schema.returns) != 1:
+            return None
+        with _disable_current_modes():
+            value = func(*args, **{k: v for k, v in kwargs.items() if k != "device"})
+        return value if isinstance(value, torch.Tensor) and value.numel() <= LARGEST_CONCRETE else None
 
     def _in_memory_order(
         self, x: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None
@@ -487,11 +498,16 @@ def _is_refused_by_torch(func: Any, args: Sequence[Any], kwargs: dict[str, Any])
     return False
 
 
-def _nest(func: Any, out: Any) -> Any:
-    """Flat outputs of an opaque operator -> torch's result structure (one list return stays a list)."""
+def _nest(func: Any, args: Sequence[Any], out: Any) -> Any:
+    """Flat outputs of an opaque operator -> torch's result structure: one list return stays a list, and where
+    `output_mask` asks for no output there is None."""
     returns = func._schema.returns
     if len(returns) == 1 and "List" in str(returns[0].type):
         return list(out) if isinstance(out, tuple) else [out]
+    mask = output_mask(func, args)
+    if mask is not None:
+        rest = iter(out if isinstance(out, tuple) else (out,))
+        return tuple(next(rest) if asked else None for asked in mask)
     return out
 
 

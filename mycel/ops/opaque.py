@@ -52,8 +52,14 @@ def _run(inputs, target, args, kwargs):
         return outs
     flat = []
     for y in outs:
-        flat.extend(y if isinstance(y, (list, tuple)) else [y])
+        flat.extend(y if isinstance(y, (list, tuple)) else [y] if y is not None else [])
     return tuple(flat) if len(flat) != 1 else flat[0]
+
+
+def output_mask(func, args):
+    """The argument that says which outputs an operator gives, where it asks for some alone."""
+    at = next((i for i, a in enumerate(func._schema.arguments) if a.name == "output_mask"), len(args))
+    return args[at] if at < len(args) and not all(args[at]) else None
 
 
 @functools.cache

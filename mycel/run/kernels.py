@@ -21,6 +21,8 @@ import torch
 
 from mycel.ir import OPS, Op, Type
 from mycel.ops import o
+from mycel.ops.capture_rules import resolve
+from mycel.ops.opaque import output_mask
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,12 @@ def _write_opaque(inputs: Sequence[str], target: str, args: Any, kwargs: Any = (
             return f"{inputs[rest[0]]}.contiguous()"
         return "device" if tag == "device" else f"[{', '.join(map(text, rest))}]"
 
-    return f"torch.ops.{target}({', '.join([*map(text, args), *(f'{k}={text(v)}' for k, v in kwargs)])})"
+    call = f"torch.ops.{target}({', '.join([*map(text, args), *(f'{k}={text(v)}' for k, v in kwargs)])})"
+    mask = output_mask(resolve(target), args)
+    if mask is None:
+        return call
+    there = [i for i, asked in enumerate(mask[1:]) if asked]
+    return f"{call}[{there[0]}]" if len(there) == 1 else f"tuple(y for y in {call} if y is not None)"
 
 
 @functools.cache

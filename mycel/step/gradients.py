@@ -25,7 +25,7 @@ from mycel.objective import Batch, refuse_outputs
 from mycel.parts import UnshardedStep, roles_of
 from mycel.step.settings import Settings
 
-differentiate_with(transform.value_and_grad)
+differentiate_with(transform.value_and_grad, transform.jvp)
 
 
 def prepared(captured: Captured, settings: Settings, for_ranks: bool) -> Program:

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from mycel.capture.autograd import traced_linearize
 from mycel.capture.branches import branch as traced_branch
 from mycel.capture.branches import check as traced_check
 from mycel.capture.branches import run
@@ -490,6 +491,11 @@ def _breakpoint(*args: Any, **kwargs: Any) -> Any:
     return None
 
 
+def _linearize(fn: Callable[..., Any], *primals: Any) -> Any:
+    """torch.func.linearize."""
+    return traced_linearize(TRACING[-1], call(fn), *primals) if TRACING else torch.func.linearize(fn, *primals)
+
+
 _SPECIAL: dict[Any, Callable[..., Any]] = {
     breakpoint: _breakpoint,
     print: _print,
@@ -506,6 +512,7 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     sorted: _with_twins(builtins.sorted),
     functools.reduce: _with_twins(functools.reduce),
     torch.utils.checkpoint.checkpoint: _with_twins(torch.utils.checkpoint.checkpoint),
+    torch.func.linearize: _linearize,
     **{getattr(math, name): _of_numbers(getattr(math, name), getattr(torch, name)) for name in _MATH},
     **DRAWS,
     **CLOCKS,
