@@ -380,7 +380,12 @@ def _gathered_by_backward(program: Program, body: str, laid: Mapping[str, Laid],
     whole: dict[tuple[str, int], list[Layout]] = {}  # results of blocks, as one backward alone reads them
     for name, n, x, result in inputs:
         layout = laid[name].inputs[n]
-        if result and uses[x] == 1 and _reads(program.blocks[result[0]], laid[result[0]], result[1], layout):
+        if (
+            result
+            and isinstance(x, Var)
+            and uses[x] == 1
+            and _reads(program.blocks[result[0]], laid[result[0]], result[1], layout)
+        ):
             whole.setdefault(result, []).append(layout)
     for (name, n), layouts in whole.items():
         if len(layouts) == calls[name] and len(set(layouts)) == 1:
@@ -389,10 +394,10 @@ def _gathered_by_backward(program: Program, body: str, laid: Mapping[str, Laid],
     for name, n, _, result in inputs:
         layout = changed[result[0]].outputs[result[1]] if result else changed[name].inputs[n]
         left.setdefault((name, n), set()).add(layout)
-    for (name, n), layouts in left.items():
-        layout, v, wanted = next(iter(layouts)), program.blocks[name].inputs[n], changed[name].inputs
+    for (name, n), given in left.items():
+        layout, v, wanted = next(iter(given)), program.blocks[name].inputs[n], changed[name].inputs
         is_less = layout.local(v.type, mesh).bytes < wanted[n].local(v.type, mesh).bytes
-        if len(layouts) == 1 and is_less and not layout.partial:
+        if len(given) == 1 and is_less and not layout.partial:
             changed[name] = replace(changed[name], inputs=_with(wanted, n, layout))
     return changed
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import torch
 
-from mycel.ir import Block, Builder, Eqn, Program, Var, lookup
+from mycel.ir import Atom, Block, Builder, Eqn, Program, Var, lookup
 from mycel.ops import o
 
 NARROW = (torch.bfloat16, torch.float16)
@@ -28,7 +28,7 @@ def _added_wide(block: Block) -> Block:
         return block
     b = Builder()
     b.reserve(v.name for v in (*block.inputs, *(v for e in block.eqns for v in e.outputs)))
-    b.inputs, values = list(block.inputs), dict[Var, Var]()
+    b.inputs, values = list(block.inputs), dict[Var, Atom]()
     with b:
         for eqn in block.eqns:
             b.at(eqn)
@@ -38,9 +38,8 @@ def _added_wide(block: Block) -> Block:
                 b.eqns.append(eqn)
                 continue
             x, (y,), over = next(eqn.vars), eqn.outputs, {k: eqn.params[k] for k in ("axes", "count")}
-            values[y] = o.reduce_scatter_wide(x, **over, dim=dim)
-            if eqn.op is o.all_reduce:
-                values[y] = o.all_gather(values[y], **over, dim=dim, size=x.shape[dim])
+            part = o.reduce_scatter_wide(x, **over, dim=dim)
+            values[y] = part if eqn.op is o.reduce_scatter else o.all_gather(part, **over, dim=dim, size=x.shape[dim])
         return b.block([lookup(x, values) for x in block.outputs])
 
 
