@@ -46,9 +46,7 @@ FAMILIES = {
     "laplace": lambda w: D.Laplace(w, positive(w)),
     "log_normal": lambda w: D.LogNormal(w, positive(w)),
     "low_rank": lambda w: D.LowRankMultivariateNormal(w[:, 0], w, positive(w[:, 1])),
-    "mixture": lambda w: D.MixtureSameFamily(
-        D.Categorical(logits=w[:, 0]), D.Independent(D.Normal(w, positive(w)), 1)
-    ),
+    "mixture": lambda w: D.MixtureSameFamily(D.Categorical(logits=w[:, 0]), D.Independent(D.Normal(w, positive(w)), 1)),
     "multinomial": lambda w: D.Multinomial(5, logits=w),
     "normals": lambda w: D.MultivariateNormal(w[:, 0], covariance(w)),
     "normals_by_precision": lambda w: D.MultivariateNormal(w[:, 0], precision_matrix=covariance(w)),
