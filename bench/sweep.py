@@ -25,7 +25,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from programs import fields, generative, habits, learning, networks, sequences, training_code  # noqa: F401  they enter
+from programs import (  # noqa: F401  they enter
+    fields,
+    generative,
+    habits,
+    learning,
+    networks,
+    papers,
+    sequences,
+    training_code,
+)
 from programs.entry import PROGRAMS, X
 from programs.functions import HAND, Written
 from programs.layers import MODULES
