@@ -83,12 +83,8 @@ def _in_places(task: Task, given: Plan) -> tuple[Plan, lower.Lowered]:
         outcome = step.decided(task.budget)
         return step.plan_of(outcome, task.budget), outcome.lowered
     _refuse_compiled(task, given.decided)
-    if plan.digest(task.program) != given.decided.program or len(given.decided.places) != len(given.places):
-        raise PlanError(
-            "the plan was decided for another program\n"
-            "  try       the model, batch, optimiser and settings it was made with, or plan.given to decide anew"
-        )
     decided = given.decided
+    decided.refuse_other_in_places(task.program, len(given.places))
     done = step.keeping(decided.residuals, decided.places, decided.orders).lowered
     return given, lower.with_moves_by_rank(done, decided.moved_by_rank)
 

@@ -44,6 +44,7 @@ def test_sums_travel_as_they_are_computed(width):
     layers, one = table.megatron(4, 128, width, 2)
     sent = {sums: table.llama_bytes(4, 128, width, "bf16", sums) for sums in ("as computed", "fp32")}
     assert layers <= sent["as computed"] <= layers + ENDS * one < sent["fp32"]
+    assert table.llama_bytes(4, 128, width, "bf16", "added in fp32") == sent["as computed"]
 
 
 @pytest.mark.parametrize("ratio", [1, 4])

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mycel.ir import OPS, Builder, Mesh, Program, Type, check
+from mycel.lower.wide_sums import add_wide
 from mycel.ops import o
 from mycel.plan.links import Link, Links, sent_by
 from mycel.run import simulate
@@ -34,6 +35,19 @@ def test_sums_of_16_bits_are_made_in_32_and_rounded_once(k, n, dim, seed):
     for x in xs[1:]:
         total = total + x.float()
     assert torch.equal(torch.cat(parts, dim).narrow(dim, 0, n), total.to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("name, params", [("all_reduce", {}), ("reduce_scatter", {"dim": 1})])
+def test_sums_that_a_plan_wants_added_wide(name, params):
+    """Whatever moves made of them: one rounding, of all parts."""
+    mesh, g = Mesh(dp=3), torch.Generator().manual_seed(0)
+    xs = [torch.randn((4, 6), generator=g).to(torch.bfloat16) for _ in range(3)]
+    program = add_wide(one(name, torch.bfloat16, (4, 6), mesh, **params))
+    (parts,) = simulate(check(program), mesh, [xs])
+    total = sum(x.double() for x in xs).to(torch.bfloat16)
+    assert torch.equal(parts[0] if name == "all_reduce" else torch.cat(parts, 1), total)
+    odd = one("all_reduce", torch.bfloat16, (4, 5), mesh)
+    assert add_wide(odd) == odd and "wide" in str(program)
 
 
 @pytest.mark.parametrize("k", [2, 3, 8])

@@ -224,6 +224,10 @@ def test_a_plan_for_another_mesh_or_setting_is_refused():
     with pytest.raises(PlanError, match=r"was decided for Mesh\(dp=2\)\n  asked     Mesh\(dp=4\)"):
         Plan.read(decided.data(), Mesh(dp=4))
     assert Plan.read(decided.given, Mesh(dp=4)).mesh == Mesh(dp=4)
+    edited = Plan.read({**decided.data(), "mesh": {"dp": 4}})
+    differs = r"another mesh\n  differs   the mesh is Mesh\(dp=4\), that of the decisions Mesh"
+    with pytest.raises(PlanError, match=differs):
+        planned(task(one, edited), edited)
     with pytest.raises(PlanError, match="a step that is not compiled, this one is compiled"):
         planned(task(one, decided, compiled=True), decided)
     with pytest.raises(PlanError, match=r"the plan needs .*, the budget is 1 bytes"):

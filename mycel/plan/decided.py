@@ -230,6 +230,22 @@ class Decided:
             _refuse(entry.other_inputs(program.main) if entry is not None else ())
             _refuse(["operators, their operands or parameters"])
 
+    def refuse_other_in_places(self, program: Program, places: int) -> None:
+        """PlanError if this was decided for sub-models of another program, or for others of them."""
+        if len(self.places) != places:
+            _refuse([f"there are {places} places, in the plan {len(self.places)}"])
+        if digest(program) == self.program:
+            return
+        entries = [x.layouts[program.entry] for x in self.places if program.entry in x.layouts]
+        there = {name: t for entry in entries for name, (t, _) in entry.inputs.items()}
+        here = {v.name: v.type for v in program.inputs if program.role(v).kind == "parameter"}
+        _refuse(
+            f"input {name} is {t}, in the plan {there.get(name, 'not there')}"
+            for name, t in here.items()
+            if there.get(name) != t
+        )
+        _refuse(["operators, their operands or parameters"])
+
     def _differences(self, whole: Program) -> Iterator[str]:
         """What a program has that the one decided for has not, and the other way round."""
         for name in dict.fromkeys((*whole.blocks, *self.layouts)):
