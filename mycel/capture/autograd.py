@@ -158,7 +158,7 @@ def requires_grad(tracer: Tracer, x: torch.Tensor, of_arguments: bool = False) -
             return tracer.grad_mode
         if eqn is not None:
             stack += () if eqn.op is o.stop_gradient else eqn.vars
-        elif tensor is None or v not in reached and of_arguments:  # what a loop hands on from turn to turn
+        elif tensor is None or (v not in reached and of_arguments):  # None: what a loop hands on from turn to turn
             return tracer.grad_mode
         elif v in reached and type(tensor) is not Traced:
             held[id(tensor)] = tensor

@@ -3,9 +3,9 @@ file name and line numbers.
 
 The twin shares the original's globals and closure cells (the same objects, not copies), defaults and annotations.
 Functions of libraries (torch, transformers, the standard library: everything that is installed) are called as they are;
-where one of them decides by a tensor (torch's own apart), it and those that lead there are rewritten, and the code is
-captured once more.  A library's wrapper around a user's function (`@torch.no_grad()`) is called with the function's
-twin inside.
+where one of them decides by a tensor (of torch's own, its distributions alone), it and those that lead there are
+rewritten, and the code is captured once more.  A library's wrapper around a user's function (`@torch.no_grad()`) is
+called with the function's twin inside.
 """
 
 from __future__ import annotations
