@@ -227,7 +227,8 @@ def _gradients(
         for v, s, g in zip(values, seeds, apart, strict=True):
             term = o.reshape(known[v], shape=()) if s is None else None
             if term is None:
-                term = o.sum(o.mul(known[v], g if g is not None else known[s]), dims=tuple(range(v.ndim)))  # type: ignore[index]
+                seed = g if g is not None else known[s]  # type: ignore[index]
+                term = o.sum(o.mul(known[v], seed), dims=tuple(range(v.ndim)))
             sums = term if sums is None else o.add(sums, term)
         return [sums]
 

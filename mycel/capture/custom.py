@@ -148,10 +148,10 @@ def _needs_gradient(tracer: Tracer, x: Any) -> bool:
     return requires_grad(tracer, x, of_arguments=not tracer.is_step)
 
 
-def _backward_of(cls: type[torch.autograd.Function]) -> Callable[..., Any]:
+def _backward_of(cls: type[torch.autograd.Function]) -> Any:
     """Its backward, without torch's @once_differentiable, which makes an error of a second derivative."""
     backward: Any = cls.backward
-    return backward.__wrapped__ if getattr(backward, "__code__", None) is _ONCE else backward  # type: ignore[no-any-return]
+    return backward.__wrapped__ if getattr(backward, "__code__", None) is _ONCE else backward
 
 
 _ONCE = once_differentiable(lambda ctx: None).__code__
