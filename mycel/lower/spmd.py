@@ -220,16 +220,24 @@ class _LocalBlock:
 
     def _first(self, x: Var, layout: Layout) -> Layout | None:
         """Of what else is wanted of a value and not at hand: what this layout is nearest to."""
-        others = [y for y in self.wanted.get(x, ()) if y != layout and y not in self.at_hand[x]]
+        others = [y for y in self.wanted.get(x, ()) if y not in self.at_hand[x] and y != layout]
+        others = [y for y in others if set(y.partial) >= set(layout.partial)]
         return min(others, key=lambda y: self.moves.seconds(x.type, y, layout), default=None)
 
     def _seconds(self, x: Var, layout: Layout) -> float:
-        return min(self.moves.seconds(x.type, y, layout) for y in self.at_hand[x])
+        return self.moves.seconds(x.type, self._nearest(x, layout), layout)
+
+    def _nearest(self, x: Var, layout: Layout) -> Layout:
+        """Of what is at hand; a partial sum is what was computed as one, while there is such, and no sum that is taken
+        apart again."""
+        have = self.at_hand[x]
+        partial = [y for y in have if set(y.partial) >= set(layout.partial)]
+        return min(partial or have, key=lambda y: self.moves.seconds(x.type, y, layout))
 
     def _move(self, x: Var, layout: Layout) -> None:
         have = self.at_hand[x]
         if layout not in have:
-            source = min(have, key=lambda s: self.moves.seconds(x.type, s, layout))
+            source = self._nearest(x, layout)
             value = have[source]
             for move in self.moves.chain(x.type, source, layout)[1]:
                 if move.op:
