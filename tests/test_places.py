@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 import transformers
+import yaml
 from distributing import start_values
 from golden import golden
 from pipelining import Tied
@@ -336,3 +337,13 @@ def test_what_cannot_be_placed_is_told():
             refused()
         told.append(f"-- {name}\n{e.value}")
     golden("refusal_places", "\n\n".join(told))
+
+
+@pytest.mark.parametrize("written", [
+    {"e": {"ranks": [0]}, "*": {"ranks": "1..2"}},
+    {"v": [0, 1], "*": {"ranks": "2..7", "mesh": {"dp": 3, "tp": 2}}},
+    {"v": {"ranks": "0..3", "stages": ["v", "v.layers.6"]}, "*": [4, 5]},
+])  # fmt: skip
+def test_however_it_is_written_a_place_reads_the_same(written):
+    plan = Plan.read({"place": written})
+    assert Plan.read(yaml.safe_load(str(plan))) == plan

@@ -237,6 +237,7 @@ class Plan:
                 '  try       the mesh of a place: "*": {ranks: 2..7, mesh: {dp: 3, tp: 2}}'
             )
         object.__setattr__(self, "mesh", mesh)
+        object.__setattr__(self, "place", places_data(self.places))  # however it was written
 
     @property
     def places(self) -> tuple[Place, ...]:
