@@ -10,10 +10,12 @@ import torch
 from golden import change, golden
 
 from mycel import lower
-from mycel.ir import Layout, Mesh, Program, Role, Type, check
+from mycel.ir import Builder, Layout, Mesh, Program, Role, Type, check
 from mycel.lower.encode_gathers import EncodedGathers, encode_gathers
 from mycel.lower.encode_sends import encode_rows_of_experts, encode_sends
 from mycel.lower.places import Crossing
+from mycel.lower.wide_sums import add_wide
+from mycel.ops import o
 from mycel.ops.codecs import Compression
 from mycel.plan.places import read_places
 from mycel.plan.synchronising import SyncPolicy
@@ -224,3 +226,13 @@ def test_connect():
     meshes, ranks = [p.mesh for p in places], [p.ranks for p in places]
     got = simulate_places(connected, meshes, ranks, [[spread_out(x, DP, meshes[0])], []])[1][0]
     assert torch.equal(put_together(got, DP, whole, meshes[1]), x)
+
+
+def test_sums_added_wide():
+    b = Builder()
+    x = b.input("x", Type(torch.bfloat16, (4, 6)))
+    with b:
+        total = o.all_reduce(x, axes=("dp",), count=2)
+        part = o.reduce_scatter(o.relu(x), axes=("dp",), count=2, dim=1)
+    program = check(Program({"main": b.block([total, part])}))
+    golden("wide_sums", f"# before\n\n{program}\n# after\n\n{check(add_wide(program))}")

@@ -3,7 +3,7 @@
     y = reduce_scatter(x, …, dim=0)        =>      y = reduce_scatter_wide(x, …, dim=0)
     y = all_reduce(x, …)                   =>      p = reduce_scatter_wide(x, …, dim=0);  y = all_gather(p, …, dim=0)
 
-What no dim of divides evenly stays as it is: such are small.
+What has no dim that divides evenly stays as it is: it is small.
 """
 
 from __future__ import annotations
